@@ -10,13 +10,13 @@ import pytest
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.record.sweep_json import SweepStart
-from fsdp_lab.record.trial_files import Outcome, append_line, read_outcome, write_outcome
+from fsdp_lab.record.trial_files import Outcome, read_outcome, write_outcome
 from fsdp_lab.status import ExitCode, TrialStatus
-from fsdp_lab.storage import Storage, StorageAway
+from fsdp_lab.storage import Storage
 from fsdp_lab.sweep.listeners.storage import StorageCopy
 from fsdp_lab.sweep.runner import Ending, SweepPlan, SweepRun
 from fsdp_lab.sweep.state import SweepState
-from fsdp_lab.sweep.store.fetch import UNSENT, fetch_sweep, wanted
+from fsdp_lab.sweep.store.fetch import fetch_sweep, wanted
 from fsdp_lab.sweep.store.resume import resumed_states
 
 
@@ -62,13 +62,10 @@ def resumed(address: str, compose_trial: Callable[[Sequence[str], int], Trial]) 
     return resume
 
 
-def copied(sweep: SweepRun, ended: int | None = None) -> None:
-    """What a resume keeps in storage, which may end a trial."""
+def copied(sweep: SweepRun) -> None:
+    """What a resume keeps in storage."""
     copy = StorageCopy(lambda text: None)
     copy.opened(sweep)
-    if ended is not None:
-        write_outcome(sweep.folder_of(ended), Outcome(TrialStatus.finished, None, 2.0))
-        copy.ended(sweep, ended)
     copy.finish(sweep, Ending(ExitCode.finished))
 
 
@@ -76,7 +73,7 @@ def test_what_storage_has_no_more_goes_from_a_copy_and_is_not_sent_again(
     address: str, resumed: Callable[[Path], SweepRun]
 ):
     storage, folder = Storage(address), fetch_sweep(address, "resume")
-    storage.delete(["1/outcome.json"])  # as a resume elsewhere that measures it again
+    storage.delete(["1/outcome.json"])  # as a resume elsewhere that begins it again
     storage.delete(["1/metrics.jsonl"])
     copied(resumed(folder))
     assert "1/outcome.json" not in storage.files(), "also where the copy is not brought up to date"
@@ -87,30 +84,3 @@ def test_what_storage_has_no_more_goes_from_a_copy_and_is_not_sent_again(
     assert not sweep.states[1].ended
     copied(sweep)
     assert "1/outcome.json" not in storage.files()
-
-
-def test_an_outcome_that_the_store_did_not_take_from_a_copy_stays_and_is_sent(
-    address: str, resumed: Callable[[Path], SweepRun], monkeypatch: pytest.MonkeyPatch
-):
-    """The store is away when trial 1 ends in the copy."""
-    storage = Storage(address)
-    storage.delete(["1/outcome.json"])
-    folder = fetch_sweep(address, "resume")
-
-    def away(self: Storage, name: str, content: bytes) -> None:
-        if name.endswith("outcome.json"):
-            raise StorageAway(f"{name}: the store does not answer")
-        written(self, name, content)
-
-    written = Storage.write
-    with monkeypatch.context() as patch:
-        patch.setattr(Storage, "write", away)
-        patch.setattr("fsdp_lab.sweep.listeners.storage._LIMIT_S", 0.2)
-        patch.setattr("fsdp_lab.sweep.listeners.storage._PAUSE_S", 3600.0)  # the first process has gone
-        copied(resumed(folder), ended=1)
-    append_line(folder / "1/metrics.jsonl", "{}")
-    before = (folder / "1/metrics.jsonl").read_text()
-    assert fetch_sweep(address, "resume") == folder
-    assert (folder / "1/metrics.jsonl").read_text() == before and (folder / "1" / UNSENT).exists()
-    copied(resumed(folder))
-    assert "1/outcome.json" in storage.files() and not (folder / "1" / UNSENT).exists()

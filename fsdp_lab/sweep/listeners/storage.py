@@ -8,16 +8,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from fsdp_lab.config import UserError
 from fsdp_lab.record.paths import copy_of
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 from fsdp_lab.sweep.names import resume_command, resume_from_storage
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
-from fsdp_lab.sweep.store.fetch import UNSENT
 from fsdp_lab.wording import count
 
 _OF_TRIALS = (
@@ -40,13 +38,10 @@ class Outgoing:
     Args:
         storage: the store.
         log: logs a message for the user.
-        on_written: gets the name of each object that the store has taken, in that thread.
     """
 
-    def __init__(
-        self, storage: Storage, log: Callable[[str], None], on_written: Callable[[str], None] = lambda name: None
-    ) -> None:
-        self._storage, self._log, self._on_written = storage, log, on_written
+    def __init__(self, storage: Storage, log: Callable[[str], None]) -> None:
+        self._storage, self._log = storage, log
         self._waiting: deque[tuple[str, bytes | None]] = deque()
         self._new = threading.Condition()
         self._away_reported = False
@@ -88,7 +83,6 @@ class Outgoing:
                 self._storage.delete([name])
             else:
                 self._storage.write(name, content)
-                self._on_written(name)
         except StorageAway as error:
             if not self._away_reported:
                 self._log(f"cluster.storage_path={error}; the driver's files are sent when it answers")
@@ -106,7 +100,6 @@ class StorageCopy(Listener):
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
         self._outgoing: Outgoing | None = None
-        self._is_copy = False
 
     def opened(self, sweep: SweepRun) -> None:
         """Put what another driver needs to resume the sweep, and results that storage lacks.
@@ -128,26 +121,12 @@ class StorageCopy(Listener):
                     storage.write(name, (sweep.folder / name).read_bytes())
         except StorageAway as error:
             raise UserError(f"cluster.storage_path={error}.") from error
-        folder, self._is_copy = sweep.folder.absolute(), copy_of(sweep.folder) is not None
-        self._outgoing = Outgoing(storage, self._log, lambda name: _unmark(folder / name))
-        for number in range(len(sweep.states)):
-            if sweep.plan.resumed and self._is_late(sweep, number, there):
-                self.ended(sweep, number)
+        self._outgoing = Outgoing(storage, self._log)
+        if sweep.plan.resumed and copy_of(sweep.folder) is None:  # what a copy has and storage lacks is out of date
+            for number, state in enumerate(sweep.states):
+                if state.ended and self._below(sweep, number, "outcome.json") not in there:
+                    self.ended(sweep, number)
         self._log(f"the sweep is stored in {address}; from any machine: {resume_from_storage(address)}")
-
-    def _is_late(self, sweep: SweepRun, number: int, there: Container[str]) -> bool:
-        """Return whether the store was away when a trial ended.
-
-        From a copy only trials that ended in it are sent: others that storage lacks were removed by a resume elsewhere.
-        """
-        if not sweep.states[number].ended or self._below(sweep, number, "outcome.json") in there:
-            return False
-        return not self._is_copy or (sweep.folder_of(number) / UNSENT).exists()
-
-    def _mark(self, sweep: SweepRun, number: int) -> None:
-        if self._is_copy:
-            with suppress(OSError):  # a full disk: the trial itself says so
-                (sweep.folder_of(number) / UNSENT).touch()
 
     def added(self, sweep: SweepRun, number: int) -> None:
         """Put the settings of a suggested trial."""
@@ -157,8 +136,7 @@ class StorageCopy(Listener):
             self._outgoing.put("trials.jsonl", (sweep.folder / "trials.jsonl").read_bytes())
 
     def began(self, sweep: SweepRun, number: int) -> None:
-        """Mark the trial as this driver's. The old outcome of a resumed one is removed."""
-        self._mark(sweep, number)
+        """Remove the old outcome of a resumed trial."""
         if self._outgoing and sweep.states[number].resuming:
             self._outgoing.put(self._below(sweep, number, "outcome.json"), None)
 
@@ -173,7 +151,6 @@ class StorageCopy(Listener):
     def ended(self, sweep: SweepRun, number: int) -> None:
         """Put the results of the trial."""
         if self._outgoing:
-            self._mark(sweep, number)  # one that is skipped never began
             folder = sweep.folder_of(number)
             for path in (*sorted(folder.glob("failures*/*")), *(folder / name for name in _OF_TRIALS)):
                 with suppress(FileNotFoundError):
@@ -199,9 +176,3 @@ class StorageCopy(Listener):
     @staticmethod
     def _below(sweep: SweepRun, number: int, name: str) -> str:
         return str((sweep.folder_of(number) / name).relative_to(sweep.folder.absolute()))
-
-
-def _unmark(path: Path) -> None:
-    if path.name == "outcome.json":
-        with suppress(OSError):
-            path.with_name(UNSENT).unlink()

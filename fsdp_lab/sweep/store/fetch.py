@@ -14,14 +14,12 @@ from fsdp_lab.storage import Storage, StorageAway
 
 _COPIES = Path("outputs/from_storage")
 _RECORD = "sweep.json"  # put last when a sweep starts: with it there is something to resume
-# In a copy, in the folder of a trial that has begun here: storage has not taken its outcome yet.
-UNSENT = ".unsent"
 
 
 def fetch_sweep(address: str, key: str) -> Path:
     """Copy a sweep from storage into a folder below `outputs/from_storage`, and return the folder.
 
-    An existing copy is updated, except for trials whose outcome storage has yet to get from it.
+    An existing copy is updated. A trial that ended in it while the store was away ends again from its last checkpoint.
 
     Args:
         address: of the sweep.
@@ -43,12 +41,9 @@ def fetch_sweep(address: str, key: str) -> Path:
             )
         _COPIES.mkdir(parents=True, exist_ok=True)
         with locked(folder, key, private=True):
-            unsent = _unsent(folder, names)
             if copy_of(folder) is not None:
-                _remove_stale(folder, names, unsent)
+                _remove_stale(folder, names)
             for name in names:
-                if _is_newer_here(PurePosixPath(name), unsent):
-                    continue
                 (folder / name).parent.mkdir(0o700, parents=True, exist_ok=True)
                 storage.get(name, folder / name)
                 (folder / name).chmod(0o600)
@@ -58,33 +53,13 @@ def fetch_sweep(address: str, key: str) -> Path:
     return folder
 
 
-def _unsent(folder: Path, names: Iterable[str]) -> set[PurePosixPath]:
-    """Return the folders, in the copy, of trials that ended here while the store was away.
-
-    For all other trials storage has the latest state.
-    """
-    there, unsent = set(names), set()
-    for mark in folder.rglob(UNSENT):
-        outcome = mark.with_name("outcome.json")
-        if outcome.exists() and str(outcome.relative_to(folder)) not in there:
-            unsent.add(PurePosixPath(mark.parent.relative_to(folder)))
-        else:
-            mark.unlink()
-    return unsent
-
-
-def _remove_stale(folder: Path, names: Iterable[str], unsent: set[PurePosixPath]) -> None:
+def _remove_stale(folder: Path, names: Iterable[str]) -> None:
     """Remove files of trials that storage no longer has: an old outcome would count, and be sent again."""
     there = set(names)
     for pattern in LEFT_OVER:
         for path in sorted(folder.rglob(pattern)):
-            name = path.relative_to(folder)
-            if str(name) not in there and PurePosixPath(name.parent) not in unsent:
+            if str(path.relative_to(folder)) not in there:
                 path.unlink()
-
-
-def _is_newer_here(name: PurePosixPath, trials: set[PurePosixPath]) -> bool:
-    return name.parent in trials and name.name in LEFT_OVER
 
 
 def wanted(names: Iterable[str]) -> list[str]:
