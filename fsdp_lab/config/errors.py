@@ -14,12 +14,5 @@ class ConfigError(UserError, ValueError):
 class CombinationError(ConfigError):
     """Values that are valid alone but not together.
 
-    A single trial fails with it. A grid skips such a cell and reports the reason, if an axis sets one of `keys`.
-
-    Attributes:
-        keys: the values' names on the command line.
+    A single trial fails with it. A grid skips such a cell and reports the reason.
     """
-
-    def __init__(self, message: str, keys: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.keys = keys

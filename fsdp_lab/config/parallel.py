@@ -81,13 +81,11 @@ class ShardingConfig:
             raise CombinationError(
                 f"sharding.blocks_per_unit={self.blocks_per_unit} with sharding={self.granularity.name}: only "
                 "sharding=per_block makes units of blocks; use sharding.blocks_per_unit=1 or sharding=per_block.",
-                keys=("sharding", "sharding.blocks_per_unit"),
             )
         if num_workers % self.dp_replicate:
             raise CombinationError(
                 f"sharding.dp_replicate={self.dp_replicate} does not divide "
                 f"cluster.num_workers={num_workers}; use one of {divisors(num_workers)}.",
-                keys=("sharding.dp_replicate", "cluster.num_workers"),
             )
         if self.granularity is Granularity.size_based and self.min_num_params is None:
             raise ConfigError(
@@ -100,20 +98,17 @@ class ShardingConfig:
             raise CombinationError(
                 f"sharding=ddp with sharding.dp_replicate={self.dp_replicate}: DDP replicates over all "
                 "workers already; use sharding.dp_replicate=1 or a sharded setting.",
-                keys=("sharding", "sharding.dp_replicate"),
             )
         if self.separate_reduce_scatter_group:
             raise CombinationError(
                 "sharding=ddp with sharding.separate_reduce_scatter_group=true: DDP has no reduce-scatter; use "
                 "sharding.separate_reduce_scatter_group=false or a sharded setting.",
-                keys=("sharding", "sharding.separate_reduce_scatter_group"),
             )
         for name in ("forward_prefetch", "backward_prefetch"):
             if getattr(self, name) is not None:
                 raise CombinationError(
                     f"sharding=ddp with sharding.{name}={getattr(self, name)}: DDP gathers no parameters, so it "
                     f"cannot prefetch them; use sharding.{name}=null.",
-                    keys=("sharding", f"sharding.{name}"),
                 )
 
 
@@ -144,13 +139,11 @@ class PrecisionConfig:
             raise CombinationError(
                 f"precision.float8=true with precision.param_dtype={self.param_dtype.name}: float8 products have "
                 "bfloat16 results; use precision=float8, or precision.param_dtype=bfloat16.",
-                keys=("precision.float8", "precision.param_dtype"),
             )
         if self.loss_scaling and self.param_dtype is Dtype.bfloat16:
             raise CombinationError(
                 "precision.loss_scaling=true with precision.param_dtype=bfloat16: bfloat16 has float32's range and "
                 "needs no scaling; use precision.loss_scaling=false or precision=fp16.",
-                keys=("precision.loss_scaling", "precision.param_dtype"),
             )
 
 
@@ -181,7 +174,6 @@ class OffloadConfig:
             raise CombinationError(
                 f"sharding=ddp with offload={self.target.name}: DDP keeps every parameter on its "
                 "device, so there is nothing to offload; use offload=none or a sharded setting.",
-                keys=("sharding", "offload"),
             )
 
 
@@ -219,7 +211,6 @@ class ReshardConfig:
                 f"reshard_after_forward.size={self.size} does not divide the sharding degree {dp_shard} "
                 f"(cluster.num_workers={num_workers} / sharding.dp_replicate={sharding.dp_replicate}); "
                 f"use one of {divisors(dp_shard)}.",
-                keys=("reshard_after_forward.size", "cluster.num_workers", "sharding.dp_replicate"),
             )
 
     def effective(self, sharding: ShardingConfig, num_workers: int) -> tuple[str, int | None]:

@@ -44,12 +44,10 @@ def check_parts(model: ModelGroup, data: DataGroup, task: TaskConfig) -> None:
         raise CombinationError(
             f"task.loss_chunks={task.loss_chunks}: models of transformers compute all logits at once; use "
             "task.loss_chunks=1.",
-            keys=("model", "task.loss_chunks"),
         )
     if task.name == "model_loss" and isinstance(model, UserModel) and model.target == _SEQ2SEQ:
         raise CombinationError(
             f"task=model_loss: model._target_={_SEQ2SEQ} does not compute a loss; use task=seq2seq.",
-            keys=("model", "task"),
         )
     known = [(typed, of) for typed, of in parts if of is not None]
     if len({of for _, of in known}) > 1:
@@ -58,7 +56,6 @@ def check_parts(model: ModelGroup, data: DataGroup, task: TaskConfig) -> None:
             "data=digits, fashion_mnist or synthetic, model=vit_tiny or mlp, task=classification. Tokens: "
             "data=pydoc, text or synthetic_tokens, model=lm_tiny or llama3_1b, task=language. Pairs of texts: "
             "data=pydoc_summaries or wikihow, model=hf_seq2seq, task=seq2seq.",
-            keys=("model", "data", "task"),
         )
 
 
@@ -88,7 +85,6 @@ def check_vocab_size(model: ModelGroup, data: DataGroup, needed: int | None) -> 
     raise CombinationError(
         f"model.vocab_size={has} is less than the {needed} tokens of data.{name}={data.to_keys()[name]}; use "
         f"model.vocab_size={needed}, or {fewer}.",
-        keys=("model", "model.vocab_size", "data", f"data.{name}"),
     )
 
 
@@ -108,7 +104,6 @@ def check_rows(model: ModelGroup, data: DataGroup) -> None:
             raise CombinationError(
                 f"data.{name}={length} is more than the model's {has} positions; use at most data.{name}={has}, or "
                 f"model.max_position_embeddings={length}.",
-                keys=("model", "model.max_position_embeddings", "data", f"data.{name}"),
             )
 
 
@@ -129,12 +124,10 @@ def check_images(model: ModelGroup, data: DataGroup) -> None:
             f"the model takes images of {takes[1]}x{takes[1]} with {takes[0]} channels, and data={data.name} has "
             f"{size}x{size} with {channels}; use model.image_size={size} model.num_channels={channels}, with a "
             "model.patch_size that divides it, or your own data with data._target_.",
-            keys=("model", "model.image_size", "model.num_channels", "data"),
         )
     labels = source.num_labels(**model.arguments)
     if labels is not None and labels < images.num_classes:
         raise CombinationError(
             f"model.num_labels={labels} is less than the {images.num_classes} classes of data={data.name}; use "
             f"model.num_labels={images.num_classes}.",
-            keys=("model", "model.num_labels", "data"),
         )

@@ -305,7 +305,6 @@ class SweepConfig(TrialConfig):
             raise CombinationError(
                 f"search={self.search.name} with forecast.keep={self.forecast.keep}: a search suggests its trials one "
                 "by one, so the fastest settings are not known; use forecast.keep=null, or search=grid.",
-                keys=("search.name", "forecast.keep"),
             )
         if self.engine is Engine.inline:
             self._check_inline(num_workers)
@@ -316,20 +315,17 @@ class SweepConfig(TrialConfig):
             raise CombinationError(
                 f"engine=inline with cluster.num_workers={num_workers}: a trial in this process has one worker; "
                 "use cluster.num_workers=1, or engine=ray.",
-                keys=("engine", "cluster.num_workers"),
             )
         for name, value in (("prune", "true" if self.forecast.prune else None), ("keep", self.forecast.keep)):
             if value is not None:
                 raise CombinationError(
                     f"engine=inline with forecast.{name}={value}: a trial in this process has no forecast; use "
                     f"forecast.{name}={'false' if name == 'prune' else 'null'}, or engine=ray.",
-                    keys=("engine", f"forecast.{name}"),
                 )
         if self.scheduler.stops_early:
             raise CombinationError(
                 f"engine=inline with scheduler={self.scheduler.name}: trials in this process run one after the other, "
                 "and a scheduler cannot stop them; use scheduler=fifo, or engine=ray.",
-                keys=("engine", "scheduler"),
             )
 
 

@@ -135,7 +135,6 @@ class TrainingConfig:
                 f"training.global_batch_size={self.global_batch_size} is not divisible by "
                 f"cluster.num_workers={num_workers} times training.grad_accum_steps={self.grad_accum_steps}"
                 f" = {parts}; use for example {choices}.",
-                keys=("training.global_batch_size", "cluster.num_workers", "training.grad_accum_steps"),
             )
 
 
@@ -187,13 +186,11 @@ class OptimizerConfig:
             raise CombinationError(
                 f"optimizer.state_dtype={self.state_dtype.name} with optimizer=sgd: this is the type of Adam's "
                 "moments; use optimizer.state_dtype=fp32, or optimizer=adam or adamw.",
-                keys=("optimizer.state_dtype", "optimizer"),
             )
         if self.name is not OptimizerName.sgd and self.momentum:
             raise CombinationError(
                 f"optimizer.momentum={self.momentum} with optimizer={self.name.name}: momentum belongs to "
                 "sgd; use optimizer=sgd, or optimizer.beta1 for Adam.",
-                keys=("optimizer.momentum", "optimizer"),
             )
 
 
@@ -243,5 +240,4 @@ class CheckpointConfig:
             raise CombinationError(
                 f"checkpoint.export_best=true with {lacks}: there is no best checkpoint to export; use "
                 "checkpoint.mode=sync and checkpoint.keep_best=true, or checkpoint.export_best=false.",
-                keys=("checkpoint.export_best", "checkpoint.mode", "checkpoint.keep_best"),
             )

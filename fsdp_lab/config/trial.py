@@ -114,7 +114,6 @@ class TrialConfig:
             raise CombinationError(
                 f"sharding={granularity.name} with activation_checkpointing=selective: it cannot recompute a block "
                 "that contains sharding units; use sharding=per_block, root or ddp, or activation_checkpointing=full.",
-                keys=("sharding", "activation_checkpointing"),
             )
 
     def _check_memory_budget(self) -> None:
@@ -123,13 +122,11 @@ class TrialConfig:
             raise CombinationError(
                 f"compile_memory_budget={budget} with compile=false: only the compiler uses the budget; use "
                 "compile=true, or activation_checkpointing=selective.",
-                keys=("compile_memory_budget", "compile"),
             )
         if budget is not None and checkpointing is not ActivationCheckpointing.none:
             raise CombinationError(
                 f"compile_memory_budget={budget} with activation_checkpointing={checkpointing.name}: both choose what "
                 "is recomputed; use activation_checkpointing=none, or compile_memory_budget=null.",
-                keys=("compile_memory_budget", "activation_checkpointing"),
             )
 
     def _check_fused(self) -> None:
@@ -140,11 +137,9 @@ class TrialConfig:
             raise CombinationError(
                 "optimizer.implementation=fused with optimizer=sgd: PyTorch has no fused SGD for sharded parameters; "
                 "use optimizer.implementation=auto or foreach.",
-                keys=("optimizer.implementation", "optimizer", "sharding"),
             )
         if self.precision.loss_scaling:
             raise CombinationError(
                 "optimizer.implementation=fused with precision.loss_scaling=true: fused optimizers cannot unscale "
                 "sharded gradients; use optimizer.implementation=auto or foreach.",
-                keys=("optimizer.implementation", "precision.loss_scaling"),
             )

@@ -179,13 +179,11 @@ class ModelConfig(ModelGroup):
             raise CombinationError(
                 f"model.patch_size={self.patch_size} does not divide model.image_size={self.image_size}; "
                 f"use one of {divisors(self.image_size)}.",
-                keys=("model.patch_size", "model.image_size"),
             )
         if self.hidden_dim % self.num_heads:
             raise CombinationError(
                 f"model.num_heads={self.num_heads} does not divide model.hidden_dim={self.hidden_dim}; "
                 f"use one of {divisors(self.hidden_dim)}.",
-                keys=("model.num_heads", "model.hidden_dim"),
             )
 
 
@@ -424,13 +422,11 @@ class TaskConfig:
             raise CombinationError(
                 f"task={self.name} with task.loss={self.loss or 'null'}: task=custom takes its loss from task.loss, "
                 "the other tasks have their own; give both, or neither.",
-                keys=("task", "task.loss"),
             )
         if self.loss_chunks > 1 and self.name != "language":
             raise CombinationError(
                 f"task.loss_chunks={self.loss_chunks} with task={self.name}: only task=language computes its loss in "
                 "parts; use task.loss_chunks=1.",
-                keys=("task", "task.loss_chunks"),
             )
         for name in ("loss", "metrics"):
             if path := getattr(self, name):

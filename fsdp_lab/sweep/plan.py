@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_lab.compose import Trial, check
@@ -12,7 +11,6 @@ from fsdp_lab.config import (
     CombinationError,
     ConfigError,
     SweepConfig,
-    conf_dir,
     effective_settings,
     workers_of,
 )
@@ -55,20 +53,17 @@ def plan_sweep(
         fold: keep only the first of cells with the same effect.
 
     Raises:
-        ConfigError: a value is wrong in itself, values that no axis changes are invalid together, or no cell is valid.
+        ConfigError: a value is wrong in itself, or no cell is valid.
     """
     plan = Plan()
     seen: dict[str, int] = {}
     swept = swept_keys(grid)
-    fixed = {override.partition("=")[0] for override in grid[0]} - set(swept) if grid else set()
     for overrides in grid:
         cell = " ".join(word for word in overrides if word.partition("=")[0].lstrip("+") in swept)
         trial = compose(overrides, len(plan.trials))
         try:
             check(trial.config)
         except CombinationError as reason:
-            if not varies(reason.keys, swept, fixed):
-                raise
             plan.left_out.setdefault(str(reason), []).append(cell)
             continue
         key = effect(trial.config, workers_of(trial.config))
@@ -85,21 +80,3 @@ def plan_sweep(
 def effect(config: SweepConfig, num_workers: int) -> str:
     """Return a value that is equal for cells that are one trial; see `effective_settings`."""
     return json.dumps(effective_settings(config, num_workers), sort_keys=True)
-
-
-def varies(keys: Sequence[str], swept: Sequence[str], fixed: Collection[str]) -> bool:
-    """Return whether another cell of the grid may lack a problem of this one.
-
-    That is so if an axis sets one of the keys, itself or by an option of its group.
-    """
-    return any(_sets(axis, key) for axis in swept for key in keys if key not in fixed)
-
-
-def _sets(axis: str, key: str) -> bool:
-    group, _, name = key.partition(".")
-    if key == axis or axis == "experiment":  # a preset may set anything
-        return True
-    options = (conf_dir() / group).glob("*.yaml")
-    return group == axis and any(
-        re.search(rf"^{re.escape(name)}:", option.read_text(), re.MULTILINE) for option in options
-    )
