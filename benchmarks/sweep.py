@@ -8,7 +8,6 @@ Ray's start, forecasts, checkpoints, exports and MLflow; the bare scripts have n
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import platform
@@ -19,6 +18,8 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
+
+from benchmarks.turnaround import turnarounds
 
 MOST_RATIO = 1.2
 MOST_TRIAL_S = 0.1
@@ -54,9 +55,7 @@ def sweep() -> tuple[float, float]:
         begun = time.perf_counter()
         subprocess.run(command, check=True, timeout=_LIMIT_S, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - begun
-        with Path(folder, "out", "results.csv").open() as rows:
-            turnarounds = [float(row["turnaround_s"]) for row in csv.DictReader(rows) if row["turnaround_s"]]
-    return seconds, statistics.median(turnarounds)
+        return seconds, statistics.median(turnarounds(Path(folder, "out")))
 
 
 def tiny(count: int) -> list[tuple[float, float]]:

@@ -7,7 +7,7 @@ One worker with one thread trains, on a machine with at least two cores.
 
 from __future__ import annotations
 
-import csv
+import json
 import os
 import platform
 import statistics
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 MOST_S = 2.0
@@ -33,8 +34,14 @@ def sweep() -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         command += [f"hydra.sweep.dir={folder}/out", f"tracking.uri=sqlite:///{folder}/m.db"]
         subprocess.run(command, check=True, timeout=_LIMIT_S, stdout=subprocess.DEVNULL, env=environment)
-        with Path(folder, "out", "results.csv").open() as file:
-            return [float(row["turnaround_s"]) for row in csv.DictReader(file) if row["turnaround_s"]]
+        return turnarounds(Path(folder, "out"))
+
+
+def turnarounds(folder: Path) -> list[float]:
+    """Return the turnaround of each trial but the first, of a sweep whose trials ran one after another."""
+    read = (json.loads(path.read_text()) for path in folder.glob("*/progress.json"))
+    trials = sorted(read, key=lambda progress: progress["first_step"])
+    return [after["first_step"] - before["reported"] for before, after in pairwise(trials)]
 
 
 def main() -> int:

@@ -30,7 +30,6 @@ class TrialRecord:
         reason: why it did not finish; None: it did, or the scheduler stopped it.
         run_id: of its MLflow run; "": it has none.
         seconds: that it took; None: not known.
-        turnaround_s: from the last report of the trial before it in its slot to its first step; None: not known.
         facts: what rank 0 reported before its first step: its device, data and layout.
         forecast_words: what of its forecast is no number (`fsdp_lab.metrics.FORECAST_WORDS`).
         timing_excluded: why its speed may not be used; None: it may. Decided once, when the trial ends.
@@ -49,7 +48,6 @@ class TrialRecord:
     reason: Reason | None = None
     run_id: str = ""
     seconds: float | None = None
-    turnaround_s: float | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     forecast_words: dict[str, str] = field(default_factory=dict)
     timing_excluded: TimingExcluded | None = None
@@ -123,7 +121,7 @@ class TrialRecord:
 
 
 _PLAIN = (
-    "number", "setting", "status", "figures", "epochs", "run_id", "seconds", "turnaround_s", "facts",
+    "number", "setting", "status", "figures", "epochs", "run_id", "seconds", "facts",
     "forecast_words", "timing_excluded", "choices",
 )  # fmt: skip
 

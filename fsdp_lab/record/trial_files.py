@@ -9,7 +9,6 @@
 | `failures/rank<r>.json` | the trial's own process | reason, traceback; `failures.<n>/`: those of an earlier attempt |
 | `outcome.json` | the trial's own process, or the driver | how it ended, and why: with it, a trial has a result |
 | `forecast.json` | the driver | its forecast |
-| `turnaround.json` | the driver | seconds from the last report on its slot to its first step |
 | `logs/rank<r>.log` | every rank | its output; its stacks, if a phase or a step lasted unusually long |
 | `memory_*_rank<r>.*` | every rank | the profile of a step: peaks, with `timeline` also a page and a snapshot |
 | `trace_rank0.json.gz` | rank 0 | with `profile_trace=true` three steps, for Perfetto or chrome://tracing |
@@ -265,7 +264,7 @@ def wait_until_alone(folder: Path, limit_s: float) -> bool:
 # What says how far a trial has come, the outcome first: without it a trial has no result.
 ATTEMPT = (
     "outcome.json", "metrics.jsonl", "facts.json", "facts.before.json", "places.json", "progress.json",
-    "turnaround.json", "error.txt",
+    "error.txt",
 )  # fmt: skip
 # What another command may have left in a folder that is used again. Checkpoints stay: a trial resumes from them or
 # refuses them.
@@ -279,7 +278,7 @@ def clear_attempt(folder: Path) -> None:
     """
     with suppress(FileNotFoundError):
         (folder / "facts.json").rename(folder / "facts.before.json")
-    for name in ("progress.json", "outcome.json", "turnaround.json", "error.txt"):
+    for name in ("progress.json", "outcome.json", "error.txt"):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -28,7 +28,6 @@ from fsdp_lab.record.trial_files import (
     read_facts,
     read_metrics,
     read_outcome,
-    read_progress,
     write_outcome,
 )
 from fsdp_lab.record.trials_jsonl import add_trial
@@ -216,7 +215,6 @@ class SweepRun:
         self._opened = False
         self._logged: set[str] = set()
         self._facts_read = {number for number, state in enumerate(plan.state.trials) if state.ended}
-        self._slots_freed_at: list[float] = []
 
     @property
     def states(self) -> list[TrialState]:
@@ -339,8 +337,6 @@ class SweepRun:
     def begin(self, number: int) -> None:
         """Begin a trial that has its resources; a second time after its process was killed."""
         state = self.states[number]
-        if self._slots_freed_at and state.begun is None:
-            state.slot_freed_at = self._slots_freed_at.pop(0)
         before = list(read_metrics(self.folder_of(number)))
         state.epochs_before = int(before[-1]["epoch"]) if before else 0
         state.begin(time.time())
@@ -381,18 +377,9 @@ class SweepRun:
             self.publish("facts", number, facts)
         for metrics in read_metrics(folder):
             if state.record_epoch(metrics):
-                self._time_turnaround(number)
                 if metrics["epoch"] > state.epochs_before:
                     note_progress()
                 self.publish("epoch", number, metrics)
-
-    def _time_turnaround(self, number: int) -> None:
-        state, folder = self.states[number], self.folder_of(number)
-        first_step = read_progress(folder).get("first_step")
-        if state.turnaround_s is None and state.slot_freed_at is not None and first_step is not None:
-            state.turnaround_s = first_step - state.slot_freed_at
-            with suppress(OSError):
-                write_json(folder / "turnaround.json", {"turnaround_s": state.turnaround_s}, parents=False)
 
     def tick(self) -> None:
         """Let time pass for the listeners: called repeatedly while trials run. Raises as `check_folder`."""
@@ -409,7 +396,6 @@ class SweepRun:
         if status.is_result:
             self._write_outcome(number)
             note_progress()
-        self._slots_freed_at.append(read_progress(self.folder_of(number)).get("reported", time.time()))
         self._publish_end(number)
 
     def skip(self, number: int, reason: Reason) -> None:

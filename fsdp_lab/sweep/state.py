@@ -23,7 +23,6 @@ class TrialState(TrialRecord):
         resuming: an earlier start has left files of it.
         epochs_before: the epochs that an earlier start has trained.
         forecast: of this start; None: none yet.
-        slot_freed_at: when the trial before it in its slot reported for the last time, in seconds since 1970.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class TrialState(TrialRecord):
         self.begun: float | None = None
         self.resuming = False
         self.epochs_before = 0
-        self.slot_freed_at: float | None = None
         if forecast is not None:
             self.take_forecast(forecast)
 

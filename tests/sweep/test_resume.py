@@ -45,7 +45,6 @@ def test_the_trials_train_in_this_process(folder: Path):
     assert [trial.facts["world_size"] for trial in sweep.trials] == [1] * trained.COUNT
     assert not list((folder / "out").glob("*/logs"))
     assert [run.info.status for run in (*store.parents, *store.trials)] == ["FINISHED"] * (1 + trained.COUNT)
-    assert [row["turnaround_s"] != "" for row in sweep.rows] == [False, True, True, True]
     assert all(0 <= epoch["perf/others_cpu"] <= 1 for trial in sweep.trials for epoch in trial.epochs)
 
 

@@ -6,7 +6,6 @@ import csv
 import io
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from fsdp_lab.files import write_text
 from fsdp_lab.metrics import table_columns
@@ -85,9 +84,7 @@ def write_results(
     measured = [column.key for column in table_columns("csv")]
     text = io.StringIO(newline="")
     rows = csv.writer(text)
-    rows.writerow(
-        ["trial", "status", *swept, *measured, "pareto", "turnaround_s", "seconds", "error", "run_id", "folder"]
-    )
+    rows.writerow(["trial", "status", *swept, *measured, "pareto", "seconds", "error", "run_id", "folder"])
     for number, state in enumerate(states):
         figures = state.figures
         rows.writerow(
@@ -97,8 +94,7 @@ def write_results(
                 *(setting(state.trial, key) for key in swept),
                 *(figures.get(key, "") for key in measured),
                 "yes" if number in front else "",
-                _rounded(state.turnaround_s),
-                _rounded(state.seconds),
+                "" if state.seconds is None else round(state.seconds, 2),
                 reason_text(state.reason),
                 run_id(number),
                 state.trial.folder,
@@ -110,7 +106,3 @@ def write_results(
 def shown(status: TrialStatus) -> TrialStatus:
     """Return the status for people: a trial that waits for its workers is still waiting."""
     return TrialStatus.waiting if status is TrialStatus.starting else status
-
-
-def _rounded(seconds: float | None) -> Any:
-    return "" if seconds is None else round(seconds, 2)

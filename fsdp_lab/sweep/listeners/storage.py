@@ -23,7 +23,6 @@ _OF_TRIALS = (
     "metrics.jsonl",
     "progress.json",
     "forecast.json",
-    "turnaround.json",
     "error.txt",
     "outcome.json",
 )  # the outcome says that the rest is there

@@ -24,7 +24,6 @@ from fsdp_lab.record.trial_files import (
     read_any_facts,
     read_forecast,
     read_metrics,
-    read_numbers,
     read_outcome,
 )
 from fsdp_lab.record.trials_jsonl import read_trials
@@ -114,7 +113,6 @@ def read_state(state: TrialState, folder: Path) -> TrialState:
     """Fill in what a trial's folder records, and return the same."""
     outcome = _believed(read_outcome(folder), folder)
     state.forecast_figures, state.forecast_words = read_forecast(folder)
-    state.turnaround_s = read_numbers(folder / "turnaround.json").get("turnaround_s")
     state.facts = read_any_facts(folder) or {}
     state.epochs = list(read_metrics(folder))
     state.metrics = {key: value for epoch in state.epochs for key, value in epoch.items()}
