@@ -131,14 +131,11 @@ def end_interrupted() -> NoReturn:
 def run_single(cfg: Any) -> None:
     """Run one trial: Hydra's function without -m."""
     from fsdp_lab.sweep.alone import list_alone, run_alone
-    from fsdp_lab.sweep.axes import preset_note
     from fsdp_lab.sweep.submit import is_for_manager, submit_sweep
 
     try:
         trial = single_trial(cfg)
         check(trial.config)
-        if trial.config.resume is None and (note := preset_note(trial.hydra_config.hydra)):
-            print(note, flush=True)
         if trial.config.dry_run:
             code = list_alone(trial)
         elif is_for_manager(trial.config):

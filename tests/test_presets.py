@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from fsdp_lab.compose import register_schema, typed_config
 from fsdp_lab.config import SweepConfig, UserError, conf_dir, from_dict, to_dict, with_custom
 from fsdp_lab.config.conf import group_dirs
-from fsdp_lab.sweep.axes import axes_of
+from fsdp_lab.sweep.grid import all_overrides
 from tests.conftest import FASHION_MNIST, ROOT
 from tests.ranks import Memo, run_ranks
 from tests.workloads.hf.cases import WORDS as HF
@@ -141,6 +141,7 @@ def test_every_preset_is_listed_with_its_axes() -> None:
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         for preset in PRESETS:
             hydra = compose("config", [f"experiment={preset}"], return_hydra_config=True).hydra
-            shown[preset] = " ".join(axes_of(parser, dict(hydra.sweeper.params), []))
+            given = all_overrides(parser, dict(hydra.sweeper.params), []).values()
+            shown[preset] = " ".join(str(axis.input_line) for axis in given if axis.is_sweep_override())
     expected = [(preset, f"`{axes}`" if axes else "nothing: one trial") for preset, axes in shown.items()]
     assert sorted(row for row in rows if row[0] in PRESETS) == expected

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 from rich.console import Console as RichConsole
@@ -18,7 +16,6 @@ from fsdp_lab.report.answer import answer
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import MOST_ROWS, Console, _where_traced
 from fsdp_lab.sweep.listeners.table import trial_table
-from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
 from tests.report.sweeps import on_cpu
 from tests.report.sweeps import sweep as made_up
@@ -52,24 +49,6 @@ def test_the_table_has_no_column_that_no_trial_fills(compose_trial: Callable[...
     heads = [column.name for column in trial_table(SweepState([state], []), [], [(0, state)]).columns]
     assert {"epoch", "train loss", "samples/s"} <= {*heads}
     assert not {"tokens/s", "bits/byte"} & {*heads}
-
-
-def test_of_many_trials_lines_count_those_that_finish(compose_trial: Callable[..., object]):
-    trial = compose_trial([], 0)
-    states = [TrialState(trial) for _ in range(MOST_ROWS + 1)]  # type: ignore[arg-type]
-    console = Console(SweepState(states, [("val/loss", "min")]), [], RichConsole(file=io.StringIO(), width=160))
-    logged: list[str] = []
-    console.log = logged.append  # type: ignore[method-assign]
-    sweep = cast(SweepRun, SimpleNamespace(log_once=lambda text: logged.append(text) if text not in logged else None))
-    for number, state in enumerate(states):
-        console.began(sweep, number)
-        state.status, state.metrics = TrialStatus.finished, {"epoch": 1, "val/loss": float(number)}
-        console.epoch(sweep, number, state.metrics)
-        console.ended(sweep, number)
-    assert logged[0].startswith("more than 500 trials: ")
-    assert [line.partition(",")[0] for line in logged[1:]] == [
-        f"{done} of 501 trials have a result" for done in (100, 200, 300, 400, 500)
-    ]
 
 
 def test_of_many_trials_the_last_table_has_a_few(compose_trial: Callable[..., object]):

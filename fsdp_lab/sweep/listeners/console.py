@@ -33,7 +33,6 @@ from fsdp_lab.wording import duration
 MOST_ROWS = 500  # of the last table; of more trials it has a few
 _FEW_ROWS = 50
 _LIVE_ROWS = 20  # a longer table would not fit a screen: the ended ones before are in results.csv
-_COUNTED = 100  # ended trials to a line, where there are many
 # The rank has printed its traceback, see `print_failure`.
 _PRINTED = (Code.out_of_memory, Code.peer_lost, Code.error, Code.disk_full)
 
@@ -56,7 +55,6 @@ class Console(Listener):
         self._begun = time.time()
         self._updates, self._looks, self._stale = Pace(), Pace(), False
         self._watch = Watch()
-        self._ended = 0
         # What the thread that draws the clock shows: values that are replaced, never changed.
         self._table: RenderableType = ""
         self._lines: list[str] = []
@@ -117,11 +115,6 @@ class Console(Listener):
             for line in rest:
                 self.rich.print(Text(line), soft_wrap=True)
 
-    @property
-    def _is_brief(self) -> bool:
-        """Whether there are too many trials for a line each: then those that finish are counted."""
-        return len(self._state.trials) > MOST_ROWS
-
     def opened(self, sweep: SweepRun) -> None:
         """Draw the live table."""
         self.update()
@@ -131,16 +124,10 @@ class Console(Listener):
         self.update()
 
     def began(self, sweep: SweepRun, number: int) -> None:
-        """Log the start of a trial; in a large sweep, only once that starts are not logged."""
+        """Log the start of a trial."""
         state = self._state.trials[number]
         from_epoch = f", from epoch {state.epochs_before}" if state.epochs_before else ""
-        if self._is_brief:
-            sweep.log_once(
-                f"more than {MOST_ROWS} trials: from here on only trials that do not finish have a line, and the "
-                "others are counted; results.csv has all"
-            )
-        else:
-            self.log(f"{label(number, self._state.trials)} starts{from_epoch}: {run_name(state.trial, self._swept)}")
+        self.log(f"{label(number, self._state.trials)} starts{from_epoch}: {run_name(state.trial, self._swept)}")
 
     def facts(self, sweep: SweepRun, number: int, facts: dict[str, Any]) -> None:
         """Log the notes of a trial, each once."""
@@ -148,25 +135,21 @@ class Console(Listener):
             sweep.log_once(f"note: {note}")  # each trial's run is tagged with its own
 
     def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
-        """Log a new epoch, except in a large sweep."""
+        """Log a new epoch."""
         state = self._state.trials[number]
-        if metrics["epoch"] > state.epochs_before and not self._is_brief:
+        if metrics["epoch"] > state.epochs_before:
             shown = None if state.trial.index is None else number
             training = state.trial.config.training
             self.log(epoch_line(shown, metrics, training.epochs if training.max_steps is None else None))
 
     def ended(self, sweep: SweepRun, number: int) -> None:
-        """Log the end of a trial; in a large sweep, only failures, and a count from time to time."""
+        """Log the end of a trial."""
         state = self._state.trials[number]
         took = f" after {duration(state.seconds)}" if state.seconds is not None else ""
         why = f": {reason_text(state.reason)}" if state.reason else ""
         if state.status is TrialStatus.failed:
             why += _where_traced(sweep.folder_of(number))
-        self._ended += 1
-        if not self._is_brief or state.status is not TrialStatus.finished:
-            self.log(f"{label(number, self._state.trials)} {state.status}{took}{why}")
-        elif self._ended % _COUNTED == 0:
-            self.log(how_far(self._state, time.time() - self._begun))
+        self.log(f"{label(number, self._state.trials)} {state.status}{took}{why}")
 
     def tick(self, sweep: SweepRun) -> None:
         """Look at the running trials, and draw the table if it is stale."""
