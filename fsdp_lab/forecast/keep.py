@@ -64,7 +64,6 @@ class Selection:
         forecasts: by the number of a trial.
         settings: an identifier of the setting of each trial; repeats share it.
         keep: a number of settings, such as `5`, or a share of those that fit, such as `20%`.
-        before: the predictions of trials that have ended, which count among the fastest.
         recommended: the identifiers that a forecast recommends.
     """
 
@@ -73,13 +72,11 @@ class Selection:
         forecasts: Mapping[int, Forecast],
         settings: Mapping[int, str],
         keep: str,
-        before: Mapping[int, Predicted] | None = None,
         recommended: Collection[str] = (),
     ) -> None:
         able = {n: f for n, f in forecasts.items() if f.fits is not False or f.tight}
         self.known = {n: predicted(f.speed) for n, f in able.items() if f.speed is not None}
-        fits = {n: one for n, one in self.known.items() if forecasts[n].fits is not False and not forecasts[n].may_fit}
-        fitting = {**(before or {}), **fits}
+        fitting = {n: o for n, o in self.known.items() if forecasts[n].fits is not False and not forecasts[n].may_fit}
         # one of each setting, the fastest first; where nothing fits, of what is tight or may fit
         ranked = {settings[n]: one for n, one in (fitting or self.known).items()}.values()
         self.ranked = sorted(ranked, key=lambda one: -one.speed)
@@ -117,11 +114,10 @@ def passed_over(
     forecasts: Mapping[int, Forecast],
     settings: Mapping[int, str],
     keep: str,
-    before: Mapping[int, Predicted] | None = None,
     recommended: Collection[str] = (),
 ) -> dict[int, Reason]:
     """Return the trials that need not run, and why; the arguments are those of `Selection`."""
-    selection = Selection(forecasts, settings, keep, before, recommended)
+    selection = Selection(forecasts, settings, keep, recommended)
     put = {number: selection.place(number) for number in forecasts}
     why = {
         n: Reason.of(Code.does_not_fit, **forecasts[n].shortage, keep=keep)
@@ -143,11 +139,10 @@ def why_all(
     forecasts: Mapping[int, Forecast],
     settings: Mapping[int, str],
     keep: str,
-    before: Mapping[int, Predicted] | None = None,
     recommended: Collection[str] = (),
 ) -> str:
     """Return why `forecast.keep` skips nothing, where `passed_over` names no trial; the arguments are the same."""
-    selection = Selection(forecasts, settings, keep, before, recommended)
+    selection = Selection(forecasts, settings, keep, recommended)
     ranked, wanted = selection.ranked, selection.wanted
     if not ranked:
         return "nothing is skipped: no setting has a predicted speed"

@@ -28,12 +28,11 @@ from fsdp_lab.forecast.devices import (
     sheet_of,
 )
 from fsdp_lab.forecast.forecast import forecast, forecast_step
-from fsdp_lab.forecast.keep import number_kept, passed_over, predicted, ratio_group, why_all
+from fsdp_lab.forecast.keep import number_kept, passed_over, ratio_group, why_all
 from fsdp_lab.forecast.notes import room_remedies
 from fsdp_lab.forecast.plot import over_workers, stacked, write_plot
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
-from fsdp_lab.report.predicted import Predicted
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.speed.device import Basis, Device, DeviceKind, Factors, load_device
 from fsdp_lab.speed.predict import BOUNDS, Speed, predict
@@ -498,9 +497,6 @@ def test_what_is_common_to_all_predictions_keeps_no_setting():
         "slow: predicted ratios have an error of up to ±8%; forecast.keep=1 does not start it"
     )
     assert set(passed_over({**related, 2: alone[2]}, settings, "1")) == {3, 4}, "of one the ratio is not known"
-    for group, expected in (("one", {2}), ("another", set()), ("", set())):
-        before = {0: Predicted(10.0, 7.0, 16.0, 0.08, group)}
-        assert set(passed_over({n: related[n] for n in (1, 2)}, settings, "1", before)) == expected
 
 
 def test_the_fastest_of_each_global_batch_size_is_kept():
@@ -514,8 +510,6 @@ def test_the_fastest_of_each_global_batch_size_is_kept():
     }
     settings = {number: str(number) for number in forecasts}
     assert set(passed_over(forecasts, settings, "1")) == {1, 2, 4}
-    before = {3: predicted(forecasts.pop(3).speed)}  # type: ignore[arg-type]
-    assert set(passed_over(forecasts, settings, "1", before)) == {1, 2, 4}, "after a resume, too"
 
 
 @pytest.mark.parametrize(
@@ -577,14 +571,10 @@ def test_repeats_are_one_setting_and_what_cannot_fit_or_has_no_prediction_is_not
     assert set(passed_over(forecasts, settings, "2")) == {3}
 
 
-def test_a_share_is_of_all_settings_those_that_have_ended_too():
-    """Four of twenty are kept; when the fastest has finished, a resume skips no more of them than the start did."""
+def test_a_share_is_of_all_settings():
     forecasts = of_seconds(*(1.5**number for number in range(20)))
     settings = {number: str(number) for number in forecasts}
-    first = passed_over(forecasts, settings, "20%")
-    assert set(first) == set(range(4, 20))
-    before = {n: predicted(f.speed) for n, f in forecasts.items() if f.speed and (n in first or n == 0)}
-    assert passed_over({n: forecasts[n] for n in (1, 2, 3)}, settings, "20%", before) == {}
+    assert set(passed_over(forecasts, settings, "20%")) == set(range(4, 20))
     assert number_kept("7%", 100) == 7
 
 

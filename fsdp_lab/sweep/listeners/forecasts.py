@@ -26,10 +26,9 @@ from fsdp_lab.forecast.observations import record_observation
 from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.hardware import cpu_name, gpus, num_gpus
-from fsdp_lab.metrics import DATA_WAIT, MIB, OTHERS_CPU, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP, SPEED
+from fsdp_lab.metrics import DATA_WAIT, MIB, OTHERS_CPU, SPEED
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.choice import PLAIN
-from fsdp_lab.report.predicted import Predicted
 from fsdp_lab.report.reason_texts import needs_text
 from fsdp_lab.speed.fitted import digest
 from fsdp_lab.speed.measured import DISTURBED
@@ -96,61 +95,42 @@ class Forecasts(Listener):
             sweep.log(f"forecast: {low if low == high else f'{low} to {high}'} MiB at the peak of a worker")
         requests = _requests(list(wanted.values()), resources.num_gpus() > 0, workers)
         self._known = {request.key: forecast for request, forecast in zip(requests, result, strict=True)}
+        is_new = not any(state.ended for state in sweep.states)  # else `forecast.keep` has chosen before
         if self._early is not None and result and all(forecast.fails for forecast in result):
             _fail(sweep, dict(zip(wanted, result, strict=True)))
             return
         for number, forecast in zip(wanted, result, strict=True):
             self._take(sweep, number, forecast)
-        self._keep_promising(sweep, dict(zip(wanted, requests, strict=True)))
-
-    def _keep_promising(self, sweep: SweepRun, requests: dict[int, Request]) -> None:
-        """Skip the trials that `forecast.keep` leaves out, and log that."""
         asked = sweep.config.forecast
-        for request in requests.values():
+        for request in requests:
             for note in device_notes(request.config, request.num_workers) if request.sheet is not None else ():
                 sweep.log_once(f"note: {note}")
         named = asked.device not in DEVICE_KINDS
-        if named and any(r.sheet is None and data_sheet(r.config) is not None for r in requests.values()):
+        if named and any(r.sheet is None and data_sheet(r.config) is not None for r in requests):
             here = ", ".join(sorted({gpu.name for gpu in gpus()})) or "CPUs"
             sweep.log_once(
                 f"no speed is predicted: forecast.device={asked.device} is not the device of these trials ({here})"
             )
-        if asked.keep is None:
-            return
-        ended = {n: s for n, s in enumerate(sweep.states) if n not in requests and s.ended}
-        (first, *_) = requests.values() or (None,)
-        if first is None:
-            return
-        others = _requests(list(ended.values()), first.cuda, first.num_workers)
-        known = requests | dict(zip(ended, others, strict=True))
-        left_out, kept, why = self._left_out(sweep, asked.keep, known, ended)
-        for number, reason in left_out.items():
-            sweep.skip(number, reason)
-        why = f"{count(len(left_out), 'trial')} skipped" if left_out else why
-        sweep.log(f"forecast.keep={asked.keep}: {count(kept, 'setting')} to measure, {why}")
+        if asked.keep is not None and is_new:
+            self._keep_promising(sweep, asked.keep, dict(zip(wanted, requests, strict=True)))
 
-    def _left_out(
-        self, sweep: SweepRun, keep: str, requests: dict[int, Request], ended: dict[int, TrialState]
-    ) -> tuple[dict[int, Reason], int, str]:
-        """Return the trials that `forecast.keep` leaves out, how many settings it keeps, and why it keeps all.
-
-        The trials come with reasons. Each number of workers has its own ranking.
-        """
+    def _keep_promising(self, sweep: SweepRun, keep: str, requests: dict[int, Request]) -> None:
+        """Skip the trials that `forecast.keep` leaves out, and log that. Each number of workers has its own ranking."""
         settings = {n: request.key for n, request in requests.items()}
-        before = {n: predicted for n, state in ended.items() if (predicted := _predicted(state)) is not None}
-        to_run = {n: self._known[key] for n, key in settings.items() if n not in ended and not sweep.states[n].ended}
+        to_run = {n: self._known[key] for n, key in settings.items() if not sweep.states[n].ended}
         best = _recommended(sweep, to_run)
         left_out: dict[int, Reason] = {}
         why: dict[str, None] = {}
         for workers in sorted({requests[n].num_workers for n in to_run}):
-            of = {n for n, request in requests.items() if request.num_workers == workers}
-            mine = {n: forecast for n, forecast in to_run.items() if n in of}
-            earlier = {n: predicted for n, predicted in before.items() if n in of}
-            enough = (1 - sweep.config.report.speed_tolerance) * max((one.speed for one in earlier.values()), default=0)
-            mine_best = {settings[n] for n in best if n in of and _pace(mine[n]) >= enough}
-            left_out |= passed_over(mine, settings, keep, earlier, mine_best)
-            why[why_all(mine, settings, keep, earlier, mine_best)] = None
-        return left_out, len({settings[n] for n in to_run if n not in left_out}), "; ".join(why)
+            mine = {n: forecast for n, forecast in to_run.items() if requests[n].num_workers == workers}
+            mine_best = {settings[n] for n in best if n in mine}
+            left_out |= passed_over(mine, settings, keep, mine_best)
+            why[why_all(mine, settings, keep, mine_best)] = None
+        for number, reason in left_out.items():
+            sweep.skip(number, reason)
+        kept = len({settings[n] for n in to_run if n not in left_out})
+        result = f"{count(len(left_out), 'trial')} skipped" if left_out else "; ".join(why)
+        sweep.log(f"forecast.keep={keep}: {count(kept, 'setting')} to measure, {result}")
 
     def added(self, sweep: SweepRun, number: int) -> None:
         """Forecast a suggested trial: first with `forecast.prune`, which may skip it, else while it starts."""
@@ -270,22 +250,6 @@ def _fail(sweep: SweepRun, forecasts: Mapping[int, Forecast]) -> None:
             sweep.fail(number, Reason.of(Code.forecast_failed, text=forecast.error), forecast.traceback)
         else:
             sweep.fail(number, Reason.of(Code.same_as, trial=earlier))
-
-
-def _predicted(state: TrialState) -> Predicted | None:
-    """Return the speed that an earlier start has predicted for a trial; None without one."""
-    figures = state.forecast_figures
-    try:
-        speed, low, high = (figures[f"{PREDICTED_SPEED}{end}"] for end in ("", "_low", "_high"))
-        group, batch = state.forecast_words.get(RATIO_GROUP, ""), state.trial.config.training.global_batch_size
-        return Predicted(speed, low, high, figures.get(RATIO_ERROR), group, batch)
-    except KeyError:
-        return None
-
-
-def _pace(forecast: Forecast) -> float:
-    """Return the predicted samples/s; 0 without."""
-    return forecast.speed.samples_per_s if forecast.speed else 0.0
 
 
 def _recommended(sweep: SweepRun, forecasts: Mapping[int, Forecast]) -> list[int]:
