@@ -78,18 +78,17 @@ def report(which: Path | str = "last", *, trust: bool = False) -> SweepResult:
     """Read the record of a sweep. Writes nothing.
 
     Args:
-        which: the sweep's folder, an address in object storage, the id of its parent run, or `last`.
+        which: the sweep's folder, an address in object storage, or `last`.
         trust: read a folder that is another user's.
 
     Raises:
         UserError: there is no such sweep, or none of its trials has finished.
     """
-    from fsdp_lab.config.sweep import TrackingConfig
     from fsdp_lab.report.result import SweepResult
     from fsdp_lab.sweep.store.trust import find_trusted
     from fsdp_lab.sweep.sweep_data import require_results, sweep_in
 
-    folder, _ = find_trusted(str(which), "sweep", TrackingConfig(), trust)
+    folder, _ = find_trusted(str(which), "sweep", trust)
     read, _, _ = sweep_in(folder)
     require_results(read, str(which))
     return SweepResult.of(read)

@@ -113,7 +113,7 @@ def read_start(folder: Path, key: str = "resume") -> SweepStart:
             ) from None
         raise UserError(
             f"{key}={folder}: no sweep was started there (there is no {path.name}); give the folder that holds "
-            f"results.csv, the id of a sweep's parent run, or {key}=last."
+            f"results.csv, or {key}=last."
         ) from None
     except PermissionError:
         raise UserError(

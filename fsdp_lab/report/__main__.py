@@ -89,24 +89,22 @@ def run(options: dict[str, str]) -> None:
     Raises:
         UserError: there is no such sweep, or none of its trials has finished.
     """
-    from fsdp_lab.sweep.store.trust import find_trusted, read_trust, why_foreign
+    from fsdp_lab.sweep.store.trust import find_trusted, read_trust
     from fsdp_lab.sweep.sweep_data import require_results, sweep_in, sweep_stored
-    from fsdp_lab.tracking import annotate, find_sweep_run, folder_here, runs_url
+    from fsdp_lab.tracking import annotate, find_sweep_run, runs_url
 
     which = options["sweep"].strip("'\"")
     tracking = TrackingConfig(uri=options.get("tracking.uri", TrackingConfig.uri), ui=options.get("tracking.ui"))
     is_run = re.fullmatch(r"[0-9a-f]{32}", which) is not None and not Path(which).is_dir()
     folder: Path | None = None
     trust = read_trust(options.get("trust"))
-    if is_run and (here := folder_here(tracking, which)) is not None and (trust or why_foreign(here) is None):
-        which, is_run = str(here), False
     if is_run:
         recorded = sweep_stored(tracking, which)
         sweep = with_tolerances(recorded, options)
     else:
         if is_address(which) and trust:  # beside what use=pytorch prints
             print(f"reaching {redact(which)}", file=sys.stderr, flush=True)
-        folder, own = find_trusted(which, "sweep", tracking, trust)
+        folder, own = find_trusted(which, "sweep", trust)
         recorded, record, config = sweep_in(folder)
         ui = options.get("tracking.ui", config.tracking.ui)
         tracking = dataclasses.replace(config.tracking, uri=options.get("tracking.uri", config.tracking.uri), ui=ui)

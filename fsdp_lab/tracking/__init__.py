@@ -5,10 +5,10 @@
 """
 
 from fsdp_lab.tracking.projection import Projection, WantedRun
-from fsdp_lab.tracking.read import annotate, fetch_artifact, fetch_record, find_sweep_run, folder_here, folder_of_run
+from fsdp_lab.tracking.read import annotate, fetch_artifact, fetch_record, find_sweep_run
 from fsdp_lab.tracking.store import TrackingError, runs_url
 
 __all__ = [
     "Projection", "TrackingError", "WantedRun", "annotate", "fetch_artifact", "fetch_record",
-    "find_sweep_run", "folder_here", "folder_of_run", "runs_url",
+    "find_sweep_run", "runs_url",
 ]  # fmt: skip

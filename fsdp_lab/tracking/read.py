@@ -49,7 +49,8 @@ def fetch_record(tracking: TrackingConfig, run_id: str, to: Path) -> Path:
     Raises:
         TrackingError: there is no such store or run, it is one trial of a sweep, or it has no record.
     """
-    _refuse_child(_open_run(tracking, run_id, "sweep")[1], f"sweep={run_id}")
+    if parent := _open_run(tracking, run_id, "sweep")[1].get(_PARENT):
+        raise TrackingError(f"sweep={run_id} is one trial of a sweep; give its parent's id, {parent}.")
     absent = f"sweep={run_id} has no record.json: its sweep has not ended yet, so report on its folder"
     return fetch_artifact(tracking, run_id, "record.json", to, absent)
 
@@ -97,40 +98,6 @@ def find_sweep_run(tracking: TrackingConfig, sweep_id: str) -> str:
     with refusals(tracking):
         runs = runs_of(client, experiment, sweep_id) if experiment else []
     return next((str(run.info.run_id) for run in runs if _PARENT not in run.data.tags), "")
-
-
-def folder_of_run(tracking: TrackingConfig, run_id: str) -> Path:
-    """Return the folder of the sweep, or of the trial alone, that a run belongs to.
-
-    Raises:
-        TrackingError: there is no such store or run, or its folder is not on this machine.
-    """
-    tags = _open_run(tracking, run_id)[1]
-    _refuse_child(tags, f"run={run_id}")
-    folder = tags.get("fsdp_lab.folder", "")
-    if not folder or not Path(folder).is_dir():
-        raise TrackingError(
-            f"run={run_id} belongs to {folder} on {tags.get('host', 'another machine')}, and that folder is not here; "
-            "resume it there."
-        )
-    return Path(folder)
-
-
-def folder_here(tracking: TrackingConfig, run_id: str) -> Path | None:
-    """Return the folder of the sweep of a run, if it is on this machine; None for any other run.
-
-    Raises:
-        TrackingError: there is no such store or run.
-    """
-    tags = _open_run(tracking, run_id, "sweep")[1]
-    folder = Path(tags.get("fsdp_lab.folder", ""))
-    is_here = _PARENT not in tags and folder.is_absolute() and (folder / "sweep.json").is_file()
-    return folder if is_here else None
-
-
-def _refuse_child(tags: Mapping[str, str], what: str) -> None:
-    if _PARENT in tags:
-        raise TrackingError(f"{what} is one trial of a sweep; give its parent's id, {tags[_PARENT]}.")
 
 
 def _open(tracking: TrackingConfig) -> tuple[MlflowClient, str]:

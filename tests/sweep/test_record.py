@@ -147,9 +147,8 @@ def test_nothing_to_resume_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     for resume, words in (
         ("last", "no sweep was started from this folder"),
-        ("nowhere", "is not a folder or the id of a run"),
+        ("nowhere", "is not a folder"),
         (".", "there is no sweep.json"),
-        ("0" * 32, "this store does not exist yet"),
     ):
         with pytest.raises(UserError, match=words):
             resume_arguments([f"resume={resume}"])

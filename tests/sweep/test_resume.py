@@ -59,7 +59,7 @@ def test_nothing_left_says_so_and_trains_nothing(folder: Path):
 
     before, ended = [path.stat().st_mtime_ns for path in models], runs()
     objective = ["objective=[train/loss:min,val/loss:max]", "resume_anyway=true"]
-    for words in (["resume=last"], [f"resume={Store(folder).parents[0].info.run_id}", STORE, *objective]):
+    for words in (["resume=last"], ["resume=out", STORE, *objective]):
         done = run_cli(folder, *words)
         assert done.returncode == 0, output_of(done)
         assert "nothing is left to do: all 4 trials have a result" in done.stdout and begun(done) == []

@@ -1,13 +1,11 @@
-"""The folder that a command names: by its path, an address in storage, the id of its run, or `last`."""
+"""The folder that a command names: by its path, an address in storage, or `last`."""
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from pathlib import Path
 
 from fsdp_lab.config import UserError, is_address
-from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.files import write_text
 from fsdp_lab.sweep.store.fetch import fetch_sweep
 
@@ -29,36 +27,28 @@ def last_folder() -> Path | None:
     return None
 
 
-def find_folder(named: str, tracking: TrackingConfig, key: str = "resume") -> Path:
+def find_folder(named: str, key: str = "resume") -> Path:
     """Return the folder that `resume=...` stands for.
 
     Args:
-        named: a folder, an address in storage, the id of a parent run, or `last`.
-        tracking: the store of the run.
+        named: a folder, an address in storage, or `last`.
         key: the key on the command line.
 
     Raises:
         UserError: it stands for none.
     """
     if not named:
-        raise UserError(f"{key}= is empty; give the sweep's folder, the id of its parent run, or {key}=last.")
+        raise UserError(f"{key}= is empty; give the sweep's folder, or {key}=last.")
     if named == "last":
         if (last := last_folder()) is None:
             raise UserError(
                 f"{key}=last: no sweep was started from this folder, or {_LAST} is damaged, or the sweep was moved; "
-                "give the sweep's own folder or the id of its parent run."
+                "give the sweep's own folder."
             )
         return last
     if is_address(named):
         return fetch_sweep(named, key)
     folder = Path(named)
-    if folder.is_dir():
-        return folder.absolute()
-    if not re.fullmatch(r"[0-9a-f]{32}", named):
-        raise UserError(
-            f"{key}={named} is not a folder or the id of a run (32 digits of 0-9a-f); give the sweep's folder, the id "
-            f"of its parent run, or {key}=last."
-        )
-    from fsdp_lab.tracking import folder_of_run
-
-    return folder_of_run(tracking, named)
+    if not folder.is_dir():
+        raise UserError(f"{key}={named} is not a folder; give the sweep's folder, or {key}=last.")
+    return folder.absolute()

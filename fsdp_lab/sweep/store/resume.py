@@ -12,7 +12,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import SweepConfig, UserError, to_dict
 from fsdp_lab.config.key_value_args import key_of
-from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.files import report_damaged
 from fsdp_lab.record.paths import copy_of, storage
@@ -44,9 +43,8 @@ def resume_arguments(arguments: Sequence[str]) -> list[str]:
     resume = next(a.partition("=")[2] for a in arguments if a.startswith("resume="))
     trust = read_trust(next((a.partition("=")[2] for a in arguments if a.startswith("trust=")), None))
     typed = [a for a in arguments if a not in ("-m", "--multirun") and not a.startswith(("resume=", "trust="))]
-    uri = next((a.partition("=")[2] for a in typed if a.startswith("tracking.uri=")), TrackingConfig().uri)
     named = resume.strip("'\"")
-    folder, _ = find_trusted(named, "resume", TrackingConfig(uri=uri), trust)
+    folder, _ = find_trusted(named, "resume", trust)
     if (address := copy_of(folder)) and "cluster.storage_path" not in {key_of(word) for word in typed}:
         typed.insert(0, f"cluster.storage_path={address.rpartition('/')[0]}")  # was typed, with the sweep's name
     record = read_start(folder)

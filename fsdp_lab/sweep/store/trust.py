@@ -23,7 +23,6 @@ from fsdp_lab.config.conf import groups
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.config.options import names_code
-from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.deploy.job import is_managers
 from fsdp_lab.record.paths import copy_of
 from fsdp_lab.record.trials_jsonl import lines_of
@@ -51,13 +50,12 @@ def read_trust(value: str | None) -> bool:
     return value == "true"
 
 
-def find_trusted(named: str, key: str, tracking: TrackingConfig, trust: bool) -> tuple[Path, bool]:
+def find_trusted(named: str, key: str, trust: bool) -> tuple[Path, bool]:
     """Return the folder of a sweep, and whether it is this user's own with its files on a shared disk.
 
     Args:
         named: see `find_folder`.
         key: the key that names the sweep on the command line.
-        tracking: see `find_folder`.
         trust: `trust=true` was typed.
 
     Raises:
@@ -65,7 +63,7 @@ def find_trusted(named: str, key: str, tracking: TrackingConfig, trust: bool) ->
     """
     where, reason = named, "it is not known who can write there" if is_address(named) else None
     if trust or reason is None:
-        folder = find_folder(named, tracking, key)
+        folder = find_folder(named, key)
         where, reason = str(folder), why_foreign(folder)
     if reason is not None and not trust:
         raise UserError(
