@@ -24,14 +24,12 @@ from fsdp_lab.config.registry import module_of
 from fsdp_lab.config.sweep import SearchConfig
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
-from fsdp_lab.sweep.samplers import OVERRUN
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.samplers import BaseSampler
 
 _DEFAULTS = flatten(SweepConfig())
-_LEAST_OVERRUN = 0.01  # of what ran out of memory, whatever its forecast
 _MOST_REFUSED = 200  # in a row; then the space has nothing new, or nothing that can be
 
 
@@ -280,7 +278,7 @@ class OptunaSearch:
         """Pass the end of a trial to Optuna.
 
         Finished trials count with their latest values; with a single objective stopped ones do too, as pruned. Trials
-        that did not fit, by forecast or in training, violate a constraint. Any other end has no value.
+        that did not fit, by forecast or in training, count as pruned. Any other end has no value.
         """
         from optuna.trial import TrialState
 
@@ -288,13 +286,9 @@ class OptunaSearch:
         asked = self._asked.pop(trial.index, None)
         if asked is None:
             return
-        if (overrun := _overrun(status, metrics)) is not None:
-            asked.set_user_attr(OVERRUN, overrun)
-            if hasattr(asked, "set_constraint"):  # Optuna 4 asks the sampler instead
-                asked.set_constraint(OVERRUN, overrun)
-            if status in (TrialStatus.skipped, TrialStatus.oom) and overrun > 0:
-                self._study.tell(asked, state=TrialState.PRUNED)  # a failed one would be forgotten
-                return
+        if status in (TrialStatus.skipped, TrialStatus.oom):
+            self._study.tell(asked, state=TrialState.PRUNED)  # a failed one would be forgotten
+            return
         values = [metrics.get(metric, math.nan) for metric, _ in self._objectives]
         known = all(math.isfinite(value) for value in values)
         if known and status is TrialStatus.finished:
@@ -315,13 +309,6 @@ class OptunaSearch:
         from optuna.trial import TrialState
 
         self._study.tell(asked, state=TrialState.FAIL)
-
-
-def _overrun(status: TrialStatus, figures: Mapping[str, float]) -> float | None:
-    """Return the share by which a trial exceeds the memory of a device; None if neither forecast nor end shows it."""
-    needed, capacity = figures.get("forecast/needed_bytes"), figures.get("forecast/capacity_bytes")
-    share = needed / capacity - 1 if needed is not None and capacity else None
-    return max(share or 0.0, _LEAST_OVERRUN) if status is TrialStatus.oom else share
 
 
 def _settings_of(trial: Trial) -> str:

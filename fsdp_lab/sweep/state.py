@@ -110,7 +110,7 @@ def figures_of(forecast: Forecast) -> dict[str, float]:
     """Return a forecast in bytes, seconds and samples/s, by the keys of metrics."""
     figures: dict[str, float | None] = {
         "forecast/peak_bytes": forecast.peak_bytes,
-        # else a search would avoid what only an upper bound keeps from fitting
+        # else a setting would be judged by an upper bound
         "forecast/needed_bytes": None if forecast.may_fit else forecast.needed_bytes,
         "forecast/reserved_bytes": forecast.reserved_bytes,
         "forecast/host_bytes": forecast.host_bytes or None,

@@ -302,7 +302,7 @@ def test_keep_and_prune_skip_nothing_by_an_upper_bound(
     skipped = [n for n, state in enumerate(states) if state.status is TrialStatus.skipped]
     assert skipped == ([] if upper_bound else [4, 5])
     assert any("starts, and may run out of memory" in text for text in hears.logged) == bool(upper_bound)
-    for state in states[4:]:  # a search avoids what exceeds the capacity by these two
+    for state in states[4:]:
         assert ("forecast/needed_bytes" in state.forecast_figures) != bool(upper_bound)
 
 
