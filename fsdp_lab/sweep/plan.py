@@ -73,7 +73,9 @@ def plan_sweep(
         seen[key] = len(plan.trials)
         plan.trials.append(trial)
     if not plan.trials:
-        raise ConfigError(" / ".join(plan.left_out) or "the sweep has no trials: an axis has no values.")
+        most = max(map(len, plan.left_out.values()), default=0)  # what makes most cells invalid is to be fixed first
+        reasons = [reason for reason, cells in plan.left_out.items() if len(cells) == most]
+        raise ConfigError(" / ".join(reasons) or "the sweep has no trials: an axis has no values.")
     return plan
 
 
