@@ -126,8 +126,8 @@ def _parts(uri: str) -> SplitResult:
     try:
         parts = urlsplit(uri)
         parts.port  # noqa: B018 (raises)
-    except ValueError as error:
-        raise _error(uri, f"it cannot be read ({error})", "write a server as http://host:5000") from None
+    except ValueError:  # whose words quote a part of it, which may be one of a password
+        raise _error(uri, "its host or port cannot be read", "write a server as http://host:5000") from None
     if parts.scheme in ("http", "https") and not parts.hostname:
         raise _error(uri, "it names no host", "write a server as http://host:5000")
     return parts
