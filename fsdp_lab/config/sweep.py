@@ -279,7 +279,7 @@ class SweepConfig(TrialConfig):
     resume: Optional[str] = key(None, may_differ=EVERYWHERE, is_param=False)
     """Sweep to continue: its folder, its address in object storage, or `last`."""
     resume_failed: bool = key(False, may_differ=EVERYWHERE, is_param=False)
-    """Also rerun failed trials."""
+    """Also rerun failed trials, and measure trials again whose timing is excluded."""
     resume_anyway: bool = key(False, may_differ=EVERYWHERE, is_param=False)
     """Resume although configuration, code or data changed."""
     cluster: ClusterConfig = group(ClusterConfig, may_differ=_IS_WHERE)

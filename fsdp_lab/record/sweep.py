@@ -39,6 +39,7 @@ class SweepRecord:
         repeat_max: the most rounds of `repeat=auto`; None: repeats were typed.
         study: the name of the study, such as the preset's; "" for a sweep without one.
         log_axes: the axes that were searched on a logarithmic scale.
+        resume: the command that resumes it; "": there is none.
         report: the command that reports on it.
     """
 
@@ -55,6 +56,7 @@ class SweepRecord:
     repeat_max: int | None = None
     study: str = ""
     log_axes: Sequence[str] = ()
+    resume: str = ""
     report: str = "python -m fsdp_lab.report sweep=last"
 
     @property

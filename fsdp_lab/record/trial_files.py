@@ -12,6 +12,7 @@
 | `logs/rank<r>.log` | every rank | its output; its stacks, if a phase or a step lasted unusually long |
 | `memory_*_rank<r>.*` | every rank | the profile of a step: peaks, with `timeline` also a page and a snapshot |
 | `trace_rank0.json.gz` | rank 0 | with `profile_trace=true` three steps, for Perfetto or chrome://tracing |
+| `excluded.<n>/` | the driver | these files of an attempt whose timing was excluded |
 | `.alive` | every rank | locked while a process of the trial lives |
 """
 

@@ -210,6 +210,8 @@ def with_tolerances(sweep: SweepData, options: dict[str, str]) -> SweepData:
         except ValueError:
             raise ConfigError(f"report.{key}={text} is not a number; use for example 0.05.") from None
     check_ranges(ReportConfig(**given), "report.")
+    if sweep.resume and "report.others_cpu" in options:  # a resume is to judge by the same limit
+        given["resume"] = f"{sweep.resume} report.others_cpu={options['report.others_cpu']}"
     if "report.others_cpu" in options:
         sweep = sweep.judged_by(given["others_cpu"])
     return dataclasses.replace(sweep, **given)

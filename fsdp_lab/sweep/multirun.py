@@ -136,6 +136,8 @@ def _how_many(plan: SweepPlan) -> str:
     text = f"{up_to}{count(number, 'trial')}"
     if plan.resumed:
         text = f"resumes: {number - sum(state.ended for state in trials)} of {text} left"
+        again = sum(state.again for state in trials)
+        text += f", {again} of them to be measured again" if again else ""
     if plan.search is None or up_to:
         return text
     return f"{text}, then repeats of undecided settings, up to {count(plan.config.repeat_max, 'round')}"

@@ -80,7 +80,7 @@ def resume_lines(folder: Path, address: str | None) -> list[str]:
     For a sweep of a night it is the night's command, for a manager's job its script or manifest. A sweep in object
     storage also has a command for any other machine.
     """
-    here = os.environ.get(RESUMED_BY) or resume_by() or resume_command(folder, address)
+    here = os.environ.get(RESUMED_BY) or resume_by() or resume_command(folder, address=address)
     lines = [f"to resume: {here}"]
     if address is not None and RESUMED_BY not in os.environ and here != (anywhere := resume_from_storage(address)):
         lines.append(f"from any machine: {anywhere}")
@@ -94,23 +94,26 @@ def folder_key(multirun: bool) -> str:
     return "hydra.sweep.dir" if multirun else "hydra.run.dir"
 
 
-def resume_command(folder: Path, address: str | None = None) -> str:
-    """Return the command that resumes a sweep, with the options that a resume does not read from the folder.
+def resume_command(folder: Path, arguments: Sequence[str] | None = None, address: str | None = None) -> str:
+    """Return the command that resumes a sweep, with the arguments that a resume does not read from the folder.
 
     It names the address if the folder will not last.
 
     Args:
         folder: the sweep's.
+        arguments: of the sweep; None: of this process.
         address: of the sweep in object storage; None: it has none.
     """
     if lasting := lasting_address(folder, address):
-        return resume_from_storage(lasting)
-    return shlex.join(["python", "-m", "fsdp_lab", f"resume={relative(folder)}", *config_dir_words(sys.argv[1:])])
+        return resume_from_storage(lasting, arguments)
+    typed = sys.argv[1:] if arguments is None else arguments
+    return shlex.join(["python", "-m", "fsdp_lab", f"resume={relative(folder)}", *config_dir_words(typed)])
 
 
-def resume_from_storage(address: str) -> str:
-    """Return the command that resumes a sweep on any machine, from object storage alone."""
-    return shlex.join(["python", "-m", "fsdp_lab", f"resume={address}", "trust=true", *config_dir_words(sys.argv[1:])])
+def resume_from_storage(address: str, arguments: Sequence[str] | None = None) -> str:
+    """Return the command that resumes a sweep on any machine, from object storage alone. `arguments`: as above."""
+    again = config_dir_words(sys.argv[1:] if arguments is None else arguments)
+    return shlex.join(["python", "-m", "fsdp_lab", f"resume={address}", "trust=true", *again])
 
 
 def report_command(folder: Path, address: str | None = None) -> str:

@@ -35,6 +35,7 @@ from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.search import Search
 from fsdp_lab.sweep.shutdown import interruptible
 from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.store.set_aside import set_aside
 
 _CHANGES = ("began", "facts", "forecast", "epoch", "ended")  # events of a trial
 
@@ -268,6 +269,9 @@ class SweepRun:
         except UserError:
             self._opened = False
             raise
+        for number, state in enumerate(self.states):  # after MLflow: a kill leaves a trial that has its result
+            if state.again:
+                set_aside(self.folder_of(number), self.address_of(number))
 
     @property
     def has_folder(self) -> bool:

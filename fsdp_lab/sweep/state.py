@@ -21,6 +21,7 @@ class TrialState(TrialRecord):
         trial: as composed.
         begun: when it began to run, in seconds since 1970.
         resuming: an earlier start has left files of it.
+        again: it has a result, and is measured again because its timing is excluded (`resume_failed`).
         epochs_before: the epochs that an earlier start has trained.
         forecast: of this start; None: none yet.
     """
@@ -39,7 +40,7 @@ class TrialState(TrialRecord):
         self._metrics, self._forecast_figures = dict(metrics or {}), dict[str, float]()
         self._update()
         self.begun: float | None = None
-        self.resuming = False
+        self.resuming = self.again = False
         self.epochs_before = 0
         if forecast is not None:
             self.take_forecast(forecast)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from fsdp_lab.redact import redact, redact_typed
 from fsdp_lab.report import data
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import swept_keys, unescaped
-from fsdp_lab.sweep.names import report_command, setting
+from fsdp_lab.sweep.names import RESUMED_BY, config_dir_words, report_command, resume_command, setting
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.resume import read_state
 from fsdp_lab.tracking import fetch_record, runs_url
@@ -79,6 +80,7 @@ def sweep_of(
         config.repeat_max if AUTO_REPEAT in record.arguments else None,
         study_of(record.arguments),
         log_axes(record.arguments),
+        resume_command(folder, record.arguments, address) if RESUMED_BY not in os.environ else "",
         report_command(folder, address),
     )
 
@@ -155,8 +157,10 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.SweepData:
     with TemporaryDirectory() as folder:
         read = data.SweepData.read(fetch_record(tracking, run_id, Path(folder)))
     store = [f"tracking.uri={redact(tracking.uri)}"] if tracking.uri != TrackingConfig().uri else []
+    arguments = shlex.split(read.command)[3:]
+    resume = shlex.join(["python", "-m", "fsdp_lab", f"resume={run_id}", *store, *config_dir_words(arguments)])
     report = shlex.join(["python", "-m", "fsdp_lab.report", f"sweep={run_id}", *store])
-    return replace(read, runs_url=runs_url(tracking), report=report)
+    return replace(read, runs_url=runs_url(tracking), resume=resume, report=report)
 
 
 def require_results(sweep: data.SweepData, which: str) -> None:

@@ -63,7 +63,9 @@ CASES = {
     "one_trial": sweep([trial(0)], axes=[]),
     "objectives": sweep(objectives=[("val/loss", "min"), (SPEED, "max")]),
     "one_timing_excluded": sweep([on_cpu(0, 0, 0.05, 1000.0), on_cpu(1, 2, 0.05, 900.0), on_cpu(2, 3, 0.44, 3000.0)]),
-    "all_timings_excluded": sweep([on_cpu(0, 0, 0.4, 1000.0), on_cpu(1, 2, 0.3, 900.0)]),
+    "all_timings_excluded": sweep(
+        [on_cpu(0, 0, 0.4, 1000.0), on_cpu(1, 2, 0.3, 900.0)], resume="python -m fsdp_lab resume=out"
+    ),
     "loss_within_rounding": rounded(),
     "repeats": sweep(
         [*rounds(0, 1000.0, 1010.0, 990.0), *rounds(3, 2000.0, 1500.0, 1900.0), *rounds(5, 1200.0, 1000.0, 1600.0)],

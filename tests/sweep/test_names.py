@@ -66,5 +66,5 @@ def test_commands_name_a_folder_that_is_there_where_they_are_typed(monkeypatch: 
     monkeypatch.delenv(JOB_VARIABLE)
     folder.mkdir(parents=True)
     take_storage(folder, address)  # a copy, wherever it was made
-    assert resume_command(folder) == by_address
+    assert resume_command(folder, typed) == by_address
     assert report_command(folder) == f"python -m fsdp_lab.report sweep={address} trust=true"

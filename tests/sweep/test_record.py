@@ -132,6 +132,27 @@ def test_the_command_line_of_a_resume(tmp_path: Path, monkeypatch: pytest.Monkey
     assert meant == ["sharding=root", f"resume='{tmp_path}'", f"hydra.run.dir='{tmp_path}'", "hydra.output_subdir=null"]
 
 
+def started_in(folder: Path, launched_in: Path) -> None:
+    SweepStart.of(["sharding=root"], False, SweepConfig()).write(folder)
+    record = json.loads((folder / "sweep.json").read_text())
+    (folder / "sweep.json").write_text(json.dumps({**record, "launched_in": str(launched_in)}))
+
+
+def test_another_users_sweep_and_one_of_a_job_resume_where_that_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Python imports modules from where a command is typed; and Ray deletes its copy of a job's files."""
+    (tmp_path / "theirs").mkdir()
+    started_in(tmp_path, tmp_path / "theirs")
+    monkeypatch.setattr("fsdp_lab.sweep.store.resume.find_trusted", lambda *_: (tmp_path, False))
+    assert "sharding=root" in resume_arguments([f"resume={tmp_path}", "trust=true"])
+    monkeypatch.undo()
+    copy = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    copy.mkdir(parents=True)
+    started_in(tmp_path, copy)
+    assert "sharding=root" in resume_arguments([f"resume={tmp_path}"])
+
+
 def test_a_resume_is_typed_where_the_sweep_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "a place").mkdir()
     monkeypatch.chdir(tmp_path / "a place")

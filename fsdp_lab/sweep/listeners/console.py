@@ -188,7 +188,7 @@ class Console(Listener):
         self.update()
         if ending.code is ExitCode.failed and not ending.early:
             theirs = " (if your code changed, also resume_anyway=true)" if sweep.plan.started.user_packages else ""
-            again = resume_command(sweep.folder, sweep.address)
+            again = resume_command(sweep.folder, address=sweep.address)
             self.log(f"to retry failed trials: {again} resume_failed=true{theirs}")
 
     def changed(self, sweep: SweepRun, number: int) -> None:

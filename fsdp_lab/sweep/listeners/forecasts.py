@@ -95,7 +95,8 @@ class Forecasts(Listener):
             sweep.log(f"forecast: {low if low == high else f'{low} to {high}'} MiB at the peak of a worker")
         requests = _requests(list(wanted.values()), resources.num_gpus() > 0, workers)
         self._known = {request.key: forecast for request, forecast in zip(requests, result, strict=True)}
-        is_new = not any(state.ended for state in sweep.states)  # else `forecast.keep` has chosen before
+        # else `forecast.keep` has chosen before; a kill while it skipped leaves the fastest to choose from
+        is_new = not any(s.again or (s.ended and s.status is not TrialStatus.skipped) for s in sweep.states)
         if self._early is not None and result and all(forecast.fails for forecast in result):
             _fail(sweep, dict(zip(wanted, result, strict=True)))
             return
@@ -185,7 +186,7 @@ class Forecasts(Listener):
     def _take(self, sweep: SweepRun, number: int, forecast: Forecast) -> None:
         """Publish a forecast, and skip the trial if it cannot fit."""
         name, state = label(number, sweep.states), sweep.states[number]
-        prune = state.trial.config.forecast.prune
+        prune = state.trial.config.forecast.prune and not state.again  # which ran before
         if forecast.error:
             sweep.log_once(f"no forecast: {forecast.error}")
         elif forecast.capacity_bytes is None and prune:

@@ -70,7 +70,8 @@ class MlflowRuns(Listener):
         record, states = sweep.plan.started, sweep.states
         self._sweep = sweep
         self._projection = Projection(self._tracking, record.id, self._wanted, self._log)
-        self._projection.open(sweep.plan.resumed)
+        again = [number for number, state in enumerate(states) if state.again]
+        self._projection.open(sweep.plan.resumed, again)
         ended = [n for n, state in enumerate(states) if state.ended and not self._projection.is_recorded(n)]
         ended_before = bool(self._projection.ended(None)) and not sweep.has_more()
         self._projection.changed(*([None] if record.multirun and not ended_before else []), *ended)

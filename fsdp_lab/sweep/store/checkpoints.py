@@ -28,15 +28,28 @@ def drop_checkpoints(folder: Path) -> None:
     """
     for where in _places(folder):
         if is_address(str(where)):
-            storage = Storage(str(where))
-            # the markers first: a kill leaves data that nothing names, and no checkpoint without its data
-            names = sorted(name for name in storage.files() if _OF_CHECKPOINTS.fullmatch(name))
-            storage.delete(sorted(names, key=lambda name: not name.endswith(".json")))
-            continue
-        if (where / "checkpoints").exists():
-            shutil.rmtree(where / "checkpoints")
-        (where / "model.pt").unlink(missing_ok=True)
-        shutil.rmtree(where / "model", ignore_errors=True)
+            drop_stored_weights(Storage(str(where)))
+        else:
+            drop_weights(where)
+
+
+def drop_weights(folder: Path) -> None:
+    """Remove the checkpoints and the exported model of a trial.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    if (folder / "checkpoints").exists():
+        shutil.rmtree(folder / "checkpoints")
+    (folder / "model.pt").unlink(missing_ok=True)
+    shutil.rmtree(folder / "model", ignore_errors=True)
+
+
+def drop_stored_weights(storage: Storage) -> None:
+    """Remove the checkpoints of a trial in object storage."""
+    # the markers first: a kill leaves data that nothing names, and no checkpoint without its data
+    names = sorted(name for name in storage.files() if _OF_CHECKPOINTS.fullmatch(name))
+    storage.delete(sorted(names, key=lambda name: not name.endswith(".json")))
 
 
 def _places(folder: Path) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import SweepConfig, UserError, to_dict
 from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.engine.ray_job import is_rays_copy
+from fsdp_lab.engine.ray_private import RUNTIME_ENV_FOLDER
 from fsdp_lab.files import report_damaged
 from fsdp_lab.record.paths import copy_of, storage
 from fsdp_lab.record.sweep_json import SweepStart, read_start
@@ -33,6 +35,8 @@ from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, cha
 from fsdp_lab.sweep.store.trust import check_words, find_trusted, print_code, read_trust
 from fsdp_lab.wording import count
 
+_MEASURED = (TrialStatus.finished, TrialStatus.stopped)
+
 
 def resume_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the command line that `resume=...` stands for.
@@ -44,11 +48,12 @@ def resume_arguments(arguments: Sequence[str]) -> list[str]:
     trust = read_trust(next((a.partition("=")[2] for a in arguments if a.startswith("trust=")), None))
     typed = [a for a in arguments if a not in ("-m", "--multirun") and not a.startswith(("resume=", "trust="))]
     named = resume.strip("'\"")
-    folder, _ = find_trusted(named, "resume", trust)
+    folder, own = find_trusted(named, "resume", trust)
     if (address := copy_of(folder)) and "cluster.storage_path" not in {key_of(word) for word in typed}:
         typed.insert(0, f"cluster.storage_path={address.rpartition('/')[0]}")  # was typed, with the sweep's name
     record = read_start(folder)
-    _check_place(record, folder)
+    if own:
+        _check_place(record, folder)
     _check_words(record, folder, typed)
     place = "hydra.sweep.dir" if record.multirun else "hydra.run.dir"
     # Hydra writes the config of a single trial before it calls us: the one that is there is to be compared.
@@ -62,13 +67,18 @@ def resume_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def _check_place(record: SweepStart, folder: Path) -> None:
-    """Check that a sweep resumes where it was started, since it may have relative paths; a copy resumes anywhere."""
-    there = Path(record.launched_in)
-    if copy_of(folder) or is_rays_copy(Path.cwd()) or not there.is_dir() or there.samefile("."):
+    """Check that a sweep resumes where it was started, since it may have relative paths.
+
+    A copy of one in object storage resumes anywhere; so does one that ran in Ray's copy of a job, which Ray deletes.
+    """
+    there = record.launched_in
+    if copy_of(folder) or is_rays_copy(Path.cwd()) or RUNTIME_ENV_FOLDER in Path(there).parts:
+        return
+    if not os.path.isdir(there) or os.path.samefile(there, "."):
         return
     raise UserError(
         f"resume={folder}: the sweep was started in {there}, where its relative paths belong; resume it there, after "
-        f"cd {shlex.quote(str(there))}"
+        f"cd {shlex.quote(there)}"
     )
 
 
@@ -99,7 +109,9 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -
         state = TrialState(trial)
         state.resuming = True
         read_state(state, storage(trial, folder))
-        if config.resume_failed and state.status is TrialStatus.failed:  # its outcome is removed later
+        excluded = state.timing_excluded is not None and state.status in _MEASURED
+        state.again = config.resume_failed and excluded
+        if config.resume_failed and (excluded or state.status is TrialStatus.failed):  # its outcome is removed later
             state.status, state.reason, state.seconds, state.timing_excluded = TrialStatus.waiting, None, None, None
         if not state.ended:  # it reports its epochs again
             state.metrics, state.epochs, state.facts = {}, [], {}

@@ -1,0 +1,67 @@
+"""Trials whose timing is excluded: which are measured again, and what is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.config import UserError
+from fsdp_lab.files import write_json
+from fsdp_lab.metrics import OTHERS_CPU, SPEED
+from fsdp_lab.record.trial_files import Outcome, append_line, write_outcome
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.storage import Storage, StorageAway
+from fsdp_lab.sweep.store.resume import resumed_states
+from fsdp_lab.sweep.store.set_aside import set_aside
+
+
+def trial(folder: Path) -> Path:
+    (folder / "checkpoints").mkdir()
+    (folder / "outcome.json").write_text("{}")
+    return folder
+
+
+def test_what_is_set_aside_gets_a_number_that_is_free(tmp_path: Path):
+    for name in ("excluded.2", "excluded.10", "excluded.old"):
+        (tmp_path / name).mkdir()
+    set_aside(trial(tmp_path), None)
+    assert (tmp_path / "excluded.11/outcome.json").exists() and not (tmp_path / "checkpoints").exists()
+
+
+def test_nothing_goes_where_the_record_finds_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The failures are made by hand: a disk that is full, a store that is away."""
+
+    def full(self: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    def away(self: Storage) -> None:
+        raise StorageAway("memory://: the store does not answer")
+
+    folder = trial(tmp_path)
+    before = sorted(folder.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", full)
+        with pytest.raises(OSError, match="No space"):
+            set_aside(folder, None)
+    monkeypatch.setattr(Storage, "files", away)
+    with pytest.raises(UserError, match="resume the sweep when it answers"):
+        set_aside(folder, "memory://sweeps/s/0")
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("status", ["finished", "stopped", "failed", "diverged", "oom"])
+def test_only_what_would_have_a_speed_is_measured_again(
+    compose_trial: Callable[[Sequence[str], int], Trial], tmp_path: Path, status: str
+):
+    one = compose_trial(["resume_failed=true"], 0)
+    one.folder.mkdir()
+    write_json(one.folder / "facts.json", {"device": "cpu"})
+    append_line(one.folder / "metrics.jsonl", json.dumps({"epoch": 1, SPEED: 10.0, OTHERS_CPU: 0.9}))
+    write_outcome(one.folder, Outcome(TrialStatus(status), None, 1.0))
+    (state,) = resumed_states([one], tmp_path, one.config)
+    assert state.again is (status in ("finished", "stopped"))
+    assert state.ended is (status in ("diverged", "oom")), "one that failed runs again, too"
