@@ -15,10 +15,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,15 +122,13 @@ def _run(module: str, words: list[str], quiet: bool) -> None:
     command = [sys.executable, "-m", module, *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
-            for line in process.stdout or ():
-                printed.append(line.rstrip("\n"))
-                if not quiet:
-                    print(line, end="", flush=True)
+            _pass_on(process, printed, quiet)
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
-            process.kill()
+            limit = threading.Timer(_END_S, process.kill)
+            limit.start()
+            _pass_on(process, printed, quiet)  # how to resume
+            limit.cancel()
             raise
     if process.returncode == ExitCode.interrupted:
         raise KeyboardInterrupt
@@ -138,6 +136,13 @@ def _run(module: str, words: list[str], quiet: bool) -> None:
         refusals = [line for line in printed if line.startswith(f"{module}: ")]
         message = refusals[-1].removeprefix(f"{module}: ") if refusals else "\n".join(printed[-20:])
         raise ConfigError(message.strip() or f"{module} ended with {process.returncode}")
+
+
+def _pass_on(process: subprocess.Popen[str], printed: list[str], quiet: bool) -> None:
+    for line in process.stdout or ():
+        printed.append(line.rstrip("\n"))
+        if not quiet:
+            print(line, end="", flush=True)
 
 
 def _new_folder(below: str) -> Path:

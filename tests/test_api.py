@@ -48,17 +48,20 @@ def test_an_interrupted_command_is_an_interrupt(tmp_path: Path, monkeypatch: pyt
         api._run("stopped", [], quiet=True)
 
 
-def test_an_interrupt_reaches_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_reaches_the_command_and_its_last_words_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """A module in its place that says by a file that it was interrupted."""
     (tmp_path / "waits.py").write_text(
         "import pathlib, time, os, signal\n"
         "try:\n    os.kill(os.getppid(), signal.SIGINT)\n"  # as a notebook interrupts its kernel alone
-        "    time.sleep(60)\nexcept KeyboardInterrupt:\n    pathlib.Path('ended').touch()\n"
+        "    time.sleep(60)\nexcept KeyboardInterrupt:\n"
+        "    print('resume ' * 20_000)\n    pathlib.Path('ended').touch()\n"
     )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        api._run("waits", [], quiet=True)
-    assert (tmp_path / "ended").exists()
+        api._run("waits", [], quiet=False)
+    assert (tmp_path / "ended").exists() and capsys.readouterr().out == "resume " * 20_000 + "\n"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ START = Efficiency(matmul=0.85, attention=0.6, memory=0.6, link=0.6, network=0.4
 _PRIOR = 0.02  # what a factor of e away from the start weighs, as a relative error
 _FAR = 0.03  # relative errors beyond this weigh less: some published rows are off for reasons of their own
 _STEP = 1e-3
-_ROUNDS = 3  # of solving with slopes that are taken anew
+_ROUNDS = 10  # of solving with slopes that are taken anew, at most
+_SHARES = (1.0, 0.5, 0.2, 0.05)  # of the way to what slopes promise: they hold near the place they are of
+_ENOUGH = 1e-3  # a round that saves a smaller share of the cost is the last
 
 
 def fit(rows: Sequence[Traced], start: Efficiency = START) -> Efficiency:
@@ -25,9 +27,12 @@ def fit(rows: Sequence[Traced], start: Efficiency = START) -> Efficiency:
         centre, here = _logs(efficiency, names), _errors(rows, efficiency)
         shifted = [_errors(rows, _at(efficiency, names, centre - _STEP * unit)) for unit in np.eye(len(names))]
         slopes = np.stack([(here - each) / _STEP for each in shifted], axis=1)
-        whole = _solved(_linear(here, slopes, centre), names, efficiency)
-        half = _at(efficiency, names, (centre + _logs(whole, names)) / 2)  # slopes hold near the place they are of
-        efficiency = min((whole, half, efficiency), key=lambda one: _cost(rows, one, names))
+        there = _logs(_solved(_linear(here, slopes, centre), names, efficiency), names)
+        tried = [_at(efficiency, names, centre + share * (there - centre)) for share in _SHARES]
+        best, before = min(tried, key=lambda one: _cost(rows, one, names)), _cost(rows, efficiency, names)
+        if _cost(rows, best, names) > before * (1 - _ENOUGH):
+            break
+        efficiency = best
     return efficiency
 
 

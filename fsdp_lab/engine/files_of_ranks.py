@@ -30,12 +30,12 @@ def scratch_folder() -> Path:
 
     It is named after this process. Those of processes that were killed are removed: a user's Ray may live for months.
     """
-    place = Path(ray_private.session_folder() or tempfile.gettempdir())
-    for left in place.glob("fsdp_lab_*_*"):
+    session = ray_private.session_folder()
+    for left in Path(session).glob("fsdp_lab_*_*") if session else ():
         process = left.name.split("_")[2]
         if process.isdigit() and not psutil.pid_exists(int(process)):
             shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"fsdp_lab_{os.getpid()}_", dir=place))
+    return Path(tempfile.mkdtemp(prefix=f"fsdp_lab_{os.getpid()}_", dir=session))
 
 
 class Uploads:

@@ -75,12 +75,12 @@ def main_chart(sweep: SweepData, answer: Answer) -> Chart | None:
     figure = px.scatter(
         points, x=x, y=y, color="color" if by else None, custom_data=["url", "text"],
         error_y="above" if has_bars else None, error_y_minus="below" if has_bars else None,
-        color_discrete_sequence=COLORS, color_continuous_scale=_SCALE, render_mode="svg",
+        color_discrete_map=_color_map(r.settings.frame, by), color_continuous_scale=_SCALE, render_mode="svg",
         log_x=x in sweep.log_axes and points[x].dtype.kind != "O" and bool((points[x] > 0).all()),
     )  # fmt: skip
     figure.update_traces(marker={"size": 11, "opacity": 0.9}, hovertemplate="%{customdata[1]}<extra></extra>")
     if by is None:
-        figure.update_traces(name="settings")
+        figure.update_traces(name="settings", marker_color=COLORS[0])
     if len(differing) == 2 and len(r.axes) == 2:
         _draw_front(figure, table[table["front"]].sort_values([x, y]), x, y, better[x])
     marker = {"symbol": "circle-open", "size": 22, "color": COLORS[6], "line": {"width": 2.5}}
@@ -199,6 +199,16 @@ def _colored(table: pd.DataFrame, by: str | None, is_log: bool) -> pd.DataFrame:
     return named if values is None else named.loc[values.sort_values(kind="stable").index]
 
 
+def _color_map(frame: pd.DataFrame, by: str | None) -> dict[str, str]:
+    """Return the colour of each value of an axis by its name, the same in all pictures; none for many values."""
+    values = [] if by is None else list(frame[by].unique())
+    if len(values) > _MOST_COLORS:
+        return {}
+    if by is not None and _numbers(frame[by]) is not None:
+        values.sort(key=float)
+    return {html.escape(f"{by}={value}"): color for value, color in zip(values, COLORS, strict=False)}
+
+
 def _draw_front(figure: Any, front: pd.DataFrame, x: str, y: str, better: str) -> None:
     """Draw the Pareto front as stairs: between two points nothing better was measured."""
     if len(front) < 2:
@@ -251,8 +261,8 @@ def losses(sweep: SweepData, answer: Answer) -> Chart | None:
     frame = pd.DataFrame(rows)
     figure = px.line(
         frame, x="epoch", y=key, color="color", line_group="trial", markers=True,
-        custom_data=["url", "name"], color_discrete_sequence=COLORS, color_discrete_map={_STOPPED: GREY},
-        render_mode="svg",
+        custom_data=["url", "name"], color_discrete_map={**_color_map(r.settings.frame, by), _STOPPED: GREY},
+        color_discrete_sequence=COLORS, render_mode="svg",
     )  # fmt: skip
     figure.update_traces(hovertemplate="%{customdata[1]}<br>epoch %{x}: %{y:.4~r}<extra></extra>", opacity=0.8)
     _lay_out(figure, "epoch", declared(key).label, 480)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fsdp_lab.metrics import Metric, table_columns
+from fsdp_lab.metrics import SPEED, Metric, table_columns
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.data import SweepData, TrialRow
 from fsdp_lab.report.recommend import Recommendation
@@ -103,7 +103,9 @@ def shown_trials(sweep: SweepData, recommendation: Recommendation, most: int = M
 
     r, frame = recommendation, recommendation.settings.frame
     finished = frame[frame["status"] == TrialStatus.finished]
-    ranks = [finished[metric].rank(ascending=better == "min") for metric, better in r.axes if metric in frame]
+    timed = finished[finished["timing_excluded"].isna()]
+    tables = {metric: timed if metric == SPEED else finished for metric, _ in r.axes if metric in frame}
+    ranks = [tables[metric][metric].rank(ascending=better == "min") for metric, better in r.axes if metric in tables]
     rank = pd.concat(ranks, axis=1).min(axis=1).to_dict() if ranks else {}
     first = set(r.setting.trials[: most // 2]) if r.setting else set()
     front = {number for setting in r.front for number in setting.trials}

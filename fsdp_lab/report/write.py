@@ -13,7 +13,8 @@ from fsdp_lab.report.page import to_html, to_markdown
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.takehome import SCRIPT, to_pytorch
 
-FILES = ("report.html", "report.md", "report.csv", SCRIPT)
+REPORTS = ("report.html", "report.md", "report.csv")
+FILES = (*REPORTS, SCRIPT)
 
 
 def write_report(sweep: SweepData, folder: Path) -> Answer:
@@ -36,7 +37,7 @@ def write_report(sweep: SweepData, folder: Path) -> Answer:
             write_text(folder / SCRIPT, to_pytorch(made.trial.setup), parents=False)
             script = True
     contents = to_html(sweep, made, script), to_markdown(sweep, made, script), to_csv(sweep, made)
-    for name, content in zip(FILES, contents, strict=False):
+    for name, content in zip(REPORTS, contents, strict=True):
         write_text(folder / name, content, parents=False)
     return made
 

@@ -118,8 +118,9 @@ def rows() -> list[Traced]:
     return collected
 
 
-def test_a_fit_finds_the_efficiencies_that_made_the_steps():
-    fitted = fit(rows())
+@pytest.mark.parametrize("far", [START, replace(START, attention=0.95, link=0.2), replace(START, memory=0.2, link=0.9)])
+def test_a_fit_finds_the_efficiencies_that_made_the_steps(far: Efficiency):
+    fitted = fit(rows(), far)
     for name, value in vars(KNOWN).items():
         assert getattr(fitted, name) == pytest.approx(value, rel=0.05), name
 

@@ -109,6 +109,15 @@ def test_the_losses_of_what_was_stopped_are_grey():
     assert [line.name for line in lines if line.line.color == GREY] == ["stopped early"] * 4
 
 
+def test_a_value_has_one_colour_in_all_pictures():
+    made, colours = sweep(), dict[str, list[str]]()
+    for chart in figures(made, answer(made)):
+        traces = [trace for trace in chart.figure.data if "=" in (trace.name or "")]
+        for name, colour in {trace.name: trace.line.color or trace.marker.color for trace in traces}.items():
+            colours.setdefault(name, []).append(colour)
+    assert colours and all(len(each) == 2 and len(set(each)) == 1 for each in colours.values()), colours
+
+
 def test_pictures_of_many_points_need_no_webgl():
     """The page colours what is SVG, and a printout has no WebGL."""
     made = search()
