@@ -11,6 +11,7 @@ _SYNONYMS = {
     "train_batch_size": "global_batch_size",
     "per_device_batch_size": "global_batch_size",
     "gradient_accumulation_steps": "grad_accum_steps",
+    "gradient_accumulation": "grad_accum_steps",
     "accumulate_grad_batches": "grad_accum_steps",
     "clip_grad_norm": "max_grad_norm",
     "gradient_clip": "max_grad_norm",

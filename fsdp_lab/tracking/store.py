@@ -291,10 +291,14 @@ def _refusal(uri: str, error: Exception) -> TrackingError:
     if status in (401, 403):
         remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         return _error(uri, f"the server refuses access ({reason_of(error)})", remedy)
+    if isinstance(error.__context__, requests.exceptions.SSLError):
+        remedy = f"name its authority's certificate in MLFLOW_TRACKING_SERVER_CERT_PATH, {elsewhere}"
+        return _error(uri, f"the server's certificate is not trusted ({reason_of(error)})", remedy)
     if isinstance(error.__context__, (requests.ConnectionError, requests.Timeout)):
         parts = urlsplit(uri)
         start = f"start it with `mlflow server --port {parts.port or 5000}` on {parts.hostname}, {elsewhere}"
         return _error(uri, f"no MLflow server answers there ({reason_of(error)})", start)
     if status >= 500:
-        return _error(uri, f"what answers there fails ({reason_of(error)})", f"look at that server's log, {elsewhere}")
+        what = f"what answers there fails, or is no MLflow server ({reason_of(error)})"
+        return _error(uri, what, f"look at its log and the address, {elsewhere}")
     return _error(uri, f"MLflow cannot use the store ({reason_of(error)})", f"fix that, {elsewhere}")

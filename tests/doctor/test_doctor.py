@@ -72,7 +72,7 @@ def mount_small(folder: Path | str, size: str) -> None:
 
 
 def test_what_is_installed_here_is_fine():
-    """What is not: how full memory, disks are depends on what else runs."""
+    """What is not: how full memory and disks are depends on what else runs."""
     result = [libraries.check_python(), libraries.check_libraries(), libraries.check_torch()]
     assert [finding for finding in result if finding.fails] == []
     assert "torch 2." in result[1].observation and result[1].remedy == ""

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sqlite3
+import ssl
 import subprocess
 import tempfile
 import threading
@@ -244,16 +245,28 @@ def test_an_absent_server_is_reported_with_the_remedy(silent: bool) -> None:
     assert "tracking.uri=sqlite:///outputs/mlflow.db" in message
 
 
-def test_a_server_that_fails_is_not_one_that_is_missing() -> None:
-    class Fails(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_error(500)
+class Fails(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(500)
 
+
+def test_a_server_that_fails_or_is_not_trusted_is_not_one_that_is_missing(tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Fails) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         message = refused(f"http://127.0.0.1:{server.server_port}")
+        assert "what answers there fails" in message and "500" in message and "mlflow server" not in message
         server.shutdown()
-    assert "what answers there fails" in message and "500" in message and "mlflow server" not in message
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "1"]
+    where = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
+    subprocess.run([*made, *where], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Fails) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        message = refused(f"https://localhost:{server.server_port}")
+        assert "certificate is not trusted" in message and "MLFLOW_TRACKING_SERVER_CERT_PATH" in message
+        server.shutdown()
 
 
 REFUSED = {

@@ -163,8 +163,9 @@ class StorageCopy(Listener):
             if path.suffix in (".csv", ".html", ".md", ".json") and path.name not in ("sweep.json", *_OF_TRIALS):
                 self._outgoing.put(path.name, path.read_bytes())
         if unsent := self._outgoing.settle(_EARLY_LIMIT_S if ending.early else _LIMIT_S):
+            again = "to send them" if copy_of(sweep.folder) is None else "to end their trials again"
             sweep.log(
-                f"{count(len(unsent), 'file')} did not reach object storage ({unsent[0]}); to send them: "
+                f"{count(len(unsent), 'file')} did not reach object storage ({unsent[0]}); {again}: "
                 f"{resume_command(sweep.folder)}"
             )
 
