@@ -94,7 +94,13 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
             os.environ.setdefault("RAY_preload_python_modules", "torchvision.models,fsdp_lab.training")
         # "local" and not None, which would join a Ray that somebody else started on this machine
         # and with our counts: Ray's own takes no notice of MIG, nor of an invalid entry in CUDA_VISIBLE_DEVICES
-        context = ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
+        try:
+            context = ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
+        except Exception as error:  # Ray raises just that when its servers have not started within half a minute
+            raise UserError(
+                f"engine=ray: Ray did not start on this machine ({str(error).partition(chr(10))[0]}); see what else "
+                "uses its cores, memory or /tmp (`python -m fsdp_lab doctor`) and try again, or use engine=inline."
+            ) from error
         if folder := getattr(context, "address_info", {}).get("session_dir"):
             _own_folders.append(Path(folder))
         _servers.update({p.name(): p for p in psutil.Process().children() if p.name() in ("raylet", "gcs_server")})

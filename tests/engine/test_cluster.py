@@ -73,6 +73,27 @@ assert not folder.exists(), "temporary files stay"
 """
 
 
+_DOES_NOT_START = """
+import ray
+from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.engine.cluster import UserError, start_ray
+def fails(*words, **settings):
+    raise Exception("The current node timed out during startup.\\nMore")
+ray.init = fails
+try:
+    start_ray(ClusterConfig())
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.ci
+def test_a_ray_that_does_not_start_is_named_with_what_to_do():
+    """Its error stands in for a machine on which Ray's servers take longer than Ray waits."""
+    done = subprocess.run([sys.executable, "-c", _DOES_NOT_START], capture_output=True, text=True, check=True)
+    assert "Ray did not start on this machine (The current node timed out during startup.); see what" in done.stdout
+
+
 @pytest.mark.full
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("visible", "count"), [(None, 2), ("1,7", 1)])
