@@ -15,10 +15,10 @@ help:                       ## this list
 # Two files of tests side by side, one a core. tests/conftest.py lists the files that start first.
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.installed    ## the tests that guard every value of every axis, in five minutes
+test: $(VENV)/.installed    ## the tests that guard every value of every axis, in some minutes
 	$(PYTEST) -m "not (ci or full or cluster or ui or gpu)" $(ARGS)
 
-ci:                         ## what CI runs: make test, lint, docs, kills, damage, clusters; twenty minutes
+ci:                         ## what CI runs: make test, lint, docs, kills, damage, clusters; half an hour
 	.ci/run
 
 # What `make ci` runs after `make test`; no failure keeps the rest from running. Clusters share ports and network namespaces, so those tests run one after another.
@@ -96,7 +96,7 @@ bench: $(VENV)/.installed   ## sweep and trial against bare scripts; 500 pretend
 bench-speed: $(VENV)/.installed  ## predicted against measured steps of 48 settings on this CPU, calibration included: a quarter of an hour
 	$(PY) -m benchmarks.speed $(ARGS)
 
-published: $(VENV)/.installed  ## forecasts of time and memory against every published step at hand: a quarter of an hour
+published: $(VENV)/.installed  ## forecasts of time and memory against every published step at hand: an hour of one core
 	$(PY) -m benchmarks.published $(ARGS)
 
 check-gpu:                  ## correctness, memory and speed on this machine's GPUs; needs torch and torchvision only: PYTHON=...
