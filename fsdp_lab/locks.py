@@ -76,7 +76,7 @@ def share_until_exit(path: Path) -> None:
 
 
 def holder(path: Path) -> str:
-    """Return the exclusive holder of a lock, as `exclusive` wrote it; "" without one, or where none can be seen."""
+    """Return the exclusive holder of a lock, as `exclusive` wrote it; "" without one, or if the file cannot be read."""
     with suppress(OSError), path.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

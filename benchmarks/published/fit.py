@@ -15,8 +15,8 @@ START = Efficiency(matmul=0.85, attention=0.6, memory=0.6, link=0.6, network=0.4
 _PRIOR = 0.02  # what a factor of e away from the start weighs, as a relative error
 _FAR = 0.03  # relative errors beyond this weigh less: some published rows are off for reasons of their own
 _STEP = 1e-3
-_ROUNDS = 10  # of solving with slopes that are taken anew, at most
-_SHARES = (1.0, 0.5, 0.2, 0.05)  # of the way to what slopes promise: they hold near the place they are of
+_ROUNDS = 10  # at most, each with new slopes
+_SHARES = (1.0, 0.5, 0.2, 0.05)  # line search: slopes hold only near where they were taken
 _ENOUGH = 1e-3  # a round that saves a smaller share of the cost is the last
 
 

@@ -13,7 +13,7 @@ from fsdp_lab.speed.streams import Schedule
 
 
 def streams_file(page: Path) -> Path:
-    """Return the path for the trace of a step, beside the timeline of its memory."""
+    """Return the path for the trace of a step, in the folder of its memory timeline."""
     return page.with_name(page.name.replace("timeline", "streams")).with_suffix(".json.gz")
 
 

@@ -18,7 +18,7 @@ from fsdp_lab.wording import count
 
 
 def to_html(sweep: SweepData, answer: Answer, script: bool = False) -> str:
-    """Return the page; `script`: the setting is beside it as `use_pytorch.py`."""
+    """Return the page; `script`: its folder has the setting as `use_pytorch.py`."""
     from markupsafe import Markup, escape
 
     charts = figures(sweep, answer)

@@ -22,7 +22,7 @@ from fsdp_lab.redact import redact
 from fsdp_lab.takehome.imports import Imports
 from fsdp_lab.takehome.setup import Setup
 
-SCRIPT = "use_pytorch.py"  # beside the report
+SCRIPT = "use_pytorch.py"  # in the report's folder
 _WHOLE_CONSTRUCTOR = 2**32  # bytes of parameters that a trial draws by one call of the constructor
 _TASKS = ("classification", "language", "seq2seq", "model_loss", "custom")
 _TRANSFORMERS = "fsdp_lab.workloads.hf.models."
