@@ -61,14 +61,14 @@ class Gate:
     """How the nightly gate judges a metric.
 
     Attributes:
-        tolerance: a key of `nightly.tolerance`.
+        tolerance: a key of `nightly.tolerance`; "": it is not judged.
         kind: the quantity that the tolerance limits: a `ratio` to the earlier value, or in the metric's own unit the
             `distance` from 0, the `fall` or the `rise`.
         key: of the metric in the results of a night; None: the metric's own.
         label: of the metric in the table of a night; None: the metric's own.
     """
 
-    tolerance: str
+    tolerance: str = ""
     kind: Literal["ratio", "distance", "fall", "rise"] = "ratio"
     key: str | None = None
     label: str | None = None
@@ -91,7 +91,7 @@ class Metric:
         csv: its column of `results.csv`; None: it has none.
         terminal: its column of the terminal's table; None: it has none.
         report: its column of the report's table; None: it has none.
-        gate: how the nightly gate judges it; None: not at all.
+        gate: how the nightly gate judges it.
     """
 
     key: str
@@ -106,7 +106,7 @@ class Metric:
     csv: Column | None = None
     terminal: Column | None = None
     report: Column | None = None
-    gate: Gate | None = None
+    gate: Gate = Gate()
 
     @property
     def is_speed(self) -> bool:
@@ -368,9 +368,10 @@ def table_columns(table: Table) -> list[Metric]:
     ]
 
 
-def gated() -> list[tuple[Metric, Gate]]:
-    """Return the metrics that the nightly gate judges."""
-    return [(metric, metric.gate) for metric in METRICS if metric.gate is not None]
+def gated() -> list[Metric]:
+    """Return the metrics that the nightly gate judges, with their keys and labels in the results of a night."""
+    judged = [metric for metric in METRICS if metric.gate.tolerance]
+    return [dataclasses.replace(m, key=m.gate.key or m.key, label=m.gate.label or m.label) for m in judged]
 
 
 def objective_keys() -> list[str]:

@@ -19,7 +19,7 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, SweepConfig, objectives
 from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import METRICS, Column, Gate, Metric, declared
-from fsdp_lab.nightly.gate import LOSS, judge, judged_columns, judged_metrics
+from fsdp_lab.nightly.gate import LOSS, judge, judged_columns
 from fsdp_lab.nightly.texts import row
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.page import to_markdown
@@ -131,10 +131,10 @@ def test_keys_are_declared_once_and_labels_of_a_table_differ():
 
 
 def test_the_gate_has_a_metric_for_each_tolerance():
-    judged = judged_metrics()
+    judged = metrics.gated()
     assert {each.gate.tolerance for each in judged} == {field.name for field in dataclasses.fields(ToleranceConfig)}
     assert LOSS in [each.key for each in judged]
-    assert all(each.metric.better or each.gate.kind != "ratio" for each in judged), "which way is worse"
+    assert all(each.better or each.gate.kind != "ratio" for each in judged), "which way is worse"
 
 
 _KEY = re.compile(r"(train|val|perf|memory|forecast|checkpoint)/[a-z0-9_]+")

@@ -15,7 +15,7 @@ from statistics import median, variance
 from typing import TYPE_CHECKING, Any, Self
 
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.metrics import LOSS_EPS, SPEED, Gate, Metric, gated
+from fsdp_lab.metrics import LOSS_EPS, SPEED, Metric, gated
 from fsdp_lab.report.settings import loss_metric
 from fsdp_lab.status import TrialStatus
 
@@ -95,31 +95,6 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A metric, and how the gate judges it."""
-
-    metric: Metric
-    gate: Gate
-
-    @property
-    def key(self) -> str:
-        """Its column in the rows of a night."""
-        return self.gate.key or self.metric.key
-
-    @property
-    def label(self) -> str:
-        """Its name in the table of a night."""
-        return self.gate.label or self.metric.label
-
-    def scale(self, values: Sequence[float]) -> Scale:
-        """Return the scale for these values: logarithms for ratios, unless a value has none."""
-        if self.gate.kind != "ratio":
-            return Scale(self.gate.kind)
-        sign = -1 if self.metric.better == "max" else 1
-        return Scale("ratio", sign) if min(values) > 0 else Scale("share", sign, abs(median(values)) or 1.0)
-
-
-@dataclass(frozen=True)
 class Scale:
     """Positions of a metric; larger is worse.
 
@@ -132,6 +107,14 @@ class Scale:
     kind: str
     sign: int = 1
     unit: float = 1.0
+
+    @classmethod
+    def for_values(cls, metric: Metric, values: Sequence[float]) -> Self:
+        """Return the scale of a metric for these values: logarithms for ratios, unless a value has none."""
+        if metric.gate.kind != "ratio":
+            return cls(metric.gate.kind)
+        sign = -1 if metric.better == "max" else 1
+        return cls("ratio", sign) if min(values) > 0 else cls("share", sign, abs(median(values)) or 1.0)
 
     def of(self, value: float) -> float:
         """Return the position of a value."""
@@ -154,15 +137,10 @@ class Scale:
         return -distance if self.kind == "fall" else self.sign * distance
 
 
-def judged_metrics() -> list[Judged]:
-    """Return the metrics that a night is judged by."""
-    return [Judged(metric, gate) for metric, gate in gated()]
-
-
 def judged_columns(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the columns of a sweep's frame by which its night is judged, with its loss under `LOSS`."""
     frame = frame.assign(**{LOSS: frame.get(loss_metric(frame))})
-    return frame.reindex(columns=["setting", STATUS, EXCLUDED, LOSS_EPS, *(j.key for j in judged_metrics())])
+    return frame.reindex(columns=["setting", STATUS, EXCLUDED, LOSS_EPS, *(metric.key for metric in gated())])
 
 
 def judge(
@@ -194,23 +172,23 @@ def judge(
             continue
         known = [values, *(of_night for *_, of_night in nights)]
         eps = max((one for of_night in known for one in of_night.get((setting, LOSS_EPS), [])), default=0.0)
-        for judged in judged_metrics():
-            at = (setting, judged.key)
-            earlier = [(night, v[at]) for night, same, v in nights if at in v and (same or not judged.metric.is_speed)]
+        for metric in gated():
+            at = (setting, metric.key)
+            earlier = [(night, v[at]) for night, same, v in nights if at in v and (same or not metric.is_speed)]
             if at in values and earlier:
-                limits = getattr(tolerance, judged.gate.tolerance), eps if judged.key == LOSS else 0.0, chance
-                findings.append(_compare(setting, judged, values[at], earlier, limits))
+                limits = getattr(tolerance, metric.gate.tolerance), eps if metric.key == LOSS else 0.0, chance
+                findings.append(_compare(setting, metric, values[at], earlier, limits))
             elif _share(now):
-                findings += _uncompared(setting, judged, values.get(at), earlier, setting in excluded)
+                findings += _uncompared(setting, metric, values.get(at), earlier, setting in excluded)
     return findings
 
 
 def measured(frame: pd.DataFrame) -> dict[tuple[str, str], list[float]]:
-    """Return setting and metric -> its values in finished trials, without the timings of disturbed ones."""
-    keys = [LOSS_EPS, *(judged.key for judged in judged_metrics())]
+    """Return setting and metric -> its values in finished trials, without excluded timings."""
+    keys = [LOSS_EPS, *(metric.key for metric in gated())]
     finished = frame[frame[STATUS] == TrialStatus.finished].reindex(columns=["setting", EXCLUDED, *keys])
     finished = finished.astype(dict.fromkeys(keys, float)).replace([math.inf, -math.inf], math.nan)
-    timings = [judged.key for judged in judged_metrics() if judged.metric.is_speed]
+    timings = [metric.key for metric in gated() if metric.is_speed]
     finished.loc[finished[EXCLUDED].astype(bool), timings] = math.nan
     values = finished.melt(["setting"], keys).dropna()
     return dict(values.groupby(["setting", "variable"])["value"].agg(list).items())
@@ -218,36 +196,36 @@ def measured(frame: pd.DataFrame) -> dict[tuple[str, str], list[float]]:
 
 def _uncompared(
     setting: str,
-    judged: Judged,
+    metric: Metric,
     now: Sequence[float] | None,
     earlier: Sequence[tuple[str, list[float]]],
     is_excluded: bool,
 ) -> list[Finding]:
     """Return what there is to say of a metric that was not measured in both nights; of timings, the speed speaks."""
     if now:
-        return [Finding(setting, SPEED, Outcome.unmatched, tonight=median(now))] if judged.key == SPEED else []
-    if is_excluded and judged.metric.is_speed:
-        return [Finding(setting, SPEED, Outcome.excluded)] if judged.key == SPEED else []
-    return [Finding(setting, judged.key, Outcome.lost, night, median(before)) for night, before in earlier[-1:]]
+        return [Finding(setting, SPEED, Outcome.unmatched, tonight=median(now))] if metric.key == SPEED else []
+    if is_excluded and metric.is_speed:
+        return [Finding(setting, SPEED, Outcome.excluded)] if metric.key == SPEED else []
+    return [Finding(setting, metric.key, Outcome.lost, night, median(before)) for night, before in earlier[-1:]]
 
 
 def _compare(
     setting: str,
-    judged: Judged,
+    metric: Metric,
     now: Sequence[float],
     earlier: Sequence[tuple[str, list[float]]],
     limits: tuple[float, float, float],
 ) -> Finding:
     """Compare with the last good night, then with the best one, then with the slope of all."""
     tolerance, eps, chance = limits
-    scale = judged.scale([*now, *(value for _, values in earlier for value in values)])
+    scale = Scale.for_values(metric, [*now, *(value for _, values in earlier for value in values)])
     here, there = [scale.of(v) for v in now], [[scale.of(v) for v in values] for _, values in earlier]
     levels = [median(positions) for positions in there]
     level, limit, rounding = median(here), scale.distance(tolerance), math.log1p(eps)
 
     def finding(outcome: Outcome, place: int, noise: float | None, **slope: Any) -> Finding:
         return Finding(
-            setting, judged.key, outcome, earlier[place][0], median(earlier[place][1]), median(now),
+            setting, metric.key, outcome, earlier[place][0], median(earlier[place][1]), median(now),
             scale.change(level - levels[place]), scale.change(limit) if limit < math.inf else None,
             None if noise is None else scale.change(noise), **slope,
         )  # fmt: skip

@@ -9,7 +9,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.nightly.gate import EXCLUDED, STATUS, Judged, judged_metrics
+from fsdp_lab.metrics import Metric, gated
+from fsdp_lab.nightly.gate import EXCLUDED, STATUS
 from fsdp_lab.nightly.nights import Night, Verdict, changes
 from fsdp_lab.nightly.texts import changed_words, fill, regressions_line
 from fsdp_lab.report.page import page
@@ -33,9 +34,9 @@ def nights_page(study: str, nights: Sequence[Night], tolerance: ToleranceConfig)
     shown = [night for night in nights if night.over][-_MOST_NIGHTS:]
     rows = frame_of_nights(shown)
     charts = [
-        (f"metric-{place}", f"{judged.label} by night", figure)
-        for place, judged in enumerate(judged_metrics())
-        if (figure := chart(judged, shown, rows, getattr(tolerance, judged.gate.tolerance))) is not None
+        (f"metric-{place}", f"{metric.label} by night", figure)
+        for place, metric in enumerate(gated())
+        if (figure := chart(metric, shown, rows, getattr(tolerance, metric.gate.tolerance))) is not None
     ]
     lines = [
         {
@@ -49,7 +50,7 @@ def nights_page(study: str, nights: Sequence[Night], tolerance: ToleranceConfig)
     ]
     about = (
         f"{len(shown)} nights. A line is the median of a setting's repeats; the bars span their minimum and maximum, "
-        "without timings that other processes disturbed. Crosses: regressions; diamonds: accepted by hand; dotted "
+        "without excluded timings. Crosses: regressions; diamonds: accepted by hand; dotted "
         "lines: new code, library versions or another machine."
     )
     body = fill("nights.html", nights=lines[::-1], charts=[(name, heading) for name, heading, _ in charts])
@@ -65,22 +66,22 @@ def frame_of_nights(nights: Sequence[Night]) -> pd.DataFrame:
     return frame[frame[STATUS] == TrialStatus.finished]
 
 
-def chart(judged: Judged, nights: Sequence[Night], rows: pd.DataFrame, limit: float) -> Any | None:
+def chart(metric: Metric, nights: Sequence[Night], rows: pd.DataFrame, limit: float) -> Any | None:
     """Return the figure of a metric; None if no night has measured it."""
     import plotly.express as px
 
-    rows = rows[~rows[EXCLUDED].astype(bool)] if judged.metric.is_speed else rows
-    rows = rows.dropna(subset=judged.key) if judged.key in rows else rows[:0]
+    rows = rows[~rows[EXCLUDED].astype(bool)] if metric.is_speed else rows
+    rows = rows.dropna(subset=metric.key) if metric.key in rows else rows[:0]
     if rows.empty:
         return None
-    rows = rows.assign(value=rows[judged.key].astype(float) / judged.metric.scale, setting=rows["setting"].map(escape))
+    rows = rows.assign(value=rows[metric.key].astype(float) / metric.scale, setting=rows["setting"].map(escape))
     points = rows.groupby(["at", "night", "setting"], sort=False)["value"].agg(["min", "median", "max"]).reset_index()
     points = points.assign(above=points["max"] - points["median"], below=points["median"] - points["min"])
     figure = px.line(
         points, x="at", y="median", error_y="above", error_y_minus="below", color="setting", markers=True,
         hover_data=["night"], color_discrete_sequence=COLORS, template="plotly_white", render_mode="svg",
     )  # fmt: skip
-    bad = {(n.id, escape(f.setting)) for n in nights for f in n.regressions if f.metric == judged.key}
+    bad = {(n.id, escape(f.setting)) for n in nights for f in n.regressions if f.metric == metric.key}
     accepted = {night.id for night in nights if night.verdict is Verdict.accepted}
     is_bad = points[["night", "setting"]].apply(tuple, axis=1).isin(bad)
     for symbol, marked in (("x", points[is_bad]), ("diamond", points[~is_bad & points["night"].isin(accepted)])):
@@ -88,11 +89,11 @@ def chart(judged: Judged, nights: Sequence[Night], rows: pd.DataFrame, limit: fl
         figure.add_scatter(x=marked["at"], y=marked["median"], mode="markers", marker=marker, showlegend=False)
     _mark_changes(figure, nights)
     figure.update_layout(
-        height=440, margin={"l": 70, "r": 20, "t": 70, "b": 90}, yaxis_title=judged.label, xaxis_title=None,
+        height=440, margin={"l": 70, "r": 20, "t": 70, "b": 90}, yaxis_title=metric.label, xaxis_title=None,
         legend={"orientation": "h", "y": -0.15, "title": None}, hoverlabel={"align": "left"},
     )  # fmt: skip
     low, high = rows["value"].min(), rows["value"].max()
-    band = limit * (abs(low + high) / 2 if judged.gate.kind == "ratio" else 1)
+    band = limit * (abs(low + high) / 2 if metric.gate.kind == "ratio" else 1)
     if high - low < 2 * band:  # noise shall not fill the chart
         figure.update_yaxes(range=[(low + high) / 2 - band, (low + high) / 2 + band])
     return figure

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, SPEED
-from fsdp_lab.nightly.gate import LOSS, STATUS, Finding, Judged, Outcome, judged_metrics
+from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, SPEED, Metric, gated
+from fsdp_lab.nightly.gate import LOSS, STATUS, Finding, Outcome
 from fsdp_lab.nightly.nights import Night, Verdict
 from fsdp_lab.report.render import environment
 from fsdp_lab.status import TrialStatus
@@ -18,7 +18,7 @@ from fsdp_lab.wording import count
 
 _WHY_NO_SPEED = {
     Outcome.excluded: "other processes used the cores while it was timed",
-    Outcome.unmatched: "no good night on this machine has measured it undisturbed",
+    Outcome.unmatched: "no good night on this machine has measured it with its timing included",
 }
 _REASONS = {
     Outcome.ok: "ok",
@@ -52,11 +52,11 @@ def row(finding: Finding) -> Row:
     if finding.metric == STATUS:
         tonight, before = (_ended(statuses) for statuses in finding.ended)
         return Row(finding.setting, "result", before, tonight, "", _REASONS[finding.outcome])
-    judged = _judged()[finding.metric]
-    before, tonight = (judged.metric.text(value) for value in (finding.before, finding.tonight))
+    metric = next(metric for metric in gated() if metric.key == finding.metric)
+    before, tonight = (metric.text(value) for value in (finding.before, finding.tonight))
     tonight = tonight or ("none" if finding.outcome is Outcome.lost else "")
-    change = _change(judged, finding.change)
-    return Row(finding.setting, judged.label, before, tonight, change, _reason(finding, judged))
+    change = _change(metric, finding.change)
+    return Row(finding.setting, metric.label, before, tonight, change, _reason(finding, metric))
 
 
 def title(night: Night) -> str:
@@ -150,25 +150,25 @@ def _outcome(night: Night) -> str:
     return text + "".join(f"; {r.metric} of {r.setting}: {r.verdict}" for r in slopes[:1])
 
 
-def _reason(finding: Finding, judged: Judged) -> str:
+def _reason(finding: Finding, metric: Metric) -> str:
     if finding.outcome in _WHY_NO_SPEED:
         return f"not judged: {_WHY_NO_SPEED[finding.outcome]}"
     return _REASONS[finding.outcome].format(
-        tolerance=_change(judged, finding.tolerance),
-        noise=_change(judged, finding.noise),
-        by_noise=f" and the noise ({_change(judged, finding.noise)})" if finding.noise else "",
-        slope=_change(judged, finding.slope, digits="+.2g"),
+        tolerance=_change(metric, finding.tolerance),
+        noise=_change(metric, finding.noise),
+        by_noise=f" and the noise ({_change(metric, finding.noise)})" if finding.noise else "",
+        slope=_change(metric, finding.slope, digits="+.2g"),
         nights=count(finding.nights, "night"),
         against=finding.against,
     )
 
 
-def _change(judged: Judged, change: float | None, digits: str = "+.1f") -> str:
+def _change(metric: Metric, change: float | None, digits: str = "+.1f") -> str:
     """Return a change of a metric, with its sign."""
     if not change:
         return "" if change is None else "none"
-    if judged.gate.kind != "ratio":
-        return f"{change / judged.metric.scale:+.3g}"
+    if metric.gate.kind != "ratio":
+        return f"{change / metric.scale:+.3g}"
     text = f"{change * 100:{digits}}"
     return "below 0.1 %" if float(text) == 0 else f"{text} %"
 
@@ -184,7 +184,3 @@ def _commit(text: str) -> str:
     """Return a commit as short as `git log` accepts it, with the mark of uncommitted changes."""
     name, mark, _ = text.partition("+")
     return f"{name[:10]}{' with uncommitted changes' if mark else ''}" if name else "unknown"
-
-
-def _judged() -> dict[str, Judged]:
-    return {judged.key: judged for judged in judged_metrics()}

@@ -137,7 +137,7 @@ def test_a_speed_whose_timing_is_excluded_is_not_judged():
     assert bad(findings) == [(MEMORY, Outcome.regression)]
     assert of(findings, SPEED).outcome is Outcome.excluded
     assert {DATA_WAIT, SPEED_ERROR}.isdisjoint(f.metric for f in findings)
-    # a single disturbed repeat is left out, and the others are judged
+    # a single excluded repeat is left out, and the others are judged
     one = [*rows((990, 1000)), *rows((100,), excluded=True)]
     assert of(found(one, rows()), SPEED).tonight == 995.0
     assert bad(found([*rows((690, 700)), *rows((990,), excluded=True)], rows())) == [(SPEED, Outcome.regression)]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, MIB, SPEED, Gate
-from fsdp_lab.nightly.gate import EXCLUDED, LOSS, STATUS, Finding, Outcome, judged_metrics
+from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, MIB, SPEED, gated
+from fsdp_lab.nightly.gate import EXCLUDED, LOSS, STATUS, Finding, Outcome
 from fsdp_lab.nightly.nights import Night, Verdict, night_id
 from fsdp_lab.nightly.page import chart, frame_of_nights, nights_page
 
-JUDGED = {judged.key: judged for judged in judged_metrics()}
+JUDGED = {metric.key: metric for metric in gated()}
 SETTINGS = ("sharding=ddp", "sharding=per_block")
 
 
@@ -61,7 +61,7 @@ def test_a_line_has_the_range_of_its_repeats_and_marks_what_was_bad():
     crosses, diamonds = (next(trace for trace in figure.data if trace.marker.symbol == s) for s in ("x", "diamond"))
     assert list(crosses.x) == [ddp.x[10]] and set(diamonds.x) == {ddp.x[11]}
     assert len(figure.layout.shapes) == 1  # the commit of the second week
-    nothing = replace(JUDGED[SPEED], gate=Gate("samples_per_s", key="nothing"))
+    nothing = replace(JUDGED[SPEED], key="nothing")
     assert chart(nothing, nights, frame_of_nights(nights), 0.1) is None
 
 

@@ -122,17 +122,17 @@ def test_a_drift_of_three_nights_is_named_and_what_changed_in_the_users_code(
     assert "your code (my_model)" in (nights.folder / "nights.html").read_text()
 
 
-def test_a_disturbed_night_lends_and_gets_no_speed(nights: PlantedNights):
+def test_a_night_of_excluded_timings_lends_and_gets_no_speed(nights: PlantedNights):
     """The copied sweep judges speeds up to a share of 1."""
 
-    def disturbed(folder: Path) -> int:
+    def excluded(folder: Path) -> int:
         trained.copy_sweep(folder, {"fp32": 10.0, "bf16": 10.0})
         for number in range(trained.COUNT):
             trained.plant(folder / str(number), **{"perf/others_cpu": 1.5})
         return 0
 
     assert nights("--once", *WORDS).returncode == 0
-    copy, nights.sweep = nights.sweep, disturbed
+    copy, nights.sweep = nights.sweep, excluded
     done = nights("--once", *WORDS)
     assert done.returncode == 0
     assert "no regression in memory or loss; speed was not judged: other processes used the cores" in done.stdout
