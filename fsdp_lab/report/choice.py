@@ -42,27 +42,16 @@ def pareto_front(
         objectives: `(metric, "min" or "max")` of each.
         equal_within: for each row, metric -> a difference that means nothing; None: every difference counts.
     """
-    points = {
-        place: tuple(row[metric] * (1 if direction == "min" else -1) for metric, direction in objectives)
-        for place, row in enumerate(rows)
-        if all(math.isfinite(row.get(metric, math.nan)) for metric, _ in objectives)
-    }
-    if equal_within is not None and any(any(of.values()) for of in equal_within):
-        slack = [[of.get(metric, 0.0) for metric, _ in objectives] for of in equal_within]
-        return [i for i in points if not any(_beats(points, slack, j, i) for j in points if j != i)]
-    front: dict[tuple[float, ...], list[int]] = {}
-    for place, point in sorted(points.items(), key=lambda item: item[1]):
-        if point in front:
-            front[point].append(place)
-        elif not any(all(a <= b for a, b in zip(other, point, strict=True)) for other in front):
-            front[point] = [place]
-    return sorted(place for places in front.values() for place in places)
+    import numpy as np
 
+    signs = [1 if direction == "min" else -1 for _, direction in objectives]
+    figures = [[row.get(metric, math.nan) for metric, _ in objectives] for row in rows]
+    values = np.reshape(figures, (len(rows), len(signs))) * signs
+    slack = np.array([[of.get(metric, 0.0) for metric, _ in objectives] for of in equal_within or [{}] * len(rows)])
+    known = [place for place, row in enumerate(values) if np.isfinite(row).all()]
 
-def _beats(points: Mapping[int, Sequence[float]], slack: Sequence[Sequence[float]], one: int, other: int) -> bool:
-    """Return whether a row beats another by more than the slack of the two, and is nowhere worse by more than it."""
-    differences = [
-        (b - a, max(first, second))
-        for a, b, first, second in zip(points[one], points[other], slack[one], slack[other], strict=True)
-    ]
-    return all(gain >= -equal for gain, equal in differences) and any(gain > equal for gain, equal in differences)
+    def is_beaten(place: int) -> bool:
+        gains, equal = values[place] - values[known], np.maximum(slack[place], slack[known])
+        return bool(((gains >= -equal).all(axis=1) & (gains > equal).any(axis=1)).any())
+
+    return [place for place in known if not is_beaten(place)]

@@ -9,7 +9,7 @@ from statistics import median
 from fsdp_lab.metrics import LOSS_EPS, OTHERS_CPU, PREDICTED_SPEED, SPEED
 from fsdp_lab.report.qualify import too_large
 from fsdp_lab.report.repeats import undecided
-from fsdp_lab.report.settings import REPEATS, Setting, Settings, or_inf
+from fsdp_lab.report.settings import Setting, Settings, or_inf
 from fsdp_lab.report.speed import Basis
 from fsdp_lab.report.statements import Note, Statement
 from fsdp_lab.status import TrialStatus
@@ -102,10 +102,8 @@ def _skipped(settings: Settings, chosen_speed: float) -> Iterator[Statement]:
 
 def _auto(settings: Settings, most: int) -> Iterator[Statement]:
     """Yield why `repeat=auto` stopped."""
-    axes = [axis for axis in REPEATS if axis in settings.frame]
-    names = list(zip(*(settings.frame[axis] for axis in axes), strict=True))
-    rounds, first = len(set(names)), names.count(names[0]) if names else 0
-    if first < 2:
+    in_round = settings.rounds.value_counts()
+    if in_round.get(0, 0) < 2:
         return
     left = undecided(settings.frame, settings.rules)
     if not settings.rules.by_speed or not settings.timed:
@@ -115,5 +113,5 @@ def _auto(settings: Settings, most: int) -> Iterator[Statement]:
     elif len({s.group for s in settings.all}) == 1:
         state = "same"
     else:
-        state = "settled" if len(left) < 2 else "early" if rounds < most else "limit"
-    yield Statement(Note.auto, {"state": state, "rounds": rounds, "runs": len(names), "left": left})
+        state = "settled" if len(left) < 2 else "early" if len(in_round) < most else "limit"
+    yield Statement(Note.auto, {"state": state, "rounds": len(in_round), "runs": len(settings.frame), "left": left})

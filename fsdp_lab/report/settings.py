@@ -98,21 +98,18 @@ class Settings:
         self.idle_axes = [axis for axis in rules.axes if on_cpu and axis.partition(".")[0] == "offload"]
         self.axes = [axis for axis in rules.axes if axis not in (*REPEATS, *self.idle_axes)]
         self.speed_axes = [axis for axis in self.axes if may_change_speed(axis)]
-        by_values: dict[tuple[str, ...], list[int]] = {}
-        for number, values in zip(frame.index, self._rows(self.axes), strict=True):
-            by_values.setdefault(values, []).append(number)
-        groups: dict[tuple[str, ...], int] = {}
-        self.all: list[Setting] = []
-        for values, numbers in by_values.items():
-            named = dict(zip(self.axes, values, strict=True))
-            group = groups.setdefault(tuple(named[axis] for axis in self.speed_axes), len(groups))
-            self.all.append(Setting(named, tuple(numbers), group))
+        groups = combinations(frame, self.speed_axes)
+        self.all = [
+            Setting({axis: frame.at[numbers[0], axis] for axis in self.axes}, tuple(numbers), int(groups[numbers[0]]))
+            for numbers in frame.groupby(combinations(frame, self.axes)).groups.values()
+        ]
         self.of_trial = {number: setting for setting in self.all for number in setting.trials}
         self.speeds: Speeds | PredictedSpeeds = self._predicted() if rules.predicted else self._measured()
 
-    def _rows(self, axes: Sequence[str]) -> list[tuple[str, ...]]:
-        columns = [self.frame[axis].tolist() for axis in axes]
-        return list(zip(*columns, strict=True)) if columns else [()] * len(self.frame)
+    @property
+    def rounds(self) -> pd.Series[int]:
+        """The round of each trial: trials of one round have the same repeat number and seed."""
+        return combinations(self.frame, [axis for axis in REPEATS if axis in self.frame])
 
     @cached_property
     def statuses(self) -> dict[int, TrialStatus]:
@@ -189,39 +186,33 @@ class Settings:
     @cached_property
     def peaks(self) -> dict[int, float]:
         """Group of settings -> the median of its peak memories, which nothing in it changes; infinite without one."""
-        by_group: dict[int, list[float]] = {}
-        for setting in self.all:
-            by_group.setdefault(setting.group, []).append(self.median(setting, MEMORY))
-        known = {group: sorted(p for p in peaks if math.isfinite(p)) for group, peaks in by_group.items()}
-        return {group: peaks[len(peaks) // 2] if peaks else math.inf for group, peaks in known.items()}
+        import pandas as pd
+
+        table = pd.DataFrame({"group": s.group, "peak": self.median(s, MEMORY)} for s in self.all)
+        peaks: dict[int, float] = table.groupby("group")["peak"].median().fillna(math.inf).to_dict()
+        return peaks
 
     @cached_property
-    def _speeds(self) -> dict[int, float]:
+    def timed(self) -> dict[int, float]:
+        """Trial -> its speed, of those whose steps were timed, whether the timing is excluded or not."""
         figures = {number: self.figure(number, SPEED) for number in self.frame.index}
         return {number: speed for number, speed in figures.items() if 0 < speed < math.inf}
-
-    @property
-    def timed(self) -> bool:
-        """Whether any trial's steps were timed, whether the timing is excluded or not."""
-        return bool(self._speeds)
 
     @cached_property
     def runs(self) -> list[Run]:
         """The runs that are compared: timed, finished or stopped early, and not excluded."""
-        axes = [axis for axis in REPEATS if axis in self.frame]
-        rounds: dict[tuple[str, ...], int] = {}
-        round_of = dict(
-            zip(self.frame.index, (rounds.setdefault(r, len(rounds)) for r in self._rows(axes)), strict=True)
-        )
+        rounds = self.rounds
+        errors = {number: self.figure(number, "perf/speed_error") for number in self.timed}
         return [
-            Run(self.of_trial[number].group, round_of[number], speed, self._error(number))
-            for number, speed in self._speeds.items()
+            Run(
+                self.of_trial[number].group,
+                int(rounds[number]),
+                speed,
+                errors[number] if math.isfinite(errors[number]) else None,
+            )
+            for number, speed in self.timed.items()
             if number not in self.excluded and self.statuses[number] in (TrialStatus.finished, TrialStatus.stopped)
         ]
-
-    def _error(self, number: int) -> float | None:
-        error = self.figure(number, "perf/speed_error")
-        return error if math.isfinite(error) else None
 
     def rounding(self, one: Setting, other: Setting, metric: str) -> float:
         """Return the difference of two losses that the rounding of a narrow type explains; 0 for other metrics."""
@@ -231,6 +222,13 @@ class Settings:
         """Return the distance of neighbouring values around a loss, at most: they are closest above a power of two."""
         share = abs(self.median(setting, metric)) * self.median(setting, LOSS_EPS) if metric in LOSSES else 0.0
         return share if math.isfinite(share) else 0.0
+
+
+def combinations(frame: pd.DataFrame, axes: Sequence[str]) -> pd.Series[int]:
+    """Return for each row of a frame the number of its values of the axes, in the order of their first rows."""
+    import pandas as pd
+
+    return frame.groupby(list(axes), sort=False).ngroup() if axes else pd.Series(0, frame.index)
 
 
 def loss_metric(frame: pd.DataFrame) -> str:
