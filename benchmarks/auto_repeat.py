@@ -17,8 +17,9 @@ import numpy as np
 
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.metrics import MEMORY, SPEED, VAL_LOSS
+from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import answer
-from fsdp_lab.report.data import SweepData, TrialRow
+from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.repeats import undecided
 from fsdp_lab.status import TrialStatus
 
@@ -47,14 +48,14 @@ class Ended:
 
 def run(speeds: Sequence[float], noise: Noise, rng: np.random.Generator, most: int, auto: bool) -> Ended:
     """One sweep of at most so many rounds; every setting needs less memory than the one before it."""
-    trials: list[TrialRow] = []
+    trials: list[TrialRecord] = []
     left = list(range(len(speeds)))
     for number in range(most):
         for which in left[:: -1 if number % 2 else 1]:
             speed = 1000 * speeds[which] * math.exp(noise(rng))
             figures = {SPEED: speed, MEMORY: float(len(speeds) - which), VAL_LOSS: 1.0}
             setting = {"sharding": str(which), "repeat": str(number)}
-            trials.append(TrialRow(len(trials), setting, TrialStatus.finished, figures))
+            trials.append(TrialRecord(len(trials), setting, TrialStatus.finished, figures))
         simulated = SweepData("", "", ["sharding", "repeat"], trials, 0.02, 0.03, repeat_max=most if auto else None)
         if auto:
             left = sorted(int(setting.values["sharding"]) for setting in undecided(simulated.frame(), simulated.rules))

@@ -15,9 +15,10 @@ from fsdp_lab.forecast.network import network_sentences
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.metrics import MEMORY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
 from fsdp_lab.record.trial import words
-from fsdp_lab.report.answer import as_lines, template_words, with_a_line
+from fsdp_lab.report.answer import as_lines, with_a_line
 from fsdp_lab.report.qualify import LEAST
 from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
+from fsdp_lab.report.render import environment
 from fsdp_lab.report.settings import Rules, Setting
 from fsdp_lab.speed.fitted import COMPARED
 from fsdp_lab.speed.predict import Speed
@@ -150,7 +151,7 @@ def sentences(rows: Sequence[Row], swept: Sequence[str], items: str, made: Seque
         tolerance: `report.speed_tolerance`.
     """
     having = [row for row in rows if not row.forecast.error]
-    text = template_words().get_template("forecast.txt.j2").render(
+    text = environment(False).get_template("forecast.txt.j2").render(
         rows=rows,
         having=having,
         items=items,

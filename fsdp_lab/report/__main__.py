@@ -32,7 +32,7 @@ from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, i
 from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
 from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.redact import redact
-from fsdp_lab.report.answer import Answer, answer, plain_text
+from fsdp_lab.report.answer import plain_text
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.write import FILES, write_report
 from fsdp_lab.takehome import SCRIPT, to_pytorch
@@ -123,12 +123,13 @@ def run(options: dict[str, str]) -> None:
         run_id = which if is_run else find_sweep_run(tracking, record.id)
         if run_id:
             files = [out / name for name in (RECORD, *FILES) if (out / name).exists()]
-            annotate(tracking, run_id, {}, files, recommendation.head + recommendation.sentence)
+            annotate(tracking, run_id, {}, files, recommendation.sentence)
         else:
             print("fsdp_lab.report: the store has no run of this sweep, so the report is only in its folder")
     except UserError as error:
         print(f"fsdp_lab.report: the report is not in MLflow: {error}", file=sys.stderr)
-    print_answer(recommendation, out)
+    print(*plain_text(recommendation), sep="\n")
+    print(f"report: {out}/report.html   also: report.md, report.csv")
 
 
 def script(sweep: SweepData, number: str | None = None) -> str:
@@ -142,11 +143,11 @@ def script(sweep: SweepData, number: str | None = None) -> str:
         UserError: there is no such trial, or its facts are missing.
     """
     if number is None:
-        recommendation = answer(sweep)
+        recommendation = sweep.recommendation
         if recommendation.trial is None:
             raise UserError(f"use=pytorch: {recommendation.sentence} Choose a trial with trial=<number>.")
         trial = recommendation.trial
-        if not recommendation.head:  # beside what use=pytorch prints
+        if not recommendation.recommendation.is_by_speed:  # beside what use=pytorch prints
             print(
                 f"fsdp_lab.report: no setting is recommended: timings are excluded; this is trial {trial.number}, with "
                 "the least memory. trial=<number> chooses another.",
@@ -215,13 +216,6 @@ def with_tolerances(sweep: SweepData, options: dict[str, str]) -> SweepData:
     if "report.others_cpu" in options:
         sweep = sweep.judged_by(given["others_cpu"])
     return dataclasses.replace(sweep, **given)
-
-
-def print_answer(recommendation: Answer, folder: Path) -> None:
-    """Print the answer and where the report is."""
-    sentence, *rest = plain_text(recommendation)
-    print(recommendation.head + sentence, *rest, sep="\n")
-    print(f"report: {folder}/report.html   also: report.md, report.csv")
 
 
 if __name__ == "__main__":

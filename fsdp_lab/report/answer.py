@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
-from fsdp_lab.config.training import TrainingConfig
-from fsdp_lab.metrics import MIB, declared
-from fsdp_lab.record.trial import words
-from fsdp_lab.report.choice import PLAIN, departures
-from fsdp_lab.report.data import SweepData, TrialRow
+from fsdp_lab.record.trial import TrialRecord
+from fsdp_lab.report.choice import departures
+from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
+from fsdp_lab.report.render import environment
 from fsdp_lab.report.settings import REPEATS, Setting
 from fsdp_lab.report.statements import Why
-from fsdp_lab.report.texts import figures_text, memory_text, percent_text, ratio_text, short_count, times_text
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.wording import count
 
-# An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
-STEPS_TO_TIME = TrainingConfig().timing_warmup_steps + 2 + 1
-# The values of `fsdp_lab.speed.device.Basis`, which an older or newer version may have written otherwise.
-_BASES = {
-    "data sheet": "the device's data sheet",
-    "fitted": "efficiencies fitted to published steps on this device",
-    "calibration": "the calibration of this machine",
-    "trials": "earlier trials on this device",
-}
 # What is typed for a sweep and says nothing of one trial.
 _OF_A_SWEEP = ("repeat=", "repeat_max=", "search=", "search.", "scheduler=", "scheduler.", "objective=")
 _MOST_LINES = 6  # settings that are all compared; of more, those that differ from the recommended one in one value
@@ -41,7 +28,7 @@ class Answer:
 
     Attributes:
         recommendation: as codes and figures.
-        sentence: the setting and its figures, or why there is none.
+        sentence: the setting and its figures, or why there is none; it starts with `Recommended: ` if one is.
         details: why it is the one, and how sure that is, a line each.
         lines: the costs and gains of every other value against the recommended setting. One may have two lines of text.
         notes: what the figures do not show.
@@ -60,7 +47,7 @@ class Answer:
     why_not: dict[str, str]
     rules: list[str]
     command: str
-    trial: TrialRow | None
+    trial: TrialRecord | None
     described: list[Setting] = field(default_factory=list)
 
     @property
@@ -69,20 +56,20 @@ class Answer:
         return self.recommendation.setting
 
     @property
-    def head(self) -> str:
-        """The words before the sentence: `Recommended: `; "" if nothing is recommended by speed."""
-        return "Recommended: " if self.setting and self.recommendation.is_by_speed else ""
-
-    @property
     def to_train(self) -> str:
         """The words before the command; "" if the setting is recommended."""
         return "" if self.recommendation.is_by_speed else "to train it: "
 
 
+def words_of_a_report() -> Any:
+    """Return the template of a report's sentences."""
+    return environment(False).get_template("words.j2").module
+
+
 def answer(sweep: SweepData) -> Answer:
     """Say which setting is recommended, why, and how sure that is."""
     r = recommend(sweep.frame(), sweep.rules)
-    texts: Any = template_words().get_template("words.j2").module
+    texts = words_of_a_report()
     chosen = r.setting
     others = with_a_line(r)
     details = [texts.tie(r)] if r.why.code is Why.tied else [texts.why(r)]
@@ -114,44 +101,6 @@ def as_lines(text: str) -> str:
     return "\n".join(line[: len(line) - len(line.lstrip())] + " ".join(line.split()) for line in lines if line)
 
 
-@cache
-def template_words() -> Any:
-    """Return jinja2's environment for text, with what its sentences need."""
-    from fsdp_lab.report.render import environment
-
-    words_of = environment(False)
-    words_of.filters |= {
-        "basis": lambda basis: _BASES.get(basis, basis),
-        "words": words,
-        "change": ratio_text,
-        "count": count,
-        "figures": figures_text,
-        "is_known": math.isfinite,
-        "memory": memory_text,
-        "metric": lambda value, metric: declared(metric).text(value),
-        "percent": percent_text,
-        "short": short_count,
-        "times": times_text,
-    }
-    words_of.globals |= {"named": _named, "plain": words(PLAIN), "steps_to_time": STEPS_TO_TIME}
-    words_of.globals |= {"gib": lambda size: f"{size / MIB / 1024:.4g}", "size": memory_text}
-    return words_of
-
-
-def _named(r: Recommendation, other: Comparison) -> str:
-    """Return a setting by the values that differ from the recommended one.
-
-    All its values are named if it has no result and another setting with those values has one, so that nobody reads
-    that the other did not run.
-    """
-    assert r.setting is not None
-    chosen, mine = r.setting, other.setting
-    differs = {axis: text for axis, text in mine.values.items() if chosen.values[axis] != text}
-    fits = [s for s in r.settings.all if s is not mine and differs.items() <= s.values.items()]
-    unclear = not r.settings.is_finished(mine) and any(r.settings.is_finished(s) for s in fits)
-    return mine.name if unclear else chosen.apart(mine)
-
-
 def with_a_line(r: Recommendation) -> list[Comparison]:
     """Return the settings that get a line against the recommended one.
 
@@ -177,13 +126,13 @@ def title(sweep: SweepData, recommendation: Recommendation) -> str:
     return f"{sweep.study}: {compared}" if sweep.study else compared
 
 
-def plainest(sweep: SweepData, setting: Setting) -> TrialRow:
+def plainest(sweep: SweepData, setting: Setting) -> TrialRecord:
     """Return the trial that represents a setting: the one with the simplest values on axes that change nothing."""
     trials = [trial for trial in sweep.trials if trial.number in setting.trials]
     return min(trials, key=lambda trial: departures(trial.setting))
 
 
-def _command(sweep: SweepData, setting: Setting, trial: TrialRow) -> str:
+def _command(sweep: SweepData, setting: Setting, trial: TrialRecord) -> str:
     """Return the command that trains a setting alone.
 
     Args:
@@ -206,11 +155,9 @@ def _belongs(override: str, common: set[str]) -> bool:
     return not is_attempt and not override.startswith(("nightly.", "hydra.", *_OF_A_SWEEP))
 
 
-def plain_text(recommendation: Answer) -> list[str]:
+def plain_text(answer: Answer) -> list[str]:
     """Return the lines of an answer for a terminal, the sentence first."""
-    from fsdp_lab.report.render import environment
-
-    text = environment(False).get_template("terminal.txt.j2").render(answer=recommendation)
+    text = environment(False).get_template("terminal.txt.j2").render(answer=answer)
     return text.replace("`", "").rstrip().split("\n")
 
 

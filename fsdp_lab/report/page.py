@@ -12,9 +12,8 @@ from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.plots import figures
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.report.render import environment
-from fsdp_lab.report.tables import MOST_ROWS, trials_table
+from fsdp_lab.report.tables import trials_table
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.wording import count
 
 
 def to_html(sweep: SweepData, answer: Answer, script: bool = False) -> str:
@@ -50,21 +49,15 @@ def _content(sweep: SweepData, answer: Answer, script: bool) -> dict[str, Any]:
         "table": trials_table(sweep, answer),
         "front": answer.recommendation.front,
         "failed": failed,
-        "failed_rows": [(t.number, t.name.partition(": ")[2], t.status, reason_text(t.reason)) for t in failed],
-        "also": [text for text in (_stopped(sweep), _forecast_sentence(sweep)) if text],
+        "reason": reason_text,
+        "forecasts": _forecast_sentence(sweep),
         "not_qualified": list(answer.why_not.items()) if answer.why_not.keys() - described else [],
-        "most": MOST_ROWS,
     }
 
 
 def _about(sweep: SweepData) -> list[tuple[str, str]]:
     counts = ", ".join(f"{sweep.statuses.count(status)} {status}" for status in dict.fromkeys(sweep.statuses))
     return [("sweep", sweep.name), ("trials", counts), *sweep.about]
-
-
-def _stopped(sweep: SweepData) -> str:
-    number = sweep.statuses.count(TrialStatus.stopped)
-    return f"The scheduler stopped {count(number, 'trial')} early." if number else ""
 
 
 def _forecast_sentence(sweep: SweepData) -> str:

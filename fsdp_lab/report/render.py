@@ -1,11 +1,31 @@
-"""The templates of a report."""
+"""The templates of a report, with the filters that make text of its figures."""
 
 from __future__ import annotations
 
+import math
 import re
+from functools import cache
 from typing import Any
 
+from fsdp_lab.config.training import TrainingConfig
+from fsdp_lab.metrics import MIB, declared
+from fsdp_lab.record.trial import words
+from fsdp_lab.report.choice import PLAIN
+from fsdp_lab.report.texts import figures_text, memory_text, percent_text, ratio_text, short_count, times_text
+from fsdp_lab.wording import count
 
+# An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
+_STEPS_TO_TIME = TrainingConfig().timing_warmup_steps + 2 + 1
+# The values of `fsdp_lab.speed.device.Basis`, which an older or newer version may have written otherwise.
+_BASES = {
+    "data sheet": "the device's data sheet",
+    "fitted": "efficiencies fitted to published steps on this device",
+    "calibration": "the calibration of this machine",
+    "trials": "earlier trials on this device",
+}
+
+
+@cache
 def environment(html: bool, package: str = "fsdp_lab.report") -> Any:
     """Return jinja2's environment for a package's templates; `html`: values are escaped, `code` in backticks marked."""
     from jinja2 import Environment, PackageLoader
@@ -14,18 +34,26 @@ def environment(html: bool, package: str = "fsdp_lab.report") -> Any:
     def code(text: str) -> Markup:
         return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))).replace("\n", "<br>"))
 
-    made = Environment(
-        loader=PackageLoader(package),
-        autoescape=html,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    made = Environment(loader=PackageLoader(package), autoescape=html, trim_blocks=True, lstrip_blocks=True)
     made.filters |= {
+        "basis": lambda basis: _BASES.get(basis, basis),
         "breakable": lambda name: Markup(str(escape(name)).replace("_", "_<wbr>")),
         "cell": lambda text: as_line(text).replace("|", "\\|"),
+        "change": ratio_text,
         "code": code,
+        "count": count,
+        "figures": figures_text,
+        "is_known": math.isfinite,
         "line": as_line,
+        "memory": memory_text,
+        "metric": lambda value, metric: declared(metric).text(value),
+        "percent": percent_text,
+        "short": short_count,
+        "times": times_text,
+        "words": words,
     }
+    made.globals |= {"gib": lambda size: f"{size / MIB / 1024:.4g}", "size": memory_text}
+    made.globals |= {"plain": words(PLAIN), "steps_to_time": _STEPS_TO_TIME}
     return made
 
 

@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 
 from fsdp_lab.metrics import SPEED, Metric, table_columns
+from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import Answer
-from fsdp_lab.report.data import SweepData, TrialRow
+from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.recommend import Recommendation
 from fsdp_lab.status import TrialStatus
 
 MOST = 500  # trials; of more than these a table has so many, a picture so many points
 MOST_DRAWN = 100  # in a picture of lines or bars
-MOST_ROWS = 100  # of what did not finish or does not qualify
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ def trials_table(sweep: SweepData, answer: Answer) -> Table:
     return Table(["trial", *sweep.axes, "status", *(c.label for c in columns)], rows, notes)
 
 
-def _cell(trial: TrialRow, column: Metric, best: float | None) -> Cell:
+def _cell(trial: TrialRecord, column: Metric, best: float | None) -> Cell:
     value = trial.figures.get(column.key)
     if value is None:
         return Cell("", "", False, False)
     return Cell(column.text(value), value, value == best, _is_excluded(trial, column))
 
 
-def _is_excluded(trial: TrialRow, column: Metric) -> bool:
+def _is_excluded(trial: TrialRecord, column: Metric) -> bool:
     return column.is_speed and trial.timing_excluded is not None
 
 
@@ -91,7 +91,7 @@ def _best(sweep: SweepData, column: Metric) -> float | None:
     return column.best_of([value for value in values if math.isfinite(value)])
 
 
-def shown_trials(sweep: SweepData, recommendation: Recommendation, most: int = MOST) -> list[TrialRow]:
+def shown_trials(sweep: SweepData, recommendation: Recommendation, most: int = MOST) -> list[TrialRecord]:
     """Return all trials of the sweep in order, or if they are more than `MOST` the `most` most important ones.
 
     Those are the recommended setting's, then the Pareto front's, then the best by each metric of the main picture in

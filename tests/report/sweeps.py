@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from fsdp_lab.metrics import MIB, OTHERS_CPU, SPEED
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial import why_timing_is_excluded
-from fsdp_lab.report.data import SweepData, TrialRow
+from fsdp_lab.record.trial import TrialRecord, why_timing_is_excluded
+from fsdp_lab.report.data import SweepData
 from fsdp_lab.status import TrialStatus
 
 # sharding, precision, status, MiB, samples/s, val loss
@@ -22,7 +22,7 @@ ROWS = (
 )
 
 
-def trial(number: int, row: Sequence[object] = ROWS[0], **figures: float) -> TrialRow:
+def trial(number: int, row: Sequence[object] = ROWS[0], **figures: float) -> TrialRecord:
     sharding, precision, status, mib, speed, loss = row
     setting = {"sharding": str(sharding), "precision": str(precision)}
     measured: dict[str, float] = {}
@@ -36,25 +36,25 @@ def trial(number: int, row: Sequence[object] = ROWS[0], **figures: float) -> Tri
     reason = Reason.of(Code.job_failed, text="ran out of <memory> | `now`") if status == "oom" else None
     overrides = [f"{key}={value}" for key, value in setting.items()] + ["training.epochs=2"]
     epochs = epochs if measured else []
-    return TrialRow(
+    return TrialRecord(
         number, setting, TrialStatus(str(status)), {**measured, **figures}, epochs, overrides, reason, f"{number:032x}"
     )
 
 
-def sweep(trials: Sequence[TrialRow] | None = None, **changed: object) -> SweepData:
+def sweep(trials: Sequence[TrialRecord] | None = None, **changed: object) -> SweepData:
     trials = [trial(i, row) for i, row in enumerate(ROWS)] if trials is None else trials
     given = {"loss_tolerance": 0.02, "speed_tolerance": 0.03, "axes": ["sharding", "precision"], **changed}
     return SweepData(name="a/sweep", command="python -m fsdp_lab -m", trials=list(trials), **given)  # type: ignore[arg-type]
 
 
-def on_cpu(number: int, row: int, others: float, speed: float) -> TrialRow:
+def on_cpu(number: int, row: int, others: float, speed: float) -> TrialRecord:
     """A trial on a CPU of which other processes used a share; above a quarter its timing is excluded."""
     one = trial(number, ROWS[row], **{SPEED: speed, OTHERS_CPU: others})
     facts = {"device": "cpu"}
     return dataclasses.replace(one, facts=facts, timing_excluded=why_timing_is_excluded(facts, one.figures, 0.25))
 
 
-def rounds(row: int, *speeds: float, **figures: float) -> list[TrialRow]:
+def rounds(row: int, *speeds: float, **figures: float) -> list[TrialRecord]:
     """A setting, once a round with each of these speeds."""
     ones = [trial(10 * row + i, ROWS[row], **{SPEED: s, **figures}) for i, s in enumerate(speeds)]
     return [dataclasses.replace(one, setting={**one.setting, "repeat": str(i)}) for i, one in enumerate(ones)]

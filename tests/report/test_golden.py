@@ -81,8 +81,7 @@ CASES = {
 
 def written(made: SweepData) -> str:
     recommendation = answer(made)
-    sentence, *rest = plain_text(recommendation)
-    terminal = "\n".join([recommendation.head + sentence, *rest])
+    terminal = "\n".join(plain_text(recommendation))
     return f"{terminal}\n\n{'=' * 80}\n\n{to_markdown(made, recommendation)}"
 
 

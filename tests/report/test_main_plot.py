@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import answer
-from fsdp_lab.report.data import SweepData, TrialRow
+from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.plots import GREY, Chart, figures, main_chart
 from fsdp_lab.status import TrialStatus
 from tests.report.sweeps import ROWS, on_cpu, sweep, trial
@@ -25,7 +26,7 @@ def traces(made: SweepData) -> dict[str, Any]:
     return {trace.name: trace for trace in plot_of(made).figure.data}
 
 
-def repeated(speeds: dict[str, tuple[float, ...]], **figures: float) -> list[TrialRow]:
+def repeated(speeds: dict[str, tuple[float, ...]], **figures: float) -> list[TrialRecord]:
     """Each sharding once a round, with these speeds; the peaks are 100, 90, 80 … MiB."""
     return [
         dataclasses.replace(

@@ -10,9 +10,10 @@ import pytest
 
 from fsdp_lab.config import SweepConfig, may_change_speed
 from fsdp_lab.metrics import MEMORY, MIB, PREDICTED_SPEED, SPEED
+from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.choice import pareto_front
-from fsdp_lab.report.data import SweepData, TrialRow
+from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.recommend import Recommendation, recommend
 from fsdp_lab.report.repeats import undecided
 from fsdp_lab.report.statements import NoSpeeds, Note, Statement, TieBreak, Why, WhyNot
@@ -36,7 +37,7 @@ def codes(reasons: list[Statement] | dict[str, Statement]) -> list[str]:
     return [str(reason.code) for reason in (reasons.values() if isinstance(reasons, dict) else reasons)]
 
 
-def one_axis(axis: str, *rows: tuple[str, float, float, float], **figures: float) -> list[TrialRow]:
+def one_axis(axis: str, *rows: tuple[str, float, float, float], **figures: float) -> list[TrialRecord]:
     """Trials by the value of an axis, its MiB, samples/s and val/loss."""
     return [
         dataclasses.replace(trial(n, ("", "", "finished", mib, speed, loss), **figures), setting={axis: value})
@@ -184,7 +185,7 @@ def test_where_no_speed_or_only_one_may_be_compared_nothing_is_recommended(
     made = sweep([on_cpu(0, 0, others[0], 1000.0), on_cpu(1, 2, others[1], 900.0)])
     r, told = of(made), answer(made)
     assert (r.no_speeds.code if r.no_speeds else None) is code
-    assert (r.basis, told.head) == (("by memory", "") if code else ("yes", "Recommended: "))
+    assert (r.basis, told.sentence.startswith("Recommended: ")) == (("by memory", False) if code else ("yes", True))
     assert chosen(made)["sharding"] == ("root" if code else "ddp"), "60 MiB against 100"
     assert ("No setting is recommended, because" in told.sentence) is bool(code)
     without = [dataclasses.replace(t, figures={**t.figures, MEMORY: math.nan}) for t in made.trials]
@@ -253,7 +254,7 @@ def test_repeats_make_one_setting_and_one_that_failed_spoils_it():
 
 
 def test_what_is_still_undecided_shrinks_as_runs_are_repeated():
-    def names(*trials: list[TrialRow]) -> list[str]:
+    def names(*trials: list[TrialRecord]) -> list[str]:
         made = sweep([one for some in trials for one in some], axes=REPEATED)
         return sorted(setting.values["sharding"] for setting in undecided(made.frame(), made.rules))
 
@@ -317,7 +318,7 @@ def test_what_a_prediction_left_out_is_reported_with_how_wrong_it_would_have_to_
     predicted: float | None, factor: float | None
 ):
     too_large = {} if predicted else {"forecast/needed_bytes": 9.0, "forecast/capacity_bytes": 1.0}
-    left = TrialRow(1, {"sharding": "ddp"}, TrialStatus.skipped, {PREDICTED_SPEED: predicted or 9e9, **too_large})
+    left = TrialRecord(1, {"sharding": "ddp"}, TrialStatus.skipped, {PREDICTED_SPEED: predicted or 9e9, **too_large})
     ran = dataclasses.replace(trial(0, **{SPEED: 1000.0}), setting={"sharding": "root"})
     notes = [n for n in of(sweep([ran, left], axes=["sharding"])).notes if n.code is Note.skipped]
     assert [round(n.values["factor"], 2) for n in notes] == ([factor] if factor else [])
@@ -342,7 +343,7 @@ def test_how_far_predicted_speeds_were_off_leaves_out_excluded_timings():
     ],
 )
 def test_why_auto_stopped_is_true_of_a_sweep_that_was_killed_between_rounds(
-    rows: list[TrialRow], objectives: list[tuple[str, str]], state: str | None
+    rows: list[TrialRecord], objectives: list[tuple[str, str]], state: str | None
 ):
     notes = of(sweep(rows, axes=REPEATED, repeat_max=4, objectives=objectives)).notes
     assert [n.values["state"] for n in notes if n.code is Note.auto] == ([state] if state else [])

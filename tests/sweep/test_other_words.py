@@ -20,7 +20,6 @@ pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = f"""
 import sys
-from types import SimpleNamespace
 sys.path.append({str(ROOT)!r})
 from fsdp_lab.__main__ import main
 from fsdp_lab.config import UserError
@@ -36,8 +35,7 @@ log = Console.log
 Console.log = lambda console, text: log(console, "x")
 UserError.__str__ = DivergedError.__str__ = lambda error: "x"
 reason_texts.TEXTS.update(dict.fromkeys(reason_texts.TEXTS, lambda values: "x"))
-answer.template_words = lambda: SimpleNamespace(get_template=lambda name: SimpleNamespace(module=Words()))
-answer.Answer.head = "x"
+answer.words_of_a_report = Words
 main()
 """
 # How each trial ends, why, and whether `resume_failed=true` tries it again.

@@ -61,7 +61,7 @@ class Planted:
 
     def read_sweep(self) -> data.SweepData:
         trials = [
-            data.TrialRow(
+            data.TrialRecord(
                 number, dict(word.split("=") for word in state.trial.overrides), state.status,  # type: ignore[arg-type]
                 {} if number not in self.measured else {
                     **({"perf/samples_per_s": self.measured[number]} if self.timed else {}),
@@ -137,9 +137,7 @@ def test_where_others_use_the_cores_all_the_time_it_gives_up_after_two_rounds():
     sweep.run(sweep.search())
     assert sorted(sweep.begun) == ["0 0", "0 1", "1 0", "1 1"]
     recommendation = answer(sweep.read_sweep())
-    assert recommendation.head == "" and recommendation.sentence.startswith(
-        "No setting is recommended, because other processes used up"
-    )
+    assert recommendation.sentence.startswith("No setting is recommended, because other processes used up")
     assert recommendation.notes[-1] == (
         "repeat=auto stopped after 2 rounds (4 runs): the machine was too busy to compare speeds."
     )

@@ -111,7 +111,7 @@ class Console(Listener):
             self.rich.print(Text(note, style="dim"), soft_wrap=True)
         if answer is not None:
             sentence, *rest = plain_text(answer)
-            self.rich.print(Text(answer.head + sentence, style="bold"))
+            self.rich.print(Text(sentence, style="bold"))
             for line in rest:
                 self.rich.print(Text(line), soft_wrap=True)
 
