@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from statistics import median
+from typing import Any
 
 from fsdp_lab.metrics import LOSS_EPS, OTHERS_CPU, PREDICTED_SPEED, SPEED
 from fsdp_lab.report.qualify import too_large
@@ -67,35 +67,28 @@ def _rounding(settings: Settings) -> Iterator[Statement]:
 
 def _predictions(settings: Settings) -> Iterator[Statement]:
     """Yield how far the predicted speeds were off. Excluded timings are not compared."""
-    predicted = {n: s for n in settings.frame.index if (s := settings.figure(n, PREDICTED_SPEED)) > 0}
-    if not predicted:
+    if PREDICTED_SPEED not in settings.frame:
         return
-    measured = {
-        number: speed
-        for number in predicted
-        if (speed := settings.figure(number, SPEED)) > 0
-        and number not in settings.excluded
-        and settings.statuses[number] is TrialStatus.finished
-    }
-    errors = [abs(speed / predicted[number] - 1) for number, speed in measured.items()]
-    values = {"by": sorted({str(settings.frame.at[n, "predicted_by"]) for n in predicted} - {""}), "count": len(errors)}
-    if errors:
-        first = max(measured, key=lambda number: predicted[number])
-        values |= {"median": median(errors), "largest": max(errors)}
-        values["behind"] = 1 - measured[first] / max(measured.values())
+    predicted = settings.frame[settings.frame[PREDICTED_SPEED] > 0]
+    if predicted.empty:
+        return
+    able = settings.timed.keys() - settings.excluded
+    measured = predicted[(predicted["status"] == TrialStatus.finished) & predicted.index.isin(list(able))]
+    by = sorted(set(predicted["predicted_by"]) - {""})
+    values: dict[str, Any] = {"by": by, "count": len(measured)}
+    if len(measured):
+        errors = (measured[SPEED] / measured[PREDICTED_SPEED] - 1).abs()
+        values |= {"median": errors.median(), "largest": errors.max()}
+        values["behind"] = 1 - measured.at[measured[PREDICTED_SPEED].idxmax(), SPEED] / measured[SPEED].max()
     yield Statement(Note.predictions, values)
 
 
 def _skipped(settings: Settings, chosen_speed: float) -> Iterator[Statement]:
     """Yield the skipped setting of the highest predicted speed, if that is above the recommended setting's."""
-    skipped = {
-        number: settings.figure(number, PREDICTED_SPEED)
-        for number, status in settings.statuses.items()
-        if status is TrialStatus.skipped and not too_large(settings, number)
-    }
-    known = {number: speed for number, speed in skipped.items() if speed > 0}
+    skipped = [n for n, s in settings.statuses.items() if s is TrialStatus.skipped and not too_large(settings, n)]
+    known = {number: speed for number in skipped if (speed := settings.figure(number, PREDICTED_SPEED)) > 0}
     if known and settings.rules.by_speed:
-        first = max(known, key=lambda number: known[number])
+        first = max(known, key=known.__getitem__)
         values = {"count": len(skipped), "setting": settings.of_trial[first], "predicted": known[first]}
         yield Statement(Note.skipped, {**values, "factor": chosen_speed / known[first]})
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D31")
 GREY = "#888888"
 _MOST_COLORS = 6  # more values of an axis than these are not told apart by colours
-_SCALE = ("#2F86C8", "#B39DB5", "#D55E00")  # of numbers; seen on white and on black
 _LISTED = 4  # values of an axis of numbers that may be a list
 _SAME = 1e-3  # figures that differ by less than this ratio are one
 _WIDEST = 3.0  # times the highest speed: an interval that reaches further runs out of the picture
@@ -68,14 +67,15 @@ def main_chart(sweep: SweepData, answer: Answer) -> Chart | None:
     table = table.dropna(subset=differing)
     axes = [axis for axis in r.settings.axes if axis != x]
     by = _explaining(table, axes, differing)
-    points = _colored(table, by, by in sweep.log_axes)
+    colors = _colors(r.settings.frame, by)
+    points = _colored(table, by)
     if x not in better and (values := _numbers(points[x])) is not None:
         points = points.assign(**{x: values})
     has_bars = y == SPEED and bool(points["above"].notna().any())
     figure = px.scatter(
         points, x=x, y=y, color="color" if by else None, custom_data=["url", "text"],
         error_y="above" if has_bars else None, error_y_minus="below" if has_bars else None,
-        color_discrete_map=_color_map(r.settings.frame, by), color_continuous_scale=_SCALE, render_mode="svg",
+        color_discrete_map=colors, category_orders={"color": list(colors)}, render_mode="svg",
         log_x=x in sweep.log_axes and points[x].dtype.kind != "O" and bool((points[x] > 0).all()),
     )  # fmt: skip
     figure.update_traces(marker={"size": 11, "opacity": 0.9}, hovertemplate="%{customdata[1]}<extra></extra>")
@@ -92,8 +92,6 @@ def main_chart(sweep: SweepData, answer: Answer) -> Chart | None:
     if has_bars and (points["above"] + points[y]).max() > _WIDEST * points[y].max():
         figure.update_yaxes(range=[0, _WIDEST * points[y].max()])
     _lay_out(figure, html.escape(declared(x).label if x in better else x), declared(y).label, 430)
-    scale = f"log10 {by}" if by in sweep.log_axes else by
-    figure.update_layout(coloraxis_colorbar={"title": {"text": html.escape(scale or ""), "side": "right"}})
     heading = " against ".join("peak memory" if key == MEMORY else _label(key, better) for key in (y, x))
     return Chart("main", heading[0].upper() + heading[1:], figure, _note(sweep, table, better, x, y, has_bars))
 
@@ -154,31 +152,19 @@ def _drawn_axis(table: pd.DataFrame, axes: Sequence[str], metric: str) -> str:
     return _explaining(table, axes, [metric]) or axes[0]
 
 
-def _explaining(table: pd.DataFrame, axes: Sequence[str], metrics: Sequence[str], scale: bool = True) -> str | None:
-    """Return the axis that explains most of the metrics, of those that colours can show; None without one.
-
-    With `scale` an axis of more numbers than there are colours can be shown, by a continuous scale.
-    """
-    able = [
-        axis
-        for axis in axes
-        if 1 < table[axis].nunique() <= _MOST_COLORS
-        or (scale and table[axis].nunique() > _MOST_COLORS and _numbers(table[axis]) is not None)
-    ]
+def _explaining(table: pd.DataFrame, axes: Sequence[str], metrics: Sequence[str]) -> str | None:
+    """Return the axis that explains most of the metrics, of those that colours can show; None without one."""
+    able = [axis for axis in axes if 1 < table[axis].nunique() <= _MOST_COLORS]
     return max(able, key=lambda axis: sum(_share_explained(table, axis, metric) for metric in metrics), default=None)
 
 
 def _share_explained(table: pd.DataFrame, axis: str, metric: str) -> float:
     """Return how much of the differences an axis explains alone, the adjusted R²; at least 0.
 
-    The adjustment removes what many values explain by chance. An axis of many numbers counts by fifths of them.
+    The adjustment removes what many values explain by chance.
     """
-    import pandas as pd
-
     known = table[[axis, metric]].replace([math.inf, -math.inf], math.nan).dropna()
     figures, by = known[metric], known[axis]
-    if by.nunique() > _MOST_COLORS:
-        by = pd.qcut(by.astype(float), 5, labels=False, duplicates="drop")
     freedom = len(figures) - by.nunique()
     if freedom < 1 or not figures.var():
         return 0.0
@@ -186,24 +172,14 @@ def _share_explained(table: pd.DataFrame, axis: str, metric: str) -> float:
     return max(1 - within / freedom / figures.var(), 0.0)
 
 
-def _colored(table: pd.DataFrame, by: str | None, is_log: bool) -> pd.DataFrame:
-    """Return the table with a column for the colour: the names of few values, in their order, or many numbers."""
-    import numpy as np
-
-    if by is None:
-        return table
-    values = _numbers(table[by])
-    if table[by].nunique() > _MOST_COLORS and values is not None:
-        return table.assign(color=np.log10(values) if is_log and (values > 0).all() else values)
-    named = table.assign(color=[html.escape(f"{by}={value}") for value in table[by]])
-    return named if values is None else named.loc[values.sort_values(kind="stable").index]
+def _colored(table: pd.DataFrame, by: str | None) -> pd.DataFrame:
+    """Return the table with a column for the colour: an axis and its value."""
+    return table if by is None else table.assign(color=[html.escape(f"{by}={value}") for value in table[by]])
 
 
-def _color_map(frame: pd.DataFrame, by: str | None) -> dict[str, str]:
-    """Return the colour of each value of an axis by its name, the same in all pictures; none for many values."""
+def _colors(frame: pd.DataFrame, by: str | None) -> dict[str, str]:
+    """Return the colour of each value of an axis by its name, in the order of numbers: the same in all pictures."""
     values = [] if by is None else list(frame[by].unique())
-    if len(values) > _MOST_COLORS:
-        return {}
     if by is not None and _numbers(frame[by]) is not None:
         values.sort(key=float)
     return {html.escape(f"{by}={value}"): color for value, color in zip(values, COLORS, strict=False)}
@@ -245,7 +221,7 @@ def losses(sweep: SweepData, answer: Answer) -> Chart | None:
 
     r = answer.recommendation
     key = r.settings.loss_key
-    by = _explaining(r.settings.frame, r.settings.axes, [key], scale=False) if key in r.settings.frame else None
+    by = _explaining(r.settings.frame, r.settings.axes, [key]) if key in r.settings.frame else None
     rows = []
     for trial in shown_trials(sweep, r, MOST_DRAWN):
         color = f"{by}={trial.setting.get(by, '')}" if by else "trials"
@@ -261,7 +237,7 @@ def losses(sweep: SweepData, answer: Answer) -> Chart | None:
     frame = pd.DataFrame(rows)
     figure = px.line(
         frame, x="epoch", y=key, color="color", line_group="trial", markers=True,
-        custom_data=["url", "name"], color_discrete_map={**_color_map(r.settings.frame, by), _STOPPED: GREY},
+        custom_data=["url", "name"], color_discrete_map={**_colors(r.settings.frame, by), _STOPPED: GREY},
         color_discrete_sequence=COLORS, render_mode="svg",
     )  # fmt: skip
     figure.update_traces(hovertemplate="%{customdata[1]}<br>epoch %{x}: %{y:.4~r}<extra></extra>", opacity=0.8)

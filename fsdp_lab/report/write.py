@@ -44,15 +44,16 @@ def write_report(sweep: SweepData, folder: Path) -> Answer:
 
 def to_csv(sweep: SweepData, answer: Answer) -> str:
     """Return a row for each trial with the latest of every figure, in bytes, seconds and samples/s."""
-    r, frame = answer.recommendation, sweep.frame()
-    of = r.settings.of_trial
-    head = frame[["run_id", "seconds"]].assign(seconds=frame["seconds"].round(2))
-    head.insert(0, "error", [reason_text(trial.reason) for trial in sweep.trials])
-    head.insert(0, "why_not", [answer.why_not.get(of[number].name, "") for number in frame.index])
-    head.insert(0, "pareto", ["yes" if of[number] in r.front else "" for number in frame.index])
-    head.insert(0, "recommended", [r.basis if of[number] is r.setting else "" for number in frame.index])
-    head.insert(0, "status", frame["status"])
-    metrics = frame[sorted({key for trial in sweep.trials for key in trial.figures})]
-    together = frame[list(sweep.axes)].join(head).join(metrics)
-    in_order = together.loc[[number for setting in r.settings.all for number in setting.trials]]
+    r, settings = answer.recommendation, answer.recommendation.settings
+    of = [settings.of_trial[trial.number] for trial in sweep.trials]
+    frame = sweep.frame().assign(
+        recommended=[r.basis if setting is r.setting else "" for setting in of],
+        pareto=["yes" if setting in r.front else "" for setting in of],
+        why_not=[answer.why_not.get(setting.name, "") for setting in of],
+        error=[reason_text(trial.reason) for trial in sweep.trials],
+        seconds=lambda frame: frame["seconds"].round(2),
+    )
+    metrics = sorted({key for trial in sweep.trials for key in trial.figures})
+    columns = [*sweep.axes, "status", "recommended", "pareto", "why_not", "error", "run_id", "seconds", *metrics]
+    in_order = frame.loc[[number for setting in settings.all for number in setting.trials], columns]
     return in_order.to_csv(index_label="trial", lineterminator="\n")
