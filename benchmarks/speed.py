@@ -130,7 +130,7 @@ def measure(some: list[Case], rounds: int) -> list[list[float]]:
 
 def forecast_all(some: list[Case], device: Path) -> list[Speed]:
     sheet = load_device(device)
-    programs = trace_all([case.words for case in some], WORKERS, cuda=False)
+    programs = trace_all([case.words for case in some], WORKERS)
     return [predict(program, sheet)[0] for program in programs]
 
 

@@ -42,13 +42,11 @@ class Options:
 
     Attributes:
         workers: ranks that train side by side.
-        cuda: whether they use GPUs.
         limit_s: seconds of the whole calibration.
         name: of the file; None: the device's own.
     """
 
     workers: int
-    cuda: bool
     limit_s: float
     name: str | None
 
@@ -110,7 +108,7 @@ def read_options(words: Sequence[str]) -> Options:
         raise ConfigError(f"name={name} becomes the name of a file; use letters, digits, _, - and points.")
     if name in (*DEVICE_KINDS, *(file.stem for file in data_sheets()), ".", ".."):
         raise ConfigError(f"name={name} has another meaning in forecast.device; use another name.")
-    return Options(workers, False, float(_whole(given, "limit_s", int(_LIMIT_S))), name)
+    return Options(workers, float(_whole(given, "limit_s", int(_LIMIT_S))), name)
 
 
 def _whole(given: dict[str, str], key: str, default: int) -> int:
@@ -138,8 +136,8 @@ def calibrate(options: Options, settings: Sequence[Reference]) -> Device:
     with tempfile.TemporaryDirectory() as folder, Others() as others:
         measured = _measure(options, settings, Path(folder), begun + max(options.limit_s - _FORECASTS_S, 0))
     print("forecasting the same steps, and fitting the predictions to the measurements", flush=True)
-    steps, alone = as_steps(measured, settings, options.workers, options.cuda)
-    here = device_here(options.workers, options.cuda, steps, alone, others.share)
+    steps, alone = as_steps(measured, settings, options.workers)
+    here = device_here(options.workers, steps, alone, others.share)
     return with_fit(here, fit(steps, alone, here))
 
 
@@ -148,7 +146,7 @@ def _measure(options: Options, settings: Sequence[Reference], folder: Path, unti
 
     from fsdp_lab.calibrate.rank import run_rank
 
-    arguments = (options.workers, str(folder), list(settings), until, options.cuda)
+    arguments = (options.workers, str(folder), list(settings), until)
     try:
         mp.start_processes(run_rank, arguments, nprocs=options.workers, start_method="spawn")
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:

@@ -68,43 +68,22 @@ class TimedTrace(StepTrace):
         seconds: of each operator of the program.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         super().__init__(None)
         self.seconds: list[float] = []
-        self._clock, self._last = _Clock(device), 0.0
+        self._last = 0.0
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator and time it."""
-        begun = self._clock.now()
+        begun = time.perf_counter()
         result = func(*args, **kwargs)
-        self._last = self._clock.since(begun)
+        self._last = time.perf_counter() - begun
         return result
 
     def add(self, *args: Any, **kwargs: Any) -> None:
         """Add an operator to the program, with the time of the last run."""
         super().add(*args, **kwargs)
         self.seconds.append(self._last)
-
-
-class _Clock:
-    """Seconds of work on a device: by events on a GPU, else by the clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-
-    def now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def since(self, begun: Any) -> float:
-        if not self._cuda:
-            return time.perf_counter() - float(begun)
-        event = self.now()
-        event.synchronize()
-        return float(begun.elapsed_time(event)) / 1e3
 
 
 class Subject:
@@ -137,12 +116,10 @@ class Subject:
         """Take some steps, and then one operator by operator."""
         self._step()
         for _ in range(_STEPS):
-            self._synchronize()
             begun = time.perf_counter()
             self._step()
-            self._synchronize()
             self.seconds.steps.append(time.perf_counter() - begun)
-        trace = TimedTrace(self._ranks.device)
+        trace = TimedTrace()
         with trace.following(lambda: ("", "")):
             self._step()
         if len(trace.program) == len(self.program) or not self.program:  # a scaler may skip the optimizer's step
@@ -151,10 +128,6 @@ class Subject:
 
     def _step(self) -> None:
         train_step(self._state, self._task, self._batches, self.config, self._ranks.device)
-
-    def _synchronize(self) -> None:
-        if self._ranks.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def _fill(batches: Sequence[Batch]) -> None:
@@ -165,7 +138,7 @@ def _fill(batches: Sequence[Batch]) -> None:
             tensor.random_(0, 10)
 
 
-def run_rank(rank: int, workers: int, folder: str, references: Sequence[Reference], until: float, cuda: bool) -> None:
+def run_rank(rank: int, workers: int, folder: str, references: Sequence[Reference], until: float) -> None:
     """Measure until a point in time, and write `rank<n>.json`.
 
     Args:
@@ -174,13 +147,10 @@ def run_rank(rank: int, workers: int, folder: str, references: Sequence[Referenc
         folder: for the process group's file and the result.
         references: to measure.
         until: seconds since the epoch; every reference is measured at least once.
-        cuda: whether ranks use GPUs.
     """
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(workers), LOCAL_WORLD_SIZE=str(workers))
     torch.set_num_threads(1)
-    if cuda:
-        torch.cuda.set_device(rank)
-    join_by_file_store(f"{folder}/store", OffloadConfig().backend(cuda), rank, workers, _WAIT_S)
+    join_by_file_store(f"{folder}/store", OffloadConfig().backend(cuda=False), rank, workers, _WAIT_S)
     ranks = setup_distributed()
 
     def log(what: str) -> None:
@@ -238,7 +208,7 @@ def time_attention(ranks: DistributedContext, repeats: int = 7) -> list[list[Any
         times: list[list[float]] = []
         program: list[Operator] = []
         for _ in range(repeats):
-            trace = TimedTrace(ranks.device)
+            trace = TimedTrace()
             with trace.following(lambda: ("", "")):
                 scaled_dot_product_attention(query, key, value, is_causal=causal).backward(value)
             program = trace.program
@@ -260,7 +230,7 @@ def time_collectives(ranks: DistributedContext) -> list[list[Any]]:
             )
             whole = torch.zeros(part.numel() * ranks.world_size, dtype=dtype, device=ranks.device)
             for kind, send in _sends(part, whole).items():
-                seconds = _time(send, ranks.device)
+                seconds = _time(send)
                 rows.append([kind.value, str(dtype).removeprefix("torch."), whole.nbytes, seconds])
     return rows
 
@@ -273,10 +243,10 @@ def _sends(part: Tensor, whole: Tensor) -> dict[Kind, Callable[[], object]]:
     }
 
 
-def _time(send: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
-    clock, times = _Clock(device), []
+def _time(send: Callable[[], object], repeats: int = 7) -> float:
+    times = []
     for _ in range(repeats):
-        begun = clock.now()
+        begun = time.perf_counter()
         send()
-        times.append(clock.since(begun))
+        times.append(time.perf_counter() - begun)
     return undisturbed(times[1:])

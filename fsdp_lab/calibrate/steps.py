@@ -14,9 +14,8 @@ from fsdp_lab.calibrate.fit import Fitted, Sample, Steps, known_error
 from fsdp_lab.calibrate.rank import SMALL, undisturbed
 from fsdp_lab.calibrate.reference import Reference
 from fsdp_lab.config import UserError
-from fsdp_lab.forecast.devices import sheet_of
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
-from fsdp_lab.hardware import cpu_name, gpus, host_memory, num_cpus
+from fsdp_lab.hardware import cpu_name, host_memory, num_cpus
 from fsdp_lab.speed.device import Basis, Device, DeviceKind, Efficiency, KnownError, Reached
 from fsdp_lab.speed.measured import HostCosts, Measured, sent_bytes
 from fsdp_lab.speed.program import Kind, Operator, Stream
@@ -25,12 +24,11 @@ _LIMIT_S = 300.0  # for one forecast
 _A_PROCESS = 4  # forecasts, as it first imports PyTorch
 _GIB = 2**30
 _SHORT = 1e-6  # seconds, of latencies that the measured collectives have in them
-_PCIE = 20e9  # bytes/s between a GPU without a data sheet and its host: PCIe 4.0 x16, of 32
 _ANY_NUMBER = 4096  # of workers: what a machine of CPUs takes
 
 
 def as_steps(
-    measurements: dict[str, list[Any]], settings: Sequence[Reference], workers: int, cuda: bool
+    measurements: dict[str, list[Any]], settings: Sequence[Reference], workers: int
 ) -> tuple[list[Steps], list[Sample]]:
     """Return the measured steps with their forecast programs, and the operators that were measured alone.
 
@@ -38,12 +36,11 @@ def as_steps(
         measurements: the content of `rank0.json`, as `run_rank` writes it.
         settings: that were measured.
         workers: number of ranks.
-        cuda: whether they used GPUs.
 
     Raises:
         UserError: a setting cannot be forecast.
     """
-    programs = trace_all([reference.words for reference in settings], workers, cuda)
+    programs = trace_all([reference.words for reference in settings], workers)
     steps = [
         Steps(
             reference.family, " ".join(reference.model), [Sample(*row) for row in one["operators"]], program,
@@ -59,20 +56,19 @@ def as_steps(
     return steps, alone
 
 
-def trace_all(settings: Sequence[Sequence[str]], workers: int, cuda: bool) -> list[list[Operator]]:
+def trace_all(settings: Sequence[Sequence[str]], workers: int) -> list[list[Operator]]:
     """Return the program of a step of each setting.
 
     Args:
         settings: overrides of each.
         workers: number of ranks.
-        cuda: whether to forecast for GPUs.
 
     Raises:
         UserError: one cannot be forecast.
     """
     processes = min(num_cpus(), -(-len(settings) // _A_PROCESS))
     with Pool(_trace, processes, _LIMIT_S) as pool:
-        futures: list[Future[list[Operator] | str]] = [pool.submit((words, workers, cuda)) for words in settings]
+        futures: list[Future[list[Operator] | str]] = [pool.submit((words, workers)) for words in settings]
         try:
             traces = [future.result() for future in futures]
         except NoAnswerError as error:
@@ -82,27 +78,24 @@ def trace_all(settings: Sequence[Sequence[str]], workers: int, cuda: bool) -> li
     return [one for one in traces if not isinstance(one, str)]
 
 
-def _trace(question: tuple[Sequence[str], int, bool]) -> list[Operator] | str:
+def _trace(question: tuple[Sequence[str], int]) -> list[Operator] | str:
     """Return the program, or the reason why there is none."""
     os.environ["CUDA_VISIBLE_DEVICES"], os.environ["OMP_NUM_THREADS"] = "", "1"
     from fsdp_lab.forecast.forecast import forecast_step
     from fsdp_lab.training.__main__ import read_config
 
-    words, workers, cuda = question
+    words, workers = question
     try:
-        return forecast_step(read_config(None, [*SMALL, *words]), workers, cuda, traced=True).program
+        return forecast_step(read_config(None, [*SMALL, *words]), workers, cuda=False, traced=True).program
     except UserError as error:
         return str(error)
 
 
-def device_here(
-    workers: int, cuda: bool, steps: Sequence[Steps], alone: Sequence[Sample], others: float = 0.0
-) -> Device:
+def device_here(workers: int, steps: Sequence[Steps], alone: Sequence[Sample], others: float = 0.0) -> Device:
     """Return this machine with the best rates that were measured.
 
     Args:
         workers: number of ranks.
-        cuda: whether they used GPUs.
         steps: the references.
         alone: operators that ran outside a model.
         others: the share of its cores that other processes used.
@@ -112,32 +105,26 @@ def device_here(
     for sample in samples:
         if sample.kind == Kind.matmul and sample.seconds > 0:
             peaks[sample.dtype] = max(peaks.get(sample.dtype, 0.0), sample.flops / sample.seconds)
-    name = gpus()[0].name if cuda else cpu_name()
+    name = cpu_name()
     measured = Measured(
         name, version("torch"), workers, num_cpus(), round(others, 3), {}, HostCosts(0.0, 0.0, 0.0, 0.0)
     )
     unknown = KnownError(0.5, 0.9)
-    source = f"python -m fsdp_lab.calibrate on {platform.node()}"
-    if cuda and (sheet := sheet_of(name)) is not None:  # of which other nodes and the host were not measured
-        return replace(
-            sheet, basis=Basis.calibration, error=unknown, error_elsewhere=unknown, source=source, measured=measured
-        )
     memory = _best(sample for sample in samples if sample.kind == Kind.memory)
     link = _best(sample for sample in alone if sample.kind == Kind.gather)
-    host = _PCIE if cuda else memory
     return Device(
         name=name,
-        kind=DeviceKind.cuda if cuda else DeviceKind.cpu,
+        kind=DeviceKind.cpu,
         basis=Basis.calibration,
-        memory_gib=round((gpus()[0].memory_bytes if cuda else host_memory() / workers) / _GIB, 2),
+        memory_gib=round(host_memory() / workers / _GIB, 2),
         peak_flops=peaks,
         memory_bandwidth=memory,
         num_cores=1,
         link_bandwidth=link,
-        node_size=len(gpus()) if cuda else _ANY_NUMBER,
+        node_size=_ANY_NUMBER,
         network_bandwidth=link,
-        host_bandwidth=host,
-        host_memory_bandwidth=host,
+        host_bandwidth=memory,
+        host_memory_bandwidth=memory,
         launch_s=_SHORT,
         latency_s=_SHORT,
         link_latency_s=_SHORT,
@@ -146,7 +133,7 @@ def device_here(
         efficiency=Efficiency(1.0, 1.0, 1.0, 1.0, 1.0),
         error=unknown,
         error_elsewhere=unknown,
-        source=source,
+        source=f"python -m fsdp_lab.calibrate on {platform.node()}",
         measured=measured,
     )
 

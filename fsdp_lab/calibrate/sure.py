@@ -42,7 +42,7 @@ def better_before(device: Device) -> Device | None:
     if it was undisturbed and the new one is not: a disturbed one's errors do not show that all its times are too long,
     by about the others' share.
     """
-    before, now = calibrated(device.name, device.kind), device.measured
+    before, now = calibrated(device.name), device.measured
     if before is None or before.measured is None or now is None:
         return None
     then = before.measured

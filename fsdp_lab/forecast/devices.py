@@ -13,7 +13,7 @@ from fsdp_lab.files import report_damaged
 from fsdp_lab.forecast.capacity import GIB
 from fsdp_lab.forecast.observations import read_observations
 from fsdp_lab.hardware import cpu_name, gpus, num_gpus
-from fsdp_lab.speed.device import Device, DeviceKind, load_device, on_network
+from fsdp_lab.speed.device import Device, load_device, on_network
 from fsdp_lab.speed.fitted import believed, digest
 from fsdp_lab.speed.measured import DISTURBED
 from fsdp_lab.speed.refine import Observation, refine
@@ -68,7 +68,7 @@ def _calibration_notes(device: Device, num_workers: int, named: bool) -> list[st
     if measured is None:
         return []
     here, torch = cpu_name(), torch_version()
-    elsewhere = device.kind is DeviceKind.cpu and measured.machine != here and not named
+    elsewhere = measured.machine != here and not named
     others = [
         f"on {measured.machine}, and this is {here}" if elsewhere else "",
         f"with PyTorch {measured.torch}, and this is {torch}" if measured.torch != torch else "",
@@ -110,11 +110,11 @@ def _claimed(config: SweepConfig) -> Device | None:
         return _load(file)
     names = {gpu.name for gpu in gpus()} if config.forecast.device == "auto" else set()
     if not names:
-        return calibrated(cpu_name(), DeviceKind.cpu) if config.forecast.device != "cuda" else None
+        return calibrated(cpu_name()) if config.forecast.device != "cuda" else None
     if len(names) > 1:
         return None
     (name,) = names
-    return calibrated(name, DeviceKind.cuda) or sheet_of(name)
+    return sheet_of(name)
 
 
 def _load(file: Path) -> Device:
@@ -131,10 +131,10 @@ def _loaded(file: Path, changed: int) -> Device:
     return load_device(file)
 
 
-def calibrated(name: str, kind: DeviceKind) -> Device | None:
-    """Return the newest calibration of a device; None without one. Unreadable files count as absent.
+def calibrated(name: str) -> Device | None:
+    """Return the newest calibration of a CPU, or another one's; None without any. Unreadable files count as absent.
 
-    A calibration with this PyTorch comes first. For a CPU without its own, another machine's is used.
+    A calibration with this PyTorch comes first.
     """
     devices, damaged = [], {}
     for file in calibrations():
@@ -143,26 +143,16 @@ def calibrated(name: str, kind: DeviceKind) -> Device | None:
         except ConfigError as error:
             damaged[file] = str(error).removeprefix(file.name).lstrip(": ").partition("; run ")[0]
             continue
-        if device.kind is kind and device.measured is not None:
+        if device.measured is not None:
             devices.append(device)
-    if kind is DeviceKind.cuda or any(device.name == name for device in devices):
-        devices = [device for device in devices if device.name == name]
+    devices = [device for device in devices if device.name == name] or devices
     fitting = [device for device in devices if device.measured and device.measured.torch == torch_version()]
     taken = next(iter(fitting or devices), None)
     for file, why in damaged.items():
-        report_damaged(file, why, _without(name, kind, taken))
+        instead = f"another calibration of {taken.name} is used" if taken else "no speed is predicted"
+        again = "delete it, or run python -m fsdp_lab.calibrate again"
+        report_damaged(file, why, f"it is ignored, and {instead}; {again}")
     return taken
-
-
-def _without(name: str, kind: DeviceKind, taken: Device | None) -> str:
-    """Return a message about what replaces a damaged calibration, and how to repair it."""
-    if taken is not None:
-        instead = f"another calibration of {taken.name} is used"
-    elif kind is DeviceKind.cuda and sheet_of(name) is not None:
-        instead = "the data sheet of this GPU is used"
-    else:
-        instead = "no speed is predicted"
-    return f"it is ignored, and {instead}; delete it, or run python -m fsdp_lab.calibrate again"
 
 
 @cache

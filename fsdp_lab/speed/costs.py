@@ -42,7 +42,7 @@ def seconds(operator: Operator, device: Device) -> float:
         ConfigError: the device's file has no figures for the operator's dtype.
     """
     factor = device.factors.communication if operator.kind.is_collective else device.factors.compute
-    if device.measured is not None and _was_measured(operator, device):
+    if device.measured is not None:
         return factor * device.measured.seconds(operator)
     return factor * _by_figures(operator, device)
 
@@ -52,13 +52,6 @@ def host_seconds(program: Sequence[Operator], device: Device) -> list[float]:
     if device.measured is not None:
         return device.measured.host_seconds(program)
     return [device.launch_s] * len(program)
-
-
-def _was_measured(operator: Operator, device: Device) -> bool:
-    """Return whether a calibration, which covers one node, includes the operator."""
-    if operator.kind.is_collective:
-        return device.kind is DeviceKind.cpu or num_nodes(operator.group, device.node_size) == 1
-    return operator.kind is not Kind.transfer and operator.stream is not Stream.host
 
 
 def _by_figures(operator: Operator, device: Device) -> float:

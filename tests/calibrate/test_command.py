@@ -32,10 +32,10 @@ from tests.speed.test_measured import HERE, HOST, LINES, MEASURED
 
 def test_the_defaults_are_two_workers_on_a_cpu_for_two_minutes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fsdp_lab.calibrate.__main__.num_gpus", lambda: 0)
-    assert read_options(["device=auto"]) == Options(min(2, num_cpus()), False, 120.0, None)
-    assert read_options(["workers=1", "limit_s=30", "name=mine"]) == Options(1, False, 30.0, "mine")
+    assert read_options(["device=auto"]) == Options(min(2, num_cpus()), 120.0, None)
+    assert read_options(["workers=1", "limit_s=30", "name=mine"]) == Options(1, 30.0, "mine")
     monkeypatch.setattr("fsdp_lab.calibrate.__main__.num_gpus", lambda: 8)
-    assert read_options(["device=cpu"]) == Options(min(2, num_cpus()), False, 120.0, None)
+    assert read_options(["device=cpu"]) == Options(min(2, num_cpus()), 120.0, None)
 
 
 @pytest.mark.parametrize("words", [["limit_s=30"], ["device=auto"], ["device=cuda"], ["workers=8", "device=cuda"]])

@@ -82,14 +82,6 @@ def test_one_worker_alone_has_measured_no_collective():
         seconds(gather(1.0, 2), alone)
 
 
-def test_between_nodes_the_data_sheet_counts():
-    """A calibration of GPUs sees one node."""
-    gpu = replace(HERE, kind=DeviceKind.cuda)
-    within, between = gather(8e9, 8), gather(8e9, 16)
-    assert seconds(within, gpu) == pytest.approx(MEASURED.seconds(within))
-    assert seconds(between, gpu) == pytest.approx(seconds(between, replace(gpu, measured=None)))
-
-
 def test_a_collective_costs_what_a_rank_sends():
     """Of 8 MB two ranks send one half each, four ranks three quarters in three steps; an all-reduce sends twice."""
     one = replace(gather(8e6, 2), dtype="float32")
