@@ -1,16 +1,16 @@
-"""Attempts of a trial whose workers fail: whether another may succeed, and what the trial's folder records."""
+"""Attempts of a trial whose workers fail: why they did, whether another may succeed, and what the folder records."""
 
 from __future__ import annotations
 
 import re
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.engine.nodes import dead_node_of
+from fsdp_lab.engine.nodes import dead_node_of, lost, nodes_asked
 from fsdp_lab.engine.resources import release_placement_group
 from fsdp_lab.record.failures import RankFailure, read_failures, record_failure, set_aside_failures
 from fsdp_lab.record.reasons import Code, Reason
@@ -18,6 +18,7 @@ from fsdp_lab.record.trial_files import read_progress, wait_until_alone
 
 _PEER_S = 1.0
 _ALONE_S = 30.0
+_TAIL_LINES = 50  # of a log, for the report of a failure
 _CRASH = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 # It would be so again.
 _FINAL = (Code.out_of_memory, Code.host_out_of_memory, Code.timed_out, Code.user_error, Code.diverged)
@@ -131,6 +132,49 @@ def failed_to_start(error: Exception) -> bool:
     failure = getattr(error, "controller_failure", None)
     started = type(failure).__name__ != "WorkerGroupStartupFailedError"
     return not started or isinstance(failure, (RayActorError, OutOfMemoryError))
+
+
+def why(
+    error: Exception, each: Mapping[str, float], num_workers: int, wait_timeout_s: float, known: Collection[str]
+) -> Reason:
+    """Return the meaning of Ray's error.
+
+    Args:
+        error: Ray's.
+        each: resources of a worker.
+        num_workers: of the trial.
+        wait_timeout_s: `cluster.wait_timeout_s`.
+        known: ids of the nodes that the sweep has seen.
+    """
+    if failed_to_be_placed(error):
+        import ray
+
+        return Reason.of(
+            Code.no_place,
+            num_workers=num_workers,
+            each=dict(each),
+            wait_timeout_s=wait_timeout_s,
+            total=ray.cluster_resources(),
+            free=ray.available_resources(),
+            nodes=_lost(known),
+        )
+    if failed_to_start(error):
+        return Reason.of(Code.not_started, nodes=_lost(known))
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return Reason.of(Code.job_failed, text=(lines[-1] if lines else type(error).__name__)[:300])
+
+
+def _lost(known: Collection[str]) -> list[str]:
+    return [str(node) for node in lost(known, nodes_asked())]
+
+
+def report_of(folder: Path, error: Exception) -> str:
+    """Return the traceback of the rank that failed first, or else the job's own, and the end of its log."""
+    failures = read_failures(folder)
+    text = (failures[0].traceback if failures else "") or "".join(traceback.format_exception(error))
+    log = folder / "logs" / f"rank{failures[0].rank if failures else 0}.log"
+    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if log.exists() else []
+    return "\n".join([text, f"--- the end of {log.relative_to(folder)} ---", *lines, ""])
 
 
 def _kernel_kills() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -22,7 +23,6 @@ from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.config.target import user_root
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.engine.ray_private import check_version
-from fsdp_lab.engine.ray_token import is_refusal, set_own_token, wrong_token
 
 # Set before Ray is imported. Ray prints little, keeps paths relative to where the command was typed, and
 # its controller looks after workers often: a report waits for that look (2 s by default).
@@ -49,6 +49,8 @@ ENVIRONMENT = {
 }
 
 _PROBE_TIMEOUT_S = 8.0
+_REFUSED = ("InvalidAuthToken", "Unauthenticated", "authentication token")  # in Ray's log, or in its error
+_own_token = secrets.token_hex(32)
 
 _servers: dict[str, psutil.Process] = {}  # of a Ray that was started here
 _own_folders: list[Path] = []  # what it writes in the folder for temporary files: logs and sockets
@@ -71,7 +73,8 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
     Raises:
         UserError: no Ray answers at the address, or it refuses this process's token.
     """
-    if cluster.address is not None and _is_connected():
+    loaded = sys.modules.get("ray")
+    if cluster.address is not None and loaded is not None and loaded.is_initialized():
         return
     set_environment()
     if cluster.address is None:
@@ -109,9 +112,20 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         try:
             ray.init(address=cluster.address, runtime_env=code_environment(code), **quiet)
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            refused = is_refusal(printed() + str(error))
+            refused = any(sign in printed() + str(error) for sign in _REFUSED)
             raise (wrong_token(cluster.address) if refused else no_ray(cluster.address, error)) from error
     wait_for_nodes(cluster)
+
+
+def set_own_token() -> None:
+    """Let a Ray that is started here answer only to processes with this process's token.
+
+    The token is in the environment of its processes and nowhere else, while Ray's own is in the home folder. A user who
+    turned authentication off (RAY_AUTH_MODE=disabled) has it off; a Ray without authentication ignores the token.
+    """
+    if "ray" not in sys.modules:  # else it has read the mode, and from 2.59 on asks for tokens by itself
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ["RAY_AUTH_TOKEN"] = _own_token  # it comes before a path
 
 
 def wait_for_nodes(cluster: ClusterConfig) -> None:
@@ -131,11 +145,6 @@ def wait_for_nodes(cluster: ClusterConfig) -> None:
                 "not."
             )
         time.sleep(0.5)
-
-
-def _is_connected() -> bool:
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
 
 
 def code_environment(code: Sequence[str]) -> dict[str, Any] | None:
@@ -207,6 +216,15 @@ def no_ray(address: str, error: Exception) -> UserError:
     )
 
 
+def wrong_token(address: str) -> UserError:
+    """Return the error for a cluster that refused this process."""
+    return UserError(
+        f"cluster.address={address}: this Ray cluster asks for an authentication token, and none was given, or the one "
+        "that was given does not match; set RAY_AUTH_MODE=token, and put the cluster's token into RAY_AUTH_TOKEN, the "
+        "file of RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token: `ray get-auth-token` on its head node prints it."
+    )
+
+
 def stop_ray() -> None:
     """Disconnect from Ray. A Ray that was started here ends with all its processes and temporary files.
 
@@ -261,12 +279,9 @@ def _keeps_semaphores(process: psutil.Process) -> bool:
 
 def lost_server() -> str | None:
     """Return the name of a server that has ended by itself, of a Ray that was started here; None if all run."""
-    return next((name for name, server in _servers.items() if has_ended(server)), None)
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """Return whether a process has ended; a zombie has."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+    for name, server in _servers.items():
+        with suppress(psutil.NoSuchProcess):
+            if server.is_running() and server.status() != psutil.STATUS_ZOMBIE:
+                continue
+        return name
+    return None

@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_lab.config import TrialConfig, from_dict
 from fsdp_lab.config.sweep import Placement
 from fsdp_lab.engine import ray_private
-from fsdp_lab.engine.attempts import Attempts
+from fsdp_lab.engine.attempts import Attempts, report_of, why
 from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.engine.failures import PLAIN
 from fsdp_lab.engine.files_of_ranks import receive
@@ -23,7 +23,6 @@ from fsdp_lab.engine.nodes import write_rank_nodes
 from fsdp_lab.engine.rendezvous import arrange_meeting
 from fsdp_lab.engine.resources import release_placement_group, worker_resources
 from fsdp_lab.engine.stacks import Frame, Stuck, dump_stacks, find_stuck, long_s
-from fsdp_lab.engine.why import report_of, why
 from fsdp_lab.engine.worker import read_worker_progress, train_worker
 from fsdp_lab.record.failures import RankFailure, read_failures, record_failure, set_aside_failures
 from fsdp_lab.record.reasons import Code, Reason

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab import hardware
 from fsdp_lab.config import ConfigError, default_num_workers
 from fsdp_lab.config.sweep import ClusterConfig
-
-
-@dataclass(frozen=True)
-class Resources:
-    """The resources of one trial's workers together, and of the whole cluster."""
-
-    needed: dict[str, float]
-    total: dict[str, float]
-
-    @property
-    def side_by_side(self) -> int:
-        """How many such trials fit at the same time."""
-        return min(int(self.total.get(name, 0) / amount) for name, amount in self.needed.items() if amount)
 
 
 def num_gpus() -> int:
@@ -61,8 +47,8 @@ def cpus_per_worker_on(nodes: list[dict[str, Any]]) -> float:
     return min(shares, default=hardware.default_cpus_per_worker(0, 0))
 
 
-def check_capacity(cluster: ClusterConfig) -> Resources:
-    """Compare what a trial needs with all that the cluster has.
+def check_capacity(cluster: ClusterConfig) -> dict[str, float]:
+    """Return the resources of a trial's workers together, which the cluster can hold.
 
     Raises:
         ConfigError: the cluster can never hold it; the message has both numbers and the remedy.
@@ -88,7 +74,7 @@ def check_capacity(cluster: ClusterConfig) -> Resources:
                 f"cluster.num_workers={max(1, fits)}"
                 + (" or a smaller cluster.cpus_per_worker." if name == "CPU" else " or add nodes.")
             )
-    return Resources(needed, total)
+    return needed
 
 
 def worker_resources(cpus_per_worker: float, use_gpu: bool) -> dict[str, float]:
@@ -124,17 +110,3 @@ def unmet_request() -> bool:
     from ray.util import placement_group_table
 
     return any(group["state"] in ("PENDING", "RESCHEDULING") for group in placement_group_table().values())
-
-
-def total_resources() -> dict[str, float]:
-    """Return the resources of all living nodes together."""
-    import ray
-
-    return dict(ray.cluster_resources())
-
-
-def free_resources() -> dict[str, float]:
-    """Return the resources that are not in use."""
-    import ray
-
-    return ray.available_resources()

@@ -31,8 +31,8 @@ def test_more_than_the_cluster_has_is_refused_with_both_numbers(monkeypatch: pyt
     """The answers of a Ray with one core stand in."""
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 1.0}}])
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1.0})
-    assert check_capacity(ClusterConfig(num_workers=2, cpus_per_worker=0.5)).side_by_side == 1
-    assert check_capacity(ClusterConfig(num_workers=1, cpus_per_worker=0.25)).side_by_side == 4
+    assert check_capacity(ClusterConfig(num_workers=2, cpus_per_worker=0.5)) == {"CPU": 1.0}
+    assert check_capacity(ClusterConfig(num_workers=1, cpus_per_worker=0.25)) == {"CPU": 0.25}
     assert resolve_cpus_per_worker(ClusterConfig()) == 1.0
     message = "cluster.num_workers=2 needs 2 CPU, the cluster has 1 in all; use cluster.num_workers=1"
     with pytest.raises(ConfigError, match=message):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import ray
+
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.engine import resources
@@ -37,18 +39,19 @@ class ResourceCatalog:
         key = str(config.cluster)
         if key not in self._needs:
             config.check(resources.resolve_num_workers(config.cluster))
-            self._needs[key] = resources.check_capacity(config.cluster).needed
+            self._needs[key] = resources.check_capacity(config.cluster)
         return self._needs[key]
 
     def total(self) -> dict[str, float]:
         """Return the cluster's resources, at most a second old."""
         if (now := time.monotonic()) >= self._look_at:
-            self._total, self._look_at = resources.total_resources(), now + LOOK_S
+            self._total, self._look_at = ray.cluster_resources(), now + LOOK_S
         return self._total
 
     def side_by_side(self, config: SweepConfig) -> int:
         """Return how many trials like this one fit into the cluster as it is; at least 1."""
-        return max(1, resources.Resources(self.of(config), self.total()).side_by_side)
+        total = self.total()
+        return max(1, min(int(total.get(name, 0) / amount) for name, amount in self.of(config).items() if amount))
 
     def has_room(self, config: SweepConfig) -> bool:
         """Return whether a trial fits beside the running ones. The first always does: it waits for nodes that died."""

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
+import ray
 from ray import tune
 from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
@@ -241,7 +242,7 @@ class TuneCallback(tune.Callback):
         if not resources.unmet_request():
             return "its worker processes to start"
         cluster = self._sweep.states[number].trial.config.cluster
-        needed, free = self._catalog.of(self._sweep.states[number].trial.config), resources.free_resources()
+        needed, free = self._catalog.of(self._sweep.states[number].trial.config), ray.available_resources()
         total = self._catalog.total()
         parts = [
             f"{amount:g} {name} ({free.get(name, 0):g} of {total.get(name, 0):g} free)"
