@@ -55,12 +55,12 @@ class Attempts:
             error: Ray Train's.
             poll: waits so many seconds and returns the errors of the workers that still exist, by rank.
         """
-        self._note_deaths(getattr(error, "worker_failures", {}))
+        self.note_deaths(getattr(error, "worker_failures", {}))
         failures = read_failures(self.folder)
         if failures and failures[0].reason.code is Code.peer_lost:
             # Who lost a peer knows it at once; that the peer was killed, and for want of what, takes Ray a moment.
             time.sleep(_PEER_S)
-            self._note_deaths(poll(_PEER_S))
+            self.note_deaths(poll(_PEER_S))
             failures = read_failures(self.folder)
         return bool(failures and failures[0].reason.code in _FINAL) or failed_to_be_placed(error)
 
@@ -68,56 +68,39 @@ class Attempts:
         """Prepare for another attempt."""
         set_aside_failures(self.folder)
 
-    def stop(self) -> None:
-        """End the workers, and the attempt with them."""
-        release_placement_group(self.folder)
+    def note_deaths(self, errors: Mapping[int, Exception]) -> None:
+        """Record why ranks failed: by the error that a rank raised, or by what ended its process.
 
-    def _note_deaths(self, errors: dict[int, Exception]) -> None:
-        note_deaths(self.folder, errors, self._kernel_kills_before, self._log_sizes)
+        A process is killed by a person, by Ray for lack of memory, by the kernel, or by its own crash.
+        """
+        folder = self.folder
+        for rank, error in errors.items():
+            if (folder / "failures" / f"rank{rank}.json").exists():
+                continue
+            if isinstance(error, RankFailure):
+                record_failure(folder, error)
+                continue
+            step = read_progress(folder).get("step")
+            at = f"step {step:.0f}" if step else None
+            causes = (error, getattr(error, "health_check_failure", None), error.__cause__)
+            node = dead_node_of(folder, rank)
+            by_ray = any(type(cause).__name__ == "OutOfMemoryError" for cause in causes)
+            if by_ray or (node is None and _kernel_kills() > self._kernel_kills_before):
+                reason = Reason.of(Code.host_out_of_memory, rank=rank, at=at)
+            elif node is not None:
+                reason = Reason.of(Code.node_lost, rank=rank, at=at, node=str(node))
+            elif signal := self._crash_of(log := folder / "logs" / f"rank{rank}.log"):
+                reason = Reason.of(Code.crashed, rank=rank, at=at, signal=signal, log=str(log))
+            else:
+                reason = Reason.of(Code.killed, rank=rank, at=at)
+            record_failure(folder, RankFailure(reason, "".join(traceback.format_exception(error))))
 
-
-def note_deaths(
-    folder: Path, worker_failures: dict[int, Exception], kernel_kills_before: int, log_sizes: Mapping[str, int]
-) -> None:
-    """Record why ranks failed: by the error that a rank raised, or by what ended its process.
-
-    A process is killed by a person, by Ray for lack of memory, by the kernel, or by its own crash.
-    """
-    for rank, error in worker_failures.items():
-        if (folder / "failures" / f"rank{rank}.json").exists():
-            continue
-        if isinstance(error, RankFailure):
-            record_failure(folder, error)
-            continue
-        step = read_progress(folder).get("step")
-        at = f"step {step:.0f}" if step else None
-        causes = (error, getattr(error, "health_check_failure", None), error.__cause__)
-        node = dead_node_of(folder, rank)
-        by_ray = any(type(cause).__name__ == "OutOfMemoryError" for cause in causes)
-        if by_ray or (node is None and _kernel_kills() > kernel_kills_before):
-            reason = Reason.of(Code.host_out_of_memory, rank=rank, at=at)
-        elif node is not None:
-            reason = Reason.of(Code.node_lost, rank=rank, at=at, node=str(node))
-        elif signal := crash_of(folder, rank, log_sizes):
-            reason = Reason.of(Code.crashed, rank=rank, at=at, signal=signal, log=str(folder / f"logs/rank{rank}.log"))
-        else:
-            reason = Reason.of(Code.killed, rank=rank, at=at)
-        record_failure(folder, RankFailure(reason, "".join(traceback.format_exception(error))))
-
-
-def crash_of(folder: Path, rank: int, log_sizes: Mapping[str, int]) -> str:
-    """Return by what the process of a rank crashed, as faulthandler has written into its log; "": it did not crash.
-
-    Args:
-        folder: the trial's.
-        rank: of the process.
-        log_sizes: of the logs before this attempt, in bytes.
-    """
-    log = folder / "logs" / f"rank{rank}.log"
-    with suppress(OSError):
-        written = log.read_bytes()[log_sizes.get(log.name, 0) :].decode(errors="replace")
-        return next(iter(reversed(_CRASH.findall(written))), "")
-    return ""
+    def _crash_of(self, log: Path) -> str:
+        """Return by what a rank's process crashed in this attempt, as faulthandler wrote into its log; "": not."""
+        with suppress(OSError):
+            written = log.read_bytes()[self._log_sizes.get(log.name, 0) :].decode(errors="replace")
+            return next(iter(reversed(_CRASH.findall(written))), "")
+        return ""
 
 
 def failed_to_be_placed(error: Exception) -> bool:

@@ -22,7 +22,7 @@ from fsdp_lab.engine.files_of_ranks import receive
 from fsdp_lab.engine.nodes import write_rank_nodes
 from fsdp_lab.engine.rendezvous import arrange_meeting
 from fsdp_lab.engine.resources import release_placement_group, worker_resources
-from fsdp_lab.engine.stacks import Frame, Stuck, dump_stacks, find_stuck, long_s
+from fsdp_lab.engine.stacks import Frame, dump_stacks, find_stuck, long_s
 from fsdp_lab.engine.worker import read_worker_progress, train_worker
 from fsdp_lab.record.failures import RankFailure, read_failures, record_failure, set_aside_failures
 from fsdp_lab.record.reasons import Code, Reason
@@ -74,10 +74,6 @@ class Job:
     def each(self) -> dict[str, float]:
         """Resources of a worker."""
         return worker_resources(self.cpus_per_worker, self.use_gpu)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the job as plain values."""
-        return asdict(self)
 
 
 def trial_function(config: dict[str, Any]) -> None:
@@ -194,7 +190,7 @@ def fit(job: Job, reports: Reports) -> None:
             receive(Storage(job.storage), folder)
         reports.finish()
     except BaseException:  # Tune ends a trial by SystemExit
-        attempts.stop()  # Ray forgets workers that started and then could not make their process group
+        release_placement_group(folder)  # Ray forgets workers that started and then could not make their process group
         if job.storage is not None:
             with suppress(StorageRefused, StorageAway):  # the error that ended the trial says more
                 receive(Storage(job.storage), folder)
@@ -212,7 +208,7 @@ def trainer_settings(job: Job, reports: Reports) -> dict[str, Any]:
     callbacks: list[Any] = [Report()]  # a UserCallback is none of the type that RunConfig names
     return {
         "train_loop_per_worker": train_worker,
-        "train_loop_config": job.as_dict(),
+        "train_loop_config": asdict(job),
         "torch_config": backend_config(job),
         "scaling_config": ScalingConfig(
             num_workers=job.num_workers,
@@ -286,7 +282,7 @@ class Watch:
         self._known: dict[str, float | str] = {}
         self._started, self._idle_s, self._since = False, 0.0, dict[str, Any]()
         self._asked = False
-        self._stuck: Stuck | None = None
+        self._stuck: dict[str, Any] | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -318,11 +314,10 @@ class Watch:
         if self._idle_s > long_s(self._timeout_s) and not self._asked:
             self._asked, self._stuck = True, find_stuck(self._folder, self.ask_stacks())
             if self._stuck:
-                write_progress(self._folder, {**self._known, "stuck": self._stuck.to_dict()})
+                write_progress(self._folder, {**self._known, "stuck": self._stuck})
         limit_s = self._timeout_s
         if limit_s is not None and self._idle_s > (limit_s if self._started else limit_s + self._wait_timeout_s):
-            stuck = self._stuck and self._stuck.to_dict()
-            reason = Reason.of(Code.timed_out, rank=0, limit_s=limit_s, stuck=stuck, **self._since)
+            reason = Reason.of(Code.timed_out, rank=0, limit_s=limit_s, stuck=self._stuck, **self._since)
             record_failure(self._folder, RankFailure(reason))
             release_placement_group(self._folder)
             self.begin()

@@ -5,14 +5,12 @@ from __future__ import annotations
 import faulthandler
 import re
 import sys
-import tempfile
+import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _LONG_S = 60.0  # a phase or a step beyond it is unusually long
-_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _LIBRARY = re.compile(r"/(site-packages|dist-packages|python3\.\d+)/|<frozen")
 
 Frame = tuple[str, str, str]  # file, line, function
@@ -29,34 +27,21 @@ def long_s(timeout_s: float | None) -> float:
 
 def dump_stacks() -> list[Frame]:
     """Write the stacks of this process into its log, and return that of the thread that trains, the innermost first."""
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        dump = file.read()
-    print(dump, file=sys.stderr, flush=True)
-    threads = re.split(r"^(?:Current t|T)hread 0x", dump, flags=re.MULTILINE)
-    return next((_FRAME.findall(thread) for thread in threads if "in train_rank" in thread), [])
+    faulthandler.dump_traceback(all_threads=True)
+    stacks = (traceback.extract_stack(frame) for frame in sys._current_frames().values())
+    stack = next((stack for stack in stacks if any(frame.name == "train_rank" for frame in stack)), ())
+    return [(frame.filename, str(frame.lineno), frame.name) for frame in reversed(stack)]
 
 
-@dataclass(frozen=True)
-class Stuck:
-    """Where a rank stood when its stack was dumped. `place`: `net.py:31 in init_weights`."""
-
-    rank: int
-    place: str
-    log: Path
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {"rank": self.rank, "place": self.place, "log": str(self.log)}
-
-
-def find_stuck(folder: Path, stacks: Mapping[int, list[Frame]]) -> Stuck | None:
+def find_stuck(folder: Path, stacks: Mapping[int, list[Frame]]) -> dict[str, Any] | None:
     """Return the first rank that stands outside of a collective, while others wait for it.
 
     Args:
         folder: the trial's.
-        stacks: of the ranks that answer. The first rank if all wait; None for no stack.
+        stacks: of the ranks that answer.
+
+    Returns:
+        Its `rank`, `place` ("net.py:31 in init_weights") and `log`. The first rank if all wait; None for no stack.
     """
     waits = {rank: "/torch/distributed/" in frames[0][0] for rank, frames in sorted(stacks.items()) if frames}
     if not waits:
@@ -64,4 +49,4 @@ def find_stuck(folder: Path, stacks: Mapping[int, list[Frame]]) -> Stuck | None:
     rank = min(waits, key=lambda rank: waits[rank])
     frames = stacks[rank]
     file, line, function = next((frame for frame in frames if not _LIBRARY.search(frame[0])), frames[0])
-    return Stuck(rank, f"{file}:{line} in {function}", folder / "logs" / f"rank{rank}.log")
+    return {"rank": rank, "place": f"{file}:{line} in {function}", "log": str(folder / "logs" / f"rank{rank}.log")}

@@ -31,7 +31,7 @@ def train_worker(job: dict[str, Any]) -> None:
     Ray gets no checkpoint: its manager would refuse a run whose older ones were removed.
 
     Args:
-        job: `Job.as_dict`.
+        job: a `Job`, as plain values.
 
     Raises:
         RankFailure: the rank did not train to the end. `Attempts` decides whether the workers start again.

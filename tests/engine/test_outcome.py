@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from fsdp_lab.config import ConfigError, TrialConfig, to_dict
 from fsdp_lab.engine import job
-from fsdp_lab.engine.attempts import note_deaths
+from fsdp_lab.engine.attempts import Attempts
 from fsdp_lab.engine.failures import code_of, failure_of
 from fsdp_lab.engine.files_of_ranks import receive, sent_at_end
 from fsdp_lab.engine.inline import InlineReporter, run_inline
@@ -241,21 +241,24 @@ def test_why_a_worker_ended_is_told(
     error: Exception, code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("fsdp_lab.engine.attempts.dead_node_of", lambda folder, rank: None)  # there is no Ray to ask
-    note_deaths(tmp_path, {1: error}, kernel_kills_before=10**9, log_sizes={})
+    Attempts(tmp_path, lambda: None).note_deaths({1: error})
     (failure,) = read_failures(tmp_path)
     assert (failure.reason.code, reason_text(failure.reason)) == (code, message)
 
 
 def test_a_crash_of_an_earlier_attempt_is_no_cause_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fsdp_lab.engine.attempts.dead_node_of", lambda folder, rank: None)
+    monkeypatch.setattr("fsdp_lab.engine.attempts.release_placement_group", lambda folder: None)
+    attempts = Attempts(tmp_path, lambda: None)
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "rank0.log"
     log.write_text("Fatal Python error: Segmentation fault\n")
-    for size, words in ((0, "crashed: Segmentation fault"), (log.stat().st_size, "as if killed")):
-        note_deaths(tmp_path, {0: RayActorError()}, kernel_kills_before=10**9, log_sizes={log.name: size})
+    for words in ("crashed: Segmentation fault", "as if killed"):
+        attempts.note_deaths({0: RayActorError()})
         (failure,) = read_failures(tmp_path)
         assert words in reason_text(failure.reason)
         shutil.rmtree(tmp_path / "failures")
+        attempts.begin()
 
 
 def test_an_error_of_the_training_is_raised_although_its_files_cannot_be_sent():

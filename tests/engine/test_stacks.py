@@ -61,16 +61,19 @@ def test_a_rank_that_is_asked_answers_with_its_stack_and_its_place_is_found(stac
     log = tmp_path / "logs" / "rank0.log"
     stuck = find_stuck(tmp_path, {0: stack})
     assert stuck is not None
-    text = stuck_text(**stuck.to_dict())
+    text = stuck_text(**stuck)
     assert text == f"rank 0 is at <string>:{line} in init_weights; its stack is in {log}"
 
 
 def test_a_rank_in_a_collective_waits_for_the_stuck_one(stack: list[Frame], tmp_path: Path):
     waiting = {10: WAITS, 2: WAITS, 3: []}
     waits = find_stuck(tmp_path, waiting)
-    assert waits is not None and (waits.rank, waits.place) == (2, "/home/me/fsdp_lab/training/weights.py:94 in _fill")
+    assert waits is not None and (waits["rank"], waits["place"]) == (
+        2,
+        "/home/me/fsdp_lab/training/weights.py:94 in _fill",
+    )
     stuck = find_stuck(tmp_path, {**waiting, 11: stack})
-    assert stuck is not None and stuck.rank == 11 and stuck.place.endswith(" in init_weights")
+    assert stuck is not None and stuck["rank"] == 11 and stuck["place"].endswith(" in init_weights")
 
 
 def test_without_an_answer_no_rank_is_accused(tmp_path: Path):

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -112,7 +113,7 @@ class NextTrial(Searcher):
         self._sweep.prepare(number)
         folder, address = str(self._sweep.folder_of(number)), self._sweep.address_of(number)
         job = job_of(config, folder, self._catalog.nodes, address)
-        return {"number": number, "job": json.dumps(job.as_dict())}
+        return {"number": number, "job": json.dumps(asdict(job))}
 
     def _may_have_room(self) -> bool:
         """Return whether the next trial fits.
