@@ -14,7 +14,7 @@ OWNERS = {
 # Without a leading underscore, and as private.
 PRIVATE_MODULES = {"ray.train.v2", "torch.testing"}
 # Public in spite of their names: the libraries' manuals have them.
-PUBLIC = {"os._exit", "_fields", "_asdict", "_replace"}
+PUBLIC = {"os._exit", "sys._current_frames", "_fields", "_asdict", "_replace"}
 # Python has no public name for it: what is registered for the end runs, and the interpreter is not taken down.
 PUBLIC |= {"atexit._run_exitfuncs"}
 

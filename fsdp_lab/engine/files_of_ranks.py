@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -70,17 +70,15 @@ class Uploads:
 
 
 @contextmanager
-def sent_at_end(uploads: Uploads | None) -> Iterator[None]:
-    """Send the files when the block ends. An error of the block is raised as it is, even if they cannot be sent."""
+def at_end(transfer: Callable[[], None]) -> Iterator[None]:
+    """Send or get files when the block ends. An error of the block says more than one of the store."""
     try:
         yield
     except BaseException:
-        if uploads is not None:
-            with suppress(StorageRefused, StorageAway):
-                uploads.send()
+        with suppress(StorageRefused, StorageAway):
+            transfer()
         raise
-    if uploads is not None:
-        uploads.send()
+    transfer()
 
 
 def receive(storage: Storage, folder: Path) -> None:

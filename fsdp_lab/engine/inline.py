@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.engine.failures import PLAIN, code_of, failure_of
-from fsdp_lab.engine.files_of_ranks import Uploads, sent_at_end
+from fsdp_lab.engine.files_of_ranks import Uploads, at_end
 from fsdp_lab.engine.job import outcome_of
 from fsdp_lab.engine.rank import check_gpu, train_rank
 from fsdp_lab.hardware import num_gpus
@@ -79,16 +79,19 @@ def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], 
     set_aside_failures(folder)  # of a start before this one
     uploads: Uploads | None = None
 
-    def on_report() -> None:
+    def send() -> None:
         if uploads is not None:
             uploads.send()
+
+    def on_report() -> None:
+        send()
         on_epoch()
 
     try:
         uploads = Uploads(Storage(storage), folder) if storage else None
         join = (lambda: check_gpu(0, True)) if num_gpus() else lambda: None
         reporter = InlineReporter(folder, config.data.name, on_report)
-        with sent_at_end(uploads):
+        with at_end(send):
             train_rank(config, folder, 0, reporter, storage=storage, join=join)
     except RankFailure as failure:
         record_failure(folder, failure)

@@ -18,9 +18,8 @@ from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.attempts import Attempts, report_of, why
 from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.engine.failures import PLAIN
-from fsdp_lab.engine.files_of_ranks import receive
-from fsdp_lab.engine.nodes import write_rank_nodes
-from fsdp_lab.engine.rendezvous import arrange_meeting
+from fsdp_lab.engine.files_of_ranks import at_end, receive
+from fsdp_lab.engine.rendezvous import backend_config
 from fsdp_lab.engine.resources import release_placement_group, worker_resources
 from fsdp_lab.engine.stacks import Frame, dump_stacks, find_stuck, long_s
 from fsdp_lab.engine.worker import read_worker_progress, train_worker
@@ -28,7 +27,7 @@ from fsdp_lab.record.failures import RankFailure, read_failures, record_failure,
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import Outcome, TrialWriter, wait_until_alone, write_outcome, write_progress
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.storage import Storage, StorageAway, StorageRefused
+from fsdp_lab.storage import Storage
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
 _LONGEST_LOOK_S = 5.0  # that counts as waiting for a trial's next step
@@ -181,35 +180,31 @@ def fit(job: Job, reports: Reports) -> None:
     attempts = Attempts(folder, watch.begin)
     watch.ask = lambda: ray_private.ask_ranks(attempts.group(), read_worker_progress, [0]).get(0)
     watch.ask_stacks = lambda: ray_private.ask_ranks(attempts.group(), dump_stacks, range(job.num_workers))
-    try:
-        with watch.watching():
-            ray_private.fit_here(
-                trainer_settings(job, reports), job.folder, attempts, job.workers_per_node, job.ray_is_ours
-            )
-        if job.storage is not None:
-            receive(Storage(job.storage), folder)
-        reports.finish()
-    except BaseException:  # Tune ends a trial by SystemExit
-        release_placement_group(folder)  # Ray forgets workers that started and then could not make their process group
-        if job.storage is not None:
-            with suppress(StorageRefused, StorageAway):  # the error that ended the trial says more
-                receive(Storage(job.storage), folder)
-        raise
+    settings = trainer_settings(job, reports)
+    with at_end(lambda: receive(Storage(job.storage), folder) if job.storage else None):
+        try:
+            with watch.watching():
+                ray_private.fit_here(settings, job.folder, attempts, job.workers_per_node, job.ray_is_ours)
+        except BaseException:  # Tune ends a trial by SystemExit
+            release_placement_group(folder)  # Ray forgets workers that started and could not make their process group
+            raise
+    reports.finish()
 
 
 def trainer_settings(job: Job, reports: Reports) -> dict[str, Any]:
-    """Return the arguments of a `TorchTrainer`."""
+    """Return the arguments of a `DataParallelTrainer`, the base of `TorchTrainer` that does not import PyTorch."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 
     class Report(UserCallback):
         def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
             reports.receive(metrics[0])
 
+    backend = from_dict(TrialConfig, job.config).offload.backend(job.use_gpu)
     callbacks: list[Any] = [Report()]  # a UserCallback is none of the type that RunConfig names
     return {
         "train_loop_per_worker": train_worker,
         "train_loop_config": asdict(job),
-        "torch_config": backend_config(job),
+        "backend_config": backend_config(Path(job.folder), backend),
         "scaling_config": ScalingConfig(
             num_workers=job.num_workers,
             use_gpu=job.use_gpu,
@@ -226,29 +221,6 @@ def trainer_settings(job: Job, reports: Reports) -> dict[str, Any]:
             callbacks=callbacks,
         ),
     }
-
-
-def backend_config(job: Job) -> Any:
-    """Return what Ray Train does with workers before they train: they get to know where their ranks meet.
-
-    Ray's own, `TorchConfig`, would let rank 0's store listen on every interface of its node.
-    """
-    from ray.train.backend import Backend, BackendConfig
-
-    pytorch = from_dict(TrialConfig, job.config).offload.backend(job.use_gpu)
-
-    class Meeting(Backend):
-        share_cuda_visible_devices = True  # NCCL wants to see the GPUs of all ranks on a node
-
-        def on_start(self, worker_group: Any, backend_config: Any) -> None:
-            nodes = write_rank_nodes(Path(job.folder), worker_group)
-            arrange_meeting(worker_group, len(nodes) == 1, pytorch)
-
-    class Config(BackendConfig):
-        backend_cls = Meeting
-        backend = pytorch  # as a `TorchConfig` has it
-
-    return Config()
 
 
 class Watch:

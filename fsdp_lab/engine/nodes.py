@@ -39,11 +39,6 @@ class Node:
     def __str__(self) -> str:
         return f"{self.address} ({self.host})"
 
-    @property
-    def holds(self) -> str:
-        """Its resources in words."""
-        return resources_text(self.resources)
-
 
 def nodes() -> list[Node]:
     """Return all nodes that Ray remembers, dead ones too."""
@@ -101,13 +96,13 @@ class NodeWatch:
         before, self._alive = self._alive, {node.id: node for node in now if node.alive}
         self.known |= set(self._alive)
         lines = [
-            f"node {node} joined with {node.holds}; the next trials use it"
+            f"node {node} joined with {resources_text(node.resources)}; the next trials use it"
             for number, node in self._alive.items()
             if number not in before
         ]
         lines += [
-            f"node {node} went down with {node.holds}; its trials resume from their last checkpoint once resources are "
-            "free"
+            f"node {node} went down with {resources_text(node.resources)}; its trials resume from their last "
+            "checkpoint once resources are free"
             for number, node in before.items()
             if number not in self._alive
         ]

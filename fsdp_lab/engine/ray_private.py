@@ -68,7 +68,6 @@ NAMES = (
     Name("ray.air.execution._internal", "RayActorManager._actor_task_failed", ("tracked_actor_task", "exception")),
     # what the driver prints
     Name("ray._private.worker", "print_to_stdstream", ("data", "ignore_prefix")),
-    Name("ray.tune.progress_reporter", "TrialProgressCallback._print", ("self", "msg")),
     # jobs of `ray job submit`, and the folder for temporary files
     Name("ray._private.runtime_env.constants", "RAY_JOB_CONFIG_JSON_ENV_VAR"),
     Name("ray._private.ray_constants", "DEFAULT_RUNTIME_ENV_DIR_NAME"),
@@ -94,12 +93,10 @@ def check_version() -> None:
 def fit_here(
     settings: dict[str, Any], group_name: str, attempts: Attempts, workers_per_node: int, ray_is_ours: bool
 ) -> None:
-    """Run `TorchTrainer(**settings)` with its controller in this process, which has imported Ray Train already.
-
-    Its base class does all of it, and does not import PyTorch.
+    """Run Ray Train with its controller in this process, which has imported Ray Train already.
 
     Args:
-        settings: see `job.trainer_settings`.
+        settings: of a `DataParallelTrainer`, see `job.trainer_settings`.
         group_name: of the workers' placement groups, with a number for each attempt; any process can free them by it.
         attempts: the rules for another attempt; get `group`.
         workers_per_node: so many, in the order of their ranks, are on one node.
@@ -132,8 +129,7 @@ def fit_here(
             asyncio.run(controller.run())
             return controller.get_result()
 
-    backend = settings["torch_config"]
-    Trainer(**{name: value for name, value in settings.items() if name != "torch_config"}, backend_config=backend).fit()
+    Trainer(**settings).fit()
 
 
 def worker_group(group_name: str, attempts: Attempts, workers_per_node: int, ray_is_ours: bool) -> Any:
@@ -276,14 +272,3 @@ def quiet_worker_deaths() -> None:
     from ray._private import worker
 
     worker.print_to_stdstream = lambda data, ignore_prefix: None
-
-
-def quiet_tune() -> list[Any]:
-    """Return callbacks that replace Tune's own, which prints a line for a trial that ended without a report."""
-    from ray.tune.progress_reporter import TrialProgressCallback
-
-    class NoTuneLines(TrialProgressCallback):
-        def _print(self, msg: str) -> None:
-            pass
-
-    return [NoTuneLines()]

@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 from fsdp_lab.engine.files_of_ranks import scratch_folder
+from fsdp_lab.engine.nodes import write_rank_nodes
 from fsdp_lab.hardware import visible_devices
 
 _LOOPBACK = "127.0.0.1"
@@ -23,19 +25,31 @@ _meeting: dict[str, Any] = {}  # this worker's
 _port: list[socket.socket] = []  # rank 0's, until it joins
 
 
-def arrange_meeting(worker_group: Any, one_node: bool, backend: str) -> None:
-    """Tell a trial's workers where their ranks meet.
+def backend_config(folder: Path, backend_name: str) -> Any:
+    """Return what Ray Train does with workers before they train: they get to know where their ranks meet.
 
     Args:
-        worker_group: Ray Train's.
-        one_node: whether all workers are on one node.
-        backend: of the process group.
+        folder: the trial's, which gets the nodes of its ranks.
+        backend_name: of the process group.
     """
-    place = worker_group.execute_single(0, make_private_file if one_node else open_port)
-    worker_group.execute(meet, place, backend)
+    from ray.train.backend import Backend, BackendConfig
+
+    class Meeting(Backend):
+        share_cuda_visible_devices = True  # NCCL wants to see the GPUs of all ranks on a node
+
+        def on_start(self, worker_group: Any, backend_config: Any) -> None:
+            one_node = len(write_rank_nodes(folder, worker_group)) == 1
+            place = worker_group.execute_single(0, name_file if one_node else open_port)
+            worker_group.execute(meet, place, backend_name)
+
+    class Config(BackendConfig):
+        backend_cls = Meeting
+        backend = backend_name  # as a `TorchConfig` has it
+
+    return Config()
 
 
-def make_private_file() -> str:
+def name_file() -> str:
     """Return a new file in a folder that only this user can enter."""
     return str(scratch_folder() / "store")
 

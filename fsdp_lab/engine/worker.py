@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp_lab.config import TrialConfig, from_dict
 from fsdp_lab.engine.failures import code_of, failure_of, print_failure
-from fsdp_lab.engine.files_of_ranks import Uploads, scratch_folder, sent_at_end
+from fsdp_lab.engine.files_of_ranks import Uploads, at_end, scratch_folder
 from fsdp_lab.engine.rank import check_gpu, train_rank
 from fsdp_lab.engine.rendezvous import gpu_index, join
 from fsdp_lab.hardware import WORKER_CPUS
@@ -148,7 +148,7 @@ def own_folder(job: dict[str, Any], rank: int) -> Iterator[tuple[Path, Uploads |
         try:
             uploads = Uploads(Storage(job["storage"]), scratch)
             uploads.continue_log(rank)
-            with sent_at_end(uploads):
+            with at_end(uploads.send):
                 yield scratch, uploads
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -19,7 +19,7 @@ from fsdp_lab.config import ConfigError, TrialConfig, to_dict
 from fsdp_lab.engine import job
 from fsdp_lab.engine.attempts import Attempts
 from fsdp_lab.engine.failures import code_of, failure_of
-from fsdp_lab.engine.files_of_ranks import receive, sent_at_end
+from fsdp_lab.engine.files_of_ranks import at_end, receive
 from fsdp_lab.engine.inline import InlineReporter, run_inline
 from fsdp_lab.engine.rank import train_rank
 from fsdp_lab.engine.worker import join_ranks
@@ -262,13 +262,12 @@ def test_a_crash_of_an_earlier_attempt_is_no_cause_of_this_one(tmp_path: Path, m
 
 
 def test_an_error_of_the_training_is_raised_although_its_files_cannot_be_sent():
-    class Away:
-        def send(self) -> None:
-            raise StorageAway("s3://bucket: the store does not answer")
+    def away() -> None:
+        raise StorageAway("s3://bucket: the store does not answer")
 
-    with pytest.raises(ValueError, match="the cause"), sent_at_end(Away()):  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the cause"), at_end(away):
         raise ValueError("the cause")
-    with pytest.raises(StorageAway), sent_at_end(Away()):  # type: ignore[arg-type]
+    with pytest.raises(StorageAway), at_end(away):
         pass
 
 

@@ -40,13 +40,12 @@ import ray
 @ray.remote(num_cpus=0)
 class Tune:
     def run(self, given, meeting):
-        from fsdp_lab.engine import job
-        from fsdp_lab.engine.rendezvous import meet
-        arrange = job.arrange_meeting
+        from fsdp_lab.engine import job, rendezvous
+        name_file = rendezvous.name_file
         if meeting:
-            job.arrange_meeting = lambda group, one_node, backend: group.execute(meet, meeting, backend)
+            rendezvous.name_file = lambda: meeting
         job.run_job(job.Job(**given), lambda metrics: None)
-        job.arrange_meeting = arrange
+        rendezvous.name_file = name_file
 
 tune = Tune.remote()
 for line in sys.stdin:

@@ -12,12 +12,13 @@ from typing import Any
 
 import ray
 from ray import tune
+from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
 from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, stops_on, to_dict
 from fsdp_lab.config.registry import module_of
-from fsdp_lab.engine import ray_private, resources
+from fsdp_lab.engine import resources
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.engine.nodes import NodeWatch, nodes
 from fsdp_lab.record.reasons import Code, Reason
@@ -60,7 +61,7 @@ def build_tuner(sweep: SweepRun) -> tune.Tuner:
             name=".ray_tune",
             storage_path=str(sweep.folder),
             verbose=0,
-            callbacks=[TuneCallback(sweep, catalog), *ray_private.quiet_tune()],
+            callbacks=[TuneCallback(sweep, catalog)],
             # a trial whose own process was killed; what goes wrong in it is the job's to try again
             failure_config=tune.FailureConfig(max_failures=sweep.config.cluster.max_failures),
         ),
@@ -175,10 +176,14 @@ def job_of(config: SweepConfig, folder: str, watch: NodeWatch, address: str | No
     )
 
 
-class TuneCallback(tune.Callback):
-    """Passes Ray Tune's events on to the sweep. Runs in the driver, between Tune's own steps."""
+class TuneCallback(TrialProgressCallback):
+    """Passes Ray Tune's events on to the sweep. Runs in the driver, between Tune's own steps.
+
+    Tune adds no `TrialProgressCallback` of its own then, which would print a line for a trial that reported nothing.
+    """
 
     def __init__(self, sweep: SweepRun, catalog: ResourceCatalog) -> None:
+        super().__init__()
         self._sweep, self._catalog = sweep, catalog
         self._speak_at: dict[int, float] = {}
         self._stopped: set[int] = set()
