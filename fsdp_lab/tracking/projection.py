@@ -20,7 +20,7 @@ from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.redact import redact
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking import writes
-from fsdp_lab.tracking.store import is_away, open_store, reason_of, refusals, runs_of, set_answer, ui_url
+from fsdp_lab.tracking.store import is_away, open_store, reason_of, refusals, runs_of, ui_url
 from fsdp_lab.tracking.tags import EXCLUDED, RECORDED_TAG, SWEEP_TAG, TRIAL_TAG, fact_tags, one_line, shortened
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class WantedRun:
 
 
 @dataclass
-class _Stored:
+class Stored:
     """What is known of a run in the store.
 
     Attributes:
@@ -88,10 +88,9 @@ class _Stored:
     refused: bool = False
 
     @staticmethod
-    def of(run: Run) -> _Stored:
-        return _Stored(
-            run.info.run_id, run.info.run_name, dict(run.data.tags), dict(run.data.params), run.info.end_time
-        )
+    def of(run: Run) -> Stored:
+        """Return what the store has of a run, without its metrics and files."""
+        return Stored(run.info.run_id, run.info.run_name, dict(run.data.tags), dict(run.data.params), run.info.end_time)
 
 
 class _StoreAway(Exception):
@@ -123,7 +122,7 @@ class Projection:
         self._tracking, self._sweep_id, self._wanted = tracking, sweep_id, wanted
         self._uri, self._on_problem = redact(tracking.uri), on_problem
         self._experiment_id = ""
-        self._stored: dict[int | None, _Stored] = {}
+        self._stored: dict[int | None, Stored] = {}
         self._unsure: set[int | None] = set()  # a write of these may have got through
         self._changed: dict[int | None, None] = {}  # in order
         self._new = threading.Condition()
@@ -153,10 +152,10 @@ class Projection:
         self._last_success = time.monotonic()
         self._thread.start()
 
-    def _runs(self) -> dict[int | None, _Stored]:
+    def _runs(self) -> dict[int | None, Stored]:
         """Return the sweep's runs in the store, by the numbers of their trials."""
         runs = runs_of(self._client, self._experiment_id, self._sweep_id)
-        return {int(tag) if (tag := run.data.tags.get(TRIAL_TAG)) else None: _Stored.of(run) for run in runs}
+        return {int(tag) if (tag := run.data.tags.get(TRIAL_TAG)) else None: Stored.of(run) for run in runs}
 
     @property
     def ui_url(self) -> str | None:
@@ -165,23 +164,11 @@ class Projection:
 
     def run_id(self, number: int | None) -> str:
         """Return the id of a run; "" while it has none."""
-        stored = self._stored.get(number)
-        return stored.run_id if stored else ""
+        return self._stored[number].run_id if number in self._stored else ""
 
-    def is_recorded(self, number: int | None) -> bool:
-        """Return whether the store has everything of a run that ended in an earlier start."""
-        stored = self._stored.get(number)
-        return stored is not None and RECORDED_TAG in stored.tags
-
-    def ended(self, number: int | None) -> int | None:
-        """Return when a run ended by the store, in milliseconds since 1970; None: it has not."""
-        stored = self._stored.get(number)
-        return stored.ended if stored else None
-
-    def has_tag(self, number: int | None, key: str, value: str) -> bool:
-        """Return whether a run in the store has a tag with that value."""
-        stored = self._stored.get(number)
-        return stored is not None and stored.tags.get(key) == value
+    def stored(self, number: int | None) -> Stored | None:
+        """Return what is known of a run in the store; None while it has none."""
+        return self._stored.get(number)
 
     def changed(self, *numbers: int | None) -> None:
         """Compare these runs with the store, soon."""
@@ -272,7 +259,7 @@ class Projection:
             self._stored[number] = created
         self._update(number, self._stored[number], wanted)
 
-    def _create(self, number: int | None, wanted: WantedRun) -> _Stored:
+    def _create(self, number: int | None, wanted: WantedRun) -> Stored:
         tags = {**wanted.first_tags, SWEEP_TAG: self._sweep_id, **wanted.tags}
         if number is not None:
             tags[TRIAL_TAG] = str(number)
@@ -280,11 +267,12 @@ class Projection:
                 tags["mlflow.parentRunId"] = parent
         name, now = shortened(redact(wanted.name)), int(time.time() * 1000)
         run = self._client.create_run(self._experiment_id, now, tags=tags, run_name=name)
-        return _Stored(str(run.info.run_id), name, dict(tags), steps=set())
+        return Stored(str(run.info.run_id), name, dict(tags), steps=set())
 
-    def _update(self, number: int | None, stored: _Stored, wanted: WantedRun) -> None:
+    def _update(self, number: int | None, stored: Stored, wanted: WantedRun) -> None:
         client, run_id, facts = self._client, stored.run_id, wanted.facts
-        if _must_reopen(stored, wanted):
+        ended_as = stored.tags.get("status", str(wanted.status))
+        if stored.ended is not None and (wanted.status is None or ended_as != str(wanted.status)):
             self._try("a run", stored, writes.reopen, client, run_id, [tag for tag in _END_TAGS if tag in stored.tags])
             stored.ended = None
             stored.tags = {key: value for key, value in stored.tags.items() if key not in _END_TAGS}
@@ -306,7 +294,7 @@ class Projection:
                 self._try("metrics", stored, writes.log_epoch, client, run_id, wanted.epochs[step], step)
                 stored.steps.add(step)
         if wanted.answer:
-            self._once("tags", stored, ("answer", wanted.answer), set_answer, client, run_id, wanted.answer)
+            self._once("tags", stored, ("answer", wanted.answer), writes.set_answer, client, run_id, wanted.answer)
         if wanted.status is not None:
             self._end(stored, wanted, wanted.status)
         for path, inside in wanted.files:
@@ -318,7 +306,7 @@ class Projection:
         if number is not None and wanted.status is not None and wanted.status.is_result and not stored.refused:
             self._send_tags(stored, {RECORDED_TAG: "true"})  # last of all
 
-    def _end(self, stored: _Stored, wanted: WantedRun, status: TrialStatus) -> None:
+    def _end(self, stored: Stored, wanted: WantedRun, status: TrialStatus) -> None:
         """End a run, before its files: one that the store does not take must not leave the run open."""
         if stored.ended is None:
             stored.ended = wanted.ended or int(time.time() * 1000)
@@ -327,17 +315,17 @@ class Projection:
         tags = {"status": str(status)} | ({"error": one_line(wanted.error, _ERROR_LENGTH)} if wanted.error else {})
         self._send_tags(stored, tags)
 
-    def _send_tags(self, stored: _Stored, tags: Mapping[str, str]) -> None:
+    def _send_tags(self, stored: Stored, tags: Mapping[str, str]) -> None:
         if new := {key: value for key, value in tags.items() if stored.tags.get(key) != value}:
             self._try("tags", stored, writes.set_tags, self._client, stored.run_id, new)
             stored.tags |= new
 
-    def _once(self, what: str, stored: _Stored, item: object, do: Callable[..., object], *arguments: Any) -> None:
+    def _once(self, what: str, stored: Stored, item: object, do: Callable[..., object], *arguments: Any) -> None:
         if item not in stored.sent:
             self._try(what, stored, do, *arguments)
             stored.sent.add(item)
 
-    def _try(self, what: str, stored: _Stored | None, do: Callable[..., Any], *arguments: Any) -> Any:
+    def _try(self, what: str, stored: Stored | None, do: Callable[..., Any], *arguments: Any) -> Any:
         """Make a request. What the store refuses is reported once for each kind, and None.
 
         Raises:
@@ -357,10 +345,3 @@ class Projection:
         if what not in self._reported:
             self._reported.add(what)
             self._on_problem(f"tracking.uri={self._uri}: MLflow refused {what} ({reason_of(error)}).")
-
-
-def _must_reopen(stored: _Stored, wanted: WantedRun) -> bool:
-    """Whether a run that has ended goes on, or has ended otherwise."""
-    if stored.ended is None:
-        return False
-    return wanted.status is None or stored.tags.get("status", str(wanted.status)) != str(wanted.status)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.redact import redact
-from fsdp_lab.tracking.store import TrackingError, open_store, refusals, runs_of, set_answer, sqlite_file
+from fsdp_lab.tracking.store import TrackingError, open_store, refusals, runs_of, sqlite_path
 from fsdp_lab.tracking.tags import one_line, shortened
-from fsdp_lab.tracking.writes import log_file
+from fsdp_lab.tracking.writes import log_file, set_answer
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -102,8 +102,7 @@ def find_sweep_run(tracking: TrackingConfig, sweep_id: str) -> str:
 
 def _open(tracking: TrackingConfig) -> tuple[MlflowClient, str]:
     """Open a store that exists; see `open_store`."""
-    file = sqlite_file(tracking.uri)
-    if file is not None and not file.exists():
+    if tracking.uri.startswith("sqlite") and not sqlite_path(tracking.uri).exists():
         raise TrackingError(
             f"tracking.uri={redact(tracking.uri)}: this store does not exist yet; run a trial first, or name another "
             "store."

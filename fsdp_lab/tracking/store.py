@@ -16,7 +16,7 @@ from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.locks import InUse, exclusive
 from fsdp_lab.redact import redact
-from fsdp_lab.tracking.tags import NAME_LENGTH, SWEEP_TAG, TRIAL_TAG, answer_tags, how_to_read, one_line
+from fsdp_lab.tracking.tags import NAME_LENGTH, SWEEP_TAG, TRIAL_TAG, how_to_read, one_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -77,7 +77,7 @@ def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowC
         # Two processes that make the schema of one fresh database break each other's migration.
         with _only_one(tracking.uri, artifacts):
             if to_write and uri.startswith("sqlite"):
-                _check_sqlite(tracking.uri, _sqlite_path(uri))
+                _check_sqlite(tracking.uri, sqlite_path(uri))
             from mlflow import MlflowClient
 
             for logger in _NOISY_LOGGERS:
@@ -105,13 +105,16 @@ def _check_uri(uri: str) -> tuple[str, Path | None]:
     parts = _parts(uri)
     kind = parts.scheme.partition("+")[0]
     if kind == "sqlite":
-        path = _sqlite_path(uri)
-        _make_folder(uri, path.parent)
+        path = sqlite_path(uri)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(uri, path.parent, error) from None
         query = f"?{parts.query}" if parts.query else ""
         return f"{parts.scheme}:///{path}{query}", path.parent / "mlartifacts"
     if kind in _DATABASE_PORTS:
         _check_database_host(uri, parts, _DATABASE_PORTS[kind])
-        return uri, _sqlite_path(_LOCAL).parent / "mlartifacts"
+        return uri, sqlite_path(_LOCAL).parent / "mlartifacts"
     if kind not in ("", "file"):
         return uri, None  # a server; or MLflow may know it by a plugin
     raise _error(
@@ -133,23 +136,12 @@ def _parts(uri: str) -> SplitResult:
     return parts
 
 
-def sqlite_file(uri: str) -> Path | None:
-    """Return the file of a store in a file; None for a server or another database."""
-    return _sqlite_path(uri) if uri.startswith("sqlite") else None
-
-
-def _sqlite_path(uri: str) -> Path:
+def sqlite_path(uri: str) -> Path:
+    """Return the file of a store in SQLite."""
     parts = urlsplit(uri)
     if parts.netloc or not parts.path.strip("/") or ":memory:" in parts.path:
         raise _error(uri, "the path of an sqlite file follows three slashes", f"use {_LOCAL}")
     return Path(parts.path[1:]).absolute()
-
-
-def _make_folder(uri: str, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(uri, folder, error) from None
 
 
 def _check_database_host(uri: str, parts: SplitResult, default_port: int) -> None:
@@ -216,14 +208,6 @@ def runs_of(client: MlflowClient, experiment_id: str, sweep_id: str) -> list[Run
         runs += page
         token = page.token or ""
     return [run for run in runs if run.data.tags.get(TRIAL_TAG, "0").isdigit()]
-
-
-def set_answer(client: MlflowClient, run_id: str, answer: str) -> None:
-    """Replace the beginning of a run's description by its sweep's answer."""
-    from mlflow.entities import RunTag
-
-    tags = answer_tags(client.get_run(run_id).data.tags, answer)
-    client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
 
 def _ensure_experiment(client: MlflowClient, name: str, artifacts: Path | None) -> str:

@@ -14,7 +14,7 @@ from fsdp_lab.files import whole
 from fsdp_lab.metrics import TRAIN_LOSS, VAL_LOSS, mib_figures
 from fsdp_lab.redact import redacted_file
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.tracking.tags import shortened
+from fsdp_lab.tracking.tags import answer_tags, shortened
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -55,6 +55,11 @@ def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None
     from mlflow.entities import RunTag
 
     client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+
+def set_answer(client: MlflowClient, run_id: str, answer: str) -> None:
+    """Replace the beginning of a run's description by its sweep's answer."""
+    set_tags(client, run_id, answer_tags(client.get_run(run_id).data.tags, answer))
 
 
 def reopen(client: MlflowClient, run_id: str, tags: Sequence[str]) -> None:

@@ -455,12 +455,12 @@ def test_a_later_start_finds_the_runs_and_sends_what_they_lack(
     first = lab.sent(0, epochs={0: forecast, 1: measured}, status=TrialStatus.interrupted)
     assert first.info.status == "KILLED"
     with lab_of(store, problems, resumed=True) as again:
-        assert again.projection.run_id(0) == first.info.run_id and not again.projection.is_recorded(0)
+        assert again.projection.run_id(0) == first.info.run_id and RECORDED_TAG not in again.read(0).data.tags
         later = measured | {"step": 46, "memory/peak_bytes": 2.0**21}
         epochs = {0: forecast, 1: measured, 2: later}
         assert again.sent(0, epochs=epochs).info.status == "RUNNING"
         again.sent(0, status=TrialStatus.finished)
-        assert again.projection.is_recorded(0)
+        assert RECORDED_TAG in again.read(0).data.tags
     for key, points in (("memory/peak_mib", [(1, 9222256 / 2**20), (2, 2.0)]), ("forecast/peak_mib", [(0, 3.0)])):
         assert lab.history(0, key) == points
     run = lab.read(0)

@@ -17,7 +17,7 @@ from fsdp_lab.sweep.names import command_line, config_dir_words, resume_command,
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.tracking import Projection, WantedRun
-from fsdp_lab.tracking.tags import RECOMMENDED_TAG, sweep_tags, trial_params, trial_tags
+from fsdp_lab.tracking.tags import RECOMMENDED_TAG, RECORDED_TAG, sweep_tags, trial_params, trial_tags
 from fsdp_lab.wording import count
 
 # What a trial leaves in its folder -> where it stands among the artifacts of its run.
@@ -72,8 +72,9 @@ class MlflowRuns(Listener):
         self._projection = Projection(self._tracking, record.id, self._wanted, self._log)
         again = [number for number, state in enumerate(states) if state.again]
         self._projection.open(sweep.plan.resumed, again)
-        ended = [n for n, state in enumerate(states) if state.ended and not self._projection.is_recorded(n)]
-        ended_before = bool(self._projection.ended(None)) and not sweep.has_more()
+        ended = [n for n, state in enumerate(states) if state.ended and not self._has_tag(n, RECORDED_TAG)]
+        own = self._projection.stored(None)
+        ended_before = own is not None and own.ended is not None and not sweep.has_more()
         self._projection.changed(*([None] if record.multirun and not ended_before else []), *ended)
 
     def added(self, sweep: SweepRun, number: int) -> None:
@@ -117,12 +118,15 @@ class MlflowRuns(Listener):
 
     def describe(self, answer: str, recommended: int | None = None) -> None:
         """Log the sweep's answer: as the beginning of its run's description, and the recommended trial as data."""
-        if self._projection is not None and self._sweep is not None:
-            was = self._projection.has_tag
-            self._replaced |= {n for n in range(len(self._sweep.states)) if was(n, RECOMMENDED_TAG, "true")}
+        if self._sweep is not None:
+            self._replaced |= {n for n in range(len(self._sweep.states)) if self._has_tag(n, RECOMMENDED_TAG)}
         self._replaced |= {self._recommended} - {-1}
         self._answer, self._recommended = answer, -1 if recommended is None else recommended
         self._change(None, *self._replaced, *([] if recommended is None else [recommended]))
+
+    def _has_tag(self, number: int, key: str) -> bool:
+        run = self._projection.stored(number) if self._projection else None
+        return run is not None and run.tags.get(key) == "true"
 
     def _change(self, *numbers: int | None) -> None:
         sweep = self._sweep
@@ -140,8 +144,9 @@ class MlflowRuns(Listener):
         """Return when a sweep ended in which nothing was left to do: with its last trial. None: now."""
         if self._ended or self._projection is None:
             return None
-        ends = [self._projection.ended(n) for n in range(len(sweep.states))]
-        return self._projection.ended(None) or max((end for end in ends if end), default=None)
+        runs = [self._projection.stored(n) for n in (None, *range(len(sweep.states)))]
+        ends = [run.ended if run else None for run in runs]
+        return ends[0] or max((end for end in ends if end), default=None)
 
     def _wanted(self, number: int | None) -> WantedRun:
         assert self._sweep is not None
