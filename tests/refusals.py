@@ -88,7 +88,6 @@ cluster=slurm cluster.num_workers=3 training.global_batch_size=66 cluster.cpus_p
     cluster.job.cpus_per_node=5         | cluster.job.cpus_per_node=5 cluster.job.cpus_per_node=8
 cluster=kuberay                         | cluster=kuberay cluster.job.image cluster.job.cpus_per_node
 cluster=kuberay cluster.job.sbatch=[time:60]   | cluster.job.sbatch cluster=slurm
-cluster=kuberay cluster.job.symmetric_run=true | cluster.job.symmetric_run cluster=slurm
 cluster=kuberay cluster.job.image=x:1 cluster.job.cpus_per_node=4 cluster.job.memory_gib_per_node=8 \
     cluster.job.volume=claim            | cluster.job.volume=claim
 --config-dir=mine task=tab              | mine/task/tab.yaml:2

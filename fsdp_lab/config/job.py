@@ -52,8 +52,6 @@ class JobConfig:
     """Memory of each node in GiB; null: the manager's default."""
     sbatch: List[str] = key(lambda: [])
     """For Slurm: more options, such as partition:gpu for --partition=gpu."""
-    symmetric_run: bool = key(False)
-    """For Slurm: start Ray by ray symmetric-run, which ends all of the user's Ray processes on these nodes."""
     image: Optional[str] = key(None)
     """For KubeRay: image with Ray and fsdp_lab."""
     volume: Optional[str] = key(None)
@@ -84,8 +82,6 @@ class JobConfig:
             raise ConfigError(f"cluster.job.sbatch has {twice[0]} more than once; keep one.")
         if self.sbatch and self.manager is Manager.kuberay:
             raise ConfigError("cluster.job.sbatch is for cluster=slurm; leave it out, or edit the manifest.")
-        if self.symmetric_run and self.manager is Manager.kuberay:
-            raise ConfigError("cluster.job.symmetric_run is for cluster=slurm; leave it out.")
         for name in ("image", "volume"):
             if getattr(self, name) is not None and self.manager is Manager.slurm:
                 raise ConfigError(f"cluster.job.{name} is for cluster=kuberay; leave it out.")

@@ -136,7 +136,6 @@ def batch_script(job: Job) -> str:
         _array("again", job.again),
         f"mark={shlex.quote(job.mark)}",
         f"requeues={'yes' if _requeues(job) else ''}",
-        f"symmetric_run={'yes' if job.config.symmetric_run else ''}",
         "",
     ]
     return "\n".join(lines) + files("fsdp_lab.deploy").joinpath("slurm.sh").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-# --- from here on the same for every job; the lines above set: python, command, again, mark, requeues, symmetric_run
+# --- from here on the same for every job; the lines above set: python, command, again, mark, requeues
 set -uo pipefail
 umask 077
 export PATH="${python%/*}:$PATH"
@@ -36,20 +36,13 @@ else
     driver=$!
     # --export=ALL: a job of a site with SBATCH_EXPORT=NONE would start its steps without these variables
     step=(srun --export=ALL --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1)
-    start=(--disable-usage-stats --min-worker-port=0 --max-worker-port=0)
     # In single quotes, since each node has its own values.
-    if [[ -n $symmetric_run ]]; then
-        # It keeps Ray for as long as its command runs, which is: until the driver has ended.
-        "${step[@]}" bash -c '
-            exec ray symmetric-run --address "$address" --num-cpus="$SLURM_CPUS_ON_NODE" "$@"' - \
-            --min-nodes "$nodes" "${start[@]}" -- tail --pid="$driver" --follow /dev/null &
-    else
-        "${step[@]}" bash -c '
-            ((SLURM_PROCID == 0)) \
-                && where=(--head --port="${address##*:}" --node-ip-address="$host" --include-dashboard=false) \
-                || where=(--address="$address")
-            exec ray start --block "${where[@]}" --num-cpus="$SLURM_CPUS_ON_NODE" "$@"' - "${start[@]}" &
-    fi
+    "${step[@]}" bash -c '
+        ((SLURM_PROCID == 0)) \
+            && where=(--head --port="${address##*:}" --node-ip-address="$host" --include-dashboard=false) \
+            || where=(--address="$address")
+        exec ray start --block "${where[@]}" --num-cpus="$SLURM_CPUS_ON_NODE" \
+            --disable-usage-stats --min-worker-port=0 --max-worker-port=0' &
     ray=$!
     {
         while kill -0 "$ray"; do sleep 1; done

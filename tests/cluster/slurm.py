@@ -1,5 +1,5 @@
 """Slurm on one machine: munge, a controller, and a `slurmd` in each of two network namespaces, with processes of its
-own, as on a node of its own: `ray symmetric-run` ends all of Ray's that it sees."""
+own, as on a node of its own."""
 
 from __future__ import annotations
 

@@ -74,10 +74,10 @@ def test_a_sweep_over_two_nodes_is_requeued_and_resumes_by_itself(lab: Slurm, tm
 def test_scancel_ends_a_sweep_cleanly_and_its_script_resumes_it(
     lab: Slurm, on_one_node: dict[str, str], tmp_path: Path
 ):
-    """By `ray symmetric-run`, in a folder whose name the script has to quote."""
+    """In a folder whose name the script has to quote."""
     folder = tmp_path / "100% of it"
     folder.mkdir()
-    job, log = submitted(lab, folder, *TWO_NODES, *_ON_BOTH, "cluster.job.symmetric_run=true")
+    job, log = submitted(lab, folder, *TWO_NODES, *_ON_BOTH)
     until_trained(lab, folder, job, log)
     assert lab.run(folder, "scancel", job).returncode == 0
     lab.wait(job, "CANCELLED", log=log)

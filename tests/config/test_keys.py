@@ -141,7 +141,6 @@ cluster.job.cpus_per_node
 cluster.job.gpus_per_node
 cluster.job.memory_gib_per_node
 cluster.job.sbatch
-cluster.job.symmetric_run
 cluster.job.image
 cluster.job.volume
 tracking.uri                         cells starts param
