@@ -131,14 +131,14 @@ def end_interrupted() -> NoReturn:
 def run_single(cfg: Any) -> None:
     """Run one trial: Hydra's function without -m."""
     from fsdp_lab.sweep.alone import list_alone, run_alone
-    from fsdp_lab.sweep.submit import is_for_manager, submit_sweep
+    from fsdp_lab.sweep.submit import submit_sweep
 
     try:
         trial = single_trial(cfg)
         check(trial.config)
         if trial.config.dry_run:
             code = list_alone(trial)
-        elif is_for_manager(trial.config):
+        elif trial.config.cluster.job.has_manager:
             code = submit_sweep(trial.config, trial.folder, trial.hydra_config.hydra, multirun=False)
         else:
             code = run_alone(trial)

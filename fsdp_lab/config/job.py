@@ -57,6 +57,11 @@ class JobConfig:
     volume: Optional[str] = key(None)
     """For KubeRay: <claim>:<path> of a persistent volume claim that all pods mount; the command runs there."""
 
+    @property
+    def has_manager(self) -> bool:
+        """Whether a cluster manager runs the command, not this process."""
+        return self.manager is not Manager.none
+
     def check(self) -> None:
         """Check the options of `sbatch`, the volume, and that KubeRay has what it needs.
 

@@ -38,13 +38,15 @@ from typing import Any
 from apscheduler.triggers.cron import CronTrigger
 
 from fsdp_lab.config import ConfigError
+from fsdp_lab.config.job import Manager
+from fsdp_lab.deploy.job import Job, job_words
+from fsdp_lab.deploy.launch import launch
 from fsdp_lab.explain import explain
 from fsdp_lab.locks import InUse, holder, locked
 from fsdp_lab.nightly.nights import Night, Nights, since_accepted
 from fsdp_lab.nightly.read_study import Study, read_study
 from fsdp_lab.nightly.run import accept, check_webhook, resumable, run_night
 from fsdp_lab.nightly.schedule import cron_trigger, is_due, night_after, run_schedule
-from fsdp_lab.nightly.submit import is_for_manager, submit_night
 from fsdp_lab.nightly.texts import regressions_line
 from fsdp_lab.redact import redact
 from fsdp_lab.storage import StorageAway
@@ -69,7 +71,7 @@ def main() -> int:
         elif option == "--accept":
             with locked(study.folder, "nightly.folder"):
                 accept(study, reason, log)
-        elif is_for_manager(study):
+        elif study.cluster.job.has_manager:
             return submit_night(study, option, overrides)
         elif option in ("--once", "--continue"):
             return run_once(study, trigger, only_resume=option == "--continue")
@@ -113,6 +115,26 @@ def run_once(study: Study, trigger: CronTrigger, only_resume: bool) -> int:
             f"{study.resume_command}"
         )
         return 130
+
+
+def submit_night(study: Study, option: str | None, overrides: Sequence[str]) -> int:
+    """Hand a night to its cluster manager; without an option the schedule of all nights. Return the exit status.
+
+    Raises:
+        ConfigError: the manager has no schedules.
+        UserError: see `launch`.
+    """
+    job = study.cluster.job
+    if option is None and job.manager is Manager.slurm:
+        raise ConfigError(
+            "cluster=slurm submits one night: add --once, and let scrontab or cron run the command every night."
+        )
+    words = ["-m", "fsdp_lab.nightly", option or "--once", *job_words(overrides, study.cluster)]
+    schedule = (study.nightly.cron, study.nightly.timezone) if option is None else None
+    code = launch(Job(words, words, "", study.folder.absolute(), job, schedule))
+    if schedule is None and job.submit:
+        print(f"  verdict: the end of the job's log, and gate.md in {study.folder}/<night>; a regression exits with 3")
+    return code
 
 
 def run_every_night(study: Study, trigger: CronTrigger, overrides: Sequence[str]) -> int:

@@ -35,7 +35,7 @@ from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.find import last_folder, remember_last
 from fsdp_lab.sweep.store.folder import new_folder
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
-from fsdp_lab.sweep.submit import is_for_manager, submit_sweep
+from fsdp_lab.sweep.submit import submit_sweep
 from fsdp_lab.sweep.sweep_data import sweep_of
 from fsdp_lab.wording import count
 
@@ -58,7 +58,7 @@ def run_multirun(
         _print_plan(plan, notes)
         print(*trial_lines(plan), sep="\n", flush=True)
         return
-    if is_for_manager(command.common.config):
+    if command.common.config.cluster.job.has_manager:
         if command.common.config.resume is None:
             _print_plan(plan, notes)
         code = submit_sweep(command.common.config, command.folder, config.hydra, multirun=True)
@@ -121,7 +121,7 @@ def axes_notes(
     typed = {word.lstrip("+~").partition("=")[0] for word in arguments}
     axes = [f"{key}={defaults[key]}" for key in swept if key not in typed and defaults.get(key)]
     notes = [f"swept by default: {' '.join(axes)}; type one value to fix an axis"] if axes else []
-    is_here = config.cluster.address is None and not is_for_manager(config)
+    is_here = config.cluster.address is None and not config.cluster.job.has_manager
     if is_here and "offload" in swept and not num_gpus():
         notes.append("without a GPU offload changes nothing: its trials run, and count as repeats")
     return notes

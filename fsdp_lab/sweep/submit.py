@@ -18,11 +18,6 @@ from fsdp_lab.sweep.names import config_dir_words, folder_key, relative
 from fsdp_lab.sweep.store.folder import new_folder
 
 
-def is_for_manager(config: SweepConfig) -> bool:
-    """Whether a cluster manager is to run the sweep, not this process."""
-    return config.cluster.job.manager is not Manager.none
-
-
 def submit_sweep(config: SweepConfig, planned: Path, hydra: DictConfig, multirun: bool) -> ExitCode:
     """Pass a sweep, or the rest of one, to its cluster manager.
 
