@@ -1,11 +1,18 @@
-"""The imports of a script, and the expressions that need them."""
+"""The imports of a script, the expressions that need them, and its lines."""
 
 from __future__ import annotations
 
+import io
+import re
+import tokenize
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from fsdp_lab.config.errors import UserError
+
+_WIDTH = 120
 
 
 class Imports:
@@ -71,3 +78,36 @@ class Imports:
         for shown, (module, name) in sorted(self._names.items()):
             by_module.setdefault(module, []).append(name if shown == name else f"{name} as {shown}")
         return [f"from {module} import {', '.join(names)}" for module, names in sorted(by_module.items())]
+
+
+def needed(head: str, body: str) -> str:
+    """Return the head of a script without the imports that its body does not use."""
+
+    def is_used(name: str) -> bool:
+        return re.search(rf"(?<![\w.]){re.escape(name.split(' as ')[-1])}\b", body) is not None
+
+    docstring, end, lines = head.rpartition('"""\n')
+    kept = []
+    for line in lines.splitlines():
+        start, names = line.split("import ", 1)
+        if used := [name for name in names.split(", ") if is_used(name)]:
+            kept.append(f"{start}import {', '.join(used)}")
+    return docstring + end + "\n".join(kept)
+
+
+def broken(script: str) -> str:
+    """Return a script with its long lines broken behind commas within brackets."""
+    depth, commas = 0, defaultdict[int, list[int]](list)
+    for token in tokenize.generate_tokens(io.StringIO(script).readline):
+        if token.type == tokenize.OP:
+            depth += (token.string in "([{") - (token.string in ")]}")
+            if token.string == "," and depth:
+                commas[token.end[0]].append(token.end[1])
+    lines = []
+    for number, line in enumerate(script.splitlines(), 1):
+        lines.append("")
+        for first, last in pairwise([0, *(commas[number] if len(line) > _WIDTH else []), len(line)]):
+            if lines[-1] and len(lines[-1]) + last - first > _WIDTH:
+                lines.append(" " * (len(line) - len(line.lstrip()) + 3))
+            lines[-1] += line[first:last]
+    return "\n".join(lines)
