@@ -159,15 +159,18 @@ class Speeds:
         return self._counts / self._counts.sum(axis=1, keepdims=True)
 
     @cached_property
+    def _reduced(self) -> np.ndarray:
+        """The rounds' normal equations, after the groups were eliminated."""
+        return np.diag(self._counts.sum(axis=0)) - self._counts.T @ self._share
+
+    @cached_property
     def _inverse(self) -> np.ndarray:
-        """The pseudo-inverse of the rounds' normal equations, after the groups were eliminated."""
-        return np.linalg.pinv(np.diag(self._counts.sum(axis=0)) - self._counts.T @ self._share, hermitian=True)
+        return np.linalg.pinv(self._reduced, hermitian=True)
 
     @cached_property
     def _fixed(self) -> np.ndarray:
         """The projector on the part of the rounds that the runs determine."""
-        reduced = np.diag(self._counts.sum(axis=0)) - self._counts.T @ self._share
-        projector: np.ndarray = self._inverse @ reduced
+        projector: np.ndarray = self._inverse @ self._reduced
         return projector
 
     def _estimable(self, rounds: np.ndarray) -> bool:

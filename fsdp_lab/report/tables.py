@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fsdp_lab.metrics import SPEED, Metric, table_columns
+from fsdp_lab.metrics import Metric, table_columns
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.data import SweepData
@@ -101,16 +101,12 @@ def shown_trials(sweep: SweepData, recommendation: Recommendation, most: int = M
         return sweep.trials
     import pandas as pd
 
-    r, frame = recommendation, recommendation.settings.frame
-    finished = frame[frame["status"] == TrialStatus.finished]
-    timed = finished[finished["timing_excluded"].isna()]
-    tables = {metric: timed if metric == SPEED else finished for metric, _ in r.axes if metric in frame}
-    ranks = [tables[metric][metric].rank(ascending=better == "min") for metric, better in r.axes if metric in tables]
-    rank = pd.concat(ranks, axis=1).min(axis=1).to_dict() if ranks else {}
-    first = set(r.setting.trials[: most // 2]) if r.setting else set()
-    front = {number for setting in r.front for number in setting.trials}
-    places = {n: (n not in first, n not in front, rank.get(n, math.inf)) for n in frame.index}
-    kept = set(sorted(places, key=places.__getitem__)[:most])
+    r, settings = recommendation, recommendation.settings.all
+    values = {metric: pd.Series([r.value(s, metric) for s in settings]) for metric, _ in r.axes}
+    ranks = [values[metric].rank(ascending=better == "min") for metric, better in r.axes]
+    rank = pd.concat(ranks, axis=1).min(axis=1).fillna(math.inf)
+    places = {s: (s is not r.setting, s not in r.front, rank[place]) for place, s in enumerate(settings)}
+    kept = set([number for s in sorted(places, key=places.__getitem__) for number in s.trials][:most])
     return [trial for trial in sweep.trials if trial.number in kept]
 
 
