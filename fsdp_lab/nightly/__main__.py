@@ -33,7 +33,6 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 from apscheduler.triggers.cron import CronTrigger
 
@@ -62,7 +61,7 @@ def main() -> int:
         print(__doc__)
         return 0
     try:
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
         option, reason, overrides = read_words(words)
         study = read_study(overrides)
         trigger = cron_trigger(study.nightly.cron, study.nightly.timezone, datetime.now(UTC))
@@ -207,10 +206,6 @@ def log(text: str) -> None:
 
 def _named(night: Night, more: str = "") -> str:
     return f"{night.id} ({night.verdict}{f': {more}' if more else ''})"
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

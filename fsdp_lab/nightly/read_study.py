@@ -111,6 +111,7 @@ def read_study(overrides: list[str]) -> Study:
             "prediction is not a regression; leave it out."
         )
     code = [f"--config-dir={config_dir}"] if config_dir is not None else []
+    numbers = ",".join(map(str, range(config.nightly.repeats)))
     folder, storage = Path(config.nightly.folder) / name, config.cluster.storage_path
     return Study(
         name,
@@ -119,7 +120,7 @@ def read_study(overrides: list[str]) -> Study:
         config.nightly,
         config.tracking,
         config.cluster,
-        [*code, *_repeats(config.nightly.repeats), *_axes(defaults, overrides)],
+        [*code, *([f"repeat={numbers}"] if config.nightly.repeats > 1 else []), *_axes(defaults, overrides)],
         _settings(config, axes),
         redact(shlex.join(["python", "-m", "fsdp_lab.nightly", "--continue", *code, *overrides])),
     )
@@ -178,11 +179,6 @@ def _settings(config: NightlyConfig, axes: Mapping[str, Sequence[str]]) -> dict[
         judged["data.loader_workers"] = loader_workers_of(config)
     judged |= {"workers": workers_of(config), "device": "cuda" if num_gpus() else "cpu"}
     return judged | {f"axis {key}": ",".join(v.partition("=")[2] for v in axes[key]) for key in sorted(swept)}
-
-
-def _repeats(count: int) -> list[str]:
-    """Return the argument that repeats each setting."""
-    return [f"repeat={','.join(map(str, range(count)))}"] if count > 1 else []
 
 
 def _axes(defaults: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
