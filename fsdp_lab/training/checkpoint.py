@@ -1,9 +1,8 @@
 """Checkpoints: DCP shards, written under a temporary name and renamed when complete.
 
 A folder of checkpoints holds `step_00000022/` and so on. Each has DCP's files and `meta.json`, which names what wrote
-it
-and carries the metrics of the epochs so far. Folders with other names are no checkpoints. A damaged checkpoint is
-skipped for the one before: see `checkpoint_files.py`; for object storage, `checkpoint_place.py`.
+it, and carries the metrics of the epochs so far. Folders with other names are no checkpoints. A damaged checkpoint is
+skipped for the one before. `checkpoint_place.py` has the files, on a disk and in object storage.
 
 DCP's own files are read with pickle: load only checkpoints that you or your jobs wrote.
 """
@@ -39,8 +38,7 @@ from fsdp_lab.config.key import Between, keys_of
 from fsdp_lab.config.training import CheckpointConfig, CheckpointMode
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.layout import Layout
-from fsdp_lab.training.checkpoint_files import META
-from fsdp_lab.training.checkpoint_place import Where, place_of, reader, step_of, writer
+from fsdp_lab.training.checkpoint_place import META, Where, place_of, reader, step_of, writer
 from fsdp_lab.training.distributed import DistributedContext
 
 Metrics = dict[str, float]

@@ -7,38 +7,43 @@
 | it is replaced | after it was renamed away | by the next `step_00000022.json` |
 | it is removed | renamed, then deleted | `step_00000022.json` first, then what it named |
 
-Either has metadata (`meta.json`; `step_00000022.json` itself) that names each file with its size.
+Either has metadata (`meta.json`; `step_00000022.json` itself) that names each file with its size. A checkpoint is whole
+if its metadata can be read and its files have their sizes. Only DCP itself, while reading, notices bytes that changed
+in place.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import uuid
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from fsdp_lab.config.address import is_address
+from fsdp_lab.files import sync
 from fsdp_lab.storage import Stamp, Storage, options
-from fsdp_lab.training import checkpoint_files as on_disk
 
+META = "meta.json"
 # A checkpoint, and one in the making: its folder, or its address.
 Where = Path | str
 
 
-class Place(Protocol):
+class Place(ABC):
     """The checkpoints of a trial. Only rank 0 reads and changes them; each rank makes its own writer and reader."""
 
-    def find_latest(self) -> tuple[Where | None, list[str]]:
-        """Return the newest whole checkpoint, or None, and the damage of each newer one."""
+    @abstractmethod
+    def all(self) -> Sequence[Where]:
+        """Return the checkpoints as they are now, damaged ones too, oldest first."""
 
-    def has(self, checkpoint: Where) -> bool:
-        """Return whether a checkpoint is one of these."""
-
+    @abstractmethod
     def meta(self, checkpoint: Where) -> dict[str, Any]:
         """Return the metadata of a checkpoint.
 
@@ -47,27 +52,99 @@ class Place(Protocol):
             ValueError: it is not JSON, or not ours.
         """
 
-    def best(self) -> Where:
-        """Return the whole checkpoint with the least validation loss."""
+    @abstractmethod
+    def meta_file(self, checkpoint: Where) -> str:
+        """Return the name of a checkpoint's metadata."""
 
+    @abstractmethod
+    def file_size(self, checkpoint: Where, meta: dict[str, Any], name: str) -> int | None:
+        """Return the bytes of a file that the metadata names; None: it is missing."""
+
+    @abstractmethod
+    def has(self, checkpoint: Where) -> bool:
+        """Return whether a checkpoint is one of these."""
+
+    @abstractmethod
     def named(self, step: int) -> Where:
         """Return the name of the checkpoint of a step."""
 
+    @abstractmethod
     def begin(self, step: int) -> Where:
         """Return a place to write a checkpoint to, and remove unfinished ones that a kill left."""
 
+    @abstractmethod
     def size(self, making: Where) -> int:
         """Return the bytes of a finished save."""
 
+    @abstractmethod
     def publish(self, making: Where, step: int, meta: dict[str, Any]) -> Where:
-        """Make a finished save the checkpoint of a step, durably, and return it."""
+        """Make a finished save the checkpoint of a step, durably, and return it; it replaces an earlier one."""
+
+    @abstractmethod
+    def remove(self, checkpoints: Iterable[Where]) -> None:
+        """Remove checkpoints; a kill in the middle leaves none that looks whole."""
+
+    def damage(self, checkpoint: Where) -> str | None:
+        """Return the reason why a checkpoint that `all` returned is not whole; None for a whole one.
+
+        Raises:
+            OSError: the disk or the store does not answer; the checkpoint may be whole.
+        """
+        try:
+            meta = self.meta(checkpoint)
+        except (FileNotFoundError, NotADirectoryError):
+            return f"it has no {self.meta_file(checkpoint)}"
+        except ValueError as error:
+            return f"its {self.meta_file(checkpoint)} cannot be read ({error})"
+        for name, size in meta["files"].items():
+            actual = self.file_size(checkpoint, meta, name)
+            if actual is None:
+                return f"its {name} is missing"
+            if actual != size:
+                return f"its {name} has {actual} bytes and was written with {size}"
+        return None
+
+    def whole(self) -> list[Where]:
+        """Return the whole checkpoints, oldest first."""
+        return [checkpoint for checkpoint in self.all() if self.damage(checkpoint) is None]
+
+    def find_latest(self) -> tuple[Where | None, list[str]]:
+        """Return the newest whole checkpoint, or None, and `<checkpoint>: <damage>` of each newer one."""
+        damaged: list[str] = []
+        for checkpoint in reversed(self.all()):
+            wrong = self.damage(checkpoint)
+            if wrong is None:
+                return checkpoint, damaged
+            damaged.append(f"{checkpoint}: {wrong}")
+        return None, damaged
+
+    def best(self) -> Where:
+        """Return the whole checkpoint with the least validation loss; of equals the first."""
+        return min(self.whole(), key=self._val_loss)
+
+    def _val_loss(self, checkpoint: Where) -> float:
+        history = self.meta(checkpoint)["history"]
+        return float(history[-1].get("val/loss", "inf")) if history else float("inf")
+
+    def outdated(self, keep_last: int, keep_best: bool) -> list[Where]:
+        """Return the checkpoints to remove: not among the last `keep_last` whole ones, nor, with `keep_best`, the best.
+
+        A damaged one goes when a newer one is whole.
+        """
+        every = self.all()
+        whole = [checkpoint for checkpoint in every if self.damage(checkpoint) is None]
+        if not whole:
+            return []
+        keep = {*whole[-keep_last:], *([min(whole, key=self._val_loss)] if keep_best else [])}
+        return [each for each in every if each not in keep and str(each) <= str(whole[-1])]
 
     def prune(self, keep_last: int, keep_best: bool) -> None:
-        """Remove checkpoints that are neither among the last `keep_last` nor, with `keep_best`, the best."""
+        """Remove what is outdated."""
+        self.remove(self.outdated(keep_last, keep_best))
 
 
 def place_of(checkpoints: Where) -> Place:
-    """Return the checkpoints in a folder or at an address; the address of one checkpoint holds only that."""
+    """Return the checkpoints in a folder or at an address; a checkpoint's own folder or address holds only that."""
     return InStorage(str(checkpoints)) if is_address(str(checkpoints)) else OnDisk(Path(checkpoints))
 
 
@@ -92,93 +169,145 @@ def reader(place: Place, checkpoint: Where) -> StorageReader:
     return dcp.FsspecReader(data, **options(data))
 
 
-class OnDisk:
-    """A folder that all ranks see. See `Place` for the methods."""
+def _checked(text: str | bytes, *keys: str) -> dict[str, Any]:
+    """Return the metadata of a checkpoint, which has `history`, `files` and these keys.
+
+    Raises:
+        ValueError: the text is not JSON, or lacks a key.
+    """
+    meta = json.loads(text)
+    for key in ("history", "files", *keys):
+        if not isinstance(meta, dict) or key not in meta:
+            raise ValueError(f"it lacks `{key}`")
+    if not isinstance(meta["files"], dict):
+        raise ValueError("its `files` is no object")
+    return dict(meta)
+
+
+class OnDisk(Place):
+    """A folder that all ranks see, or the one checkpoint whose folder it is. See `Place` for the methods."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def find_latest(self) -> tuple[Where | None, list[str]]:
-        """See `checkpoint_files.find_latest`."""
-        return on_disk.find_latest(self.folder)
+    def all(self) -> list[Path]:
+        """Return the folders in the order of their names, which is that of their steps."""
+        if self.folder.name.startswith("step_") and (self.folder / META).exists():
+            return [self.folder]
+        # in the order of their names, which is that of their steps
+        return sorted(f for f in self.folder.glob("step_*") if f.is_dir()) if self.folder.is_dir() else []
+
+    def meta(self, checkpoint: Where) -> dict[str, Any]:
+        """Return what `publish` wrote."""
+        return _checked((Path(checkpoint) / META).read_text())
+
+    def meta_file(self, checkpoint: Where) -> str:
+        """Return the name that is the same for all."""
+        return META
+
+    def file_size(self, checkpoint: Where, meta: dict[str, Any], name: str) -> int | None:
+        """Return the bytes of a file, None if it is missing."""
+        with suppress(FileNotFoundError):
+            return (Path(checkpoint) / name).stat().st_size
+        return None
 
     def has(self, checkpoint: Where) -> bool:
         """Return whether a checkpoint is directly in this folder."""
         return isinstance(checkpoint, Path) and checkpoint.parent.absolute() == self.folder.absolute()
 
-    def meta(self, checkpoint: Where) -> dict[str, Any]:
-        """See `checkpoint_files.read_meta`."""
-        return on_disk.read_meta(Path(checkpoint))
-
-    def best(self) -> Where:
-        """See `checkpoint_files.best_of`."""
-        return on_disk.best_of(on_disk.all_whole(self.folder))
-
     def named(self, step: int) -> Path:
         """Return the folder of the checkpoint of a step."""
         return self.folder / f"step_{step:08d}"
 
-    def begin(self, step: int) -> Where:
-        """See `checkpoint_files.begin`."""
-        return on_disk.begin(self.folder, step)
+    def begin(self, step: int) -> Path:
+        """See `Place`.
+
+        Raises:
+            FileNotFoundError: the trial's folder is gone.
+        """
+        for stale in self.folder.glob(".step_*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        self.folder.mkdir(exist_ok=True)  # not its parents: where the trial's folder was removed, it has failed
+        making = self.folder / f".step_{step:08d}.making"
+        making.mkdir()
+        return making
 
     def size(self, making: Where) -> int:
         """Return the bytes of all files below a folder."""
-        return sum(f.stat().st_size for f in Path(making).rglob("*") if f.is_file())
+        return sum(_sizes(Path(making)).values())
 
-    def publish(self, making: Where, step: int, meta: dict[str, Any]) -> Where:
-        """See `checkpoint_files.publish`."""
-        target = self.named(step)
-        on_disk.publish(Path(making), target, meta)
+    def publish(self, making: Where, step: int, meta: dict[str, Any]) -> Path:
+        """Write the metadata and rename the save, durably: it is on the disk when this returns."""
+        making, target = Path(making), self.named(step)
+        files = _sizes(making)
+        with (making / META).open("w") as out:
+            json.dump({**meta, "files": files}, out, indent=1)
+            out.flush()
+            os.fsync(out.fileno())
+        sync(making)  # the names: DCP has synced the content of its files
+        if target.exists():
+            self.remove([target])
+        making.rename(target)
+        sync(target.parent)
         return target
 
-    def prune(self, keep_last: int, keep_best: bool) -> None:
-        """See `checkpoint_files.outdated`."""
-        on_disk.discard(on_disk.outdated(self.folder, keep_last, keep_best))
+    def remove(self, checkpoints: Iterable[Where]) -> None:
+        """Rename the folders, then delete them."""
+        for checkpoint in map(Path, checkpoints):
+            trash = checkpoint.with_name(f".{checkpoint.name}.trash")
+            checkpoint.rename(trash)
+            shutil.rmtree(trash, ignore_errors=True)
 
 
-class InStorage:
+def _sizes(folder: Path) -> dict[str, int]:
+    return {str(f.relative_to(folder)): f.stat().st_size for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+class InStorage(Place):
     """Objects below an address, or the one checkpoint whose address it is. See `Place` for the methods."""
 
     def __init__(self, address: str) -> None:
         above, _, name = address.rpartition("/")
-        self._only = f"{name}.json" if name.startswith("step_") else None
+        self._only = name if name.startswith("step_") else None
         self.address = above if self._only else address
         self._storage = Storage(self.address)
-        self._known: dict[tuple[str, Stamp], dict[str, Any]] = {}
+        self._there: dict[str, Stamp] = {}  # as last listed: for what follows `all`
+        self._known: dict[tuple[str, Stamp], dict[str, Any]] = {}  # each version of a file is read once
 
-    def find_latest(self) -> tuple[Where | None, list[str]]:
-        """Return the newest whole checkpoint, or None, and the damage of each newer one; lists the storage once."""
-        damaged: list[str] = []
-        there = self._storage.files()
-        for marker in reversed(_markers(there)):
-            if self._only in (None, marker):
-                wrong = self._damage(marker, there)
-                if wrong is None:
-                    return self._named(marker), damaged
-                damaged.append(f"{self._named(marker)}: {wrong}")
-        return None, damaged
+    def all(self) -> list[str]:
+        """List the storage once: what follows looks at the same list."""
+        self._there = self._storage.files()
+        names = sorted(name.removesuffix(".json") for name in self._there if name.endswith(".json") and "/" not in name)
+        return [f"{self.address}/{name}" for name in names if name.startswith("step_") and self._only in (None, name)]
+
+    def meta(self, checkpoint: Where) -> dict[str, Any]:
+        """Return what `publish` put, and read each listed version once."""
+        name = self.meta_file(checkpoint)
+        stamp = self._there.get(name)
+        if stamp is None:
+            return _checked(self._storage.read(name), "data")
+        if (name, stamp) not in self._known:
+            self._known[name, stamp] = _checked(self._storage.read(name), "data")
+        return self._known[name, stamp]
+
+    def meta_file(self, checkpoint: Where) -> str:
+        """Return the name of the object that makes it a checkpoint."""
+        return f"{str(checkpoint).rpartition('/')[2]}.json"
+
+    def file_size(self, checkpoint: Where, meta: dict[str, Any], name: str) -> int | None:
+        """Return the bytes of a listed object, None if it is missing."""
+        size, _ = self._there.get(f"{meta['data']}/{name}", (None, ""))
+        return size
 
     def has(self, checkpoint: Where) -> bool:
         """Return whether a checkpoint is directly below this address."""
         return str(checkpoint).rpartition("/")[0] == self.address
 
-    def meta(self, checkpoint: Where) -> dict[str, Any]:
-        """Return the metadata of a checkpoint, without a cache."""
-        return self._meta(f"{str(checkpoint).rpartition('/')[2]}.json")
-
-    def best(self) -> Where:
-        """Return the whole checkpoint with the least validation loss."""
-        there = self._storage.files()
-        whole = self._whole(there)
-        losses = {marker: on_disk.val_loss(self._meta_at(marker, there[marker])) for marker in whole}
-        return self._named(min(losses, key=lambda marker: losses[marker]))
-
     def named(self, step: int) -> str:
         """Return the address of the checkpoint of a step."""
         return f"{self.address}/step_{step:08d}"
 
-    def begin(self, step: int) -> Where:
+    def begin(self, step: int) -> str:
         """Return a unique address to write to: an object is never overwritten."""
         return f"{self.named(step)}.{uuid.uuid4().hex[:12]}"
 
@@ -186,70 +315,34 @@ class InStorage:
         """Return the bytes of all objects below an address."""
         return sum(self._sizes(str(making).rpartition("/")[2]).values())
 
-    def publish(self, making: Where, step: int, meta: dict[str, Any]) -> Where:
+    def publish(self, making: Where, step: int, meta: dict[str, Any]) -> str:
         """Put the metadata, which names the objects of the save, and delete those of an earlier save of the step."""
-        data, marker = str(making).rpartition("/")[2], f"step_{step:08d}.json"
+        data, checkpoint = str(making).rpartition("/")[2], self.named(step)
+        self._there = {}  # it is out of date now
         before: set[str] = set()
         with suppress(FileNotFoundError, ValueError):  # an attempt before may have saved this step, too
-            before = {self._meta(marker)["data"]}
+            before = {self.meta(checkpoint)["data"]}
         content = {**meta, "data": data, "files": self._sizes(data)}
-        self._storage.write(marker, json.dumps(content, indent=1).encode())
+        self._storage.write(self.meta_file(checkpoint), json.dumps(content, indent=1).encode())
         self._delete_data(before)
-        return self.named(step)
+        return checkpoint
+
+    def remove(self, checkpoints: Iterable[Where]) -> None:
+        """Remove the metadata alone: `prune` removes objects that no checkpoint names."""
+        self._storage.delete(map(self.meta_file, checkpoints))
 
     def prune(self, keep_last: int, keep_best: bool) -> None:
-        """Remove outdated checkpoints, and objects of interrupted saves, which no checkpoint names."""
-        there = self._storage.files()
-        metas = {marker: self._meta_at(marker, there[marker]) for marker in self._whole(there)}
-        keep = set(list(metas)[-keep_last:])
-        if keep_best and metas:
-            keep.add(min(metas, key=lambda marker: on_disk.val_loss(metas[marker])))
-        newest = max(metas, default="")
-        outdated = [marker for marker in _markers(there) if marker not in keep and marker <= newest]
-        self._storage.delete(outdated)
-        named = {metas[marker]["data"] for marker in keep}
-        data = {name.partition("/")[0] for name in there if "/" in name}
-        self._delete_data(each for each in data - named if each < newest.removesuffix(".json"))
+        """Remove what is outdated, and objects of interrupted saves, which no checkpoint names."""
+        super().prune(keep_last, keep_best)
+        whole = self.whole()
+        named = {self.meta(checkpoint)["data"] for checkpoint in whole}
+        newest = max((str(checkpoint).rpartition("/")[2] for checkpoint in whole), default="")
+        data = {name.partition("/")[0] for name in self._there if "/" in name}
+        self._delete_data(each for each in data - named if each < newest)
 
     def _delete_data(self, data: Iterable[str]) -> None:
         for each in data:
             self._storage.delete(f"{each}/{name}" for name in self._sizes(each))
 
-    def _whole(self, there: dict[str, Stamp]) -> list[str]:
-        return [marker for marker in _markers(there) if self._damage(marker, there) is None]
-
-    def _damage(self, marker: str, there: dict[str, Stamp]) -> str | None:
-        """Return the reason why a checkpoint is not whole; None for a whole one."""
-        try:
-            meta = self._meta_at(marker, there[marker])
-        except FileNotFoundError:
-            return "it was removed while it was read"
-        except ValueError as error:
-            return f"its {marker} cannot be read ({error})"
-        for name, size in meta["files"].items():
-            stamp = there.get(f"{meta['data']}/{name}")
-            if stamp is None:
-                return f"its {meta['data']}/{name} is missing"
-            if stamp[0] != size:
-                return f"its {meta['data']}/{name} has {stamp[0]} bytes and was written with {size}"
-        return None
-
-    def _meta_at(self, marker: str, stamp: Stamp) -> dict[str, Any]:
-        """Return the metadata of a checkpoint, reading each version once."""
-        if (marker, stamp) not in self._known:
-            self._known[marker, stamp] = self._meta(marker)
-        return self._known[marker, stamp]
-
-    def _meta(self, marker: str) -> dict[str, Any]:
-        return on_disk.checked_meta(self._storage.read(marker), "history", "data", "files")
-
     def _sizes(self, data: str) -> dict[str, int]:
         return {name.removeprefix(f"{data}/"): stamp[0] for name, stamp in self._storage.files(data).items()}
-
-    def _named(self, marker: str) -> str:
-        return f"{self.address}/{marker.removesuffix('.json')}"
-
-
-def _markers(there: dict[str, Stamp]) -> list[str]:
-    """By name, which is by step."""
-    return sorted(name for name in there if name.startswith("step_") and name.endswith(".json") and "/" not in name)

@@ -42,10 +42,8 @@ def train_step(
 
     Returns:
         this rank's part of the loss, whose mean over the ranks is that of the global batch, and the norm of all
-            gradients
-        before clipping. The norm is None unless `training.max_grad_norm` is set or tokens are counted. Both are
-            detached
-        and on the device: no sync point.
+        gradients before clipping. The norm is None unless `training.max_grad_norm` is set or tokens are counted. Both
+        are detached and on the device: no sync point.
     """
     total = torch.zeros((), device=device)
     weights = label_weights(task, microbatches, device)

@@ -23,7 +23,7 @@ from fsdp_lab.record.failures import read_failures
 from fsdp_lab.record.trial_files import read_forecast, read_phase, read_progress
 from fsdp_lab.sweep.store.resume import resume_arguments
 from fsdp_lab.sweep.sweep_data import sweep_in
-from fsdp_lab.training.checkpoint_files import find_latest
+from fsdp_lab.training.checkpoint_place import OnDisk
 from tests.conftest import STORE
 from tests.folders import Store, SweepFolder
 from tests.forked import Commands, Done
@@ -123,7 +123,7 @@ def read_all(folder: Path, trials: Sequence[Path]) -> dict[str, Any]:
     return {
         "report": values(lambda: reported_rows(folder)),
         "resume": values(lambda: resume_arguments(["resume=last"])),
-        "checkpoints": [str(find_latest(trial / "checkpoints")) for trial in trials],
+        "checkpoints": [str(OnDisk(trial / "checkpoints").find_latest()) for trial in trials],
         "failures": [[failure.args for failure in read_failures(trial)] for trial in trials],
         "progress": [(read_progress(trial), read_phase(trial)) for trial in trials],
         "forecast": [read_forecast(trial) for trial in trials],

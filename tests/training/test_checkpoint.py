@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fsdp_lab.training.checkpoint import CheckpointError, check_meta
-from fsdp_lab.training.checkpoint_files import latest, whole
+from fsdp_lab.training.checkpoint_place import OnDisk
 from tests.ranks import Memo, config, run_ranks, selected
 from tests.training.checkpoints import (
     ASYNC,
@@ -75,7 +75,7 @@ class Runs:
 
     def last(self, name: str) -> Path:
         """The newest checkpoint of a folder."""
-        found = latest(self.folder / name / "checkpoints")
+        found = OnDisk(self.folder / name / "checkpoints").find_latest()[0]
         assert found is not None
         return found
 
@@ -270,7 +270,7 @@ def test_another_pytorch_is_refused(runs: Runs) -> None:
     ("job", "words"),
     [
         ("cut meta", "meta.json cannot be read"),
-        ("no shard", "__1_0.distcp cannot be read (No such file or directory)"),
+        ("no shard", "__1_0.distcp is missing"),
         ("from elsewhere", "meta.json cannot be read"),
     ],
 )
@@ -282,7 +282,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(runs: Runs, job:
     (note,) = [note for note in reported.facts["notes"] if "damaged" in note]
     assert names(4)[0] in note and names(2)[0] in note and words in note
     folder = runs.folder / job / "checkpoints"
-    assert names_in(folder) == names(4, 6) and all(whole(folder / each) for each in names(4, 6))
+    assert names_in(folder) == names(4, 6) and OnDisk(folder).whole() == [folder / each for each in names(4, 6)]
 
 
 @pytest.mark.parametrize("job", ["anew"])

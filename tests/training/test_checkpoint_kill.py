@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_lab.training.checkpoint_files import latest
+from fsdp_lab.training.checkpoint_place import OnDisk
 from tests import forked
 from tests.conftest import ROOT
 from tests.ranks import Memo, config, run_ranks, selected
@@ -47,7 +47,7 @@ def hang_at_second_call(
 def train_and_hang(where: str, folder: Path) -> None:
     """A real training that stops for ever inside its second save, where the test kills it."""
     import fsdp_lab.training.checkpoint as module
-    import fsdp_lab.training.checkpoint_files as files
+    import fsdp_lab.training.checkpoint_place as place
     from fsdp_lab.training import train
 
     def write(real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -60,9 +60,9 @@ def train_and_hang(where: str, folder: Path) -> None:
     if where == "async":
         hang_at_second_call(reached, module.dcp, "async_save", lambda *call: write(*call).result())
     if where == "published":
-        hang_at_second_call(reached, files, "outdated")
+        hang_at_second_call(reached, place.OnDisk, "outdated")
     if where == "pruning":
-        hang_at_second_call(reached, files.shutil, "rmtree", counts=lambda path, *a: path.name.endswith("trash"))
+        hang_at_second_call(reached, place.shutil, "rmtree", counts=lambda path, *a: path.name.endswith("trash"))
     mode = "async" if where == "async" else "sync"
     train(config(*SMALL, *FOUR, f"checkpoint.mode={mode}"), folder, Memo())
 
@@ -85,7 +85,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     jobs: dict[str, Job] = {}
     for where in selected(request, "where"):
         kill(where, folder / where)
-        found = latest(folder / where / "checkpoints")
+        found = OnDisk(folder / where / "checkpoints").find_latest()[0]
         assert found is not None and [found.name] == names(KILLED[where]), where
         jobs[where] = Job(str(folder / where), [SYNC, *FOUR])
     jobs["whole"] = Job(str(folder / "whole"), FOUR)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fsdp_lab.training.checkpoint_files import discard, find_latest, latest, outdated, publish, whole
+from fsdp_lab.training.checkpoint_place import OnDisk
 from tests.training.checkpoints import cut, names, names_in
 
 
@@ -18,8 +19,12 @@ def make(folder: Path, step: int, val_loss: float | None = None) -> Path:
     making.mkdir(parents=True)
     for name in ("__0_0.distcp", ".metadata"):
         (making / name).write_bytes(b"content")
-    publish(making, checkpoint, {"history": [] if val_loss is None else [{"val/loss": val_loss}]})
+    OnDisk(folder).publish(making, step, {"history": [] if val_loss is None else [{"val/loss": val_loss}]})
     return checkpoint
+
+
+def latest(folder: Path) -> Any:
+    return OnDisk(folder).find_latest()[0]
 
 
 def test_what_is_half_written_is_not_taken(tmp_path: Path) -> None:
@@ -29,7 +34,7 @@ def test_what_is_half_written_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "step_00000016").mkdir()
     (tmp_path / "notes").mkdir()
     assert latest(tmp_path) == latest(good) == good
-    assert not whole(tmp_path / ".step_00000008.making")
+    assert OnDisk(tmp_path).whole() == [good] and latest(tmp_path / ".step_00000008.making") is None
     assert latest(tmp_path / "step_00000016") is None
     assert latest(tmp_path / "absent") is None
 
@@ -41,16 +46,16 @@ def test_each_kind_of_damage_is_seen_and_named(tmp_path: Path) -> None:
         "meta.json cannot be read (it lacks `history`)": lambda folder: (folder / "meta.json").write_text("{}"),
         "it has no meta.json": lambda folder: (folder / "meta.json").unlink(),
         "__0_0.distcp has 3 bytes and was written with 7": lambda folder: cut(folder / "__0_0.distcp"),
-        "__0_0.distcp cannot be read (No such file or directory)": lambda folder: (folder / "__0_0.distcp").unlink(),
+        "__0_0.distcp is missing": lambda folder: (folder / "__0_0.distcp").unlink(),
         ".metadata has 3 bytes and was written with 7": lambda folder: cut(folder / ".metadata"),
     }
     for words, harm in damage.items():
         newer = make(tmp_path, 8)
         harm(newer)
-        found, (wrong,) = find_latest(tmp_path)
-        assert found == before and not whole(newer)
+        found, (wrong,) = OnDisk(tmp_path).find_latest()
+        assert found == before and latest(newer) is None
         assert wrong.startswith(f"{newer}: ") and words in wrong
-        discard([newer])
+        OnDisk(tmp_path).remove([newer])
 
 
 def test_a_checkpoint_whose_files_are_not_named_is_damaged(tmp_path: Path) -> None:
@@ -76,7 +81,7 @@ def test_a_checkpoint_whose_files_are_not_named_is_damaged(tmp_path: Path) -> No
 )
 def test_outdated(tmp_path: Path, losses: list[float | None], keep_last: int, keep_best: bool, left: list[int]) -> None:
     made = [make(tmp_path, i, loss) for i, loss in enumerate(losses)]
-    gone = outdated(tmp_path, keep_last, keep_best)
+    gone = OnDisk(tmp_path).outdated(keep_last, keep_best)
     assert [i for i, f in enumerate(made) if f not in gone] == left
 
 
@@ -84,8 +89,8 @@ def test_a_damaged_one_stays_until_a_newer_one_is_whole(tmp_path: Path) -> None:
     made = [make(tmp_path, step) for step in (1, 2, 3)]
     for broken in (made[0], made[2]):
         cut(broken / "meta.json")
-    assert outdated(tmp_path, keep_last=1, keep_best=True) == [made[0]]
-    assert outdated(tmp_path / "none", keep_last=1, keep_best=True) == []
+    assert OnDisk(tmp_path).outdated(keep_last=1, keep_best=True) == [made[0]]
+    assert OnDisk(tmp_path / "none").outdated(keep_last=1, keep_best=True) == []
 
 
 def test_older_checkpoints_are_removed_when_the_new_one_is_on_the_disk(
@@ -108,8 +113,8 @@ def test_older_checkpoints_are_removed_when_the_new_one_is_on_the_disk(
     making.mkdir()
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", rename)
-    publish(making, tmp_path / "step_00000002", {"history": []})
-    discard(outdated(tmp_path, keep_last=1, keep_best=False))
+    OnDisk(tmp_path).publish(making, 2, {"history": []})
+    OnDisk(tmp_path).prune(keep_last=1, keep_best=False)
     assert done == [
         "sync meta.json",
         "sync .step_00000002.making",
