@@ -63,7 +63,7 @@ from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.cells import arguments, plan_forecasts, workers
 from fsdp_lab.forecast.chrome_trace import streams_file
 from fsdp_lab.forecast.notes import allowances_note, bound_notes, request_notes, room_remedies
-from fsdp_lab.forecast.run import CANCELLED, SPEAK_S, Request, forecast_all, forecast_one
+from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.names import setting
@@ -117,7 +117,7 @@ def run(plan: Plan, swept: list[str]) -> int:
     requests = [Request.of(t.config, workers(t.config), folder / f"timeline_{t.index}.html") for t in plan.trials]
     print_scope(console, plan.trials, requests, swept)
     forecasts = [forecast_one(requests[0])] if len(requests) == 1 else with_progress(console, requests)
-    finished = [number for number, forecast in enumerate(forecasts) if forecast.error != CANCELLED]
+    finished = [number for number, forecast in enumerate(forecasts) if not forecast.cancelled]
     missing = len(forecasts) - len(finished)
     trials, requests = [plan.trials[n] for n in finished], [requests[n] for n in finished]
     forecasts = [forecasts[n] for n in finished]

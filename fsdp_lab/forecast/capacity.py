@@ -42,6 +42,7 @@ class Forecast:
         error: why there is no forecast, and no peaks.
         fails: training would end with the same error.
         traceback: of that error, if it was raised from another, such as one of the user's code; else "".
+        cancelled: it was interrupted before it was made, which `error` says too.
         upper_bound: what makes the memory an upper bound, in words such as `compile=true`; "": it is none.
         num_params: of the whole model, and of the worker's part.
     """
@@ -61,6 +62,7 @@ class Forecast:
     error: str | None = None
     fails: bool = False
     traceback: str = ""
+    cancelled: bool = False
     upper_bound: str = ""
     num_params: tuple[int, int] = (0, 0)
 

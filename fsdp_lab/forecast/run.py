@@ -23,7 +23,6 @@ LIMIT_S = 420.0  # for one forecast and the imports before it; the largest model
 _A_PROCESS = 4  # forecasts: a process first imports PyTorch, which takes as long as four small ones
 SPEAK_S = 15.0  # how often one who waits hears how far it is
 _LOOK_S = 0.5  # how often a wish to stop is looked at
-CANCELLED = "the forecast was not made: it was cancelled"
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def forecast_all(
 ) -> list[Forecast]:
     """Return the forecast of each request in order, made in separate processes. A failed forecast has `error`.
 
-    An interrupt ends this early: the forecasts that were not made have the error `CANCELLED`.
+    An interrupt ends this early: the forecasts that were not made are `cancelled`.
 
     Args:
         requests: the trials.
@@ -157,13 +156,13 @@ def _undone(request: Request, reason: str | None) -> Forecast:
         request: that was not answered.
         reason: what happened to its process; None: the forecast was cancelled.
     """
-    error = CANCELLED
+    error = "the forecast was not made: it was cancelled"
     if reason:
         error = (
             f"the forecast was not made: its process {reason}; forecast fewer settings at once, or use "
             "forecast.enabled=false in a sweep"
         )
-    return Forecast(request.cuda, request.num_workers, error=error)
+    return Forecast(request.cuda, request.num_workers, error=error, cancelled=not reason)
 
 
 class Background:

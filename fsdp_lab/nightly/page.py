@@ -54,7 +54,7 @@ def nights_page(study: str, nights: Sequence[Night], tolerance: ToleranceConfig)
         "lines: new code, library versions or another machine."
     )
     body = fill("nights.html", nights=lines[::-1], charts=[(name, heading) for name, heading, _ in charts])
-    return page(f"{study}, night by night", about, body, charts)
+    return page(f"{study}, night by night", about, body, [(name, figure) for name, _, figure in charts])
 
 
 def frame_of_nights(nights: Sequence[Night]) -> pd.DataFrame:

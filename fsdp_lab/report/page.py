@@ -27,7 +27,7 @@ def to_html(sweep: SweepData, answer: Answer, script: bool = False) -> str:
     about = Markup(" · ").join(escape(text if name in ("sweep", "trials") else f"{name} {text}")
                                for name, text in _about(sweep))  # fmt: skip
     command = Markup("<br><code>{}</code>").format(sweep.command)
-    return page(title(sweep, answer.recommendation), about + command, body, [(c.name, "", c.figure) for c in charts])
+    return page(title(sweep, answer.recommendation), about + command, body, [(c.name, c.figure) for c in charts])
 
 
 def to_markdown(sweep: SweepData, answer: Answer, script: bool = False) -> str:
@@ -81,20 +81,20 @@ def chart(name: str) -> str:
     return f'<div id="{name}" class="plotly-graph-div"></div>'
 
 
-def page(title: str, about: str, body: str, charts: Sequence[tuple[str, str, Any]]) -> str:
+def page(title: str, about: str, body: str, charts: Sequence[tuple[str, Any]]) -> str:
     """Return an HTML page with Plotly in it, which draws each figure in the body's `chart(<id>)` when its fold opens.
 
     Args:
         title: text.
         about: HTML.
         body: HTML.
-        charts: `(id, heading, figure)` of each.
+        charts: `(id, figure)` of each.
     """
     from markupsafe import Markup
     from plotly.io import to_json
     from plotly.offline import get_plotlyjs
 
-    drawn = [(name, Markup(_in_script(to_json(figure)))) for name, _, figure in charts]
+    drawn = [(name, Markup(_in_script(to_json(figure)))) for name, figure in charts]
     plotly = Markup(get_plotlyjs() if charts else "")
     template = environment(True).get_template("page.html.j2")
     text: str = template.render(title=title, about=Markup(about), body=Markup(body), charts=drawn, plotly=plotly)
