@@ -29,14 +29,14 @@ from fsdp_lab.status import ExitCode
 if TYPE_CHECKING:
     import pandas as pd
 
-    from fsdp_lab.report.data import SweepData
+    from fsdp_lab.report.result import SweepResult
 
 _END_S = 60.0  # for a command to end by itself after an interrupt
 
 __all__ = ["UserError", "forecast", "report", "sweep"]
 
 
-def sweep(*overrides: Any, folder: Path | str | None = None, quiet: bool = False) -> SweepData:
+def sweep(*overrides: Any, folder: Path | str | None = None, quiet: bool = False) -> SweepResult:
     """Run a sweep as `python -m fsdp_lab -m <overrides>` does, and return its record.
 
     Args:
@@ -74,7 +74,7 @@ def forecast(*overrides: Any, folder: Path | str | None = None, quiet: bool = Fa
     return pd.read_csv(chosen / "forecast.csv", keep_default_na=False, na_values=[""])
 
 
-def report(which: Path | str = "last", *, trust: bool = False) -> SweepData:
+def report(which: Path | str = "last", *, trust: bool = False) -> SweepResult:
     """Read the record of a sweep. Writes nothing.
 
     Args:
@@ -84,13 +84,14 @@ def report(which: Path | str = "last", *, trust: bool = False) -> SweepData:
     Raises:
         UserError: there is no such sweep, or none of its trials has finished.
     """
+    from fsdp_lab.report.result import SweepResult
     from fsdp_lab.sweep.store.trust import find_trusted
     from fsdp_lab.sweep.sweep_data import require_results, sweep_in
 
     folder, _ = find_trusted(str(which), "sweep", trust)
     read, _, _ = sweep_in(folder)
     require_results(read, str(which))
-    return read
+    return SweepResult.of(read)
 
 
 def _words(overrides: Any) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab import api
+from fsdp_lab.report.result import SweepResult
 from tests import forked
 from tests.report.sweeps import sweep
 from tests.servers import lay_store
@@ -76,7 +77,7 @@ def test_overrides_are_strings_lists_or_dictionaries(given: object, words: list[
 
 
 def test_a_sweep_has_its_answer_and_its_chart():
-    result = sweep()
+    result = SweepResult.of(sweep())
     assert "sharding=root precision=bf16" in result.recommendation.sentence and len(result.plot().data) > 0
 
 

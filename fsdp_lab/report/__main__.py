@@ -32,7 +32,7 @@ from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, i
 from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
 from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.redact import redact
-from fsdp_lab.report.answer import plain_text
+from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.write import FILES, write_report
 from fsdp_lab.takehome import SCRIPT, to_pytorch
@@ -143,7 +143,7 @@ def script(sweep: SweepData, number: str | None = None) -> str:
         UserError: there is no such trial, or its facts are missing.
     """
     if number is None:
-        recommendation = sweep.recommendation
+        recommendation = answer(sweep)
         if recommendation.trial is None:
             raise UserError(f"use=pytorch: {recommendation.sentence} Choose a trial with trial=<number>.")
         trial = recommendation.trial

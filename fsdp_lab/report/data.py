@@ -1,39 +1,21 @@
-"""A sweep as its report and the Python API have it: its record, its rules, its answer."""
+"""The data of a report: a sweep's record, and the rules that it is judged by."""
 
 from __future__ import annotations
 
 import math
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import Self
 
 from fsdp_lab.config.workload import ModelConfig
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord, why_timing_is_excluded
 from fsdp_lab.report.settings import Rules
 
-if TYPE_CHECKING:
-    from fsdp_lab.report.answer import Answer
-
 
 @dataclass(frozen=True)
 class SweepData(SweepRecord):
     """A sweep to report on."""
-
-    @cached_property
-    def recommendation(self) -> Answer:
-        """The answer of the report."""
-        from fsdp_lab.report.answer import answer
-
-        return answer(self)
-
-    def plot(self) -> Any:
-        """Return the report's main chart, speed against peak memory, as a Plotly figure; None without such figures."""
-        from fsdp_lab.report.plots import main_chart
-
-        main = main_chart(self, self.recommendation)
-        return main.figure if main else None
 
     @property
     def rules(self) -> Rules:
