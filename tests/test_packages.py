@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "report.__main__": {"config", "compose", "record", "report", "sweep", "takehome", "tracking"},
     "sweep": {*SYSTEM, "config", "compose", "deploy", "workloads", "forecast", "speed", "engine", "record", "report",
         "takehome", "terminal", "tracking"},
-    "nightly": {"__main__", "locks", "files", "config", "record", "report", "storage", "sweep",
+    "nightly": {"locks", "files", "config", "record", "report", "storage", "sweep",
         "terminal", "tracking"},
     "nightly.__main__": {"deploy", "locks", "config", "explain", "nightly", "storage"},
     "nightly.read_study": {"config", "compose", "hardware", "nightly", "sweep"},

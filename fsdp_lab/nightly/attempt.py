@@ -1,11 +1,14 @@
-"""The sweep of a night: started, or resumed; and its frame."""
+"""The sweep of a night, in a process of its own: started, or resumed; and its frame."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import subprocess
 import sys
-import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +19,9 @@ from fsdp_lab.status import ExitCode
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_LIBC = ctypes.CDLL(None)  # now: between fork and exec nothing may be loaded
+_END_LIMIT_S = 60.0  # of a sweep that was told to end
 
 
 def frame_of(folder: Path) -> pd.DataFrame:
@@ -46,30 +52,42 @@ def changed_since(folder: Path) -> list[str]:
 
 
 def run_sweep(arguments: Sequence[str], folder: Path, resume_command: str) -> int:
-    """Run the sweep of a command line in a folder in this process, or resume it, and return its exit status.
+    """Start the sweep of a command line in a folder, or resume it, and return its exit status.
 
-    An interrupt ends this process with 130, after the sweep has saved its state and printed `resume_command`.
+    After an interrupt it prints `resume_command`.
 
     Raises:
         UserError: the sweep cannot be resumed until the user fixes something; nothing of it is lost.
     """
-    from fsdp_lab.__main__ import main
+    if not (folder / "sweep.json").exists():
+        return _run(["-m", *arguments, "hydra.sweep.dir=" + quoted(folder.absolute())], resume_command)
+    options = [argument for argument in arguments if argument.startswith("--config-dir=")]  # taken from no folder
+    status = _run(["resume=" + quoted(folder.absolute()), *options], resume_command)
+    if status == ExitCode.refused:
+        raise UserError(f"the night's sweep in {folder} cannot resume: fix the error above, then start again.")
+    return status
+
+
+def _run(arguments: Sequence[str], resume_command: str) -> int:
     from fsdp_lab.sweep.names import RESUMED_BY
 
-    resumes = (folder / "sweep.json").exists()
-    options = [argument for argument in arguments if argument.startswith("--config-dir=")]  # taken from no folder
-    new = ["-m", *arguments, "hydra.sweep.dir=" + quoted(folder.absolute())]
-    sys.argv[1:] = ["resume=" + quoted(folder.absolute()), *options] if resumes else new
-    os.environ[RESUMED_BY] = resume_command
+    # in a session of its own: Ctrl-C comes to us, and we hand it on; it ends with us, however we end
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fsdp_lab", *arguments], start_new_session=True, preexec_fn=_end_with_parent,
+        env={**os.environ, RESUMED_BY: resume_command},
+    )  # fmt: skip
     try:
-        main()
-    except SystemExit as end:
-        if end.code == ExitCode.refused and resumes:
-            raise UserError(
-                f"the night's sweep in {folder} cannot resume: fix the error above, then start again."
-            ) from None
-        return int(end.code or 0)
-    except Exception:  # noqa: BLE001 - the night fails with its sweep, and its verdict is delivered
-        traceback.print_exc()
-        return ExitCode.failed
-    return ExitCode.finished
+        return process.wait()
+    except BaseException:
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_LIMIT_S)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        raise
+
+
+def _end_with_parent() -> None:
+    with suppress(OSError, AttributeError):  # Linux alone has it
+        _LIBC.prctl(1, signal.SIGTERM)

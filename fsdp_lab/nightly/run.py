@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 WEBHOOK = "FSDP_LAB_WEBHOOK"
 REGRESSED = 3
+_MOST_ATTEMPTS = 3  # of a sweep that keeps being killed
 _WEBHOOK_S = 10.0
 _STATUS = {Verdict.regression: REGRESSED, Verdict.failed: ExitCode.failed}
 
@@ -66,8 +67,7 @@ def run_night(study: Study, trigger: CronTrigger, log: Log, now: Callable[[], fl
     study.check_baseline(past)
     night = _begin(study, store, nights, trigger, log, now())
     folder = study.folder / night.id / "sweep"
-    status = run_sweep(study.arguments, folder, study.resume_command)
-    frame = frame_of(folder)
+    frame, status = _sweep(study, folder, log)
     night = _with_run(study, night, folder, log)
     if status == ExitCode.refused or _lacks_results(frame) or not (frame["status"] == TrialStatus.finished).any():
         night = replace(night, verdict=Verdict.failed)
@@ -173,6 +173,17 @@ def _begin(study: Study, store: Nights, nights: Sequence[Night], trigger: CronTr
     store.write(night)
     log(f"night {night.id} begins")
     return night
+
+
+def _sweep(study: Study, folder: Path, log: Log) -> tuple[pd.DataFrame, int]:
+    """Run the sweep until every trial has a result, it was refused, or died too often; return its frame and status."""
+    for _ in range(_MOST_ATTEMPTS):
+        status = run_sweep(study.arguments, folder, study.resume_command)
+        frame = frame_of(folder)
+        if status == ExitCode.refused or not _lacks_results(frame):
+            break
+        log(f"the night's sweep ended by itself, with status {status} and trials without a result")
+    return frame, status
 
 
 def _lacks_results(frame: pd.DataFrame) -> bool:

@@ -4,6 +4,7 @@ test_night.py."""
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 
 from fsdp_lab.config.code import code_digest
 from fsdp_lab.nightly import __main__ as main_module
+from fsdp_lab.nightly.attempt import run_sweep
 from fsdp_lab.nightly.nights import Night, Nights, Verdict, night_id
 from fsdp_lab.nightly.read_study import read_study
 from fsdp_lab.nightly.run import WEBHOOK, notify
@@ -192,16 +194,17 @@ def test_what_was_interrupted_is_left_when_the_next_night_is_due(nights: Planted
     assert [night.verdict for night in nights.all] == ["left", "good"]
 
 
-@pytest.mark.parametrize("status", [1, 2])
-def test_a_sweep_that_fails_or_is_refused_is_a_failed_night(
-    nights: PlantedNights, monkeypatch: pytest.MonkeyPatch, status: int
+@pytest.mark.parametrize(("exits_with", "status", "attempts"), [(-9, 1, 3), (2, 2, 1)])
+def test_a_sweep_that_keeps_dying_or_is_refused_is_a_failed_night(
+    nights: PlantedNights, monkeypatch: pytest.MonkeyPatch, exits_with: int, status: int, attempts: int
 ):
-    nights.sweep = lambda folder: status
+    tries: list[object] = []
+    nights.sweep = lambda folder: tries.append(folder) or exits_with
     with webhook() as (address, got):
         monkeypatch.setenv(WEBHOOK, address)
         done = nights("--once", *WORDS)
     assert done.returncode == status
-    assert nights.last.verdict == "failed"
+    assert (nights.last.verdict, len(tries)) == ("failed", attempts)
     assert [verdict["verdict"] for verdict in got] == ["failed"]
 
 
@@ -239,6 +242,15 @@ def test_bad_input_is_reported_before_anything_runs(nights: PlantedNights):
             wrong.append((arguments, done.returncode, done.stderr))
     assert wrong == []
     assert len(nights.all) == 1
+
+
+def test_a_killed_sweep_gives_the_signal_as_its_status(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """The process of the sweep is another program: it ends itself as the kernel would."""
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nkill -9 $$\n")
+    program.chmod(0o700)
+    monkeypatch.setattr("sys.executable", os.fspath(program))
+    assert run_sweep([], tmp_path / "sweep", "") == -9
 
 
 def test_a_webhook_that_is_down_or_refuses_changes_nothing(nights: PlantedNights, monkeypatch: pytest.MonkeyPatch):
