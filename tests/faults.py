@@ -304,7 +304,7 @@ def _failing(tests: Collection[tuple[str, str]], copy: Path) -> list[str]:
 
 def _try(fault: Fault, copies: Queue[Path], failing: Collection[str]) -> tuple[str, bool]:
     """Return a line about a fault, and whether its test failed. `failing`: tests that fail without it."""
-    if any(test.startswith(f"tests/{fault.test}") for test in failing):
+    if any(f"tests/{fault.test}" in (test, test.partition("[")[0], test.partition("::")[0]) for test in failing):
         return f"MISSED          {fault.name}: {fault.test} does not pass without a fault", False
     copy = copies.get()
     original = (copy / fault.file).read_text()

@@ -27,7 +27,6 @@ from fsdp_lab.engine.ray_private import check_version
 # Set before Ray is imported. Ray prints little, keeps paths relative to where the command was typed, and
 # its controller looks after workers often: a report waits for that look (2 s by default).
 ENVIRONMENT = {
-    "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
     "TUNE_GLOBAL_CHECKPOINT_S": "1e9",  # nobody reads Tune's snapshots, which hold every trial
@@ -60,6 +59,7 @@ def set_environment() -> None:
     """Set Ray's environment variables that the user has not set."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # with Ray's new output Tune would take no callback that reports progress
 
 
 def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:

@@ -28,9 +28,12 @@ def long_s(timeout_s: float | None) -> float:
 def dump_stacks() -> list[Frame]:
     """Write the stacks of this process into its log, and return that of the thread that trains, the innermost first."""
     faulthandler.dump_traceback(all_threads=True)
-    stacks = (traceback.extract_stack(frame) for frame in sys._current_frames().values())
-    stack = next((stack for stack in stacks if any(frame.name == "train_rank" for frame in stack)), ())
-    return [(frame.filename, str(frame.lineno), frame.name) for frame in reversed(stack)]
+    # without `extract_stack`, which reads the source: its disk may be what the rank waits for
+    stacks = (
+        [(frame.f_code.co_filename, str(line), frame.f_code.co_name) for frame, line in traceback.walk_stack(top)]
+        for top in sys._current_frames().values()
+    )
+    return next((stack for stack in stacks if any(name == "train_rank" for _, _, name in stack)), [])
 
 
 def find_stuck(folder: Path, stacks: Mapping[int, list[Frame]]) -> dict[str, Any] | None:

@@ -223,6 +223,8 @@ def load_device(path: Path) -> Device:
             raise ConfigError(f"{path.name}: {key}={content[key]} is not one of {known}; use one of these.") from None
     _check_numbers(content, path.name)
     if "measured" in content:
+        if content["kind"] is DeviceKind.cuda:
+            raise ConfigError(f"{path.name}: measured is of a calibration, which knows CPUs only; remove it.")
         content["measured"] = read_measured(content["measured"], path.name)
     return Device(**content)
 

@@ -80,7 +80,7 @@ class Imports:
         return [f"from {module} import {', '.join(names)}" for module, names in sorted(by_module.items())]
 
 
-def needed(head: str, body: str) -> str:
+def without_unused_imports(head: str, body: str) -> str:
     """Return the head of a script without the imports that its body does not use."""
 
     def is_used(name: str) -> bool:
@@ -95,7 +95,7 @@ def needed(head: str, body: str) -> str:
     return docstring + end + "\n".join(kept)
 
 
-def broken(script: str) -> str:
+def break_lines(script: str) -> str:
     """Return a script with its long lines broken behind commas within brackets."""
     depth, commas = 0, defaultdict[int, list[int]](list)
     for token in tokenize.generate_tokens(io.StringIO(script).readline):

@@ -19,7 +19,7 @@ from fsdp_lab.config.training import (
 )
 from fsdp_lab.config.workload import EXAMPLE_BATCH, DataConfig, ModelConfig, UserData, UserModel
 from fsdp_lab.redact import redact
-from fsdp_lab.takehome.imports import Imports, broken, needed
+from fsdp_lab.takehome.imports import Imports, break_lines, without_unused_imports
 from fsdp_lab.takehome.setup import Setup
 
 SCRIPT = "use_pytorch.py"  # in the report's folder
@@ -67,8 +67,8 @@ def to_pytorch(setup: Setup) -> str:
         **values,
     )
     head, body = text.split("\n\n", 1)
-    body = broken("\n".join(line for line in body.splitlines() if line.strip()))
-    return redact(f"{needed(head, body)}\n\n{body}\n")
+    body = break_lines("\n".join(line for line in body.splitlines() if line.strip()))
+    return redact(f"{without_unused_imports(head, body)}\n\n{body}\n")
 
 
 def _workload(setup: Setup, imports: Imports) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Place(ABC):
     """The checkpoints of a trial. Only rank 0 reads and changes them; each rank makes its own writer and reader."""
 
     @abstractmethod
-    def all(self) -> Sequence[Where]:
+    def listed(self) -> Sequence[Where]:
         """Return the checkpoints as they are now, damaged ones too, oldest first."""
 
     @abstractmethod
@@ -85,7 +85,7 @@ class Place(ABC):
         """Remove checkpoints; a kill in the middle leaves none that looks whole."""
 
     def damage(self, checkpoint: Where) -> str | None:
-        """Return the reason why a checkpoint that `all` returned is not whole; None for a whole one.
+        """Return the reason why a checkpoint that `listed` returned is not whole; None for a whole one.
 
         Raises:
             OSError: the disk or the store does not answer; the checkpoint may be whole.
@@ -106,12 +106,12 @@ class Place(ABC):
 
     def whole(self) -> list[Where]:
         """Return the whole checkpoints, oldest first."""
-        return [checkpoint for checkpoint in self.all() if self.damage(checkpoint) is None]
+        return [checkpoint for checkpoint in self.listed() if self.damage(checkpoint) is None]
 
     def find_latest(self) -> tuple[Where | None, list[str]]:
         """Return the newest whole checkpoint, or None, and `<checkpoint>: <damage>` of each newer one."""
         damaged: list[str] = []
-        for checkpoint in reversed(self.all()):
+        for checkpoint in reversed(self.listed()):
             wrong = self.damage(checkpoint)
             if wrong is None:
                 return checkpoint, damaged
@@ -131,7 +131,7 @@ class Place(ABC):
 
         A damaged one goes when a newer one is whole.
         """
-        every = self.all()
+        every = self.listed()
         whole = [checkpoint for checkpoint in every if self.damage(checkpoint) is None]
         if not whole:
             return []
@@ -190,11 +190,10 @@ class OnDisk(Place):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def all(self) -> list[Path]:
+    def listed(self) -> list[Path]:
         """Return the folders in the order of their names, which is that of their steps."""
         if self.folder.name.startswith("step_") and (self.folder / META).exists():
             return [self.folder]
-        # in the order of their names, which is that of their steps
         return sorted(f for f in self.folder.glob("step_*") if f.is_dir()) if self.folder.is_dir() else []
 
     def meta(self, checkpoint: Where) -> dict[str, Any]:
@@ -271,12 +270,15 @@ class InStorage(Place):
         self._only = name if name.startswith("step_") else None
         self.address = above if self._only else address
         self._storage = Storage(self.address)
-        self._there: dict[str, Stamp] = {}  # as last listed: for what follows `all`
+        self._there: dict[str, Stamp] = {}  # as last listed: for what follows `listed`
         self._known: dict[tuple[str, Stamp], dict[str, Any]] = {}  # each version of a file is read once
 
-    def all(self) -> list[str]:
+    def listed(self) -> list[str]:
         """List the storage once: what follows looks at the same list."""
         self._there = self._storage.files()
+        return self._listed()
+
+    def _listed(self) -> list[str]:
         names = sorted(name.removesuffix(".json") for name in self._there if name.endswith(".json") and "/" not in name)
         return [f"{self.address}/{name}" for name in names if name.startswith("step_") and self._only in (None, name)]
 
@@ -333,8 +335,9 @@ class InStorage(Place):
 
     def prune(self, keep_last: int, keep_best: bool) -> None:
         """Remove what is outdated, and objects of interrupted saves, which no checkpoint names."""
-        super().prune(keep_last, keep_best)
-        whole = self.whole()
+        outdated = self.outdated(keep_last, keep_best)
+        self.remove(outdated)
+        whole = [each for each in self._listed() if each not in outdated and self.damage(each) is None]
         named = {self.meta(checkpoint)["data"] for checkpoint in whole}
         newest = max((str(checkpoint).rpartition("/")[2] for checkpoint in whole), default="")
         data = {name.partition("/")[0] for name in self._there if "/" in name}

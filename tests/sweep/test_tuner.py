@@ -1,0 +1,31 @@
+"""What Ray Tune is told of a sweep's trials. The answers of a Ray stand in for one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_lab.config import SweepConfig
+from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.engine.cluster import set_environment
+from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
+
+
+@pytest.mark.parametrize(("workers", "each", "beside"), [(1, 0.25, 4), (2, 0.5, 1), (2, 0.25, 2)])
+def test_as_many_trials_start_at_a_time_as_the_cluster_holds(
+    workers: int, each: float, beside: int, monkeypatch: pytest.MonkeyPatch
+):
+    where = {"NodeID": "one", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1, "NodeManagerHostname": "here"}
+    monkeypatch.setattr("ray.nodes", lambda: [{**where, "Alive": True, "Resources": {"CPU": 1.0}}])
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1.0})
+    config = replace(SweepConfig(), cluster=ClusterConfig(num_workers=workers, cpus_per_worker=each))
+    assert ResourceCatalog().side_by_side(config) == beside
+
+
+def test_tune_takes_our_callback_whatever_output_the_user_has_set(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "1")
+    set_environment()
+    from ray.tune.experimental.output import AirVerbosity, get_air_verbosity
+
+    assert get_air_verbosity(AirVerbosity.SILENT) is None
