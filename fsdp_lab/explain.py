@@ -59,10 +59,10 @@ def _explain(error: BaseException) -> str | None:
 
 def _missing_option(error: MissingConfigException) -> str:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
-    options = ", ".join(error.options or options_of(group))
+    options = list(error.options or options_of(group))
     if not options:
         return one_line(str(error))
-    return f"{group}={option} is not an option. Choose one of: {options}."
+    return f"{group}={option} is not an option. {_meant(option, options)}Choose one of: {', '.join(options)}."
 
 
 def _composition(error: BaseException) -> str:
@@ -136,8 +136,7 @@ def valid_keys(key: str) -> str:
 
 
 def _meant(key: str, known: list[str]) -> str:
-    longer = [name for name in known if name.startswith(f"{key}_")]
-    meant = longer[0] if longer else closest(key, known)
+    meant = closest(key, known)
     return f"Did you mean {meant}? " if meant else ""
 
 

@@ -34,9 +34,12 @@ _SYNONYMS = {
 def closest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that `name` most likely means; None if nothing is close.
 
-    Compares the last parts of dotted names: by the names that other trainers use, then letter by letter.
+    The first that goes on from it with an underscore is meant. Else the last parts of dotted names are compared: by the
+    names that other trainers use, then letter by letter.
     """
     names = list(known)
+    if longer := [each for each in names if each.startswith(f"{name}_")]:
+        return longer[0]
     leaf = _leaf(name)
     letters = difflib.get_close_matches(leaf, [_leaf(each) for each in names], n=1)
     meant = [each for each in names if _leaf(each) in (leaf, _SYNONYMS.get(leaf))]
