@@ -96,7 +96,7 @@ bench: $(VENV)/.installed   ## sweep and trial against bare scripts; 500 pretend
 bench-speed: $(VENV)/.installed  ## predicted against measured steps of 48 settings on this CPU, calibration included: a quarter of an hour
 	$(PY) -m benchmarks.speed $(ARGS)
 
-published: $(VENV)/.installed  ## forecasts of time and memory against every published step at hand: an hour of one core
+published: $(VENV)/.installed  ## forecasts of time and memory against every published step at hand: 80 minutes of one core
 	$(PY) -m benchmarks.published $(ARGS)
 
 check-gpu:                  ## correctness, memory and speed on this machine's GPUs; needs torch and torchvision only: PYTHON=...
