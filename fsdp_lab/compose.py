@@ -20,7 +20,6 @@ from fsdp_lab.config import (
     ConfigError,
     NightlyConfig,
     SweepConfig,
-    UserError,
     all_keys,
     check_float8,
     check_forecast,
@@ -36,14 +35,10 @@ from fsdp_lab.config import (
 from fsdp_lab.config.conf import OPEN_GROUPS, groups, options_of
 from fsdp_lab.config.key_value_args import check_passwords
 from fsdp_lab.config.machine import check_local_capacity
-from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGroup, known_vocab_size
-from fsdp_lab.explain import one_line, valid_keys, wrong_value
+from fsdp_lab.config.workload import DataConfig, ModelConfig, known_vocab_size
+from fsdp_lab.explain import valid_keys
 
 _KEYS = frozenset(all_keys())
-# Group -> the class of ours, and what makes a typed group of plain values. The group itself takes any key.
-_OPEN: dict[str, tuple[type, Any]] = dict(
-    zip(OPEN_GROUPS, ((ModelConfig, ModelGroup.of_plain), (DataConfig, DataGroup.of_plain)), strict=True)
-)
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ class Schema(NightlyConfig):
 def register_schema() -> None:
     """Let Hydra check every override against the dataclasses, but for the groups that take any key."""
     schema = OmegaConf.structured(Schema)
-    for group in _OPEN:
+    for group in OPEN_GROUPS:
         OmegaConf.set_struct(schema[group], False)  # a node's own flag wins over the root's
     schema.task.name = "custom"  # of an option of the user's that says no name: ours say theirs
     ConfigStore.instance().store(name="schema", node=schema, provider="fsdp_lab")
@@ -175,9 +170,12 @@ def typed_and_used_up(own: DictConfig, check_keys: bool) -> SweepConfig:
 def _typed(own: DictConfig, check_keys: bool) -> NightlyConfig:
     with open_dict(own):
         _fill_vocab_size(own)
-    opened = {group: _typed_group(group, own[group]) for group in _OPEN}
+    opened = {
+        group: kind.of_keys(OmegaConf.to_container(own[group], resolve=True), f"{group}.")  # type: ignore[arg-type]
+        for group, kind in (("model", ModelConfig), ("data", DataConfig))
+    }
     if check_keys:
-        unknown = [key for key in _leaves(own) if key not in _KEYS and key.partition(".")[0] not in _OPEN]
+        unknown = [key for key in _leaves(own) if key not in _KEYS and key.partition(".")[0] not in OPEN_GROUPS]
         if unknown:
             raise ConfigError(f"{unknown[0]} is not a key, and nothing would read it. {valid_keys(unknown[0])}")
     config = OmegaConf.to_object(own)
@@ -198,33 +196,11 @@ def _fill_vocab_size(own: DictConfig) -> None:
         return
     values: dict[str, Any] = OmegaConf.to_container(own.model, resolve=True)  # type: ignore[assignment]
     own.data.vocab_size = known_vocab_size(values)
-    if own.data.vocab_size is None and "_target_" in values:  # else it is of images, which do not fit
+    if own.data.vocab_size is None and not ModelConfig.of_keys(values, "model.").is_image_classifier:
         raise ConfigError(
             f"model._target_={values['_target_']} has no key model.vocab_size, from which data.vocab_size is taken; "
             "set data.vocab_size=<number>, as in data.vocab_size=32000."
         )
-
-
-def _typed_group(group: str, node: DictConfig) -> Any:
-    """Return an open group as its class: ours, with OmegaConf's own conversions, or the user's.
-
-    Raises:
-        ConfigError: a key that our class has not, or a value of another type.
-    """
-    values = OmegaConf.to_container(node, resolve=True)
-    assert isinstance(values, dict)
-    ours, of_plain = _OPEN[group]
-    if "_target_" in values:
-        return of_plain(values)
-    typed = OmegaConf.structured(ours)
-    for key, value in values.items():
-        if key not in typed:
-            raise ConfigError(f"{group}.{key!s} is not a key. {valid_keys(f'{group}.{key!s}')}")
-        try:
-            OmegaConf.update(typed, str(key), value)
-        except OmegaConfBaseException as error:
-            raise ConfigError(wrong_value(f"{group}.{key!s}", str(value), one_line(str(error)))) from error
-    return OmegaConf.to_object(typed)
 
 
 def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -313,9 +289,6 @@ def check(config: SweepConfig) -> None:
     check_float8(config)
     check_storage(config)
     check_forecast(config)
-    missing = config.data.missing()
-    if missing and not config.data.download:  # else the first worker of a node downloads it
-        raise UserError(f"{missing} (data.download=false)")
     if config.cluster.is_here:  # else the files are on its nodes
         config.check_files()
 

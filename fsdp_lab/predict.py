@@ -20,10 +20,11 @@ import math
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fsdp_lab.config import ConfigError, UserError, read_words
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.config.workload import DATA_FILE, DataConfig, DataGroup, UserData
+from fsdp_lab.config.workload import DATA_FILE, DataConfig
 
 KEYS = ("run", "file", "data.root", "data.download", "data.tokenizer", "tracking.uri", "out", "device")
 DEVICES = ("auto", "cpu", "cuda")
@@ -85,27 +86,26 @@ def predict(file: Path, options: dict[str, str]) -> None:
     import torch.nn.functional as F
 
     from fsdp_lab.training.export import load_exported
-    from fsdp_lab.workloads.build import build_source
-    from fsdp_lab.workloads.vision.images import ImageDataset, expand_channels
+    from fsdp_lab.workloads.user.data import make_split
+    from fsdp_lab.workloads.vision.images import expand_channels
 
     device = torch.device(device_type(options.get("device", "auto"), torch.cuda.is_available()))
     exported = load_exported(file)
     data = data_of(exported.data, options)
-    source = build_source(data, exported.model)
-    source.prepare()
-    split = source.read()[1].first(data.num_val)
-    dataset = ImageDataset(split, exported.model)
+    split: Any = make_split(data.function(), str(data.target), "val", data.arguments_for(exported.model))
+    count, channels = min(len(split), data.num_val or len(split)), exported.model.sizes()["num_channels"]
+    labels = split.labels[:count]
     with torch.no_grad():
-        batches = [dataset[index] for index in torch.arange(len(split)).split(_BATCH)]
+        batches = [split.batch(indices)[0] for indices in torch.arange(count).split(_BATCH)]
         module = exported.module.to(device)
-        logits = torch.cat([module(expand_channels(images.to(device), exported.model)).cpu() for images, _ in batches])
+        logits = torch.cat([module(expand_channels(images.to(device), channels)).cpu() for images in batches])
     guesses = logits.argmax(1)
-    loss = F.cross_entropy(logits, split.labels).item()
-    accuracy = (guesses == split.labels).float().mean().item()
-    print(f"{len(split)} test images of {data.name}: accuracy {accuracy:.4f}, loss {loss:.4f}")
-    names = source.class_names or tuple(str(i) for i in range(exported.model.num_classes))
+    loss = F.cross_entropy(logits, labels).item()
+    accuracy = (guesses == labels).float().mean().item()
+    print(f"{count} test images of {data.name}: accuracy {accuracy:.4f}, loss {loss:.4f}")
+    names = split.class_names or tuple(str(i) for i in range(split.num_classes))
     picture = out_folder(options) / "predictions.png"
-    draw(split.images[:_PICTURES], guesses[:_PICTURES].tolist(), split.labels[:_PICTURES].tolist(), names, picture)
+    draw(split.images[:_PICTURES], guesses[:_PICTURES].tolist(), labels[:_PICTURES].tolist(), names, picture)
     print(f"picture: {picture}")
 
 
@@ -126,20 +126,20 @@ def summarise(folder: Path, options: dict[str, str]) -> None:
     print(f"{len(data)} validation pairs: loss {loss:.4f}, perplexity {math.exp(min(loss, 700.0)):.2f}")
 
 
-def recorded_data(folder: Path) -> UserData:
+def recorded_data(folder: Path) -> DataConfig:
     """Return the data that an exported model was trained on.
 
     Raises:
         UserError: the folder does not record it, or the model is one of images.
     """
     try:
-        data = DataGroup.of_plain(json.loads((folder / DATA_FILE).read_text())["data"])
+        data = DataConfig.of_keys(json.loads((folder / DATA_FILE).read_text())["data"], "data.")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{folder} has no readable {DATA_FILE}, which names the data that its model was trained on; give the "
             "folder model that a trial with task=seq2seq exported."
         ) from error
-    if not isinstance(data, UserData):
+    if data.has_images:
         raise UserError(f"{folder} has an image model; load it with AutoModelForImageClassification.")
     return data
 
@@ -167,11 +167,13 @@ def data_of(recorded: DataConfig, options: dict[str, str]) -> DataConfig:
     Raises:
         ConfigError: `data.download` is neither true nor false.
     """
-    download = options.get("data.download", str(DataConfig.download)).lower()
+    download = options.get("data.download", "true").lower()
     if download not in ("true", "false"):
         raise ConfigError(f"data.download={download} is not a truth value; use true or false.")
-    root = options.get("data.root", DataConfig.root)
-    return dataclasses.replace(recorded, root=root, download=download == "true")
+    if "root" not in recorded.arguments:
+        return recorded
+    files = {"root": options.get("data.root", "outputs/data"), "download": download == "true"}
+    return dataclasses.replace(recorded, arguments={**recorded.arguments, **files})
 
 
 def draw(images, guesses: list[int], labels: list[int], names: tuple[str, ...], path: Path) -> None:  # type: ignore[no-untyped-def]

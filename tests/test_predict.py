@@ -39,8 +39,9 @@ def test_a_device_is_one_of_three(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_folder_that_a_models_file_names_is_not_used() -> None:
     """The file may be anybody's: images were downloaded to where it said."""
-    recorded = DataConfig(name="fashion_mnist", root="/home/somebody/.ssh", download=False, num_val=7)
+    target = "fsdp_lab.workloads.vision.fashion_mnist.FashionMnist"
+    recorded = DataConfig(target, {"root": "/home/somebody/.ssh", "download": False}, num_val=7)
     result = data_of(recorded, {})
     assert (result.name, result.num_val) == ("fashion_mnist", 7)
-    assert (result.root, result.download) == ("outputs/data", True)
-    assert data_of(recorded, {"data.root": "mine", "data.download": "false"}).root == "mine"
+    assert result.arguments == {"root": "outputs/data", "download": True}
+    assert data_of(recorded, {"data.root": "mine", "data.download": "false"}).arguments["root"] == "mine"

@@ -62,7 +62,7 @@ class Memo:
     def epoch(self, metrics, checkpoint): print("loss", metrics["train/loss"])
 
 TrialConfig().check(1)
-data = DataConfig(name="synthetic", num_train=16, num_val=8)
+data = DataConfig("fsdp_lab.workloads.vision.synthetic.SyntheticImages", num_train=16, num_val=8)
 trial = replace(TrialConfig(), data=data, training=TrainingConfig(epochs=1, max_steps=1, global_batch_size=8))
 trial.check(1)
 train(trial, Path(sys.argv[1]), Memo())

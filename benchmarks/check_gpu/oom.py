@@ -17,10 +17,9 @@ _SIZES: Setting = {
     "data.num_val": 8,
     "memory_profile": "peaks",
 }
-# Its one weight has 784 * 2**40 numbers, more than any address: the allocator refuses and touches nothing.
+# Its one weight has 1024 * 2**40 numbers, more than any address: the allocator refuses and touches nothing.
 _NO_CPU: Setting = {
-    "model.family": "mlp", "model.num_layers": 1, "model.hidden_dim": 2**40, "model.mlp_dim": None,
-    "model.num_heads": None, "model.patch_size": None,
+    "model": "mlp", "model.hidden_dim": 2**40,
 }  # fmt: skip
 
 

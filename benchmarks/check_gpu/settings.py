@@ -12,13 +12,16 @@ from fsdp_lab.config import SweepConfig, from_dict, to_dict
 Setting = dict[str, Any]  # as typed on the command line: {"sharding": "root", "training.epochs": 1}
 
 
+VIT = "fsdp_lab.workloads.vision.models.vit"
+
+
 def _precision(param: str, reduce: str) -> dict[str, Any]:
     return {"param_dtype": param, "reduce_dtype": reduce, "loss_scaling": param == "float16"}
 
 
 def _vit(layers: int, heads: int, hidden: int, mlp: int) -> dict[str, Any]:
     return {
-        "family": "vit", "image_size": 224, "num_channels": 3, "patch_size": 16, "num_layers": layers,
+        "_target_": VIT, "image_size": 224, "num_channels": 3, "patch_size": 16, "num_layers": layers,
         "num_heads": heads, "hidden_dim": hidden, "mlp_dim": mlp, "num_classes": 1000,
     }  # fmt: skip
 
@@ -35,8 +38,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "model": {
         "vit_tiny": {
-            "family": "vit", "image_size": 28, "num_channels": 1, "patch_size": 7, "num_layers": 4,
+            "_target_": VIT, "image_size": 28, "num_channels": 1, "patch_size": 7, "num_layers": 4,
             "num_heads": 2, "hidden_dim": 64, "mlp_dim": 128, "num_classes": 10,
+        },
+        "mlp": {
+            "_target_": "fsdp_lab.workloads.vision.models.mlp", "image_size": 32, "num_channels": 1, "num_layers": 1,
+            "hidden_dim": 1024, "num_classes": 10,
         },
         "lm_tiny": {
             "_target_": "fsdp_lab.workloads.language.llama.Llama", "vocab_size": 256, "dim": 64, "num_layers": 2,
@@ -50,6 +57,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         **{name: {"granularity": name} for name in ("ddp", "root", "per_block", "per_layer")},
         "size_based": {"granularity": "size_based", "min_num_params": None},
     },
+    "data": {"synthetic": {"_target_": "fsdp_lab.workloads.vision.synthetic.SyntheticImages", "num_train": 1024,
+                           "num_val": 128}},
     "offload": {name: {"target": name} for name in ("none", "cpu", "cpu_unpinned")},
     "reshard_after_forward": {
         **{name: {"policy": name} for name in ("always", "never", "default")},
@@ -61,7 +70,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 TOKENS = {"_target_": "fsdp_lab.workloads.language.tokens.SyntheticTokens", "num_train": None, "num_val": None}
 # Nothing but training: each subject switches on what it checks.
 BASE: Setting = {
-    "data.name": "synthetic",
+    "data": "synthetic",
     "data.loader_workers": 0,
     "training.epochs": 1,
     "checkpoint.mode": "off",
@@ -82,16 +91,16 @@ def trial(setting: Setting) -> SweepConfig:
         values["task"]["name"] = "language"
         values["data"] = {**TOKENS, "vocab_size": None, "seq_len": None, "loader_workers": 0}
     for key, value in {**BASE, **setting}.items():
+        if key == "data" and language:
+            continue
         if key in OPTIONS:
             option = OPTIONS[key][value]
-            values[key] = dict(option) if "_target_" in option else {**values[key], **option}
+            values[key] = dict(option) if key == "model" else {**values[key], **option}
             continue
         *path, leaf = key.split(".")
         node = values
         for part in path:
             node = node[part]
-        if language and key == "data.name":
-            continue
         assert leaf in node, f"{key} is not a key of a trial"
         node[leaf] = value
     if language:

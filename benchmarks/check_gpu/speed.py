@@ -63,7 +63,7 @@ def compare_bare(bench: Bench) -> Measured:
     from benchmarks.check_gpu import bare
 
     setting = setting_of(bench, "off")
-    options = {k: v for k, v in OPTIONS["model"][model(bench)].items() if k not in ("family", "num_channels")}
+    options = {k: v for k, v in OPTIONS["model"][model(bench)].items() if k not in ("_target_", "num_channels")}
     channels = OPTIONS["model"][model(bench)]["num_channels"]
     ours, by_hand, mfu = [], [], []
     for _ in range(ROUNDS):
@@ -84,7 +84,7 @@ def mfu_of(samples_per_s: float, bench: Bench) -> float | None:
     """The share of the devices' dense bfloat16 peak; None where that is not known."""
     from fsdp_lab.config.parallel import Dtype
     from fsdp_lab.training.speed import PEAK_FLOPS
-    from fsdp_lab.workloads import build_workload
+    from fsdp_lab.workloads.build import build_workload
 
     peak = PEAK_FLOPS.get(bench.machine.name, {}).get(Dtype.bfloat16) if bench.cuda else None
     if peak is None:

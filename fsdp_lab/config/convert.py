@@ -12,6 +12,7 @@ from typing import Any, TypeVar, Union
 from fsdp_lab.config.errors import ConfigError
 
 T = TypeVar("T")
+_WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -60,16 +61,26 @@ def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     unknown = [key for key in values if key not in hints]
     if unknown:
         raise ConfigError(f"{prefix}{unknown[0]} is not a key. The keys here are: {', '.join(hints)}.")
-    return cls(**{k: _typed(hints[k], v, f"{prefix}{k}") for k, v in values.items()})
+    return cls(**{k: typed(hints[k], v, f"{prefix}{k}") for k, v in values.items()})
 
 
-def _typed(hint: Any, value: Any, key: str) -> Any:
+def typed(hint: Any, value: Any, key: str) -> Any:
+    """Return a plain value as the type of its key.
+
+    Args:
+        hint: the type.
+        value: a group is a dictionary.
+        key: dotted, for messages.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
     if typing.get_origin(hint) in (Union, types.UnionType):
         if value is None:
             return None
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
-    if hasattr(hint, "of_plain") and isinstance(value, dict):
-        return hint.of_plain(value, f"{key}.")
+    if isinstance(value, dict) and hasattr(hint, "of_keys"):
+        return hint.of_keys(value, f"{key}.")
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return from_dict(hint, value, f"{key}.")  # type: ignore[arg-type]
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -83,7 +94,8 @@ def _typed(hint: Any, value: Any, key: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if typing.get_origin(hint) is list and isinstance(value, list | str):  # one word is a list of one
-        return [_typed(typing.get_args(hint)[0], item, key) for item in ([value] if isinstance(value, str) else value)]
+        return [typed(typing.get_args(hint)[0], item, key) for item in ([value] if isinstance(value, str) else value)]
     if type(value) is not hint:
-        raise ConfigError(f"{key}={value} is a {type(value).__name__}; it takes a {getattr(hint, '__name__', hint)}.")
+        wanted = _WORDS.get(hint, f"a {getattr(hint, '__name__', hint)}")
+        raise ConfigError(f"{key}={value} is a {type(value).__name__}; use {wanted}.")
     return value

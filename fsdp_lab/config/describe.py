@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.key import Key
 from fsdp_lab.config.nightly import NightlyConfig
 from fsdp_lab.config.registry import REGISTRY
-from fsdp_lab.config.workload import UserData, UserModel
+from fsdp_lab.config.target import import_callable
 
 _NOUNS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 
@@ -58,13 +59,7 @@ class GroupDescription:
 
 def describe_keys() -> list[GroupDescription]:
     """Return every key that can be typed, in the order of the schema; keys without a group come first."""
-    descriptions = list(_groups(NightlyConfig, ""))
-    for name, config_class in (("model", UserModel), ("data", UserData)):
-        at = next(i for i, group in enumerate(descriptions) if group.name == name)
-        known = {key.name for key in descriptions[at].keys}
-        added = [key for key in _keys(config_class, f"{name}.") if key.name not in known]
-        descriptions.insert(at + 1, GroupDescription(f"{name}, your own", _first_line(config_class), added))
-    return descriptions
+    return list(_groups(NightlyConfig, ""))
 
 
 def _groups(config_class: type, prefix: str) -> Iterator[GroupDescription]:
@@ -78,11 +73,13 @@ def _groups(config_class: type, prefix: str) -> Iterator[GroupDescription]:
 def _keys(config_class: type, prefix: str) -> list[KeyDescription]:
     hints, descriptions = typing.get_type_hints(config_class), meanings(config_class)
     values = dataclasses.asdict(config_class()) if hasattr(config_class, "to_keys") else to_dict(config_class())
-    keys = []
+    keys: list[KeyDescription] = []
     for each in dataclasses.fields(config_class):
         known: Key = each.metadata["key"]
         if dataclasses.is_dataclass(each.default_factory):
             continue
+        if each.name == "arguments":
+            keys += _arguments(values["target"], values[each.name], prefix)
         name = "<argument>" if each.name == "arguments" else known.named or each.name
         hint, optional = _without_none(hints[each.name])
         kind = "anything" if name == "<argument>" else _kind(hint) + (" or null" if optional else "")
@@ -90,6 +87,15 @@ def _keys(config_class: type, prefix: str) -> list[KeyDescription]:
         takes = _takes(f"{prefix}{name}", hint, known)
         keys.append(KeyDescription(f"{prefix}{name}", kind, default, takes, descriptions.get(each.name, "")))
     return keys
+
+
+def _arguments(target: str, values: dict[str, Any], prefix: str) -> Iterator[KeyDescription]:
+    """Yield the arguments of a group's default target, with the meanings in its docstring."""
+    text = inspect.getdoc(import_callable(target, f"{prefix}_target_").__call__) or ""
+    described = dict(re.findall(r"^ +(\w+): (.+)$", text, re.MULTILINE))
+    for name, value in values.items():
+        meaning = described[name][:1].upper() + described[name][1:]
+        yield KeyDescription(f"{prefix}{name}", _NOUNS[type(value)], _typed(value), "", meaning)
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:

@@ -141,7 +141,9 @@ def _keys_of(config_class: Any) -> dict[str, Key]:
     for each in dataclasses.fields(config_class):
         known: Key = each.metadata["key"]
         if not dataclasses.is_dataclass(each.default_factory):
-            keys[each.name] = known
+            made: Any = each.default_factory  # a group that takes any key has those of its default
+            names = made() if each.name == "arguments" else [known.named or each.name]
+            keys |= dict.fromkeys(names, known)
             continue
         assert isinstance(each.default_factory, type)
         for name, inner in _keys_of(each.default_factory).items():

@@ -11,17 +11,14 @@ from fsdp_lab.config.convert import from_dict
 
 @dataclasses.dataclass
 class OpenGroup:
-    """A group with a field `arguments`, whose items appear among the group's own keys: typed, in YAML and in MLflow.
-
-    Null fields are not written.
-    """
+    """A group with a field `arguments`, whose items appear among the group's own keys: typed, in YAML and in MLflow."""
 
     @classmethod
     def of_keys(cls, values: dict[str, Any], prefix: str) -> Self:
         """Build the group from the values typed below it.
 
         Args:
-            values: key -> value; unknown keys become arguments.
+            values: key -> value; unknown keys become arguments, without `_target_` of the default one.
             prefix: the group's dotted path, such as `model.`, for messages.
 
         Raises:
@@ -30,18 +27,14 @@ class OpenGroup:
         names = _typed_names(cls)
         own = {names[name]: value for name, value in values.items() if name in names}
         arguments = {str(name): value for name, value in values.items() if name not in names}
-        made = from_dict(cls, own, prefix)
-        typing.cast(Any, made).arguments = arguments
-        return made
+        made: Any = from_dict(cls, own, prefix)
+        made.arguments = arguments if "_target_" in values else {**made.arguments, **arguments}
+        return made  # type: ignore[no-any-return]
 
     def to_keys(self) -> dict[str, Any]:
         """Return the plain values, as they are typed."""
         own = {typed: getattr(self, name) for typed, name in _typed_names(type(self)).items()}
-        return {
-            "_target_": own.pop("_target_"),
-            **typing.cast(Any, self).arguments,
-            **{name: value for name, value in own.items() if value is not None},
-        }
+        return {"_target_": own.pop("_target_"), **typing.cast(Any, self).arguments, **own}
 
 
 def _typed_names(cls: type) -> dict[str, str]:

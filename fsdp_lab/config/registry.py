@@ -9,18 +9,7 @@ from fsdp_lab.config.errors import ConfigError
 
 # The key that names an entry -> its entries: name -> module.
 REGISTRY: dict[str, dict[str, str]] = {
-    # a module with `build_model(ModelConfig) -> ModelSpec`
-    "model.family": {
-        "vit": "fsdp_lab.workloads.vision.vit",
-        "mlp": "fsdp_lab.workloads.vision.mlp",
-    },
-    # a module with `build_source(DataConfig, ModelConfig) -> ImageSource`
-    "data.name": {
-        "digits": "fsdp_lab.workloads.vision.digits",
-        "fashion_mnist": "fsdp_lab.workloads.vision.fashion_mnist",
-        "synthetic": "fsdp_lab.workloads.vision.synthetic",
-    },
-    # a module with `build_task(TaskConfig, ModelGroup) -> Task`
+    # a module with `build_task(TaskConfig, ModelConfig) -> Task`
     "task.name": {
         "classification": "fsdp_lab.workloads.vision.classification",
         "language": "fsdp_lab.workloads.language.task",
@@ -47,7 +36,7 @@ def register(key: str, name: str, module: str) -> None:
     """Add a name to a key of the registry, for a module of another package, in this process.
 
     Args:
-        key: `model.family`, `data.name`, `task.name`, `search.name` or `scheduler.name`.
+        key: `task.name`, `search.name` or `scheduler.name`.
         name: the value that users type.
         module: the dotted path of the module that defines it.
     """

@@ -48,10 +48,6 @@ class ModelSource:
         """Return the most tokens that a row may have; None: not limited."""
         return None
 
-    def image_shape(self, *args: Any, **arguments: Any) -> tuple[int, int] | None:
-        """Return the channels and the height of the images that the model takes; None for no images, or any."""
-        return None
-
-    def num_labels(self, *args: Any, **arguments: Any) -> int | None:
-        """Return the number of image classes that the model distinguishes; None for a model that takes no images."""
-        return None
+    def image_sizes(self, *args: Any, **arguments: Any) -> dict[str, int]:
+        """Return `image_size`, `num_channels` and `num_classes` of the images that the model takes, where known."""
+        return {}

@@ -19,9 +19,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.config.convert import typed
 from fsdp_lab.config.errors import ConfigError
+from fsdp_lab.config.suggest import closest
 
-_KIND = {"model": "family", "data": "name"}  # the key by which a group's own options differ
+_PLAIN = {"int": int, "float": float, "bool": bool, "str": str}  # annotations of our own targets
 _CALLED_WITH = {"split": 'split="train" and then split="val"'}  # what fsdp_lab adds to the user's arguments
 
 
@@ -114,31 +116,35 @@ def check_arguments(
     Raises:
         ConfigError: the callable does not take an argument, or lacks a required one.
     """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):  # of some builtins nothing is known
+    if (known := parameters(function)) is None:
         return
-    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named = {n: p for n, p in known.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes = [name for name in named if name not in given]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+    if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
         for name in given:
             if name not in named:
                 raise ConfigError(
                     f"{group}._target_={path} has no parameter {name}; fsdp_lab calls it with {_CALLED_WITH[name]}, so "
                     "add that parameter."
                 )
-        kind = _KIND.get(group, "")
-        if kind in arguments and kind not in named:
+        unknown = [name for name in arguments if name not in named]
+        if len(unknown) > 1:
             raise ConfigError(
-                f"{group}.{kind}={arguments[kind]}: {path} has no parameter {kind}, which comes from the chosen option "
-                f"of {group}; add {group}=custom, or `override /{group}: custom` to the defaults of a preset."
+                f"{path} has no parameters {', '.join(unknown)}; if they come from the chosen option of {group}, add "
+                f"{group}=custom, or `override /{group}: custom` to the defaults of a preset."
             )
         for name, value in arguments.items():
             if name not in named:
                 valid = f"It takes: {', '.join(takes)}" if takes else "It takes no arguments"
-                raise ConfigError(
-                    f"{group}.{name}={value}: {path} has no parameter {name}. {_near(name, takes)}{valid}."
-                )
+                close = closest(name, [*takes, "_target_"])
+                meant = f"Did you mean {close}? " if close else ""
+                raise ConfigError(f"{group}.{name}={value}: {path} has no parameter {name}. {meant}{valid}.")
+    for name, value in arguments.items():
+        kind, _, null = str(named[name].annotation if name in named else "").partition(" | ")
+        if path.startswith("fsdp_lab.") and kind in _PLAIN and not (null and value is None):
+            if value is None:
+                raise ConfigError(f"{group}.{name}=null: {path} needs it; set {group}.{name} to a value.")
+            typed(_PLAIN[kind], value, f"{group}.{name}")
     for name in given:
         if name in arguments:
             raise ConfigError(
@@ -149,6 +155,14 @@ def check_arguments(
         keys = ", ".join(f"{group}.{name}" for name in needed)
         have = "has no default" if len(needed) == 1 else "have no defaults"
         raise ConfigError(f"{group}._target_={path} needs {keys}, which {have}; add {group}.{needed[0]}=<value>.")
+
+
+def parameters(function: Any) -> Mapping[str, inspect.Parameter] | None:
+    """Return the parameters of a callable by their names; None for some builtins, of which nothing is known."""
+    try:
+        return inspect.signature(function).parameters
+    except (ValueError, TypeError):
+        return None
 
 
 def check_loss(path: str, key: str) -> None:
@@ -248,10 +262,7 @@ def instantiate(value: Any, key: str) -> Any:
 
 def argument(function: Any, arguments: Mapping[str, Any], name: str) -> Any:
     """Return the value of an argument that a callable is given, or else its default; None without either."""
-    try:
-        parameter = inspect.signature(function).parameters.get(name)
-    except (ValueError, TypeError):
-        parameter = None
+    parameter = (parameters(function) or {}).get(name)
     default = None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
     return arguments.get(name, default)
 

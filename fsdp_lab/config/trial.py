@@ -8,7 +8,7 @@ from typing import Optional  # OmegaConf reads this on every Python that this pr
 from fsdp_lab.config.errors import CombinationError
 from fsdp_lab.config.key import Between, Memory, at_least_one, check_ranges, group, key, not_negative, share
 from fsdp_lab.config.parallel import Granularity, OffloadConfig, PrecisionConfig, ReshardConfig, ShardingConfig
-from fsdp_lab.config.parts import check_images, check_parts, check_rows, check_vocab_size
+from fsdp_lab.config.parts import check_classes, check_parts, check_rows, check_vocab_size
 from fsdp_lab.config.training import (
     ActivationCheckpointing,
     CheckpointConfig,
@@ -20,7 +20,7 @@ from fsdp_lab.config.training import (
     OptimizerName,
     TrainingConfig,
 )
-from fsdp_lab.config.workload import DataConfig, DataGroup, ModelConfig, ModelGroup, TaskConfig
+from fsdp_lab.config.workload import DataConfig, ModelConfig, TaskConfig
 
 
 @dataclass
@@ -31,8 +31,8 @@ class TrialConfig:
     precision: PrecisionConfig = group(PrecisionConfig)
     offload: OffloadConfig = group(OffloadConfig, memory=Memory.VALUE)
     reshard_after_forward: ReshardConfig = group(ReshardConfig, memory=Memory.VALUE)
-    model: ModelGroup = group(ModelConfig, memory=Memory.VALUE)
-    data: DataGroup = group(DataConfig)
+    model: ModelConfig = group(ModelConfig, memory=Memory.VALUE)
+    data: DataConfig = group(DataConfig)
     task: TaskConfig = group(TaskConfig)
     optimizer: OptimizerConfig = group(OptimizerConfig)
     lr_schedule: LrScheduleConfig = group(LrScheduleConfig, changes_speed=False)
@@ -93,14 +93,15 @@ class TrialConfig:
             CombinationError: the data do not fit the model.
         """
         check_rows(self.model, self.data)
-        check_images(self.model, self.data)
         self.model.check_files()
         self.data.check_files()
-        check_vocab_size(self.model, self.data, self.data.least_vocab_size())
+        check_classes(self.model, self.data)
+        check_vocab_size(self.model, self.data, self.data.ask("least_vocab_size"))
 
     def code(self) -> list[str]:
         """Return the dotted paths to the user's code that this trial calls."""
-        return [*self.model.paths(), *self.data.paths(), *self.task.paths()]
+        paths = (*self.model.paths(), *self.data.paths(), *self.task.paths())
+        return [path for path in paths if not path.startswith("fsdp_lab.")]
 
     def _check_selective(self) -> None:
         """Refuse selective checkpointing of blocks with sharding units inside.

@@ -57,7 +57,6 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import UserError
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.config.parallel import Granularity
-from fsdp_lab.config.workload import ModelConfig
 from fsdp_lab.explain import explain
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.cells import arguments, plan_forecasts, workers
@@ -139,7 +138,7 @@ def run(plan: Plan, swept: list[str]) -> int:
     if streams := len(list(folder.glob("streams_*.json.gz"))):
         written += f", {count(streams, 'trace')} of streams"
     console.print(f"written: {folder}/forecast.csv, {written}", highlight=False)
-    items = "images" if all(isinstance(t.config.model, ModelConfig) for t in trials) else "items"
+    items = "images" if all(t.config.model.is_image_classifier for t in trials) else "items"
     tolerance = first.report.speed_tolerance
     answered = answers(rows, swept, tolerance, room_remedies(requests, swept))
     for line in sentences(rows, swept, items, answered, tolerance).split("\n"):
@@ -236,7 +235,8 @@ def print_scope(console: Console, trials: list[Trial], requests: list[Request], 
         {t.config.training.global_batch_size // r.num_workers for t, r in zip(trials, requests, strict=True)}
     )
     models = [t.config.model for t in trials]
-    images = sorted({(m.image_size, m.num_channels) for m in models if isinstance(m, ModelConfig)})
+    taken = [model.sizes() for model in models if model.is_image_classifier]
+    images = sorted({(sizes["image_size"], sizes["num_channels"]) for sizes in taken})
     shapes = " or ".join(f"{size}x{size}x{channels}" for size, channels in images)
     plural = "" if sizes == [1] else "s"
     items = f"image{plural} of {shapes}" if images else f"item{plural}"

@@ -22,7 +22,6 @@ from fsdp_lab.config import (
     with_custom,
 )
 from fsdp_lab.config.options import option_values
-from fsdp_lab.config.workload import UserData, UserModel
 from fsdp_lab.forecast.devices import check_device
 from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, swept_keys
 from fsdp_lab.sweep.plan import Plan, plan_sweep
@@ -82,12 +81,10 @@ def arguments(trial: Trial) -> dict[str, object]:
 
     Arguments of the model that the name of its option implies are left out.
     """
-    values: dict[str, object] = {}
-    if isinstance(trial.config.model, UserModel):
-        of_option = option_values("model", trial.choices["model"])
-        theirs = {key: value for key, value in trial.values.items() if key.startswith("model.")}
-        values |= {key: value for key, value in theirs.items() if of_option.get(key.partition(".")[2]) != value}
-    if isinstance(trial.config.data, UserData):
-        values |= {"data": trial.choices["data"]}
-        values |= {f"data.{name}": value for name, value in trial.config.data.arguments.items() if value is not None}
-    return values
+    of_option = option_values("model", trial.choices["model"])
+    theirs = {key: value for key, value in trial.values.items() if key.startswith("model.")}
+    values = {key: value for key, value in theirs.items() if of_option.get(key.partition(".")[2]) != value}
+    if trial.config.data.has_images:  # of the model's size
+        return values
+    values |= {"data": trial.choices["data"]}
+    return values | {f"data.{name}": value for name, value in trial.config.data.arguments.items() if value is not None}

@@ -7,7 +7,6 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Self
 
-from fsdp_lab.config.workload import ModelConfig
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord, why_timing_is_excluded
 from fsdp_lab.report.settings import Rules
@@ -33,7 +32,7 @@ class SweepData(SweepRecord):
     def _trivial_loss(self) -> float | None:
         """The cross entropy of guessing among the classes of our image models; None: not known."""
         models = [trial.config.model for trial in self.trials if trial.config is not None]
-        classes = {model.num_classes for model in models if isinstance(model, ModelConfig)}
+        classes = {model.sizes()["num_classes"] for model in models if model.is_image_classifier}
         return math.log(classes.pop()) if len(classes) == 1 else None
 
     @property

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.parallel import Dtype, Granularity, ReshardPolicy
-from fsdp_lab.config.registry import module_of
 from fsdp_lab.config.training import (
     MATRIX_PRODUCTS,
     SAVED_OPERATORS,
@@ -17,7 +15,6 @@ from fsdp_lab.config.training import (
     OptimizerImplementation,
     OptimizerName,
 )
-from fsdp_lab.config.workload import EXAMPLE_BATCH, DataConfig, ModelConfig, UserData, UserModel
 from fsdp_lab.redact import redact
 from fsdp_lab.takehome.imports import Imports, break_lines, without_unused_imports
 from fsdp_lab.takehome.setup import Setup
@@ -79,36 +76,21 @@ def _workload(setup: Setup, imports: Imports) -> dict[str, Any]:
         weights = "on GPUs other first weights than the trial's, which the GPUs drew"
     elif setup.num_params * 4 > _WHOLE_CONSTRUCTOR:
         weights = "other first weights than the trial's, which drew them in parts"
-    pretrained, target = "", str(getattr(model, "target", ""))
+    pretrained, target = "", str(model.target)
     auto_class = _AUTO_CLASSES.get(target.removeprefix(_TRANSFORMERS))
-    if isinstance(model, UserModel):
-        built = imports.call(target, model.arguments)
-        if auto_class and model.arguments.get("pretrained"):
-            options = f"{model.arguments['config']!r}, use_safetensors=True, dtype=torch.float32"
-            pretrained = f"{imports.path(f'transformers.{auto_class}')}.from_pretrained({options})"
-    else:
-        assert isinstance(model, ModelConfig)
-        module = module_of("model.family", model.family)
-        built = f"{imports.path(f'{module}.build_model')}({_config(model, imports)}).build()"
-    example, items = False, ""
-    if isinstance(data, UserData):
-        example = data.target == EXAMPLE_BATCH
-        items = "" if example else imports.call(str(data.target), {**data.arguments, "split": "train"})
-    else:
-        assert isinstance(data, DataConfig)
-        takes = UserModel() if isinstance(model, UserModel) else model
-        read = dataclasses.replace(data, download=True, num_val=None, loader_workers=None)
-        build = imports.path("fsdp_lab.workloads.build.build_data_spec")
-        items = f"{build}({_config(read, imports)}, {_config(takes, imports)}, None).load().train"
+    built = imports.call(target, model.arguments)
+    if auto_class and model.arguments.get("pretrained"):
+        options = f"{model.arguments['config']!r}, use_safetensors=True, dtype=torch.float32"
+        pretrained = f"{imports.path(f'transformers.{auto_class}')}.from_pretrained({options})"
+    example = data.function() is None
+    items = "" if example else imports.call(str(data.target), {**data.arguments_for(model), "split": "train"})
     workers = "4 if cuda else 0" if data.loader_workers is None else data.loader_workers
-    served = "batch_sampler=mine.tolist()" if isinstance(data, UserData) else "sampler=mine, batch_size=None"
-    if isinstance(data, UserData) and data.collate_fn:
-        served += f", collate_fn={imports.path(data.collate_fn)}"
-    loader = f"torch.utils.data.DataLoader(items, {served}, num_workers={workers})"
+    collate = f", collate_fn={imports.path(data.collate_fn)}" if data.collate_fn else ""
+    loader = f"torch.utils.data.DataLoader(items, batch_sampler=mine.tolist(){collate}, num_workers={workers})"
     return {
         "weights": weights,
-        "ours": isinstance(model, ModelConfig),
-        "channels": model.num_channels if isinstance(model, ModelConfig) else 1,
+        "ours": model.is_image_classifier,
+        "channels": model.sizes().get("num_channels", 1),
         "model": built,
         "auto_class": auto_class,
         "pretrained": pretrained,
@@ -117,14 +99,6 @@ def _workload(setup: Setup, imports: Imports) -> dict[str, Any]:
         "loader": "[example] * len(mine)" if example else loader,
         "loss": imports.path(str(task.loss)) if task.name == "custom" else "",
     }
-
-
-def _config(config: Any, imports: Imports) -> str:
-    """Return the expression of one of our configs, with the values that differ from the defaults."""
-    kind = type(config)
-    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(kind)}
-    changed = {name: value for name, value in fields.items() if value != getattr(kind(), name)}
-    return imports.call(f"{kind.__module__}.{kind.__name__}", changed)
 
 
 def _sharding(setup: Setup, imports: Imports) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.config.workload import DATA_FILE, DataConfig, DataGroup, ModelConfig, ModelGroup
+from fsdp_lab.config.workload import DATA_FILE, DataConfig, ModelConfig
 from fsdp_lab.files import whole, whole_folder, write_json
 from fsdp_lab.training.distributed import DistributedContext
-from fsdp_lab.workloads.build import build_model_spec
+from fsdp_lab.workloads.user.model import build_model_spec
 
 FORMAT = 1
 
@@ -90,8 +90,8 @@ def load_exported(path: Path) -> ExportedModel:
         raise UserError(f"{path} is not an exported model, which has only tensors and plain values.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path} was not exported by this version, which reads format {FORMAT}.")
-    model, data = ModelGroup.of_plain(content["model"]), DataGroup.of_plain(content["data"])
-    if not isinstance(model, ModelConfig) or not isinstance(data, DataConfig):
+    model, data = ModelConfig.of_keys(content["model"], "model."), DataConfig.of_keys(content["data"], "data.")
+    if not model.is_image_classifier or not data.has_images:
         # what a file names is not called: it may be anybody's file
         raise UserError(
             f"{path} has a model or a data set that fsdp_lab does not know; build the model with its own code, "

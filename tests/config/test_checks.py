@@ -49,8 +49,7 @@ TO_SIZE = "reshard_after_forward.policy=to_size"
         (["sharding.dp_replicate=4"], 8),
         ([TO_SIZE, "reshard_after_forward.size=2", "sharding.dp_replicate=2"], 4),
         ([DDP, TO_SIZE], 2),  # DDP reshards nothing: the size is not looked at
-        (["model.family=mlp", "model.patch_size=null", "model.num_heads=null", "model.mlp_dim=null"], 2),
-        (["model.family=mlp", "model.patch_size=5"], 2),
+        (["model.patch_size=4"], 2),
         (["optimizer.name=sgd", "optimizer.momentum=0.9"], 2),
         ([DDP, "optimizer.name=sgd", "optimizer.implementation=fused"], 2),
         (["precision.loss_scaling=true", "precision.param_dtype=float16"], 2),

@@ -49,6 +49,7 @@ def test_every_key_can_be_typed() -> None:
     """Each key's default, written as text and read again, is the default."""
     typed = [f"{key}={json.dumps(value)}" for key, value in flatten(NightlyConfig()).items()]
     assert len(typed) == len(all_keys())
+    typed = [word for word in typed if "._target_=" not in word]  # which implies an option without arguments
     wrong = [word for word in typed if read_config(None, [word]) != NightlyConfig()]
     assert not wrong, wrong
 
@@ -61,14 +62,14 @@ def test_every_key_can_be_typed() -> None:
         ({"sharding": {"granularity": "per_blok"}},
          ["sharding.granularity=per_blok is not an option", "ddp, root, per_block, per_layer, size_based"]),
         ({"checkpoint": {"mode": "on"}}, ["checkpoint.mode=on", "off, sync, async"]),
-        ({"optimizer": {"lr": "abc"}}, ["optimizer.lr=abc is a str", "takes a float"]),
-        ({"training": {"epochs": 1.5}}, ["training.epochs=1.5 is a float", "takes a int"]),
-        ({"training": {"epochs": True}}, ["training.epochs=True is a bool", "takes a int"]),
+        ({"optimizer": {"lr": "abc"}}, ["optimizer.lr=abc is a str", "use a number"]),
+        ({"training": {"epochs": 1.5}}, ["training.epochs=1.5 is a float", "use a whole number"]),
+        ({"training": {"epochs": True}}, ["training.epochs=True is a bool", "use a whole number"]),
         ({"training": {"epochs": None}}, ["training.epochs=None"]),
-        ({"optimizer": {"lr": True}}, ["optimizer.lr=True is a bool", "takes a float"]),
-        ({"compile": 1}, ["compile=1 is a int", "takes a bool"]),
-        ({"data": {"root": 5}}, ["data.root=5 is a int", "takes a str"]),
-        ({"cluster": {"num_workers": "two"}}, ["cluster.num_workers=two is a str", "takes a int"]),
+        ({"optimizer": {"lr": True}}, ["optimizer.lr=True is a bool", "use a number"]),
+        ({"compile": 1}, ["compile=1 is a int", "use true or false"]),
+        ({"data": {"collate_fn": 5}}, ["data.collate_fn=5 is a int", "use text"]),
+        ({"cluster": {"num_workers": "two"}}, ["cluster.num_workers=two is a str", "use a whole number"]),
         ({"training": 3}, ["training=3 is a int"]),
     ],
 )  # fmt: skip

@@ -26,6 +26,7 @@ from fsdp_lab.config.key import Secret, key, keys_of
 from fsdp_lab.config.nightly import NightConfig
 from fsdp_lab.config.options import values_implied_by_option
 from fsdp_lab.config.sweep import ReportConfig
+from fsdp_lab.config.workload import DataConfig, ModelConfig
 
 # Another value makes another trial of a grid (cells), is refused by a resume (starts) and by the trial's own checkpoint
 # (checkpoint), is another study (nights), asks for a forecast of its own (memory), is an MLflow parameter (param).
@@ -46,7 +47,7 @@ precision.growth_interval            cells starts checkpoint nights param
 offload.target                       cells starts checkpoint nights memory param
 reshard_after_forward.policy         cells starts checkpoint nights memory param
 reshard_after_forward.size           cells starts checkpoint nights memory param
-model.family                         cells starts checkpoint nights memory param
+model._target_                       cells starts checkpoint nights memory param
 model.image_size                     cells starts checkpoint nights memory param
 model.num_channels                   cells starts checkpoint nights memory param
 model.patch_size                     cells starts checkpoint nights memory param
@@ -55,9 +56,10 @@ model.num_heads                      cells starts checkpoint nights memory param
 model.hidden_dim                     cells starts checkpoint nights memory param
 model.mlp_dim                        cells starts checkpoint nights memory param
 model.num_classes                    cells starts checkpoint nights memory param
-data.name                            cells starts checkpoint nights memory param
-data.root                            cells starts checkpoint nights param
-data.download                        cells starts checkpoint nights param
+model.block_classes                  cells starts checkpoint nights memory param
+model.flops_per_unit                 cells starts checkpoint nights memory param
+data._target_                        cells starts checkpoint nights memory param
+data.collate_fn                      cells starts checkpoint nights memory param
 data.num_train                       cells starts checkpoint nights param
 data.num_val                         cells starts checkpoint nights param
 data.loader_workers                  cells starts nights param
@@ -170,8 +172,8 @@ NAMED_BY_OPTION = {
     "precision=fp16": {"precision.param_dtype", "precision.reduce_dtype", "precision.loss_scaling", "precision.float8"},
     "offload=cpu": {"offload.target"},
     "reshard_after_forward=never": {"reshard_after_forward.policy"},
-    "model=mlp": {"model.family"},
-    "data=digits": {"data.name"},
+    "model=mlp": {"model._target_"},
+    "data=digits": {"data._target_"},
     "task=classification": {"task.name"},
     "optimizer=sgd": {"optimizer.name"},
     "lr_schedule=step": {"lr_schedule.name"},
@@ -272,5 +274,8 @@ def test_a_field_without_a_decision_is_refused():
 
 def test_hydra_sees_types_and_defaults_alone():
     node = OmegaConf.structured(NightlyConfig)
-    assert OmegaConf.to_container(node, enum_to_str=True) == to_dict(NightlyConfig())
+    values = OmegaConf.to_container(node, enum_to_str=True)
+    values["model"] = to_dict(ModelConfig(**values["model"]))  # groups that take any key
+    values["data"] = to_dict(DataConfig(**values["data"]))
+    assert values == to_dict(NightlyConfig())
     assert OmegaConf.get_type(node) is NightlyConfig

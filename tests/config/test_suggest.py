@@ -19,8 +19,6 @@ MEANT = {
     "cluster.gpus": "cluster.num_workers",
     "training.epoch": "training.epochs",
     "model.layers": "model.num_layers",
-    "data.path": "data.root",
-    "+offload._target_": "offload.target",
     "memory_profil": "memory_profile",
 }
 
@@ -29,6 +27,11 @@ def test_the_key_that_was_meant_is_found():
     for typed, meant in MEANT.items():
         group = [key for key in all_keys() if key.startswith(meant.partition(".")[0] + ".")]
         assert (closest(typed, all_keys()), closest(typed, group or all_keys())) == (meant, meant), typed
+
+
+def test_an_argument_of_a_data_set_is_found():
+    assert closest("path", ["root", "download", "image_size"]) == "root"
+    assert closest("+offload._target_", ["offload.target"]) == "offload.target"
 
 
 def test_nothing_is_guessed_of_a_word_that_is_like_none():

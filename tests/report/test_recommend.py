@@ -160,7 +160,7 @@ def test_a_pareto_front_holds_equals_and_leaves_out_what_is_beaten():
 def test_learning_is_judged_against_guessing(loss: float, classes: int | None, learned: bool):
     config = SweepConfig()
     if classes:
-        config.model.num_classes = classes  # type: ignore[attr-defined]
+        config.model.arguments["num_classes"] = classes
     one = dataclasses.replace(trial(0, ("", "", "finished", 100, 1000.0, loss)), config=config if classes else None)
     assert (Note.nothing_learned in codes(of(sweep([one])).notes)) is not learned
 

@@ -108,7 +108,7 @@ def test_a_bad_value_in_a_grid_is_an_error_and_not_left_out(plan):
 
 def test_images_that_are_not_there_are_an_error_before_anything_starts(plan, tmp_path):
     with pytest.raises(Exception, match=r"data\.root=.*FashionMNIST.*data=digits"):
-        plan("data=digits,fashion_mnist", f"data.root={tmp_path}", "data.download=false")
+        plan("data=fashion_mnist", f"data.root={tmp_path}", "data.download=false")
 
 
 @pytest.mark.parametrize(

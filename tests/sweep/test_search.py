@@ -241,4 +241,4 @@ def test_suggestions_are_whole_configurations(parser, compose_trial):
     trial = searching(parser, compose_trial, "random", LR, "model=mlp", "model.hidden_dim=int(interval(16,64))").next()
     assert trial is not None and isinstance(trial.config, SweepConfig)
     assert 1e-5 <= trial.config.optimizer.lr <= 1e-1
-    assert 16 <= trial.config.model.hidden_dim <= 64
+    assert 16 <= trial.config.model.arguments["hidden_dim"] <= 64

@@ -167,7 +167,7 @@ def train_unsharded(config: TrialConfig, wrong: str = "") -> Run:
     def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
 
-    build, split = build_model_spec(config.model).build, partial(Digits, size=config.model.image_size)
+    build, split = build_model_spec(config.model).build, partial(Digits, size=config.model.sizes()["image_size"])
     return Script(build, split, loss, _share_of_right_answers).train(config, wrong)
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from fsdp_lab.config import UserError
 from fsdp_lab.config.training import TrainingConfig
-from fsdp_lab.config.workload import ModelConfig
 from fsdp_lab.training.data import TrainOrder, ValOrder, build_loader, load_data
 from fsdp_lab.training.distributed import ParallelDims
-from fsdp_lab.workloads import DataSpec
-from fsdp_lab.workloads.vision.digits import read_digits
-from fsdp_lab.workloads.vision.images import ImageDataset, expand_channels
+from fsdp_lab.workloads.base import DataSpec
+from fsdp_lab.workloads.user.data import Collated
+from fsdp_lab.workloads.vision.digits import Digits
+from fsdp_lab.workloads.vision.images import expand_channels
 from tests.ranks import run_ranks
 
 HOST = torch.device("cpu")
@@ -25,14 +26,13 @@ def dims_of(world_size: int) -> list[ParallelDims]:
 def test_grey_images_for_a_model_of_three_channels_can_be_pinned() -> None:
     """Pinning allocates the same strides and copies into them, which PyTorch refuses for a stride of 0. The loader
     itself skips pinning where there is no accelerator, so the same two steps are taken here."""
-    train, _ = read_digits()
-    model = ModelConfig(image_size=28, num_channels=3)
+    train = Collated(Digits("train", image_size=28), default_collate, None)
     (dims,) = dims_of(1)
     order = TrainOrder(len(train), TrainingConfig(global_batch_size=16), dims)
-    images, labels = next(iter(build_loader(ImageDataset(train, model), order, None, HOST)))
+    images, labels = next(iter(build_loader(train, order, None, HOST)))
     for tensor in (images, labels):
         torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).copy_(tensor)
-    assert expand_channels(images, model).shape == (16, 3, 28, 28)
+    assert expand_channels(images, 3).shape == (16, 3, 28, 28)
 
 
 def global_batches(world_size: int, accumulate: int, seed: int = 0, epoch: int = 0) -> list[list[int]]:

@@ -126,7 +126,7 @@ def test_weights_are_the_unsharded_runs(exported: dict[str, Exported], unsharded
 def test_the_loaded_model_scores_what_training_reported(exported: dict[str, Exported], name: str) -> None:
     loaded = load_exported(exported[name].path)
     images, labels = digits()[1]
-    images, labels = resize(images[:30], loaded.model.image_size), labels[:30]
+    images, labels = resize(images[:30], loaded.model.sizes()["image_size"]), labels[:30]
     with torch.no_grad():
         logits = loaded.module(images)
     accuracy = (logits.argmax(1) == labels).double().mean().item()

@@ -38,7 +38,7 @@ def norm_by_hand() -> float:
     model.load_state_dict(first_weights(trial))
     (images, labels), _ = digits()
     first = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:32]
-    size = trial.model.image_size
+    size = trial.model.sizes()["image_size"]
     images = nn.functional.interpolate(images[first], size=(size, size), mode="bilinear")
     nn.functional.cross_entropy(model(images), labels[first]).backward()
     return math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))

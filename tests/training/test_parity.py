@@ -176,7 +176,7 @@ def test_every_value_of_every_setting_has_a_row_in_make_test() -> None:
         if not any(_named(group, file.stem).items() <= row.items() for row in rows)
     ]
     for key, default in flatten(TrialConfig()).items():
-        values = {row[key] for row in rows if key in row}
+        values = {str(row[key]) if isinstance(row[key], list) else row[key] for row in rows if key in row}
         wanted = _members(key)
         missing += [f"{key}={value}" for value in wanted - values]
         missing += [f"{key}, other than {default}"] if not wanted and not values - {default} else []
@@ -195,7 +195,7 @@ def _members(key: str) -> set[str]:
     """The names of a key's values, if it takes one of a few."""
     value: Any = TrialConfig()
     for name in key.split("."):
-        value = getattr(value, name)
+        value = getattr(value, name, None)  # of an argument of a callable: None
     return {member.name for member in type(value)} if isinstance(value, Enum) else set()
 
 

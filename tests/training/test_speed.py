@@ -13,7 +13,7 @@ from torchvision.models import ViT_B_16_Weights, ViT_L_16_Weights
 from fsdp_lab.training import speed
 from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.speed import StepTimer, Timed, percentile, speed_metrics, variance_of_sum
-from fsdp_lab.workloads import build_workload
+from fsdp_lab.workloads.build import build_workload
 from tests.ranks import config
 
 ALONE = DistributedContext(0, 0, 2, torch.device("cpu"))

@@ -15,6 +15,7 @@ from fsdp_lab.forecast.forecast import forecast_step
 from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.profile import CATEGORIES
 from fsdp_lab.training import torch_private
+from fsdp_lab.training.blocks import find_block_classes
 from fsdp_lab.training.distributed import build_parallel_dims
 from fsdp_lab.training.parallelize import apply_fully_shard, apply_to_blocks
 from fsdp_lab.workloads.build import build_model_spec
@@ -49,7 +50,7 @@ def groups_made(num_layers: int, *words: str) -> int:
             model = spec.build()
         mesh = build_parallel_dims(trial.sharding, ranks).mesh
         with mock.patch.object(dist.distributed_c10d, "_new_process_group_helper", spy):
-            apply_fully_shard(model, spec.block_classes, trial, mesh)
+            apply_fully_shard(model, find_block_classes(model), trial, mesh)
     return len(made)
 
 

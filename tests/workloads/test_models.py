@@ -8,6 +8,7 @@ import torchvision
 from torch import nn
 
 from fsdp_lab.config import TrialConfig
+from fsdp_lab.training.blocks import find_block_classes
 from fsdp_lab.training.parallelize import apply_to_blocks, sharding_units
 from fsdp_lab.workloads.build import build_model_spec
 from fsdp_lab.workloads.construct import Blueprint
@@ -66,9 +67,10 @@ def test_mlp_is_1024_1024_10() -> None:
 )
 def test_a_model_names_its_block(family: str, block: type[nn.Module], count: int) -> None:
     spec = build_model_spec(config(f"model={family}").model)
-    (block_class,) = spec.block_classes
+    model = spec.build()
+    (block_class,) = find_block_classes(model)
     assert issubclass(block_class, block)
-    assert sum(isinstance(m, block_class) for m in spec.build().modules()) == count
+    assert sum(isinstance(m, block_class) for m in model.modules()) == count
 
 
 def test_weights_are_those_of_a_plain_script() -> None:
@@ -79,7 +81,9 @@ def test_weights_are_those_of_a_plain_script() -> None:
         theirs = torchvision.models.VisionTransformer(28, 7, 4, 2, 64, 128, num_classes=10).state_dict()
         assert ours.keys() == theirs.keys()
         differing = {name for name in ours if not torch.equal(ours[name], theirs[name])}
-        assert differing == ({"conv_proj.weight", "conv_proj.bias"} if trial.model.num_channels == 1 else set())
+        assert differing == (
+            {"conv_proj.weight", "conv_proj.bias"} if trial.model.arguments["num_channels"] == 1 else set()
+        )
 
 
 LAYERS = [f"encoder.layers.encoder_layer_{i}" for i in range(4)]
@@ -98,11 +102,11 @@ ATTENTION_AND_REST = [f"{layer}{part}" for layer in LAYERS for part in (".self_a
 
 def unit_names(*overrides: str) -> list[str]:
     trial = config(*overrides)
-    spec = build_model_spec(trial.model)
     model = build(trial)
-    apply_to_blocks(model, spec.block_classes, trial)
+    blocks = find_block_classes(model)
+    apply_to_blocks(model, blocks, trial)
     names = {id(module): name for name, module in model.named_modules()}
-    return [names[id(unit)] for unit in sharding_units(model, spec.block_classes, trial.sharding)]
+    return [names[id(unit)] for unit in sharding_units(model, blocks, trial.sharding)]
 
 
 @pytest.mark.parametrize(

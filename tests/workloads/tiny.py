@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.config.workload import DataConfig, ModelConfig
-from fsdp_lab.workloads import ModelSpec
-from fsdp_lab.workloads.vision.images import ImageSource, Split
+from fsdp_lab.workloads.vision.images import Images
 
 
 class Block(nn.Module):
@@ -20,11 +18,10 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
-        width = config.num_channels * config.image_size**2
-        self.blocks = nn.ModuleList(Block(width) for _ in range(config.num_layers))
-        self.head = nn.Linear(width, config.num_classes)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_layers))
+        self.head = nn.Linear(width, 2)
 
     def forward(self, images: Tensor) -> Tensor:
         x = images.flatten(1)
@@ -33,15 +30,11 @@ class Tiny(nn.Module):
         return self.head(x)
 
 
-def build_model(config: ModelConfig) -> ModelSpec:
-    return ModelSpec(lambda: Tiny(config), (Block,), "tiny")
-
-
-def build_source(data: DataConfig, model: ModelConfig) -> ImageSource:
+class DarkOrBright(Images):
     """Two classes: dark images and bright ones."""
 
-    def split(count: int) -> Split:
-        labels = torch.arange(count) % 2
-        return Split((labels * 200 + 20).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 4, 4), labels)
+    shape, num_classes = (1, 4), 2
 
-    return ImageSource((1, 4, 4), num_classes=2, read=lambda: (split(64), split(10)))
+    def __init__(self, split: str) -> None:
+        labels = torch.arange(64 if split == "train" else 10) % 2
+        super().__init__((labels * 200 + 20).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 4, 4), labels)

@@ -207,7 +207,7 @@ def _changes_of_data(states: Sequence[TrialState], folder: Path) -> list[str]:
             recorded.setdefault(key, (facts["data_digest"], state.trial.config))
     if not recorded:
         return []
-    from fsdp_lab.workloads import build_workload
+    from fsdp_lab.workloads.build import build_workload
 
     changed = []
     for before, config in recorded.values():

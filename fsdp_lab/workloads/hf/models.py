@@ -54,8 +54,6 @@ class HuggingFace(ModelSource):
         Raises:
             UserError: see `read_config`, or the configuration is of another kind of model.
         """
-        if not isinstance(pretrained, bool):
-            raise ConfigError(f"model.pretrained={pretrained} is not a truth value; use true or false.")
         hf_config = read_config(config, overrides)
         if type(hf_config) in (classes := getattr(transformers(), self.mapping)):
             if self.method is not None and not hasattr(classes[type(hf_config)], self.method):
@@ -150,17 +148,14 @@ class HuggingFace(ModelSource):
         count = getattr(read_config(config, overrides).get_text_config(), "max_position_embeddings", None)
         return count if isinstance(count, int) else None
 
-    def image_shape(
-        self, config: Config | None = None, pretrained: bool = False, **overrides: Any
-    ) -> tuple[int, int] | None:
-        """Return the channels and the height of the images that the model takes; None for a model without images."""
+    def image_sizes(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> dict[str, int]:
+        """Return the size, channels and classes of the images that the model takes; nothing for other models."""
+        if self != image_classification:
+            return {}
         hf_config = read_config(config, overrides)
-        channels, size = getattr(hf_config, "num_channels", None), getattr(hf_config, "image_size", None)
-        return (channels, size) if isinstance(channels, int) and isinstance(size, int) else None
-
-    def num_labels(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> int | None:
-        """Return the number of image classes; None for other kinds of model."""
-        return read_config(config, overrides).num_labels if self == image_classification else None
+        known = {name: getattr(hf_config, name, None) for name in ("image_size", "num_channels")}
+        known["num_classes"] = hf_config.num_labels
+        return {name: size for name, size in known.items() if isinstance(size, int)}
 
 
 def _a(noun: str) -> str:

@@ -7,11 +7,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_lab.config.workload import ModelGroup, TaskConfig
+from fsdp_lab.config.workload import ModelConfig, TaskConfig
 from fsdp_lab.workloads.language.chunks import IGNORED
 
 
-def build_task(config: TaskConfig, model: ModelGroup) -> Language:
+def build_task(config: TaskConfig, model: ModelConfig) -> Language:
     """Return the task, with the configured number of chunks."""
     return Language(config.loss_chunks)
 

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.target import import_callable
-from fsdp_lab.config.workload import UserData
+from fsdp_lab.config.workload import DataConfig
 from fsdp_lab.workloads.seq2seq.pairs import Pairs
 from fsdp_lab.workloads.seq2seq.task import Seq2Seq
 
@@ -35,7 +35,7 @@ class Summary:
     written: str
 
 
-def read_val(data: UserData, files: Mapping[str, str]) -> Pairs:
+def read_val(data: DataConfig, files: Mapping[str, str]) -> Pairs:
     """Return the validation split that a model was scored on.
 
     Args:

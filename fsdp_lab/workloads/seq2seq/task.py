@@ -6,14 +6,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.workload import ModelGroup, TaskConfig
+from fsdp_lab.config.workload import ModelConfig, TaskConfig
 from fsdp_lab.workloads.base import Batch, describe
 
 IGNORED = -100  # the label of padding
 INPUTS = ("input_ids", "attention_mask", "labels")
 
 
-def build_task(config: TaskConfig, model: ModelGroup) -> Seq2Seq:
+def build_task(config: TaskConfig, model: ModelConfig) -> Seq2Seq:
     """Return the task. The arguments do not change it."""
     return Seq2Seq()
 

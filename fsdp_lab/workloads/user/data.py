@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,10 +13,11 @@ from torch.utils.data import default_collate
 
 from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.target import import_callable, in_words, instantiate
-from fsdp_lab.config.workload import EXAMPLE_BATCH, UserData, needed_target
+from fsdp_lab.config.workload import DataConfig, ModelConfig
 from fsdp_lab.workloads.base import Batch, Data, Dataset, DataSpec, map_tensors, tensors_of
 from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded, seeded
 from fsdp_lab.workloads.user.digest import digest_of
+from fsdp_lab.workloads.vision.images import Images
 
 _MEASURED = 32  # items of a batch of which the shape of a larger one is known
 
@@ -67,6 +68,8 @@ class Collated:
             UserError: an item cannot be read, or the items make no batch with a tensor in it.
             OSError: the disk failed; another attempt may succeed.
         """
+        if isinstance(self.items, Images) and self.collate is default_collate:
+            return self.items.batch(indices)
         items = []
         for i in indices.tolist():
             with self._translated_errors(f"item {i} cannot be read"):
@@ -134,21 +137,22 @@ class WithoutPadding:
         return Marked(self.dataset[real if len(real) else torch.zeros(1, dtype=torch.int64)], torch.tensor(len(real)))
 
 
-def build_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSpec:
-    """Return the data of a user's data set, or of `data=example`. Reads nothing yet.
+def build_data(config: DataConfig, model: ModelConfig, build_model: Callable[[], nn.Module]) -> DataSpec:
+    """Return the data of a map-style data set, or of `data=example`. Reads nothing yet.
 
     Args:
         config: the group `data`.
+        model: its sizes are arguments of the data set.
         build_model: the model's constructor, which makes the batches of `data=example`.
     """
-    target = needed_target(config.target, "data")
-    if target == EXAMPLE_BATCH:
+    if (function := config.function()) is None:
         return _example_data(config, build_model)
+    arguments, target = config.arguments_for(model), str(config.target)
     collate = import_callable(config.collate_fn, "data.collate_fn") if config.collate_fn else default_collate
 
     @cache
     def split(name: str) -> Collated:
-        items = make_split(config, target, name)
+        items = make_split(function, target, name, arguments)
         count = config.num_train if name == "train" else config.num_val
         return Collated(items, collate, count, f"data._target_={target}, split={name}")
 
@@ -159,9 +163,14 @@ def build_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSp
         prepare()
         train, val = split("train"), split("val")
         text, vocab_size = (getattr(val.items, name, None) for name in ("bytes_per_token", "vocab_size"))
-        return Data(train, val, _digest(train, val, target), text, vocab_size)
+        return Data(train, WithoutPadding(val), _digest(train, val, target), text, vocab_size)
 
-    return DataSpec(prepare, load, example_of(lambda size: split("train").first(size)))
+    def first(size: int) -> Batch:
+        return split("train").first(size)
+
+    without_reading = None if config.collate_fn else getattr(function, "example_batch", None)
+    example = partial(without_reading, **instantiate(arguments, "data")) if without_reading else example_of(first)
+    return DataSpec(prepare, load, example)
 
 
 def _digest(train: Collated, val: Collated, target: str) -> str:
@@ -181,20 +190,21 @@ def _digest(train: Collated, val: Collated, target: str) -> str:
         ) from error
 
 
-def make_split(config: UserData, target: str, name: str) -> Items:
+def make_split(function: Any, target: str, name: str, arguments: dict[str, Any]) -> Items:
     """Return a split that is the same on every rank and in every trial, even if its items are drawn at random.
 
     Args:
-        config: the group `data`.
-        target: the dotted path of the callable.
+        function: the callable.
+        target: its dotted path.
         name: `train` or `val`.
+        arguments: of the callable, without the split.
 
     Raises:
         UserError: the callable fails, or returns no map-style data set with items.
     """
     try:
         with seeded(0):
-            items = import_callable(target, "data._target_")(split=name, **instantiate(config.arguments, "data"))
+            items = function(split=name, **instantiate(arguments, "data"))
     except UserError:  # our own data sets say it in one message
         raise
     except Exception as error:
@@ -246,7 +256,7 @@ def _scaled(less: Tensor, more: Tensor, size: int) -> list[int]:
     ]
 
 
-def _example_data(config: UserData, build_model: Callable[[], nn.Module]) -> DataSpec:
+def _example_data(config: DataConfig, build_model: Callable[[], nn.Module]) -> DataSpec:
     @cache
     def example(size: int) -> Batch:
         try:
@@ -263,4 +273,4 @@ def _example_data(config: UserData, build_model: Callable[[], nn.Module]) -> Dat
             return model.example_batch(size)
 
     train, val = (Repeated(example, count or 1024) for count in (config.num_train, config.num_val))
-    return DataSpec(lambda: None, lambda: Data(train, val, digest="example"), example_of(example))
+    return DataSpec(lambda: None, lambda: Data(train, WithoutPadding(val), "example"), example_of(example))

@@ -10,12 +10,12 @@ from torch import nn
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.source import ModelSource
 from fsdp_lab.config.target import import_callable, import_object, in_words, instantiate
-from fsdp_lab.config.workload import UserModel, needed_target
+from fsdp_lab.config.workload import ModelConfig, needed_target
 from fsdp_lab.workloads.base import ModelSpec
 
 
-def build_model(config: UserModel) -> ModelSpec:
-    """Return the spec of a user's model."""
+def build_model_spec(config: ModelConfig) -> ModelSpec:
+    """Return the spec of the configured model."""
     target = needed_target(config.target, "model")
     function = import_callable(target, "model._target_")
     blocks = [import_object(path, "model.block_classes") for path in config.block_classes or ()]

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.target import import_callable, user_line
-from fsdp_lab.config.workload import ModelGroup, TaskConfig
+from fsdp_lab.config.workload import ModelConfig, TaskConfig
 from fsdp_lab.workloads.base import Batch, Task, describe, plain_class, shape_of, tensors_of
 from fsdp_lab.workloads.user.data import Marked
 
@@ -25,7 +25,7 @@ _OF_WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod)(?=\.|$)
 LossFunction = Callable[[Any, Batch], Any]
 
 
-def build_task(config: TaskConfig, model: ModelGroup) -> Task:
+def build_task(config: TaskConfig, model: ModelConfig) -> Task:
     """Return the task of `task=custom` or `task=model_loss`."""
     metrics = import_callable(config.metrics, "task.metrics") if config.metrics else None
     unit = config.unit or "samples"

@@ -8,27 +8,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.workload import ModelConfig, ModelGroup, TaskConfig
+from fsdp_lab.config.workload import ModelConfig, TaskConfig
 from fsdp_lab.workloads.base import describe
 from fsdp_lab.workloads.vision.images import ImageBatch, expand_channels
 
 
-def build_task(config: TaskConfig, model: ModelGroup) -> Classification:
-    """Return the task. A model of ours decides the channels of its images."""
-    return Classification(model)
+def build_task(config: TaskConfig, model: ModelConfig) -> Classification:
+    """Return the task. A model whose images are known decides their channels."""
+    return Classification(model.sizes().get("num_channels"))
 
 
 class Classification:
     """Cross entropy and accuracy of `(inputs, labels)`; a label of -1 is padding.
 
     Args:
-        config: of the model; images for a model of ours get its number of channels.
+        num_channels: of the model's images; None: inputs stay as they are.
     """
 
     unit = "samples"
 
-    def __init__(self, config: ModelGroup) -> None:
-        self.config = config
+    def __init__(self, num_channels: int | None = None) -> None:
+        self.num_channels = num_channels
 
     def forward(self, model: nn.Module, batch: ImageBatch) -> Tensor:
         """Return the logits `(batch, classes)`.
@@ -42,9 +42,7 @@ class Classification:
                 "task.loss=<package.function>."
             )
         inputs, _ = batch
-        return logits_of(
-            model(expand_channels(inputs, self.config) if isinstance(self.config, ModelConfig) else inputs)
-        )
+        return logits_of(model(inputs if self.num_channels is None else expand_channels(inputs, self.num_channels)))
 
     def loss(self, outputs: Tensor, batch: ImageBatch) -> Tensor:
         """Return the mean cross entropy of a batch without padding."""

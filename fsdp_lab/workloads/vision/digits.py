@@ -4,26 +4,43 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+from fsdp_lab.workloads.vision.images import Images
 
-from fsdp_lab.config.workload import DataConfig, ModelConfig
-from fsdp_lab.workloads.vision.images import ImageSource, Split
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SPLIT_SEED = 0  # fixed, so that the validation images are the same in every run
 
 
-def build_source(data: DataConfig, model: ModelConfig) -> ImageSource:
-    """Return the source of the digits. The arguments do not change it."""
-    return ImageSource(image_shape=(1, 8, 8), num_classes=10, read=read_digits)
+class Digits(Images):
+    """The training or the validation split, 80/20, the same each time.
+
+    Args:
+        split: `train` or `val`.
+        image_size: height and width; null: 8.
+    """
+
+    shape, num_classes = (1, 8), 10
+
+    def __init__(self, split: str, *, image_size: int | None = None) -> None:
+        import torch
+
+        images, labels = read_digits()
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(_SPLIT_SEED))
+        cut = len(order) * 4 // 5
+        chosen = order[:cut] if split == "train" else order[cut:]
+        super().__init__(images[chosen], labels[chosen], image_size)
 
 
-def read_digits() -> tuple[Split, Split]:
-    """Return the training and the validation split, 80/20, the same each time.
+def read_digits() -> tuple[Tensor, Tensor]:
+    """Return all images uint8 `(N, 1, 8, 8)` and labels int64 `(N,)`.
 
     Reads the file that scikit-learn installs: importing its `datasets` takes longer than an epoch.
     """
     import numpy as np
+    import torch
 
     spec = importlib.util.find_spec("sklearn")
     folders = spec.submodule_search_locations if spec else None
@@ -36,7 +53,4 @@ def read_digits() -> tuple[Split, Split]:
 
         bunch = load_digits()
         pixels, labels = torch.from_numpy(bunch.data), torch.from_numpy(bunch.target).long()
-    images = (pixels.double() * 255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(_SPLIT_SEED))
-    train, val = order[: len(order) * 4 // 5], order[len(order) * 4 // 5 :]
-    return Split(images[train], labels[train]), Split(images[val], labels[val])
+    return (pixels.double() * 255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8), labels

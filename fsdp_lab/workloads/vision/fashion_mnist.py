@@ -3,53 +3,81 @@
 from __future__ import annotations
 
 import socket
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.workload import DataConfig, ModelConfig
 from fsdp_lab.locks import InUse, exclusive
-from fsdp_lab.workloads.vision.images import ImageSource, Split
+from fsdp_lab.workloads.vision.images import Images
 
-CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot")
+_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 _DOWNLOAD_TIMEOUT_S = 30.0
 _DOWNLOAD_WAIT_S = 900.0
 
 
-def build_source(data: DataConfig, model: ModelConfig) -> ImageSource:
-    """Return the source of the images, which are read from `data.root`."""
-    return ImageSource((1, 28, 28), len(CLASSES), partial(read, data), partial(prepare, data), CLASSES)
+class FashionMnist(Images):
+    """The published training or test images.
 
-
-def read(data: DataConfig) -> tuple[Split, Split]:
-    """Return the published training and test images."""
-    from torchvision.datasets import FashionMNIST
-
-    parts = [FashionMNIST(data.root, train=train) for train in (True, False)]
-    train, val = (Split(p.data.unsqueeze(1), p.targets.long()) for p in parts)
-    return train, val
-
-
-def prepare(data: DataConfig) -> None:
-    """Download missing files if `data.download` allows it. Trials on one node wait for each other.
+    Args:
+        split: `train` or `val`, which is the published test split.
+        root: the folder that holds `FashionMNIST/raw`.
+        download: download missing files. Trials on one node wait for each other.
+        image_size: height and width; null: 28.
 
     Raises:
         UserError: files are missing and cannot be downloaded.
     """
-    if data.missing() is None:
+
+    shape, num_classes = (1, 28), 10
+    class_names = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot")
+
+    def __init__(
+        self, split: str, *, root: str = "outputs/data", download: bool = True, image_size: int | None = None
+    ) -> None:
+        from torchvision.datasets import FashionMNIST
+
+        _prepare(root, download)
+        part = FashionMNIST(root, train=split == "train")
+        super().__init__(part.data.unsqueeze(1), part.targets.long(), image_size)
+
+    @staticmethod
+    def check_files(root: str = "outputs/data", download: bool = True, **_: Any) -> None:
+        """Check that no file is missing, unless the first worker of a node downloads it.
+
+        Raises:
+            UserError: a file is missing and may not be downloaded.
+        """
+        if not download and (missing := _missing(root)):
+            raise UserError(f"{missing} (data.download=false)")
+
+
+def _prepare(root: str, download: bool) -> None:
+    if (missing := _missing(root)) is None:
         return
     reason = "data.download=false"
-    if data.download:
+    if download:
         from torchvision.datasets import FashionMNIST
 
         before = socket.getdefaulttimeout()
         socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT_S)  # torchvision sets none: a dead mirror would hang
         try:
-            with exclusive(Path(data.root, ".download.lock"), _DOWNLOAD_WAIT_S):  # trials side by side
-                FashionMNIST(data.root, download=True)
+            with exclusive(Path(root, ".download.lock"), _DOWNLOAD_WAIT_S):  # trials side by side
+                FashionMNIST(root, download=True)
             return
         except (OSError, RuntimeError, InUse) as error:
             reason = f"the download failed: {error}"
         finally:
             socket.setdefaulttimeout(before)
-    raise UserError(f"{data.missing()} ({reason})")
+    raise UserError(f"{missing} ({reason})")
+
+
+def _missing(root: str) -> str | None:
+    """Return a sentence that names the files missing in `root`; None if all exist."""
+    folder = Path(root).absolute() / "FashionMNIST" / "raw"
+    missing = [name for name in _FILES if not (folder / name).is_file()]
+    if not missing:
+        return None
+    return (
+        f"data.root={root}: {folder} lacks Fashion-MNIST's {', '.join(missing)}; set data.root to the folder that "
+        "holds FashionMNIST/raw, set data.download=true with internet access, or use data=digits, which needs no files."
+    )

@@ -1,137 +1,83 @@
-"""Labelled images, held in memory as bytes and served in batches."""
+"""Labelled images, held in memory as bytes and served as a model takes them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+if TYPE_CHECKING:  # a command checks its arguments without PyTorch
+    from torch import Tensor
 
-from fsdp_lab.config.errors import ConfigError
-from fsdp_lab.config.workload import DataConfig, ModelConfig
-from fsdp_lab.workloads.base import Data, DataSpec
-
-ImageBatch = tuple[Tensor, Tensor]
+ImageBatch = tuple["Tensor", "Tensor"]
 
 
-@dataclass(frozen=True)
-class Split:
-    """Labelled images. Image i is `images[i % P]`: P = N except for synthetic ones.
+class Images:
+    """A split of labelled images. Image i is `images[i % P]`: P = N except for synthetic ones.
 
-    Attributes:
+    Items are `(image, label)`: images are float32 `(C, S, S)` in [-1, 1], labels int64. C is the channels of the data
+    set; `expand_channels` makes the model's from them on the device.
+
+    Args:
         images: uint8 `(P, C, H, W)`.
         labels: int64 `(N,)`.
+        image_size: S; None: as they are.
     """
 
-    images: Tensor
-    labels: Tensor
+    shape: ClassVar[tuple[int, int]]  # channels, and height and width, known without reading
+    num_classes: ClassVar[int]
+    class_names: ClassVar[tuple[str, ...] | None] = None  # for pictures; None: the classes are numbers
+
+    def __init__(self, images: Tensor, labels: Tensor, image_size: int | None = None) -> None:
+        self.images, self.labels, self.image_size = images, labels, image_size
+
+    @classmethod
+    def example_batch(
+        cls, size: int, *, image_size: int | None = None, num_channels: int | None = None, **_: Any
+    ) -> ImageBatch:
+        """Return a batch of a given size from uninitialised memory."""
+        import torch
+
+        channels, height = num_channels or cls.shape[0], image_size or cls.shape[1]
+        return torch.empty(size, channels, height, height), torch.empty(size, dtype=torch.int64)
+
+    @classmethod
+    def least_num_classes(cls, *, num_classes: int | None = None, **_: Any) -> int:
+        """Return the number of classes that a model must know."""
+        return num_classes or cls.num_classes
+
+    @property
+    def digest(self) -> str:
+        """16 digits that differ if a shape, a pixel or a label does."""
+        sha = hashlib.sha256()
+        for tensor in (self.images, self.labels):
+            sha.update(str(tuple(tensor.shape)).encode())
+            sha.update(tensor.contiguous().numpy().data)
+        return sha.hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def first(self, count: int | None) -> Split:
-        """Return the first so many samples; None: all."""
-        return Split(self.images[:count], self.labels[:count])
+    def __getitem__(self, index: int) -> ImageBatch:
+        if not 0 <= index < len(self):
+            raise IndexError(f"image {index} of {len(self)}")
+        images, labels = self.batch(self.labels.new_tensor([index]))
+        return images[0], labels[0]
+
+    def batch(self, indices: Tensor) -> ImageBatch:
+        """Return images `(B, C, S, S)` and labels `(B,)`, scaled and resized together."""
+        from torch.nn.functional import interpolate
+
+        images = self.images[indices % len(self.images)].float().div_(127.5).sub_(1.0)
+        size = self.image_size
+        if size is not None and images.shape[-1] != size:
+            images = interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
+        return images, self.labels[indices]
 
 
-def _nothing_to_prepare() -> None:
-    """Do nothing: the default of a source without files."""
-
-
-@dataclass(frozen=True)
-class ImageSource:
-    """A data set of images.
-
-    Attributes:
-        image_shape: channels, height and width, known without reading.
-        num_classes: classes of the labels.
-        read: returns the training and the validation split.
-        prepare: downloads missing files.
-        class_names: for pictures; None: the classes are numbers.
-    """
-
-    image_shape: tuple[int, int, int]
-    num_classes: int
-    read: Callable[[], tuple[Split, Split]]
-    prepare: Callable[[], None] = _nothing_to_prepare
-    class_names: tuple[str, ...] | None = None
-
-
-def image_data(source: ImageSource, data: DataConfig, model: ModelConfig) -> DataSpec:
-    """Return a data spec that serves a source's images as the model takes them.
-
-    Args:
-        source: of the images.
-        data: how many samples to use.
-        model: its image size and classes.
-    """
-
-    def load() -> Data:
-        train, val = source.read()
-        if source.num_classes > model.num_classes:
-            raise ConfigError(
-                f"model.num_classes={model.num_classes} is less than the {source.num_classes} classes of "
-                f"data={data.name}; use model.num_classes={source.num_classes}."
-            )
-        train, val = train.first(data.num_train), val.first(data.num_val)
-        return Data(ImageDataset(train, model), ImageDataset(val, model), digest(train, val))
-
-    def example_batch(size: int) -> ImageBatch:
-        images = preprocess(torch.empty((size, *source.image_shape), dtype=torch.uint8), model)
-        return images, torch.empty(size, dtype=torch.int64)
-
-    return DataSpec(source.prepare, load, example_batch)
-
-
-class ImageDataset:
-    """Whole batches by the indices of their items, scaled and resized.
-
-    An item is `(images, labels)`: images are float32 `(B, C, S, S)` in [-1, 1], labels int64 `(B,)`. C is the channels
-    of the data set; `expand_channels` makes the model's from them on the device. An index of -1 is padding with the
-    label -1.
-
-    Args:
-        split: the images.
-        model: its `image_size` is S.
-    """
-
-    def __init__(self, split: Split, model: ModelConfig) -> None:
-        self.split, self.model = split, model
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def __getitem__(self, indices: Tensor) -> ImageBatch:
-        images = preprocess(self.split.images[indices % len(self.split.images)], self.model)
-        return images, torch.where(indices < 0, -1, self.split.labels[indices])
-
-
-def preprocess(images: Tensor, model: ModelConfig) -> Tensor:
-    """Return images uint8 `(B, C, H, W)` as float32 `(B, C, S, S)` in [-1, 1], with S the model's `image_size`."""
-    images = images.float().div_(127.5).sub_(1.0)
-    size = model.image_size
-    if images.shape[-1] != size:
-        images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
-    return images
-
-
-def expand_channels(images: Tensor, model: ModelConfig) -> Tensor:
-    """Return images `(B, 1 or C, S, S)` as `(B, model.num_channels, S, S)`; a grey image becomes a view per channel.
+def expand_channels(images: Tensor, num_channels: int) -> Tensor:
+    """Return images `(B, 1 or C, S, S)` as `(B, C, S, S)` with C = `num_channels`; a grey one becomes a view.
 
     Called after the copy to the device: a view with a stride of 0 cannot be pinned, and would be copied channel by
     channel.
     """
-    return images.expand(-1, model.num_channels, -1, -1)
-
-
-def digest(*splits: Split) -> str:
-    """Return a SHA-256 over shapes, pixels and labels, shortened to 16 digits; MLflow keeps 36."""
-    sha = hashlib.sha256()
-    for split in splits:
-        for tensor in (split.images, split.labels):
-            sha.update(str(tuple(tensor.shape)).encode())
-            sha.update(tensor.contiguous().numpy().data)
-    return sha.hexdigest()[:16]
+    return images.expand(-1, num_channels, -1, -1)

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import torch
+from fsdp_lab.workloads.vision.images import Images
 
-from fsdp_lab.config.workload import DataConfig, ModelConfig
-from fsdp_lab.workloads.vision.images import ImageSource, Split
-
-
-def build_source(data: DataConfig, model: ModelConfig) -> ImageSource:
-    """Return the source of the noise: 1,024 training and 128 validation samples unless `data` gives other numbers."""
-
-    def read() -> tuple[Split, Split]:
-        counts = (data.num_train or 1024, data.num_val or 128)
-        train, val = (synthetic(n, model, seed) for seed, n in enumerate(counts))
-        return train, val
-
-    return ImageSource((model.num_channels, model.image_size, model.image_size), model.num_classes, read)
+_POOL = 64  # different images: a thousand of 224x224 would take 150 MB in every worker
 
 
-def synthetic(count: int, model: ModelConfig, seed: int) -> Split:
-    """Return samples drawn from at most 64 different images.
-
-    A thousand images of 224x224 would take 150 MB in every worker.
+class SyntheticImages(Images):
+    """Random images with random labels, of which at most 64 differ.
 
     Args:
-        count: samples.
-        model: its images and classes.
-        seed: of the noise.
+        split: `train` or `val`.
+        image_size: height and width.
+        num_channels: channels of an image.
+        num_classes: classes of the labels.
+        num_images: items of the split.
     """
-    generator = torch.Generator().manual_seed(seed)
-    shape = (min(count, 64), model.num_channels, model.image_size, model.image_size)
-    pool = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-    labels = torch.randint(0, model.num_classes, (shape[0],), generator=generator)
-    return Split(pool, labels[torch.arange(count) % shape[0]])
+
+    shape, num_classes = (1, 28), 10
+
+    def __init__(
+        self, split: str, *, image_size: int = 28, num_channels: int = 1, num_classes: int = 10, num_images: int = 2**20
+    ) -> None:
+        import torch
+
+        generator = torch.Generator().manual_seed(int(split == "val"))
+        shape = (_POOL, num_channels, image_size, image_size)
+        pool = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        labels = torch.randint(0, num_classes, (_POOL,), generator=generator)
+        super().__init__(pool, labels[torch.arange(num_images) % _POOL])

@@ -80,14 +80,17 @@ def test_only_language_computes_its_loss_in_parts() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("model=lm_tiny data=digits", "llama.Llama is for tokens, data.name=digits is for images"),
+        (
+            "model=lm_tiny data=digits",
+            "llama.Llama is for tokens, data._target_=fsdp_lab.workloads.vision.digits.Digits is",
+        ),
         (
             "model=vit_tiny data=pydoc",
-            "model.family=vit is for images, data._target_=fsdp_lab.workloads.language.pydoc.",
+            "models.vit is for images, data._target_=fsdp_lab.workloads.language.pydoc.",
         ),
         (
             "task=language model=mlp data._target_=tests.workloads.user.my_project.data.Corpus",
-            "model.family=mlp is for images, task=language is",
+            "models.mlp is for images, task=language is",
         ),
         ("task=classification model=lm_tiny", "Llama is for tokens, data._target_=fsdp_lab"),
     ],
