@@ -118,7 +118,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and "fsdp_lab needs Python 3.11 to 3.13, $(PYTHON) is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(PY) -c 'import uv' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check uv
-	@echo "installing the pinned versions into $(VENV) (about 5 GB with PyTorch; a minute or two)"
+	@echo "installing the pinned versions into $(VENV) (about 7 GB with PyTorch; two or three minutes)"
 	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev]"
 	@# to bytecode now, once: otherwise the many processes of a trial each compile PyTorch, some of them every time
 	@env -u PYTHONDONTWRITEBYTECODE $(PY) -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
