@@ -1,4 +1,4 @@
-"""The model, the data set and the task that a trial trains: ours by sizes, the user's by `_target_` and arguments."""
+"""The model, the data set and the task that a trial trains: a `_target_` and its arguments, ours or the user's."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class DataConfig(OpenGroup):
         return None if target == EXAMPLE_BATCH else import_callable(target, "data._target_")
 
     def arguments_for(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the arguments, with the model's sizes for those that the target takes and nobody typed."""
+        """Return the arguments, with sizes of the model for untyped ones that the target takes."""
         taken = parameters(self.function()) or {}
         return {name: size for name, size in model.sizes().items() if name in taken} | self.arguments
 

@@ -1,4 +1,4 @@
-"""What Ray Tune is told of a sweep's trials. The answers of a Ray stand in for one."""
+"""What Ray Tune is told about a sweep. Planted answers stand in for a cluster of one core."""
 
 from __future__ import annotations
 
