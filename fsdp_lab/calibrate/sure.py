@@ -1,10 +1,10 @@
-"""The errors of predictions by a calibration, what disturbed it, and whether an earlier one is better."""
+"""The errors of predictions by a calibration, who else used the cores, and whether an earlier one is better."""
 
 from __future__ import annotations
 
 from fsdp_lab.forecast.devices import calibrated
 from fsdp_lab.speed.device import Device
-from fsdp_lab.speed.measured import DISTURBED
+from fsdp_lab.speed.measured import MOST_OTHERS
 
 _UNSURE = 0.3  # an error of ratios that is worth a second try
 _CLEARLY = 1.25  # times as large: errors of two quiet calibrations differ by less (experiments/cpu_speed: 17 and 20 %)
@@ -12,7 +12,7 @@ _AGAIN = "close other programs and run python -m fsdp_lab.calibrate again"
 
 
 def how_sure(device: Device) -> list[str]:
-    """Return lines: the errors of predictions, their effect on `forecast.keep`, and a warning if disturbed."""
+    """Return lines: the errors of predictions, their effect on `forecast.keep`, and a warning if others computed."""
     assert device.measured is not None
     error, ratio, others = device.error.p90, device.relative, device.measured.others
     lines = [
@@ -28,8 +28,8 @@ def how_sure(device: Device) -> list[str]:
     else:
         lines += ["  ratios of two settings: not known, so forecast.keep compares whole ranges and skips little"]
     lines += [f"  other processes used {others:.0%} of the cores during the calibration"]
-    if others > DISTURBED:
-        lines += [f"warning: this calibration was disturbed, and its predictions may be too slow; {_AGAIN}"]
+    if others > MOST_OTHERS:
+        lines += [f"warning: because of that its predictions may be too slow; {_AGAIN}"]
     elif ratio is None or max(error, ratio.p90) > _UNSURE:
         lines += [f"warning: with such errors forecast.keep skips almost nothing; {_AGAIN}"]
     return lines
@@ -39,8 +39,8 @@ def better_before(device: Device) -> Device | None:
     """Return the calibration that forecasts on this machine use so far, if it is better than the new one; else None.
 
     It must be of the same machine, cores, PyTorch and number of workers. It is better with clearly smaller errors, or
-    if it was undisturbed and the new one is not: a disturbed one's errors do not show that all its times are too long,
-    by about the others' share.
+    if others used the cores only during the new one: its errors do not show that all its times are too long, by about
+    the others' share.
     """
     before, now = calibrated(device.name), device.measured
     if before is None or before.measured is None or now is None:
@@ -49,7 +49,7 @@ def better_before(device: Device) -> Device | None:
     if (then.machine, then.cores, then.torch, then.workers) != (now.machine, now.cores, now.torch, now.workers):
         return None
     surer = before.error.p90 * _CLEARLY < device.error.p90
-    quieter = now.others > DISTURBED >= then.others and before.error.p90 <= device.error.p90 + now.others
+    quieter = now.others > MOST_OTHERS >= then.others and before.error.p90 <= device.error.p90 + now.others
     return before if surer or quieter else None
 
 

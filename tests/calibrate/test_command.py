@@ -24,7 +24,7 @@ from fsdp_lab.speed.measured import Measured
 from fsdp_lab.speed.predict import Parts
 from fsdp_lab.speed.refine import Observation
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.listeners.forecasts import Forecasts, ran_there, undisturbed_step_s
+from fsdp_lab.sweep.listeners.forecasts import Forecasts, ran_there, reliable_step_s
 from tests.ranks import config
 from tests.speed.test_costs import ROUND
 from tests.speed.test_measured import HERE, HOST, LINES, MEASURED
@@ -112,7 +112,7 @@ def test_a_calibration_of_another_machine_or_version_is_used_with_a_note(here: P
     assert machine.endswith("python -m fsdp_lab.calibrate measures this machine.")
 
 
-def test_a_calibration_that_was_disturbed_is_used_with_a_note(here: Path):
+def test_a_calibration_that_others_slowed_down_is_used_with_a_note(here: Path):
     calibrated(here, others=0.66)
     (note,) = device_notes(config(), 2)
     assert "The device was calibrated while other processes used 66% of the cores: expect larger errors" in note
@@ -186,12 +186,12 @@ def test_what_ran_elsewhere_or_is_not_predicted_as_it_runs_teaches_nothing(here:
     assert ran_there(gpu, "NVIDIA H100 80GB HBM3") and not ran_there(gpu, "NVIDIA H200") and not ran_there(gpu, None)
 
 
-def test_waiting_is_no_part_of_a_step_and_disturbed_steps_are_none():
+def test_waiting_is_no_part_of_a_step_and_steps_beside_others_are_none():
     metrics = {"perf/samples_per_s": 100.0, "perf/data_wait_share": 0.1}
-    assert undisturbed_step_s(metrics, 50, cuda=False) == pytest.approx(0.45)
-    assert undisturbed_step_s(metrics, 50, cuda=True) is None
-    assert undisturbed_step_s({**metrics, "perf/others_cpu": 0.2}, 50, cuda=False) is None
-    assert undisturbed_step_s({}, 50, cuda=False) is None
+    assert reliable_step_s(metrics, 50, cuda=False) == pytest.approx(0.45)
+    assert reliable_step_s(metrics, 50, cuda=True) is None
+    assert reliable_step_s({**metrics, "perf/others_cpu": 0.2}, 50, cuda=False) is None
+    assert reliable_step_s({}, 50, cuda=False) is None
 
 
 def test_finished_trials_correct_forecasts_by_the_calibration_that_predicted_them(here: Path):
@@ -224,7 +224,7 @@ def test_the_summary_has_rates_and_says_how_sure_predictions_are():
 @pytest.mark.parametrize(
     ("others", "ratio", "warns"),
     [
-        (0.4, 0.1, "was disturbed, and its predictions may be too slow"),
+        (0.4, 0.1, "because of that its predictions may be too slow"),
         (0.0, 0.84, "forecast.keep skips almost nothing"),
         (0.0, None, "forecast.keep skips almost nothing"),
     ],
@@ -273,7 +273,7 @@ def test_a_better_calibration_from_before_is_kept(
     [
         ((0.8, 0.0), (0.15, 0.4), False),  # quiet, with clearly larger errors
         ((0.8, 0.49), (0.15, 0.5), False),
-        ((0.2, 0.49), (0.19, 0.5), False),  # of two disturbed ones the newer counts
+        ((0.2, 0.49), (0.19, 0.5), False),  # of two beside others the newer counts
         ((0.2, 0.49), (0.59, 0.5), True),
         ((0.2, 0.1), (0.19, 0.11), True),
     ],

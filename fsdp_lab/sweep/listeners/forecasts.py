@@ -31,7 +31,7 @@ from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.choice import PLAIN
 from fsdp_lab.report.reason_texts import needs_text
 from fsdp_lab.speed.fitted import digest
-from fsdp_lab.speed.measured import DISTURBED
+from fsdp_lab.speed.measured import MOST_OTHERS
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.speed.refine import Observation
 from fsdp_lab.status import TrialStatus
@@ -173,7 +173,7 @@ class Forecasts(Listener):
         (request,) = _requests([state], resources.num_gpus() > 0, workers)
         if speed.parts is None or request.sheet is None or not ran_there(request, state.device):
             return
-        step_s = undisturbed_step_s(state.metrics, speed.samples, request.cuda)
+        step_s = reliable_step_s(state.metrics, speed.samples, request.cuda)
         if step_s is None:
             return
         setting = sha256(request.key.encode()).hexdigest()[:16]
@@ -226,7 +226,7 @@ def ran_there(request: Request, device: str) -> bool:
     return own and config.cluster.address is None and config.cluster.cpus_per_worker in (None, 1.0)
 
 
-def undisturbed_step_s(metrics: Mapping[str, float], samples: int, cuda: bool) -> float | None:
+def reliable_step_s(metrics: Mapping[str, float], samples: int, cuda: bool) -> float | None:
     """Return the seconds of a trial's step, without waiting for data; None if they are not reliable.
 
     They are not if other processes used the cores, if no step was timed, or if a GPU waited for an unknown part of
@@ -238,7 +238,7 @@ def undisturbed_step_s(metrics: Mapping[str, float], samples: int, cuda: bool) -
         cuda: whether it ran on a GPU.
     """
     speed, waited = metrics.get(SPEED), metrics.get(DATA_WAIT, 0.0)
-    if not speed or metrics.get(OTHERS_CPU, 0.0) > DISTURBED or (cuda and waited > _WAITED):
+    if not speed or metrics.get(OTHERS_CPU, 0.0) > MOST_OTHERS or (cuda and waited > _WAITED):
         return None
     return samples / speed * (1.0 if cuda else 1 - waited)
 
