@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fsdp_lab.config.sweep import ReportConfig
 from fsdp_lab.metrics import LOSS_EPS, OTHERS_CPU, PREDICTED_SPEED, SPEED
 from fsdp_lab.report.qualify import too_large
 from fsdp_lab.report.repeats import undecided
@@ -32,6 +33,10 @@ def notes_on(settings: Settings, able: Sequence[Setting], chosen: Setting, raced
     if settings.excluded and settings.rules.by_speed:
         share = max(settings.figure(number, OTHERS_CPU) for number in settings.excluded)
         notes.append(Statement(Note.excluded, {"count": len(settings.excluded), "share": share, "compared": raced}))
+    shares = [settings.figure(n, OTHERS_CPU) for s in able for n in s.trials if n not in settings.excluded]
+    beside_others = [share for share in shares if share > ReportConfig().others_cpu]
+    if raced and beside_others:  # the user raised the limit
+        notes.append(Statement(Note.included, {"count": len(beside_others), "share": max(beside_others)}))
     if raced and len({s.group for s in able}) > 1 and settings.speeds.basis is Basis.nothing:
         tried = settings.rules.repeat_max is not None or any(len(s.trials) > 1 for s in settings.all)
         notes.append(Statement(Note.one_run, {"tried": tried, "grid": not settings.rules.objectives}))

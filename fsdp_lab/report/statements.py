@@ -64,6 +64,7 @@ class Note(StrEnum):
     """What the figures do not show."""
 
     excluded = "excluded"
+    included = "included"
     one_run = "one_run"
     nothing_learned = "nothing_learned"
     rounding = "rounding"

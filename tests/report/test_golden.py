@@ -1,24 +1,33 @@
-"""What a report says, of sweeps made by hand: the terminal's text and `report.md`, compared as a whole.
+"""What a report says, of sweeps made by hand: the terminal's text, `report.md` and `results.csv`, compared as a whole.
 
 `python -m tests.report.test_golden` writes the files again. Read what changed: a person will.
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
+from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig
-from fsdp_lab.metrics import MIB, SPEED
+from fsdp_lab.metrics import MIB, SPEED, table_columns
+from fsdp_lab.record.reasons import Code, Reason, TimingExcluded
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_markdown
 from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.listeners.results_csv import write_results
+from fsdp_lab.sweep.state import TrialState
+from tests.conftest import ROOT
 from tests.report.sweeps import REPEATED, ROWS, on_cpu, rounds, sweep, trial
 
 FOLDER = Path(__file__).parent / "golden"
+RESULTS = FOLDER / "results.csv"
 
 
 def nearly_full() -> SweepData:
@@ -94,6 +103,49 @@ def test_each_file_has_its_case():
     assert {path.stem for path in FOLDER.glob("*.md")} == set(CASES)
 
 
+def test_a_timing_that_a_higher_limit_counts_is_named():
+    """The same sweep with report.others_cpu=1, which a note of the first report offers."""
+    answered = answer(CASES["all_timings_excluded"].judged_by(1.0))
+    assert answered.recommendation.is_by_speed
+    assert answered.notes[0].startswith("The speeds may be wrong: beside 2 of 2 trials other processes used up to 40 %")
+
+
+def results() -> str:
+    """`results.csv` of ten trials, one of each end, with what a CSV has to quote and what is not known."""
+    figures = {"epoch": 2.0, "train/loss": 0.125, "val/loss": 1e-7, SPEED: 1234.5, "perf/undeclared": 1.0}
+    why = Reason.of(Code.error, rank=1, error="ValueError", text='of "a", b')
+    states = []
+    for number, status in enumerate(TrialStatus):
+        choices = {"sharding": "root", "model": "a,b" if number else "x"}
+        rate = dataclasses.replace(SweepConfig().optimizer, lr=10.0**-number)
+        config = dataclasses.replace(SweepConfig(), optimizer=rate)
+        one = Trial(number, config, choices, [], Path("outputs", str(number)), {"optimizer": {"lr": rate.lr}})
+        states.append(TrialState(one, status))
+        if status.ended:
+            states[-1].metrics = dict(figures)
+            states[-1].seconds = number + 0.126
+    states[-1].timing_excluded = TimingExcluded.others_cpu
+    next(state for state in states if state.status is TrialStatus.failed).reason = why
+    with TemporaryDirectory() as folder:
+        write_results(
+            Path(folder, "results.csv"), states, ["sharding", "model", "optimizer.lr"], {2}, lambda n: f"run{n}"
+        )
+        return Path(folder, "results.csv").read_text()
+
+
+def test_the_table_of_trials_is_what_it_was():
+    assert results() == RESULTS.read_text()
+
+
+def test_each_column_of_the_table_is_documented():
+    page = (ROOT / "docs/reference/files.md").read_text()
+    columns = next(csv.reader(io.StringIO(results())))
+    metrics = {column.key for column in table_columns("csv")}
+    assert [
+        c for c in columns if c not in metrics | {"sharding", "model", "optimizer.lr"} and f"`{c}`" not in page
+    ] == []
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_line_of_the_answer_has_three_figures_at_most(name: str):
     """Names of settings, shares of a tolerance and the confidence aside, which are no measurements."""
@@ -110,3 +162,4 @@ if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for case, planted in CASES.items():
         (FOLDER / f"{case}.md").write_text(written(planted))
+    RESULTS.write_text(results())

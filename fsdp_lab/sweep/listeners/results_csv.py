@@ -84,7 +84,9 @@ def write_results(
     measured = [column.key for column in table_columns("csv")]
     text = io.StringIO(newline="")
     rows = csv.writer(text)
-    rows.writerow(["trial", "status", *swept, *measured, "pareto", "seconds", "error", "run_id", "folder"])
+    rows.writerow(
+        ["trial", "status", *swept, *measured, "pareto", "seconds", "error", "run_id", "folder", "timing_excluded"]
+    )
     for number, state in enumerate(states):
         figures = state.figures
         rows.writerow(
@@ -98,6 +100,7 @@ def write_results(
                 reason_text(state.reason),
                 run_id(number),
                 state.trial.folder,
+                state.timing_excluded or "",
             ]
         )
     write_text(path, text.getvalue(), parents=False)
