@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, from_dict
 from fsdp_lab.config.sweep import Placement
+from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.attempts import Attempts, report_of, why
 from fsdp_lab.engine.cluster import set_environment
@@ -91,44 +92,55 @@ def run_job(job: Job, report: Callable[[dict[str, Any]], None]) -> None:
         job: the trial.
         report: gets the metrics of each epoch once, when the folder has them; not called again after it has raised.
     """
-    folder, begun = Path(job.folder), time.monotonic()
+    folder, begun, failed = Path(job.folder), time.monotonic(), None
     if not folder.is_dir():  # removed while the trial waited for its place; Ray Train would make it again
         return
     try:
         if not wait_until_alone(folder, _ALONE_LIMIT_S):
             raise TimeoutError(f"another run's processes still work in {folder} after {_ALONE_LIMIT_S:.0f} s; end them")
         set_aside_failures(folder)  # of a start before this one
-        fit(job, Reports(job, report))
-        outcome = outcome_of(folder)
+        config = from_dict(TrialConfig, job.config)
+        fit(job, config, Reports(folder, config.training, report))
     except Exception as error:  # noqa: BLE001 - any end of the job is a result of the trial
-        with suppress(OSError):
-            if not any(failure.reason.code in PLAIN for failure in read_failures(folder)[:1]):
-                (folder / "error.txt").write_text(report_of(folder, error))
-        if (outcome := outcome_of(folder)).reason is None:
-            reason = why(error, job.each, job.num_workers, job.wait_timeout_s, job.nodes)
-            outcome = Outcome(reason.status, reason)
-    with suppress(OSError):
-        write_outcome(folder, replace(outcome, seconds=time.monotonic() - begun))
+        failed = error
+    end_trial(
+        folder,
+        time.monotonic() - begun,
+        failed,
+        lambda error: why(error, job.each, job.num_workers, job.wait_timeout_s, job.nodes),
+    )
 
 
-def outcome_of(folder: Path) -> Outcome:
-    """Return the outcome that follows from the failures of a trial's ranks."""
+def end_trial(
+    folder: Path, seconds: float, error: Exception | None, meaning: Callable[[Exception], Reason | None]
+) -> None:
+    """Write `outcome.json`, and for an error that its message does not explain `error.txt`.
+
+    Args:
+        folder: the trial's, with the failures of its ranks.
+        seconds: that it took.
+        error: that ended it; None: none did.
+        meaning: returns the reason for an error of which no rank has left a failure.
+    """
     failures = read_failures(folder)
-    if not failures:
-        return Outcome(TrialStatus.finished)
-    return Outcome(failures[0].reason.status, failures[0].reason)
+    reason = failures[0].reason if failures else meaning(error) if error is not None else None
+    if error is not None and not (failures and failures[0].reason.code in PLAIN):
+        with suppress(OSError):
+            (folder / "error.txt").write_text(report_of(folder, error))
+    status = reason.status if reason else TrialStatus.finished
+    with suppress(OSError):
+        write_outcome(folder, Outcome(status, reason, seconds))
 
 
 class Reports:
-    """Writes the reports of ranks into the trial's folder, and passes each epoch on to Tune, once.
+    """Writes the reports of rank 0 into the trial's folder, and passes each epoch on, once.
 
     The last epoch is passed on when the trial has ended: a scheduler would stop a trial that has yet to export its
     model.
     """
 
-    def __init__(self, job: Job, report: Callable[[dict[str, Any]], None]) -> None:
-        self._folder, self._report = Path(job.folder), report
-        self._training = job.config["training"]
+    def __init__(self, folder: Path, training: TrainingConfig, report: Callable[[dict[str, Any]], None]) -> None:
+        self._folder, self._training, self._report = folder, training, report
         self._writer = TrialWriter(self._folder)
         self._passed_on: set[float] = set()
         self._last: dict[str, Any] | None = None
@@ -137,12 +149,12 @@ class Reports:
         """Handle a report of rank 0: `progress`, and `facts` or the `metrics` of an epoch."""
         if "facts" in content:
             self._writer.facts(content["facts"])
-        write_progress(self._folder, content["progress"])
-        if "metrics" in content:
-            metrics = content["metrics"]
+        if metrics := content.get("metrics"):
             self._writer.epoch(metrics)
-            most = self._training["max_steps"]
-            if metrics["epoch"] >= self._training["epochs"] or (most is not None and metrics["step"] >= most):
+        write_progress(self._folder, content["progress"])
+        if metrics:
+            most = self._training.max_steps
+            if metrics["epoch"] >= self._training.epochs or (most is not None and metrics["step"] >= most):
                 self._last = metrics
             else:
                 self._pass_on(metrics)
@@ -158,7 +170,7 @@ class Reports:
             self._report(metrics)
 
 
-def fit(job: Job, reports: Reports) -> None:
+def fit(job: Job, config: TrialConfig, reports: Reports) -> None:
     """Train with Ray Train and wait for it. However this ends, the workers and their placement groups are removed.
 
     Ray Train's controller runs in this process, Tune's own, because another process would import all of Ray Train anew
@@ -166,6 +178,7 @@ def fit(job: Job, reports: Reports) -> None:
 
     Args:
         job: the trial.
+        config: of `job`.
         reports: of the ranks.
 
     Raises:
@@ -180,7 +193,7 @@ def fit(job: Job, reports: Reports) -> None:
     attempts = Attempts(folder, watch.begin)
     watch.ask = lambda: ray_private.ask_ranks(attempts.group(), read_worker_progress, [0]).get(0)
     watch.ask_stacks = lambda: ray_private.ask_ranks(attempts.group(), dump_stacks, range(job.num_workers))
-    settings = trainer_settings(job, reports)
+    settings = trainer_settings(job, config.offload.backend(job.use_gpu), reports)
     with at_end(lambda: receive(Storage(job.storage), folder) if job.storage else None):
         try:
             with watch.watching():
@@ -191,7 +204,7 @@ def fit(job: Job, reports: Reports) -> None:
     reports.finish()
 
 
-def trainer_settings(job: Job, reports: Reports) -> dict[str, Any]:
+def trainer_settings(job: Job, backend: str, reports: Reports) -> dict[str, Any]:
     """Return the arguments of a `DataParallelTrainer`, the base of `TorchTrainer` that does not import PyTorch."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 
@@ -199,7 +212,6 @@ def trainer_settings(job: Job, reports: Reports) -> dict[str, Any]:
         def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
             reports.receive(metrics[0])
 
-    backend = from_dict(TrialConfig, job.config).offload.backend(job.use_gpu)
     callbacks: list[Any] = [Report()]  # a UserCallback is none of the type that RunConfig names
     return {
         "train_loop_per_worker": train_worker,

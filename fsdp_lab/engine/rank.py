@@ -1,4 +1,4 @@
-"""Training of one rank: the training core, its errors as `RankFailure`, and the check that PyTorch sees its GPU."""
+"""Training of one rank: the training core, what it reports, its errors as `RankFailure`, and the check of its GPU."""
 
 from __future__ import annotations
 
@@ -6,16 +6,40 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import TrialConfig, UserError
 from fsdp_lab.engine.failures import code_of, failure_of
 from fsdp_lab.hardware import driver, num_gpus
 from fsdp_lab.record.failures import RankFailure
 from fsdp_lab.record.reasons import Code
+from fsdp_lab.record.trial_files import Progress
 
 if TYPE_CHECKING:  # it imports PyTorch
     from fsdp_lab.training.train import Reporter
+
+
+class RankReporter:
+    """Reports what a rank does. Phases and steps are only recorded: the trial's own process looks at them.
+
+    Args:
+        data_name: of the data set, a fact of the trial.
+        progress: gets phases and steps.
+        report: gets `progress`, and `facts` or the `metrics` of an epoch.
+    """
+
+    def __init__(self, data_name: str, progress: Progress, report: Callable[[dict[str, Any]], None]) -> None:
+        self._data_name, self._progress, self._report = data_name, progress, report
+        self.phase, self.step = progress.phase, progress.step
+
+    def facts(self, facts: dict[str, Any]) -> None:
+        """Report the facts, with the name of the data set."""
+        self._report({"facts": {**facts, "data": self._data_name}, "progress": self._progress.content})
+
+    def epoch(self, metrics: dict[str, float], checkpoint: Path | str | None) -> None:
+        """Report the metrics of an epoch."""
+        self._progress.reported()
+        self._report({"metrics": metrics, "progress": self._progress.content})
 
 
 def train_rank(

@@ -26,7 +26,7 @@ RUNTIME_ENV_FOLDER = "runtime_resources"
 
 _TRAIN = "ray.train.v2._internal"
 _CONTROLLER, _FAILURES = f"{_TRAIN}.execution.controller", f"{_TRAIN}.execution.failure_handling"
-_SCALING, _WORKERS = f"{_TRAIN}.execution.scaling_policy", f"{_TRAIN}.execution.worker_group"
+_WORKERS = f"{_TRAIN}.execution.worker_group"
 NAMES = (
     # Ray Train's controller in the trial's own process
     Name(_CONTROLLER, "TrainController", ("train_run_context", "scaling_policy", "failure_policy")),
@@ -57,11 +57,6 @@ NAMES = (
     Name(_WORKERS, "WorkerGroup.poll_status", ("timeout",)),
     Name(_WORKERS, "WorkerGroup.execute_single_async", ("rank", "fn")),
     Name(f"{_WORKERS}.placement_group_handle", "DefaultPlacementGroupHandle", ("pg",)),
-    # no coordinator of autoscaling
-    Name(_SCALING, "FixedScalingPolicy", ("scaling_config",)),
-    Name(_SCALING, "FixedScalingPolicy._maybe_send_resource_request", ("self",)),
-    Name(_SCALING, "FixedScalingPolicy.after_controller_start", ("train_run_context",)),
-    Name(_SCALING, "FixedScalingPolicy.before_controller_shutdown", ("self",)),
     # Tune's processes from those that Ray keeps ready, and their deaths
     Name("ray.tune.execution.class_cache", "DEFAULT_ENV_VARS"),
     Name("ray.tune.execution.class_cache", "ENV_VARS_TO_PROPAGATE"),
@@ -100,7 +95,7 @@ def fit_here(
         group_name: of the workers' placement groups, with a number for each attempt; any process can free them by it.
         attempts: the rules for another attempt; get `group`.
         workers_per_node: so many, in the order of their ranks, are on one node.
-        ray_is_ours: Ray was started here: there is no autoscaler, and workers have their environment from the driver.
+        ray_is_ours: Ray was started here: workers have their environment from the driver.
     """
     from ray.train.v2._internal.execution.controller import TrainController
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -122,8 +117,6 @@ def fit_here(
 
         def _initialize_and_run_controller(self, **settings: Any) -> Any:
             settings["failure_policy"] = failure_policy(attempts)(self.run_config.failure_config)
-            if ray_is_ours:
-                settings["scaling_policy"] = no_autoscaler()(self.scaling_config)
             controller = Controller(**settings)
             attempts.group = controller.get_worker_group
             asyncio.run(controller.run())
@@ -194,23 +187,6 @@ def failure_policy(attempts: Attempts) -> Any:
             return group.poll_status(timeout_s).errors if group is not None else {}
 
     return Failures
-
-
-def no_autoscaler() -> Any:
-    """Do without the coordinator of autoscaling, a process that is slow to start, in a Ray that was started here."""
-    from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
-
-    class NoAutoscaler(FixedScalingPolicy):
-        def _maybe_send_resource_request(self) -> None:
-            pass
-
-        def after_controller_start(self, train_run_context: Any) -> None:
-            pass
-
-        async def before_controller_shutdown(self) -> None:
-            pass
-
-    return NoAutoscaler
 
 
 def ask_ranks(group: Any, question: Callable[[], Any], ranks: Iterable[int]) -> dict[int, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_lab.config import TrialConfig, from_dict
 from fsdp_lab.engine.failures import code_of, failure_of, print_failure
 from fsdp_lab.engine.files_of_ranks import Uploads, at_end, scratch_folder
-from fsdp_lab.engine.rank import check_gpu, train_rank
+from fsdp_lab.engine.rank import RankReporter, check_gpu, train_rank
 from fsdp_lab.engine.rendezvous import gpu_index, join
 from fsdp_lab.hardware import WORKER_CPUS
 from fsdp_lab.record.failures import RankFailure
@@ -43,7 +43,7 @@ def train_worker(job: dict[str, Any]) -> None:
         with own_folder(job, rank) as (folder, uploads):
             prepare_process(job, folder, rank)
             config = from_dict(TrialConfig, job["config"])
-            reporter = RayReporter(config.data.name, uploads)
+            reporter = RankReporter(config.data.name, _progress, lambda content: report(content, uploads))
             reporter.phase("importing PyTorch and joining the other workers")
             try:
                 train_rank(config, folder, rank, reporter, job["storage"], join=lambda: join_ranks(job, rank))
@@ -56,42 +56,16 @@ def train_worker(job: dict[str, Any]) -> None:
         raise failure_of(error, rank, code_of(error), Path(job["folder"])) from error
 
 
-class RayReporter:
-    """Reports to the driver through Ray Train. Every rank takes part, because a report of Ray's waits for all ranks.
+def report(content: dict[str, Any], uploads: Uploads | None) -> None:
+    """Send this rank's files, if they are not in the trial's folder, and report to the driver through Ray Train.
 
-    Phases and steps are not reported: the trial's own process reads them by `read_worker_progress`.
-
-    Args:
-        data_name: of the data set, a fact of the trial.
-        uploads: sends this rank's files; None: they are in the trial's folder.
+    Every rank takes part, because a report of Ray's waits for all ranks.
     """
+    import ray.train
 
-    def __init__(self, data_name: str, uploads: Uploads | None) -> None:
-        self._data_name, self._uploads = data_name, uploads
-
-    def facts(self, facts: dict[str, Any]) -> None:
-        """Report the facts, with the name of the data set."""
-        self._report(facts={**facts, "data": self._data_name})
-
-    def phase(self, name: str) -> None:
-        """Record the phase."""
-        _progress.phase(name)
-
-    def step(self, step: int) -> None:
-        """Record the step."""
-        _progress.step(step)
-
-    def epoch(self, metrics: dict[str, float], checkpoint: Path | str | None) -> None:
-        """Report the metrics of an epoch, after this rank's files have been sent."""
-        if self._uploads is not None:
-            self._uploads.send()
-        _progress.reported()
-        self._report(metrics=metrics)
-
-    def _report(self, **content: dict[str, Any]) -> None:
-        import ray.train
-
-        ray.train.report({**content, "progress": _progress.content})
+    if uploads is not None:
+        uploads.send()
+    ray.train.report(content)
 
 
 def read_worker_progress() -> dict[str, float | str]:

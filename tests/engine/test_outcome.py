@@ -20,16 +20,29 @@ from fsdp_lab.engine import job
 from fsdp_lab.engine.attempts import Attempts
 from fsdp_lab.engine.failures import code_of, failure_of
 from fsdp_lab.engine.files_of_ranks import at_end, receive
-from fsdp_lab.engine.inline import InlineReporter, run_inline
-from fsdp_lab.engine.rank import train_rank
+from fsdp_lab.engine.inline import run_inline
+from fsdp_lab.engine.rank import RankReporter, train_rank
 from fsdp_lab.engine.worker import join_ranks
 from fsdp_lab.record.failures import RankFailure, read_failures, record_failure
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial_files import append_line, clear_left_over, read_metrics, read_outcome, why_unwritten
+from fsdp_lab.record.trial_files import (
+    Progress,
+    append_line,
+    clear_left_over,
+    read_metrics,
+    read_outcome,
+    why_unwritten,
+)
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.storage import Storage, StorageAway
 
 GONE = Reason.of(Code.error, rank=1, error="FileNotFoundError", text="/out/3")
+
+
+def reporter_of(folder: Path) -> RankReporter:
+    """What a rank reports, written into the folder."""
+    reports = job.Reports(folder, TrialConfig().training, lambda metrics: None)
+    return RankReporter("digits", Progress(), reports.receive)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +124,7 @@ def test_a_gpu_that_pytorch_does_not_see_is_reported(
     fake_nvml(gpus=4, driver="580.65.06", cuda=13000)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     monkeypatch.setattr("fsdp_lab.training.train", lambda *args, **options: None)
-    reporter = InlineReporter(tmp_path, "digits")
+    reporter = reporter_of(tmp_path)
     chosen = list[int]()
     monkeypatch.setattr("fsdp_lab.training.distributed.choose_gpu", chosen.append)
     monkeypatch.setattr("fsdp_lab.engine.worker.gpu_index", lambda: 1)
@@ -136,7 +149,7 @@ def test_a_gpu_that_nobody_counted_is_reported(on_cpu: bool, monkeypatch: pytest
     monkeypatch.setattr("fsdp_lab.training.train", lambda *args, **options: None)
     with pytest.raises(RankFailure) if on_cpu else nullcontext() as raised:
         join = (lambda: join_ranks({"use_gpu": False}, 0)) if on_cpu else lambda: None
-        train_rank(TrialConfig(), tmp_path, 0, InlineReporter(tmp_path, "digits"), join=join)
+        train_rank(TrialConfig(), tmp_path, 0, reporter_of(tmp_path), join=join)
     if raised is not None:
         assert raised.value.reason.code == "user_error"
         text = reason_text(raised.value.reason)
@@ -165,7 +178,7 @@ def test_profiles_of_another_command_are_taken_away(tmp_path: Path):
 
 def test_a_folder_that_is_made_anew_under_a_trial_gets_no_epochs(tmp_path: Path):
     """Ray makes the folder of a removed trial again, for its own files."""
-    reporter = InlineReporter(tmp_path, "digits")
+    reporter = reporter_of(tmp_path)
     reporter.facts({"device": "cpu"})
     reporter.epoch({"epoch": 1.0}, None)
     for path in tmp_path.iterdir():
@@ -180,21 +193,21 @@ def test_a_folder_that_is_removed_before_the_training_is_not_made_again(tmp_path
     folder = tmp_path / "trial"
     folder.mkdir()
     with pytest.raises(RankFailure, match="trial is gone: it was removed or moved before the training began"):
-        train_rank(TrialConfig(), folder, 0, InlineReporter(folder, "digits"), join=folder.rmdir)
+        train_rank(TrialConfig(), folder, 0, reporter_of(folder), join=folder.rmdir)
     assert not folder.exists()
 
 
 def test_an_epoch_that_is_reported_again_stands_in_the_file_once(tmp_path: Path):
     """As a trial does that goes on from a checkpoint: those before it as they were, a later one with new times."""
     file = tmp_path / "metrics.jsonl"
-    reporter = InlineReporter(tmp_path, "digits")
+    reporter = reporter_of(tmp_path)
     reporter.facts({})
     for epoch in (1, 2, 3):
         reporter.epoch({"epoch": epoch, "perf/step_seconds": 0.5 + epoch, "val/loss": math.inf}, None)
     before = file.read_bytes()
     with file.open("a") as lines:
         lines.write('{"epoch": 4, "val')  # a kill
-    again = InlineReporter(tmp_path, "digits")
+    again = reporter_of(tmp_path)
     for epoch in (1, 2):
         again.epoch({"epoch": epoch, "perf/step_seconds": 0.5 + epoch, "val/loss": math.inf}, None)
         assert file.read_bytes() == before
@@ -206,7 +219,7 @@ def test_an_epoch_that_is_reported_again_stands_in_the_file_once(tmp_path: Path)
 
 def test_a_lost_epoch_that_is_reported_again_comes_back_to_its_place(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"epoch": 2}\n{"epoch": 3}\n')
-    reporter = InlineReporter(tmp_path, "digits")
+    reporter = reporter_of(tmp_path)
     reporter.facts({})
     for epoch in (1, 2, 3):
         reporter.epoch({"epoch": epoch}, None)
