@@ -98,41 +98,35 @@ LATER: Cells = {
         *GRID, *NARROW,
         *(" ".join(overrides(case)) for case in pairwise()),
     ),
-    "wide mlp": (*HALF["per_layer"], *HALF["ddp"]),
-    "vit": (
-        "sharding=per_block model.num_layers=4 sharding.blocks_per_unit=3 training.epochs=2",
-        "sharding=per_layer model.num_layers=4 sharding.forward_prefetch=1 sharding.backward_prefetch=3",
-        "sharding=per_block model.num_layers=4 activation_checkpointing=every_n",
-        "sharding=per_block compile=true activation_checkpointing=full",
-    ),
     "language": (
         f"sharding=per_block compile=true {ACCUMULATE}",
         "sharding=root reshard_after_forward=always task.loss_chunks=3 activation_checkpointing=full",
-        "sharding=per_layer reshard_after_forward=never task.loss_chunks=3",
     ),
-    "language, tied": (
-        *SETTINGS[:2], *IN_HALF, "sharding=per_block reshard_after_forward=never task.loss_chunks=3",
-    ),
-    "user": (
-        *(cell.replace(SIZE_BASED, SMALLEST_UNITS) for cell in GRID), *SETTINGS[:2], *IN_HALF,
-        *(f"sharding={s} init=meta" for s in ("ddp", "root", "per_layer")),
-        *(f"sharding={s} init=device" for s in ("ddp", "per_block", "per_layer")),
-    ),
-    "user, as T5": (*GRID[1:4], GRID[8], GRID[11], *SETTINGS[:2]),
+    "language, tied": IN_HALF,
+    "user": (*SETTINGS[:2], *IN_HALF),
     "net": ("sharding=ddp training.global_batch_size=8", "sharding=per_block training.global_batch_size=64"),
     "seq2seq": (
         "sharding=ddp",
         "sharding=per_block reshard_after_forward=always activation_checkpointing=full model.as_dict=true",
     ),
-    "t5_tiny": ("sharding=ddp", "sharding=root"),
-    **dict.fromkeys(OF_TRANSFORMERS, ("sharding=ddp", "sharding=root", "sharding=per_block")),
+    "t5_tiny": ("sharding=ddp",), "hf t5": ("sharding=per_block",),
     "hf t5 of even rows": ("sharding=root",),
 }  # fmt: skip
 OFFLOADED = [f"{cell} offload={place}" for cell, place in product(GRID[1:], ("cpu", "cpu_unpinned"))]
 AT_NIGHT: Cells = {
-    "mlp": OFFLOADED, "language, tied": GRID, "user, as T5": GRID,
+    "mlp": OFFLOADED, "user, as T5": (*GRID, *SETTINGS[:2]),
+    "wide mlp": (*HALF["per_layer"], *HALF["ddp"]),
+    "language, tied": (
+        *GRID, *SETTINGS[:2], "sharding=per_block reshard_after_forward=never task.loss_chunks=3",
+    ),
+    "user": (
+        *(cell.replace(SIZE_BASED, SMALLEST_UNITS) for cell in GRID),
+        *(f"sharding={s} init=meta" for s in ("ddp", "root", "per_layer")),
+        *(f"sharding={s} init=device" for s in ("ddp", "per_block", "per_layer")),
+    ),
     "language": (
         *GRID,
+        "sharding=per_layer reshard_after_forward=never task.loss_chunks=3",
         *(f"{' '.join(SHARDINGS[s])} compile=true" for s in ("ddp", "root", "per_block", "size_based")),
         *(f"sharding=per_block compile=true activation_checkpointing={mode}" for mode in ("full", "selective")),
         "sharding=per_block compile=true precision=bf16_mixed reshard_after_forward=never",
@@ -140,13 +134,17 @@ AT_NIGHT: Cells = {
     "vit": (
         *GRID, *OFFLOADED,
         *(" ".join(overrides(case)) for case in pairwise()[::6]),
+        "sharding=per_block model.num_layers=4 sharding.blocks_per_unit=3 training.epochs=2",
+        "sharding=per_layer model.num_layers=4 sharding.forward_prefetch=1 sharding.backward_prefetch=3",
+        "sharding=per_block model.num_layers=4 activation_checkpointing=every_n",
         *(f"sharding=per_block compile=true {more}" for more in (
-            "reshard_after_forward=always", "activation_checkpointing=selective", "compile_memory_budget=0.3",
+            "activation_checkpointing=full", "reshard_after_forward=always", "activation_checkpointing=selective",
+            "compile_memory_budget=0.3",
         )),
     ),
-    **dict.fromkeys(NEED_TRANSFORMERS, (*GRID, *SETTINGS, *IN_HALF)),
+    **dict.fromkeys(NEED_TRANSFORMERS, ("sharding=root", *GRID, *SETTINGS, *IN_HALF)),
     "hf gpt2": (
-        *GRID, *SETTINGS, *IN_HALF, "sharding=per_block compile=true",
+        "sharding=root", *GRID, *SETTINGS, *IN_HALF, "sharding=per_block compile=true",
         *(f"sharding=per_block compile=true activation_checkpointing={mode}" for mode in ("full", "selective")),
     ),
 }  # fmt: skip

@@ -141,28 +141,12 @@ def owner(command: Command) -> str:
 
 
 def run_by(test: str) -> list[Any]:
-    """Return a parameter for each different command that a test here runs, as its first page has it.
-
-    The first of each kind runs in `make ci`: of each module, with and without -m, for each cluster manager. All others
-    run in `make test-all`.
-    """
+    """Return a parameter for each different command that a test here runs, as its first page has it."""
     found: dict[str, Command] = {}
     for command in all_commands():
         if not command.reason and owner(command) == f"{HERE}::{test}":
             found.setdefault(command.text, command)
-    first = {(c.words[2], "-m" in c.words[3:], _manager(c)): c for c in reversed(found.values())}.values()
-    return [
-        pytest.param(
-            command,
-            id=f"{command.page}: {text[:80]}",
-            marks=pytest.mark.ci if command in first else pytest.mark.full,
-        )
-        for text, command in found.items()
-    ]
-
-
-def _manager(command: Command) -> str:
-    return next((word for word in command.words if word in ("cluster=slurm", "cluster=kuberay")), "")
+    return [pytest.param(command, id=f"{command.page}: {text[:80]}") for text, command in found.items()]
 
 
 def test_every_command_is_run_by_a_test_or_marked():
@@ -236,6 +220,7 @@ def lay_models(folder: Path) -> None:
 
 
 @pytest.mark.timeout(1600)
+@pytest.mark.full
 @pytest.mark.parametrize("command", run_by("test_a_forecast_of_a_page_runs"))
 def test_a_forecast_of_a_page_runs(command: Command, tmp_path: Path):
     """One whose output the page shows as it is printed: six and twelve large settings take minutes."""
@@ -250,6 +235,7 @@ def test_a_forecast_of_a_page_runs(command: Command, tmp_path: Path):
         assert is_in(command.output, done.stdout), f"{command.place} prints:\n{done.stdout}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", run_by("test_a_trial_or_sweep_of_a_page_runs"))
 def test_a_trial_or_sweep_of_a_page_runs(command: Command, tmp_path: Path):
     lay_project(tmp_path)
@@ -263,6 +249,7 @@ def test_a_trial_or_sweep_of_a_page_runs(command: Command, tmp_path: Path):
     assert is_in(command.output, done.stdout, numbers=False), f"{command.place} prints:\n{done.stdout}"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("command", run_by("test_a_job_of_a_page_is_written"))
 def test_a_job_of_a_page_is_written(command: Command, tmp_path: Path):
     """As it stands; only that Slurm, which tests/cluster has, is not asked."""
@@ -298,7 +285,7 @@ def test_keys_and_the_configuration_are_printed(tmp_path: Path):
     assert yaml.safe_load(printed["job"])["sharding"]["granularity"] == "per_block"
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_the_last_sweep_is_resumed_and_reported(tmp_path: Path):
     """The sweep of the quickstart, in a folder of its own, whatever its time."""
     (sweep,) = (c for c in all_commands() if c.page == "docs/quickstart.md" and "sharding=ddp,root,per_block" in c.text)

@@ -38,14 +38,14 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_the_script_runs(project: Path) -> None:
     command = [sys.executable, "train.py"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_the_sweep_runs(project: Path) -> None:
     done = run_cli(project, *COMMANDS[0], *INLINE, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,13 +53,13 @@ def test_the_sweep_runs(project: Path) -> None:
         assert [(row["sharding"], row["status"]) for row in csv.DictReader(lines)].count(("ddp", "finished")) == 2
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_the_option_runs(project: Path) -> None:
     done = run_cli(project, *COMMANDS[2], *INLINE, "training.max_steps=1")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_the_preset_runs(project: Path) -> None:
     done = run_cli(project, *COMMANDS[3], *INLINE, "training.max_steps=1", timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,7 +73,7 @@ def test_the_preset_runs(project: Path) -> None:
     assert command.lstrip().removeprefix("to train it: ").startswith("python -m fsdp_lab --config-dir=conf_of_mine ")
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_the_forecast_runs(project: Path) -> None:
     done = forked.run(project, "fsdp_lab.forecast", *COMMANDS[1], "forecast.folder=f")
     assert done.returncode == 0, done.stderr

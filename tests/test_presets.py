@@ -123,7 +123,7 @@ def trained_as_expected(config: SweepConfig, result: Any) -> bool:
     return finite and len(losses) == reported[-1]["step"] == 2
 
 
-@pytest.mark.ci
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_every_option_trains_for_two_steps(configs: dict[str, SweepConfig], tmp_path: Path):
     """All in one process group; without those whose images are not on this machine."""

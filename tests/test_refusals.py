@@ -59,14 +59,14 @@ def test_each_command_refuses_at_once_and_names_key_and_value(given: list[Answer
     check(given)
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_the_other_commands_refuse_it_in_the_same_words():
     for turn in (1, 2):
         for command, rows in in_turn(turn).items():
             check(answers(rows, [command]))
 
 
-@pytest.mark.ci
+@pytest.mark.full
 def test_a_command_refuses_what_a_rule_does():
     """Every fifth of them: `test_rules_name_key_and_value` asks the rules themselves for all."""
     check(answers([*rules(), *combinations()][::5], [FORECAST]))

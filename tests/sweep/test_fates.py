@@ -31,7 +31,7 @@ from tests.ranks import Memo, run_ranks
 from tests.servers import lay_store
 from tests.sweep import fates
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1200)
 
 MARK = "FSDP_LAB_FATES"  # in the environment of the sweep's processes
 EPOCHS, STEPS = 3, 4

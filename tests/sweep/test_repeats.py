@@ -182,7 +182,7 @@ def test_looks_share_the_error_of_one():
     assert level_of(10) == pytest.approx(0.005)
 
 
-@pytest.mark.ci
+@pytest.mark.full
 @pytest.mark.parametrize("count", [2, 5])
 def test_auto_calls_an_equal_setting_faster_in_at_most_five_of_a_hundred(count: int):
     """Whenever it stops: of 300 sweeps, with an allowance of two standard errors of that count."""
