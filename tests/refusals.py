@@ -64,6 +64,7 @@ training.epochs=two                     | training.epochs=two
 training.epochs=0                       | training.epochs=0
 training.epochs                         | training.epochs
 training.seed=choice(1,2                | training.seed=choice(1,2
+training.seed=1,                        | training.seed=1, comma
 training.seed=range(1,2,3,4)            | training.seed=range(1,2,3,4)
 training.global_batch_size=63           | training.global_batch_size=63 cluster.num_workers=2
 compile=maybe                           | compile=maybe
