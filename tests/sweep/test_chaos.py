@@ -20,7 +20,7 @@ from tests.ranks import Memo, config, run_ranks
 from tests.servers import answers, free_port, lay_store
 from tests.sweep.gates import MODEL, SETTINGS, GatedSweep, gated_sweep, wait_for
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(2400)]
 
 EPOCHS = 4
 TRIALS = (0, 1)
