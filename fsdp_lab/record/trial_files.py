@@ -95,6 +95,13 @@ def read_numbers(path: Path, *apart: str) -> dict[str, float]:
     return content
 
 
+def write_forecast(folder: Path, figures: dict[str, float], words: dict[str, str]) -> None:
+    """Write the forecast of a trial, if there is one; see `read_forecast`."""
+    if figures:
+        with suppress(OSError):  # a full disk ends a trial where it loses results, not here
+            write_json(folder / "forecast.json", {**figures, **words}, parents=False)
+
+
 def read_forecast(folder: Path) -> tuple[dict[str, float], dict[str, str]]:
     """Return the forecast of a trial: its figures, and its `FORECAST_WORDS`; both empty without a forecast."""
     path = folder / "forecast.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.deploy.job import note_progress
-from fsdp_lab.files import sync, write_json
+from fsdp_lab.files import sync
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.failures import RankFailure, record_failure
 from fsdp_lab.record.hydra_folder import restore_hydra_folder, write_hydra_folder
@@ -28,6 +28,7 @@ from fsdp_lab.record.trial_files import (
     read_facts,
     read_metrics,
     read_outcome,
+    write_forecast,
     write_outcome,
 )
 from fsdp_lab.record.trials_jsonl import add_trial
@@ -357,9 +358,7 @@ class SweepRun:
 
     def _write_forecast(self, number: int) -> None:
         state = self.states[number]
-        if figures := state.forecast_figures:
-            with suppress(OSError):  # a full disk ends a trial where it loses results, not here
-                write_json(self.folder_of(number) / "forecast.json", {**figures, **state.forecast_words}, parents=False)
+        write_forecast(self.folder_of(number), state.forecast_figures, state.forecast_words)
 
     def is_training(self, number: int) -> bool:
         """Return whether a trial has reported its facts, or has ended."""
