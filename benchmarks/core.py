@@ -11,8 +11,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fsdp_lab.config import TrialConfig, part
-from fsdp_lab.engine.job import Reports, Watch
 from fsdp_lab.engine.rank import RankReporter
+from fsdp_lab.engine.reports import Reports
 from fsdp_lab.record.trial_files import Progress
 from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.training.train import train
@@ -22,9 +22,6 @@ if __name__ == "__main__":
     folder.mkdir(parents=True, exist_ok=True)
     config = part(read_config(None, sys.argv[2:]), TrialConfig)
     own = folder if os.environ["RANK"] == "0" else Path(tempfile.mkdtemp())  # of which only rank 0's is looked at
-    progress, watch = Progress(), Watch(own, None, 0.0)
-    watch.ask = lambda: progress.content
-    report = Reports(own, config.training, lambda metrics: None).receive
-    with watch.watching():
-        train(config, folder, RankReporter(config.data.name, progress, report))
+    reports = Reports(own, config.training)
+    train(config, folder, RankReporter(config.data.name, Progress(), reports.receive, reports.progress))
     dist.destroy_process_group()

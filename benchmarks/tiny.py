@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from unittest import mock
 
 import psutil
@@ -21,7 +20,6 @@ import psutil
 from fsdp_lab.__main__ import main
 from fsdp_lab.engine import inline
 from fsdp_lab.sweep import multirun, start
-from fsdp_lab.sweep.executors import inline as executor
 
 
 def run(count: int, folder: str) -> list[tuple[float, float]]:
@@ -30,17 +28,6 @@ def run(count: int, folder: str) -> list[tuple[float, float]]:
     inside = 0.0
     resident: list[float] = []
     train = inline.train_rank
-
-    run_inline = inline.run_inline
-
-    def timed_reports(config: object, folder: object, on_epoch: Callable[[], None], storage: str | None) -> None:
-        def timed_epoch() -> None:
-            nonlocal inside
-            begun = time.perf_counter()
-            on_epoch()
-            inside -= time.perf_counter() - begun  # the driver's, though it is called by the trial
-
-        run_inline(config, folder, timed_epoch, storage)  # type: ignore[arg-type]
 
     def timed(*args: object, **named: object) -> None:
         nonlocal inside
@@ -69,7 +56,6 @@ def run(count: int, folder: str) -> list[tuple[float, float]]:
 
     with (
         mock.patch.object(inline, "train_rank", timed),
-        mock.patch.object(executor, "run_inline", timed_reports),
         mock.patch.object(multirun, "plan_sweep", timed_plan),
         mock.patch.object(start, "start_sweep", timed_start),
     ):

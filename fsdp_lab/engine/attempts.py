@@ -156,7 +156,9 @@ def report_of(folder: Path, error: Exception) -> str:
     failures = read_failures(folder)
     text = (failures[0].traceback if failures else "") or "".join(traceback.format_exception(error))
     log = folder / "logs" / f"rank{failures[0].rank if failures else 0}.log"
-    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if log.exists() else []
+    if not log.exists():
+        return text
+    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
     return "\n".join([text, f"--- the end of {log.relative_to(folder)} ---", *lines, ""])
 
 

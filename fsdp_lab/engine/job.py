@@ -7,27 +7,25 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, from_dict
 from fsdp_lab.config.sweep import Placement
-from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.engine import ray_private
-from fsdp_lab.engine.attempts import Attempts, report_of, why
+from fsdp_lab.engine.attempts import Attempts, why
 from fsdp_lab.engine.cluster import set_environment
-from fsdp_lab.engine.failures import PLAIN
 from fsdp_lab.engine.files_of_ranks import at_end, receive
 from fsdp_lab.engine.rendezvous import backend_config
+from fsdp_lab.engine.reports import Reports, end_trial
 from fsdp_lab.engine.resources import release_placement_group, worker_resources
 from fsdp_lab.engine.stacks import Frame, dump_stacks, find_stuck, long_s
 from fsdp_lab.engine.worker import read_worker_progress, train_worker
-from fsdp_lab.record.failures import RankFailure, read_failures, record_failure, set_aside_failures
+from fsdp_lab.record.failures import RankFailure, record_failure, set_aside_failures
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial_files import Outcome, TrialWriter, wait_until_alone, write_outcome, write_progress
-from fsdp_lab.status import TrialStatus
+from fsdp_lab.record.trial_files import wait_until_alone, write_progress
 from fsdp_lab.storage import Storage
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
@@ -100,7 +98,7 @@ def run_job(job: Job, report: Callable[[dict[str, Any]], None]) -> None:
             raise TimeoutError(f"another run's processes still work in {folder} after {_ALONE_LIMIT_S:.0f} s; end them")
         set_aside_failures(folder)  # of a start before this one
         config = from_dict(TrialConfig, job.config)
-        fit(job, config, Reports(folder, config.training, report))
+        fit(job, config.offload.backend(job.use_gpu), Reports(folder, config.training, report))
     except Exception as error:  # noqa: BLE001 - any end of the job is a result of the trial
         failed = error
     end_trial(
@@ -111,66 +109,7 @@ def run_job(job: Job, report: Callable[[dict[str, Any]], None]) -> None:
     )
 
 
-def end_trial(
-    folder: Path, seconds: float, error: Exception | None, meaning: Callable[[Exception], Reason | None]
-) -> None:
-    """Write `outcome.json`, and for an error that its message does not explain `error.txt`.
-
-    Args:
-        folder: the trial's, with the failures of its ranks.
-        seconds: that it took.
-        error: that ended it; None: none did.
-        meaning: returns the reason for an error of which no rank has left a failure.
-    """
-    failures = read_failures(folder)
-    reason = failures[0].reason if failures else meaning(error) if error is not None else None
-    if error is not None and not (failures and failures[0].reason.code in PLAIN):
-        with suppress(OSError):
-            (folder / "error.txt").write_text(report_of(folder, error))
-    status = reason.status if reason else TrialStatus.finished
-    with suppress(OSError):
-        write_outcome(folder, Outcome(status, reason, seconds))
-
-
-class Reports:
-    """Writes the reports of rank 0 into the trial's folder, and passes each epoch on, once.
-
-    The last epoch is passed on when the trial has ended: a scheduler would stop a trial that has yet to export its
-    model.
-    """
-
-    def __init__(self, folder: Path, training: TrainingConfig, report: Callable[[dict[str, Any]], None]) -> None:
-        self._folder, self._training, self._report = folder, training, report
-        self._writer = TrialWriter(self._folder)
-        self._passed_on: set[float] = set()
-        self._last: dict[str, Any] | None = None
-
-    def receive(self, content: dict[str, Any]) -> None:
-        """Handle a report of rank 0: `progress`, and `facts` or the `metrics` of an epoch."""
-        if "facts" in content:
-            self._writer.facts(content["facts"])
-        if metrics := content.get("metrics"):
-            self._writer.epoch(metrics)
-        write_progress(self._folder, content["progress"])
-        if metrics:
-            most = self._training.max_steps
-            if metrics["epoch"] >= self._training.epochs or (most is not None and metrics["step"] >= most):
-                self._last = metrics
-            else:
-                self._pass_on(metrics)
-
-    def finish(self) -> None:
-        """Pass on the last epoch."""
-        if self._last is not None:
-            self._pass_on(self._last)
-
-    def _pass_on(self, metrics: dict[str, Any]) -> None:
-        if metrics["epoch"] not in self._passed_on:
-            self._passed_on.add(metrics["epoch"])
-            self._report(metrics)
-
-
-def fit(job: Job, config: TrialConfig, reports: Reports) -> None:
+def fit(job: Job, backend: str, reports: Reports) -> None:
     """Train with Ray Train and wait for it. However this ends, the workers and their placement groups are removed.
 
     Ray Train's controller runs in this process, Tune's own, because another process would import all of Ray Train anew
@@ -178,7 +117,7 @@ def fit(job: Job, config: TrialConfig, reports: Reports) -> None:
 
     Args:
         job: the trial.
-        config: of `job`.
+        backend: of its process group.
         reports: of the ranks.
 
     Raises:
@@ -193,7 +132,7 @@ def fit(job: Job, config: TrialConfig, reports: Reports) -> None:
     attempts = Attempts(folder, watch.begin)
     watch.ask = lambda: ray_private.ask_ranks(attempts.group(), read_worker_progress, [0]).get(0)
     watch.ask_stacks = lambda: ray_private.ask_ranks(attempts.group(), dump_stacks, range(job.num_workers))
-    settings = trainer_settings(job, config.offload.backend(job.use_gpu), reports)
+    settings = trainer_settings(job, backend, reports)
     with at_end(lambda: receive(Storage(job.storage), folder) if job.storage else None):
         try:
             with watch.watching():

@@ -20,17 +20,33 @@ if TYPE_CHECKING:  # it imports PyTorch
 
 
 class RankReporter:
-    """Reports what a rank does. Phases and steps are only recorded: the trial's own process looks at them.
+    """Reports what a rank does.
 
     Args:
         data_name: of the data set, a fact of the trial.
         progress: gets phases and steps.
         report: gets `progress`, and `facts` or the `metrics` of an epoch.
+        moved: gets the progress after each phase and step. Ray's workers are asked for it instead.
     """
 
-    def __init__(self, data_name: str, progress: Progress, report: Callable[[dict[str, Any]], None]) -> None:
-        self._data_name, self._progress, self._report = data_name, progress, report
-        self.phase, self.step = progress.phase, progress.step
+    def __init__(
+        self,
+        data_name: str,
+        progress: Progress,
+        report: Callable[[dict[str, Any]], None],
+        moved: Callable[[dict[str, Any]], None] = lambda content: None,
+    ) -> None:
+        self._data_name, self._progress, self._report, self._moved = data_name, progress, report, moved
+
+    def phase(self, name: str) -> None:
+        """Record the phase."""
+        self._progress.phase(name)
+        self._moved(self._progress.content)
+
+    def step(self, step: int) -> None:
+        """Record the step."""
+        self._progress.step(step)
+        self._moved(self._progress.content)
 
     def facts(self, facts: dict[str, Any]) -> None:
         """Report the facts, with the name of the data set."""

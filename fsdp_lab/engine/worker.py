@@ -57,13 +57,13 @@ def train_worker(job: dict[str, Any]) -> None:
 
 
 def report(content: dict[str, Any], uploads: Uploads | None) -> None:
-    """Send this rank's files, if they are not in the trial's folder, and report to the driver through Ray Train.
+    """Report to the driver through Ray Train; with an epoch, send this rank's files first, if the folder is not shared.
 
     Every rank takes part, because a report of Ray's waits for all ranks.
     """
     import ray.train
 
-    if uploads is not None:
+    if uploads is not None and "metrics" in content:
         uploads.send()
     ray.train.report(content)
 

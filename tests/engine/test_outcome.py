@@ -22,6 +22,7 @@ from fsdp_lab.engine.failures import code_of, failure_of
 from fsdp_lab.engine.files_of_ranks import at_end, receive
 from fsdp_lab.engine.inline import run_inline
 from fsdp_lab.engine.rank import RankReporter, train_rank
+from fsdp_lab.engine.reports import Reports
 from fsdp_lab.engine.worker import join_ranks
 from fsdp_lab.record.failures import RankFailure, read_failures, record_failure
 from fsdp_lab.record.reasons import Code, Reason
@@ -41,8 +42,8 @@ GONE = Reason.of(Code.error, rank=1, error="FileNotFoundError", text="/out/3")
 
 def reporter_of(folder: Path) -> RankReporter:
     """What a rank reports, written into the folder."""
-    reports = job.Reports(folder, TrialConfig().training, lambda metrics: None)
-    return RankReporter("digits", Progress(), reports.receive)
+    reports = Reports(folder, TrialConfig().training)
+    return RankReporter("digits", Progress(), reports.receive, reports.progress)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,18 @@ def test_an_inline_trial_asks_whether_pytorch_sees_the_gpu(
     outcome = read_outcome(tmp_path)
     assert outcome is not None and outcome.status == "failed"
     assert "was given a GPU and PyTorch sees none" in reason_text(outcome.reason)
+
+
+def test_an_inline_error_outside_of_the_training_has_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def refuse(*args: object) -> None:
+        raise RuntimeError("no uploads")
+
+    monkeypatch.setattr("fsdp_lab.engine.inline.Uploads", refuse)
+    run_inline(TrialConfig(), tmp_path, lambda: None, storage=str(tmp_path / "storage"))
+    outcome = read_outcome(tmp_path)
+    assert outcome is not None and outcome.status == "failed"
+    written = (tmp_path / "error.txt").read_text()
+    assert written.startswith("Traceback") and written.endswith("RuntimeError: no uploads\n")
 
 
 def test_profiles_of_another_command_are_taken_away(tmp_path: Path):
