@@ -17,6 +17,7 @@ from fsdp_lab.status import TrialStatus
 
 _TYPES = {2.0**-7: "bfloat16", 2.0**-10: "float16"}
 
+_MEASURED = (TrialStatus.finished, TrialStatus.stopped)
 _CLEARLY = 0.02  # a loss that is lower by less may be chance
 
 
@@ -33,10 +34,8 @@ def notes_on(settings: Settings, able: Sequence[Setting], chosen: Setting, raced
     if settings.excluded and settings.rules.by_speed:
         share = max(settings.figure(number, OTHERS_CPU) for number in settings.excluded)
         notes.append(Statement(Note.excluded, {"count": len(settings.excluded), "share": share, "compared": raced}))
-    shares = [settings.figure(n, OTHERS_CPU) for s in able for n in s.trials if n not in settings.excluded]
-    beside_others = [share for share in shares if share > ReportConfig().others_cpu]
-    if raced and beside_others:  # the user raised the limit
-        notes.append(Statement(Note.included, {"count": len(beside_others), "share": max(beside_others)}))
+    if raced and (shares := _raised(settings)):
+        notes.append(Statement(Note.limit_raised, {"count": len(shares), "share": max(shares)}))
     if raced and len({s.group for s in able}) > 1 and settings.speeds.basis is Basis.nothing:
         tried = settings.rules.repeat_max is not None or any(len(s.trials) > 1 for s in settings.all)
         notes.append(Statement(Note.one_run, {"tried": tried, "grid": not settings.rules.objectives}))
@@ -50,6 +49,14 @@ def notes_on(settings: Settings, able: Sequence[Setting], chosen: Setting, raced
     if settings.rules.repeat_max is not None and all(status.is_result for status in settings.statuses.values()):
         notes += _auto(settings, settings.rules.repeat_max)
     return notes
+
+
+def _raised(settings: Settings) -> list[float]:
+    """Return the shares of other processes in timings that only a raised `report.others_cpu` counts."""
+    on_cpu = settings.frame.index[settings.frame["device"] == "cpu"]
+    counted = [n for n in on_cpu if n in settings.timed and n not in settings.excluded]
+    shares = [settings.figure(n, OTHERS_CPU) for n in counted if settings.statuses[n] in _MEASURED]
+    return [share for share in shares if share > ReportConfig().others_cpu]
 
 
 def _nothing_learned(settings: Settings, able: Sequence[Setting]) -> Iterator[Statement]:

@@ -64,7 +64,7 @@ class Note(StrEnum):
     """What the figures do not show."""
 
     excluded = "excluded"
-    included = "included"
+    limit_raised = "limit_raised"
     one_run = "one_run"
     nothing_learned = "nothing_learned"
     rounding = "rounding"

@@ -15,7 +15,7 @@ import pytest
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig
-from fsdp_lab.metrics import MIB, SPEED, table_columns
+from fsdp_lab.metrics import MIB, OTHERS_CPU, SPEED, table_columns
 from fsdp_lab.record.reasons import Code, Reason, TimingExcluded
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.data import SweepData
@@ -107,11 +107,17 @@ def test_a_timing_that_a_higher_limit_counts_is_named():
     """The same sweep with report.others_cpu=1, which a note of the first report offers."""
     answered = answer(CASES["all_timings_excluded"].judged_by(1.0))
     assert answered.recommendation.is_by_speed
-    assert answered.notes[0].startswith("The speeds may be wrong: beside 2 of 2 trials other processes used up to 40 %")
+    assert answered.notes[0].startswith("The speeds may be wrong: during 2 of 2 trials other processes used up to 40 %")
+
+
+def test_other_processes_beside_gpus_are_no_reason_for_a_note():
+    busy = sweep([trial(n, ROWS[n], **{OTHERS_CPU: 0.9}) for n in (0, 2)])
+    assert answer(busy).recommendation.is_by_speed
+    assert not any("may be wrong" in note for note in answer(busy).notes)
 
 
 def results() -> str:
-    """`results.csv` of ten trials, one of each end, with what a CSV has to quote and what is not known."""
+    """`results.csv` of ten trials, one of each status, with what a CSV has to quote and what is not known."""
     figures = {"epoch": 2.0, "train/loss": 0.125, "val/loss": 1e-7, SPEED: 1234.5, "perf/undeclared": 1.0}
     why = Reason.of(Code.error, rank=1, error="ValueError", text='of "a", b')
     states = []
