@@ -41,7 +41,10 @@ def _explain(error: BaseException) -> str | None:
         reason = re.sub(r"See https.*", "", one_line(str(error))).strip()
         key = str(error.override).partition("=")[0]
         if str(error.override).endswith(","):
-            return f"{error.override} ends with a comma; type a list without blanks, or in quotes, as in '{key}=a, b'."
+            return (
+                f"{error.override} ends with a comma: the shell cut it at a space. Remove the spaces, or put the whole "
+                "override in quotes."
+            )
         return (
             f"{error.override}: {reason}. Quote a value that contains =, commas or brackets, as in '{key}=\"...\"', "
             f"and close every bracket, as in '{key}=choice(1,2)'."
