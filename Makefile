@@ -21,7 +21,7 @@ test: $(VENV)/.installed    ## the tests that guard every value of every axis, i
 ci:                         ## what CI runs: make test, lint, docs, kills, damage, clusters; half an hour
 	.ci/run
 
-# What `make ci` runs after `make test`, beside lint and docs.
+# The last part of `make ci`.
 test-ci: $(VENV)/.docs
 	$(PYTEST) -m "ci and not (full or cluster or ui or gpu)" $(ARGS)
 

@@ -185,13 +185,13 @@ def _medians(program: Sequence[Operator], seconds: Sequence[Sequence[float]]) ->
     """Return `[name, kind, dtype, flops, bytes, items, seconds]` of each operator except collectives, timed alone."""
     columns = zip(program, zip(*seconds, strict=True), strict=True)
     return [
-        [o.name, o.kind.value, o.dtype, *amounts(o), quiet_time(times)]
+        [o.name, o.kind.value, o.dtype, *amounts(o), lower_quartile(times)]
         for o, times in columns
         if not o.kind.is_collective
     ]
 
 
-def quiet_time(times: Sequence[float]) -> float:
+def lower_quartile(times: Sequence[float]) -> float:
     """Return the lower quartile: others who compute now and then make some of the times longer, and none shorter."""
     return sorted(times)[len(times) // 4]
 
@@ -249,4 +249,4 @@ def _time(send: Callable[[], object], repeats: int = 7) -> float:
         begun = time.perf_counter()
         send()
         times.append(time.perf_counter() - begun)
-    return quiet_time(times[1:])
+    return lower_quartile(times[1:])

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import Any
 
 from fsdp_lab.calibrate.fit import Fitted, Sample, Steps, known_error
-from fsdp_lab.calibrate.rank import SMALL, quiet_time
+from fsdp_lab.calibrate.rank import SMALL, lower_quartile
 from fsdp_lab.calibrate.reference import Reference
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
@@ -44,7 +44,7 @@ def as_steps(
     steps = [
         Steps(
             reference.family, " ".join(reference.model), [Sample(*row) for row in one["operators"]], program,
-            quiet_time(one["steps"]),
+            lower_quartile(one["steps"]),
         )
         for reference, one, program in zip(settings, measurements["references"], programs, strict=True)
     ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp_lab.forecast.devices import calibrated
 from fsdp_lab.speed.device import Device
-from fsdp_lab.speed.measured import MOST_OTHERS
+from fsdp_lab.speed.measured import MAX_OTHERS_CPU
 
 _UNSURE = 0.3  # an error of ratios that is worth a second try
 _CLEARLY = 1.25  # times as large: errors of two quiet calibrations differ by less (experiments/cpu_speed: 17 and 20 %)
@@ -28,7 +28,7 @@ def how_sure(device: Device) -> list[str]:
     else:
         lines += ["  ratios of two settings: not known, so forecast.keep compares whole ranges and skips little"]
     lines += [f"  other processes used {others:.0%} of the cores during the calibration"]
-    if others > MOST_OTHERS:
+    if others > MAX_OTHERS_CPU:
         lines += [f"warning: because of that its predictions may be too slow; {_AGAIN}"]
     elif ratio is None or max(error, ratio.p90) > _UNSURE:
         lines += [f"warning: with such errors forecast.keep skips almost nothing; {_AGAIN}"]
@@ -49,7 +49,7 @@ def better_before(device: Device) -> Device | None:
     if (then.machine, then.cores, then.torch, then.workers) != (now.machine, now.cores, now.torch, now.workers):
         return None
     surer = before.error.p90 * _CLEARLY < device.error.p90
-    quieter = now.others > MOST_OTHERS >= then.others and before.error.p90 <= device.error.p90 + now.others
+    quieter = now.others > MAX_OTHERS_CPU >= then.others and before.error.p90 <= device.error.p90 + now.others
     return before if surer or quieter else None
 
 

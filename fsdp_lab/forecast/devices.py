@@ -15,7 +15,7 @@ from fsdp_lab.forecast.observations import read_observations
 from fsdp_lab.hardware import cpu_name, gpus, num_gpus
 from fsdp_lab.speed.device import Device, load_device, on_network
 from fsdp_lab.speed.fitted import believed, digest
-from fsdp_lab.speed.measured import MOST_OTHERS
+from fsdp_lab.speed.measured import MAX_OTHERS_CPU
 from fsdp_lab.speed.refine import Observation, refine
 from fsdp_lab.wording import count
 
@@ -75,7 +75,7 @@ def _calibration_notes(device: Device, num_workers: int, named: bool) -> list[st
         f"with {count(measured.workers, 'worker')}, and this is for {num_workers}"
         if measured.workers != num_workers
         else "",
-        f"while other processes used {measured.others:.0%} of the cores" if measured.others > MOST_OTHERS else "",
+        f"while other processes used {measured.others:.0%} of the cores" if measured.others > MAX_OTHERS_CPU else "",
     ]
     again = "python -m fsdp_lab.calibrate measures this machine"
     return [f"The device was calibrated {other}: expect larger errors; {again}." for other in others if other]

@@ -13,7 +13,7 @@ from fsdp_lab.speed.program import Kind, Operator
 ANY = "any"  # stands for every dtype
 _TILE_COLUMNS = 512  # keys of a tile of attention
 _VERSION = 2  # of the amounts: since 2 attention has tiles
-MOST_OTHERS = 0.1  # the share of the cores that other processes may use during a measurement
+MAX_OTHERS_CPU = 0.1  # the share of the cores that other processes may use during a measurement
 
 
 @dataclass(frozen=True)

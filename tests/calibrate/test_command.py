@@ -186,7 +186,7 @@ def test_what_ran_elsewhere_or_is_not_predicted_as_it_runs_teaches_nothing(here:
     assert ran_there(gpu, "NVIDIA H100 80GB HBM3") and not ran_there(gpu, "NVIDIA H200") and not ran_there(gpu, None)
 
 
-def test_waiting_is_no_part_of_a_step_and_steps_beside_others_are_none():
+def test_waiting_is_no_part_of_a_step_and_steps_during_other_work_are_none():
     metrics = {"perf/samples_per_s": 100.0, "perf/data_wait_share": 0.1}
     assert reliable_step_s(metrics, 50, cuda=False) == pytest.approx(0.45)
     assert reliable_step_s(metrics, 50, cuda=True) is None

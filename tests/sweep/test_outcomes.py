@@ -22,7 +22,7 @@ from tests.sweep import fates
 from tests.sweep.conftest import PLAIN, TINY
 from tests.sweep.gates import gated_sweep
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(2400)
 
 FAST = (*TINY, *PLAIN, "model=mlp", "forecast.enabled=false")
 MARK = "FSDP_LAB_OUTCOMES"  # in the environment of a sweep's processes

@@ -31,7 +31,7 @@ from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.choice import PLAIN
 from fsdp_lab.report.reason_texts import needs_text
 from fsdp_lab.speed.fitted import digest
-from fsdp_lab.speed.measured import MOST_OTHERS
+from fsdp_lab.speed.measured import MAX_OTHERS_CPU
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.speed.refine import Observation
 from fsdp_lab.status import TrialStatus
@@ -238,7 +238,7 @@ def reliable_step_s(metrics: Mapping[str, float], samples: int, cuda: bool) -> f
         cuda: whether it ran on a GPU.
     """
     speed, waited = metrics.get(SPEED), metrics.get(DATA_WAIT, 0.0)
-    if not speed or metrics.get(OTHERS_CPU, 0.0) > MOST_OTHERS or (cuda and waited > _WAITED):
+    if not speed or metrics.get(OTHERS_CPU, 0.0) > MAX_OTHERS_CPU or (cuda and waited > _WAITED):
         return None
     return samples / speed * (1.0 if cuda else 1 - waited)
 
