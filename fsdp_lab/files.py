@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,7 +49,7 @@ def whole(path: Path, durable: bool = False, parents: bool = True) -> Iterator[P
     Raises:
         OSError: with the path, which Python omits if a write fails (a full disk).
     """
-    making = path.with_name(f".{path.name}.{os.getpid()}.making")
+    making = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.making")
     try:
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)

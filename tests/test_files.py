@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,17 @@ def test_a_file_that_is_damaged_is_named_once_and_counts_as_absent(tmp_path: Pat
         assert read_json(path) is None and read_json(path) is None
         output = capsys.readouterr().err
         assert output.count("\n") == 1 and f"{path} is damaged" in output
+
+
+def test_two_threads_may_write_one_file(tmp_path: Path):
+    """As progress.json: Ray Train's thread of reports, and the watch over the trial."""
+    path = tmp_path / "progress.json"
+    contents = [{"step": number, "text": "x" * 5000 * number} for number in (1, 2)]
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(write_json, path, contents[n % 2], parents=False) for n in range(600)]:
+            done.result()
+            assert read_json(path) in contents
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_folder_takes_the_place_of_one_only_when_it_is_whole(tmp_path: Path):
