@@ -272,6 +272,24 @@ def test_why_a_worker_ended_is_told(
     assert (failure.reason.code, reason_text(failure.reason)) == (code, message)
 
 
+@pytest.mark.parametrize(
+    ("code", "final"),
+    [
+        (Code.out_of_memory, True),
+        (Code.host_out_of_memory, True),
+        (Code.timed_out, True),
+        (Code.user_error, True),
+        (Code.diverged, True),
+        (Code.error, False),
+        (Code.killed, False),
+        (Code.node_lost, False),
+    ],
+)
+def test_what_would_fail_again_is_not_tried_again(code: Code, final: bool, tmp_path: Path):
+    record_failure(tmp_path, RankFailure(Reason.of(code, rank=0)))
+    assert Attempts(tmp_path, lambda: None).is_final(RuntimeError("workers failed")) is final
+
+
 def test_a_crash_of_an_earlier_attempt_is_no_cause_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fsdp_lab.engine.attempts.dead_node_of", lambda folder, rank: None)
     monkeypatch.setattr("fsdp_lab.engine.attempts.release_placement_group", lambda folder: None)
