@@ -15,6 +15,7 @@ from fsdp_lab.config.training import (
     OptimizerImplementation,
     OptimizerName,
 )
+from fsdp_lab.config.workload import EXAMPLE_BATCH
 from fsdp_lab.redact import redact
 from fsdp_lab.takehome.imports import Imports, break_lines, without_unused_imports
 from fsdp_lab.takehome.setup import Setup
@@ -82,15 +83,14 @@ def _workload(setup: Setup, imports: Imports) -> dict[str, Any]:
     if auto_class and model.arguments.get("pretrained"):
         options = f"{model.arguments['config']!r}, use_safetensors=True, dtype=torch.float32"
         pretrained = f"{imports.path(f'transformers.{auto_class}')}.from_pretrained({options})"
-    example = data.function() is None
-    items = "" if example else imports.call(str(data.target), {**data.arguments_for(model), "split": "train"})
+    example = data.target == EXAMPLE_BATCH
+    items = "" if example else imports.call(str(data.target), {**setup.data_arguments, "split": "train"})
     workers = "4 if cuda else 0" if data.loader_workers is None else data.loader_workers
     collate = f", collate_fn={imports.path(data.collate_fn)}" if data.collate_fn else ""
     loader = f"torch.utils.data.DataLoader(items, batch_sampler=mine.tolist(){collate}, num_workers={workers})"
     return {
         "weights": weights,
         "ours": model.is_image_classifier,
-        "channels": model.sizes().get("num_channels", 1),
         "model": built,
         "auto_class": auto_class,
         "pretrained": pretrained,

@@ -23,6 +23,8 @@ class Setup:
         num_params: of the model.
         num_train: the training samples that it used.
         torch: the version of PyTorch.
+        channels: of the images that the model takes; 1 for other models.
+        data_arguments: of the data set, with the sizes that it took from the model.
     """
 
     name: str
@@ -32,6 +34,8 @@ class Setup:
     num_params: int
     num_train: int
     torch: str
+    channels: int
+    data_arguments: Mapping[str, Any]
 
     @property
     def is_ddp(self) -> bool:
@@ -63,14 +67,20 @@ class Setup:
 
 
 def read_setup(name: str, config: TrialConfig, facts: Mapping[str, Any] | None) -> Setup | None:
-    """Return the setup of a trial from its facts; None if facts are missing."""
+    """Return the setup of a trial from its facts; None if facts are missing.
+
+    Nothing that the config names is imported: a record may come from anywhere.
+    """
     facts = facts or {}
+    arguments = facts.get("data_arguments")
     layout = read_layout(facts.get("layout"))
     numbers = {
         "world_size": facts.get("world_size"),
         "num_params": facts.get("num_params"),
         "num_train": facts.get("data_num_train"),
+        "channels": facts.get("model_sizes", {}).get("num_channels", 1),
     }
-    if layout is None or not all(isinstance(number, int) for number in numbers.values()):
+    if layout is None or arguments is None or not all(isinstance(number, int) for number in numbers.values()):
         return None
-    return Setup(name, config, layout, torch=str(facts.get("torch")), **numbers)  # type: ignore[arg-type]
+    torch = str(facts.get("torch"))
+    return Setup(name, config, layout, data_arguments=arguments, torch=torch, **numbers)  # type: ignore[arg-type]

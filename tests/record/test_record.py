@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -14,6 +15,8 @@ from fsdp_lab.metrics import MEMORY, MIB, OTHERS_CPU, SPEED
 from fsdp_lab.record.reasons import Code, Reason, TimingExcluded
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord, why_timing_is_excluded, with_forecast
+from fsdp_lab.report.data import SweepData
+from fsdp_lab.report.write import write_report
 from fsdp_lab.status import TrialStatus
 from tests.report.sweeps import sweep
 
@@ -49,6 +52,21 @@ def test_a_record_holds_no_password(tmp_path: Path):
     trial.config.tracking.uri = secret
     SweepRecord("a", f"python tracking.uri={secret}", [], [trial], 0.02, 0.03).write(tmp_path)
     assert "s3cr3t" not in (tmp_path / "record.json").read_text()
+
+
+def test_a_record_is_data_and_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It may come from anywhere. A report of it writes the script of a trial whose modules it does not import."""
+    (tmp_path / "theirs.py").write_text("raise SystemExit('it was imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config, facts = SweepConfig(), {"device": "cpu", "world_size": 2, "num_params": 10, "data_num_train": 64}
+    config.model.target, config.data.target, config.data.collate_fn = "theirs.model", "theirs.Data", "theirs.collate"
+    config.task.name, config.task.loss = "custom", "theirs.loss"
+    facts |= {"layout": {}, "model_sizes": {}, "data_arguments": {"size": 3}}
+    trials = [dataclasses.replace(trial, config=config, facts=facts) for trial in sweep().trials]
+    dataclasses.replace(sweep(), trials=trials).write(tmp_path)
+    write_report(SweepData.read(tmp_path / "record.json"), tmp_path)
+    assert 'Data(size=3, split="train")' in (tmp_path / "use_pytorch.py").read_text().replace("'", '"')
+    assert "theirs" not in sys.modules
 
 
 @pytest.mark.parametrize("keys", [["trials"], ["trials", 0, "status"], ["axes"]])

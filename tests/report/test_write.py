@@ -228,7 +228,7 @@ def test_what_can_be_taken_home_is_linked(tmp_path: Path, monkeypatch: pytest.Mo
     trials = [trial(i, row) for i, row in enumerate(ROWS)]
     own = config("model=mlp", "sharding=per_block")
     own.task.name = task
-    setup: Setup | None = Setup("Trial 3", own, Layout(), 2, 1000, 128, "2.15.0")
+    setup: Setup | None = Setup("Trial 3", own, Layout(), 2, 1000, 128, "2.15.0", 1, {})
     monkeypatch.setattr(TrialRecord, "setup", property(lambda trial: setup if trial.number == 3 else None))
     write_report(sweep(trials), tmp_path)
     page = (tmp_path / "report.html").read_text()

@@ -156,7 +156,7 @@ def test_torchrun_runs_the_file(results: dict[str, dict[str, Any]], tmp_path: Pa
 
 
 def setup_of(case: Case, **layout: Any) -> Setup:
-    return Setup("Trial 0", config(*case), Layout(**layout), 4, 1000, 128, "2.15.0")
+    return Setup("Trial 0", config(*case), Layout(**layout), 4, 1000, 128, "2.15.0", 1, {})
 
 
 @pytest.mark.parametrize(
