@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Self
 
+from fsdp_lab.config import SweepConfig
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord, why_timing_is_excluded
 from fsdp_lab.report.settings import Rules
@@ -30,10 +31,9 @@ class SweepData(SweepRecord):
 
     @property
     def _trivial_loss(self) -> float | None:
-        """The cross entropy of guessing among the classes of our image models; None: not known."""
-        models = [trial.config.model for trial in self.trials if trial.config is not None]
-        classes = {model.sizes()["num_classes"] for model in models if model.is_image_classifier}
-        return math.log(classes.pop()) if len(classes) == 1 else None
+        """The loss of a model that guesses among the classes; None: not known."""
+        losses = {_guessing_loss(trial.config) for trial in self.trials if trial.config is not None}
+        return losses.pop() if len(losses) == 1 else None
 
     @property
     def unfinished(self) -> int:
@@ -50,3 +50,10 @@ class SweepData(SweepRecord):
     def url(self, trial: TrialRecord) -> str:
         """Return the address of the trial's run; "" if not known."""
         return f"{self.runs_url}/{trial.run_id}" if self.runs_url and trial.run_id else ""
+
+
+def _guessing_loss(config: SweepConfig) -> float | None:
+    """Return the cross entropy of guessing, of our image classifiers; read as data: nothing is imported."""
+    classes = config.model.arguments.get("num_classes")
+    is_known = config.task.name == "classification" and config.model.is_image_classifier
+    return math.log(classes) if is_known and isinstance(classes, int) and classes > 1 else None

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,14 +158,33 @@ def test_a_pareto_front_holds_equals_and_leaves_out_what_is_beaten():
 
 
 @pytest.mark.parametrize(
-    ("loss", "classes", "learned"), [(2.29, 10, False), (2.2, 10, True), (0.69, 2, False), (2.29, None, True)]
-)
-def test_learning_is_judged_against_guessing(loss: float, classes: int | None, learned: bool):
+    ("loss", "classes", "task", "learned"),
+    [
+        (2.29, 10, "classification", False), (2.2, 10, "classification", True), (0.69, 2, "classification", False),
+        (5.0, 10, "custom", True), (2.29, "ten", "classification", True), (2.29, None, "classification", True),
+    ],
+)  # fmt: skip
+def test_learning_is_judged_against_guessing(loss: float, classes: Any, task: str, learned: bool):
+    """For our image classifiers alone: of another loss, and of classes that are not known, nothing is said."""
     config = SweepConfig()
-    if classes:
-        config.model.arguments["num_classes"] = classes
+    config.model.arguments["num_classes"], config.task.name = classes, task
     one = dataclasses.replace(trial(0, ("", "", "finished", 100, 1000.0, loss)), config=config if classes else None)
     assert (Note.nothing_learned in codes(of(sweep([one])).notes)) is not learned
+
+
+def test_a_record_from_elsewhere_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither what is judged nor what is said of it needs the code that a `record.json` names."""
+    (tmp_path / "planted.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = SweepConfig()
+    config.model.target = config.data.target = config.task.loss = "planted.Net"
+    ours = SweepConfig()
+    ours.model.arguments["num_classes"] = {"_target_": "planted.Net"}
+    made = sweep([dataclasses.replace(trial(n), config=c, facts={}) for n, c in enumerate((config, ours))])
+    made.write(tmp_path)
+    read = SweepData.read(tmp_path / "record.json")
+    assert [one.config for one in read.trials] == [config, ours]
+    assert answer(read).sentence.startswith("Recommended: ") and "planted" not in sys.modules
 
 
 def test_an_excluded_timing_decides_nothing():
