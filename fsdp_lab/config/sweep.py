@@ -246,11 +246,11 @@ class ReportConfig:
     """What the recommended setting may lose."""
 
     loss_tolerance: float = key(0.02, not_negative)
-    """Settings whose loss is within this ratio of the best count as having learned."""
+    """A setting qualifies if its loss is within this ratio of the best."""
     speed_tolerance: float = key(0.03, below_one)
-    """Settings within this ratio of the fastest tie; the one with less memory wins."""
+    """Settings within this ratio of the fastest tie; the simplest wins."""
     others_cpu: float = key(0.25, not_negative)
-    """On a CPU, a run's speed counts only if other processes used at most this share of all cores."""
+    """On a CPU, a timing is excluded if other processes used more than this share of all cores."""
 
 
 # The search and the forecast change no trial, but another search makes another sweep and another study.

@@ -29,13 +29,13 @@ class SweepRecord:
         command: that started it.
         axes: the keys that differ between its trials, in the order of the command line.
         trials: in the order of their numbers.
-        loss_tolerance: a setting has learned if its loss is within this ratio of the best.
+        loss_tolerance: a setting qualifies if its loss is within this ratio of the best.
         speed_tolerance: settings within this ratio of the fastest tie.
         runs_url: address of an MLflow UI's runs, to which `/<run id>` is added; None: no server is known.
         about: more lines for its head, as (name, text).
         others_cpu: `report.others_cpu`, above which the timing of a trial on a CPU is excluded.
         objectives: `(metric, "min" or "max")` of each objective, the most important first; empty: the fastest setting
-            that learned is recommended.
+            that qualifies is recommended.
         repeat_max: the most rounds of `repeat=auto`; None: repeats were typed.
         study: the name of the study, such as the preset's; "" for a sweep without one.
         log_axes: the axes that were searched on a logarithmic scale.

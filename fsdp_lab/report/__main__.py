@@ -6,9 +6,9 @@ python -m fsdp_lab.report sweep=s3://bucket/prefix/<sweep> trust=true
 
 Writes report.html, report.md and report.csv into the sweep's folder (for one in object storage, a copy here) and to its
 run in MLflow. Other options:
-  report.loss_tolerance    a setting has learned if its loss is within this ratio of the best (0.02)
-  report.speed_tolerance   settings within this ratio of the fastest tie, and the smallest wins (0.03)
-  report.others_cpu        on a CPU a run's speed does not count if other processes used more of the cores (0.25)
+  report.loss_tolerance    a setting qualifies if its loss is within this ratio of the best (0.02)
+  report.speed_tolerance   settings within this ratio of the fastest tie, and the simplest wins (0.03)
+  report.others_cpu        on a CPU a timing is excluded if other processes used more of the cores (0.25)
   tracking.uri             the store that holds the run
   tracking.ui              the address of an MLflow UI on it: a click on a point opens the run there
   out                      another folder for the files

@@ -30,7 +30,7 @@ def qualify(settings: Settings) -> tuple[list[Setting], dict[str, Statement]]:
                     why_not[setting.name] = Statement(WhyNot.no_figure, {"metric": metric})
     elif fitting and not settings.rules.predicted:
         best = min(fitting, key=lambda s: or_inf(settings.median(s, loss)))
-        why_not |= {s.name: reason for s in fitting if (reason := _learned_less(settings, s, best))}
+        why_not |= {s.name: reason for s in fitting if (reason := _loss_too_high(settings, s, best))}
     return [s for s in fitting if s.name not in why_not], why_not
 
 
@@ -55,7 +55,7 @@ def too_large(settings: Settings, number: int) -> Statement | None:
     return Statement(code, {"needed": needed, "capacity": capacity}) if needed > capacity else None
 
 
-def _learned_less(settings: Settings, setting: Setting, best: Setting) -> Statement | None:
+def _loss_too_high(settings: Settings, setting: Setting, best: Setting) -> Statement | None:
     loss, least = settings.median(setting, settings.loss_key), settings.median(best, settings.loss_key)
     if not math.isfinite(loss):
         return Statement(WhyNot.no_figure, {"metric": settings.loss_key})
@@ -63,7 +63,7 @@ def _learned_less(settings: Settings, setting: Setting, best: Setting) -> Statem
     if loss <= least + allowed:
         return None
     above = (loss - least) / max(abs(least), 1e-12)
-    return Statement(WhyNot.learned_less, {"metric": settings.loss_key, "loss": loss, "above": above})
+    return Statement(WhyNot.loss_too_high, {"metric": settings.loss_key, "loss": loss, "above": above})
 
 
 def not_compared(settings: Settings, setting: Setting) -> Statement:

@@ -21,7 +21,7 @@ class WhyNot(StrEnum):
     too_large = "too_large"
     tight = "tight"
     no_figure = "no_figure"
-    learned_less = "learned_less"
+    loss_too_high = "loss_too_high"
     timing_excluded = "timing_excluded"
     untimed = "untimed"
 

@@ -88,7 +88,7 @@ def sweep_of(
 def asked_for(search: SearchConfig, words: list[str], arguments: Sequence[str]) -> list[tuple[str, str]]:
     """Return the objectives that a recommendation follows: those of a search, or those typed for a grid.
 
-    Empty for a grid without any, whose answer is the fastest setting that learned.
+    Empty for a grid without any, whose answer is the fastest setting that qualifies.
 
     Args:
         search: of the sweep.

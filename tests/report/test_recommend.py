@@ -52,7 +52,7 @@ def test_the_fastest_that_fits_and_reached_the_loss_is_taken():
     r = of(sweep())
     assert chosen(sweep()) == {"sharding": "root", "precision": "bf16"}
     assert {name: reason.code for name, reason in r.why_not.items()} == {
-        "sharding=ddp precision=bf16": WhyNot.learned_less, "sharding=per_block precision=fp32": WhyNot.oom,
+        "sharding=ddp precision=bf16": WhyNot.loss_too_high, "sharding=per_block precision=fp32": WhyNot.oom,
     }  # fmt: skip
     assert r.why_not["sharding=ddp precision=bf16"].values["above"] == pytest.approx(0.1)
     assert (r.why.code, [s.name for s in r.tied]) == (Why.tied, ["sharding=per_block precision=bf16"])
@@ -133,14 +133,14 @@ def test_losses_are_not_ranked_within_their_rounding(narrow: tuple[int, ...]):
     ]
     learned = of(sweep(rows, loss_tolerance=0.001))
     assert learned.setting is not None and learned.setting.values["sharding"] == ("root" if narrow else "ddp")
-    assert (WhyNot.learned_less in codes(learned.why_not)) is (not narrow)
+    assert (WhyNot.loss_too_high in codes(learned.why_not)) is (not narrow)
     assert [c.rounded for c in learned.others] == [bool(narrow)] and (Note.rounding in codes(learned.notes)) is bool(
         narrow
     )
     front = of(sweep(rows, objectives=[("val/loss", "min"), (SPEED, "max")])).front
     assert [s.values["sharding"] for s in front] == (["root"] if narrow else ["ddp", "root"]), "nor on a front"
     far = [rows[0], trial(1, ("root", "fp32", "finished", 100, 1500.0, 4.1), **ROUNDED)]
-    assert WhyNot.learned_less in codes(of(sweep(far, loss_tolerance=0.001)).why_not)
+    assert WhyNot.loss_too_high in codes(of(sweep(far, loss_tolerance=0.001)).why_not)
 
 
 def test_a_loss_within_rounding_breaks_no_tie():

@@ -203,7 +203,7 @@ def test_an_excluded_timing_is_marked_and_never_the_best(plain_page: str):
     trials = [on_cpu(i, i, 0.44 if i == 3 else 0.05, float(row[4])) for i, row in enumerate(ROWS) if i != 4]
     made = sweep(trials)
     page, text = own_html(made), to_markdown(made, answer(made))
-    assert re.findall(r'<td class="number shared" data-value="([0-9.]+)"', page) == ["1980.0"]
+    assert re.findall(r'<td class="number excluded" data-value="([0-9.]+)"', page) == ["1980.0"]
     assert re.findall(r'<td class="number best" data-value="1950.0"', page)
     assert "| 1980.0 † |" in text and "| **1950.0** |" in text
     assert "† Timing excluded: other processes used more than 25 %" in page and "†" not in plain_page
