@@ -56,14 +56,11 @@ class Night:
         host: on which it runs; only there it can be resumed.
         verdict: see `Verdict`.
         study: the settings that all its trials share, which identify the study.
-        machine: host, device and workers: what speeds depend on.
-        commit: of fsdp_lab; "": not known.
-        libraries: name -> version.
-        code: the digest of fsdp_lab's own files.
-        user_code: the user's packages that targets name, as in `sweep.json`, -> the digest of each.
+        origin: what it ran: `machine` (host, device and workers: what speeds depend on), `commit` and `code` (a digest)
+            of fsdp_lab, `library <name>` (a version), and of packages that targets name `user code <name>` (a digest).
         trials: a row for each trial, with the columns of `gate.judged_columns`.
         baseline: the last good night, with which it was compared; None: there was none.
-        changed: what changed since the baseline: `(what, name, before, now)` of each.
+        changed: what changed since the baseline: see `changes`.
         findings: what the gate found.
         run_id: of its sweep's MLflow run; "": none.
         accepted: reason, by whom and when, of a night that was made the baseline by hand.
@@ -75,11 +72,7 @@ class Night:
     host: str = ""
     verdict: Verdict = Verdict.running
     study: dict[str, Any] = field(default_factory=dict)
-    machine: str = ""
-    commit: str = ""
-    libraries: dict[str, str] = field(default_factory=dict)
-    code: str = ""
-    user_code: dict[str, str] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
     trials: list[dict[str, Any]] = field(default_factory=list)
     baseline: str | None = None
     changed: list[list[str]] = field(default_factory=list)
@@ -162,17 +155,12 @@ def since_accepted(nights: Sequence[Night]) -> list[Night]:
 
 
 def changes(before: Night, night: Night) -> list[list[str]]:
-    """Return `(what, name, before, now)` of what changed in code, libraries and machine since an earlier night."""
-    found = [["commit", "", before.commit, night.commit]] if before.commit != night.commit else []
-    if not found and before.code != night.code:
-        found.append(["code", "", before.code, night.code])
-    for what, there, here in (
-        ("user_code", before.user_code, night.user_code),
-        ("library", before.libraries, night.libraries),
-    ):
-        names = sorted(there.keys() | here.keys())
-        found += [[what, n, there.get(n, ""), here.get(n, "")] for n in names if there.get(n) != here.get(n)]
-    return found + ([["machine", "", before.machine, night.machine]] if before.machine != night.machine else [])
+    """Return `(what, before, now)` of what changed since an earlier night; if the commit did, not that the code did."""
+    there, here = before.origin, night.origin
+    keys = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
+    if "commit" in keys and "code" in keys:
+        keys.remove("code")
+    return [[key, there.get(key, "none"), here.get(key, "none")] for key in keys]
 
 
 def _night_of(text: str, name: str, place: str) -> Night:

@@ -42,7 +42,7 @@ def nights_page(study: str, nights: Sequence[Night], tolerance: ToleranceConfig)
         {
             "id": night.id,
             "verdict": night.verdict,
-            "commit": night.commit[:10],
+            "commit": night.origin.get("commit"),
             "changed": changed_words(changed) if (changed := changes(before, night)) and before is not night else "",
             "why": "; ".join(filter(None, [(night.accepted or {}).get("reason"), regressions_line(night)])),
         }

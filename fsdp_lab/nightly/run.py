@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 from uuid import uuid4
@@ -84,7 +84,8 @@ def run_night(study: Study, trigger: CronTrigger, log: Log, now: Callable[[], fl
 def judged(study: Study, night: Night, past: Sequence[Night], frame: pd.DataFrame) -> Night:
     """Return the night with its trials, what the gate finds of them, and its verdict."""
     rows = judged_columns(frame)
-    earlier = [(each.id, each.machine == night.machine, each.frame) for each in past]
+    here = night.origin.get("machine")
+    earlier = [(each.id, each.origin.get("machine") == here, each.frame) for each in past]
     findings = judge(rows, earlier, study.nightly.tolerance, study.nightly.significance)
     return replace(
         night,
@@ -169,7 +170,7 @@ def _begin(study: Study, store: Nights, nights: Sequence[Night], trigger: CronTr
         return resumed
     own = f"-{uuid4().hex[:4]}" if is_address(study.place) else ""  # another machine may begin in the same second
     next_due = night_after(trigger, datetime.fromtimestamp(now, UTC)).timestamp()
-    night = Night(night_id(now) + own, now, next_due, platform.node(), study=study.settings, **_origin(study))
+    night = Night(night_id(now) + own, now, next_due, platform.node(), study=study.settings, origin=_origin(study))
     store.write(night)
     log(f"night {night.id} begins")
     return night
@@ -190,18 +191,20 @@ def _lacks_results(frame: pd.DataFrame) -> bool:
     return frame.empty or any(not TrialStatus(status).is_result for status in frame["status"])
 
 
-def _origin(study: Study) -> dict[str, Any]:
+def _origin(study: Study) -> dict[str, str]:
     """Return the machine, the code and the libraries of a night, as they are now."""
     tags = machine_tags()
+    changed = " with uncommitted changes" if tags.get("git.dirty") == "true" else ""
     return {
         "machine": f"{platform.node()}, {study.settings['device']}, {study.settings['workers']} workers",
-        "commit": tags.get("mlflow.source.git.commit", "") + ("+changes" if tags.get("git.dirty") == "true" else ""),
-        "libraries": {key.removeprefix("version."): tags[key] for key in tags if key.startswith("version.")},
+        "commit": tags.get("mlflow.source.git.commit", "unknown")[:10] + changed,
+        "code": code_digest([]),
+        **{key.replace("version.", "library "): tags[key] for key in tags if key.startswith("version.")},
     }
 
 
 def _with_run(study: Study, night: Night, folder: Path, log: Log) -> Night:
-    """Return the night with the digests of its sweep's code, and with the sweep's run in MLflow."""
+    """Return the night with the digests of the user's code in its sweep, and with the sweep's run in MLflow."""
     from fsdp_lab.record.sweep_json import read_start
 
     try:
@@ -210,8 +213,8 @@ def _with_run(study: Study, night: Night, folder: Path, log: Log) -> Night:
         return night
     packages = record.user_packages
     is_same = record.code == code_digest(packages)  # as when the sweep began; else both nights around it differ
-    user_code = {name: user_digest(name) if is_same else record.code for name in packages}
-    night = replace(night, code=code_digest([]), user_code=user_code)
+    user_code = {f"user code {name}": user_digest(name) if is_same else record.code for name in packages}
+    night = replace(night, origin=night.origin | user_code)
     try:
         return replace(night, run_id=find_sweep_run(study.tracking, record.id))
     except TrackingError as error:
@@ -255,7 +258,7 @@ def notify(study: Study, night: Night) -> str | None:
     if not address:
         return None
     regressions = [asdict(f) | {"text": " ".join(row(f))} for f in night.regressions]
-    shown = ("verdict", "baseline", "changed", "commit", "machine", "run_id")
+    shown = ("verdict", "baseline", "changed", "origin", "run_id")
     content = {
         "study": study.name,
         "night": night.id,

@@ -84,14 +84,13 @@ def sentences(night: Night) -> list[str]:
 
 def changed_words(changed: Sequence[Sequence[str]]) -> str:
     """Return what changed between two nights."""
-    own = [name for what, name, *_ in changed if what == "user_code"]
+    own = [what.removeprefix("user code ") for what, *_ in changed if what.startswith("user code ")]
     words = [f"your code ({', '.join(own)})"] if own else []
-    for what, name, before, now in changed:
+    for what, before, now in changed:
         if what == "code":
             words.append("the uncommitted code of fsdp_lab")
-        elif what != "user_code":
-            there, here = (_commit(value) if what == "commit" else value or "none" for value in (before, now))
-            words.append(f"{name or what} {there} → {here}")
+        elif not what.startswith("user code "):
+            words.append(f"{what.removeprefix('library ')} {before} → {now}")
     return ", ".join(words) or "nothing in code, libraries and machine"
 
 
@@ -178,9 +177,3 @@ def _ended(statuses: Sequence[str]) -> str:
     others = [status for status in statuses if status != TrialStatus.finished]
     words = f" ({', '.join(dict.fromkeys(others))})" if others else ""
     return f"{len(statuses) - len(others)} of {len(statuses)} finished{words}" if statuses else "not run"
-
-
-def _commit(text: str) -> str:
-    """Return a commit as short as `git log` accepts it, with the mark of uncommitted changes."""
-    name, mark, _ = text.partition("+")
-    return f"{name[:10]}{' with uncommitted changes' if mark else ''}" if name else "unknown"

@@ -215,14 +215,14 @@ def test_an_interrupted_night_goes_on_whatever_interrupted_it(two: TwoNights, tm
     night = Interrupts(tmp_path)
     night.interrupt(signal.SIGTERM, two.code)
     begun = night.night
-    assert begun.verdict == "running" and begun.commit == "", "the copy of the code has none"
+    assert begun.verdict == "running" and begun.origin["commit"] == "unknown", "the copy of the code has none"
 
     children = night.interrupt(signal.SIGKILL)  # with the code as it was: it starts again as another night
     assert still_running(children, 100) == [], "the sweep ends with its night"
     left, _ = read_nights(night.study)
     assert (left.id, left.verdict) == (begun.id, "left")
     begun = night.night
-    assert begun.commit == two.nights[0].commit != ""
+    assert begun.origin["commit"] == two.nights[0].origin["commit"] != "unknown"
     finished = night.results()
 
     (tmp_path / "mlflow.db").rename(tmp_path / "away.db")

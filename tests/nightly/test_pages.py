@@ -32,7 +32,7 @@ def made_up_nights(count: int = 34, excluded: int = -1) -> list[Night]:
             night_id(moment), moment, moment + 86400,
             verdict={10: Verdict.regression, 11: Verdict.accepted}.get(number, Verdict.good), trials=trials,
             findings=[bad] if number == 10 else [], accepted={"reason": "<new> model"} if number == 11 else None,
-            commit=f"commit{number // 7}", libraries={"torch": "2.15.0" if number < 20 else "2.16.0"},
+            origin={"commit": f"commit{number // 7}", "library torch": "2.15.0" if number < 20 else "2.16.0"},
         )  # fmt: skip
         nights.append(night)
     return nights

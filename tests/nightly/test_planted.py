@@ -199,13 +199,16 @@ def test_a_sweep_that_keeps_dying_or_is_refused_is_a_failed_night(
     nights: PlantedNights, monkeypatch: pytest.MonkeyPatch, exits_with: int, status: int, attempts: int
 ):
     tries: list[object] = []
-    nights.sweep = lambda folder: tries.append(folder) or exits_with
+    copy, nights.sweep = nights.sweep, lambda folder: tries.append(folder) or exits_with
     with webhook() as (address, got):
         monkeypatch.setenv(WEBHOOK, address)
         done = nights("--once", *WORDS)
     assert done.returncode == status
     assert (nights.last.verdict, len(tries)) == ("failed", attempts)
     assert [verdict["verdict"] for verdict in got] == ["failed"]
+    nights.sweep = copy
+    assert nights("--once", *WORDS).returncode == 0
+    assert "the uncommitted code" not in (nights.folder / "nights.html").read_text(), "it is the same in both nights"
 
 
 BAD_INPUT = (
@@ -291,7 +294,7 @@ def test_another_machine_is_compared_with_what_the_bucket_has(nights: PlantedNig
         done = nights("--once")
         assert done.returncode == 0, done.stdout + done.stderr
     first, second = Nights(place).read()
-    assert second.baseline == first.id and first.machine != second.machine
+    assert second.baseline == first.id and first.origin["machine"] != second.origin["machine"]
     assert "speed was not judged: no good night on this machine has measured it" in done.stdout
     assert not list(nights.cwd.glob("o*e*/*.json")), "the documents are in the bucket alone"
     assert nights("--accept", "as good as it gets").returncode == 0

@@ -21,7 +21,10 @@ from fsdp_lab.nightly.texts import changed_words, markdown, terminal_table, titl
 VERDICTS = Path(__file__).with_name("verdicts.md")
 DAY = 86400.0
 FIRST = 1.7951e9
-LIBRARIES = {"ray": "2.56.0", "torch": "2.15.0"}
+ORIGIN = {
+    "machine": "box, cpu, 2 workers", "commit": "3b3f407aa1", "code": "1", "library ray": "2.56.0",
+    "library torch": "2.15.0", "user code my_model": "1",
+}  # fmt: skip
 Trials = list[dict[str, Any]]
 
 
@@ -41,15 +44,11 @@ def trials(
     return rows
 
 
-def a_night(number: int, rows: Trials, past: list[Night], **more: Any) -> Night:
+def a_night(number: int, rows: Trials, past: list[Night], changed: dict[str, str]) -> Night:
     """The night of a number, as it is judged against the ones before."""
     moment = FIRST + number * DAY
-    origin = {
-        "machine": "box, cpu, 2 workers", "commit": "3b3f407aa1c2d3e4f5a6", "libraries": LIBRARIES,
-        "user_code": {"my_model": "1"},
-    }  # fmt: skip
-    night = Night(night_id(moment), moment, moment + DAY, trials=rows, **{**origin, **more})
-    frames = [(each.id, each.machine == night.machine, each.frame) for each in past]
+    night = Night(night_id(moment), moment, moment + DAY, trials=rows, origin=ORIGIN | changed)
+    frames = [(each.id, each.origin["machine"] == night.origin["machine"], each.frame) for each in past]
     findings = judge(night.frame, frames, ToleranceConfig(), 0.005)
     bad = any(finding.is_regression for finding in findings)
     return dataclasses.replace(
@@ -58,11 +57,11 @@ def a_night(number: int, rows: Trials, past: list[Night], **more: Any) -> Night:
     )  # fmt: skip
 
 
-def last_of(*rows: Trials, **more: Any) -> Night:
-    """The last of the nights with these trials; what differs concerns that one."""
+def last_of(*rows: Trials, changed: dict[str, str] | None = None) -> Night:
+    """The last of the nights with these trials; in its origin something changed."""
     nights: list[Night] = []
     for number, each in enumerate(rows):
-        nights.append(a_night(number, each, nights, **(more if number == len(rows) - 1 else {})))
+        nights.append(a_night(number, each, nights, (changed or {}) if number == len(rows) - 1 else {}))
     return nights[-1]
 
 
@@ -75,10 +74,10 @@ def cases() -> dict[str, Night]:
         "the first night, in which not every trial finished": last_of(trials(status="oom")),
         "nothing changed": last_of(trials(), trials()),
         "slower, with new libraries": last_of(
-            trials(), trials(speed=185.5), libraries={"ray": "2.57.0", "torch": "2.15.0"}, commit="5b0c9e1d2f3a4b5c6d7e"
+            trials(), trials(speed=185.5), changed={"library ray": "2.57.0", "commit": "5b0c9e1d2f", "code": "2"}
         ),
         "a drift of three nights, with another model every night": last_of(
-            trials(), trials(speed=227.0), trials(speed=204.0), user_code={"my_model": "2"}
+            trials(), trials(speed=227.0), trials(speed=204.0), changed={"user code my_model": "2"}
         ),
         "a slope that the tolerance covers": last_of(*(trials(memory=19.25 * 1.0013**n) for n in range(7))),
         "noise": last_of(trials(spread=0.2), trials(speed=205.0, spread=0.2)),
@@ -86,7 +85,7 @@ def cases() -> dict[str, Night]:
             trials(), trials(status="oom", wait=0.31)
         ),
         "excluded timings": last_of(trials(), busy),
-        "another machine": last_of(trials(), trials(), machine="other, cpu, 2 workers"),
+        "another machine": last_of(trials(), trials(), changed={"machine": "other, cpu, 2 workers"}),
         "accepted": dataclasses.replace(
             last_of(trials(), trials(loss=0.61)), verdict=Verdict.accepted,
             accepted={"reason": "the data grew", "by": "ada", "at": first.id},
@@ -128,20 +127,18 @@ def test_several_regressions_are_counted_and_what_was_not_judged_is_in_the_title
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("changed", "words"),
     [
         ({}, "nothing in code, libraries and machine"),
-        ({"commit": "b" * 40}, "commit 3b3f407aa1 → bbbbbbbbbb"),
-        ({"commit": "3b3f407aa1c2d3e4f5a6+changes"}, "commit 3b3f407aa1 → 3b3f407aa1 with uncommitted changes"),
-        ({"commit": ""}, "commit 3b3f407aa1 → unknown"),
+        ({"commit": "bbbbbbbbbb", "code": "2"}, "commit 3b3f407aa1 → bbbbbbbbbb"),
         ({"code": "2"}, "the uncommitted code of fsdp_lab"),
-        ({"user_code": {"my_model": "2", "my_data": "1"}}, "your code (my_data, my_model)"),
-        ({"libraries": {"torch": "2.16.0"}}, "ray 2.56.0 → none, torch 2.15.0 → 2.16.0"),
+        ({"user code my_model": "2", "user code my_data": "1"}, "your code (my_data, my_model)"),
+        ({"library mlflow": "3.1.0", "library torch": "2.16.0"}, "mlflow none → 3.1.0, torch 2.15.0 → 2.16.0"),
         ({"machine": "other, cpu, 2 workers"}, "machine box, cpu, 2 workers → other, cpu, 2 workers"),
     ],
 )
-def test_what_changed_since_the_night_before(more: dict[str, Any], words: str):
-    assert changed_words(last_of(trials(), trials(), **more).changed) == words
+def test_what_changed_since_the_night_before(changed: dict[str, str], words: str):
+    assert changed_words(last_of(trials(), trials(), changed=changed).changed) == words
 
 
 if __name__ == "__main__":
