@@ -21,7 +21,7 @@ from fsdp_lab.redact import redact
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking import writes
 from fsdp_lab.tracking.store import is_away, open_store, reason_of, refusals, runs_of, ui_url
-from fsdp_lab.tracking.tags import EXCLUDED, RECORDED_TAG, SWEEP_TAG, TRIAL_TAG, fact_tags, one_line, shortened
+from fsdp_lab.tracking.tags import RECORDED_TAG, REPLACED_TAG, SWEEP_TAG, TRIAL_TAG, fact_tags, one_line, shortened
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -41,7 +41,9 @@ class WantedRun:
         first_tags: those that it is created with; people may change them later.
         tags: those that are kept as they are here.
         params: the parameters. MLflow changes none, so differences go to the tag `resumed_with`.
-        epochs: step -> metrics; step 0 is the forecast.
+        epochs: step -> metrics, each sent once; step 0 is the forecast.
+        figures: the latest values of other metrics, sent when one has changed.
+        figures_step: the step of these.
         facts: of a trial; they become tags and the data set with its digest.
         files: path and the folder of the artifacts that it goes to.
         answer: the beginning of its description; "": none.
@@ -55,6 +57,8 @@ class WantedRun:
     tags: Mapping[str, str] = field(default_factory=dict)
     params: Mapping[str, str] = field(default_factory=dict)
     epochs: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
+    figures_step: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     files: Sequence[tuple[Path, str]] = ()
     answer: str = ""
@@ -74,6 +78,7 @@ class Stored:
         params: that it has.
         ended: when, in milliseconds since 1970; None: it runs.
         steps: of the metrics that it has; None: not known, so that the store has to be asked.
+        figures: the latest values of its metrics, except of those sent as epochs since.
         sent: other items that this process has sent.
         refused: the store has refused an item, so it is not complete.
     """
@@ -84,13 +89,16 @@ class Stored:
     params: dict[str, str] = field(default_factory=dict)
     ended: int | None = None
     steps: set[int] | None = None
+    figures: dict[str, float] = field(default_factory=dict)
     sent: set[object] = field(default_factory=set)
     refused: bool = False
 
     @staticmethod
     def of(run: Run) -> Stored:
-        """Return what the store has of a run, without its metrics and files."""
-        return Stored(run.info.run_id, run.info.run_name, dict(run.data.tags), dict(run.data.params), run.info.end_time)
+        """Return what the store has of a run, without its epochs and files."""
+        info, data = run.info, run.data
+        known = dict(data.tags), dict(data.params), info.end_time
+        return Stored(info.run_id, info.run_name, *known, figures=dict(data.metrics))
 
 
 class _StoreAway(Exception):
@@ -147,8 +155,8 @@ class Projection:
                 self._stored = self._runs()
                 for number in again:
                     if stored := self._stored.pop(number, None):
-                        self._client.set_tag(stored.run_id, TRIAL_TAG, f"{number} {EXCLUDED}")
-                        self._client.update_run(stored.run_id, name=shortened(f"{stored.name} ({EXCLUDED})"))
+                        self._client.set_tag(stored.run_id, REPLACED_TAG, "true")
+                        self._client.update_run(stored.run_id, name=shortened(f"{stored.name} (timing excluded)"))
         self._last_success = time.monotonic()
         self._thread.start()
 
@@ -293,6 +301,9 @@ class Projection:
             if step not in stored.steps:
                 self._try("metrics", stored, writes.log_epoch, client, run_id, wanted.epochs[step], step)
                 stored.steps.add(step)
+        if wanted.figures.items() - stored.figures.items():
+            self._try("metrics", stored, writes.log_epoch, client, run_id, wanted.figures, wanted.figures_step)
+            stored.figures |= wanted.figures
         if wanted.answer:
             self._once("tags", stored, ("answer", wanted.answer), writes.set_answer, client, run_id, wanted.answer)
         if wanted.status is not None:

@@ -58,7 +58,7 @@ def how_to_read() -> str:
 # By these a start finds the runs of the start before it.
 SWEEP_TAG, TRIAL_TAG, RECORDED_TAG = "fsdp_lab.sweep", "fsdp_lab.trial", "fsdp_lab.recorded"
 RECOMMENDED_TAG = "fsdp_lab.recommended"  # of the sweep, the number of the trial; of that trial, true
-EXCLUDED = "timing excluded"  # in the trial's tag and the name of a run that another one has replaced
+REPLACED_TAG = "fsdp_lab.replaced"  # of a run whose trial was measured again, in another run
 COMMAND_TAG, ANSWER_TAG, _NOTE_TAG = "fsdp_lab.command", "fsdp_lab.answer", "mlflow.note.content"
 _LIBRARIES = ("torch", "torchvision", "ray", "mlflow", "hydra-core", "omegaconf")
 NAME_LENGTH = 250  # of a run, a parameter or a tag: the columns of MLflow's databases
@@ -80,12 +80,13 @@ def one_line(text: str, length: int) -> str:
 
 
 def trial_params(
-    config: SweepConfig, choices: Mapping[str, str], num_workers: int, typed: Mapping[str, str] | None = None
+    config: SweepConfig, choices: Mapping[str, str], num_workers: int | None, typed: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Return the parameters of a trial: the group choices, then every key by its dotted name, as they are typed.
 
     Keys that a choice implies are left out, so that a comparison shows an axis once. `num_workers` is the number of
-    ranks, where `cluster.num_workers` is null. `typed` has the values that name variables of the environment.
+    ranks, where `cluster.num_workers` is null; while it is None, not known, the key is left out. `typed` has the values
+    that name variables of the environment.
     """
     chosen = {key: value for key, value in choices.items() if value not in (None, "", "null")}
     keys = keys_of(config)
@@ -93,6 +94,8 @@ def trial_params(
     own = {k: v for k, v in flatten(config).items() if keys[k].is_param and k not in idle}
     own |= {key: value for key, value in (typed or {}).items() if key in own}
     own["cluster.num_workers"] = config.cluster.num_workers or num_workers
+    if own["cluster.num_workers"] is None:  # MLflow changes no parameter
+        del own["cluster.num_workers"]
     implied = {
         k: v for group, option in chosen.items() if group != "experiment" for k, v in _implied(group, option).items()
     }

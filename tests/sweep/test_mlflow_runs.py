@@ -19,7 +19,7 @@ from fsdp_lab.record.trial_files import append_line
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
-from fsdp_lab.sweep.runner import SweepPlan, SweepRun, run_sweep
+from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun, run_sweep
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.resume import resumed_states
 from fsdp_lab.tracking.tags import RECOMMENDED_TAG, RECORDED_TAG
@@ -29,7 +29,7 @@ from tests.sweep.test_runner import Acts
 
 Compose = Callable[[Sequence[str], int], Trial]
 FACTS = {
-    "data": "digits", "data_digest": "0123456789abcdef", "data_num_train": 128, "device": "cpu", "world_size": 2,
+    "data": "digits", "data_digest": "0123456789abcdef", "data_num_train": 128, "device": "cpu", "world_size": 8,
     "notes": ["offload=cpu has no effect on a CPU."],
 }  # fmt: skip
 FORECAST = Forecast(False, 2, {"device": {"total": 10}})
@@ -109,7 +109,7 @@ def test_a_run_says_how_its_trial_ended(planned: Callable[[], SweepPlan]):
         assert (tags["device"], tags["note"]) == ("cpu", "offload=cpu has no effect on a CPU.")
         assert run.inputs.dataset_inputs[0].dataset.digest == "0123456789abcdef"
         assert (run.data.params["training.seed"], run.data.params["sharding"]) == (str(number), "per_block")
-        assert run.data.params["cluster.num_workers"].isdecimal(), "as resolved"
+        assert run.data.params["cluster.num_workers"] == "8", "as resolved, on a node with more GPUs than the driver's"
         assert run.data.metrics["forecast/error"] == 10 / 9 - 1
     assert [run.info.status for run in children] == ["FINISHED", "FINISHED", "FAILED"]
     assert parent.info.status == "FAILED" and all(run.info.end_time for run in (parent, *children))
@@ -133,6 +133,41 @@ def test_a_run_that_the_store_lacks_is_sent_by_a_resume(planned: Callable[[], Sw
     for run in children:
         assert steps(tmp_path, run, "val/loss") == [1, 2, 3] and RECORDED_TAG in run.data.tags
         assert steps(tmp_path, run, "forecast/peak_bytes")[0] == 0 and run.data.tags["device"] == "cpu"
+
+
+def test_a_trial_that_has_not_trained_has_no_number_of_workers(planned: Callable[[], SweepPlan]):
+    """MLflow changes no parameter: one that was sent before the workers have started could be another."""
+
+    class Skips(Acts):
+        def run(self, sweep: SweepRun) -> None:
+            while (number := sweep.next()) is not None:
+                sweep.skip(number, REASON)
+
+    _, children = ran(planned(), Skips())
+    assert len(children) == 3 and all("cluster.num_workers" not in run.data.params for run in children)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_sweep_that_ends_again_sends_only_figures_that_have_changed(planned: Callable[[], SweepPlan], changed: bool):
+    """Its answer may be another, such as after `resume_failed`, with as many results as before."""
+
+    def end() -> Run:
+        plan = planned()
+        runs_of = MlflowRuns(plan.config.tracking, Console(plan.state, plan.swept))
+
+        class Recommends(Listener):
+            def closed(self, sweep: SweepRun, ending: Ending) -> None:
+                if plan.resumed and changed:
+                    sweep.states[0].metrics = {**sweep.states[0].metrics, "val/loss": 0.25}
+                runs_of.describe("Recommended: `training.seed=0`", 0)
+
+        run_sweep(plan, Trains(), [runs_of, Recommends()])
+        return runs(plan.folder)[0][0]
+
+    end()
+    parent, folder = end(), planned().folder
+    assert sorted(history(folder, parent, "val/loss")) == [*([(3, 0.25)] if changed else []), (3, 1 / LAST)]
+    assert parent.data.metrics["val/loss"] == (0.25 if changed else 1 / LAST)
 
 
 def test_the_answer_is_data_of_the_sweeps_run(planned: Callable[[], SweepPlan]):

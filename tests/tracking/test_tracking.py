@@ -30,7 +30,16 @@ from fsdp_lab.files import write_text
 from fsdp_lab.redact import redact
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking import Projection, TrackingError, WantedRun
-from fsdp_lab.tracking.tags import COMMAND_TAG, RECORDED_TAG, TRIAL_TAG, one_line, sweep_tags, trial_params, trial_tags
+from fsdp_lab.tracking.tags import (
+    COMMAND_TAG,
+    RECORDED_TAG,
+    REPLACED_TAG,
+    TRIAL_TAG,
+    one_line,
+    sweep_tags,
+    trial_params,
+    trial_tags,
+)
 from fsdp_lab.tracking.writes import log_dataset
 from tests.servers import end, free_port, lay_store, mlflow_server
 from tests.test_locks import held
@@ -477,7 +486,8 @@ def test_a_trial_that_is_measured_again_leaves_its_first_run(lab: Lab, store: Tr
     again.projection.stop()
     assert first.info.run_id != second.info.run_id
     aside = read(first.info.run_id)
-    assert (aside.data.tags[TRIAL_TAG], aside.info.run_name) == ("0 timing excluded", "root fp16 (timing excluded)")
+    assert (aside.data.tags[TRIAL_TAG], aside.data.tags[REPLACED_TAG]) == ("0", "true")
+    assert aside.info.run_name == "root fp16 (timing excluded)"
     with lab_of(store, [], resumed=True) as third:
         assert third.projection.run_id(0) == second.info.run_id
 

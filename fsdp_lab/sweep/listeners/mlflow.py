@@ -162,7 +162,8 @@ class MlflowRuns(Listener):
             sweep_name(trials, sweep.plan.swept),
             sweep_tags(sweep.folder, command_line()),
             {"num_trials": str(len(trials)), **(_answer_tags(best) if best else {})},
-            epochs={sum(state.ended for state in sweep.states): _figures(best)} if best else {},
+            figures={k: v for k, v in best.usable.items() if k not in ("epoch", "step")} if best else {},
+            figures_step=sum(state.ended for state in sweep.states),
             files=[(sweep.folder / name, "") for name in names] if self._with_files else (),
             answer=self._answer,
             status=TrialStatus[self._ending.code.name] if self._ending else None,
@@ -183,10 +184,10 @@ class MlflowRuns(Listener):
             short_name(trial, sweep.plan.swept),
             trial_tags(trial.folder, words),
             self._tags_of(state, number),
-            trial_params(trial.config, trial.choices, record.num_workers, state.variables),
+            trial_params(trial.config, trial.choices, state.facts.get("world_size"), state.variables),
             epochs,
-            facts,
-            list(self._files(trial.folder, folder, state.ended, number)),
+            facts=facts,
+            files=list(self._files(trial.folder, folder, state.ended, number)),
             status=status,
             error=reason_text(state.reason),
             ended=self._ended.get(number),
@@ -213,7 +214,3 @@ class MlflowRuns(Listener):
 def _answer_tags(best: TrialState) -> dict[str, str]:
     """Return the recommended setting as tags: a later answer may be another, and MLflow changes no parameter."""
     return {RECOMMENDED_TAG: str(best.number), **{f"recommended.{key}": value for key, value in best.setting.items()}}
-
-
-def _figures(best: TrialState) -> dict[str, float]:
-    return {key: value for key, value in best.usable.items() if key not in ("epoch", "step")}
