@@ -151,7 +151,7 @@ def recommend(frame: pd.DataFrame, rules: Rules) -> Recommendation:
         tied = [s for s in others if settings.peaks[s.group] <= settings.peaks[chosen.group] * (1 + SAME_MEMORY)]
     why = _why(settings, able, chosen, tied, front, bool(raced), no_speeds)
     compared = [_compare(settings, s, chosen, s in tied, why_not) for s in settings.all if s is not chosen]
-    notes = notes_on(settings, able, chosen, bool(raced))
+    notes = notes_on(settings, able, bool(raced))
     return Recommendation(
         chosen, why, no_speeds, tied, tie_break if tied else None, able, why_not, front, axes, compared, notes,
         settings,

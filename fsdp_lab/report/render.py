@@ -16,13 +16,6 @@ from fsdp_lab.wording import count
 
 # An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
 _STEPS_TO_TIME = TrainingConfig().timing_warmup_steps + 2 + 1
-# The values of `fsdp_lab.speed.device.Basis`, which an older or newer version may have written otherwise.
-_BASES = {
-    "data sheet": "the device's data sheet",
-    "fitted": "efficiencies fitted to published steps on this device",
-    "calibration": "the calibration of this machine",
-    "trials": "earlier trials on this device",
-}
 
 
 @cache
@@ -36,7 +29,6 @@ def environment(html: bool, package: str = "fsdp_lab.report") -> Any:
 
     made = Environment(loader=PackageLoader(package), autoescape=html, trim_blocks=True, lstrip_blocks=True)
     made.filters |= {
-        "basis": lambda basis: _BASES.get(basis, basis),
         "breakable": lambda name: Markup(str(escape(name)).replace("_", "_<wbr>")),
         "cell": lambda text: as_line(text).replace("|", "\\|"),
         "change": ratio_text,

@@ -68,8 +68,6 @@ class Note(StrEnum):
     one_run = "one_run"
     nothing_learned = "nothing_learned"
     rounding = "rounding"
-    predictions = "predictions"
-    skipped = "skipped"
     idle = "idle"
     auto = "auto"
 

@@ -124,14 +124,7 @@ def test_only_the_most_promising_settings_are_measured_and_the_prediction_stands
     assert 0 < float(in_parts["forecast/samples_per_s"]) < float(at_once["forecast/samples_per_s"])
     error = float(at_once["perf/samples_per_s"]) / float(at_once["forecast/samples_per_s"]) - 1
     assert float(at_once["perf/forecast_error"]) == pytest.approx(error, rel=1e-3, abs=1e-3)
-    report = (tmp_path / "out" / "report.md").read_text()
-    assert (
-        "Speeds were predicted by the calibration of this machine (nine of ten such predictions are within 20 %): "
-        in report
-    )
-    assert "Speeds were predicted by the calibration of this machine" in done.stdout
     assert json.loads((tmp_path / "out" / "0" / "forecast.json").read_text())["predicted_by"] == "calibration"
-    assert "forecast.keep skipped 1 trial. The fastest of them may be" in report
     _, (run, _) = runs(tmp_path)
     assert run.data.metrics["perf/forecast_error"] == pytest.approx(error, rel=1e-3)
     assert run.data.tags["predicted_by"] == "calibration"

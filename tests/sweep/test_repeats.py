@@ -116,8 +116,7 @@ def test_settings_that_noise_hides_are_repeated_to_the_last_round():
     assert rounds == [["0", "1", "2"], ["2", "1", "0"], ["0", "2"], ["2", "0"]], "500 is out after two rounds"
     recommendation = answer(sweep.read_sweep())
     assert recommendation.notes == [
-        "repeat=auto stopped after 4 rounds (10 runs), the limit: more runs could still tell "
-        "`sharding=0`, `sharding=2` apart."
+        "repeat=auto stopped after 4 rounds (10 runs): more runs could still tell `sharding=0`, `sharding=2` apart."
     ]
 
 
@@ -138,12 +137,10 @@ def test_where_others_use_the_cores_all_the_time_it_gives_up_after_two_rounds():
     assert sorted(sweep.begun) == ["0 0", "0 1", "1 0", "1 1"]
     recommendation = answer(sweep.read_sweep())
     assert recommendation.sentence.startswith("No setting is recommended, because other processes used up")
-    assert recommendation.notes[-1] == (
-        "repeat=auto stopped after 2 rounds (4 runs): the machine was too busy to compare speeds."
-    )
+    assert [note.partition(":")[0] for note in recommendation.notes] == ["Timings excluded"]
 
 
-def test_where_no_step_is_timed_it_repeats_nothing_and_says_so():
+def test_where_no_step_is_timed_it_repeats_nothing():
     sweep = Planted([1000.0, 500.0], [1.0, 1.0])
     sweep.timed = False
     search = sweep.search()
@@ -151,9 +148,7 @@ def test_where_no_step_is_timed_it_repeats_nothing_and_says_so():
     assert sweep.begun == ["0 0", "1 0"] and search.notes() == []
     recommendation = answer(sweep.read_sweep())
     assert "No step was timed" in " ".join(recommendation.details)
-    assert recommendation.notes == [
-        "repeat=auto repeated nothing: no step was timed, so there are no speeds to compare."
-    ]
+    assert recommendation.notes == []
 
 
 def test_nothing_is_decided_while_a_round_runs():
@@ -297,7 +292,7 @@ def test_what_the_forecast_prunes_is_not_repeated(tmp_path: Path):
         ("per_block", "0", "finished"), ("per_block", "1", "finished"),
         ("root", "0", "finished"), ("root", "1", "finished"),
     ]  # fmt: skip
-    assert "repeat=auto stopped after 2 rounds (5 runs instead of 6)" in " ".join(done.stdout.split())
+    assert "repeat=auto stopped after 2 rounds (5 runs): " in " ".join(done.stdout.split())
 
 
 @pytest.mark.full
