@@ -20,15 +20,6 @@ FORECAST_WORDS = (PREDICTED_BY, RATIO_GROUP)  # what of a forecast is no number
 OTHERS_CPU = "perf/others_cpu"
 FORECAST = "forecast/peak_bytes"
 DATA_WAIT = "perf/data_wait_share"
-_TIMINGS = {
-    SPEED,
-    "perf/forecast_error",
-    "perf/tokens_per_s",
-    "perf/step_time_p50_s",
-    "perf/step_time_p95_s",
-    "perf/mfu",
-    DATA_WAIT,
-}
 TRAIN_LOSS, VAL_LOSS = "train/loss", "val/loss"
 LOSS_EPS = "train/loss_eps"  # of the type in which a loss is computed
 MIB = 2**20
@@ -87,6 +78,7 @@ class Metric:
         form: a format for `value / scale`.
         scale: how many of `unit` are one of the unit that is shown.
         objective: an objective or a scheduler may name it.
+        is_speed: it is a speed of training, or follows from one: it is excluded with the timing.
         mib_key: under this key MLflow also gets the value in MiB, because its pages show bytes with all their digits.
         csv: its column of `results.csv`; None: it has none.
         terminal: its column of the terminal's table; None: it has none.
@@ -102,16 +94,12 @@ class Metric:
     form: str = "{:.4g}"
     scale: float = 1
     objective: bool = True
+    is_speed: bool = False
     mib_key: str = ""
     csv: Column | None = None
     terminal: Column | None = None
     report: Column | None = None
     gate: Gate = Gate()
-
-    @property
-    def is_speed(self) -> bool:
-        """Whether it is a speed of training, or follows from one: it is excluded with the timing."""
-        return self.key in _TIMINGS
 
     @property
     def is_family(self) -> bool:
@@ -187,27 +175,28 @@ METRICS = (
     Metric(
         SPEED, "samples/s", "samples/s", "of all ranks together, over all timed steps of the run so far; warm-up steps "
         "are excluded, here and below",
-        better="max", form="{:.0f}",
+        better="max", is_speed=True, form="{:.0f}",
         csv=_SHOWN, terminal=_SHOWN, report=Column(form="{:.1f}"),
         gate=Gate("samples_per_s"),
     ),
     Metric(
         "perf/tokens_per_s", "tokens/s", "tokens/s", "of all ranks together",
-        better="max", form="{:.0f}",
+        better="max", is_speed=True, form="{:.0f}",
         csv=_SHOWN, terminal=_SHOWN, report=_SHOWN,
     ),
     Metric(
         "perf/tokens_per_s_per_device", "tokens/s/device", "tokens/s", "of one rank",
-        better="max", form="{:.0f}", csv=_SHOWN,
+        better="max", is_speed=True, form="{:.0f}", csv=_SHOWN,
     ),
     Metric(
         "perf/tflops_per_device", "TFLOP/s/device", "TFLOP/s", "tokens: the FLOPs of the model, without recomputation",
-        better="max", form="{:.3g}", csv=_SHOWN, report=_SHOWN,
+        better="max", is_speed=True, form="{:.3g}", csv=_SHOWN, report=_SHOWN,
     ),
     Metric(
         DATA_WAIT, "data wait", "", "the share of the step time in which a process waits for batches, "
         "the mean over ranks; its GPU may be busy meanwhile",
-        better="min", form="{:.3f}", csv=_SHOWN, report=_SHOWN, gate=Gate("data_wait_share", kind="rise"),
+        better="min", is_speed=True, form="{:.3f}", csv=_SHOWN, report=_SHOWN,
+        gate=Gate("data_wait_share", kind="rise"),
     ),
     Metric(
         "perf/timed_steps", "timed steps", "steps", "the steps behind the speed", form="{:.0f}", objective=False,
@@ -224,15 +213,15 @@ METRICS = (
     ),
     Metric(
         "perf/step_time_p50_s", "step p50 ms", "s", "the median time of an optimizer step",
-        better="min", form="{:.2f}", scale=1e-3, csv=_SHOWN, report=_SHOWN,
+        better="min", is_speed=True, form="{:.2f}", scale=1e-3, csv=_SHOWN, report=_SHOWN,
     ),
     Metric(
         "perf/step_time_p95_s", "step p95 ms", "s", "95 % of the steps took no longer",
-        better="min", form="{:.2f}", scale=1e-3, csv=_SHOWN,
+        better="min", is_speed=True, form="{:.2f}", scale=1e-3, csv=_SHOWN,
     ),
     Metric(
         "perf/mfu", "MFU", "", "the share of the device's peak FLOP/s that the model used, if the peak is known",
-        better="max", form="{:.3f}", csv=_SHOWN, report=Column(last=True),
+        better="max", is_speed=True, form="{:.3f}", csv=_SHOWN, report=Column(last=True),
     ),
     Metric(
         MEMORY, "peak MiB", "bytes", "the highest memory of all tensors of a rank",
@@ -316,7 +305,8 @@ METRICS = (
     ),
     Metric(
         "perf/forecast_error", "speed forecast error", "", "`predicted / measured - 1`, of the seconds of a step",
-        form="{:+.3f}", objective=False, csv=_SHOWN, report=_SHOWN, gate=Gate("speed_forecast_error", kind="fall"),
+        form="{:+.3f}", objective=False, is_speed=True, csv=_SHOWN, report=_SHOWN,
+        gate=Gate("speed_forecast_error", kind="fall"),
     ),
     Metric(
         "forecast/largest_microbatch", "largest microbatch", "samples", "the largest that fits, by the forecast",
@@ -351,7 +341,7 @@ def declared(key: str) -> Metric:
 
 def is_timing(key: str) -> bool:
     """Return whether a metric is excluded with the timing of a trial."""
-    return key in _TIMINGS
+    return any(metric.is_speed and metric.key == key for metric in METRICS)
 
 
 def table_columns(table: Table) -> list[Metric]:

@@ -92,11 +92,14 @@ def test_a_timing_is_excluded_where_others_used_the_cores():
 
 
 def test_an_excluded_timing_is_no_usable_figure():
-    figures = {SPEED: 9.0, "step": 4.0, "epoch": 1.0, "memory/rank0/peak_bytes": 5.0, "perf/tokens_per_s": 3.0}
+    others = {"step": 4.0, "epoch": 1.0, "memory/rank0/peak_bytes": 5.0, "perf/timed_steps": 8.0, "theirs": 2.0}
+    speeds = ["samples_per_s", "tokens_per_s", "tokens_per_s_per_device", "tflops_per_device", "mfu",
+              "step_time_p50_s", "step_time_p95_s", "data_wait_share", "forecast_error"]  # fmt: skip
+    figures = {**others, **{f"perf/{name}": 3.0 for name in speeds}}
     trial = TrialRecord(0, {}, TrialStatus.finished, figures)
     assert trial.usable == figures
     trial.timing_excluded = TimingExcluded.others_cpu
-    assert trial.usable == {"step": 4.0, "epoch": 1.0, "memory/rank0/peak_bytes": 5.0}
+    assert trial.usable == others
 
 
 def test_the_errors_of_a_forecast_stand_beside_it():
