@@ -22,6 +22,15 @@ def to_dict(config: Any) -> dict[str, Any]:
     return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
 
 
+def value_text(value: Any) -> str:
+    """Return a value as it is typed: `null`, `true`, `[1,2]`."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(value_text, value))}]"
+    return value.name if isinstance(value, Enum) else str(value)
+
+
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return to_dict(value)

@@ -14,7 +14,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from fsdp_lab.config.convert import to_dict
+from fsdp_lab.config.convert import to_dict, value_text
 from fsdp_lab.config.key import Key
 from fsdp_lab.config.nightly import NightlyConfig
 from fsdp_lab.config.registry import REGISTRY
@@ -83,7 +83,7 @@ def _keys(config_class: type, prefix: str) -> list[KeyDescription]:
         name = "<argument>" if each.name == "arguments" else known.named or each.name
         hint, optional = _without_none(hints[each.name])
         kind = "anything" if name == "<argument>" else _kind(hint) + (" or null" if optional else "")
-        default = "" if name == "<argument>" else _typed(values[each.name])
+        default = "" if name == "<argument>" else value_text(values[each.name])
         takes = _takes(f"{prefix}{name}", hint, known)
         keys.append(KeyDescription(f"{prefix}{name}", kind, default, takes, descriptions.get(each.name, "")))
     return keys
@@ -95,7 +95,7 @@ def _arguments(target: str, values: dict[str, Any], prefix: str) -> Iterator[Key
     described = dict(re.findall(r"^ +(\w+): (.+)$", text, re.MULTILINE))
     for name, value in values.items():
         meaning = described[name][:1].upper() + described[name][1:]
-        yield KeyDescription(f"{prefix}{name}", _NOUNS[type(value)], _typed(value), "", meaning)
+        yield KeyDescription(f"{prefix}{name}", _NOUNS[type(value)], value_text(value), "", meaning)
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
@@ -118,14 +118,6 @@ def _takes(name: str, hint: Any, known: Key) -> str:
         return ", ".join(f"`{entry}`" for entry in REGISTRY[name])
     rule = (known.rule.__doc__ or "") if known.rule else ""
     return rule.removeprefix("Take ").rstrip(".")
-
-
-def _typed(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(_typed, value))}]"
-    return value.name if isinstance(value, Enum) else str(value)
 
 
 def _first_line(config_class: type) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.compose import Trial
+from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.key_value_args import as_typed
 from fsdp_lab.deploy.job import resume_by
 from fsdp_lab.engine.ray_job import is_rays_copy
@@ -25,10 +26,16 @@ def setting(trial: Trial, key: str) -> Any:
     return trial.choices.get(key, trial.values.get(key))
 
 
+def setting_text(trial: Trial, key: str) -> str:
+    """Return a trial's value for a swept key as it is typed; one that a search drew has six digits here."""
+    value = setting(trial, key)
+    return f"{value:.6g}" if isinstance(value, float) and abs(value) < 1e6 else value_text(value)
+
+
 def run_name(trial: Trial, swept: Sequence[str]) -> str:
     """Return a short name for lists: the swept settings, or the main ones for a trial alone."""
     keys = swept or ("sharding", "precision", "offload", "reshard_after_forward")
-    return " ".join(f"{key}={setting(trial, key)}" for key in keys)
+    return " ".join(f"{key}={setting_text(trial, key)}" for key in keys)
 
 
 def short_name(trial: Trial, swept: Sequence[str]) -> str:
@@ -38,7 +45,7 @@ def short_name(trial: Trial, swept: Sequence[str]) -> str:
     """
     keys = swept or ("sharding", "precision", "offload", "reshard_after_forward")
     words = (
-        str(setting(trial, k)) if k in trial.choices else f"{k.split('.')[-1]}={_rounded(setting(trial, k))}"
+        setting_text(trial, k) if k in trial.choices else f"{k.split('.')[-1]}={_rounded(setting(trial, k))}"
         for k in keys
     )
     return " ".join(words)
@@ -47,7 +54,7 @@ def short_name(trial: Trial, swept: Sequence[str]) -> str:
 def _rounded(value: Any) -> str:
     """Return a number with three digits, a whole number with all."""
     if not isinstance(value, float):
-        return str(value)
+        return value_text(value)
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 

@@ -30,7 +30,7 @@ from fsdp_lab.redact import redact, redact_typed
 from fsdp_lab.report import data
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import swept_keys, unescaped
-from fsdp_lab.sweep.names import RESUMED_BY, config_dir_words, report_command, resume_command, setting
+from fsdp_lab.sweep.names import RESUMED_BY, config_dir_words, report_command, resume_command, setting_text
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.resume import read_state
 from fsdp_lab.tracking import fetch_record, runs_url
@@ -57,7 +57,7 @@ def sweep_of(
     config = states[0].trial.config
     address = sweep_address(config.cluster.storage_path, folder) if is_rays_copy(folder) else None
     for number, state in enumerate(states):
-        state.setting = {key: typed(setting(state.trial, key)) for key in swept}
+        state.setting = {key: setting_text(state.trial, key) for key in swept}
         state.overrides = [redact_typed(unescaped(override)) for override in state.trial.overrides]
         state.folder, state.run_id = storage(state.trial, folder), run_id(number)
     return data.SweepData(
@@ -172,13 +172,6 @@ def require_results(sweep: data.SweepData, which: str) -> None:
     if TrialStatus.finished not in (statuses := sweep.statuses):
         counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
         raise UserError(f"sweep={which}: no trial has finished ({counts}), so there is nothing to compare.")
-
-
-def typed(value: Any) -> str:
-    """Return a value as it is typed."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _trial_in(folder: Path, number: int, overrides: Sequence[str], launched_in: str) -> Trial:

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_lab import metrics
 from fsdp_lab.config import code
-from fsdp_lab.config.convert import flatten
+from fsdp_lab.config.convert import flatten, value_text
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.options import values_implied_by_option
 from fsdp_lab.config.sweep import SweepConfig
@@ -100,7 +100,7 @@ def trial_params(
         k: v for group, option in chosen.items() if group != "experiment" for k, v in _implied(group, option).items()
     }
     values = {**chosen, **{k: v for k, v in own.items() if k not in chosen and (k not in implied or implied[k] != v)}}
-    return {shortened(key): shortened(redact_typed(_typed(value)), _PARAM_LENGTH) for key, value in values.items()}
+    return {shortened(key): shortened(redact_typed(value_text(value)), _PARAM_LENGTH) for key, value in values.items()}
 
 
 def _implied(group: str, option: str) -> dict[str, Any]:
@@ -108,14 +108,6 @@ def _implied(group: str, option: str) -> dict[str, Any]:
         return values_implied_by_option(group, option)
     except OSError:  # an option from another folder, by Hydra's searchpath
         return {}
-
-
-def _typed(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, list):
-        return f"[{','.join(map(_typed, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def sweep_tags(folder: Path, command: str) -> dict[str, str]:
@@ -198,4 +190,4 @@ def _git_tags() -> dict[str, str]:
     changes = code.git("status", "--porcelain", "--untracked-files=no")
     if changes is None or not (commit := code.commit()):
         return {}
-    return {"mlflow.source.git.commit": commit, "git.dirty": _typed(changes != "")}
+    return {"mlflow.source.git.commit": commit, "git.dirty": value_text(changes != "")}

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from fsdp_lab.config.convert import value_text
 from fsdp_lab.files import write_text
 from fsdp_lab.metrics import table_columns
 from fsdp_lab.report.reason_texts import reason_text
@@ -93,7 +94,7 @@ def write_results(
             [
                 number,
                 shown(state.status),
-                *(setting(state.trial, key) for key in swept),
+                *(value_text(setting(state.trial, key)) for key in swept),
                 *(figures.get(key, "") for key in measured),
                 "yes" if number in front else "",
                 "" if state.seconds is None else round(state.seconds, 2),

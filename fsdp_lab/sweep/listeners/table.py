@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from rich.text import Text
 
 from fsdp_lab.metrics import MEMORY, SPEED, TRAIN_LOSS, VAL_LOSS, Metric, declared, same_loss, table_columns
 from fsdp_lab.record.reasons import TimingExcluded
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.names import setting
+from fsdp_lab.sweep.names import setting_text
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.terminal import Column, FittingTable
 from fsdp_lab.wording import count, duration
@@ -63,7 +62,7 @@ def trial_table(
             justify="left",
         ),
         *(
-            Column(key, [_value(setting(state.trial, key)) for _, state in rows], breaks=True, justify="left")
+            Column(key, [setting_text(state.trial, key) for _, state in rows], breaks=True, justify="left")
             for key in swept
         ),
         *(
@@ -87,11 +86,6 @@ def shared_note(sweep: SweepState) -> str | None:
         return None
     limit = marked[0].trial.config.report.others_cpu
     return f"† Timing excluded: other processes used more than {limit * 100:.3g} % of the cores."
-
-
-def _value(value: Any) -> str:
-    """Return a setting's value; a value drawn by a search with six significant digits, `results.csv` has all."""
-    return f"{value:.6g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
 
 
 def how_far(sweep: SweepState, seconds: float) -> str:
