@@ -74,14 +74,15 @@ class Attempts:
         A process is killed by a person, by Ray for lack of memory, by the kernel, or by its own crash.
         """
         folder = self.folder
+        known = {failure.rank for failure in read_failures(folder)}
         for rank, error in errors.items():
-            if (folder / "failures" / f"rank{rank}.json").exists():
+            if rank in known:
                 continue
             if isinstance(error, RankFailure):
                 record_failure(folder, error)
                 continue
-            step = read_progress(folder).get("step")
-            at = f"step {step:.0f}" if step else None
+            step = read_progress(folder).step
+            at = f"step {step}" if step else None
             causes = (error, getattr(error, "health_check_failure", None), error.__cause__)
             node = dead_node_of(folder, rank)
             by_ray = any(type(cause).__name__ == "OutOfMemoryError" for cause in causes)

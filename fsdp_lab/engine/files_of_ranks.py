@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 
 from fsdp_lab.engine import ray_private
+from fsdp_lab.record.trial_folder import TRIAL_FILES
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 
-_PATTERNS = ("logs/rank*.log", "memory_*_rank*", "model/*", "model.pt", "trace_rank*")
 _PATIENCE_S = 300.0  # for a store that is away at the end of a trial
 _PAUSE_S = 2.0
 
@@ -105,4 +105,4 @@ def receive(storage: Storage, folder: Path) -> None:
 
 def _is_of_ranks(name: str) -> bool:
     hidden = any(part.startswith(".") for part in name.split("/"))
-    return not hidden and any(fnmatch(name, pattern) for pattern in _PATTERNS)
+    return not hidden and any(fnmatch(name, kind.pattern) for kind in TRIAL_FILES if kind.stored_by == "ranks")

@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.files import write_json
-from fsdp_lab.record.trial_files import read_object
+from fsdp_lab.record.trial_files import read_places, write_places
 from fsdp_lab.wording import resources_text
 
-_RANK_NODES = "places.json"
 _ANSWER_S = 2.0
 
 
@@ -119,15 +117,11 @@ def own_node() -> dict[str, str]:
 def write_rank_nodes(folder: Path, worker_group: Any) -> set[str]:
     """Write down which node each rank of a trial is on, in the order of the ranks; returns these nodes."""
     rank_nodes = worker_group.execute(own_node)
-    ids = [node["node"] for node in rank_nodes]
-    write_json(
-        folder / _RANK_NODES, {"nodes": ids, "addresses": [node["address"] for node in rank_nodes]}, parents=False
-    )
-    return set(ids)
+    write_places(folder, rank_nodes)
+    return {node["node"] for node in rank_nodes}
 
 
 def dead_node_of(folder: Path, rank: int) -> Node | None:
     """Return the node that a rank was on, if that node has died; else None."""
-    ids = (read_object(folder / _RANK_NODES, nodes=list) or {"nodes": []})["nodes"]
-    own_id = ids[rank : rank + 1]
+    own_id = read_places(folder)[rank : rank + 1]
     return next((node for node in nodes() if node.id in own_id and not (node.alive and answers(node))), None)

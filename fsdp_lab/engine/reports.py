@@ -13,7 +13,7 @@ from fsdp_lab.engine.attempts import report_of
 from fsdp_lab.engine.failures import PLAIN
 from fsdp_lab.record.failures import RankFailure, read_failures
 from fsdp_lab.record.reasons import Reason
-from fsdp_lab.record.trial_files import Outcome, TrialWriter, write_outcome, write_progress
+from fsdp_lab.record.trial_files import Outcome, TrialWriter, write_error, write_outcome, write_progress
 from fsdp_lab.status import TrialStatus
 
 _PROGRESS_S = 1.0  # between two writes of a step
@@ -89,8 +89,7 @@ def end_trial(
     """
     failures = read_failures(folder)
     if error is not None and not (failures and failures[0].reason.code in PLAIN):
-        with suppress(OSError):
-            (folder / "error.txt").write_text(report_of(folder, error))
+        write_error(folder, report_of(folder, error))
     reason = failures[0].reason if failures else error.reason if isinstance(error, RankFailure) else None
     if reason is None and error is not None and reason_of is not None:
         reason = reason_of(error)

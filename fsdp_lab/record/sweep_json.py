@@ -22,7 +22,7 @@ from fsdp_lab.config import SweepConfig, UserError, is_address, workers_of
 from fsdp_lab.config.code import code_digest, commit, user_packages
 from fsdp_lab.files import sync, whole
 from fsdp_lab.record.paths import make_storage, name_storage
-from fsdp_lab.record.trial_files import clear_left_over
+from fsdp_lab.record.trial_folder import clear_left_over
 from fsdp_lab.record.trials_jsonl import is_words
 
 _LIBRARIES = ("torch", "ray")  # what else decides what a trial does

@@ -6,6 +6,7 @@
 | `places.json` | the trial's own process | the node of each rank, by Ray's name and its address |
 | `progress.json` | the trial's own process | the current phase or step, and when it started, updated once a second |
 | `metrics.jsonl` | the trial's own process | a line of metrics an epoch, as rank 0 reports them |
+| `error.txt` | the trial's own process | the traceback and the end of the log, if the reason does not say it all |
 | `failures/rank<r>.json` | the trial's own process | reason, traceback; `failures.<n>/`: those of an earlier attempt |
 | `outcome.json` | the trial's own process, or the driver | how it ended, and why: with it, a trial has a result |
 | `forecast.json` | the driver | its forecast |
@@ -21,9 +22,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -85,16 +85,6 @@ def read_object(path: Path, what_now: str = "it is treated as missing", **requir
     return content
 
 
-def read_numbers(path: Path, *apart: str) -> dict[str, float]:
-    """Return the named numbers in a file without the keys `apart`; empty as `read_object` returns None."""
-    content = read_object(path) or {}
-    content = {key: value for key, value in content.items() if key not in apart}
-    if not _are_numbers(content):
-        report_damaged(path, "it holds values that are not numbers")
-        return {}
-    return content
-
-
 def write_forecast(folder: Path, figures: dict[str, float], words: dict[str, str]) -> None:
     """Write the forecast of a trial, if there is one; see `read_forecast`."""
     if figures:
@@ -105,9 +95,12 @@ def write_forecast(folder: Path, figures: dict[str, float], words: dict[str, str
 def read_forecast(folder: Path) -> tuple[dict[str, float], dict[str, str]]:
     """Return the forecast of a trial: its figures, and its `FORECAST_WORDS`; both empty without a forecast."""
     path = folder / "forecast.json"
-    figures = read_numbers(path, *FORECAST_WORDS)
-    content = (read_object(path) or {}) if figures else {}
-    return figures, {key: content[key] for key in FORECAST_WORDS if isinstance(content.get(key), str)}
+    figures = read_object(path) or {}
+    words = {key: figures.pop(key) for key in FORECAST_WORDS if isinstance(figures.get(key), str)}
+    if not _are_numbers(figures):
+        report_damaged(path, "it holds values that are not numbers")
+        return {}, {}
+    return figures, words
 
 
 def _are_numbers(content: dict[str, Any]) -> bool:
@@ -232,25 +225,56 @@ def write_progress(folder: Path, content: dict[str, Any]) -> None:
         write_json(folder / "progress.json", content, parents=False)
 
 
-def read_progress(folder: Path) -> dict[str, float]:
-    """Return the progress of a trial; keys that are not known yet are missing.
+@dataclass(frozen=True)
+class TrialProgress:
+    """What a trial is doing, as its rank 0 reports; None is what is not known yet.
 
-    `step` and `from_step`, the first step of this attempt, are numbers of steps. `first_step`, `time` and `reported`
-    are seconds since 1970.
+    Attributes:
+        phase: work other than a step; None: it is in a step.
+        step: the optimizer step, from 1.
+        time: when the phase or the step began, in seconds since 1970.
+        from_step: the first step of this attempt.
+        first_step: when that began, in seconds since 1970.
+        stuck: which rank others wait for, and where it is, while something lasts unusually long.
     """
-    return read_numbers(folder / "progress.json", "phase", "stuck")
+
+    phase: str | None = None
+    step: int | None = None
+    time: float | None = None
+    from_step: int | None = None
+    first_step: float | None = None
+    stuck: dict[str, Any] | None = None
 
 
-def read_phase(folder: Path) -> str | None:
-    """Return what a trial is doing other than a step; None during a step, or before it has begun."""
-    phase = (read_object(folder / "progress.json") or {}).get("phase")
-    return phase if isinstance(phase, str) else None
+def read_progress(folder: Path) -> TrialProgress:
+    """Return the progress of a trial."""
+    content = read_object(folder / "progress.json") or {}
+    types: dict[str, Any] = {"phase": str, "step": int, "from_step": int, "stuck": dict}
+    types |= {"time": (int, float), "first_step": (int, float)}
+    return TrialProgress(**{key: content[key] for key, type_ in types.items() if isinstance(content.get(key), type_)})
 
 
-def read_stuck(folder: Path) -> dict[str, Any] | None:
-    """Return which rank others wait for, and where it is, while something lasts unusually long; None: not known."""
-    stuck = (read_object(folder / "progress.json") or {}).get("stuck")
-    return stuck if isinstance(stuck, dict) else None
+def write_places(folder: Path, nodes: Sequence[Mapping[str, str]]) -> None:
+    """Write `places.json`.
+
+    Args:
+        folder: the trial's.
+        nodes: that of each rank: its `node`, which is Ray's name, and its `address`.
+    """
+    content = {"nodes": [node["node"] for node in nodes], "addresses": [node["address"] for node in nodes]}
+    write_json(folder / "places.json", content, parents=False)
+
+
+def read_places(folder: Path) -> list[str]:
+    """Return the node of each rank, by Ray's name; empty: not known."""
+    content = read_object(folder / "places.json", nodes=list)
+    return content["nodes"] if content else []
+
+
+def write_error(folder: Path, text: str) -> None:
+    """Write `error.txt`."""
+    with suppress(OSError):  # the driver looks at the disk when it finds no outcome
+        write_text(folder / "error.txt", text, parents=False)
 
 
 def hold_alive(folder: Path) -> None:
@@ -269,27 +293,6 @@ def wait_until_alone(folder: Path, limit_s: float) -> bool:
         return False
 
 
-# What says how far a trial has come, the outcome first: without it a trial has no result.
-ATTEMPT = (
-    "outcome.json", "metrics.jsonl", "facts.json", "facts.before.json", "places.json", "progress.json",
-    "error.txt",
-)  # fmt: skip
-# What another command may have left in a folder that is used again. Checkpoints stay: a trial resumes from them or
-# refuses them.
-LEFT_OVER = (*ATTEMPT, "forecast.json", "model.pt")
-
-
-def clear_attempt(folder: Path) -> None:
-    """Prepare a trial's folder for a resume: reported results stay, files about earlier processes are removed.
-
-    Its facts are renamed: a resume compares the data with them.
-    """
-    with suppress(FileNotFoundError):
-        (folder / "facts.json").rename(folder / "facts.before.json")
-    for name in ("progress.json", "outcome.json", "error.txt"):
-        (folder / name).unlink(missing_ok=True)
-
-
 def exported(folder: Path) -> Path | None:
     """Return the exported model of a trial: a file, or a folder in its own format; None if there is none yet."""
     return next((path for path in (folder / "model.pt", folder / "model") if path.exists()), None)
@@ -303,18 +306,6 @@ def read_any_facts(folder: Path) -> dict[str, Any] | None:
 def read_facts(folder: Path, name: str = "facts.json") -> dict[str, Any] | None:
     """Return the facts of the last start; None if it did not write any."""
     return read_object(folder / name)
-
-
-def clear_left_over(folder: Path) -> None:
-    """Remove the files of an earlier trial in its folder, which would be taken for this one's."""
-    for path in (
-        *(folder / name for name in LEFT_OVER),
-        *folder.glob("memory_*_rank*.*"),
-        *folder.glob("trace_rank*"),
-    ):
-        path.unlink(missing_ok=True)
-    for inner in (folder / "model", *folder.glob("failures*")):
-        shutil.rmtree(inner, ignore_errors=True)
 
 
 def why_unwritten(folder: Path) -> Reason:

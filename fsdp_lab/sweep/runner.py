@@ -22,8 +22,6 @@ from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_files import (
     Outcome,
-    clear_attempt,
-    clear_left_over,
     exported,
     read_facts,
     read_metrics,
@@ -31,6 +29,7 @@ from fsdp_lab.record.trial_files import (
     write_forecast,
     write_outcome,
 )
+from fsdp_lab.record.trial_folder import clear_attempt, clear_left_over
 from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.search import Search

@@ -29,11 +29,11 @@ from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import (
     Progress,
     append_line,
-    clear_left_over,
     read_metrics,
     read_outcome,
     why_unwritten,
 )
+from fsdp_lab.record.trial_folder import clear_left_over
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.storage import Storage, StorageAway
 
@@ -183,8 +183,9 @@ def test_an_inline_error_outside_of_the_training_has_its_traceback(monkeypatch: 
 def test_profiles_of_another_command_are_taken_away(tmp_path: Path):
     for name in ("memory_peaks_rank0.json", "memory_timeline_rank1.html", "model.pt"):
         (tmp_path / name).write_text(json.dumps({}))
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
+    for name in ("model/config.json", "logs/rank0.log", "failures.1/rank0.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("{}")
     clear_left_over(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

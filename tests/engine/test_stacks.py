@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_lab.engine.job import Watch
 from fsdp_lab.engine.stacks import Frame, find_stuck, long_s
-from fsdp_lab.record.trial_files import Progress, read_progress, read_stuck
+from fsdp_lab.record.trial_files import Progress, read_progress
 from fsdp_lab.report.reason_texts import stuck_text
 
 # A rank whose user's code waits for a lock, in a thread as Ray's, and is asked from another one.
@@ -96,8 +96,8 @@ def test_ranks_are_asked_once_for_each_phase_that_is_long(tmp_path: Path):
     for phase in ("loading the data", "building the model"):
         progress.phase(phase)
         watch.look(progress.content, 1.0)
-        assert read_stuck(tmp_path) is None
+        assert read_progress(tmp_path).stuck is None
         for _ in range(3):
             watch.look(progress.content, 40.0)
-        assert (read_stuck(tmp_path) or {})["rank"] == 0
-    assert len(asked) == 2 and "time" in read_progress(tmp_path)
+        assert (read_progress(tmp_path).stuck or {})["rank"] == 0
+    assert len(asked) == 2 and read_progress(tmp_path).time is not None

@@ -10,7 +10,7 @@ import pytest
 from fsdp_lab.engine import job
 from fsdp_lab.engine.job import Watch
 from fsdp_lab.record.failures import read_failures
-from fsdp_lab.record.trial_files import Progress, read_phase, read_progress
+from fsdp_lab.record.trial_files import Progress, read_progress
 from fsdp_lab.report.reason_texts import reason_text
 
 
@@ -98,11 +98,16 @@ def test_a_stuck_phase_is_named(ended: list[Path], tmp_path: Path):
     assert "trial_timeout_s=1 s since building the model began" in reason_text(read_failures(tmp_path)[0].reason)
 
 
+def doing(folder: Path) -> tuple[str | None, int | None]:
+    progress = read_progress(folder)
+    return progress.phase, progress.step
+
+
 def test_the_first_step_ends_the_phase_before(tmp_path: Path):
     watch, progress = Watch(tmp_path, timeout_s=1.0, wait_timeout_s=3.0), Progress()
     progress.phase("building the model")
     let_pass(watch, progress, 1)
-    assert read_phase(tmp_path) == "building the model" and "step" not in read_progress(tmp_path)
+    assert doing(tmp_path) == ("building the model", None)
     progress.step(1)
     let_pass(watch, progress, 1)
-    assert read_phase(tmp_path) is None and read_progress(tmp_path)["step"] == 1
+    assert doing(tmp_path) == (None, 1)

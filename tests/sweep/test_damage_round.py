@@ -20,7 +20,7 @@ import pytest
 from fsdp_lab import files
 from fsdp_lab.config import UserError
 from fsdp_lab.record.failures import read_failures
-from fsdp_lab.record.trial_files import read_forecast, read_phase, read_progress
+from fsdp_lab.record.trial_files import read_forecast, read_progress
 from fsdp_lab.sweep.store.resume import resume_arguments
 from fsdp_lab.sweep.sweep_data import sweep_in
 from fsdp_lab.training.checkpoint_place import OnDisk
@@ -125,7 +125,7 @@ def read_all(folder: Path, trials: Sequence[Path]) -> dict[str, Any]:
         "resume": values(lambda: resume_arguments(["resume=last"])),
         "checkpoints": [str(OnDisk(trial / "checkpoints").find_latest()) for trial in trials],
         "failures": [[failure.args for failure in read_failures(trial)] for trial in trials],
-        "progress": [(read_progress(trial), read_phase(trial)) for trial in trials],
+        "progress": [read_progress(trial) for trial in trials],
         "forecast": [read_forecast(trial) for trial in trials],
     }
 

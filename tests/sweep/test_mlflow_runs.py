@@ -57,6 +57,8 @@ class Trains(Acts):
             failed = number == 2
             if failed:
                 (folder / "error.txt").write_text("broken")
+                for attempt in ("failures.1", "failures"):
+                    write_json(folder / attempt / "rank0.json", {"attempt": attempt})
             sweep.end(number, TrialStatus.failed if failed else TrialStatus.finished, REASON if failed else None)
 
 
@@ -98,6 +100,8 @@ def test_a_run_has_every_epoch_and_the_files_of_its_trial(planned: Callable[[], 
         assert steps(tmp_path, run, "val/loss") == [1, 2, 3] and steps(tmp_path, run, "forecast/peak_bytes")[0] == 0
         assert {"config/config.yaml", "config/overrides.yaml", "metrics.jsonl"} <= set(artifacts(tmp_path, run))
         assert RECORDED_TAG in run.data.tags
+    of_failed = set(artifacts(tmp_path, children[2]))
+    assert {"error.txt", "failures/rank0.json", "failures.1/rank0.json"} <= of_failed, "each attempt's"
 
 
 def test_a_run_says_how_its_trial_ended(planned: Callable[[], SweepPlan]):

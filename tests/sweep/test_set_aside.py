@@ -28,8 +28,13 @@ def trial(folder: Path) -> Path:
 def test_what_is_set_aside_gets_a_number_that_is_free(tmp_path: Path):
     for name in ("excluded.2", "excluded.10", "excluded.old"):
         (tmp_path / name).mkdir()
+    (tmp_path / "trace_rank0.json.gz").touch()
     set_aside(trial(tmp_path), None)
-    assert (tmp_path / "excluded.11/outcome.json").exists() and not (tmp_path / "checkpoints").exists()
+    assert not (tmp_path / "checkpoints").exists()
+    assert [path.name for path in sorted((tmp_path / "excluded.11").iterdir())] == [
+        "outcome.json",
+        "trace_rank0.json.gz",
+    ]
 
 
 def test_nothing_goes_where_the_record_finds_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

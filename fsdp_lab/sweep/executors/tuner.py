@@ -231,7 +231,7 @@ class TuneCallback(TrialProgressCallback):
             if self._sweep.is_training(number):
                 del self._speak_at[number]
                 self._sweep.look(number)
-            elif time.monotonic() > speak_at and not read_progress(self._sweep.folder_of(number)):
+            elif time.monotonic() > speak_at and read_progress(self._sweep.folder_of(number)).time is None:
                 self._speak_at[number] = time.monotonic() + _REPEAT_S
                 self._sweep.log(f"{self._label(number)} waits for {self._short_of(number)}")
 

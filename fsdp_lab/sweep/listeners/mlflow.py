@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fsdp_lab.config.sweep import Engine, TrackingConfig
 from fsdp_lab.record.sweep import RECORD
+from fsdp_lab.record.trial_folder import TRIAL_FILES
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.report.write import FILES
 from fsdp_lab.status import TrialStatus
@@ -20,16 +21,6 @@ from fsdp_lab.tracking import Projection, WantedRun
 from fsdp_lab.tracking.tags import RECOMMENDED_TAG, RECORDED_TAG, sweep_tags, trial_params, trial_tags
 from fsdp_lab.wording import count
 
-# What a trial leaves in its folder -> where it stands among the artifacts of its run.
-_ARTIFACTS = (
-    ("model.pt", "model"),
-    ("model/*", "model"),
-    ("metrics.jsonl", ""),
-    ("error.txt", ""),
-    ("failures*/*.json", "failures"),
-    ("memory_*_rank*.*", "memory"),
-    ("trace_rank*", "trace"),
-)
 _EARLY_LIMIT_S = 3.0  # when the sweep is interrupted: all of it ends within eight
 
 
@@ -204,9 +195,9 @@ class MlflowRuns(Listener):
         for name in ("config.yaml", "overrides.yaml"):
             yield own / ".hydra" / name, "config"
         if ended:
-            for pattern, where in _ARTIFACTS:
-                for path in sorted(folder.glob(pattern)):
-                    yield path, "/".join(part for part in (where, *path.relative_to(folder).parts[1:-1]) if part)
+            for kind in (kind for kind in TRIAL_FILES if kind.artifact is not None):
+                for path in sorted(folder.glob(kind.pattern)):
+                    yield path, kind.artifact or ("" if path.parent == folder else path.parent.name)
         if self._with_files and self._sweep is not None and not self._sweep.plan.started.multirun and number == 0:
             yield self._sweep.folder / RECORD, ""
 

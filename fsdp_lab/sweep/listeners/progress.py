@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from fsdp_lab.engine.stacks import long_s
-from fsdp_lab.record.trial_files import read_phase, read_progress, read_stuck
+from fsdp_lab.record.trial_files import TrialProgress, read_progress
 from fsdp_lab.report.reason_texts import stuck_text
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.state import SweepState, TrialState
@@ -57,17 +57,17 @@ class Watch:
             folder: the trial's.
             num_steps: of the trial; 0: not known yet.
         """
-        progress, phase = read_progress(folder), read_phase(folder)
-        is_step = phase is None and "step" in progress
-        now, doing = time.monotonic(), progress["step"] if is_step else phase
+        progress = read_progress(folder)
+        phase, step = progress.phase, progress.step
+        now, doing = time.monotonic(), phase or step
         if self._since.get(number, ("", 0.0))[0] != doing:
             self._since[number] = doing, now
         lasts_s = now - self._since[number][1]
-        if not is_step:
+        if phase is not None or step is None:
             return Doing(phase or "starting its workers", lasts_s, kind=phase)
         if not num_steps:
-            return Doing(f"step {doing:.0f}", lasts_s, kind="step")
-        return Doing(f"step {doing:.0f} of {num_steps}", lasts_s, _left_s(progress, num_steps), "step")
+            return Doing(f"step {step}", lasts_s, kind="step")
+        return Doing(f"step {step} of {num_steps}", lasts_s, _left_s(progress, num_steps), "step")
 
     def unusual(self, number: int, doing: Doing, folder: Path, timeout_s: float | None) -> str | None:
         """Return what lasts unusually long, and where its rank is; once for each phase, and once for all steps.
@@ -82,7 +82,7 @@ class Watch:
         beyond_s = doing.lasts_s - long_s(timeout_s)
         if kind is None or (number, kind) in self._reported or beyond_s < 0:
             return None
-        stuck = read_stuck(folder)
+        stuck = read_progress(folder).stuck
         if not stuck and beyond_s < _DUMP_S:
             return None
         self._reported.add((number, kind))
@@ -90,11 +90,11 @@ class Watch:
         return f"{doing.what} has lasted {duration(doing.lasts_s)}{where}"
 
 
-def _left_s(progress: dict[str, float], total: int) -> float | None:
-    done = progress["step"] - progress.get("from_step", progress["step"])
-    if done <= 0:
+def _left_s(progress: TrialProgress, total: int) -> float | None:
+    step, time, from_step, first_step = progress.step, progress.time, progress.from_step, progress.first_step
+    if step is None or time is None or from_step is None or first_step is None or step <= from_step:
         return None
-    return (progress["time"] - progress["first_step"]) / done * (total - progress["step"])
+    return (time - first_step) / (step - from_step) * (total - step)
 
 
 def sweep_left_s(states: Sequence[TrialState], doings: dict[int, Doing], to_come: int, now: float) -> float | None:

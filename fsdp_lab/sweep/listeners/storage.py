@@ -13,19 +13,14 @@ from contextlib import suppress
 
 from fsdp_lab.config import UserError
 from fsdp_lab.record.paths import copy_of
+from fsdp_lab.record.sweep import RECORD
+from fsdp_lab.record.trial_folder import TRIAL_FILES
+from fsdp_lab.report.write import FILES
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 from fsdp_lab.sweep.names import resume_command, resume_from_storage
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.wording import count
 
-_OF_TRIALS = (
-    "facts.json",
-    "metrics.jsonl",
-    "progress.json",
-    "forecast.json",
-    "error.txt",
-    "outcome.json",
-)  # the outcome says that the rest is there
 _PAUSE_S = 2.0
 _LIMIT_S = 60.0  # for what waits when the sweep has ended
 _EARLY_LIMIT_S = 3.0  # when it is interrupted: all of it ends within eight
@@ -151,17 +146,18 @@ class StorageCopy(Listener):
         """Put the results of the trial."""
         if self._outgoing:
             folder = sweep.folder_of(number)
-            for path in (*sorted(folder.glob("failures*/*")), *(folder / name for name in _OF_TRIALS)):
-                with suppress(FileNotFoundError):
-                    self._outgoing.put(self._below(sweep, number, str(path.relative_to(folder))), path.read_bytes())
+            for kind in (kind for kind in TRIAL_FILES if kind.stored_by == "driver"):
+                for path in sorted(folder.glob(kind.pattern)):
+                    with suppress(FileNotFoundError):
+                        self._outgoing.put(self._below(sweep, number, str(path.relative_to(folder))), path.read_bytes())
 
     def finish(self, sweep: SweepRun, ending: Ending) -> None:
         """Put the sweep's tables and reports, wait for the store, and log how many files it lacks."""
         if self._outgoing is None or not sweep.has_folder:
             return
-        for path in sorted(sweep.folder.iterdir()):
-            if path.suffix in (".csv", ".html", ".md", ".json") and path.name not in ("sweep.json", *_OF_TRIALS):
-                self._outgoing.put(path.name, path.read_bytes())
+        for name in ("results.csv", RECORD, *FILES):
+            with suppress(FileNotFoundError):
+                self._outgoing.put(name, (sweep.folder / name).read_bytes())
         if unsent := self._outgoing.settle(_EARLY_LIMIT_S if ending.early else _LIMIT_S):
             again = "to send them" if copy_of(sweep.folder) is None else "to end their trials again"
             sweep.log(

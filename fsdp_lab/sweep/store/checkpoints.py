@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from fsdp_lab.record.paths import is_storage_of
 from fsdp_lab.record.trials_jsonl import lines_of
 from fsdp_lab.storage import Storage
 
-_OF_CHECKPOINTS = re.compile(r"checkpoints/.+|model/.+|model\.pt")  # objects of a trial
+_WEIGHTS = ("checkpoints", "model.pt", "model")  # of a trial
 
 
 def drop_checkpoints(folder: Path) -> None:
@@ -48,7 +47,7 @@ def drop_weights(folder: Path) -> None:
 def drop_stored_weights(storage: Storage) -> None:
     """Remove the checkpoints of a trial in object storage."""
     # the markers first: a kill leaves data that nothing names, and no checkpoint without its data
-    names = sorted(name for name in storage.files() if _OF_CHECKPOINTS.fullmatch(name))
+    names = sorted(name for name in storage.files() if name.partition("/")[0] in _WEIGHTS)
     storage.delete(sorted(names, key=lambda name: not name.endswith(".json")))
 
 

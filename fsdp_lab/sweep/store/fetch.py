@@ -9,7 +9,7 @@ from fsdp_lab.config import UserError
 from fsdp_lab.config.address import check_address
 from fsdp_lab.locks import locked
 from fsdp_lab.record.paths import copy_of, take_storage
-from fsdp_lab.record.trial_files import LEFT_OVER
+from fsdp_lab.record.trial_folder import TRIAL_FILES
 from fsdp_lab.storage import Storage, StorageAway
 
 _COPIES = Path("outputs/from_storage")
@@ -56,9 +56,9 @@ def fetch_sweep(address: str, key: str) -> Path:
 def _remove_stale(folder: Path, names: Iterable[str]) -> None:
     """Remove files of trials that storage no longer has: an old outcome would count, and be sent again."""
     there = set(names)
-    for pattern in LEFT_OVER:
-        for path in sorted(folder.rglob(pattern)):
-            if str(path.relative_to(folder)) not in there:
+    for kind in reversed(TRIAL_FILES):
+        for path in sorted(folder.rglob(kind.pattern)):
+            if path.is_file() and str(path.relative_to(folder)) not in there:
                 path.unlink()
 
 

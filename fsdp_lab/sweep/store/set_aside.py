@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from fsdp_lab.config import UserError
-from fsdp_lab.record.trial_files import ATTEMPT
+from fsdp_lab.record.trial_folder import TRIAL_FILES
 from fsdp_lab.storage import Storage, StorageAway
 from fsdp_lab.sweep.store.checkpoints import drop_stored_weights, drop_weights
-
-_RECORD = (*ATTEMPT, "logs", "failures*", "memory_*_rank*.*")
 
 
 def set_aside(folder: Path, address: str | None) -> None:
@@ -26,7 +24,7 @@ def set_aside(folder: Path, address: str | None) -> None:
     """
     numbers = [int(n) for path in folder.glob("excluded.*") if (n := path.suffix[1:]).isdecimal()]
     kept = folder / f"excluded.{1 + max(numbers, default=0)}"
-    record = [path for pattern in _RECORD for path in sorted(folder.glob(pattern))]
+    record = [path for kind in reversed(TRIAL_FILES) if kind.of_attempt for path in kind.find(folder)]
     kept.mkdir()  # before anything goes: the disk may be full
     if address is not None:
         try:
