@@ -52,8 +52,7 @@ def figures(sweep: SweepData, answer: Answer) -> list[Chart]:
 def main_chart(sweep: SweepData, answer: Answer) -> Chart | None:
     """Return the figures that decide, a point for each setting, with its interval; None without a difference.
 
-    A metric that is the same everywhere is replaced by an axis: the numbers of a search, else the one that explains
-    most of the other metric.
+    A metric that is the same everywhere is replaced by an axis.
     """
     import plotly.express as px
 
@@ -63,10 +62,9 @@ def main_chart(sweep: SweepData, answer: Answer) -> Chart | None:
     differing = sorted((metric for metric in better if _differs(table[metric])), key=lambda metric: metric == SPEED)
     if not differing or (len(differing) < 2 and not r.settings.axes):
         return None
-    x, y = differing if len(differing) == 2 else (_drawn_axis(table, r.settings.axes, differing[0]), differing[0])
+    x, y = differing if len(differing) == 2 else (_drawn_axis(table, r.settings.axes), differing[0])
     table = table.dropna(subset=differing)
-    axes = [axis for axis in r.settings.axes if axis != x]
-    by = _explaining(table, axes, differing)
+    by = _color_axis(table, [axis for axis in r.settings.axes if axis != x])
     colors = _colors(r.settings.frame, by)
     points = _colored(table, by)
     if x not in better and (values := _numbers(points[x])) is not None:
@@ -144,32 +142,15 @@ def _numbers(values: pd.Series[Any]) -> pd.Series[Any] | None:
     return found if np.isfinite(found).all() else None
 
 
-def _drawn_axis(table: pd.DataFrame, axes: Sequence[str], metric: str) -> str:
-    """Return the axis to draw a metric over: the numbers of a search, else the one that explains most of it."""
-    counts = {axis: table[axis].nunique() for axis in axes if _numbers(table[axis]) is not None}
-    if counts and max(counts.values()) > _LISTED:
-        return max(counts, key=counts.__getitem__)
-    return _explaining(table, axes, [metric]) or axes[0]
+def _drawn_axis(table: pd.DataFrame, axes: Sequence[str]) -> str:
+    """Return the axis to draw a single metric over: the first with many numbers, else the first."""
+    many = (axis for axis in axes if table[axis].nunique() > _LISTED and _numbers(table[axis]) is not None)
+    return next(many, axes[0])
 
 
-def _explaining(table: pd.DataFrame, axes: Sequence[str], metrics: Sequence[str]) -> str | None:
-    """Return the axis that explains most of the metrics, of those that colours can show; None without one."""
-    able = [axis for axis in axes if 1 < table[axis].nunique() <= _MOST_COLORS]
-    return max(able, key=lambda axis: sum(_share_explained(table, axis, metric) for metric in metrics), default=None)
-
-
-def _share_explained(table: pd.DataFrame, axis: str, metric: str) -> float:
-    """Return how much of the differences an axis explains alone, the adjusted R²; at least 0.
-
-    The adjustment removes what many values explain by chance.
-    """
-    known = table[[axis, metric]].replace([math.inf, -math.inf], math.nan).dropna()
-    figures, by = known[metric], known[axis]
-    freedom = len(figures) - by.nunique()
-    if freedom < 1 or not figures.var():
-        return 0.0
-    within = ((figures - figures.groupby(by).transform("mean")) ** 2).sum()
-    return max(1 - within / freedom / figures.var(), 0.0)
+def _color_axis(table: pd.DataFrame, axes: Sequence[str]) -> str | None:
+    """Return the first axis with several values, but no more than colours can show; None without one."""
+    return next((axis for axis in axes if 1 < table[axis].nunique() <= _MOST_COLORS), None)
 
 
 def _colored(table: pd.DataFrame, by: str | None) -> pd.DataFrame:
@@ -221,7 +202,7 @@ def losses(sweep: SweepData, answer: Answer) -> Chart | None:
 
     r = answer.recommendation
     key = r.settings.loss_key
-    by = _explaining(r.settings.frame, r.settings.axes, [key]) if key in r.settings.frame else None
+    by = _color_axis(r.settings.frame, r.settings.axes)
     rows = []
     for trial in shown_trials(sweep, r, MOST_DRAWN):
         color = f"{by}={trial.setting.get(by, '')}" if by else "trials"

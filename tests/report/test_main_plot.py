@@ -59,7 +59,7 @@ def test_the_bars_are_the_intervals():
         assert trace.y[0] + trace.error_y.array[0] == pytest.approx(middle * math.exp(half), rel=1e-4)
         assert trace.y[0] - trace.error_y.arrayminus[0] == pytest.approx(middle / math.exp(half), rel=1e-4)
     assert "Bars are 95 % intervals" in plot_of(made).note
-    assert traces(sweep())["precision=fp32"].error_y.array is None
+    assert traces(sweep())["sharding=root"].error_y.array is None
     assert "Bars" not in plot_of(sweep()).note
 
 
@@ -95,7 +95,7 @@ def test_an_axis_of_numbers_is_drawn_as_numbers_and_as_it_was_searched():
     assert plot_of(search(log_axes=[])).figure.layout.xaxis.type != "log"
 
 
-def test_a_searched_number_is_drawn_though_a_word_explains_more():
+def test_a_searched_number_is_drawn_though_a_word_comes_first():
     made = search(5, ("sharding", "optimizer.lr"))
     for one in made.trials:
         one.figures["val/loss"] = 1.0 if one.setting["sharding"] == "root" else 2.0
@@ -155,9 +155,7 @@ def test_an_excluded_timing_is_no_point():
     trials = [on_cpu(i, i, 0.44 if i == 3 else 0.05, float(row[4])) for i, row in enumerate(ROWS) if i != 4]
     result = traces(sweep(trials))
     assert sorted(x for name, t in result.items() if "=" in name for x in t.x) == [40.0, 60.0, 80.0, 100.0]
-    memory = plot_of(
-        sweep(trials).judged_by(0.0)
-    )  # where all are excluded, memory is drawn by what explains most of it
+    memory = plot_of(sweep(trials).judged_by(0.0))  # where all are excluded, memory is drawn over the first axis
     assert memory.heading == "Peak memory against sharding" and memory.note.startswith("Down is better.")
     drawn = {trace.name: trace for trace in memory.figure.data}
     assert set(drawn) == {"precision=fp32", "precision=bf16", "least memory"}

@@ -31,13 +31,13 @@ def test_every_chart_that_has_something_to_show_is_there():
     charts = {chart.name: chart.figure for chart in figures(made, answer(made))}
     assert list(charts) == ["main", "losses", "breakdown"]
     memory = {trace.name: trace for trace in charts["main"].data}
-    # precision explains more of memory and speed than sharding does
-    assert list(memory["precision=fp32"].x) == [100.0, 60.0]
-    assert list(memory["precision=fp32"].y) == pytest.approx([1000.0, 900.0])
+    # the first axis has the colours
+    assert list(memory["sharding=root"].x) == [60.0, 50.0]
+    assert list(memory["sharding=root"].y) == pytest.approx([900.0, 1980.0])
     assert list(memory["Pareto front"].x) == [40.0, 50.0]
     assert (memory["recommended"].x[0], memory["recommended"].y[0]) == (50.0, pytest.approx(1980.0))
-    assert memory["precision=fp32"].customdata[1][0] == "http://127.0.0.1:5000/#/runs/" + f"{2:032x}"
-    assert "sharding=root<br>" in (text := memory["precision=fp32"].customdata[1][1]) and "peak MiB 60.00" in text
+    assert memory["sharding=root"].customdata[0][0] == "http://127.0.0.1:5000/#/runs/" + f"{2:032x}"
+    assert "precision=fp32<br>" in (text := memory["sharding=root"].customdata[0][1]) and "peak MiB 60.00" in text
     stacked = {bar.name: bar for bar in charts["breakdown"].data}
     assert set(stacked) == {"param", "activation"}
     assert [p + a for p, a in zip(stacked["param"].x, stacked["activation"].x, strict=True)] == [100, 80, 60, 50, 40]
