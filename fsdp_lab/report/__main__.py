@@ -100,7 +100,7 @@ def run(options: dict[str, str]) -> None:
     trust = read_trust(options.get("trust"))
     if is_run:
         recorded = sweep_stored(tracking, which)
-        sweep = with_tolerances(recorded, options)
+        sweep = dataclasses.replace(with_tolerances(recorded, options), resume="")  # by its folder, which is elsewhere
     else:
         if is_address(which) and trust:  # beside what use=pytorch prints
             print(f"reaching {redact(which)}", file=sys.stderr, flush=True)

@@ -30,7 +30,7 @@ from fsdp_lab.redact import redact, redact_typed
 from fsdp_lab.report import data
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import swept_keys, unescaped
-from fsdp_lab.sweep.names import RESUMED_BY, config_dir_words, report_command, resume_command, setting_text
+from fsdp_lab.sweep.names import RESUMED_BY, report_command, resume_command, setting_text
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.resume import read_state
 from fsdp_lab.tracking import fetch_record, runs_url
@@ -157,10 +157,8 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.SweepData:
     with TemporaryDirectory() as folder:
         read = data.SweepData.read(fetch_record(tracking, run_id, Path(folder)))
     store = [f"tracking.uri={redact(tracking.uri)}"] if tracking.uri != TrackingConfig().uri else []
-    arguments = shlex.split(read.command)[3:]
-    resume = shlex.join(["python", "-m", "fsdp_lab", f"resume={run_id}", *store, *config_dir_words(arguments)])
     report = shlex.join(["python", "-m", "fsdp_lab.report", f"sweep={run_id}", *store])
-    return replace(read, runs_url=runs_url(tracking), resume=resume, report=report)
+    return replace(read, runs_url=runs_url(tracking), report=report)
 
 
 def require_results(sweep: data.SweepData, which: str) -> None:
