@@ -104,9 +104,12 @@ def why_refused(word: str) -> str | None:
 
 @cache
 def _trial_keys() -> frozenset[str]:
-    """Return the keys that a folder may set: not those of a cluster manager, but for the nodes that a sweep awaits."""
+    """Return the keys that a folder may set.
+
+    They are not those of a resume, nor of a cluster manager, but for the nodes that a sweep awaits.
+    """
     keys = (key for key in keys_of(SweepConfig) if not is_managers(key) or key == "cluster.job.nodes")
-    return frozenset([*keys, *_HYDRA_KEYS])
+    return frozenset([*(key for key in keys if not key.startswith("resume")), *_HYDRA_KEYS])
 
 
 def check_words(words: Sequence[str], source: Path, key: str) -> None:
