@@ -11,7 +11,7 @@ from fsdp_lab.metrics import MEMORY, MIB, SPEED, declared, table_columns
 from fsdp_lab.report.answer import Answer, numbers
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.settings import Setting
-from fsdp_lab.report.tables import MOST_DRAWN, shown_trials, thinned_note
+from fsdp_lab.report.tables import shown_trials, thinned_note
 from fsdp_lab.report.texts import speed_text
 from fsdp_lab.status import TrialStatus
 
@@ -204,7 +204,7 @@ def losses(sweep: SweepData, answer: Answer) -> Chart | None:
     key = r.settings.loss_key
     by = _color_axis(r.settings.frame, r.settings.axes)
     rows = []
-    for trial in shown_trials(sweep, r, MOST_DRAWN):
+    for trial in shown_trials(sweep, r):
         color = f"{by}={trial.setting.get(by, '')}" if by else "trials"
         color = _STOPPED if trial.status is TrialStatus.stopped else html.escape(color)
         rows += [
@@ -224,7 +224,7 @@ def losses(sweep: SweepData, answer: Answer) -> Chart | None:
     figure.update_traces(hovertemplate="%{customdata[1]}<br>epoch %{x}: %{y:.4~r}<extra></extra>", opacity=0.8)
     _lay_out(figure, "epoch", declared(key).label, 480)
     figure.update_xaxes(tickformat="d", dtick=max(1, round(frame["epoch"].max() / 12)))
-    return Chart("losses", "Loss by epoch", figure, thinned_note(sweep, MOST_DRAWN))
+    return Chart("losses", "Loss by epoch", figure, thinned_note(sweep))
 
 
 def breakdown(sweep: SweepData, answer: Answer) -> Chart | None:
@@ -233,7 +233,7 @@ def breakdown(sweep: SweepData, answer: Answer) -> Chart | None:
     import plotly.express as px
 
     trials = [
-        trial for trial in shown_trials(sweep, answer.recommendation, MOST_DRAWN)
+        trial for trial in shown_trials(sweep, answer.recommendation)
         if trial.status is TrialStatus.finished and any(f"memory/{c}_bytes" in trial.figures for c in _CATEGORY_COLORS)
     ]  # fmt: skip
     if not trials:
@@ -254,7 +254,7 @@ def breakdown(sweep: SweepData, answer: Answer) -> Chart | None:
     _lay_out(figure, "MiB at the peak of the largest worker", "", 160 + per_bar * len(trials))
     figure.update_layout(bargap=0.15)
     figure.update_yaxes(automargin=True, tickfont={"size": 12 if per_bar > 20 else 10}, dtick=1)
-    note = f"Memory by category at the peak of the largest worker. {thinned_note(sweep, MOST_DRAWN)}"
+    note = f"Memory by category at the peak of the largest worker. {thinned_note(sweep)}"
     return Chart("breakdown", "Peak memory by category", figure, note.strip())
 
 
