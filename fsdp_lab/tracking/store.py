@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.sweep import TrackingConfig
@@ -77,7 +77,7 @@ def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowC
         # Two processes that make the schema of one fresh database break each other's migration.
         with _only_one(tracking.uri, artifacts):
             if to_write and uri.startswith("sqlite"):
-                _check_sqlite(tracking.uri, sqlite_path(uri))
+                _check_sqlite(sqlite_path(uri))
             from mlflow import MlflowClient
 
             for logger in _NOISY_LOGGERS:
@@ -91,29 +91,33 @@ def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowC
 
 @contextmanager
 def refusals(tracking: TrackingConfig) -> Iterator[None]:
-    """Translate errors of the store into TrackingErrors."""
+    """Translate errors of the store into TrackingErrors, with the last words of MLflow or of the library below it."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 (whatever MLflow, SQLAlchemy or a driver of theirs raises)
-        raise _refusal(tracking.uri, error) from None
+        reason, remedy = _explain(tracking.uri, error)
+        remedy = f"{remedy}, or use tracking.uri={_LOCAL}"
+        raise _error(tracking.uri, f"{reason} ({reason_of(error)})", remedy) from None
 
 
 def _check_uri(uri: str) -> tuple[str, Path | None]:
     """Return the URI with an absolute path, and the folder of the artifacts; None if the server chooses it."""
-    parts = _parts(uri)
+    try:
+        parts = urlsplit(uri)
+        port = parts.port
+    except ValueError:  # whose words quote a part of it, which may be one of a password
+        raise _error(uri, "its host or port cannot be read", "write a server as http://host:5000") from None
     kind = parts.scheme.partition("+")[0]
     if kind == "sqlite":
         path = sqlite_path(uri)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unwritable(uri, path.parent, error) from None
+        path.parent.mkdir(parents=True, exist_ok=True)
         query = f"?{parts.query}" if parts.query else ""
         return f"{parts.scheme}:///{path}{query}", path.parent / "mlartifacts"
     if kind in _DATABASE_PORTS:
-        _check_database_host(uri, parts, _DATABASE_PORTS[kind])
+        if parts.hostname:  # MLflow would try ten times, for 100 s
+            socket.create_connection((parts.hostname, port or _DATABASE_PORTS[kind]), _PROBE_TIMEOUT_S).close()
         return uri, sqlite_path(_LOCAL).parent / "mlartifacts"
     if kind not in ("", "file"):
         return uri, None  # a server; or MLflow may know it by a plugin
@@ -124,18 +128,6 @@ def _check_uri(uri: str) -> tuple[str, Path | None]:
     )
 
 
-def _parts(uri: str) -> SplitResult:
-    """Return the parts of a URI, whose port is a number and which has a host if it is a server's."""
-    try:
-        parts = urlsplit(uri)
-        parts.port  # noqa: B018 (raises)
-    except ValueError:  # whose words quote a part of it, which may be one of a password
-        raise _error(uri, "its host or port cannot be read", "write a server as http://host:5000") from None
-    if parts.scheme in ("http", "https") and not parts.hostname:
-        raise _error(uri, "it names no host", "write a server as http://host:5000")
-    return parts
-
-
 def sqlite_path(uri: str) -> Path:
     """Return the file of a store in SQLite."""
     parts = urlsplit(uri)
@@ -144,25 +136,11 @@ def sqlite_path(uri: str) -> Path:
     return Path(parts.path[1:]).absolute()
 
 
-def _check_database_host(uri: str, parts: SplitResult, default_port: int) -> None:
-    """Connect to the database's host once, because MLflow tries ten times, for 100 s."""
-    try:
-        if parts.hostname:
-            address = (parts.hostname, parts.port or default_port)
-            socket.create_connection(address, _PROBE_TIMEOUT_S).close()
-    except (OSError, ValueError) as error:
-        raise _error(uri, f"no database answers there ({one_line(str(error), 200)})",
-                     f"start it, or use tracking.uri={_LOCAL}") from None  # fmt: skip
-
-
-def _check_sqlite(uri: str, path: Path) -> None:
+def _check_sqlite(path: Path) -> None:
     """Take the write lock for a moment: if that fails, MLflow would try for 100 s."""
-    try:
-        with closing(sqlite3.connect(path, timeout=_SQLITE_TIMEOUT_S, isolation_level=None)) as database:
-            database.execute("BEGIN IMMEDIATE")
-            database.execute("ROLLBACK")
-    except (OSError, sqlite3.Error) as error:
-        raise _unwritable(uri, path, error) from None
+    with closing(sqlite3.connect(path, timeout=_SQLITE_TIMEOUT_S, isolation_level=None)) as database:
+        database.execute("BEGIN IMMEDIATE")
+        database.execute("ROLLBACK")
 
 
 @contextmanager
@@ -238,11 +216,6 @@ def _error(uri: str, reason: str, remedy: str) -> TrackingError:
     return TrackingError(f"tracking.uri={redact(uri)}: {reason}; {remedy}.")
 
 
-def _unwritable(uri: str, path: Path, error: Exception) -> TrackingError:
-    reason = f"{path} cannot be opened for writing ({one_line(str(error), 200)})"
-    return _error(uri, reason, f"use a file that you may write, for example tracking.uri={_LOCAL}")
-
-
 def reason_of(error: Exception) -> str:
     """Return an error in one line. Of urllib3's chain of wrappers, only what stands last says something."""
     return one_line(str(error).rpartition("Caused by ")[2], 300) or type(error).__name__
@@ -258,31 +231,27 @@ def is_away(error: Exception) -> bool:
     return isinstance(error, OSError)
 
 
-def _refusal(uri: str, error: Exception) -> TrackingError:
-    """Return the TrackingError for an error of the store."""
+def _explain(uri: str, error: Exception) -> tuple[str, str]:
+    """Return what an error of the store means, and what helps."""
     import mlflow
     import requests
 
     status = error.get_http_status_code() if isinstance(error, mlflow.MlflowException) else 0
-    elsewhere = f"or use tracking.uri={_LOCAL}"
+    cause, parts = error.__context__, urlsplit(uri)
     if "out-of-date database schema" in str(error):
-        return _error(
-            uri,
-            f"another version of MLflow than the installed {mlflow.__version__} wrote the store",
-            "if the store is older, back it up and run `mlflow db upgrade`; if it is newer, install the MLflow that "
-            f"wrote it; or use a new store such as tracking.uri={_LOCAL}",
-        )
+        what = f"another version of MLflow than the installed {mlflow.__version__} wrote the store"
+        return what, "back it up and run `mlflow db upgrade`, or install the MLflow that wrote it"
     if status in (401, 403):
         remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-        return _error(uri, f"the server refuses access ({reason_of(error)})", remedy)
-    if isinstance(error.__context__, requests.exceptions.SSLError):
-        remedy = f"name its authority's certificate in MLFLOW_TRACKING_SERVER_CERT_PATH, {elsewhere}"
-        return _error(uri, f"the server's certificate is not trusted ({reason_of(error)})", remedy)
-    if isinstance(error.__context__, (requests.ConnectionError, requests.Timeout)):
-        parts = urlsplit(uri)
-        start = f"start it with `mlflow server --port {parts.port or 5000}` on {parts.hostname}, {elsewhere}"
-        return _error(uri, f"no MLflow server answers there ({reason_of(error)})", start)
+        return "the server refuses access", remedy
+    if isinstance(cause, requests.exceptions.SSLError):
+        remedy = "name its authority's certificate in MLFLOW_TRACKING_SERVER_CERT_PATH"
+        return "the server's certificate is not trusted", remedy
+    if isinstance(cause, (requests.ConnectionError, requests.Timeout)):
+        start = f"start it with `mlflow server --port {parts.port or 5000}` on {parts.hostname}"
+        return "no MLflow server answers there", start
     if status >= 500:
-        what = f"what answers there fails, or is no MLflow server ({reason_of(error)})"
-        return _error(uri, what, f"look at its log and the address, {elsewhere}")
-    return _error(uri, f"MLflow cannot use the store ({reason_of(error)})", f"fix that, {elsewhere}")
+        return "what answers there fails, or is no MLflow server", "look at its log and the address"
+    if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)):
+        return "no database answers there", "start it"
+    return "MLflow cannot use the store", "fix that"

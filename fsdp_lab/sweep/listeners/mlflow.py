@@ -33,7 +33,6 @@ class MlflowRuns(Listener):
         self._sweep: SweepRun | None = None
         self._ended: dict[int, int] = {}  # number of a trial -> milliseconds since 1970
         self._ending: Ending | None = None
-        self._closed_at: int | None = None
         self._with_files = self._gave_up = False
         self._answer, self._recommended = "", -1  # the number of a trial
         self._replaced: set[int] = set()  # trials that an earlier answer recommended
@@ -87,7 +86,7 @@ class MlflowRuns(Listener):
         """End the sweep's run, and wait for the store: the report names the runs."""
         if self._projection is None:
             return
-        self._ending, self._closed_at = ending, self._end_of_sweep(sweep)
+        self._ending = ending
         of_earlier_start = [n for n, state in enumerate(sweep.states) if not state.ended and self.run_id(n)]
         self._change(None, *of_earlier_start)
         self._settle(ending)
@@ -131,14 +130,6 @@ class MlflowRuns(Listener):
         self._gave_up = unsent > 0
         return unsent
 
-    def _end_of_sweep(self, sweep: SweepRun) -> int | None:
-        """Return when a sweep ended in which nothing was left to do: with its last trial. None: now."""
-        if self._ended or self._projection is None:
-            return None
-        runs = [self._projection.stored(n) for n in (None, *range(len(sweep.states)))]
-        ends = [run.ended if run else None for run in runs]
-        return ends[0] or max((end for end in ends if end), default=None)
-
     def _wanted(self, number: int | None) -> WantedRun:
         assert self._sweep is not None
         return self._of_sweep(self._sweep) if number is None else self._of_trial(self._sweep, number)
@@ -159,7 +150,6 @@ class MlflowRuns(Listener):
             answer=self._answer,
             status=TrialStatus[self._ending.code.name] if self._ending else None,
             error=str(self._ending.error) if self._ending and self._ending.error else None,
-            ended=self._closed_at,
         )
 
     def _of_trial(self, sweep: SweepRun, number: int) -> WantedRun:
