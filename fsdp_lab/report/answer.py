@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fsdp_lab.record.trial import TrialRecord
@@ -13,7 +13,6 @@ from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
 from fsdp_lab.report.render import environment
 from fsdp_lab.report.settings import REPEATS, Setting
-from fsdp_lab.report.statements import Why
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.wording import count
 
@@ -36,7 +35,6 @@ class Answer:
         rules: how it was chosen, a sentence each.
         command: trains the setting alone; "" without one.
         trial: that represents the setting; None without one.
-        described: the settings in `lines`.
     """
 
     recommendation: Recommendation
@@ -48,7 +46,6 @@ class Answer:
     rules: list[str]
     command: str
     trial: TrialRecord | None
-    described: list[Setting] = field(default_factory=list)
 
     @property
     def setting(self) -> Setting | None:
@@ -71,23 +68,18 @@ def answer(sweep: SweepData) -> Answer:
     r = recommend(sweep.frame(), sweep.rules)
     texts = words_of_a_report()
     chosen = r.setting
-    others = with_a_line(r)
-    details = [texts.tie(r)] if r.why.code is Why.tied else [texts.why(r)]
-    if r.tied and r.why.code is Why.objectives:
-        details.append(texts.tie(r))
-    details = [line for line in (*details, texts.how_sure(r, sweep)) if line.strip()] if chosen else []
+    details = [texts.why(r), texts.tie(r) if r.tied else "", texts.how_sure(r, sweep)] if chosen else []
     trial = plainest(sweep, chosen) if chosen else None
     return Answer(
         r,
         _line(texts.sentence(r, sweep)),
-        [_line(line) for line in details],
-        ["\n".join(map(_line, texts.against(other, r).split("\n"))) for other in others],
+        [_line(line) for line in details if line.strip()],
+        ["\n".join(map(_line, texts.against(other, r).split("\n"))) for other in with_a_line(r)],
         [_line(texts.note(note, sweep)) for note in r.notes],
         {name: _line(texts.why_not(reason)) for name, reason in r.why_not.items()},
         [_line(rule) for rule in texts.rules(r, sweep).split("\n") if rule.strip()],
         _command(sweep, chosen, trial) if chosen and trial else "",
         trial,
-        [other.setting for other in others],
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp_lab.metrics import FORECAST, MEMORY
-from fsdp_lab.report.answer import Answer, title
+from fsdp_lab.report.answer import Answer, title, with_a_line
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.plots import figures
 from fsdp_lab.report.reason_texts import reason_text
@@ -21,9 +21,7 @@ def to_html(sweep: SweepData, answer: Answer, script: bool = False) -> str:
     from markupsafe import Markup, escape
 
     charts = figures(sweep, answer)
-    drawn = [{"name": c.name, "heading": c.heading, "note": c.note, "element": Markup(chart(c.name))} for c in charts]
-    template = environment(True).get_template("body.html.j2")
-    body = template.render(charts=drawn, **_content(sweep, answer, script))
+    body = environment(True).get_template("body.html.j2").render(charts=charts, **_content(sweep, answer, script))
     about = Markup(" · ").join(escape(text if name in ("sweep", "trials") else f"{name} {text}")
                                for name, text in _about(sweep))  # fmt: skip
     command = Markup("<br><code>{}</code>").format(sweep.command)
@@ -41,7 +39,7 @@ def to_markdown(sweep: SweepData, answer: Answer, script: bool = False) -> str:
 
 def _content(sweep: SweepData, answer: Answer, script: bool) -> dict[str, Any]:
     failed = [t for t in sweep.trials if t.status.ended and t.status not in (TrialStatus.finished, TrialStatus.stopped)]
-    described = {setting.name for setting in answer.described}
+    described = {other.setting.name for other in with_a_line(answer.recommendation)}
     return {
         "answer": answer,
         "title": title(sweep, answer.recommendation),
@@ -76,19 +74,14 @@ def _forecast_sentence(sweep: SweepData) -> str:
     return f"The forecast of the peak is at most {errors[worst] * 100:.3g} % off, in trial {worst}."
 
 
-def chart(name: str) -> str:
-    """Return the element in which the page draws a figure."""
-    return f'<div id="{name}" class="plotly-graph-div"></div>'
-
-
 def page(title: str, about: str, body: str, charts: Sequence[tuple[str, Any]]) -> str:
-    """Return an HTML page with Plotly in it, which draws each figure in the body's `chart(<id>)` when its fold opens.
+    """Return an HTML page with Plotly in it, which draws each figure in its element when the fold opens.
 
     Args:
         title: text.
         about: HTML.
         body: HTML.
-        charts: `(id, figure)` of each.
+        charts: `(id, figure)` of each; the body has the element.
     """
     from markupsafe import Markup
     from plotly.io import to_json

@@ -89,7 +89,7 @@ def main_chart(sweep: SweepData, answer: Answer) -> Chart | None:
         )
     if has_bars and (points["above"] + points[y]).max() > _WIDEST * points[y].max():
         figure.update_yaxes(range=[0, _WIDEST * points[y].max()])
-    _lay_out(figure, html.escape(declared(x).label if x in better else x), declared(y).label, 430)
+    _lay_out(figure, html.escape(_label(x, better)), declared(y).label, 430)
     heading = " against ".join("peak memory" if key == MEMORY else _label(key, better) for key in (y, x))
     return Chart("main", heading[0].upper() + heading[1:], figure, _note(sweep, table, better, x, y, has_bars))
 
@@ -123,11 +123,11 @@ def _settings_table(sweep: SweepData, answer: Answer) -> pd.DataFrame:
 def _setting_text(answer: Answer, setting: Setting) -> str:
     """Return the text over a setting's point: its figures and the interval of its speed."""
     r = answer.recommendation
-    speed, medians = r.interval(setting), r.settings.medians(setting)
+    speed = r.interval(setting)
     lines = [*(f"{key}={value}" for key, value in setting.values.items()), numbers(setting.trials)]
     lines += [speed_text(speed)] if speed else []
-    columns = [column for column in table_columns("terminal") if column.key != SPEED and column.key in medians]
-    lines += [f"{column.label} {column.text(medians[column.key])}" for column in columns]
+    figures = ((column, r.settings.median(setting, column.key)) for column in table_columns("terminal"))
+    lines += [f"{c.label} {c.text(value)}" for c, value in figures if c.key != SPEED and math.isfinite(value)]
     if why_not := answer.why_not.get(setting.name):
         lines.append(f"does not qualify: {why_not}")
     return "<br>".join(map(html.escape, lines))

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fsdp_lab.metrics import MEMORY, OTHERS_CPU, SPEED, declared
-from fsdp_lab.record.trial import words
 from fsdp_lab.report.choice import SAME_MEMORY, pareto_front
 from fsdp_lab.report.notes import notes_on
 from fsdp_lab.report.qualify import does_not_fit, not_compared, only_one_counts, qualify
@@ -102,19 +101,6 @@ class Recommendation:
             return None
         speed = self.settings.speeds.speed(setting.group)
         return speed if math.isfinite(speed.high) else Interval(speed.value)
-
-    def named(self, other: Setting) -> str:
-        """Return a setting by the values that differ from the recommended one.
-
-        All its values are named if it has no result and another setting with those values has one, so that nobody reads
-        that the other did not run.
-        """
-        assert self.setting is not None
-        chosen, settings = self.setting.values, self.settings
-        differs = {axis: text for axis, text in other.values.items() if chosen[axis] != text}
-        fits = [s for s in settings.all if s is not other and differs.items() <= s.values.items()]
-        unclear = not settings.is_finished(other) and any(settings.is_finished(s) for s in fits)
-        return other.name if unclear else words(differs)
 
 
 def recommend(frame: pd.DataFrame, rules: Rules) -> Recommendation:

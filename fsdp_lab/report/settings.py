@@ -149,10 +149,6 @@ class Settings:
         """Return the median of a metric over the finished trials; NaN if none has it."""
         return self._medians.get(setting.name, {}).get(key, math.nan)
 
-    def medians(self, setting: Setting) -> dict[str, float]:
-        """Return metric -> median over the finished trials, of those that have it."""
-        return {key: value for key, value in self._medians.get(setting.name, {}).items() if math.isfinite(value)}
-
     def value(self, setting: Setting, metric: str) -> float:
         """Return a setting's figure: for speed the estimate, else the median; NaN without one."""
         if metric != SPEED:

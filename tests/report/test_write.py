@@ -15,7 +15,7 @@ from fsdp_lab.config.registry import REGISTRY
 from fsdp_lab.layout import Layout
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial import TrialRecord
-from fsdp_lab.report.answer import answer
+from fsdp_lab.report.answer import answer, with_a_line
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html, to_markdown
 from fsdp_lab.report.plots import COLORS, figures
@@ -120,7 +120,9 @@ def test_a_setting_that_no_line_speaks_of_says_why_in_a_fold():
     assert "| `sharding=per_block precision=fp16` | val/loss too high" in to_markdown(made, recommendation)
     # the lines have those that differ from the recommended one in one value
     settings = recommendation.recommendation.settings.all
-    assert [s.name for s in recommendation.described] == [settings[i].name for i in (1, 2, 3, 6)]
+    assert [other.setting.name for other in with_a_line(recommendation.recommendation)] == [
+        settings[i].name for i in (1, 2, 3, 6)
+    ]
     assert "do not qualify" not in own_html(sweep(trials[:8]))
     some = [dataclasses.replace(t, status=TrialStatus.skipped) if t.number in (2, 5) else t for t in trials[:8]]
     listed = own_html(sweep(some)).partition("do not qualify</summary>")[2]
