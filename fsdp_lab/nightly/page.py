@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from fsdp_lab.nightly.gate import EXCLUDED, STATUS
 from fsdp_lab.nightly.nights import Night, Verdict, changes
 from fsdp_lab.nightly.texts import changed_words, fill, regressions_line
 from fsdp_lab.report.page import page
-from fsdp_lab.report.plots import COLORS
+from fsdp_lab.report.plots import COLORS, GREY
 from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def frame_of_nights(nights: Sequence[Night]) -> pd.DataFrame:
     """Return the finished trials of nights, a row each, with the time at which their night began."""
     import pandas as pd
 
-    rows = [{**trial, "at": _time(night), "night": night.id} for night in nights for trial in night.trials]
+    rows = [{**trial, "at": night.begun * 1000, "night": night.id} for night in nights for trial in night.trials]
     frame = pd.DataFrame(rows, columns=["at", "night", "setting", STATUS, EXCLUDED] if not rows else None)
     return frame[frame[STATUS] == TrialStatus.finished]
 
@@ -87,27 +86,17 @@ def chart(metric: Metric, nights: Sequence[Night], rows: pd.DataFrame, limit: fl
     for symbol, marked in (("x", points[is_bad]), ("diamond", points[~is_bad & points["night"].isin(accepted)])):
         marker = {"symbol": symbol, "size": 13, "color": "#555555"}
         figure.add_scatter(x=marked["at"], y=marked["median"], mode="markers", marker=marker, showlegend=False)
-    _mark_changes(figure, nights)
+    for before, night in pairwise(nights):
+        if changed := changes(before, night):
+            note = {"textangle": -30, "xanchor": "left", "yanchor": "bottom", "font": {"size": 10}}
+            note["text"] = escape(changed_words(changed))
+            figure.add_vline(night.begun * 1000, line_dash="dot", line_color=GREY, annotation=note)
     figure.update_layout(
         height=440, margin={"l": 70, "r": 20, "t": 70, "b": 90}, yaxis_title=metric.label, xaxis_title=None,
-        legend={"orientation": "h", "y": -0.15, "title": None}, hoverlabel={"align": "left"},
+        legend={"orientation": "h", "y": -0.15, "title": None}, hoverlabel={"align": "left"}, xaxis_type="date",
     )  # fmt: skip
     low, high = rows["value"].min(), rows["value"].max()
     band = limit * (abs(low + high) / 2 if metric.gate.kind == "ratio" else 1)
     if high - low < 2 * band:  # noise shall not fill the chart
         figure.update_yaxes(range=[(low + high) / 2 - band, (low + high) / 2 + band])
     return figure
-
-
-def _mark_changes(figure: Any, nights: Sequence[Night]) -> None:
-    for before, night in pairwise(nights):
-        if changed := changes(before, night):
-            figure.add_vline(x=_time(night), line={"dash": "dot", "color": "#888888"})
-            figure.add_annotation(
-                x=_time(night), y=1, yref="paper", yanchor="bottom", showarrow=False, font={"size": 10}, textangle=-30,
-                xanchor="left", text=escape(changed_words(changed)),
-            )  # fmt: skip
-
-
-def _time(night: Night) -> str:
-    return datetime.fromtimestamp(night.begun, UTC).strftime("%Y-%m-%d %H:%M:%S")
