@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _LIBC = ctypes.CDLL(None)  # now: between fork and exec nothing may be loaded
-_END_LIMIT_S = 60.0  # of a sweep that was told to end
 
 
 def frame_of(folder: Path) -> pd.DataFrame:
@@ -79,12 +78,8 @@ def _run(arguments: Sequence[str], resume_command: str) -> int:
     try:
         return process.wait()
     except BaseException:
-        process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_END_LIMIT_S)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        process.terminate()
+        process.wait()  # some seconds: see sweep/shutdown.py
         raise
 
 

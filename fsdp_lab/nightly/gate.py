@@ -7,7 +7,7 @@ rounding are distances there, so they can be compared, and are shown as changes 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -87,11 +87,6 @@ class Finding:
     def is_regression(self) -> bool:
         """Whether it makes the night a bad one."""
         return self.outcome in _REGRESSIONS
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Self:
-        """Return the finding of plain values, as a document has them."""
-        return cls(**{**plain, "outcome": Outcome(plain["outcome"])})
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import UserError, is_address
 from fsdp_lab.files import write_text
-from fsdp_lab.nightly.gate import Finding
+from fsdp_lab.nightly.gate import Finding, Outcome
 from fsdp_lab.storage import Storage
 
 if TYPE_CHECKING:
@@ -164,16 +164,13 @@ def changes(before: Night, night: Night) -> list[list[str]]:
 
 
 def _night_of(text: str, name: str, place: str) -> Night:
-    """Return the night in a document; keys of a newer version are ignored."""
-    known = {f.name for f in fields(Night)}
     try:
-        content = {key: value for key, value in json.loads(text).items() if key in known}
-        content["verdict"] = Verdict(content["verdict"])
-        content["findings"] = [Finding.of(finding) for finding in content["findings"]]
-        night = Night(**content)
+        content = json.loads(text)
+        findings = [Finding(**{**finding, "outcome": Outcome(finding["outcome"])}) for finding in content["findings"]]
+        night = Night(**{**content, "verdict": Verdict(content["verdict"]), "findings": findings})
         if name != f"{night.id}.json":  # the id becomes the name of a folder
             raise ValueError(f"it is the document of night {night.id!r}")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{place}/{name} cannot be read ({error}); repair it, or move it away to compare with an older night."
         ) from None

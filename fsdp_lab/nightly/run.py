@@ -6,7 +6,6 @@ makes the next start deliver it again: verdicts are delivered at least once.
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import platform
@@ -114,7 +113,7 @@ def accept(study: Study, reason: str, log: Log) -> None:
     for text in map(row, night.regressions):
         log(f"accepts: {text.setting}: {text.metric} {text.before} -> {text.tonight} {text.change}".rstrip())
     before = f"{night.accepted['reason']}; then: " if night.accepted else ""
-    accepted = {"reason": before + reason.strip(), "by": _user(), "at": night_id(time.time())}
+    accepted = {"reason": before + reason.strip(), "by": machine_tags()["mlflow.user"], "at": night_id(time.time())}
     night = replace(night, verdict=Verdict.accepted, accepted=accepted)
     _tag(study, night, log)
     store.write(night)
@@ -257,16 +256,14 @@ def notify(study: Study, night: Night) -> str | None:
     address = os.environ.get(WEBHOOK)
     if not address:
         return None
-    regressions = [asdict(f) | {"text": " ".join(row(f))} for f in night.regressions]
-    shown = ("verdict", "baseline", "changed", "origin", "run_id")
     content = {
         "study": study.name,
         "night": night.id,
-        "regressions": regressions,
         "folder": str(study.folder / night.id),
+        "regressions": [asdict(finding) | {"text": " ".join(row(finding))} for finding in night.regressions],
+        **{name: getattr(night, name) for name in ("verdict", "baseline", "changed", "origin", "run_id")},
     }
-    body = json.dumps(content | {name: getattr(night, name) for name in shown}).encode()
-    request = Request(address, body, {"Content-Type": "application/json"}, method="POST")
+    request = Request(address, json.dumps(content).encode(), {"Content-Type": "application/json"})
     try:
         with urlopen(request, timeout=_WEBHOOK_S):
             return None
@@ -281,10 +278,3 @@ def _show_nights(study: Study, store: Nights, log: Log) -> None:
         store.put("nights.html", nights_page(study.name, store.read(), study.nightly.tolerance))
     except (OSError, UserError) as error:
         log(f"the page of the nights could not be written: {error}")
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "unknown"

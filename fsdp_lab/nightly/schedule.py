@@ -19,7 +19,6 @@ from fsdp_lab.config import ConfigError
 from fsdp_lab.nightly.nights import Night
 
 _DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat", "sun")  # cron's numbers; APScheduler counts from Monday
-_MOST_STARTS = 3  # of a night that keeps being killed
 
 
 def cron_trigger(cron: str, zone: str | None, now: datetime) -> CronTrigger:
@@ -38,11 +37,13 @@ def cron_trigger(cron: str, zone: str | None, now: datetime) -> CronTrigger:
     except (KeyError, ValueError, OSError):
         raise ConfigError(f"nightly.timezone={zone} is not a time zone; use a name such as Europe/Berlin.") from None
     try:
-        *rest, weekdays = cron.split() or [""]
-        if weekdays != "*" and rest[2:3] not in ([], ["*"]):
+        fields = cron.lower().split()
+        if len(fields) == 5 and "*" not in (fields[2], fields[4]):
             raise ValueError("a day of the month and a weekday cannot be combined")
-        named = ",".join(map(_named, weekdays.split(","))) if len(rest) == 4 else weekdays
-        trigger = CronTrigger.from_crontab(" ".join([*rest, named]), timezone=known)
+        if step := re.search(r"[a-z-]+/\S*", " ".join(fields[:4])):  # which APScheduler would ignore
+            raise ValueError(f"the step in {step[0]} cannot be read behind names of months; use numbers")
+        fields[4:] = [",".join(map(_named, weekdays.split(","))) for weekdays in fields[4:]]
+        trigger = CronTrigger.from_crontab(" ".join(fields), timezone=known)
     except ValueError as error:
         raise ConfigError(
             f"nightly.cron='{cron}': {error}; use minute hour day month weekday, for example '0 2 * * *'."
@@ -55,18 +56,10 @@ def cron_trigger(cron: str, zone: str | None, now: datetime) -> CronTrigger:
 
 
 def _named(weekdays: str) -> str:
-    """Return cron's weekdays, such as `5`, `0-4`, `fri` or `*`, as the names of days.
-
-    APScheduler would ignore a step behind a range, and refuses a range that begins on Sunday.
-    """
+    """Return cron's weekdays, such as `5`, `0-4`, `fri` or `*`, as the names of days."""
     if not re.fullmatch(r"\*|[0-7](-[0-7])?|[a-z]{3}(-[a-z]{3})?", weekdays):
         raise ValueError(f"the weekday {weekdays} cannot be read; use numbers or names, such as 1-5 or mon-fri")
-    if not weekdays[0].isdigit():
-        return weekdays
-    first, last = int(weekdays[0]), int(weekdays[-1])
-    if first > last:
-        raise ValueError(f"the weekdays {weekdays} end before they begin")
-    return ",".join(dict.fromkeys(_DAYS[first : last + 1]))
+    return ",".join(_DAYS[int(weekdays[0]) : int(weekdays[-1]) + 1]) if weekdays[0].isdigit() else weekdays
 
 
 def night_after(trigger: CronTrigger, moment: datetime) -> datetime:
@@ -102,15 +95,10 @@ def run_schedule(trigger: CronTrigger, overrides: Sequence[str], waits: bool, lo
         log(f"the next night is {night_after(trigger, datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M:%S %Z}")
 
     def run() -> None:
-        for _ in range(_MOST_STARTS):
-            if ending.is_set():
-                return
-            processes[:] = [subprocess.Popen(command, start_new_session=True)]  # Ctrl-C is ours to pass on
-            if ending.is_set():  # the interrupt came between the two
-                processes[0].terminate()
-            if processes[0].wait() >= 0 or ending.is_set():
-                break
-            log("the night was killed; it starts again, and resumes")
+        processes[:] = [subprocess.Popen(command, start_new_session=True)]  # Ctrl-C is ours to pass on
+        if ending.is_set():  # the interrupt came before there was a process
+            processes[0].terminate()
+        processes[0].wait()
         log_next()
 
     scheduler = BlockingScheduler(timezone=UTC)

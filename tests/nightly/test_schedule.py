@@ -5,9 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from datetime import UTC, datetime
-from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +28,8 @@ DAILY = cron_trigger("0 2 * * *", "UTC", FRIDAY)
         ("0 2 * * 6,0", "2026-11-21T02:00"),
         ("0 2 * * 0-4", "2026-11-22T02:00"),  # Sunday to Thursday
         ("0 2 * * mon-fri", "2026-11-23T02:00"),
+        ("0 2 * * MON", "2026-11-23T02:00"),
+        ("0 2 * jan-jun *", "2027-01-01T02:00"),
         ("0 2 1 * *", "2026-12-01T02:00"),
         ("*/15 * * * *", "2026-11-20T12:15"),
     ],
@@ -64,6 +64,8 @@ def test_the_zone_decides_also_where_an_hour_does_not_exist_or_comes_twice():
         ("0 2 * * */2", "UTC", "nightly.cron='0 2 * * */2'"),
         ("61 2 * * *", "UTC", "61"),
         ("0 2 * * 1-5/2", "UTC", "the weekday 1-5/2"),
+        ("0 2 * * 5-2", "UTC", "nightly.cron='0 2 * * 5-2'"),
+        ("0 2 1 jan-jun/2 *", "UTC", "the step in jan-jun/2"),
         ("0 2 * * 8", "UTC", "nightly.cron='0 2 * * 8'"),
         ("x 2 * * *", "UTC", "nightly.cron='x 2 * * *'"),
         ("0 2 * * *", "Mars/Base", "nightly.timezone=Mars/Base is not a time zone"),
@@ -129,21 +131,6 @@ def test_a_night_that_was_missed_runs_once_at_the_start(monkeypatch: pytest.Monk
     assert run_schedule(DAILY, ["precision=fp32"], waits, logged.append) == (130 if waits else 0)
     assert commands == [[sys.executable, "-m", "fsdp_lab.nightly", "--once", "precision=fp32"]] * waits
     assert logged[0].startswith("the next night is ")
-
-
-def test_a_night_that_was_killed_starts_again_and_then_gives_up(monkeypatch: pytest.MonkeyPatch):
-    """APScheduler's job alone: of the processes, the first is killed in one schedule and all of them in another."""
-    jobs: list[Callable[[], None]] = []
-    monkeypatch.setattr(schedule_module.BlockingScheduler, "start", lambda scheduler: jobs.pop()())
-    monkeypatch.setattr(schedule_module.BlockingScheduler, "add_job", lambda scheduler, run, *_, **__: jobs.append(run))
-    for statuses, starts in (([-9, 3], 2), ([-9] * 9, 3)):
-        logged: list[str] = []
-        left = list(statuses)
-        monkeypatch.setattr(
-            schedule_module.subprocess, "Popen", lambda *_, left=left, **__: SimpleNamespace(wait=lambda: left.pop(0))
-        )
-        assert run_schedule(DAILY, [], False, logged.append) == 0
-        assert len(statuses) - len(left) == starts and len(logged) - 2 == min(starts, statuses.count(-9))
 
 
 def test_what_was_missed_while_the_machine_slept_runs_once(monkeypatch: pytest.MonkeyPatch):
