@@ -238,7 +238,7 @@ FAULTS = (
           'return set(self.frame.index[self.frame["timing_excluded"].notna()])', "return set()",
           "report/test_recommend.py::test_an_excluded_timing_decides_nothing"),
     Fault("an interval is half as wide", "fsdp_lab/report/speed.py",
-          "len(self._known), self._freedom) * error)", "len(self._known), self._freedom) * error / 2)",
+          "half = quantile(fit.freedom) * ", "half = quantile(fit.freedom) / 2 * ",
           "report/test_speed.py"),
     Fault("a regression beyond the tolerance passes", "fsdp_lab/nightly/gate.py",
           "if level - levels[place] > max(limit,", "if level - levels[place] > max(10 * limit,", GATE),

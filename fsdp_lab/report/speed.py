@@ -13,10 +13,12 @@ Without repeats there is no interval: the steps of one run do not show how much 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -79,6 +81,28 @@ def level_of(looks: int) -> float:
     return _POCOCK.get(looks, SIGNIFICANCE / max(looks, 1))
 
 
+class _Fit(NamedTuple):
+    """The least-squares solution.
+
+    Attributes:
+        effects: the logarithm of each group's speed, in the mean of the rounds.
+        counts: of each group's runs.
+        share: of each group's runs in each round.
+        inverse: of the rounds' normal equations, after the groups were eliminated.
+        determined: the projector on the part of the rounds that the runs determine.
+        freedom: the degrees of freedom that are left.
+        variance: of a run: what repeats leave unexplained, and at least what the steps of the runs show.
+    """
+
+    effects: np.ndarray
+    counts: np.ndarray
+    share: np.ndarray
+    inverse: np.ndarray
+    determined: np.ndarray
+    freedom: int
+    variance: float
+
+
 class Speeds:
     """The speeds of groups of runs.
 
@@ -90,137 +114,89 @@ class Speeds:
 
     def __init__(self, runs: Sequence[Run], significance: float = SIGNIFICANCE) -> None:
         self._significance = significance
-        self._known = sorted({run.group for run in runs})
-        place = {group: i for i, group in enumerate(self._known)}
-        rounds = {number: i for i, number in enumerate(sorted({run.round for run in runs}))}
-        self._place = place
         self._runs = list(runs)
-        self._y = np.array([math.log(run.speed) for run in runs])
-        self._groups = np.array([place[run.group] for run in runs], dtype=int)
-        self._rounds = np.array([rounds[run.round] for run in runs], dtype=int)
-        # A group alone in its round tells nothing of the round: where most are alone, as with seeds that a search
-        # draws, there are no rounds.
-        met = {i for i in set(self._rounds.tolist()) if len(set(self._groups[self._rounds == i].tolist())) > 1}
-        alone = sum(i not in met for i in self._rounds.tolist())
-        self._num_rounds = len(rounds) if 2 * alone < len(self._runs) else 1
-        if self._num_rounds == 1:
-            self._rounds = np.zeros_like(self._rounds)
+        self._place = {group: i for i, group in enumerate(sorted({run.group for run in runs}))}
 
     def has(self, group: int) -> bool:
         """Whether a run of the group is known."""
         return group in self._place
 
-    @cached_property
+    @property
     def basis(self) -> Basis:
         """The source of the intervals."""
-        return Basis.repeats if self._freedom > 0 else Basis.nothing
+        return Basis.repeats if self._fit.freedom > 0 else Basis.nothing
 
     def estimate(self, group: int) -> float:
         """Return the group's speed over the rounds of the sweep."""
-        return math.exp(float(self._effects[self._place[group]]))
+        return math.exp(float(self._fit.effects[self._place[group]]))
 
     def speed(self, group: int) -> Interval:
         """Return the group's speed over the rounds of the sweep, and its interval."""
-        place = self._place[group]
-        log = self._effects[place]
-        if self.basis is Basis.nothing:
-            return Interval(math.exp(log))
-        if not self._estimable(self._share[place] - 1 / self._num_rounds):
-            return _interval(log, math.inf)
-        error = math.sqrt(self._variance * self._unscaled(place, place))
-        return _interval(log, _student(SIGNIFICANCE, self._freedom) * error)
+        fit, i = self._fit, self._place[group]
+        rounds = fit.share[i] - 1 / fit.share.shape[1]
+        return self._interval(fit.effects[i], 1 / fit.counts[i], rounds, partial(_student, SIGNIFICANCE))
 
     def ratio(self, a: int, b: int) -> Interval:
         """Return the speed of a group over that of another, and its interval."""
         if a == b:
             return Interval(1.0, 1.0, 1.0)
-        i, j = self._place[a], self._place[b]
-        log = float(self._effects[i] - self._effects[j])
-        if self.basis is Basis.nothing:
-            return Interval(math.exp(log))
-        if not self._estimable(self._share[i] - self._share[j]):
-            return _interval(log, math.inf)
-        unscaled = self._unscaled(i, i) + self._unscaled(j, j) - 2 * self._unscaled(i, j)
-        error = math.sqrt(self._variance * max(unscaled, 0.0))
-        return _interval(log, _tukey(self._significance, len(self._known), self._freedom) * error)
+        fit, i, j = self._fit, self._place[a], self._place[b]
+        own, rounds = 1 / fit.counts[i] + 1 / fit.counts[j], fit.share[i] - fit.share[j]
+        quantile = partial(_tukey, self._significance, len(self._place))
+        return self._interval(fit.effects[i] - fit.effects[j], own, rounds, quantile)
 
-    # The normal equations, solved by the rounds: there are few of them, and may be thousands of groups.
+    def _interval(self, log: float, own: float, rounds: np.ndarray, quantile: Callable[[int], float]) -> Interval:
+        """Return the interval around a logarithm; from 0 to infinity if it spans more than a factor of a hundred.
 
-    @cached_property
-    def _counts(self) -> np.ndarray:
-        """Runs by group and round."""
-        counts = np.zeros((len(self._known), self._num_rounds))
-        np.add.at(counts, (self._groups, self._rounds), 1.0)
-        return counts
-
-    @cached_property
-    def _share(self) -> np.ndarray:
-        """The share of each group's runs in each round."""
-        return self._counts / self._counts.sum(axis=1, keepdims=True)
-
-    @cached_property
-    def _reduced(self) -> np.ndarray:
-        """The rounds' normal equations, after the groups were eliminated."""
-        return np.diag(self._counts.sum(axis=0)) - self._counts.T @ self._share
-
-    @cached_property
-    def _inverse(self) -> np.ndarray:
-        return np.linalg.pinv(self._reduced, hermitian=True)
-
-    @cached_property
-    def _fixed(self) -> np.ndarray:
-        """The projector on the part of the rounds that the runs determine."""
-        projector: np.ndarray = self._inverse @ self._reduced
-        return projector
-
-    def _estimable(self, rounds: np.ndarray) -> bool:
-        """Return whether the runs determine a sum of rounds.
-
-        They do not if groups never met in a round, nor met a third that both met.
+        Args:
+            log: of a speed or a ratio.
+            own: its variance by the runs of its groups, over the variance of a run.
+            rounds: the weight of each round in it.
+            quantile: of its error, by the degrees of freedom.
         """
-        return bool(np.abs(rounds - self._fixed @ rounds).max() < 1e-6)
+        fit, value = self._fit, math.exp(log)
+        if self.basis is Basis.nothing:
+            return Interval(value)
+        half = quantile(fit.freedom) * math.sqrt(fit.variance * (own + rounds @ fit.inverse @ rounds))
+        # Groups that never met in a round, nor met a third that both met, leave the weights undetermined.
+        if half > _WIDEST or np.abs(rounds - fit.determined @ rounds).max() >= 1e-6:
+            return Interval(value, 0.0, math.inf)
+        return Interval(value, math.exp(log - half), math.exp(log + half))
 
     @cached_property
-    def _round_effects(self) -> np.ndarray:
-        sums = np.bincount(self._rounds, self._y - self._means[self._groups], minlength=self._num_rounds)
-        effects: np.ndarray = self._inverse @ sums
-        return effects - effects.mean()
-
-    @cached_property
-    def _means(self) -> np.ndarray:
-        return np.bincount(self._groups, self._y) / self._counts.sum(axis=1)
-
-    @cached_property
-    def _effects(self) -> np.ndarray:
-        """The logarithm of each group's speed, in the mean of the rounds."""
-        effects: np.ndarray = self._means - self._share @ self._round_effects
-        return effects
-
-    def _unscaled(self, i: int, j: int) -> float:
-        """Return the covariance of two groups' effects, over the variance of a run."""
-        first, second = (self._share[k] - 1 / self._num_rounds for k in (i, j))
-        own = 1 / self._counts[i].sum() if i == j else 0.0
-        return float(own + first @ self._inverse @ second)
-
-    @cached_property
-    def _freedom(self) -> int:
-        rank = len(self._known) + int(np.linalg.matrix_rank(self._inverse, hermitian=True))
-        return len(self._runs) - rank if self._runs else 0
-
-    @cached_property
-    def _variance(self) -> float:
-        """The variance of a run: what repeats leave unexplained, and at least what the steps of the runs show."""
-        residuals = self._y - self._effects[self._groups] - self._round_effects[self._rounds]
+    def _fit(self) -> _Fit:
+        """The normal equations, solved by the rounds: there are few of them, and may be thousands of groups."""
+        y = np.array([math.log(run.speed) for run in self._runs])
+        groups = np.array([self._place[run.group] for run in self._runs], dtype=int)
+        rounds = self._rounds()
+        table = np.zeros((len(self._place), rounds.max(initial=0) + 1))
+        np.add.at(table, (groups, rounds), 1.0)
+        counts = table.sum(axis=1)
+        share = table / counts[:, None]
+        reduced = np.diag(table.sum(axis=0)) - table.T @ share
+        inverse = np.linalg.pinv(reduced, hermitian=True)
+        means = np.bincount(groups, y) / counts
+        of_rounds = inverse @ np.bincount(rounds, y - means[groups], minlength=table.shape[1])
+        of_rounds -= of_rounds.mean()
+        effects = means - share @ of_rounds
+        residuals = y - effects[groups] - of_rounds[rounds]
+        freedom = len(y) - len(counts) - int(np.linalg.matrix_rank(inverse, hermitian=True))
         errors = [run.error for run in self._runs if run.error]
         floor = sum(error**2 for error in errors) / len(errors) if errors else 0.0
-        return max(float(residuals @ residuals) / self._freedom, floor)
+        variance = max(float(residuals @ residuals) / max(freedom, 1), floor)
+        return _Fit(effects, counts, share, inverse, inverse @ reduced, freedom, variance)
 
+    def _rounds(self) -> np.ndarray:
+        """Return the place of each run's round.
 
-def _interval(log: float, half: float) -> Interval:
-    """Return the interval around a logarithm; from 0 to infinity if it spans more than a factor of a hundred."""
-    if half > _WIDEST:
-        return Interval(math.exp(log), 0.0, math.inf)
-    return Interval(math.exp(log), math.exp(log - half), math.exp(log + half))
+        A group alone in its round tells nothing of the round: where most are alone, as with seeds that a search draws,
+        there is one round.
+        """
+        groups_in = Counter(number for number, _ in {(run.round, run.group) for run in self._runs})
+        alone = sum(groups_in[run.round] == 1 for run in self._runs)
+        place = {number: i for i, number in enumerate(sorted(groups_in))}
+        together = 2 * alone < len(self._runs)
+        return np.array([place[run.round] if together else 0 for run in self._runs], dtype=int)
 
 
 @cache
