@@ -41,16 +41,7 @@ if TYPE_CHECKING:
     from fsdp_lab.record.sweep_json import SweepStart
 
 TOLERANCES = ("loss_tolerance", "speed_tolerance", "others_cpu")
-KEYS = (
-    "sweep",
-    *(f"report.{name}" for name in TOLERANCES),
-    "tracking.uri",
-    "tracking.ui",
-    "out",
-    "trust",
-    "use",
-    "trial",
-)
+KEYS = ("sweep", *map("report.{}".format, TOLERANCES), "tracking.uri", "tracking.ui", "out", "trust", "use", "trial")
 
 
 def main() -> int:

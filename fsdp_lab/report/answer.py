@@ -52,11 +52,6 @@ class Answer:
         """The recommended setting; None: none qualifies."""
         return self.recommendation.setting
 
-    @property
-    def to_train(self) -> str:
-        """The words before the command; "" if the setting is recommended."""
-        return "" if self.recommendation.is_by_speed else "to train it: "
-
 
 def words_of_a_report() -> Any:
     """Return the template of a report's sentences."""

@@ -20,20 +20,15 @@ class SweepData(SweepRecord):
     @property
     def rules(self) -> Rules:
         """How a setting is chosen."""
+        trivial = {_guessing_loss(trial.config) for trial in self.trials if trial.config is not None}
         return Rules(
             tuple(self.axes),
             self.loss_tolerance,
             self.speed_tolerance,
             tuple(self.objectives),
             self.repeat_max,
-            self._trivial_loss,
+            trivial.pop() if len(trivial) == 1 else None,
         )
-
-    @property
-    def _trivial_loss(self) -> float | None:
-        """The loss of a model that guesses among the classes; None: not known."""
-        losses = {_guessing_loss(trial.config) for trial in self.trials if trial.config is not None}
-        return losses.pop() if len(losses) == 1 else None
 
     @property
     def unfinished(self) -> int:

@@ -9,16 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import may_change_speed
-from fsdp_lab.metrics import (
-    LOSS_EPS,
-    MEMORY,
-    PREDICTED_SPEED,
-    RATIO_ERROR,
-    RATIO_GROUP,
-    SPEED,
-    TRAIN_LOSS,
-    VAL_LOSS,
-)
+from fsdp_lab.metrics import LOSS_EPS, MEMORY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP, SPEED, TRAIN_LOSS, VAL_LOSS
 from fsdp_lab.record.trial import words
 from fsdp_lab.report.predicted import Predicted, PredictedSpeeds
 from fsdp_lab.report.speed import SIGNIFICANCE, Run, Speeds, level_of
