@@ -195,8 +195,7 @@ def print_plan(study: Study, trigger: CronTrigger) -> None:
     night = now
     for _ in range(_NIGHTS_SHOWN):
         night = night_after(trigger, night)
-        here = night.astimezone()
-        print(f"night:    {here:%Y-%m-%d %H:%M %Z}{f' ({night:%H:%M} UTC)' if here.utcoffset() else ''}")
+        print(f"night:    {night.astimezone():%Y-%m-%d %H:%M %Z}")
 
 
 def log(text: str) -> None:

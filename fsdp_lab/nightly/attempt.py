@@ -58,29 +58,27 @@ def run_sweep(arguments: Sequence[str], folder: Path, resume_command: str) -> in
     Raises:
         UserError: the sweep cannot be resumed until the user fixes something; nothing of it is lost.
     """
-    if not (folder / "sweep.json").exists():
-        return _run(["-m", *arguments, "hydra.sweep.dir=" + quoted(folder.absolute())], resume_command)
-    options = [argument for argument in arguments if argument.startswith("--config-dir=")]  # taken from no folder
-    status = _run(["resume=" + quoted(folder.absolute()), *options], resume_command)
-    if status == ExitCode.refused:
-        raise UserError(f"the night's sweep in {folder} cannot resume: fix the error above, then start again.")
-    return status
-
-
-def _run(arguments: Sequence[str], resume_command: str) -> int:
     from fsdp_lab.sweep.names import RESUMED_BY
 
+    resumes, place = (folder / "sweep.json").exists(), quoted(folder.absolute())
+    if resumes:
+        words = ["resume=" + place, *(word for word in arguments if word.startswith("--config-dir="))]
+    else:
+        words = ["-m", *arguments, "hydra.sweep.dir=" + place]
     # in a session of its own: Ctrl-C comes to us, and we hand it on; it ends with us, however we end
     process = subprocess.Popen(
-        [sys.executable, "-m", "fsdp_lab", *arguments], start_new_session=True, preexec_fn=_end_with_parent,
+        [sys.executable, "-m", "fsdp_lab", *words], start_new_session=True, preexec_fn=_end_with_parent,
         env={**os.environ, RESUMED_BY: resume_command},
     )  # fmt: skip
     try:
-        return process.wait()
+        status = process.wait()
     except BaseException:
         process.terminate()
         process.wait()  # some seconds: see sweep/shutdown.py
         raise
+    if resumes and status == ExitCode.refused:
+        raise UserError(f"the night's sweep in {folder} cannot resume: fix the error above, then start again.")
+    return status
 
 
 def _end_with_parent() -> None:

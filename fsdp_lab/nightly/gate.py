@@ -221,8 +221,8 @@ def _compare(
     def finding(outcome: Outcome, place: int, noise: float | None, **slope: Any) -> Finding:
         return Finding(
             setting, metric.key, outcome, earlier[place][0], median(earlier[place][1]), median(now),
-            scale.change(level - levels[place]), scale.change(limit) if limit < math.inf else None,
-            None if noise is None else scale.change(noise), **slope,
+            scale.change(level - levels[place]), scale.change(limit), None if noise is None else scale.change(noise),
+            **slope,
         )  # fmt: skip
 
     last, best = len(levels) - 1, levels.index(min(levels))

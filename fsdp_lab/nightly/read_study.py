@@ -25,6 +25,7 @@ from fsdp_lab.config import (
     with_custom,
     workers_of,
 )
+from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.config.machine import loader_workers_of
 from fsdp_lab.config.nightly import NightConfig, NightlyConfig
 from fsdp_lab.config.sweep import ClusterConfig, TrackingConfig
@@ -33,7 +34,11 @@ from fsdp_lab.nightly.nights import Night
 from fsdp_lab.redact import redact
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
 
-_RESUME_KEYS = [key for key in all_keys() if key.startswith("resume")]
+_NOT_HERE = {  # keys that a night sets itself
+    **{key: "an interrupted night resumes by itself" for key in all_keys() if key.startswith("resume")},
+    "dry_run": "it lists the trials of python -m fsdp_lab",
+    "repeat": "nightly.repeats=3 sets how often a night trains each setting",
+}
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,9 @@ def read_study(overrides: list[str]) -> Study:
     """
     config_dir, overrides = split_config_dir(overrides)
     overrides, search_words = with_custom(overrides), search_path(config_dir)
-    _check_words(overrides)
+    for word in overrides:
+        if reason := _NOT_HERE.get(key_of(word)):
+            raise ConfigError(f"{word}: {reason}; leave it out.")
     if not any(word.startswith("experiment=") for word in overrides):
         overrides = ["experiment=nightly", *overrides]
     config, name, axes, defaults = _compose(overrides, search_words)
@@ -124,19 +131,6 @@ def read_study(overrides: list[str]) -> Study:
         _settings(config, axes),
         redact(shlex.join(["python", "-m", "fsdp_lab.nightly", "--continue", *code, *overrides])),
     )
-
-
-def _check_words(overrides: Sequence[str]) -> None:
-    """Refuse keys that a night sets itself."""
-    words = [word.lstrip("+~") for word in overrides]
-    if resumes := [word for word in words if word.partition("=")[0] in _RESUME_KEYS]:
-        raise ConfigError(f"{resumes[0]}: an interrupted night resumes by itself; leave it out.")
-    if any(word.startswith("dry_run=") for word in words):
-        raise ConfigError(
-            "dry_run=... lists the trials of a sweep; use it with python -m fsdp_lab, and leave it out here."
-        )
-    if repeats := [word for word in words if word.startswith("repeat=")]:
-        raise ConfigError(f"{repeats[0]}: nightly.repeats=3 sets how often a night trains each setting; leave it out.")
 
 
 def _compose(
