@@ -56,6 +56,7 @@ def sweep_of(
     """
     config = states[0].trial.config
     address = sweep_address(config.cluster.storage_path, folder) if is_rays_copy(folder) else None
+    sizes = {int(state.facts["world_size"]) for state in states if "world_size" in state.facts}
     for number, state in enumerate(states):
         state.setting = {key: setting_text(state.trial, key) for key in swept}
         state.overrides = [redact_typed(unescaped(override)) for override in state.trial.overrides]
@@ -72,7 +73,7 @@ def sweep_of(
         runs_url(config.tracking),
         [
             *record.libraries.items(),
-            ("workers", str(config.cluster.num_workers or record.num_workers)),
+            *([("workers", ", ".join(map(str, sorted(sizes))))] if sizes else []),
             *([("MLflow run", parent)] if parent else []),
         ],
         config.report.others_cpu,

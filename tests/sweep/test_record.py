@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.config import SweepConfig, UserError
+from fsdp_lab.config import SweepConfig, UserError, from_dict
 from fsdp_lab.record.hydra_folder import read_hydra_file, restore_hydra_folder, write_hydra_folder
 from fsdp_lab.record.paths import storage
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder, read_start
@@ -204,6 +204,8 @@ def test_another_number_of_workers_by_default_is_named():
     assert changes_of_workers(record, SweepConfig()) == []
     (change,) = changes_of_workers(dataclasses.replace(record, num_workers=8), SweepConfig())
     assert change.startswith("cluster.num_workers=null was 8 workers and is ")
+    elsewhere = from_dict(SweepConfig, {"cluster": {"address": "head:6379"}})
+    assert changes_of_workers(dataclasses.replace(record, num_workers=8), elsewhere) == [], "not this machine's"
 
 
 def test_changed_settings_are_named(compose_trial):

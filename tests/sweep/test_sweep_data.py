@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from fsdp_lab.sweep.sweep_data import log_axes, study_of
+from fsdp_lab.config import SweepConfig
+from fsdp_lab.record.sweep_json import SweepStart
+from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.sweep_data import log_axes, study_of, sweep_of
 
 
 @pytest.mark.parametrize(
@@ -25,6 +30,15 @@ from fsdp_lab.sweep.sweep_data import log_axes, study_of
 )
 def test_an_axis_is_logarithmic_where_it_was_searched_so(word: str, is_log: bool):
     assert log_axes(["sharding=root", word]) == ([word.partition("=")[0]] if is_log else [])
+
+
+def test_the_workers_are_those_that_trained(compose_trial, tmp_path: Path):
+    trials = [compose_trial(["cluster.num_workers=null", f"training.seed={i}"], i) for i in range(3)]
+    states = [TrialState(trial) for trial in trials]
+    record = SweepStart.of([], True, SweepConfig())
+    assert "workers" not in dict(sweep_of(states, [], tmp_path, record, lambda number: "").about), "none has started"
+    states[1].facts, states[2].facts = {"world_size": 8}, {"world_size": 4}
+    assert dict(sweep_of(states, [], tmp_path, record, lambda number: "").about)["workers"] == "4, 8"
 
 
 def test_the_study_is_the_preset():
