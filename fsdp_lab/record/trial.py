@@ -165,8 +165,8 @@ def why_timing_is_excluded(
         figures: its latest metrics.
         most_others_cpu: `report.others_cpu`.
     """
-    shared = facts.get("device") == "cpu" and figures.get(OTHERS_CPU, 0.0) > most_others_cpu
-    return TimingExcluded.others_cpu if shared and figures.get(SPEED, 0.0) > 0 else None
+    by_others = facts.get("device") == "cpu" and figures.get(OTHERS_CPU, 0.0) > most_others_cpu
+    return TimingExcluded.others_cpu if by_others and figures.get(SPEED, 0.0) > 0 else None
 
 
 def words(values: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.listeners.pace import Pace
 from fsdp_lab.sweep.listeners.progress import Doing, Watch, progress_lines
-from fsdp_lab.sweep.listeners.table import epoch_line, how_far, shared_note, trial_table
+from fsdp_lab.sweep.listeners.table import epoch_line, excluded_note, how_far, trial_table
 from fsdp_lab.sweep.names import label, relative, resume_command, resume_lines, run_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
@@ -107,7 +107,7 @@ class Console(Listener):
             title += f"; {_FEW_ROWS} are below, the recommended ones first; all are in results.csv"
         marked = chosen if answer and answer.recommendation.is_by_speed else ()
         self.rich.print(trial_table(self._state, self._swept, begun, marked, title))
-        if note := shared_note(self._state):
+        if note := excluded_note(self._state):
             self.rich.print(Text(note, style="dim"), soft_wrap=True)
         if answer is not None:
             sentence, *rest = plain_text(answer)

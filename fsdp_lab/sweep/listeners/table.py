@@ -41,8 +41,8 @@ def trial_table(
 ) -> FittingTable:
     """Return a table with a row for each of the given trials.
 
-    `*` marks the best of a column, `>` the recommended trials, `†` a speed that does not count because other processes
-    used the cores. A trial without a status has finished.
+    `*` marks the best of a column, `>` the recommended trials, `†` an excluded timing, because other processes used the
+    cores. A trial without a status has finished.
 
     Args:
         sweep: of the trials.
@@ -79,7 +79,7 @@ def trial_table(
     return FittingTable(columns, title, elsewhere="results.csv")
 
 
-def shared_note(sweep: SweepState) -> str | None:
+def excluded_note(sweep: SweepState) -> str | None:
     """Return the meaning of `†`; None if no trial has it."""
     marked = [state for state in sweep.trials if state.timing_excluded is TimingExcluded.others_cpu]
     if not marked:
