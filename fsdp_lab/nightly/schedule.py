@@ -19,6 +19,7 @@ from fsdp_lab.config import ConfigError
 from fsdp_lab.nightly.nights import Night
 
 _DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat", "sun")  # cron's numbers; APScheduler counts from Monday
+_MOST_STARTS = 3  # of a night that keeps being killed
 
 
 def cron_trigger(cron: str, zone: str | None, now: datetime) -> CronTrigger:
@@ -95,10 +96,13 @@ def run_schedule(trigger: CronTrigger, overrides: Sequence[str], waits: bool, lo
         log(f"the next night is {night_after(trigger, datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M:%S %Z}")
 
     def run() -> None:
-        processes[:] = [subprocess.Popen(command, start_new_session=True)]  # Ctrl-C is ours to pass on
-        if ending.is_set():  # the interrupt came before there was a process
-            processes[0].terminate()
-        processes[0].wait()
+        for _ in range(_MOST_STARTS):
+            processes[:] = [subprocess.Popen(command, start_new_session=True)]  # Ctrl-C is ours to pass on
+            if ending.is_set():  # the interrupt came before there was a process
+                processes[0].terminate()
+            if processes[0].wait() >= 0 or ending.is_set():
+                break
+            log("the night was killed; it starts again, and resumes")
         log_next()
 
     scheduler = BlockingScheduler(timezone=UTC)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 
@@ -131,6 +133,21 @@ def test_a_night_that_was_missed_runs_once_at_the_start(monkeypatch: pytest.Monk
     assert run_schedule(DAILY, ["precision=fp32"], waits, logged.append) == (130 if waits else 0)
     assert commands == [[sys.executable, "-m", "fsdp_lab.nightly", "--once", "precision=fp32"]] * waits
     assert logged[0].startswith("the next night is ")
+
+
+def test_a_night_that_was_killed_starts_again_and_then_gives_up(monkeypatch: pytest.MonkeyPatch):
+    """APScheduler's job alone: of the processes, the first is killed in one schedule and all of them in another."""
+    jobs: list[Callable[[], None]] = []
+    monkeypatch.setattr(schedule_module.BlockingScheduler, "start", lambda scheduler: jobs.pop()())
+    monkeypatch.setattr(schedule_module.BlockingScheduler, "add_job", lambda scheduler, run, *_, **__: jobs.append(run))
+    for statuses, starts in (([-9, 3], 2), ([-9] * 9, 3)):
+        logged: list[str] = []
+        left = list(statuses)
+        monkeypatch.setattr(
+            schedule_module.subprocess, "Popen", lambda *_, left=left, **__: SimpleNamespace(wait=lambda: left.pop(0))
+        )
+        assert run_schedule(DAILY, [], False, logged.append) == 0
+        assert len(statuses) - len(left) == starts and len(logged) - 2 == min(starts, statuses.count(-9))
 
 
 def test_what_was_missed_while_the_machine_slept_runs_once(monkeypatch: pytest.MonkeyPatch):
