@@ -5,17 +5,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 
+_START = "import sys; _, end, *sys.path = sys.argv; from fsdp_lab.forecast.pool import serve; serve(int(end))"
 _END_S = 5.0  # for a process that was killed, to be gone
 
 
@@ -84,23 +87,27 @@ class Pool(Generic[Question, Answer]):
 
 
 class _Child:
-    """A process, and our end of the pipe to it."""
+    """A process, and our end of the pipe to it.
+
+    Not one of `multiprocessing`, which runs the caller's script again in each process: a script or a notebook that
+    forecasts would need a guard for that.
+    """
 
     def __init__(self, answer: Callable[[Any], Any]) -> None:
-        # spawn: a fork would take over the threads and locks of Ray and MLflow
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, answer), daemon=True)
+        self._pipe, theirs = multiprocessing.Pipe()
+        end = str(theirs.fileno())
+        command = [sys.executable, "-c", _START, end, *(path or os.getcwd() for path in sys.path)]
         # Ctrl-C is the parent's. A process inherits what its starter blocks: it cannot say so itself early enough.
-        resource_tracker.ensure_running()  # which unblocks it again where it is not running yet
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            self._process.start()
+            self._process = subprocess.Popen(command, pass_fds=[int(end)])
         except OSError as error:
             raise NoAnswerError(f"did not start ({error})") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             theirs.close()  # so that its end is the end of the pipe
+        with suppress(OSError):  # it has ended, which `ask` notices
+            self._pipe.send(answer)
 
     def ask(self, question: Any, limit_s: float) -> Any:
         try:
@@ -108,13 +115,17 @@ class _Child:
             if self._pipe.poll(limit_s):
                 return self._pipe.recv()
         except (EOFError, OSError):
-            self._process.join(_END_S)
-            raise NoAnswerError(_how(self._process.exitcode)) from None
+            self._wait()
+            raise NoAnswerError(_how(self._process.returncode)) from None
         raise NoAnswerError(f"did not answer within {limit_s:g} s")
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.join(_END_S)
+        self._wait()
+
+    def _wait(self) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
 
 
 def _how(exit_code: int | None) -> str:
@@ -127,16 +138,23 @@ def _how(exit_code: int | None) -> str:
     return f"ended with exit code {exit_code}"
 
 
-def _serve(pipe: Connection, answer: Callable[[Any], Any]) -> None:
+def serve(end: int) -> None:
+    """Answer the questions that come through a pipe, and end with the process that asks them.
+
+    Args:
+        end: of the pipe, a file descriptor. First comes the function that answers.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    with suppress(EOFError):
-        while True:
-            pipe.send(answer(pipe.recv()))
+    pipe = Connection(end)
+    answer = pipe.recv()
+    questions: SimpleQueue[Any] = SimpleQueue()
 
+    def read() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                questions.put(pipe.recv())
+        os._exit(1)
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        pipe.send(answer(questions.get()))

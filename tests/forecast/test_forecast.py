@@ -301,7 +301,7 @@ def test_many_are_forecast_once_each_and_come_back_in_their_order():
 
 def forecasters() -> list[psutil.Process]:
     """The processes of a pool that this one started."""
-    return called("spawn_main")
+    return called("pool import serve")
 
 
 @pytest.mark.ci

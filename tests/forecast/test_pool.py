@@ -40,7 +40,7 @@ def test_one_process_answers_every_question_in_its_turn():
         reported, pids = zip(*[future.result() for future in futures], strict=True)
     assert reported == ("a", "b", "c")
     assert len(set(pids)) == 1 and os.getpid() not in pids
-    assert called("spawn_main") == []
+    assert called("pool import serve") == []
 
 
 def test_as_many_work_side_by_side_as_were_asked_for(tmp_path: Path):
@@ -96,7 +96,7 @@ def test_the_end_of_the_pool_is_the_end_of_its_processes():
         begun, waiting = pool.submit("sleep 60"), pool.submit("b")
         while not begun.running():
             time.sleep(0.01)
-    assert called("spawn_main") == []
+    assert called("pool import serve") == []
     with pytest.raises(NoAnswerError):
         begun.result(timeout=0)
     with pytest.raises(CancelledError):
@@ -113,6 +113,6 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path: Path):
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout and parent.stdout.readline() == "both\n"
-        children = called("spawn_main", parent.pid)
+        children = called("pool import serve", parent.pid)
         parent.kill()
     assert len(children) == 2 and still_running(children, 10) == []
