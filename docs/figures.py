@@ -48,7 +48,7 @@ def draw(axis: str) -> None:
     from fsdp_lab.api import forecast
     from fsdp_lab.forecast.table import COLUMNS
 
-    found = forecast(words(axis), quiet=True).set_index(axis).loc[FIGURES[axis].split(",")[::-1]]
+    found = forecast(words(axis), quiet=True).frame().set_index(axis).loc[FIGURES[axis].split(",")[::-1]]
     parts = {name: found[[f"{column}_bytes" for column in columns]].sum(axis=1) for name, columns in COLUMNS.items()}
     plt.rcParams.update({"svg.hashsalt": axis, "svg.fonttype": "none", "font.size": 9})
     figure, (memory, speed) = plt.subplots(1, 2, figsize=(9, 0.8 + 0.45 * len(found)), width_ratios=[2, 1])

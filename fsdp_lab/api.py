@@ -6,8 +6,8 @@
     print(result.recommendation.sentence)
     result.frame()
 
-A sweep and a forecast run in a process of their own: they start and end Ray, and leave nothing behind in a notebook.
-Importing this module imports no library.
+A sweep runs in a process of its own: it starts and ends Ray. Forecasts run in this one, and leave nothing behind in a
+notebook. Importing this module imports no library.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from fsdp_lab.config.key_value_args import quoted
 from fsdp_lab.status import ExitCode
 
 if TYPE_CHECKING:
-    import pandas as pd
-
+    from fsdp_lab.forecast.result import ForecastResult
     from fsdp_lab.report.result import SweepResult
 
 _END_S = 60.0  # for a command to end by itself after an interrupt
@@ -53,10 +52,8 @@ def sweep(*overrides: Any, folder: Path | str | None = None, quiet: bool = False
     return report(chosen)
 
 
-def forecast(*overrides: Any, folder: Path | str | None = None, quiet: bool = False) -> pd.DataFrame:
-    """Forecast as `python -m fsdp_lab.forecast -m <overrides>` does, and return a row a configuration, the best first.
-
-    The columns are those of `forecast.csv`: the axes, bytes, seconds, samples/s; `no_forecast` says why there is none.
+def forecast(*overrides: Any, folder: Path | str | None = None, quiet: bool = False) -> ForecastResult:
+    """Forecast what `python -m fsdp_lab.forecast -m <overrides>` does, and return the forecasts with their answer.
 
     Args:
         *overrides: as for `sweep`; the configurations are those of the sweep with these overrides.
@@ -64,14 +61,30 @@ def forecast(*overrides: Any, folder: Path | str | None = None, quiet: bool = Fa
         quiet: do not print what the command prints.
 
     Raises:
-        UserError: the command line is refused, with its message.
-        KeyboardInterrupt: it was interrupted.
+        UserError: the overrides are refused, with the message of the command; or no forecast can be made.
+        KeyboardInterrupt: it was interrupted. The folder has the forecasts that were made.
     """
-    import pandas as pd
+    from fsdp_lab.explain import explain
+    from fsdp_lab.forecast.cells import hydra_as_it_was, plan_forecasts
+    from fsdp_lab.forecast.grid import forecast_grid
+    from fsdp_lab.terminal import open_console
 
     chosen = Path(folder) if folder is not None else _new_folder("outputs/forecast")
-    _run("fsdp_lab.forecast", ["-m", *_words(overrides), f"forecast.folder={quoted(chosen)}"], quiet)
-    return pd.read_csv(chosen / "forecast.csv", keep_default_na=False, na_values=[""])
+    console = open_console()
+    console.quiet = quiet
+    try:
+        with hydra_as_it_was():
+            plan, swept = plan_forecasts([*_words(overrides), f"forecast.folder={quoted(chosen)}"], multirun=True)
+        result = forecast_grid(plan, swept, console)
+    except Exception as error:
+        if isinstance(error, UserError) or (message := explain(error)) is None:
+            raise
+        raise ConfigError(message) from error
+    if result.missing:
+        raise KeyboardInterrupt
+    if not result.answers:
+        raise UserError("; ".join(result.reasons))
+    return result
 
 
 def report(which: Path | str = "last", *, trust: bool = False) -> SweepResult:

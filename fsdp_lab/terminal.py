@@ -22,9 +22,10 @@ _PIECE = re.compile(r"[^\s_./=,]+[_./=,]*|[_./=,]+")  # names and values break b
 def open_console() -> Console:
     """Return a console on standard output, wide enough for whole tables if that is no terminal.
 
-    With NO_COLOR (https://no-color.org) it also writes no bold or dim text.
+    With NO_COLOR (https://no-color.org) it also writes no bold or dim text. In a notebook it prints text, like a pipe.
     """
-    console = Console(color_system=None) if os.environ.get("NO_COLOR") else Console()
+    color: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
+    console = Console(color_system=color, force_jupyter=False)
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_FILE_WIDTH)
 
 

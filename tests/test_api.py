@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab import api
+from fsdp_lab.forecast.table import COLUMNS
+from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.result import SweepResult
 from tests import forked
+from tests.forecast.command import answered_here
 from tests.report.sweeps import sweep
 from tests.servers import lay_store
+from tests.workloads.user.project import importable, write_project
+from tests.workloads.user.test_command import FAILS, ONE_CELL
 
 
 def test_the_import_is_cheap():
@@ -88,6 +93,95 @@ def run_in_a_fork(module: str, words: list[str], quiet: bool) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_forecasts_that_all_fail_are_a_user_error_with_the_reasons(tmp_path: Path):
+    write_project(tmp_path)
+    failing = (FAILS, "sharding=root,per_block", ONE_CELL[1:], "cluster.num_workers=1")
+    with (
+        importable(tmp_path),
+        answered_here(),
+        pytest.raises(api.UserError, match=r"^RuntimeError: boom$"),
+    ):
+        api.forecast(failing, quiet=True)
+
+
+GPUS = {"model": "mlp", "sharding": ["ddp", "root"], "precision": "bf16_mixed", "offload": "none"}
+GPUS |= {"reshard_after_forward": "always", "cluster.num_workers": 8, "forecast.device": "h100_sxm"}
+
+
+def test_forecasts_are_a_typed_frame_with_an_answer_and_a_chart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """The frame is that of forecast.csv; the answer is the one that the command prints, which this prints too."""
+    monkeypatch.chdir(tmp_path)
+    with answered_here():
+        result = api.forecast(GPUS)
+    frame, answer = result.frame(), result.recommendation
+    assert {*frame["sharding"]} == {"ddp", "root"} and frame["cluster.num_workers"].tolist() == [8, 8]
+    types = ("needed_bytes", "Int64"), ("step_s", "float64"), ("mfu", "float64"), ("largest_microbatch", "Int64")
+    assert [str(frame[name].dtype) for name, _ in types] == [kind for _, kind in types]
+    text = (result.folder / "forecast.csv").read_text()
+    assert text == frame.to_csv(index=False) and frame["no_forecast"].isna().all()
+    assert isinstance(answer, Answer) and answer.setting and answer.setting.values["sharding"] == frame["sharding"][0]
+    assert answer.sentence.replace("`", "") in " ".join(capsys.readouterr().out.split())
+    assert len(answer.lines) == 1 and answer.notes
+    points = [(point.x[0], point.y[0]) for point in result.plot().data]
+    columns = (
+        frame["needed_bytes"] / 2**30,
+        frame["tokens_per_s_per_device"].fillna(frame["samples_per_s_per_device"]),
+    )
+    assert sorted(points) == sorted(zip(*columns, strict=True))
+
+
+def test_without_a_device_the_chart_has_the_parts_of_each_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with answered_here():
+        result = api.forecast({**GPUS, "forecast.device": "cuda"}, quiet=True)
+    bars = {bar.name: sum(bar.x) * 2**30 for bar in result.plot().data}
+    assert list(bars) == list(COLUMNS) and sum(bars.values()) == pytest.approx(result.frame()["peak_bytes"].sum())
+
+
+def test_an_interrupted_forecast_is_an_interrupt_and_its_folder_has_what_was_made(tmp_path: Path):
+    with answered_here(interrupt_after=1), pytest.raises(KeyboardInterrupt):
+        api.forecast(GPUS, folder=tmp_path, quiet=True)
+    assert len((tmp_path / "forecast.csv").read_text().splitlines()) == 2
+
+
+# As a script without a guard, and as a notebook: neither is run again by the processes that forecast.
+SCRIPT = """
+import os, signal, threading, time
+import psutil
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+from fsdp_lab.api import forecast
+
+def state():
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    return (handlers, dict(os.environ), os.getcwd(), GlobalHydra.instance().is_initialized(),
+            {**ConfigStore.instance().repo}, OmegaConf.has_resolver("per_worker"), psutil.Process().children())
+
+def interrupt():
+    while not psutil.Process().children():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+before, words = state(), ["model=mlp", "sharding=root,ddp", "precision=fp32", "offload=none", "cluster.num_workers=2"]
+print(len(forecast(words, "reshard_after_forward=always", quiet=True).frame()), state() == before)
+threading.Thread(target=interrupt).start()
+try:
+    forecast(words, quiet=True)
+except KeyboardInterrupt:
+    print("interrupted", state() == before)
+"""
+
+
+def test_a_forecast_leaves_nothing_behind_in_its_process(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-"], input=SCRIPT, capture_output=True, text=True, cwd=tmp_path, timeout=300
+    )
+    assert done.stdout.splitlines() == ["2 True", "interrupted True"], done.stdout + done.stderr
+
+
 def test_a_sweep_is_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(api, "_run", run_in_a_fork)
@@ -108,5 +202,3 @@ def test_a_sweep_is_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert frame["val/loss"].tolist() == [trial.figures["val/loss"] for trial in result.trials]
     assert result.recommendation.sentence
     assert api.report().trials == result.trials
-    (row,) = api.forecast(fixed, {"sharding": "per_block"}, quiet=True).to_dict("records")
-    assert row["peak_bytes"] > 0 and row["no_forecast"] != row["no_forecast"], "a missing value"

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import may_change_speed
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.forecast.keep import predicted
 from fsdp_lab.forecast.network import network_sentences
-from fsdp_lab.forecast.table import Row
+from fsdp_lab.forecast.table import Row, forecasts_frame
 from fsdp_lab.metrics import MEMORY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
 from fsdp_lab.record.trial import words
-from fsdp_lab.report.answer import as_lines, with_a_line
+from fsdp_lab.report.answer import Answer, plain_text, with_a_line, words_of_a_report
 from fsdp_lab.report.qualify import LEAST
-from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
+from fsdp_lab.report.recommend import Recommendation, recommend
 from fsdp_lab.report.render import environment
 from fsdp_lab.report.settings import Rules, Setting
 from fsdp_lab.speed.fitted import COMPARED
@@ -33,20 +32,38 @@ _MOST_ANSWERS = 3  # of more, only the recommended setting of each is described
 
 
 @dataclass(frozen=True)
-class Answer:
+class ForecastAnswer(Answer):
     """The answer for one device, number of workers and global batch size.
 
     Attributes:
         where: the swept values of these.
         rows: of the settings, by the numbers of their trials in the recommendation.
-        recommendation: by the rules of a sweep.
         remedies: overrides that leave more room on a GPU, to try first if one is nearly full.
     """
 
-    where: dict[str, str]
-    rows: list[Row]
-    recommendation: Recommendation
+    where: dict[str, str] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
     remedies: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, r: Recommendation, rows: list[Row], where: dict[str, str], remedies: Sequence[str]) -> ForecastAnswer:
+        """Return the answer with its sentences."""
+        bare = cls(r, "", [], [], [], {}, [], "", None, where, rows, remedies)
+        words, report = words_of_forecasts(), words_of_a_report()
+        details, notes = [], [report.note(note, None) for note in r.notes]
+        if bare.best is not None:
+            speed = bare.best.forecast.speed
+            why = (report.tie(r) if r.tied else report.why(r)) if r.others else ""
+            details = [words.step(speed) if speed else "", why, words.params(bare.best), words.room(bare)]
+            notes = [words.basis(speed) if speed else "", *notes]
+        return replace(
+            bare,
+            sentence=" ".join(_lines(words.head(bare))),
+            details=[line for text in details for line in _lines(text)],
+            lines=["\n".join(_lines(report.against(other, r))) for other in with_a_line(r)],
+            notes=[line for text in notes for line in _lines(text)],
+            why_not={name: " ".join(_lines(report.why_not(reason))) for name, reason in r.why_not.items()},
+        )
 
     def row(self, setting: Setting) -> Row:
         """Return the forecast of a setting."""
@@ -57,11 +74,6 @@ class Answer:
         """The recommended one; None: nothing fits."""
         setting = self.recommendation.setting
         return self.row(setting) if setting else None
-
-    @property
-    def lines(self) -> list[Comparison]:
-        """The other settings that are compared with it in a line each."""
-        return with_a_line(self.recommendation)
 
     @property
     def least(self) -> Row:
@@ -84,7 +96,19 @@ class Answer:
         return max(able, key=lambda s: _samples_per_s(self.row(s)), default=None)
 
 
-def answers(rows: Sequence[Row], swept: Sequence[str], tolerance: float, remedies: Sequence[str] = ()) -> list[Answer]:
+def words_of_forecasts() -> Any:
+    """Return the template of a forecast's sentences."""
+    return environment(False).get_template("forecast_words.j2", globals={"compared": COMPARED}).module
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text, without empty ones, each with single blanks."""
+    return [" ".join(line.split()) for line in text.split("\n") if line.strip()]
+
+
+def answers(
+    rows: Sequence[Row], swept: Sequence[str], tolerance: float, remedies: Sequence[str] = ()
+) -> list[ForecastAnswer]:
     """Return the answer for each device, number of workers and global batch size.
 
     Args:
@@ -103,7 +127,8 @@ def answers(rows: Sequence[Row], swept: Sequence[str], tolerance: float, remedie
     made = []
     for where, some in groups.items():
         named = dict(zip([key for key in CONDITIONS if key in swept], where, strict=True))
-        made.append(Answer(named if len(groups) > 1 else {}, some, recommend(_frame(some, swept), rules), remedies))
+        r = recommend(_frame(some, swept), rules)
+        made.append(ForecastAnswer.of(r, some, named if len(groups) > 1 else {}, remedies))
     return made
 
 
@@ -114,33 +139,25 @@ def recommended(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> 
 
 def _frame(rows: Sequence[Row], swept: Sequence[str]) -> pd.DataFrame:
     """Return forecasts as a sweep's frame; what may fit counts as fitting."""
-    import pandas as pd
-
-    return pd.DataFrame([_cells(row, swept) for row in rows])
-
-
-def _cells(row: Row, swept: Sequence[str]) -> dict[str, object]:
-    forecast = row.forecast
-    known = forecast.capacity_bytes if not forecast.may_fit else None
-    cells: dict[str, object] = {
-        **dict(zip(swept, row.settings, strict=True)),
-        "status": TrialStatus.finished,
-        "timing_excluded": None,
-        "device": "cuda" if forecast.cuda else "cpu",
-        MEMORY: float(forecast.needed_bytes),
-        "forecast/needed_bytes": float(forecast.needed_bytes),
-        LEAST: float(forecast.least_bytes) if forecast.tight else math.nan,
-        "forecast/capacity_bytes": float(known) if known is not None else math.nan,
-        RATIO_GROUP: "",
+    frame = forecasts_frame(rows, swept)
+    samples = (frame["samples_per_s_of_all"] * frame["step_s"]).round()
+    figures = {
+        MEMORY: frame["needed_bytes"],
+        "forecast/needed_bytes": frame["needed_bytes"],
+        LEAST: frame["least_bytes"].where(frame["fits"] == "tight"),
+        "forecast/capacity_bytes": frame["capacity_bytes"].where(frame["fits"] != "upper bound"),
+        PREDICTED_SPEED: frame["samples_per_s_of_all"],
+        f"{PREDICTED_SPEED}_low": samples / frame["step_high_s"],
+        f"{PREDICTED_SPEED}_high": samples / frame["step_low_s"],
+        RATIO_ERROR: frame["ratio_error_p90"],
     }
-    if forecast.speed is not None:
-        one = predicted(forecast.speed)
-        cells |= {PREDICTED_SPEED: one.speed, f"{PREDICTED_SPEED}_low": one.low, f"{PREDICTED_SPEED}_high": one.high}
-        cells |= {RATIO_ERROR: math.nan if one.relative is None else one.relative, RATIO_GROUP: one.group}
-    return cells
+    named = {"status": TrialStatus.finished, "timing_excluded": None, RATIO_GROUP: frame["ratio_group"].fillna("")}
+    return frame[[*swept, "device"]].assign(**{key: values.astype(float) for key, values in figures.items()}, **named)
 
 
-def sentences(rows: Sequence[Row], swept: Sequence[str], items: str, made: Sequence[Answer], tolerance: float) -> str:
+def sentences(
+    rows: Sequence[Row], swept: Sequence[str], items: str, made: Sequence[ForecastAnswer], tolerance: float
+) -> str:
     """Return what fits, the answers, and what more workers bring, a line each.
 
     Args:
@@ -150,20 +167,15 @@ def sentences(rows: Sequence[Row], swept: Sequence[str], items: str, made: Seque
         made: the answers.
         tolerance: `report.speed_tolerance`.
     """
-    having = [row for row in rows if not row.forecast.error]
-    text = environment(False).get_template("forecast.txt.j2").render(
-        rows=rows,
-        having=having,
-        items=items,
-        kind="GPU" if having[0].forecast.cuda else "worker",
-        answers=made,
-        brief=len(made) > _MOST_ANSWERS,
-        fewest=_fewest(having, swept),
-        scaling=_scaling(made),
-        network=network_sentences(rows, swept, tolerance),
-        compared=COMPARED,
-    )  # fmt: skip
-    return as_lines(text)
+    texts, having = words_of_forecasts(), [row for row in rows if not row.forecast.error]
+    lines = [texts.fits(rows, having, items), texts.fewest(_fewest(having, swept), having)]
+    for answer in made:
+        new = [note for note in answer.notes if note not in lines]
+        shown = replace(answer, notes=new, lines=answer.lines if len(made) <= _MOST_ANSWERS else [])
+        lines += plain_text(shown, "forecast.csv")
+    lines += [*map(texts.gain, _scaling(made)), *network_sentences(rows, swept, tolerance)]
+    lines += [texts.more_workers(having)] if WORKERS not in swept else []
+    return "\n".join(line for text in lines for line in text.replace("`", "").split("\n") if line)
 
 
 def _fewest(rows: Sequence[Row], swept: Sequence[str]) -> list[tuple[str, int | None]]:
@@ -179,9 +191,9 @@ def _fewest(rows: Sequence[Row], swept: Sequence[str]) -> list[tuple[str, int | 
     return list(fewest.items())
 
 
-def _scaling(made: Sequence[Answer]) -> list[dict[str, object]]:
+def _scaling(made: Sequence[ForecastAnswer]) -> list[dict[str, object]]:
     """Return what the largest number of workers brings against the smallest, for each device and batch size."""
-    alike: dict[tuple[tuple[str, str], ...], list[Answer]] = {}
+    alike: dict[tuple[tuple[str, str], ...], list[ForecastAnswer]] = {}
     for answer in made:
         if answer.best and answer.best.forecast.speed and WORKERS in answer.where:
             others = tuple((key, value) for key, value in answer.where.items() if key != WORKERS)
@@ -193,9 +205,17 @@ def _scaling(made: Sequence[Answer]) -> list[dict[str, object]]:
         if few is many or best is None or other is None:
             continue
         same = next((s for s in few.recommendation.able if s.values == best.values), other)
+        lost = next((s for s in few.recommendation.settings.all if s.values == best.values), None)
         before, after = few.row(same), many.row(best)
         gains.append(
-            {"others": dict(others), "few": before, "many": after, "best": best, "same": same}
+            {
+                "others": dict(others),
+                "few": before,
+                "many": after,
+                "best": best,
+                "same": same,
+                "lost": few.row(lost) if lost else None,
+            }
             | {"times": _samples_per_s(after) / _samples_per_s(before) if before.forecast.speed else math.nan}
         )
     return gains

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.singleton import Singleton
 
 from fsdp_lab.compose import Trial, check_overrides, group_choices, register_schema, search_path, typed_config
 from fsdp_lab.config import (
@@ -25,6 +27,16 @@ from fsdp_lab.config.options import option_values
 from fsdp_lab.forecast.devices import check_device
 from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, swept_keys
 from fsdp_lab.sweep.plan import Plan, plan_sweep
+
+
+@contextmanager
+def hydra_as_it_was() -> Iterator[None]:
+    """Restore Hydra's state at the end, for a caller who may use Hydra: its schemas, and the resolvers of OmegaConf."""
+    state = Singleton.get_state()
+    try:
+        yield
+    finally:
+        Singleton.set_state(state)
 
 
 def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str]]:

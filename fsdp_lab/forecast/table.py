@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.files import whole
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.profile import CATEGORIES
-from fsdp_lab.speed.predict import BOUNDS, Speed
+from fsdp_lab.speed.predict import BOUNDS
 from fsdp_lab.terminal import Column, FittingTable
 from fsdp_lab.wording import four_digits
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # What a table has room for: the column's name -> the categories in it.
 COLUMNS = {
@@ -26,15 +28,21 @@ COLUMNS = {
 }
 # At any width stay the settings, `peak`, `needs`, `fits` and `largest microbatch`. Of the others the last leaves first.
 _DROP_LAST = ("host", "activations", "params", "optimizer", "grads", "gathered", "rest")
-# The columns of the CSV behind the swept keys.
-_CSV = (
-    "cluster.num_workers", "device", "data_sheet", "peak_bytes", *(f"{name}_bytes" for name in CATEGORIES),
-    "active_bytes", "reserved_bytes", "needed_bytes", "host_bytes", *(f"host_{name}_bytes" for name in CATEGORIES),
-    "capacity_bytes", "fits", "largest_microbatch", "timeline", "streams",
-    "step_s", "step_low_s", "step_high_s", "samples_per_s_per_device", "tokens_per_s_per_device",
-    "samples_per_s_of_all", "tokens_per_s_of_all", "mfu", "bound", *(f"{name}_share" for name in BOUNDS),
-    "basis", "error_p90", "ratio_error_p90", "network_gbit", "network_assumed", "no_forecast", "no_speed",
-)  # fmt: skip
+# The columns of the frame behind the swept keys, and their types; where a figure is missing they have NaN, or pd.NA.
+_TYPES = {
+    "cluster.num_workers": "int64",
+    **dict.fromkeys(("device", "data_sheet"), "object"),
+    **dict.fromkeys(("peak_bytes", *(f"{name}_bytes" for name in CATEGORIES)), "Int64"),
+    **dict.fromkeys(("active_bytes", "reserved_bytes", "least_bytes", "needed_bytes", "host_bytes"), "Int64"),
+    **dict.fromkeys((*(f"host_{name}_bytes" for name in CATEGORIES), "capacity_bytes"), "Int64"),
+    **{"fits": "object", "largest_microbatch": "Int64", "timeline": "object", "streams": "object"},
+    **dict.fromkeys(("step_s", "step_low_s", "step_high_s"), "float64"),
+    **dict.fromkeys(("samples_per_s_per_device", "tokens_per_s_per_device"), "float64"),
+    **dict.fromkeys(("samples_per_s_of_all", "tokens_per_s_of_all", "mfu"), "float64"),
+    **{"bound": "object", **dict.fromkeys((f"{name}_share" for name in BOUNDS), "float64")},
+    **{"basis": "object", "error_p90": "float64", "ratio_error_p90": "float64", "ratio_group": "object"},
+    **{"network_gbit": "float64", "network_assumed": "object", "no_forecast": "object", "no_speed": "object"},
+}
 _UNITS = (("GiB", 2**30, 10 * 2**30), ("MiB", 2**20, 0))
 
 
@@ -81,75 +89,51 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
 
     Values that all rows share are in the title.
     """
-    having = [row.forecast for row in rows if not row.forecast.error]
-    unit, divisor = unit_of(having)
-    workers, capacities = {row.forecast.num_workers for row in rows}, {one.capacity_bytes for one in having}
-    columns = [
-        Column(key, [row.settings[place] for row in rows], breaks=True, justify="left")
-        for place, key in enumerate(swept)
-    ]
+    import pandas as pd
 
-    def add(name: str, text: Callable[[Forecast], str], none: str = "") -> None:
-        cells = [none if row.forecast.error else text(row.forecast) for row in rows]
+    frame = forecasts_frame(rows, swept)
+    unit, divisor = unit_of([row.forecast for row in rows])
+    workers, capacities = frame["cluster.num_workers"].unique(), frame["capacity_bytes"].dropna().unique()
+    columns = [Column(key, list(frame[key].astype(str)), breaks=True, justify="left") for key in swept]
+
+    def add(name: str, values: Iterable[Any], text: Callable[[Any], str], none: str = "") -> None:
+        cells = [none if pd.isna(value) else text(value) for value in values]
         columns.append(Column(name, cells, drop=1 + _DROP_LAST.index(name) if name in _DROP_LAST else 0))
 
-    def size(num_bytes: int | None) -> str:
-        return f"{(num_bytes or 0) / divisor:,.2f}"
+    def size(num_bytes: int) -> str:
+        return f"{num_bytes / divisor:,.2f}"
 
-    def add_bytes(name: str, num_bytes: Callable[[Forecast], int | None], none: str = "") -> None:
-        if any(size(num_bytes(forecast)) != size(0) for forecast in having):  # a column of zeros says nothing
-            add(name, lambda forecast: size(num_bytes(forecast)), none)
-
-    def needs(forecast: Forecast) -> str:
-        return (
-            f"{size(forecast.least_bytes)} to {size(forecast.needed_bytes)}"
-            if forecast.tight
-            else size(forecast.needed_bytes)
-        )
+    def add_bytes(name: str, sizes: pd.Series[int], none: str = "") -> None:
+        if any(size(one) != size(0) for one in sizes.dropna()):  # a column of zeros says nothing
+            add(name, sizes, size, none)
 
     if len(workers) > 1 and "cluster.num_workers" not in swept:
-        columns.append(Column("workers", [str(row.forecast.num_workers) for row in rows]))
-    add_bytes("peak", lambda one: one.peak_bytes, none="none")
+        add("workers", frame["cluster.num_workers"], str)
+    add_bytes("peak", frame["peak_bytes"], none="none")
     for name, parts in COLUMNS.items():
-        add_bytes(name, partial(Forecast.of, categories=parts))
-    if any(one.allowances for one in having):
-        add("needs", needs)
-    add_bytes("host", lambda one: one.host_bytes)
+        add_bytes(name, frame[[f"{part}_bytes" for part in parts]].sum(axis=1, skipna=False))
+    if any(row.forecast.allowances for row in rows):
+        needs, tight = frame["needed_bytes"].map(size, "ignore").astype(object), frame["fits"] == "tight"
+        needs[tight] = frame["least_bytes"][tight].map(size).astype(object) + " to " + needs[tight]
+        add("needs", needs, str)
+    add_bytes("host", frame["host_bytes"])
     if len(capacities) > 1:
-        add_bytes("capacity", lambda one: one.capacity_bytes)
-    if capacities - {None}:
-        add("fits", lambda one: _whether(one, "yes", "tight", "no"))
-    if any(one.speed for one in having):
-        _add_speed(add, [one.speed for one in having if one.speed])
-    if any(one.largest_microbatch is not None for one in having):
-        add("largest microbatch", lambda one: f"{one.largest_microbatch:,}" if one.largest_microbatch else "0")
+        add_bytes("capacity", frame["capacity_bytes"])
+    if len(capacities):
+        add("fits", frame["fits"].replace({"true": "yes", "false": "no"}), str)
+    if frame["step_s"].notna().any():
+        add("step ms", frame["step_s"] * 1e3, four_digits)
+        if (tokens := frame["tokens_per_s_per_device"]).notna().any():
+            add("tokens/s per device", tokens, "{:,.0f}".format)
+        else:
+            add("samples/s per device", frame["samples_per_s_per_device"], four_digits)
+        if frame["mfu"].notna().any():
+            add("MFU", frame["mfu"] * 100, "{:.0f} %".format)
+        add("bound", frame["bound"], str)
+    if frame["largest_microbatch"].notna().any():
+        add("largest microbatch", frame["largest_microbatch"], "{:,}".format)
     of = f"one of {max(workers):,} workers" if len(workers) == 1 and max(workers) > 1 else "one worker"
     return FittingTable(columns, f"forecast peak of {of}, {unit}", "forecast.csv")
-
-
-def _whether(forecast: Forecast, yes: str, tight: str, no: str) -> str:
-    """Return the word for whether it fits, or `upper bound` if only that exceeds the capacity; "" without one."""
-    if forecast.may_fit:
-        return "upper bound"
-    if forecast.fits is None:
-        return ""
-    return yes if forecast.fits else tight if forecast.tight else no
-
-
-def _add_speed(add: Callable[[str, Callable[[Forecast], str]], None], speeds: Sequence[Speed]) -> None:
-    """Add the columns of predicted speeds."""
-
-    def cell(text: Callable[[Speed, int], str]) -> Callable[[Forecast], str]:
-        return lambda forecast: text(forecast.speed, forecast.num_workers) if forecast.speed else ""
-
-    add("step ms", cell(lambda speed, workers: four_digits(speed.step_s * 1e3)))
-    if any(speed.tokens is not None for speed in speeds):
-        add("tokens/s per device", cell(lambda speed, workers: f"{(speed.tokens_per_s or 0) / workers:,.0f}"))
-    else:
-        add("samples/s per device", cell(lambda speed, workers: four_digits(speed.samples_per_s / workers)))
-    if any(speed.mfu is not None for speed in speeds):
-        add("MFU", cell(lambda speed, workers: "" if speed.mfu is None else f"{speed.mfu * 100:.0f} %"))
-    add("bound", cell(lambda speed, workers: speed.bound))
 
 
 def unit_of(having: Sequence[Forecast]) -> tuple[str, int]:
@@ -161,58 +145,55 @@ def unit_of(having: Sequence[Forecast]) -> tuple[str, int]:
 
 
 def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
-    """Write every figure in bytes as CSV, a row for each configuration."""
-    cells = [dict(zip(swept, row.settings, strict=True)) | _cells(row) for row in rows]
-    with whole(path) as making, making.open("w", newline="") as out:
-        lines = csv.DictWriter(out, dict.fromkeys([*swept, *_CSV]))
-        lines.writeheader()
-        lines.writerows(cells)
+    """Write the frame as CSV."""
+    with whole(path) as making:
+        forecasts_frame(rows, swept).to_csv(making, index=False)
 
 
-def _cells(row: Row) -> dict[str, object]:
+def forecasts_frame(rows: Sequence[Row], swept: Sequence[str]) -> pd.DataFrame:
+    """Return a row for each configuration: its swept values as typed, then its figures in bytes, seconds, samples/s."""
+    import pandas as pd
+
+    figures = [dict(zip(swept, row.settings, strict=True)) | _figures(row) for row in rows]
+    return pd.DataFrame(figures, columns=[*dict.fromkeys([*swept, *_TYPES])]).astype(_TYPES)
+
+
+def _figures(row: Row) -> dict[str, Any]:
     forecast = row.forecast
-    cells: dict[str, object] = {
+    figures: dict[str, Any] = {
         "cluster.num_workers": forecast.num_workers,
         "device": "cuda" if forecast.cuda else "cpu",
         "data_sheet": forecast.data_sheet,
-        "timeline": row.page,
-        "streams": row.streams,
+        "timeline": row.page and str(row.page),
+        "streams": row.streams and str(row.streams),
         "no_forecast": forecast.error,
         "no_speed": forecast.no_speed,
     }
     if forecast.error:
-        return cells
+        return figures
     host = forecast.peaks.get("host", {})
-    cells |= {f"{name}_bytes": forecast.of((name,)) for name in CATEGORIES}
-    cells |= {f"host_{name}_bytes": host.get(name, 0) for name in CATEGORIES}
-    cells |= {
-        "peak_bytes": forecast.peak_bytes,
-        "active_bytes": forecast.active_bytes,
-        "reserved_bytes": forecast.reserved_bytes,
-        "needed_bytes": forecast.needed_bytes,
-        "host_bytes": forecast.host_bytes,
-        "capacity_bytes": forecast.capacity_bytes,
-        "fits": _whether(forecast, "true", "tight", "false"),
-        "largest_microbatch": forecast.largest_microbatch,
-    }
-    return cells | (_speed_cells(forecast.speed, forecast.num_workers) if forecast.speed else {})
-
-
-def _speed_cells(speed: Speed, workers: int) -> dict[str, object]:
-    rates = {"samples": speed.samples_per_s, "tokens": speed.tokens_per_s}
-    network = speed.network
-    return {
-        "step_s": speed.step_s,
-        "step_low_s": speed.low_s,
-        "step_high_s": speed.high_s,
-        **{f"{name}_per_s_per_device": rate and rate / workers for name, rate in rates.items()},
+    figures |= {f"{name}_bytes": forecast.of((name,)) for name in CATEGORIES}
+    figures |= {f"host_{name}_bytes": host.get(name, 0) for name in CATEGORIES}
+    same = ("peak", "active", "reserved", "least", "needed", "host", "capacity")
+    figures |= {f"{name}_bytes": getattr(forecast, f"{name}_bytes") for name in same}
+    figures |= {"fits": _whether(forecast), "largest_microbatch": forecast.largest_microbatch}
+    if (speed := forecast.speed) is None:
+        return figures
+    rates, network = {"samples": speed.samples_per_s, "tokens": speed.tokens_per_s}, speed.network
+    return figures | {
+        **{"step_s": speed.step_s, "step_low_s": speed.low_s, "step_high_s": speed.high_s},
+        **{f"{name}_per_s_per_device": rate and rate / forecast.num_workers for name, rate in rates.items()},
         **{f"{name}_per_s_of_all": rate for name, rate in rates.items()},
-        "mfu": speed.mfu,
-        "bound": speed.bound,
-        **{f"{name}_share": f"{speed.shares[name]:.4f}" for name in BOUNDS},
-        "basis": speed.basis,
-        "error_p90": speed.error,
-        "ratio_error_p90": speed.relative,
+        **{"mfu": speed.mfu, "bound": speed.bound, "basis": str(speed.basis)},
+        **{f"{name}_share": round(speed.shares.get(name, 0.0), 4) for name in BOUNDS},
+        **{"error_p90": speed.error, "ratio_error_p90": speed.relative, "ratio_group": speed.group},
         "network_gbit": network and network.gbit,
         "network_assumed": network and str(bool(network.steps)).lower(),
     }
+
+
+def _whether(forecast: Forecast) -> str | None:
+    """Return whether it fits, in the words of the CSV; None: the capacity is not known."""
+    if forecast.may_fit:
+        return "upper bound"
+    return None if forecast.fits is None else "true" if forecast.fits else "tight" if forecast.tight else "false"

@@ -82,12 +82,6 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
-def as_lines(text: str) -> str:
-    """Return text for a terminal: no empty lines, each with single blanks behind its indent, no backticks."""
-    lines = (line.replace("`", "").rstrip() for line in text.split("\n"))
-    return "\n".join(line[: len(line) - len(line.lstrip())] + " ".join(line.split()) for line in lines if line)
-
-
 def with_a_line(r: Recommendation) -> list[Comparison]:
     """Return the settings that get a line against the recommended one.
 
@@ -142,9 +136,9 @@ def _belongs(override: str, common: set[str]) -> bool:
     return not is_attempt and not override.startswith(("nightly.", "hydra.", *_OF_A_SWEEP))
 
 
-def plain_text(answer: Answer) -> list[str]:
-    """Return the lines of an answer for a terminal, the sentence first."""
-    text = environment(False).get_template("terminal.txt.j2").render(answer=answer)
+def plain_text(answer: Answer, elsewhere: str = "report.html") -> list[str]:
+    """Return the lines of an answer for a terminal, the sentence first; `elsewhere`: the file that has all of them."""
+    text = environment(False).get_template("terminal.txt.j2").render(answer=answer, elsewhere=elsewhere)
     return text.replace("`", "").rstrip().split("\n")
 
 

@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,14 +19,9 @@ from fsdp_lab.forecast.__main__ import main
 from tests.workloads.user.project import importable
 
 
-def forecast_here(folder: Path, *words: str, interrupt_after: int | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command in a folder, where a user's modules are importable; return its exit status and what it printed.
-
-    Args:
-        folder: the working directory.
-        words: the command line.
-        interrupt_after: press Ctrl-C after so many forecasts of a grid.
-    """
+@contextmanager
+def answered_here(interrupt_after: int | None = None) -> Iterator[None]:
+    """Let forecasts be made in this process; press Ctrl-C after so many of a grid."""
 
     def answer_here(
         requests: dict[str, run.Request], _: int, note: Callable[[str, Future[Any]], None], stop: object
@@ -38,6 +33,18 @@ def forecast_here(folder: Path, *words: str, interrupt_after: int | None = None)
             answer.set_result(run._answer(request))
             note(key, answer)
 
+    with mock.patch.dict(os.environ), mock.patch.object(run, "_in_pool", answer_here):
+        yield
+
+
+def forecast_here(folder: Path, *words: str, interrupt_after: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command in a folder, where a user's modules are importable; return its exit status and what it printed.
+
+    Args:
+        folder: the working directory.
+        words: the command line.
+        interrupt_after: press Ctrl-C after so many forecasts of a grid.
+    """
     out, err = io.StringIO(), io.StringIO()
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
@@ -45,9 +52,8 @@ def forecast_here(folder: Path, *words: str, interrupt_after: int | None = None)
             importable(folder),
             redirect_stdout(out),
             redirect_stderr(err),
-            mock.patch.dict(os.environ),
+            answered_here(interrupt_after),
             mock.patch.object(sys, "argv", ["fsdp_lab.forecast", *words]),
-            mock.patch.object(run, "_in_pool", answer_here),
         ):
             code = main()
     finally:

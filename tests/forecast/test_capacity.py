@@ -86,8 +86,8 @@ def test_only_what_fits_is_recommended_and_what_is_tight_is_said_to_be_slower():
     text = said(ROWS)
     assert "1 of 4 settings fits; 2 tight: may run, but slower." in text
     assert "Recommended: sharding=per_block:" in text
-    assert re.search(r"  sharding=root: 2.00× \(.*\) the speed, .* more, tight: it may run, but slower\n", text)
-    assert re.search(r"  sharding=ddp: 4.00× \(.*\) the speed, .* more, does not fit\n", text)
+    assert re.search(r"  sharding=root: 2.00× \(.*\) the speed,\n    .* more, tight: it may run, but slower\n", text)
+    assert re.search(r"  sharding=ddp: 4.00× \(.*\) the speed,\n    .* more, does not fit\n", text)
     assert "tight" not in said([ROWS[0], ROWS[3]])
 
 

@@ -1,0 +1,184 @@
+"""Forecasts of planned configurations, with what the command prints and writes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.config import UserError
+from fsdp_lab.config.parallel import Granularity
+from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.cells import arguments, workers
+from fsdp_lab.forecast.chrome_trace import streams_file
+from fsdp_lab.forecast.notes import allowances_note, bound_notes, request_notes, room_remedies
+from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
+from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
+from fsdp_lab.sweep.names import setting
+from fsdp_lab.sweep.plan import Plan
+from fsdp_lab.wording import count, time_left
+
+if TYPE_CHECKING:
+    from fsdp_lab.forecast.result import ForecastResult
+
+
+def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = False) -> ForecastResult:
+    """Forecast, write the files, and print all but why settings have no forecast.
+
+    Args:
+        plan: the configurations.
+        swept: the keys in which they differ.
+        console: to print on.
+        here: forecast a single configuration in this process, which is faster, and leaves it unfit for another group of
+            processes.
+
+    Raises:
+        UserError: the folder cannot be written, or the only configuration cannot be forecast here.
+        KeyboardInterrupt: interrupted before the first forecast.
+    """
+    from fsdp_lab.forecast.result import ForecastResult  # what it imports takes a second: refusals come before
+
+    for line in plan.notes():
+        console.print(line, highlight=False, markup=False)
+    first = plan.trials[0].config
+    folder = Path(first.forecast.folder or f"outputs/forecast/{time.strftime('%Y-%m-%d/%H-%M-%S')}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"forecast.folder={folder}: {error.strerror}; name a folder that can be written.") from error
+    requests = [Request.of(t.config, workers(t.config), folder / f"timeline_{t.index}.html") for t in plan.trials]
+    print_scope(console, plan.trials, requests, swept)
+    alone = here and len(requests) == 1
+    forecasts = [forecast_one(requests[0])] if alone else _with_progress(console, requests)
+    finished = [number for number, forecast in enumerate(forecasts) if not forecast.cancelled]
+    trials, requests = [plan.trials[n] for n in finished], [requests[n] for n in finished]
+    every = _rows(trials, requests, [forecasts[n] for n in finished], swept)
+    result = ForecastResult(
+        swept,
+        in_order(every),
+        in_order(_shown(trials, every, swept)),
+        folder,
+        len(plan.trials) - len(finished),
+        first.report.speed_tolerance,
+        "images" if all(t.config.model.is_image_classifier for t in trials) else "items",
+        room_remedies(requests, swept),
+    )
+    if result.answers:
+        write_csv(folder / "forecast.csv", result.rows, swept)
+        _print(console, result)
+    return result
+
+
+def _print(console: Console, result: ForecastResult) -> None:
+    """Print the table, what it includes, the written files, and the answers."""
+    forecasts = [row.forecast for row in result.rows]
+    console.print(forecast_table(result.shown, result.axes))
+    if held := allowances_note(forecasts):
+        console.print(held, highlight=False)
+    for note in bound_notes(forecasts):
+        console.print(f"note: {note}", highlight=False, markup=False)
+    written = count(len(list(result.folder.glob("timeline_*.html"))), "timeline page")
+    if streams := len(list(result.folder.glob("streams_*.json.gz"))):
+        written += f", {count(streams, 'trace')} of streams"
+    console.print(f"written: {result.folder}/forecast.csv, {written}", highlight=False)
+    for line in result.text.split("\n"):
+        console.print(Text(line, style="bold" if "Recommended: " in line else ""))
+
+
+def _rows(
+    trials: Sequence[Trial], requests: Sequence[Request], forecasts: Sequence[Forecast], swept: Sequence[str]
+) -> list[Row]:
+    """Return one row for each setting, in the order of the grid; settings that share a forecast share its pages."""
+    pages: dict[str, Path | None] = {}
+    for request in requests:
+        pages.setdefault(request.key, request.page)
+    rows = []
+    for trial, request, forecast in zip(trials, requests, forecasts, strict=True):
+        training = trial.config.training
+        page = None if forecast.error else pages[request.key]
+        streams = streams_file(page) if page is not None and forecast.speed is not None else None
+        microbatch = training.global_batch_size // request.num_workers // training.grad_accum_steps
+        rows.append(Row([_typed(setting(trial, key)) for key in swept], forecast, page, microbatch, streams))
+    return rows
+
+
+def _typed(value: object) -> str:
+    """Return a value as it is typed on the command line."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value)
+
+
+def _shown(trials: Sequence[Trial], rows: Sequence[Row], swept: Sequence[str]) -> list[Row]:
+    """Return the rows without those that differ only in a key that has no effect on them.
+
+    For example, DDP shards nothing, so it ignores how to gather parameters again.
+    """
+    by_settings: dict[tuple[str, ...], Row] = {}
+    for trial, row in zip(trials, rows, strict=True):
+        shown = _as_shown(trial, row, swept)
+        by_settings.setdefault(tuple(shown.settings), shown)
+    return list(by_settings.values())
+
+
+def _as_shown(trial: Trial, row: Row, swept: Sequence[str]) -> Row:
+    idle = trial.config.sharding.granularity is Granularity.ddp
+    values = [
+        "any" if idle and key.partition(".")[0] == "reshard_after_forward" else value
+        for key, value in zip(swept, row.settings, strict=True)
+    ]
+    return replace(row, settings=values)
+
+
+def _with_progress(console: Console, requests: list[Request]) -> list[Forecast]:
+    """Return the forecasts, and show how many distinct ones are done and how long the others will take."""
+    left = TextColumn("{task.fields[left]}")
+    columns = (TextColumn("forecasting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left)
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len({request.key for request in requests}), left="")
+        first = spoke = time.monotonic()
+
+        def on_done(done: int, total: int) -> None:
+            nonlocal first, spoke
+            now = time.monotonic()
+            if done == 1:  # much of its time was imports
+                first = now
+            left = time_left(done - 1, total - 1, now - first)
+            progress.update(task, completed=done, left=left)
+            if not console.is_terminal and now - spoke >= SPEAK_S:  # a pipe or a file shows no bar
+                spoke = now
+                console.print(f"forecasting: {done} of {total} done{', ' if left else ''}{left}", highlight=False)
+
+        return forecast_all(requests, on_done)
+
+
+def print_scope(console: Console, trials: list[Trial], requests: list[Request], swept: list[str]) -> None:
+    """Print what the figures are about, and what in the configuration they do not include."""
+    groups = ("model", "sharding", "precision", "offload", "reshard_after_forward", "optimizer")
+    fixed = [f"{group}={trials[0].choices[group]}" for group in groups if group not in swept]
+    fixed += [f"{key}={value}" for key, value in arguments(trials[0]).items() if key not in swept]
+    sizes = sorted(
+        {t.config.training.global_batch_size // r.num_workers for t, r in zip(trials, requests, strict=True)}
+    )
+    models = [t.config.model for t in trials]
+    taken = [model.sizes() for model in models if model.is_image_classifier]
+    images = sorted({(sizes["image_size"], sizes["num_channels"]) for sizes in taken})
+    shapes = " or ".join(f"{size}x{size}x{channels}" for size, channels in images)
+    plural = "" if sizes == [1] else "s"
+    items = f"image{plural} of {shapes}" if images else f"item{plural}"
+    fixed.append(f"{' or '.join(map(str, sizes))} {items} per worker and step")
+    console.print(f"{count(len(trials), 'setting')}: {' '.join(fixed)}", highlight=False, markup=False)
+    cuda = any(request.cuda for request in requests)
+    kind = "GPUs" if cuda else "CPUs; forecast.device=cuda forecasts for GPUs"
+    if cuda and not all(request.cuda for request in requests):
+        kind = "GPUs and CPUs, by forecast.device"
+    console.print(f"for {kind}; the second optimizer step, on the worker that needs most memory", highlight=False)
+    for note in request_notes(requests):
+        console.print(f"note: {note}", highlight=False, markup=False)
