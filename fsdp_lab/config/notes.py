@@ -31,7 +31,7 @@ def sharding_notes(config: TrialConfig) -> Iterator[str]:
     """Yield a sentence about the cost of sharding only the root, and for each setting that DDP ignores."""
     sharding, reshard = config.sharding.granularity, config.reshard_after_forward.policy
     if sharding is Granularity.ddp and reshard is not ReshardPolicy.default:
-        yield f"reshard_after_forward={reshard.name} has no effect with sharding=ddp: nothing is sharded."
+        yield "reshard_after_forward has no effect with sharding=ddp: nothing is sharded."
     if config.sharding.granularity is Granularity.root:
         yield (
             "sharding=root makes the whole model one unit. All parameters are gathered at once: the peak holds the "

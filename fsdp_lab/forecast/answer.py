@@ -178,17 +178,23 @@ def sentences(
     return "\n".join(line for text in lines for line in text.replace("`", "").split("\n") if line)
 
 
-def _fewest(rows: Sequence[Row], swept: Sequence[str]) -> list[tuple[str, int | None]]:
-    """Return each setting with the fewest workers that hold it; empty if one number was forecast, or no capacity."""
+def _fewest(rows: Sequence[Row], swept: Sequence[str]) -> dict[int | None, list[str]]:
+    """Return the settings by the fewest workers that hold them, None: no number that was forecast.
+
+    Empty if one number was forecast, or no capacity.
+    """
     if WORKERS not in swept or all(row.forecast.capacity_bytes is None for row in rows):
-        return []
-    fewest: dict[str, int | None] = {}
-    for row in sorted(rows, key=lambda row: row.forecast.num_workers):
+        return {}
+    fewest: dict[str, float] = {}
+    for row in rows:
         name = words({key: value for key, value in zip(swept, row.settings, strict=True) if key != WORKERS})
-        if row.forecast.fits and fewest.get(name) is None:
-            fewest[name] = row.forecast.num_workers
-        fewest.setdefault(name, None)
-    return list(fewest.items())
+        workers = row.forecast.num_workers if row.forecast.fits else math.inf
+        fewest[name] = min(fewest.get(name, math.inf), workers)
+    numbers = sorted(set(fewest.values()))
+    return {
+        None if number == math.inf else int(number): [name for name, least in fewest.items() if least == number]
+        for number in numbers
+    }
 
 
 def _scaling(made: Sequence[ForecastAnswer]) -> list[dict[str, object]]:

@@ -106,7 +106,7 @@ def test_note_on_sharding_only_the_root(granularity: str) -> None:
 def test_note_on_resharding_what_is_not_sharded() -> None:
     settings = ("sharding.granularity=ddp", "reshard_after_forward.policy=never")
     assert list(sharding_notes(trial(*settings))) == [
-        "reshard_after_forward=never has no effect with sharding=ddp: nothing is sharded."
+        "reshard_after_forward has no effect with sharding=ddp: nothing is sharded."
     ]
 
 

@@ -120,6 +120,15 @@ def test_one_sample_is_one_and_on_a_cpu_the_capacity_that_is_suggested_is_a_gpus
     assert "; add forecast.device=cuda forecast.capacity_gib=<GiB of your GPU> to see what fits." in said(on_cpu, AXES)
 
 
+def test_the_fewest_gpus_name_some_settings_and_count_the_others():
+    rows = [fast(row((f"s{n}", str(m)), 80 / m), 1.0, m) for n in range(6) for m in (2, 4)]
+    head = said(rows, ["sharding", "cluster.num_workers"]).split("\n")[1:3]
+    held = ["  4: sharding=s0, sharding=s1, sharding=s2, sharding=s3 and 2 more"]
+    assert head == ["Fewest GPUs that hold each:", *held]
+    rows[1] = fast(row(("s0", "4"), 99), 1.0, 4)
+    assert said(rows, ["sharding", "cluster.num_workers"]).split("\n")[3] == "  more than 4: sharding=s0"
+
+
 def test_of_many_numbers_of_workers_each_has_a_line_and_no_comparison():
     rows = [fast(row(("full", str(n)), 64 / n), 1.0, n) for n in (4, 8, 16, 32)]
     text = said(rows, CASES["workers"][1])
