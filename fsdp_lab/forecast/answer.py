@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 WORKERS = "cluster.num_workers"
 CONDITIONS = (WORKERS, "forecast.device", "training.global_batch_size")  # each value has its own answer
+_UNSURE = 1e12  # for numbers of workers: above all, and below none
 _MOST_ANSWERS = 3  # of more, only the recommended setting of each is described
 
 
@@ -178,23 +179,21 @@ def sentences(
     return "\n".join(line for text in lines for line in text.replace("`", "").split("\n") if line)
 
 
-def _fewest(rows: Sequence[Row], swept: Sequence[str]) -> dict[int | None, list[str]]:
-    """Return the settings by the fewest workers that hold them, None: no number that was forecast.
-
-    Empty if one number was forecast, or no capacity.
-    """
+def _fewest(rows: Sequence[Row], swept: Sequence[str]) -> dict[str, list[str]]:
+    """Return the settings by the fewest workers that hold them; empty if one number was forecast, or no capacity."""
     if WORKERS not in swept or all(row.forecast.capacity_bytes is None for row in rows):
         return {}
-    fewest: dict[str, float] = {}
+    by_setting: dict[str, list[Forecast]] = {}
     for row in rows:
         name = words({key: value for key, value in zip(swept, row.settings, strict=True) if key != WORKERS})
-        workers = row.forecast.num_workers if row.forecast.fits else math.inf
-        fewest[name] = min(fewest.get(name, math.inf), workers)
-    numbers = sorted(set(fewest.values()))
-    return {
-        None if number == math.inf else int(number): [name for name, least in fewest.items() if least == number]
-        for number in numbers
-    }
+        by_setting.setdefault(name, []).append(row.forecast)
+    fewest: dict[float, list[str]] = {}
+    for name, forecasts in by_setting.items():
+        holding = [forecast.num_workers for forecast in forecasts if forecast.fits]
+        unsure = any(forecast.tight or forecast.may_fit for forecast in forecasts)
+        fewest.setdefault(min(holding, default=_UNSURE if unsure else math.inf), []).append(name)
+    texts = {_UNSURE: "tight, or not known", math.inf: "none of these"}
+    return {texts.get(number, f"{number:.0f}"): names for number, names in sorted(fewest.items())}
 
 
 def _scaling(made: Sequence[ForecastAnswer]) -> list[dict[str, object]]:

@@ -126,7 +126,23 @@ def test_the_fewest_gpus_name_some_settings_and_count_the_others():
     held = ["  4: sharding=s0, sharding=s1, sharding=s2, sharding=s3 and 2 more"]
     assert head == ["Fewest GPUs that hold each:", *held]
     rows[1] = fast(row(("s0", "4"), 99), 1.0, 4)
-    assert said(rows, ["sharding", "cluster.num_workers"]).split("\n")[3] == "  more than 4: sharding=s0"
+    assert said(rows, ["sharding", "cluster.num_workers"]).split("\n")[3] == "  none of these: sharding=s0"
+    rows[3] = fast(row(("s1", "4"), 99, upper_bound="compile=true"), 1.0, 4)
+    assert said(rows, ["sharding", "cluster.num_workers"]).split("\n")[3] == "  tight, or not known: sharding=s1"
+
+
+def test_other_numbers_of_workers_are_those_that_can_answer():
+    def hint(row: Row, workers: int) -> str:
+        one = replace(row, settings=[], forecast=replace(row.forecast, num_workers=workers))
+        return said([one], []).rpartition("\n")[2].partition(" (-m)")[0]
+
+    fits, does_not = fast(row([], 9), 1.0), row([], 99)
+    assert hint(fits, 8) == "cluster.num_workers=2,4,8" and hint(does_not, 8) == "cluster.num_workers=8,16,32"
+    assert said([replace(each, settings=[str(i)]) for i, each in enumerate((fits, does_not))], ["model.x"]).endswith(
+        "cluster.num_workers=2,4,8,16,32 (-m) shows the fewest GPUs that hold each setting."
+    )
+    assert hint(fits, 2) == "cluster.num_workers=1,2" and hint(does_not, 1) == "cluster.num_workers=1,2,4"
+    assert "cluster.num_workers" not in hint(fits, 1), "there are no fewer"
 
 
 def test_of_many_numbers_of_workers_each_has_a_line_and_no_comparison():

@@ -75,6 +75,24 @@ def test_a_late_answer_costs_no_other():
         assert pool.submit("b").result()[1] != pid
 
 
+def spoiled() -> None:
+    raise ValueError("a question that cannot be read")
+
+
+class Spoiled:
+    """Pickled, it is a call that fails."""
+
+    def __reduce__(self) -> tuple[object, tuple[()]]:
+        return spoiled, ()
+
+
+def test_a_question_that_cannot_be_read_ends_the_process_and_nobody_waits():
+    begun = time.monotonic()
+    with Pool(answer, 1, LIMIT_S) as pool, pytest.raises(NoAnswerError, match="ended with exit code 1"):
+        pool.submit(Spoiled()).result()
+    assert time.monotonic() - begun < LIMIT_S
+
+
 def test_ctrl_c_is_the_parents():
     with Pool(answer, 1, LIMIT_S) as pool:
         assert pool.submit(f"signal {signal.SIGINT:d}").result()[0] == f"signal {signal.SIGINT:d}"
