@@ -14,6 +14,7 @@ from rich.text import Text
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import UserError
+from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.cells import arguments, workers
@@ -105,15 +106,8 @@ def _rows(
         page = None if forecast.error else pages[request.key]
         streams = streams_file(page) if page is not None and forecast.speed is not None else None
         microbatch = training.global_batch_size // request.num_workers // training.grad_accum_steps
-        rows.append(Row([_typed(setting(trial, key)) for key in swept], forecast, page, microbatch, streams))
+        rows.append(Row([value_text(setting(trial, key)) for key in swept], forecast, page, microbatch, streams))
     return rows
-
-
-def _typed(value: object) -> str:
-    """Return a value as it is typed on the command line."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
 
 
 def _shown(trials: Sequence[Trial], rows: Sequence[Row], swept: Sequence[str]) -> list[Row]:

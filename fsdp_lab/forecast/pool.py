@@ -150,10 +150,12 @@ def serve(end: int) -> None:
     questions: SimpleQueue[Any] = SimpleQueue()
 
     def read() -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                questions.put(pipe.recv())
-        os._exit(1)
+        try:
+            with suppress(EOFError, OSError):
+                while True:
+                    questions.put(pipe.recv())
+        finally:
+            os._exit(1)
 
     threading.Thread(target=read, daemon=True).start()
     while True:
