@@ -140,10 +140,14 @@ class DataConfig(OpenGroup):
         target = needed_target(self.target, "data")
         return None if target == EXAMPLE_BATCH else import_callable(target, "data._target_")
 
+    def sizes_from(self, model: ModelConfig) -> dict[str, int]:
+        """Return the sizes of the model that the target takes as arguments, and that nobody typed."""
+        taken = parameters(self.function()) or {}
+        return {name: size for name, size in model.sizes().items() if name in taken and name not in self.arguments}
+
     def arguments_for(self, model: ModelConfig) -> dict[str, Any]:
         """Return the arguments, with sizes of the model for untyped ones that the target takes."""
-        taken = parameters(self.function()) or {}
-        return {name: size for name, size in model.sizes().items() if name in taken} | self.arguments
+        return {**self.sizes_from(model), **self.arguments}
 
     def check(self) -> None:
         """Check the paths and arguments against the target's signature.

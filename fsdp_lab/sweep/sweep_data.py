@@ -56,7 +56,7 @@ def sweep_of(
     """
     config = states[0].trial.config
     address = sweep_address(config.cluster.storage_path, folder) if is_rays_copy(folder) else None
-    sizes = {int(state.facts["world_size"]) for state in states if "world_size" in state.facts}
+    sizes = {size for state in states if isinstance(size := state.facts.get("world_size"), int)}
     for number, state in enumerate(states):
         state.setting = {key: setting_text(state.trial, key) for key in swept}
         state.overrides = [redact_typed(unescaped(override)) for override in state.trial.overrides]

@@ -57,7 +57,12 @@ class Imports:
         Args:
             path: of the callable.
             arguments: plain values, and dictionaries with a `_target_` for objects.
+
+        Raises:
+            UserError: the name of an argument is no identifier.
         """
+        if wrong := [name for name in arguments if not name.isidentifier()]:
+            raise UserError(f"{wrong[0]} is not the name of an argument; no script can be written of it.")
         given = ", ".join(f"{name}={self._expression(value)}" for name, value in arguments.items())
         return f"{self.path(path)}({given})"
 

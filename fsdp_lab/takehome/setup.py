@@ -72,15 +72,15 @@ def read_setup(name: str, config: TrialConfig, facts: Mapping[str, Any] | None) 
     Nothing that the config names is imported: a record may come from anywhere.
     """
     facts = facts or {}
-    arguments = facts.get("data_arguments")
+    sizes, of_model = facts.get("data_sizes"), facts.get("model_sizes")
     layout = read_layout(facts.get("layout"))
     numbers = {
         "world_size": facts.get("world_size"),
         "num_params": facts.get("num_params"),
         "num_train": facts.get("data_num_train"),
-        "channels": facts.get("model_sizes", {}).get("num_channels", 1),
+        "channels": of_model.get("num_channels", 1) if isinstance(of_model, dict) else None,
     }
-    if layout is None or arguments is None or not all(isinstance(number, int) for number in numbers.values()):
+    if layout is None or not isinstance(sizes, dict) or not all(isinstance(n, int) for n in numbers.values()):
         return None
-    torch = str(facts.get("torch"))
+    torch, arguments = str(facts.get("torch")), {**sizes, **config.data.arguments}
     return Setup(name, config, layout, data_arguments=arguments, torch=torch, **numbers)  # type: ignore[arg-type]

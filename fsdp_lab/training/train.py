@@ -181,7 +181,7 @@ def _facts(
         "torch": str(torch.__version__),
         "layout": asdict(state.layout),
         "model_sizes": config.model.sizes(),
-        "data_arguments": config.data.arguments_for(config.model),
+        "data_sizes": config.data.sizes_from(config.model),
         "data_digest": data.digest,
         "data_num_train": len(data.train),
         "data_num_val": len(data.val),

@@ -61,11 +61,12 @@ def test_a_record_is_data_and_runs_no_code(tmp_path: Path, monkeypatch: pytest.M
     config, facts = SweepConfig(), {"device": "cpu", "world_size": 2, "num_params": 10, "data_num_train": 64}
     config.model.target, config.data.target, config.data.collate_fn = "theirs.model", "theirs.Data", "theirs.collate"
     config.task.name, config.task.loss = "custom", "theirs.loss"
-    facts |= {"layout": {}, "model_sizes": {}, "data_arguments": {"size": 3}}
+    config.data.arguments = {"depth": 2}
+    facts |= {"layout": {}, "model_sizes": {}, "data_sizes": {"size": 3}}
     trials = [dataclasses.replace(trial, config=config, facts=facts) for trial in sweep().trials]
     dataclasses.replace(sweep(), trials=trials).write(tmp_path)
     write_report(SweepData.read(tmp_path / "record.json"), tmp_path)
-    assert 'Data(size=3, split="train")' in (tmp_path / "use_pytorch.py").read_text().replace("'", '"')
+    assert 'Data(size=3, depth=2, split="train")' in (tmp_path / "use_pytorch.py").read_text().replace("'", '"')
     assert "theirs" not in sys.modules
 
 

@@ -244,6 +244,11 @@ def test_objects_among_arguments_are_made() -> None:
     assert imports.lines() == ["from my.net import Net, Rule, Two"]
 
 
+def test_an_argument_is_a_name_and_no_code() -> None:
+    with pytest.raises(UserError, match="is not the name of an argument"):
+        Imports().call("my.net.Net", {"a=print(1), b": 2})
+
+
 def test_two_things_of_one_name_get_two_names() -> None:
     imports = Imports()
     assert [imports.path("a.Net"), imports.path("b.Net"), imports.path("a.Net")] == ["Net", "Net_", "Net"]
