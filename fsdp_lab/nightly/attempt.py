@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _LIBC = ctypes.CDLL(None)  # now: between fork and exec nothing may be loaded
+_END_LIMIT_S = 60.0  # of a sweep that was told to end, and that takes some seconds for it
 
 
 def frame_of(folder: Path) -> pd.DataFrame:
@@ -74,7 +75,10 @@ def run_sweep(arguments: Sequence[str], folder: Path, resume_command: str) -> in
         status = process.wait()
     except BaseException:
         process.terminate()
-        process.wait()  # some seconds: see sweep/shutdown.py
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_LIMIT_S)
+        process.kill()
+        process.wait()
         raise
     if resumes and status == ExitCode.refused:
         raise UserError(f"the night's sweep in {folder} cannot resume: fix the error above, then start again.")

@@ -31,6 +31,7 @@ from fsdp_lab.storage import Storage
 if TYPE_CHECKING:
     import pandas as pd
 
+_USER_CODE = "user code "
 _DOCUMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ(-\w+)?\.json")
 
 
@@ -160,6 +161,8 @@ def changes(before: Night, night: Night) -> list[list[str]]:
     keys = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
     if "commit" in keys and "code" in keys:
         keys.remove("code")
+    if not all(any(key.startswith(_USER_CODE) for key in origin) for origin in (there, here)):
+        keys = [key for key in keys if not key.startswith(_USER_CODE)]  # one was interrupted before that was known
     return [[key, there.get(key, "none"), here.get(key, "none")] for key in keys]
 
 

@@ -43,7 +43,8 @@ def cron_trigger(cron: str, zone: str | None, now: datetime) -> CronTrigger:
             raise ValueError("a day of the month and a weekday cannot be combined")
         if step := re.search(r"[a-z-]+/\S*", " ".join(fields[:4])):  # which APScheduler would ignore
             raise ValueError(f"the step in {step[0]} cannot be read behind names of months; use numbers")
-        fields[4:] = [",".join(map(_named, weekdays.split(","))) for weekdays in fields[4:]]
+        if len(fields) == 5:
+            fields[4] = ",".join(map(_named, fields[4].split(",")))
         trigger = CronTrigger.from_crontab(" ".join(fields), timezone=known)
     except ValueError as error:
         raise ConfigError(
@@ -60,7 +61,12 @@ def _named(weekdays: str) -> str:
     """Return cron's weekdays, such as `5`, `0-4`, `fri` or `*`, as the names of days."""
     if not re.fullmatch(r"\*|[0-7](-[0-7])?|[a-z]{3}(-[a-z]{3})?", weekdays):
         raise ValueError(f"the weekday {weekdays} cannot be read; use numbers or names, such as 1-5 or mon-fri")
-    return ",".join(_DAYS[int(weekdays[0]) : int(weekdays[-1]) + 1]) if weekdays[0].isdigit() else weekdays
+    if not weekdays[0].isdigit():
+        return weekdays
+    days = _DAYS[int(weekdays[0]) : int(weekdays[-1]) + 1]
+    if not days:
+        raise ValueError(f"the weekdays {weekdays} end before they begin")
+    return ",".join(days)
 
 
 def night_after(trigger: CronTrigger, moment: datetime) -> datetime:
@@ -96,13 +102,14 @@ def run_schedule(trigger: CronTrigger, overrides: Sequence[str], waits: bool, lo
         log(f"the next night is {night_after(trigger, datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M:%S %Z}")
 
     def run() -> None:
-        for _ in range(_MOST_STARTS):
+        for start in range(1, _MOST_STARTS + 1):
             processes[:] = [subprocess.Popen(command, start_new_session=True)]  # Ctrl-C is ours to pass on
             if ending.is_set():  # the interrupt came before there was a process
                 processes[0].terminate()
             if processes[0].wait() >= 0 or ending.is_set():
                 break
-            log("the night was killed; it starts again, and resumes")
+            again = "it starts again, and resumes" if start < _MOST_STARTS else "--continue resumes it"
+            log(f"the night was killed; {again}")
         log_next()
 
     scheduler = BlockingScheduler(timezone=UTC)

@@ -141,5 +141,11 @@ def test_what_changed_since_the_night_before(changed: dict[str, str], words: str
     assert changed_words(last_of(trials(), trials(), changed=changed).changed) == words
 
 
+def test_a_night_that_was_interrupted_before_its_code_was_known_blames_no_code():
+    night = last_of(trials(), trials())
+    left = dataclasses.replace(night, origin={k: v for k, v in night.origin.items() if not k.startswith("user code ")})
+    assert changes(left, night) == changes(night, left) == []
+
+
 if __name__ == "__main__":
     VERDICTS.write_text(all_verdicts())
