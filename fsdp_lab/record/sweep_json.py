@@ -20,6 +20,7 @@ from pathlib import Path
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError, is_address, workers_of
 from fsdp_lab.config.code import code_digest, commit, user_packages
+from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.files import sync, whole
 from fsdp_lab.record.paths import make_storage, name_storage
 from fsdp_lab.record.trial_folder import clear_left_over
@@ -59,7 +60,8 @@ class SweepStart:
     @staticmethod
     def of(arguments: Sequence[str], multirun: bool, config: SweepConfig) -> SweepStart:
         """Return the record of a new sweep, with the code as it is now."""
-        typed = [argument for argument in arguments if argument not in ("-m", "--multirun")]
+        own = (word for word in arguments if word not in ("-m", "--multirun"))
+        typed = [word for word in own if not key_of(word).startswith("resume")]  # those are of one start
         record = SweepStart(
             uuid.uuid4().hex, typed, multirun, os.getcwd(), workers_of(config), commit=commit(), libraries=versions()
         )

@@ -251,7 +251,10 @@ def read_progress(folder: Path) -> TrialProgress:
     content = read_object(folder / "progress.json") or {}
     types: dict[str, Any] = {"phase": str, "step": int, "from_step": int, "stuck": dict}
     types |= {"time": (int, float), "first_step": (int, float)}
-    return TrialProgress(**{key: content[key] for key, type_ in types.items() if isinstance(content.get(key), type_)})
+    known = {key: content[key] for key, type_ in types.items() if isinstance(content.get(key), type_)}
+    if wrong := [key for key in types if key in content and key not in known]:
+        report_damaged(folder / "progress.json", f"it has no valid `{wrong[0]}`")
+    return TrialProgress(**known)
 
 
 def write_places(folder: Path, nodes: Sequence[Mapping[str, str]]) -> None:

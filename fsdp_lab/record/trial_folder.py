@@ -63,8 +63,12 @@ def clear_attempt(folder: Path) -> None:
 
 def clear_left_over(folder: Path) -> None:
     """Remove the files of an earlier trial in its folder, which would be taken for this one's."""
-    for path in (path for kind in reversed(TRIAL_FILES) for path in kind.find(folder)):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    for kind in reversed(TRIAL_FILES):
+        for path in folder.glob(kind.pattern):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        for path in kind.find(folder):
+            with suppress(OSError):  # somebody else's files are in it, too
+                path.rmdir()

@@ -188,6 +188,10 @@ def test_profiles_of_another_command_are_taken_away(tmp_path: Path):
         (tmp_path / name).write_text("{}")
     clear_left_over(tmp_path)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/mine.txt").touch()
+    clear_left_over(tmp_path)
+    assert (tmp_path / "logs/mine.txt").exists(), "it is of no trial"
 
 
 def test_a_folder_that_is_made_anew_under_a_trial_gets_no_epochs(tmp_path: Path):

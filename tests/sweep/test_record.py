@@ -184,6 +184,11 @@ def test_a_record_that_only_its_owner_may_read_is_reported(tmp_path: Path, monke
         read_start(tmp_path)
 
 
+def test_the_keys_of_one_start_are_not_recorded():
+    words = ["-m", "sharding=root", "resume_failed=true", "+resume_anyway=true"]
+    assert SweepStart.of(words, True, SweepConfig()).arguments == ["sharding=root"]
+
+
 def test_changed_code_is_named(monkeypatch: pytest.MonkeyPatch):
     record = SweepStart.of([], True, SweepConfig())
     assert changes_of_code(record) == []

@@ -56,7 +56,7 @@ def fetch_sweep(address: str, key: str) -> Path:
 def _remove_stale(folder: Path, names: Iterable[str]) -> None:
     """Remove files of trials that storage no longer has: an old outcome would count, and be sent again."""
     there = set(names)
-    for kind in reversed(TRIAL_FILES):
+    for kind in (kind for kind in reversed(TRIAL_FILES) if kind.stored_by != "ranks"):
         for path in sorted(folder.rglob(kind.pattern)):
             if path.is_file() and str(path.relative_to(folder)) not in there:
                 path.unlink()
