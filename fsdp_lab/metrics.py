@@ -326,6 +326,9 @@ METRICS = (
 )  # fmt: skip
 
 
+_SPEEDS = frozenset(metric.key for metric in METRICS if metric.is_speed)
+
+
 def declared(key: str) -> Metric:
     """Return the declaration of a metric, or of its family.
 
@@ -341,7 +344,7 @@ def declared(key: str) -> Metric:
 
 def is_timing(key: str) -> bool:
     """Return whether a metric is excluded with the timing of a trial."""
-    return any(metric.is_speed and metric.key == key for metric in METRICS)
+    return key in _SPEEDS
 
 
 def table_columns(table: Table) -> list[Metric]:

@@ -43,7 +43,6 @@ class WantedRun:
         params: the parameters. MLflow changes none, so differences go to the tag `resumed_with`.
         epochs: step -> metrics, each sent once; step 0 is the forecast.
         figures: the latest values of other metrics, sent when one has changed.
-        figures_step: the step of these.
         facts: of a trial; they become tags and the data set with its digest.
         files: path and the folder of the artifacts that it goes to.
         answer: the beginning of its description; "": none.
@@ -58,7 +57,6 @@ class WantedRun:
     params: Mapping[str, str] = field(default_factory=dict)
     epochs: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
-    figures_step: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     files: Sequence[tuple[Path, str]] = ()
     answer: str = ""
@@ -302,7 +300,7 @@ class Projection:
                 self._try("metrics", stored, writes.log_epoch, client, run_id, wanted.epochs[step], step)
                 stored.steps.add(step)
         if wanted.figures.items() - stored.figures.items():
-            self._try("metrics", stored, writes.log_epoch, client, run_id, wanted.figures, wanted.figures_step)
+            self._try("metrics", stored, writes.log_epoch, client, run_id, wanted.figures, 0)
             stored.figures |= wanted.figures
         if wanted.answer:
             self._once("tags", stored, ("answer", wanted.answer), writes.set_answer, client, run_id, wanted.answer)

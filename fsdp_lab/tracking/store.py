@@ -98,7 +98,7 @@ def refusals(tracking: TrackingConfig) -> Iterator[None]:
         raise
     except Exception as error:  # noqa: BLE001 (whatever MLflow, SQLAlchemy or a driver of theirs raises)
         reason, remedy = _explain(tracking.uri, error)
-        remedy = f"{remedy}, or use tracking.uri={_LOCAL}"
+        remedy += f", or use tracking.uri={_LOCAL}" if tracking.uri != _LOCAL else ""
         raise _error(tracking.uri, f"{reason} ({reason_of(error)})", remedy) from None
 
 
@@ -252,6 +252,6 @@ def _explain(uri: str, error: Exception) -> tuple[str, str]:
         return "no MLflow server answers there", start
     if status >= 500:
         return "what answers there fails, or is no MLflow server", "look at its log and the address"
-    if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)):
+    if isinstance(error, OSError) and not uri.startswith("sqlite"):
         return "no database answers there", "start it"
     return "MLflow cannot use the store", "fix that"

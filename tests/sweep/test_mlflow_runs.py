@@ -170,7 +170,7 @@ def test_a_sweep_that_ends_again_sends_only_figures_that_have_changed(planned: C
 
     end()
     parent, folder = end(), planned().folder
-    assert sorted(history(folder, parent, "val/loss")) == [*([(3, 0.25)] if changed else []), (3, 1 / LAST)]
+    assert sorted(history(folder, parent, "val/loss")) == [*([(0, 0.25)] if changed else []), (0, 1 / LAST)]
     assert parent.data.metrics["val/loss"] == (0.25 if changed else 1 / LAST)
 
 

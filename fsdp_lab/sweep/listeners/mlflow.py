@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 
 from fsdp_lab.config.sweep import Engine, TrackingConfig
@@ -144,8 +145,7 @@ class MlflowRuns(Listener):
             sweep_name(trials, sweep.plan.swept),
             sweep_tags(sweep.folder, command_line()),
             {"num_trials": str(len(trials)), **(_answer_tags(best) if best else {})},
-            figures={k: v for k, v in best.usable.items() if k not in ("epoch", "step")} if best else {},
-            figures_step=sum(state.ended for state in sweep.states),
+            figures=_answer_figures(best) if best else {},
             files=[(sweep.folder / name, "") for name in names] if self._with_files else (),
             answer=self._answer,
             status=TrialStatus[self._ending.code.name] if self._ending else None,
@@ -190,6 +190,11 @@ class MlflowRuns(Listener):
                     yield path, kind.artifact or ("" if path.parent == folder else path.parent.name)
         if self._with_files and self._sweep is not None and not self._sweep.plan.started.multirun and number == 0:
             yield self._sweep.folder / RECORD, ""
+
+
+def _answer_figures(best: TrialState) -> dict[str, float]:
+    """Return the figures of the recommended trial, which are comparable with what the store has."""
+    return {key: value for key, value in best.usable.items() if key not in ("epoch", "step") and isfinite(value)}
 
 
 def _answer_tags(best: TrialState) -> dict[str, str]:
