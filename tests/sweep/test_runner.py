@@ -185,7 +185,9 @@ def of_speeds(*steps: float, group: str = "one") -> list[Forecast]:
     collected = []
     for step_s in steps:
         low, high = step_s / 1.4, step_s / 0.6
-        speed = Speed(step_s, {}, low, high, 0.4, Basis.calibration, "X", samples=64, relative=0.05, group=group)
+        speed = Speed(
+            step_s, {"compute": 1.0}, low, high, 0.4, Basis.calibration, "X", samples=64, relative=0.05, group=group
+        )
         collected.append(Forecast(False, 2, {"device": {"total": 10}}, data_sheet="X", speed=speed))
     return collected
 
@@ -247,7 +249,16 @@ def test_keep_chooses_for_each_number_of_workers(
     for number, (step_s, peak) in enumerate(((1.0, 30), (1.02, 10), (3.0, 30), (0.1, 30), (0.102, 10), (0.3, 30))):
         workers = 2 if number < 3 else 4
         speed = Speed(
-            step_s, {}, step_s, step_s, 0.01, Basis.calibration, "X", samples=64, relative=0.01, group=str(workers)
+            step_s,
+            {"compute": 1.0},
+            step_s,
+            step_s,
+            0.01,
+            Basis.calibration,
+            "X",
+            samples=64,
+            relative=0.01,
+            group=str(workers),
         )
         collected.append(Forecast(False, workers, {"device": {"total": peak}}, data_sheet="X", speed=speed))
     monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: collected)
