@@ -170,9 +170,9 @@ def print_scope(console: Console, trials: list[Trial], requests: list[Request], 
     fixed.append(f"{' or '.join(map(str, sizes))} {items} per worker and step")
     console.print(f"{count(len(trials), 'setting')}: {' '.join(fixed)}", highlight=False, markup=False)
     cuda = any(request.cuda for request in requests)
-    kind = "GPUs" if cuda else "CPUs; forecast.device=cuda forecasts for GPUs"
+    kind = "GPUs" if cuda else "CPUs (forecast.device=cuda forecasts for GPUs)"
     if cuda and not all(request.cuda for request in requests):
         kind = "GPUs and CPUs, by forecast.device"
-    console.print(f"for {kind}; the second optimizer step, on the worker that needs most memory", highlight=False)
+    console.print(f"for {kind}: the second optimizer step of the worker that needs most memory", highlight=False)
     for note in request_notes(requests):
         console.print(f"note: {note}", highlight=False, markup=False)

@@ -120,6 +120,14 @@ def test_one_sample_is_one_and_on_a_cpu_the_capacity_that_is_suggested_is_a_gpus
     assert "; add forecast.device=cuda forecast.capacity_gib=<GiB of your GPU> to see what fits." in said(on_cpu, AXES)
 
 
+def test_what_more_gpus_bring_names_the_smaller_batch_of_each():
+    rows = over_workers()
+    halved = [replace(each, microbatch=32 if each.settings[1] == "16" else 64) for each in rows]
+    (gain,) = [line for line in said(halved, CASES["workers"][1]).split("\n") if line.startswith("16 instead of 4")]
+    assert ", each with 32 samples at once instead of 64; bound by" in gain
+    assert "at once" not in said(rows, CASES["workers"][1])
+
+
 def test_the_fewest_gpus_name_some_settings_and_count_the_others():
     rows = [fast(row((f"s{n}", str(m)), 80 / m), 1.0, m) for n in range(6) for m in (2, 4)]
     head = said(rows, ["sharding", "cluster.num_workers"]).split("\n")[1:3]
