@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import ConfigError, UserError
+from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.key_value_args import quoted
 from fsdp_lab.status import ExitCode
 
@@ -119,9 +120,7 @@ def _words(overrides: Any) -> list[str]:
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return ",".join(map(_value, value))
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return ",".join(map(_value, value)) if isinstance(value, (list, tuple)) else value_text(value)
 
 
 def _run(module: str, words: list[str], quiet: bool) -> None:

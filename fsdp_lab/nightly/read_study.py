@@ -25,6 +25,7 @@ from fsdp_lab.config import (
     with_custom,
     workers_of,
 )
+from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.config.machine import loader_workers_of
 from fsdp_lab.config.nightly import NightConfig, NightlyConfig
@@ -74,7 +75,7 @@ class Study:
         # a key that one of them does not have is of other code, but for an axis: that one varied nothing
         keys = [k for k in sorted(here.keys() | there.keys()) if (k in here and k in there) or k.startswith("axis ")]
         return [
-            redact(f"{k} was {_typed(there.get(k, 'one value'))} and is {_typed(here.get(k, 'one value'))}")
+            redact(f"{k} was {value_text(there.get(k, 'one value'))} and is {value_text(here.get(k, 'one value'))}")
             for k in keys
             if there.get(k) != here.get(k)
         ]
@@ -91,10 +92,6 @@ class Study:
                 f"the baseline, night {nights[-1].id}, is of another study: {'; '.join(others[:5])}. Restore the "
                 f"study, set {keys} for this one, or move the old nights away."
             )
-
-
-def _typed(value: Any) -> str:
-    return "null" if value is None else str(value)
 
 
 def read_study(overrides: list[str]) -> Study:
