@@ -141,7 +141,7 @@ class DataConfig(OpenGroup):
         return None if target == EXAMPLE_BATCH else import_callable(target, "data._target_")
 
     def sizes_from(self, model: ModelConfig) -> dict[str, int]:
-        """Return the sizes of the model that the target takes as arguments, and that nobody typed."""
+        """Return the sizes of the model that the target takes as arguments and that were not typed."""
         taken = parameters(self.function()) or {}
         return {name: size for name, size in model.sizes().items() if name in taken and name not in self.arguments}
 

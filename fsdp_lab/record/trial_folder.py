@@ -70,5 +70,5 @@ def clear_left_over(folder: Path) -> None:
             else:
                 path.unlink(missing_ok=True)
         for path in kind.find(folder):
-            with suppress(OSError):  # somebody else's files are in it, too
+            with suppress(OSError):  # it holds other files
                 path.rmdir()
