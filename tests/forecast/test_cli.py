@@ -159,8 +159,9 @@ def test_a_grid_of_devices_says_that_it_is_for_both(monkeypatch: pytest.MonkeyPa
         shown = io.StringIO()
         requests = [Request.of(config("model=mlp", f"forecast.device={device}"), 2) for device in devices]
         print_scope(Console(file=shown, width=200), plan.trials * 2, requests, swept)
-        logged.append(next(line for line in shown.getvalue().splitlines() if line.startswith("for ")).partition(";")[0])
-    assert logged == ["for GPUs and CPUs, by forecast.device", "for GPUs", "for CPUs"]
+        logged.append(next(line for line in shown.getvalue().splitlines() if line.startswith("for ")).partition(":")[0])
+    hint = " (forecast.device=cuda forecasts for GPUs)"
+    assert logged == ["for GPUs and CPUs, by forecast.device", "for GPUs", f"for CPUs{hint}"]
 
 
 PRESET = """# @package _global_
