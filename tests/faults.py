@@ -235,7 +235,7 @@ FAULTS = (
     Fault("a tie is called faster", "fsdp_lab/report/ties.py",
           " or (ratio.known and ratio.low <= 1 <= ratio.high)", "", "report/test_recommend.py"),
     Fault("an excluded timing is used", "fsdp_lab/report/settings.py",
-          'return set(self.frame.index[self.frame["timing_excluded"].notna()])', "return set()",
+          '[has_ended & self.timed["timing_excluded"].isna()]', "[has_ended]",
           "report/test_recommend.py::test_an_excluded_timing_decides_nothing"),
     Fault("an interval is half as wide", "fsdp_lab/report/speed.py",
           "half = quantile(fit.freedom) * ", "half = quantile(fit.freedom) / 2 * ",

@@ -91,8 +91,7 @@ def with_a_line(r: Recommendation) -> list[Comparison]:
     chosen = r.setting
     if chosen is None or len(r.others) <= _MOST_LINES:
         return r.others
-    statuses = r.settings.statuses
-    others = [other for other in r.others if any(statuses[n] is not TrialStatus.stopped for n in other.setting.trials)]
+    others = [other for other in r.others if {*other.setting.statuses} != {TrialStatus.stopped}]
     apart = {id(o): sum(o.setting.values[axis] != value for axis, value in chosen.values.items()) for o in others}
     nearest = set()
     for axis, value in chosen.values.items():

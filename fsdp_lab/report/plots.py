@@ -102,12 +102,12 @@ def _settings_table(sweep: SweepData, answer: Answer) -> pd.DataFrame:
     shown = {trial.number: trial for trial in shown_trials(sweep, r)}
     rows = []
     for setting in r.settings.all:
-        speed = r.interval(setting)
+        speed = setting.speed
         known = speed is not None and speed.known
         only = shown.get(setting.trials[0]) if len(setting.trials) == 1 else None
         rows.append({
             **setting.values,
-            **{metric: r.value(setting, metric) / declared(metric).scale for metric, _ in r.axes},
+            **{metric: setting.figure(metric) / declared(metric).scale for metric, _ in r.axes},
             "above": speed.high - speed.value if speed and known else math.nan,
             "below": speed.value - speed.low if speed and known else math.nan,
             "text": _setting_text(answer, setting),
@@ -122,11 +122,10 @@ def _settings_table(sweep: SweepData, answer: Answer) -> pd.DataFrame:
 
 def _setting_text(answer: Answer, setting: Setting) -> str:
     """Return the text over a setting's point: its figures and the interval of its speed."""
-    r = answer.recommendation
-    speed = r.interval(setting)
+    speed = setting.speed
     lines = [*(f"{key}={value}" for key, value in setting.values.items()), numbers(setting.trials)]
     lines += [speed_text(speed)] if speed else []
-    figures = ((column, r.settings.median(setting, column.key)) for column in table_columns("terminal"))
+    figures = ((column, setting.figure(column.key)) for column in table_columns("terminal"))
     lines += [f"{c.label} {c.text(value)}" for c, value in figures if c.key != SPEED and math.isfinite(value)]
     if why_not := answer.why_not.get(setting.name):
         lines.append(f"does not qualify: {why_not}")

@@ -67,10 +67,6 @@ class PredictedSpeeds:
         """Whether the group has a prediction."""
         return group in self._by_group
 
-    def estimate(self, group: int) -> float:
-        """Return the group's predicted speed."""
-        return self._by_group[group].speed
-
     def speed(self, group: int) -> Interval:
         """Return the group's predicted speed and its range."""
         one = self._by_group[group]

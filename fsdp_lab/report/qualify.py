@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
-from fsdp_lab.metrics import OTHERS_CPU, SPEED
-from fsdp_lab.report.settings import Setting, Settings, or_inf
-from fsdp_lab.report.statements import Statement, WhyNot
+from fsdp_lab.metrics import SPEED
+from fsdp_lab.report.settings import Setting, Settings
+from fsdp_lab.report.statements import Statement
 from fsdp_lab.status import TrialStatus
 
 _NO_MATTER = {
@@ -17,65 +18,56 @@ _NO_MATTER = {
 LEAST = "least_bytes"  # a column of forecasts: the bytes without which a trial cannot run, its allowance aside
 
 
-def qualify(settings: Settings) -> tuple[list[Setting], dict[str, Statement]]:
-    """Return the settings that qualify, and why the others do not, by name."""
-    why_not = {s.name: reason for s in settings.all if (reason := does_not_fit(settings, s))}
-    fitting = [s for s in settings.all if s.name not in why_not]
-    loss = settings.loss_key
-    objectives = [metric for metric, _ in settings.rules.objectives]
-    if any(metric.startswith(("val/", "train/")) for metric in objectives):
-        for setting in fitting:
-            for metric in objectives:
-                if metric != SPEED and not math.isfinite(settings.median(setting, metric)):
-                    why_not[setting.name] = Statement(WhyNot.no_figure, {"metric": metric})
+def qualify(settings: Settings) -> dict[str, Statement]:
+    """Return why settings do not qualify, by name; those without a reason do."""
+    why_not = {s.name: reason for s in settings.all if (reason := does_not_fit(s))}
+    fitting = settings.without(why_not)
+    metrics = [metric for metric, _ in settings.rules.objectives]
+    if any(metric.startswith(("val/", "train/")) for metric in metrics):
+        for metric in metrics:
+            lacking = [s for s in fitting if metric != SPEED and metric not in s.figures]
+            why_not |= {s.name: Statement("no_figure", {"metric": metric}) for s in lacking}
     elif fitting and not settings.rules.predicted:
-        best = min(fitting, key=lambda s: or_inf(settings.median(s, loss)))
+        best = min(fitting, key=lambda s: s.figure(settings.loss_key, math.inf))
         why_not |= {s.name: reason for s in fitting if (reason := _loss_too_high(settings, s, best))}
-    return [s for s in fitting if s.name not in why_not], why_not
+    return why_not
 
 
-def does_not_fit(settings: Settings, setting: Setting) -> Statement | None:
+def does_not_fit(setting: Setting) -> Statement | None:
     """Return why a setting did not run to its end, or cannot fit by its forecast; None if neither is so.
 
     A repeat that has no result yet, or that a scheduler stopped, says nothing against one that finished.
     """
-    passed = {TrialStatus.finished, *(_NO_MATTER if settings.is_finished(setting) else ())}
-    ended = Counter(s for number in setting.trials if (s := settings.statuses[number]) not in passed)
+    passed = {TrialStatus.finished, *(_NO_MATTER if setting.is_finished else ())}
+    ended = Counter(status for status in setting.statuses if status not in passed)
     if ended:
         status, count = ended.most_common(1)[0]
-        code = WhyNot(status) if status in WhyNot.__members__ else WhyNot.no_result
-        return Statement(code, {"count": count, "of": len(setting.trials)})
-    return next((reason for number in setting.trials if (reason := too_large(settings, number))), None)
-
-
-def too_large(settings: Settings, number: int) -> Statement | None:
-    """Return why a trial cannot fit, by its forecast; None if it can, or that is not known."""
-    needed, capacity = (settings.figure(number, f"forecast/{key}_bytes") for key in ("needed", "capacity"))
-    code = WhyNot.tight if settings.figure(number, LEAST) <= capacity else WhyNot.too_large
-    return Statement(code, {"needed": needed, "capacity": capacity}) if needed > capacity else None
+        of = {"count": count, "of": len(setting.trials)}
+        return Statement(status if status.ended else "no_result", of)
+    needed, capacity = (setting.figure(f"forecast/{key}_bytes") for key in ("needed", "capacity"))
+    if needed > capacity:
+        is_tight = setting.figure(LEAST) <= capacity
+        return Statement("tight" if is_tight else "too_large", {"needed": needed, "capacity": capacity})
+    return None
 
 
 def _loss_too_high(settings: Settings, setting: Setting, best: Setting) -> Statement | None:
-    loss, least = settings.median(setting, settings.loss_key), settings.median(best, settings.loss_key)
-    if not math.isfinite(loss):
-        return Statement(WhyNot.no_figure, {"metric": settings.loss_key})
-    allowed = settings.rules.loss_tolerance * abs(least) + settings.rounding(setting, best, settings.loss_key)
-    if loss <= least + allowed:
+    metric = settings.loss_key
+    loss, least = setting.figure(metric), best.figure(metric)
+    if metric not in setting.figures:
+        return Statement("no_figure", {"metric": metric})
+    if loss <= least + settings.rules.loss_tolerance * abs(least) + setting.rounding(best, metric):
         return None
-    above = (loss - least) / max(abs(least), 1e-12)
-    return Statement(WhyNot.loss_too_high, {"metric": settings.loss_key, "loss": loss, "above": above})
+    return Statement("loss_too_high", {"metric": metric, "above": (loss - least) / max(abs(least), 1e-12)})
 
 
-def not_compared(settings: Settings, setting: Setting) -> Statement:
+def not_compared(setting: Setting) -> Statement:
     """Return why a setting has no speed that is compared with others."""
-    shares = [settings.figure(number, OTHERS_CPU) for number in setting.trials if number in settings.excluded]
-    if shares:
-        return Statement(WhyNot.timing_excluded, {"share": max(shares)})
-    return Statement(WhyNot.untimed)
+    return Statement("timing_excluded", {"share": max(setting.excluded)}) if setting.excluded else Statement("untimed")
 
 
-def only_one_counts(settings: Settings, able: list[Setting]) -> bool:
+def only_one_counts(able: Sequence[Setting]) -> bool:
     """Return whether all timings but one are excluded: that one would be the fastest only for it."""
-    excluded = {s.group for s in able if settings.excluded.intersection(s.trials)}
-    counted = {s.group for s in able if settings.speeds.has(s.group)}
+    excluded = {s.group for s in able if s.excluded}
+    counted = {s.group for s in able if s.speed}
     return len(counted) == 1 and bool(excluded - counted)

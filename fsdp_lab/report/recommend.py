@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fsdp_lab.metrics import MEMORY, OTHERS_CPU, SPEED, declared
+from fsdp_lab.metrics import MEMORY, SPEED, declared
 from fsdp_lab.report.choice import SAME_MEMORY, pareto_front
 from fsdp_lab.report.notes import notes_on
 from fsdp_lab.report.qualify import does_not_fit, not_compared, only_one_counts, qualify
 from fsdp_lab.report.settings import Rules, Setting, Settings
-from fsdp_lab.report.speed import Interval, Speeds
-from fsdp_lab.report.statements import NoSpeeds, Statement, TieBreak, Why
+from fsdp_lab.report.speed import Interval
+from fsdp_lab.report.statements import Statement, TieBreak
 from fsdp_lab.report.ties import best_of, break_tie, is_tied
 
 if TYPE_CHECKING:
@@ -51,37 +51,40 @@ class Recommendation:
     """The answer of a sweep, as codes and figures.
 
     Attributes:
+        settings: all of the sweep.
         setting: the recommended one; None: none qualifies.
         why: why it is the one, or why there is none.
         no_speeds: why speeds are not compared, though they were asked for; None: they are.
+        why_not: name of a setting -> why it does not qualify.
+        axes: `(metric, "min" or "max")` of the main picture.
+        front: the settings that no other beats in one of `axes` without being worse in another.
         tied: settings that are equally good as the recommended one, by the tolerance or the noise of speeds.
         tie_break: what decided among them; None without a tie.
-        able: the settings that qualify.
-        why_not: name of a setting -> why it does not qualify.
-        front: the settings that no other beats in one of `axes` without being worse in another.
-        axes: `(metric, "min" or "max")` of the main picture.
         others: every other setting against the recommended one.
         notes: what the figures do not show.
-        settings: all of the sweep.
     """
 
+    settings: Settings = field(repr=False)
     setting: Setting | None
     why: Statement
     no_speeds: Statement | None
-    tied: list[Setting]
-    tie_break: TieBreak | None
-    able: list[Setting]
     why_not: dict[str, Statement]
-    front: list[Setting]
     axes: list[tuple[str, str]]
-    others: list[Comparison]
-    notes: list[Statement]
-    settings: Settings = field(repr=False)
+    front: list[Setting]
+    tied: list[Setting] = field(default_factory=list)
+    tie_break: TieBreak | None = None
+    others: list[Comparison] = field(default_factory=list)
+    notes: list[Statement] = field(default_factory=list)
+
+    @property
+    def able(self) -> list[Setting]:
+        """The settings that qualify."""
+        return self.settings.without(self.why_not)
 
     @property
     def is_by_speed(self) -> bool:
         """Whether the setting may be called recommended: not where speeds alone should decide and are not known."""
-        without = self.no_speeds is not None and self.no_speeds.code is not NoSpeeds.too_short
+        without = self.no_speeds is not None and self.no_speeds.code != "too_short"
         return not (without and all(metric == SPEED for metric, _ in self.settings.rules.objectives))
 
     @property
@@ -89,18 +92,7 @@ class Recommendation:
         """The basis of the recommendation, as in `report.csv`: `yes`, or `by memory` or `by loss` without speeds."""
         if self.is_by_speed or self.setting is None:
             return "yes"
-        return "by memory" if math.isfinite(self.value(self.setting, MEMORY)) else "by loss"
-
-    def value(self, setting: Setting, metric: str) -> float:
-        """Return a setting's figure; NaN without one."""
-        return self.settings.value(setting, metric)
-
-    def interval(self, setting: Setting) -> Interval | None:
-        """Return a setting's speed; None if it is not compared."""
-        if not self.settings.speeds.has(setting.group):
-            return None
-        speed = self.settings.speeds.speed(setting.group)
-        return speed if math.isfinite(speed.high) else Interval(speed.value)
+        return "by memory" if MEMORY in self.setting.figures else "by loss"
 
 
 def recommend(frame: pd.DataFrame, rules: Rules) -> Recommendation:
@@ -111,47 +103,50 @@ def recommend(frame: pd.DataFrame, rules: Rules) -> Recommendation:
         rules: of the choice.
     """
     settings = Settings(frame, rules)
-    able, why_not = qualify(settings)
-    alone = only_one_counts(settings, able)
-    no_speeds = _no_speeds(settings, able, alone)
-    if alone:
-        settings.speeds = Speeds([])  # there is nothing to compare it with
-    timed = [s for s in able if settings.speeds.has(s.group)] if rules.by_speed else []
-    if timed:
-        counted = {s.name for s in timed}
-        why_not |= {s.name: not_compared(settings, s) for s in able if s.name not in counted}
-        able = timed
+    why_not = qualify(settings)
+    no_speeds = _no_speeds(rules, settings.without(why_not))
+    if no_speeds and no_speeds.code == "only_one":
+        settings = Settings(frame.drop(columns=SPEED), rules)  # there is nothing to compare it with
+    able = settings.without(why_not)
+    if rules.by_speed and any(s.speed for s in able):
+        why_not |= {s.name: not_compared(s) for s in able if not s.speed}
+        able = settings.without(why_not)
     axes = _axes(rules)
     front = _front(settings, axes)
     if not able:
-        why = Statement(Why.none_qualifies if settings.all else Why.no_trial)
-        return Recommendation(None, why, no_speeds, [], None, [], why_not, front, axes, [], [], settings)
+        why = Statement("none_qualifies" if settings.all else "no_trial")
+        return Recommendation(settings, None, why, no_speeds, why_not, axes, front)
     best, raced = best_of(settings, able)
     chosen, tie_break = break_tie(settings, best, bool(raced))
-    others = [s for s in (raced or best) if s is not chosen]
     if raced:
-        tied = [s for s in others if s.group != chosen.group and is_tied(settings, s, chosen)]
-    elif rules.objectives:
-        tied = others
+        tied = [s for s in raced if s.group != chosen.group and is_tied(settings, s, chosen)]
     else:
-        tied = [s for s in others if settings.peaks[s.group] <= settings.peaks[chosen.group] * (1 + SAME_MEMORY)]
-    why = _why(settings, able, chosen, tied, front, bool(raced), no_speeds)
-    compared = [_compare(settings, s, chosen, s in tied, why_not) for s in settings.all if s is not chosen]
-    notes = notes_on(settings, able, bool(raced))
+        limit = math.inf if rules.objectives else chosen.peak * (1 + SAME_MEMORY)
+        tied = [s for s in best if s is not chosen and s.peak <= limit]
     return Recommendation(
-        chosen, why, no_speeds, tied, tie_break if tied else None, able, why_not, front, axes, compared, notes,
         settings,
-    )  # fmt: skip
+        chosen,
+        _why(settings, able, chosen, tied, front, bool(raced)),
+        no_speeds,
+        why_not,
+        axes,
+        front,
+        tied,
+        tie_break if tied else None,
+        [_compare(settings, s, chosen, s in tied, why_not.get(s.name)) for s in settings.all if s is not chosen],
+        notes_on(settings, able, bool(raced)),
+    )
 
 
-def _no_speeds(settings: Settings, able: Sequence[Setting], alone: bool) -> Statement | None:
-    if not settings.rules.by_speed or not able or (any(settings.speeds.has(s.group) for s in able) and not alone):
+def _no_speeds(rules: Rules, able: Sequence[Setting]) -> Statement | None:
+    counted = [s for s in able if s.speed]
+    alone = only_one_counts(able)
+    if not rules.by_speed or not able or (counted and not alone):
         return None
-    shares = [settings.figure(n, OTHERS_CPU) for s in able for n in s.trials if n in settings.excluded]
-    counted = [s for s in able if settings.speeds.has(s.group)]
+    shares = [share for s in able for share in s.excluded]
     if not shares:
-        return Statement(NoSpeeds.too_short)
-    return Statement(NoSpeeds.only_one if alone else NoSpeeds.excluded, {"share": max(shares), "counted": counted})
+        return Statement("too_short")
+    return Statement("only_one" if alone else "excluded", {"share": max(shares), "counted": counted})
 
 
 def _axes(rules: Rules) -> list[tuple[str, str]]:
@@ -164,10 +159,9 @@ def _axes(rules: Rules) -> list[tuple[str, str]]:
 
 
 def _front(settings: Settings, axes: Sequence[tuple[str, str]]) -> list[Setting]:
-    fitting = [s for s in settings.all if does_not_fit(settings, s) is None]
-    rows = [{metric: settings.value(s, metric) for metric, _ in axes} for s in fitting]
-    spacings = [{metric: settings.spacing(s, metric) for metric, _ in axes} for s in fitting]
-    return [fitting[place] for place in pareto_front(rows, axes, spacings)]
+    fitting = [s for s in settings.all if does_not_fit(s) is None]
+    spacings = [{metric: s.spacing(metric) for metric, _ in axes} for s in fitting]
+    return [fitting[place] for place in pareto_front([s.figures for s in fitting], axes, spacings)]
 
 
 def _why(
@@ -177,46 +171,42 @@ def _why(
     tied: Sequence[Setting],
     front: Sequence[Setting],
     raced: bool,
-    no_speeds: Statement | None,
 ) -> Statement:
     others = [s for s in able if s is not chosen]
     objectives = [o for o in settings.rules.objectives if raced or o[0] != SPEED]
     if objectives:
         metric, better = objectives[0]
-        values = [settings.value(s, metric) for s in able]
-        is_best = settings.value(chosen, metric) == (min(values) if better == "min" else max(values))
+        values = [s.figure(metric) for s in able]
+        is_best = chosen.figure(metric) == (min(values) if better == "min" else max(values))
         of = {"objectives": objectives, "count": len(able), "is_best": is_best, "on_front": chosen in front}
-        return Statement(Why.objectives, of)
+        return Statement("objectives", of)
     if len(settings.all) == 1:
-        return Statement(Why.only)
+        return Statement("only")
     if not others:
-        return Statement(Why.alone if all(s.ended for s in settings.statuses.values()) else Why.pending)
+        return Statement("alone" if all(status.ended for s in settings.all for status in s.statuses) else "pending")
     if not raced:
-        measured = math.isfinite(settings.median(chosen, MEMORY))
-        return Statement(Why.least_memory if measured else Why.lowest_loss, {"count": len(able)})
+        return Statement("least_memory" if MEMORY in chosen.figures else "lowest_loss", {"count": len(able)})
     if tied:
-        return Statement(Why.tied)
+        return Statement("tied")
     if len({s.group for s in able}) == 1:
-        return Statement(Why.same_speed, {"count": len(able)})
-    following = max(others, key=lambda s: settings.speeds.estimate(s.group))
+        return Statement("same_speed", {"count": len(able)})
+    following = max(others, key=lambda s: s.figure(SPEED))
     ratio = settings.speeds.ratio(chosen.group, following.group)
-    return Statement(Why.fastest, {"count": len(able), "next": following, "ratio": ratio})
+    return Statement("fastest", {"count": len(able), "next": following, "ratio": ratio})
 
 
-def _compare(
-    settings: Settings, other: Setting, chosen: Setting, tied: bool, why_not: dict[str, Statement]
-) -> Comparison:
-    same = other.group == chosen.group
-    timed = settings.is_finished(other) and settings.speeds.has(other.group) and settings.speeds.has(chosen.group)
-    memory, mine = settings.median(other, MEMORY), settings.median(chosen, MEMORY)
-    loss, reference = (settings.median(s, settings.loss_key) for s in (other, chosen))
-    rounded = 0 < abs(loss - reference) <= settings.rounding(other, chosen, settings.loss_key)
+def _compare(settings: Settings, other: Setting, chosen: Setting, tied: bool, why_not: Statement | None) -> Comparison:
+    can_differ = other.group != chosen.group
+    timed = can_differ and other.is_finished and other.speed and chosen.speed
+    peak, mine = other.figure(MEMORY), chosen.figure(MEMORY)
+    loss, reference = (s.figure(settings.loss_key) for s in (other, chosen))
+    rounded = 0 < abs(loss - reference) <= other.rounding(chosen, settings.loss_key)
     return Comparison(
         other,
-        settings.speeds.ratio(other.group, chosen.group) if timed and not same else None,
-        tied and not same,
-        memory / mine if not same and memory > 0 and mine > 0 else math.nan,
+        settings.speeds.ratio(other.group, chosen.group) if timed else None,
+        tied and can_differ,
+        peak / mine if can_differ and peak > 0 and mine > 0 else math.nan,
         0.0 if rounded else (loss - reference) / max(abs(reference), 1e-12),
         rounded,
-        why_not.get(other.name),
+        why_not,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_lab.metrics import SPEED
@@ -27,40 +28,38 @@ def undecided(frame: pd.DataFrame, rules: Rules) -> list[Setting]:
     - Another goes first among equals, and this one is not faster beyond noise and tolerance.
     - Without repeats, another was three times as fast: runs of one setting differ less on cores of their own.
     """
-    settings = Settings(frame, rules)
-    speeds = settings.speeds
-    able, _ = qualify(settings)
     if not rules.by_speed:
         return []
+    settings = Settings(frame, rules)
+    able = settings.without(qualify(settings))
     if rules.objectives:
         _, able = best_of(settings, able)
-    ranked = _ranked(settings, able, is_memory_scarce(settings, able))
+    ranked = _ranked(able)
     breaks_ties = not rules.objectives or rules.objectives[-1][0] == SPEED
     limit = 1 / (1 - rules.speed_tolerance)
 
     def is_beaten(one: Setting, other: Setting) -> bool:
-        if not speeds.has(one.group) or not speeds.has(other.group):
+        if not one.speed or not other.speed:
             return False
-        ratio = speeds.ratio(other.group, one.group)
-        if speeds.basis is not Basis.repeats:
+        ratio = settings.speeds.ratio(other.group, one.group)
+        if settings.speeds.basis is not Basis.repeats:
             return ratio.value > _BEYOND_NOISE
         faster = ratio.known and ratio.low > 1 and ratio.value > limit
         first = breaks_ties and ranked.index(other) < ranked.index(one)
         # With no tolerance nothing is ever shown to be as fast.
         return faster or (first and ratio.known and ratio.low > 1 / limit)
 
-    fast = sorted(ranked, key=lambda s: -speeds.estimate(s.group) if speeds.has(s.group) else 0.0)  # these beat most
+    fast = sorted(ranked, key=lambda s: -s.figure(SPEED, 0.0))  # these beat most
     return [one for one in ranked if not any(is_beaten(one, other) for other in fast if other is not one)]
 
 
-def _ranked(settings: Settings, able: list[Setting], scarce: bool) -> list[Setting]:
+def _ranked(able: Sequence[Setting]) -> list[Setting]:
     """Return one setting of each group, those that win ties first."""
     firsts: dict[int, Setting] = {}
     for setting in sorted(able, key=lambda s: departures(s.values)):
         firsts.setdefault(setting.group, setting)
-    ranked, left = [], list(firsts.values())
-    while scarce and left:
-        small = [left[place] for place in smallest([settings.peaks[s.group] for s in left])]
-        ranked += small
-        left = [s for s in left if s not in small]
-    return ranked or left
+    ranked, left = list[Setting](), list(firsts.values())
+    while is_memory_scarce(able) and left:
+        ranked += [left[place] for place in smallest([s.peak for s in left])]
+        left = [s for s in left if s not in ranked]
+    return ranked + left

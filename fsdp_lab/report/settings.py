@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdp_lab.config import may_change_speed
-from fsdp_lab.metrics import LOSS_EPS, MEMORY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP, SPEED, TRAIN_LOSS, VAL_LOSS
+from fsdp_lab.metrics import (
+    LOSS_EPS,
+    MEMORY,
+    OTHERS_CPU,
+    PREDICTED_SPEED,
+    RATIO_ERROR,
+    RATIO_GROUP,
+    SPEED,
+    TRAIN_LOSS,
+    VAL_LOSS,
+)  # fmt: skip
 from fsdp_lab.record.trial import words
 from fsdp_lab.report.predicted import Predicted, PredictedSpeeds
-from fsdp_lab.report.speed import SIGNIFICANCE, Run, Speeds, level_of
+from fsdp_lab.report.speed import Interval, Run, Speeds, level_of
 from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:
@@ -58,21 +68,49 @@ class Setting:
     Attributes:
         values: of each axis, as typed.
         trials: their numbers.
+        statuses: how they ended.
         group: of the settings that cannot differ in speed.
+        speed: of the group, in samples/s; None: it is not compared.
+        peak: the median peak memory of the group, which nothing in it changes; infinite without one.
+        excluded: the shares of the cores that other processes used, of the trials whose timing is excluded.
+        figures: metric -> its median over the finished trials, for speed the estimate; only what is known.
     """
 
     values: dict[str, str]
     trials: tuple[int, ...]
+    statuses: tuple[TrialStatus, ...]
     group: int
+    speed: Interval | None
+    peak: float
+    excluded: tuple[float, ...]
+    figures: Mapping[str, float]
 
     @property
     def name(self) -> str:
         """The values as typed."""
         return words(self.values)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether one of its trials finished."""
+        return TrialStatus.finished in self.statuses
+
     def apart(self, other: Setting) -> str:
         """Return the other setting by the values that differ from this one's."""
         return words({key: text for key, text in other.values.items() if self.values.get(key) != text})
+
+    def figure(self, metric: str, unknown: float = math.nan) -> float:
+        """Return a figure, or `unknown`."""
+        return self.figures.get(metric, unknown)
+
+    def spacing(self, metric: str) -> float:
+        """Return the distance of neighbouring values around a loss, at most: they are closest above a power of two."""
+        share = abs(self.figure(metric)) * self.figure(LOSS_EPS) if metric in LOSSES else 0.0
+        return share if math.isfinite(share) else 0.0
+
+    def rounding(self, other: Setting, metric: str) -> float:
+        """Return the difference of two losses that the rounding of a narrow type explains; 0 for other metrics."""
+        return max(self.spacing(metric), other.spacing(metric))
 
 
 class Settings:
@@ -81,6 +119,14 @@ class Settings:
     Args:
         frame: a row a trial, as of `SweepRecord.frame`.
         rules: name its axes.
+
+    Attributes:
+        axes: those that distinguish settings.
+        idle_axes: those that change nothing on this device.
+        speed_axes: those of `axes` that may change speed.
+        groups: the number of each trial's group, whose settings cannot differ in speed.
+        speeds: of the groups.
+        all: the settings.
     """
 
     def __init__(self, frame: pd.DataFrame, rules: Rules) -> None:
@@ -89,13 +135,52 @@ class Settings:
         self.idle_axes = [axis for axis in rules.axes if on_cpu and axis.partition(".")[0] == "offload"]
         self.axes = [axis for axis in rules.axes if axis not in (*REPEATS, *self.idle_axes)]
         self.speed_axes = [axis for axis in self.axes if may_change_speed(axis)]
-        groups = combinations(frame, self.speed_axes)
-        self.all = [
-            Setting({axis: frame.at[numbers[0], axis] for axis in self.axes}, tuple(numbers), int(groups[numbers[0]]))
-            for numbers in frame.groupby(combinations(frame, self.axes)).groups.values()
-        ]
-        self.of_trial = {number: setting for setting in self.all for number in setting.trials}
+        self.groups = combinations(frame, self.speed_axes)
         self.speeds: Speeds | PredictedSpeeds = self._predicted() if rules.predicted else self._measured()
+        self.all = self._settings()
+
+    def _settings(self) -> list[Setting]:
+        finished = self.frame.select_dtypes("number").replace([math.inf, -math.inf], math.nan)
+        finished = finished[self.frame["status"] == TrialStatus.finished]
+        places = combinations(self.frame, self.axes)
+        medians = finished.groupby(places).median().to_dict("index")
+        peaks = column(finished, MEMORY).groupby(self.groups).median().fillna(math.inf)
+        others = column(self.frame, OTHERS_CPU)[self.frame["timing_excluded"].notna()]
+        settings = []
+        for place, trials in self.frame.groupby(places).groups.items():
+            rows = self.frame.loc[trials]
+            group = int(self.groups[trials[0]])
+            speed = self._speed(group)
+            known = {key: median for key, median in medians.get(place, {}).items() if not math.isnan(median)}
+            known.pop(SPEED, None)  # of the trials alone, and of excluded ones too
+            settings.append(
+                Setting(
+                    {axis: rows[axis].iat[0] for axis in self.axes},
+                    tuple(trials),
+                    tuple(map(TrialStatus, rows["status"])),
+                    group,
+                    speed,
+                    peaks.get(group, math.inf),
+                    tuple(others[others.index.isin(trials)]),
+                    {**known, SPEED: speed.value} if speed else known,
+                )
+            )
+        return settings
+
+    def _speed(self, group: int) -> Interval | None:
+        if not self.speeds.has(group):
+            return None
+        speed = self.speeds.speed(group)
+        return speed if math.isfinite(speed.high) else Interval(speed.value)
+
+    def without(self, names: Container[str]) -> list[Setting]:
+        """Return the settings but those of these names."""
+        return [setting for setting in self.all if setting.name not in names]
+
+    @cached_property
+    def of_trial(self) -> dict[int, Setting]:
+        """Trial -> its setting."""
+        return {number: setting for setting in self.all for number in setting.trials}
 
     @property
     def rounds(self) -> pd.Series[int]:
@@ -103,112 +188,49 @@ class Settings:
         return combinations(self.frame, [axis for axis in REPEATS if axis in self.frame])
 
     @cached_property
-    def statuses(self) -> dict[int, TrialStatus]:
-        """Trial -> how it ended."""
-        return dict(zip(self.frame.index, map(TrialStatus, self.frame["status"]), strict=True))
-
-    @cached_property
-    def excluded(self) -> set[int]:
-        """The trials whose timing is excluded."""
-        return set(self.frame.index[self.frame["timing_excluded"].notna()])
-
-    @cached_property
     def loss_key(self) -> str:
         """The metric of learning."""
         return loss_metric(self.frame)
 
-    def is_finished(self, setting: Setting) -> bool:
-        """Whether a trial of the setting finished."""
-        return any(self.statuses[number] is TrialStatus.finished for number in setting.trials)
-
-    def figure(self, number: int, key: str) -> float:
-        """Return a trial's figure; NaN without one."""
-        return float(self.frame.at[number, key]) if key in self.frame else math.nan
+    @cached_property
+    def timed(self) -> pd.DataFrame:
+        """The trials whose steps were timed, whether the timing is excluded or not."""
+        speeds = column(self.frame, SPEED)
+        return self.frame[(speeds > 0) & (speeds < math.inf)]
 
     @cached_property
-    def _medians(self) -> dict[str, dict[str, float]]:
-        numbers = self.frame.select_dtypes("number").replace([math.inf, -math.inf], math.nan)
-        finished = numbers[self.frame["status"] == TrialStatus.finished]
-        medians: dict[str, dict[str, float]] = (
-            finished.groupby([self.of_trial[number].name for number in finished.index]).median().to_dict("index")
-            if len(finished)
-            else {}
-        )
-        return medians
-
-    def median(self, setting: Setting, key: str) -> float:
-        """Return the median of a metric over the finished trials; NaN if none has it."""
-        return self._medians.get(setting.name, {}).get(key, math.nan)
-
-    def value(self, setting: Setting, metric: str) -> float:
-        """Return a setting's figure: for speed the estimate, else the median; NaN without one."""
-        if metric != SPEED:
-            return self.median(setting, metric)
-        return self.speeds.estimate(setting.group) if self.speeds.has(setting.group) else math.nan
+    def compared(self) -> pd.DataFrame:
+        """The trials whose speeds are compared: timed, finished or stopped early, and not excluded."""
+        has_ended = self.timed["status"].isin([TrialStatus.finished, TrialStatus.stopped])
+        return self.timed[has_ended & self.timed["timing_excluded"].isna()]
 
     def _measured(self) -> Speeds:
         """Return the speeds of the runs, with ratios judged at the significance of each look of `repeat=auto`.
 
         There is a look after each round. The first shows no noise, unless several of its runs share one speed.
         """
+        rows, rounds = self.compared, self.rounds
+        errors = column(rows, "perf/speed_error")
+        runs = [
+            Run(int(self.groups[number]), int(rounds[number]), speed, None if math.isnan(error) else error)
+            for number, speed, error in zip(rows.index, column(rows, SPEED), errors, strict=True)
+        ]
         if self.rules.repeat_max is None:
-            return Speeds(self.runs, SIGNIFICANCE)
-        first = min((run.round for run in self.runs), default=0)
-        groups = [run.group for run in self.runs if run.round == first]
-        return Speeds(self.runs, level_of(self.rules.repeat_max - (len(set(groups)) == len(groups))))
+            return Speeds(runs)
+        first = min((run.round for run in runs), default=0)
+        groups = [run.group for run in runs if run.round == first]
+        return Speeds(runs, level_of(self.rules.repeat_max - (len(set(groups)) == len(groups))))
 
     def _predicted(self) -> PredictedSpeeds:
+        figures = (PREDICTED_SPEED, f"{PREDICTED_SPEED}_low", f"{PREDICTED_SPEED}_high", RATIO_ERROR, RATIO_GROUP)
         by_group: dict[int, Predicted] = {}
-        for number, setting in self.of_trial.items():
-            speed, low, high, error = (
-                self.figure(number, key)
-                for key in (PREDICTED_SPEED, f"{PREDICTED_SPEED}_low", f"{PREDICTED_SPEED}_high", RATIO_ERROR)
-            )
+        for group, speed, low, high, error, alike in zip(
+            self.groups, *(self.frame[key] for key in figures), strict=True
+        ):
             if speed > 0:
-                group = str(self.frame.at[number, RATIO_GROUP])
-                relative = error if math.isfinite(error) else None
-                by_group.setdefault(setting.group, Predicted(speed, low, high, relative, group))
+                relative = None if math.isnan(error) else error
+                by_group.setdefault(group, Predicted(speed, low, high, relative, alike))
         return PredictedSpeeds(by_group)
-
-    @cached_property
-    def peaks(self) -> dict[int, float]:
-        """Group of settings -> the median of its peak memories, which nothing in it changes; infinite without one."""
-        import pandas as pd
-
-        table = pd.DataFrame({"group": s.group, "peak": self.median(s, MEMORY)} for s in self.all)
-        peaks: dict[int, float] = table.groupby("group")["peak"].median().fillna(math.inf).to_dict()
-        return peaks
-
-    @cached_property
-    def timed(self) -> dict[int, float]:
-        """Trial -> its speed, of those whose steps were timed, whether the timing is excluded or not."""
-        figures = {number: self.figure(number, SPEED) for number in self.frame.index}
-        return {number: speed for number, speed in figures.items() if 0 < speed < math.inf}
-
-    @cached_property
-    def runs(self) -> list[Run]:
-        """The runs that are compared: timed, finished or stopped early, and not excluded."""
-        rounds = self.rounds
-        errors = {number: self.figure(number, "perf/speed_error") for number in self.timed}
-        return [
-            Run(
-                self.of_trial[number].group,
-                int(rounds[number]),
-                speed,
-                errors[number] if math.isfinite(errors[number]) else None,
-            )
-            for number, speed in self.timed.items()
-            if number not in self.excluded and self.statuses[number] in (TrialStatus.finished, TrialStatus.stopped)
-        ]
-
-    def rounding(self, one: Setting, other: Setting, metric: str) -> float:
-        """Return the difference of two losses that the rounding of a narrow type explains; 0 for other metrics."""
-        return max(self.spacing(one, metric), self.spacing(other, metric))
-
-    def spacing(self, setting: Setting, metric: str) -> float:
-        """Return the distance of neighbouring values around a loss, at most: they are closest above a power of two."""
-        share = abs(self.median(setting, metric)) * self.median(setting, LOSS_EPS) if metric in LOSSES else 0.0
-        return share if math.isfinite(share) else 0.0
 
 
 def combinations(frame: pd.DataFrame, axes: Sequence[str]) -> pd.Series[int]:
@@ -218,11 +240,13 @@ def combinations(frame: pd.DataFrame, axes: Sequence[str]) -> pd.Series[int]:
     return frame.groupby(list(axes), sort=False).ngroup() if axes else pd.Series(0, frame.index)
 
 
+def column(frame: pd.DataFrame, metric: str) -> pd.Series[float]:
+    """Return the column of a metric, with NaN where a trial has none."""
+    import pandas as pd
+
+    return frame[metric] if metric in frame else pd.Series(math.nan, frame.index)
+
+
 def loss_metric(frame: pd.DataFrame) -> str:
     """Return the metric of learning in a sweep's frame: the validation loss if there is one, else the training loss."""
-    return VAL_LOSS if VAL_LOSS in frame and frame[VAL_LOSS].notna().any() else TRAIN_LOSS
-
-
-def or_inf(number: Any) -> float:
-    """Return the number, or infinity for one that is not finite."""
-    return float(number) if math.isfinite(number) else math.inf
+    return VAL_LOSS if column(frame, VAL_LOSS).notna().any() else TRAIN_LOSS

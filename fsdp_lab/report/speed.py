@@ -126,10 +126,6 @@ class Speeds:
         """The source of the intervals."""
         return Basis.repeats if self._fit.freedom > 0 else Basis.nothing
 
-    def estimate(self, group: int) -> float:
-        """Return the group's speed over the rounds of the sweep."""
-        return math.exp(float(self._fit.effects[self._place[group]]))
-
     def speed(self, group: int) -> Interval:
         """Return the group's speed over the rounds of the sweep, and its interval."""
         fit, i = self._fit, self._place[group]

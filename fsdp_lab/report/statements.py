@@ -4,77 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
+from fsdp_lab.status import TrialStatus
 
-class WhyNot(StrEnum):
-    """Why a setting does not qualify."""
-
-    oom = "oom"
-    diverged = "diverged"
-    failed = "failed"
-    stopped = "stopped"
-    skipped = "skipped"
-    interrupted = "interrupted"
-    no_result = "no_result"
-    too_large = "too_large"
-    tight = "tight"
-    no_figure = "no_figure"
-    loss_too_high = "loss_too_high"
-    timing_excluded = "timing_excluded"
-    untimed = "untimed"
-
-
-class Why(StrEnum):
-    """Why the recommended setting is the one."""
-
-    no_trial = "no_trial"
-    none_qualifies = "none_qualifies"
-    only = "only"
-    pending = "pending"
-    alone = "alone"
-    tied = "tied"
-    fastest = "fastest"
-    same_speed = "same_speed"
-    objectives = "objectives"
-    least_memory = "least_memory"
-    lowest_loss = "lowest_loss"
-
-
-class TieBreak(StrEnum):
-    """What decided among settings that are equally good."""
-
-    memory = "memory"
-    simplicity = "simplicity"
-    loss = "loss"
-    speed = "speed"
-    order = "order"
-
-
-class NoSpeeds(StrEnum):
-    """Why speeds are not compared."""
-
-    excluded = "excluded"
-    only_one = "only_one"
-    too_short = "too_short"
-
-
-class Note(StrEnum):
-    """What the figures do not show."""
-
-    excluded = "excluded"
-    limit_raised = "limit_raised"
-    one_run = "one_run"
-    nothing_learned = "nothing_learned"
-    rounding = "rounding"
-    idle = "idle"
-    auto = "auto"
+# Why a setting does not qualify, besides the statuses in which its trials ended.
+WhyNot = Literal["no_result", "too_large", "tight", "no_figure", "loss_too_high", "timing_excluded", "untimed"]
+# Why the recommended setting is the one, or why there is none.
+Why = Literal[
+    "no_trial", "none_qualifies", "only", "pending", "alone", "tied", "fastest", "same_speed", "objectives",
+    "least_memory", "lowest_loss",
+]  # fmt: skip
+NoSpeeds = Literal["excluded", "only_one", "too_short"]
+TieBreak = Literal["memory", "simplicity", "loss", "speed", "order"]
+Note = Literal["excluded", "limit_raised", "one_run", "nothing_learned", "idle", "auto"]
 
 
 @dataclass(frozen=True)
 class Statement:
     """A code, and the values that its text needs."""
 
-    code: StrEnum
+    code: WhyNot | TrialStatus | Why | NoSpeeds | Note
     values: Mapping[str, Any] = field(default_factory=dict)

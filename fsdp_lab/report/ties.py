@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_lab.metrics import SPEED
 from fsdp_lab.report.choice import departures, smallest
 from fsdp_lab.report.predicted import EQUAL
-from fsdp_lab.report.settings import Setting, Settings, or_inf
+from fsdp_lab.report.settings import Setting, Settings
 from fsdp_lab.report.statements import TieBreak
 
 SCARCE = 0.9  # of a device's memory: a setting that needs more makes memory scarce, as in forecasts
@@ -20,56 +20,55 @@ def best_of(settings: Settings, able: Sequence[Setting]) -> tuple[list[Setting],
 
     Predictions have no noise of runs: of these only equal ones tie, unless the fastest makes memory scarce.
     """
-    rules, speeds, left, raced = settings.rules, settings.speeds, list(able), []
+    rules, left, raced = settings.rules, list(able), list[Setting]()
     for metric, direction in rules.objectives or [(SPEED, "max")]:
-        if metric == SPEED and direction == "max":
-            raced = [s for s in left if speeds.has(s.group)]
-            speed = {s.name: speeds.estimate(s.group) for s in raced}
-            fastest = max(raced, key=lambda s: speed[s.name], default=None)
-            roomy = rules.predicted and fastest is not None and not is_memory_scarce(settings, [fastest])
-            tolerance = EQUAL if roomy else rules.speed_tolerance
-            limit = speed[fastest.name] * (1 - tolerance) if fastest else 0.0
-            left = [s for s in raced if speed[s.name] >= limit * (1 - 1e-9)] or left
+        known = [s for s in left if metric in s.figures]
+        if not known:
             continue
-        last = metric == rules.objectives[-1][0]
-        values = {s.name: settings.value(s, metric) * (1 if direction == "min" else -1) for s in left}
-        best = min(left, key=lambda s: or_inf(values[s.name]))
-        limit = values[best.name] + (0.0 if last else abs(values[best.name]) * rules.loss_tolerance)
-        left = [s for s in left if values[s.name] <= limit + settings.rounding(s, best, metric)] or left
+        sign = 1 if direction == "min" else -1
+        best = min(known, key=lambda s: sign * s.figure(metric))
+        if (metric, direction) == (SPEED, "max"):
+            raced = known
+            roomy = rules.predicted and not is_memory_scarce([best])
+            tolerance = EQUAL if roomy else rules.speed_tolerance
+        else:
+            tolerance = 0.0 if metric == rules.objectives[-1][0] else rules.loss_tolerance
+        limit = sign * best.figure(metric) + (tolerance + 1e-9) * abs(best.figure(metric))
+        left = [s for s in known if sign * s.figure(metric) <= limit + s.rounding(best, metric)]
     return left, raced
 
 
-def is_memory_scarce(settings: Settings, tied: Sequence[Setting]) -> bool:
+def is_memory_scarce(tied: Sequence[Setting]) -> bool:
     """Return whether one of these settings nearly fills its device, by its forecast."""
-    needs = ((settings.median(s, "forecast/needed_bytes"), settings.median(s, "forecast/capacity_bytes")) for s in tied)
-    return any(needed > SCARCE * capacity for needed, capacity in needs)
+    return any(s.figure("forecast/needed_bytes") > SCARCE * s.figure("forecast/capacity_bytes") for s in tied)
 
 
-def break_tie(settings: Settings, tied: Sequence[Setting], raced: bool) -> tuple[Setting, TieBreak | None]:
+def break_tie(settings: Settings, tied: Sequence[Setting], raced: bool) -> tuple[Setting, TieBreak]:
     """Return one of settings that are equally good, and what decided."""
-    left, decided = list(tied), TieBreak.speed if raced and len(tied) == 1 else TieBreak.order
-    if not raced or settings.rules.predicted or is_memory_scarce(settings, tied):
-        left = [tied[place] for place in smallest([settings.peaks[s.group] for s in tied])]
-        decided = TieBreak.memory if len(left) < len(tied) else decided
-    rules: tuple[tuple[TieBreak, Callable[[Setting, Sequence[Setting]], Any]], ...] = (
-        (TieBreak.simplicity, lambda s, _: departures(s.values)),
-        (TieBreak.loss, lambda s, others: _loss_above(settings, s, others)),
-        (TieBreak.speed, lambda s, _: -settings.speeds.estimate(s.group) if settings.speeds.has(s.group) else 0.0),
+    left = list(tied)
+    decided: TieBreak = "speed" if raced and len(tied) == 1 else "order"
+    if not raced or settings.rules.predicted or is_memory_scarce(tied):
+        left = [tied[place] for place in smallest([s.peak for s in tied])]
+        decided = "memory" if len(left) < len(tied) else decided
+    rules: tuple[tuple[TieBreak, Callable[[Setting], Any]], ...] = (
+        ("simplicity", lambda s: departures(s.values)),
+        ("loss", lambda s: _loss_above(s, left, settings.loss_key)),
+        ("speed", lambda s: -s.figure(SPEED, 0.0)),
     )
     for rule, key in rules:
-        best = min(key(s, left) for s in left)
-        kept = [s for s in left if key(s, left) == best]
+        keys = [key(s) for s in left]
+        kept = [s for s, own in zip(left, keys, strict=True) if own == min(keys)]
         decided = rule if len(kept) < len(left) else decided
         left = kept
     return left[0], decided
 
 
-def _loss_above(settings: Settings, setting: Setting, others: Sequence[Setting]) -> float:
+def _loss_above(setting: Setting, others: Sequence[Setting], loss: str) -> float:
     """Return by how much a loss exceeds the lowest one, beyond their rounding; 0: it does not."""
-    loss = settings.loss_key
-    lowest = min(others, key=lambda s: or_inf(settings.median(s, loss)))
-    above = or_inf(settings.median(setting, loss)) - settings.median(lowest, loss)
-    return max(above - settings.rounding(setting, lowest, loss), 0.0) if math.isfinite(above) else 0.0
+    lowest = min(others, key=lambda s: s.figure(loss, math.inf))
+    if loss not in lowest.figures:
+        return 0.0
+    return max(setting.figure(loss, math.inf) - lowest.figure(loss) - setting.rounding(lowest, loss), 0.0)
 
 
 def is_tied(settings: Settings, one: Setting, other: Setting) -> bool:

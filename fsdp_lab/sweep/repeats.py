@@ -103,7 +103,7 @@ class AutoRepeat:
         before = [trial for trial in sweep.trials if self._state.trials[trial.number].trial.config.repeat < number]
         frame = replace(sweep, trials=before).frame()
         seen = Settings(frame, sweep.rules)
-        if not seen.runs and (number >= _TRIED_IN_VAIN or not seen.timed):
+        if seen.compared.empty and (number >= _TRIED_IN_VAIN or seen.timed.empty):
             return []
         numbers = sorted(setting.trials[0] for setting in undecided(frame, sweep.rules))
         return [list(self._state.trials[n].trial.overrides) for n in numbers] if len(numbers) > 1 else []
