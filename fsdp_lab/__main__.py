@@ -36,6 +36,8 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be told in one message
     try:
         if (answer := information(sys.argv[1:])) is not None:
+            from fsdp_lab.terminal import print_to_reader
+
             print_to_reader(answer)
             return
         if nightly := [a for a in sys.argv[1:] if a.lstrip("+~").startswith("nightly.")]:
@@ -88,14 +90,6 @@ def information(arguments: Sequence[str]) -> str | None:
     if "--keys" in arguments:
         return keys_text([word for word in arguments if not word.startswith("-")], shutil.get_terminal_size().columns)
     return None
-
-
-def print_to_reader(text: str) -> None:
-    """Print a text; a reader such as `head` may close the pipe before its end."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
 
 
 def shows_trial(arguments: Sequence[str]) -> bool:

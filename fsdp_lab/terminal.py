@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,6 +28,14 @@ def open_console() -> Console:
     color: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     console = Console(color_system=color, force_jupyter=False)
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_FILE_WIDTH)
+
+
+def print_to_reader(*lines: str) -> None:
+    """Print lines; a reader such as `head` may close the pipe before their end."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
 
 
 @dataclass(frozen=True)

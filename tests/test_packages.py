@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "deploy": {"files", "config"},
     "predict": {"config", "training", "tracking", "workloads"},
     "__main__": {"locks", "files", "config", "compose", "explain", "doctor", "reference", "training", "engine", "sweep",
-        "tracking"},
+        "terminal", "tracking"},
     "hydra_plugins": {"config", "sweep"},
 }  # fmt: skip
 OWNERS = {

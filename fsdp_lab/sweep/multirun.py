@@ -37,6 +37,7 @@ from fsdp_lab.sweep.store.folder import new_folder
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
 from fsdp_lab.sweep.submit import submit_sweep
 from fsdp_lab.sweep.sweep_data import sweep_of
+from fsdp_lab.terminal import print_to_reader
 from fsdp_lab.wording import count
 
 
@@ -55,8 +56,7 @@ def run_multirun(
     if command.common.config.dry_run:
         if command.common.config.resume is not None:
             plan, notes = command.resumed_sweep(), []
-        _print_plan(plan, notes)
-        print(*trial_lines(plan), sep="\n", flush=True)
+        print_to_reader(_first_line(plan), *notes, *trial_lines(plan))
         return
     if command.common.config.cluster.job.has_manager:
         if command.common.config.resume is None:
@@ -95,9 +95,11 @@ def _run(plan: SweepPlan, notes: Sequence[str]) -> ExitCode:
 
 
 def _print_plan(plan: SweepPlan, notes: Sequence[str]) -> None:
-    print(f"{_how_many(plan)}: {' × '.join(plan.swept) or 'nothing is swept'}", flush=True)
-    for line in notes:
-        print(line, flush=True)
+    print(_first_line(plan), *notes, sep="\n", flush=True)
+
+
+def _first_line(plan: SweepPlan) -> str:
+    return f"{_how_many(plan)}: {' × '.join(plan.swept) or 'nothing is swept'}"
 
 
 def trial_lines(plan: SweepPlan) -> list[str]:
