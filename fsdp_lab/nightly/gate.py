@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from statistics import median, variance
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import LOSS_EPS, SPEED, Metric, gated
@@ -64,7 +64,7 @@ class Finding:
         tonight: this night's median.
         change: from one to the other: a ratio minus 1, or in the metric's unit.
         tolerance: the largest change that is tolerated, as `change`.
-        noise: the largest change that noise explains, as `change`; None: not known.
+        noise: the largest change that noise explains, as `change`; 0: it is not known.
         slope: the change of a typical night, as `change`; for `drift` and `slope`.
         nights: over how many.
         ended: the status of each trial tonight, and of that night, for `unfinished` and `new`.
@@ -89,47 +89,36 @@ class Finding:
         return self.outcome in _REGRESSIONS
 
 
-@dataclass(frozen=True)
 class Scale:
-    """Positions of a metric; larger is worse.
+    """Positions of a metric; larger is worse. They are logarithms for a ratio, unless a value has none.
 
-    Attributes:
-        kind: as in `metrics.Gate`; `share`: linear, in shares of `unit`.
-        sign: of a ratio: -1 if a larger value is better.
-        unit: of a share.
+    Args:
+        metric: see `metrics.Gate` for its kinds.
+        values: all that are compared.
     """
 
-    kind: str
-    sign: int = 1
-    unit: float = 1.0
-
-    @classmethod
-    def for_values(cls, metric: Metric, values: Sequence[float]) -> Self:
-        """Return the scale of a metric for these values: logarithms for ratios, unless a value has none."""
-        if metric.gate.kind != "ratio":
-            return cls(metric.gate.kind)
-        sign = -1 if metric.better == "max" else 1
-        return cls("ratio", sign) if min(values) > 0 else cls("share", sign, abs(median(values)) or 1.0)
+    def __init__(self, metric: Metric, values: Sequence[float]) -> None:
+        is_ratio = metric.gate.kind == "ratio"
+        self._is_log = is_ratio and min(values) > 0
+        self._unit = abs(median(values)) or 1.0 if is_ratio and not self._is_log else 1.0
+        self._is_distance = metric.gate.kind == "distance"
+        self._sign = -1 if metric.better == "max" or metric.gate.kind == "fall" else 1
 
     def of(self, value: float) -> float:
         """Return the position of a value."""
-        if self.kind == "ratio":
-            return self.sign * math.log(value)
-        return {"share": self.sign * value / self.unit, "distance": abs(value), "fall": -value}.get(self.kind, value)
+        if self._is_log:
+            return self._sign * math.log(value)
+        return self._sign * (abs(value) if self._is_distance else value) / self._unit
 
     def distance(self, tolerance: float) -> float:
         """Return how far a tolerance reaches; a ratio of 1 or more never ends where larger is better."""
-        if self.kind != "ratio":
+        if not self._is_log:
             return tolerance
-        if self.sign < 0 and tolerance >= 1:
-            return math.inf
-        return self.sign * math.log1p(self.sign * tolerance)
+        return self._sign * math.log1p(self._sign * tolerance) if self._sign > 0 or tolerance < 1 else math.inf
 
     def change(self, distance: float) -> float:
         """Return a distance as a change of the metric."""
-        if self.kind == "ratio":
-            return math.expm1(self.sign * distance)
-        return -distance if self.kind == "fall" else self.sign * distance
+        return math.expm1(self._sign * distance) if self._is_log else self._sign * distance
 
 
 def judged_columns(frame: pd.DataFrame) -> pd.DataFrame:
@@ -160,108 +149,91 @@ def judge(
         if _share(now := ended.get(setting, [])) < _share(before)
     ]
     excluded = set(tonight.loc[tonight[EXCLUDED].astype(bool), "setting"])
-    values, nights = measured(tonight), [(night, same, measured(frame)) for night, same, frame in past]
+    values, nights = measured(tonight), [(night, measured(frame, same)) for night, same, frame in past]
     for setting, now in ended.items():
         if setting not in ended_before:
             findings.append(Finding(setting, STATUS, Outcome.new, ended=[now, []]))
             continue
-        known = [values, *(of_night for *_, of_night in nights)]
-        eps = max((one for of_night in known for one in of_night.get((setting, LOSS_EPS), [])), default=0.0)
+        eps = [one for of_night in (values, *dict(nights).values()) for one in of_night.get((setting, LOSS_EPS), [])]
         for metric in gated():
             at = (setting, metric.key)
-            earlier = [(night, v[at]) for night, same, v in nights if at in v and (same or not metric.is_speed)]
+            earlier = [(night, of_night[at]) for night, of_night in nights if at in of_night]
             if at in values and earlier:
-                limits = getattr(tolerance, metric.gate.tolerance), eps if metric.key == LOSS else 0.0, chance
-                findings.append(_compare(setting, metric, values[at], earlier, limits))
-            elif _share(now):
-                findings += _uncompared(setting, metric, values.get(at), earlier, setting in excluded)
+                rounding = math.log1p(max(eps, default=0.0)) if metric.key == LOSS else 0.0
+                limit = getattr(tolerance, metric.gate.tolerance)
+                findings.append(_compare(setting, metric, values[at], earlier, limit, rounding, chance))
+            elif not _share(now):
+                continue  # which is a finding already, or no news
+            elif metric.is_speed and (at in values or setting in excluded):
+                outcome, value = (Outcome.unmatched, median(values[at])) if at in values else (Outcome.excluded, None)
+                if metric.key == SPEED:  # it speaks for all timings
+                    findings.append(Finding(setting, SPEED, outcome, tonight=value))
+            elif earlier:
+                night, before = earlier[-1]
+                findings.append(Finding(setting, metric.key, Outcome.lost, night, median(before)))
     return findings
 
 
-def measured(frame: pd.DataFrame) -> dict[tuple[str, str], list[float]]:
-    """Return setting and metric -> its values in finished trials, without excluded timings."""
+def measured(frame: pd.DataFrame, same_machine: bool = True) -> dict[tuple[str, str], list[float]]:
+    """Return setting and metric -> its values in finished trials, without timings that are excluded or of elsewhere."""
     keys = [LOSS_EPS, *(metric.key for metric in gated())]
     finished = frame[frame[STATUS] == TrialStatus.finished].reindex(columns=["setting", EXCLUDED, *keys])
     finished = finished.astype(dict.fromkeys(keys, float)).replace([math.inf, -math.inf], math.nan)
     timings = [metric.key for metric in gated() if metric.is_speed]
-    finished.loc[finished[EXCLUDED].astype(bool), timings] = math.nan
+    finished.loc[finished[EXCLUDED].astype(bool) | (not same_machine), timings] = math.nan
     values = finished.melt(["setting"], keys).dropna()
     return dict(values.groupby(["setting", "variable"])["value"].agg(list).items())
 
 
-def _uncompared(
-    setting: str,
-    metric: Metric,
-    now: Sequence[float] | None,
-    earlier: Sequence[tuple[str, list[float]]],
-    is_excluded: bool,
-) -> list[Finding]:
-    """Return what there is to say of a metric that was not measured in both nights; of timings, the speed speaks."""
-    if now:
-        return [Finding(setting, SPEED, Outcome.unmatched, tonight=median(now))] if metric.key == SPEED else []
-    if is_excluded and metric.is_speed:
-        return [Finding(setting, SPEED, Outcome.excluded)] if metric.key == SPEED else []
-    return [Finding(setting, metric.key, Outcome.lost, night, median(before)) for night, before in earlier[-1:]]
-
-
 def _compare(
-    setting: str,
-    metric: Metric,
-    now: Sequence[float],
-    earlier: Sequence[tuple[str, list[float]]],
-    limits: tuple[float, float, float],
-) -> Finding:
+    setting: str, metric: Metric, now: Sequence[float], earlier: Sequence[tuple[str, list[float]]],
+    tolerance: float, rounding: float, chance: float,
+) -> Finding:  # fmt: skip
     """Compare with the last good night, then with the best one, then with the slope of all."""
-    tolerance, eps, chance = limits
-    scale = Scale.for_values(metric, [*now, *(value for _, values in earlier for value in values)])
+    scale = Scale(metric, [*now, *(value for _, values in earlier for value in values)])
     here, there = [scale.of(v) for v in now], [[scale.of(v) for v in values] for _, values in earlier]
-    levels = [median(positions) for positions in there]
-    level, limit, rounding = median(here), scale.distance(tolerance), math.log1p(eps)
-
-    def finding(outcome: Outcome, place: int, noise: float | None, **slope: Any) -> Finding:
-        return Finding(
-            setting, metric.key, outcome, earlier[place][0], median(earlier[place][1]), median(now),
-            scale.change(level - levels[place]), scale.change(limit), None if noise is None else scale.change(noise),
-            **slope,
-        )  # fmt: skip
-
-    last, best = len(levels) - 1, levels.index(min(levels))
-    for place, share in ((last, 1), (best, len(levels))):  # the best of many is the best by chance, too
-        noise = _noise(there[place], here, levels, chance / share)
-        if level - levels[place] > max(limit, noise or 0.0, rounding):
-            if place == last:
-                return finding(Outcome.regression, place, noise)
-            since = [*levels[place:], level]
-            return finding(Outcome.drift, place, noise, slope=scale.change(_slope(since)), nights=len(since) - 1)
-    noise, change = _noise(there[last], here, levels, chance), level - levels[last]
-    if _is_slope([*levels, level], limit, chance):
-        slope = scale.change(_slope([*levels, level]))
-        return finding(Outcome.slope, last, noise, slope=slope, nights=len(levels))
-    if change > limit:
-        return finding(Outcome.noise if change <= (noise or 0.0) else Outcome.rounding, last, noise)
-    return finding(Outcome.better if -change > max(limit, noise or 0.0, rounding) else Outcome.ok, last, noise)
+    level, levels = median(here), [median(positions) for positions in there]
+    place, best, since = len(levels) - 1, levels.index(min(levels)), list[float]()
+    limit, change = scale.distance(tolerance), level - levels[place]
+    noise = _noise(there[place], here, levels, chance)
+    noise_of_best = _noise(there[best], here, levels, chance / len(levels))  # the best of many is so by chance, too
+    if change > max(limit, noise, rounding):
+        outcome = Outcome.regression
+    elif level - levels[best] > max(limit, noise_of_best, rounding):
+        outcome, place, noise, since = Outcome.drift, best, noise_of_best, levels[best:]
+    elif _is_slope([*levels, level], limit, chance):
+        outcome, since = Outcome.slope, levels
+    elif change > limit:
+        outcome = Outcome.noise if change <= noise else Outcome.rounding
+    else:
+        outcome = Outcome.better if -change > max(limit, noise, rounding) else Outcome.ok
+    name, before = earlier[place]
+    slope = scale.change(_slope([*since, level])) if since else None
+    return Finding(
+        setting, metric.key, outcome, name, median(before), median(now), scale.change(level - levels[place]),
+        scale.change(limit), scale.change(noise), slope, len(since),
+    )  # fmt: skip
 
 
-def _noise(before: Sequence[float], now: Sequence[float], levels: Sequence[float], chance: float) -> float | None:
-    """Return the distance that noise alone exceeds with the given probability; None if the noise is not known.
+def _noise(before: Sequence[float], now: Sequence[float], levels: Sequence[float], chance: float) -> float:
+    """Return the distance that noise alone exceeds with the given probability; 0 if the noise is not known.
 
     By Welch's one-sided test. Nights differ by more than repeats in one night, so the variance of their medians is
     added to each of the two. It is that of the differences of consecutive nights around their median, so that neither
     one lasting change nor a steady drift counts as noise. Before enough nights are known they are assumed to differ as
     repeats do.
     """
-    within = [(variance(values), len(values)) for values in (before, now) if len(values) > 1]
-    parts = [(var / count, count - 1) for var, count in within]
+    repeated = [values for values in (before, now) if len(values) > 1]
+    parts = [(variance(values) / len(values), len(values) - 1) for values in repeated]  # with degrees of freedom
     if len(levels) >= _ENOUGH_NIGHTS:
         steps = [b - a for a, b in pairwise(levels[-_LATEST:])]
         spread = sorted(abs(step - median(steps)) for step in steps)
         spread = spread[len(steps) % 2 :]  # one of an odd number is the median itself
         parts += [((median(spread) / _MEDIAN_OF_NORMAL) ** 2, len(steps))]  # of a difference: of both nights
-    elif within:
-        freedom = sum(count - 1 for _, count in within)
-        parts += [(2 * sum(var * (count - 1) for var, count in within) / freedom, freedom)]
-    if not parts:
-        return None
+    elif repeated:
+        freedom = sum(len(values) - 1 for values in repeated)
+        pooled = sum(variance(values) * (len(values) - 1) for values in repeated) / freedom
+        parts += [(2 * pooled, freedom)]
     error = sum(part for part, _ in parts)
     if error == 0:
         return 0.0
@@ -282,7 +254,9 @@ def _is_slope(levels: Sequence[float], limit: float, chance: float) -> bool:
 
 def _slope(levels: Sequence[float]) -> float:
     """Return how much worse a night is than the one before: the median over all pairs of nights."""
-    return median((b - a) / (j - i) for i, a in enumerate(levels) for j, b in enumerate(levels) if j > i)
+    from scipy.stats import theilslopes
+
+    return float(theilslopes(levels).slope)
 
 
 def _share(ended: Sequence[str]) -> float:
