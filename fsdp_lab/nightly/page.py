@@ -11,7 +11,7 @@ from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import Metric, gated
 from fsdp_lab.nightly.gate import EXCLUDED, STATUS
 from fsdp_lab.nightly.nights import Night, Verdict, changes
-from fsdp_lab.nightly.texts import changed_words, fill, regressions_line
+from fsdp_lab.nightly.texts import regressions_line, say, template
 from fsdp_lab.report.page import page
 from fsdp_lab.report.plots import COLORS, GREY
 from fsdp_lab.status import TrialStatus
@@ -42,7 +42,7 @@ def nights_page(study: str, nights: Sequence[Night], tolerance: ToleranceConfig)
             "id": night.id,
             "verdict": night.verdict,
             "commit": night.origin.get("commit"),
-            "changed": changed_words(changed) if (changed := changes(before, night)) and before is not night else "",
+            "changed": say("changed", changed) if (changed := changes(before, night)) and before is not night else "",
             "why": "; ".join(filter(None, [(night.accepted or {}).get("reason"), regressions_line(night)])),
         }
         for before, night in zip([*shown[:1], *shown], shown, strict=False)
@@ -52,7 +52,7 @@ def nights_page(study: str, nights: Sequence[Night], tolerance: ToleranceConfig)
         "without excluded timings. Crosses: regressions; diamonds: accepted by hand; dotted "
         "lines: new code, library versions or another machine."
     )
-    body = fill("nights.html", nights=lines[::-1], charts=[(name, heading) for name, heading, _ in charts])
+    body = template("nights.html").render(nights=lines[::-1], charts=[(name, heading) for name, heading, _ in charts])
     return page(f"{study}, night by night", about, body, [(name, figure) for name, _, figure in charts])
 
 
@@ -89,7 +89,7 @@ def chart(metric: Metric, nights: Sequence[Night], rows: pd.DataFrame, limit: fl
     for before, night in pairwise(nights):
         if changed := changes(before, night):
             note = {"textangle": -30, "xanchor": "left", "yanchor": "bottom", "font": {"size": 10}}
-            note["text"] = escape(changed_words(changed))
+            note["text"] = escape(say("changed", changed))
             figure.add_vline(night.begun * 1000, line_dash="dot", line_color=GREY, annotation=note)
     figure.update_layout(
         height=440, margin={"l": 70, "r": 20, "t": 70, "b": 90}, yaxis_title=metric.label, xaxis_title=None,

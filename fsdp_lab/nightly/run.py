@@ -31,7 +31,7 @@ from fsdp_lab.nightly.nights import Night, Nights, Verdict, changes, night_id, s
 from fsdp_lab.nightly.page import nights_page
 from fsdp_lab.nightly.read_study import Study
 from fsdp_lab.nightly.schedule import night_after
-from fsdp_lab.nightly.texts import markdown, regressions_line, row, sentences, terminal_table, title
+from fsdp_lab.nightly.texts import markdown, regressions_line, row, say, terminal_table, title
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.terminal import open_console
 from fsdp_lab.tracking import TrackingError, annotate, find_sweep_run
@@ -227,7 +227,7 @@ def _deliver(study: Study, night: Night, log: Log) -> None:
     _tag(study, night, log, [study.folder / night.id / "gate.md"])
     if problem := notify(study, night):
         log(problem)
-    log("\n\n".join([title(night), *sentences(night)]))
+    log(f"{title(night)}\n\n{say('said', night)}")
     if night.findings:
         open_console().print(terminal_table(night))
 

@@ -16,7 +16,7 @@ from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import DATA_WAIT, FORECAST_ERROR, LOSS_EPS, MEMORY, MIB, SPEED
 from fsdp_lab.nightly.gate import EXCLUDED, LOSS, STATUS, judge
 from fsdp_lab.nightly.nights import Night, Verdict, changes, night_id
-from fsdp_lab.nightly.texts import changed_words, markdown, terminal_table, title
+from fsdp_lab.nightly.texts import markdown, say, terminal_table, title
 
 VERDICTS = Path(__file__).with_name("verdicts.md")
 DAY = 86400.0
@@ -132,13 +132,13 @@ def test_several_regressions_are_counted_and_what_was_not_judged_is_in_the_title
         ({}, "nothing in code, libraries and machine"),
         ({"commit": "bbbbbbbbbb", "code": "2"}, "commit 3b3f407aa1 → bbbbbbbbbb"),
         ({"code": "2"}, "the uncommitted code of fsdp_lab"),
-        ({"user code my_model": "2", "user code my_data": "1"}, "your code (my_data, my_model)"),
+        ({"user code my_model": "2", "user code my_data": "1"}, "your code (my_data), your code (my_model)"),
         ({"library mlflow": "3.1.0", "library torch": "2.16.0"}, "mlflow none → 3.1.0, torch 2.15.0 → 2.16.0"),
         ({"machine": "other, cpu, 2 workers"}, "machine box, cpu, 2 workers → other, cpu, 2 workers"),
     ],
 )
 def test_what_changed_since_the_night_before(changed: dict[str, str], words: str):
-    assert changed_words(last_of(trials(), trials(), changed=changed).changed) == words
+    assert say("changed", last_of(trials(), trials(), changed=changed).changed) == words
 
 
 def test_a_night_that_was_interrupted_before_its_code_was_known_blames_no_code():
