@@ -21,12 +21,13 @@ from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import METRICS, Column, Gate, Metric, declared
 from fsdp_lab.nightly.gate import LOSS, judge, judged_columns
 from fsdp_lab.nightly.texts import row
+from fsdp_lab.record.results_csv import write_results
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.page import to_markdown
 from fsdp_lab.report.plots import figures
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
-from fsdp_lab.sweep.listeners.results_csv import write_results
+from fsdp_lab.sweep.listeners.results_csv import rows_of
 from fsdp_lab.sweep.listeners.table import epoch_line
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.tracking.tags import how_to_read
@@ -54,7 +55,8 @@ def finished(number: int, figures: dict[str, float]) -> TrialState:
 
 
 def test_an_added_metric_is_in_the_table_of_results(added: Metric, tmp_path: Path):
-    write_results(tmp_path / "results.csv", [finished(0, {KEY: 0.0123, "perf/undeclared": 1.0})], [])
+    states = [finished(0, {KEY: 0.0123, "perf/undeclared": 1.0})]
+    write_results(tmp_path, [], rows_of(states, [], (), lambda number: ""))
     (row,) = csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text()))
     assert row[KEY] == "0.0123" and "perf/undeclared" not in row
     columns = list(row)

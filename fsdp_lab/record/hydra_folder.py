@@ -68,9 +68,18 @@ def write_hydra_folder(trial: Trial) -> None:
         "hydra": {"hydra": redact_strings(trial.composed["hydra"])},  # what was typed is in it more than once
         "overrides": trial.overrides,
     }
-    for name, content in contents.items():  # by libyaml, which is many times as fast as Hydra's way
-        text = yaml.dump(content, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
-        write_text(hydra_folder / f"{name}.yaml", text)
+    for name, content in contents.items():
+        _write_yaml(hydra_folder / f"{name}.yaml", content)
+
+
+def write_multirun_yaml(folder: Path, config: Any) -> None:
+    """Write `multirun.yaml`, the composed configuration of a sweep in plain values, without passwords."""
+    _write_yaml(folder / "multirun.yaml", redact_strings(config))
+
+
+def _write_yaml(path: Path, content: Any) -> None:
+    """Write by libyaml, which is many times as fast as Hydra's way."""
+    write_text(path, yaml.dump(content, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True))
 
 
 def restore_hydra_folder(trial: Trial) -> None:

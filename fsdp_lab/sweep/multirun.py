@@ -17,10 +17,9 @@ from fsdp_lab.config.key_value_args import AUTO_REPEAT, as_typed
 from fsdp_lab.forecast.devices import check_sweep
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.locks import locked
-from fsdp_lab.record.hydra_folder import write_hydra_folder
+from fsdp_lab.record.hydra_folder import write_hydra_folder, write_multirun_yaml
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder, read_start
 from fsdp_lab.record.trials_jsonl import add_trial, read_trials
-from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.executors.ray_tune import reach_cluster
@@ -283,8 +282,7 @@ def write_multirun(config: DictConfig, plan: SweepPlan) -> None:
     """Write `multirun.yaml`, the record of the sweep, and `.hydra/` of each known trial, as Hydra's launcher does."""
     trials = [state.trial for state in plan.state.trials]
     begin_folder(plan.folder, trials)
-    plain = redact_strings(OmegaConf.to_container(config, resolve=False, enum_to_str=True))
-    OmegaConf.save(OmegaConf.create(plain), plan.folder / "multirun.yaml")
+    write_multirun_yaml(plan.folder, OmegaConf.to_container(config, resolve=False, enum_to_str=True))
     for trial in trials:
         write_hydra_folder(trial)
         add_trial(plan.folder, trial)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import os
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +22,7 @@ from fsdp_lab.config.sweep import SearchConfig, TrackingConfig, objectives_in
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.record.paths import storage, sweep_address
+from fsdp_lab.record.results_csv import read_run_ids
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trials_jsonl import read_trials
 from fsdp_lab.redact import redact, redact_typed
@@ -144,7 +143,7 @@ def sweep_in(folder: Path) -> tuple[data.SweepData, SweepStart, SweepConfig]:
     if not trials:
         raise UserError(f"sweep={folder}: no trial has started there, so there is nothing to report.")
     states = [read_state(TrialState(trial), storage(trial, folder)) for trial in trials]
-    ids = _run_ids(folder)
+    ids = read_run_ids(folder)
     swept = swept_keys([trial.overrides for trial in trials]) if record.multirun else []
     return sweep_of(states, swept, folder, record, lambda number: ids.get(str(number), "")), record, trials[0].config
 
@@ -194,12 +193,3 @@ def _trial_in(folder: Path, number: int, overrides: Sequence[str], launched_in: 
     if shared is not None and not is_address(shared) and Path(launched_in).is_dir():
         config = replace(config, cluster=replace(config.cluster, storage_path=str(Path(launched_in, shared))))
     return Trial(number, config, choices, list(overrides), folder, {})
-
-
-def _run_ids(folder: Path) -> dict[str, str]:
-    try:
-        with (folder / "results.csv").open(newline="") as rows:
-            ids = {row["trial"]: row["run_id"] for row in csv.DictReader(rows)}
-    except (OSError, KeyError, ValueError, csv.Error):
-        return {}
-    return {number: run_id for number, run_id in ids.items() if re.fullmatch("[0-9a-f]{32}", run_id or "")}

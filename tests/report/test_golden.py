@@ -17,11 +17,12 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.metrics import MIB, OTHERS_CPU, SPEED, table_columns
 from fsdp_lab.record.reasons import Code, Reason, TimingExcluded
+from fsdp_lab.record.results_csv import write_results
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_markdown
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.listeners.results_csv import write_results
+from fsdp_lab.sweep.listeners.results_csv import rows_of
 from fsdp_lab.sweep.state import TrialState
 from tests.conftest import ROOT
 from tests.report.sweeps import REPEATED, ROWS, on_cpu, rounds, sweep, trial
@@ -133,9 +134,8 @@ def results() -> str:
     states[-1].timing_excluded = TimingExcluded.others_cpu
     next(state for state in states if state.status is TrialStatus.failed).reason = why
     with TemporaryDirectory() as folder:
-        write_results(
-            Path(folder, "results.csv"), states, ["sharding", "model", "optimizer.lr"], {2}, lambda n: f"run{n}"
-        )
+        axes = ["sharding", "model", "optimizer.lr"]
+        write_results(Path(folder), axes, rows_of(states, axes, {2}, lambda n: f"run{n}"))
         return Path(folder, "results.csv").read_text()
 
 

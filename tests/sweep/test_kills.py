@@ -126,8 +126,10 @@ def test_a_sweep_that_is_killed_at_any_point_resumes_as_if_it_had_not_been(
 def test_what_a_resume_needs_is_on_the_disk_before_its_name_and_its_name_after(
     undisturbed: tuple[list[str], dict[str, object]],
 ):
-    """A power cut loses what was not synced."""
+    """A power cut loses what was not synced. What a resume makes anew is whole at any time, and no more."""
     points, _ = undisturbed
+    for name in ("multirun.yaml", "trials.jsonl", "results.csv", "record.json"):
+        assert f"append after out/{name}" in points or f"rename after out/{name}" in points, name
     for number in ("0", "1"):
         outcome = points.index(f"rename before out/{number}/outcome.json")
         assert f"fsync after out/{number}/metrics.jsonl" in points[:outcome], "it says how many epochs there are"

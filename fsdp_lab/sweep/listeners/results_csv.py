@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 from fsdp_lab.config.convert import value_text
-from fsdp_lab.files import write_text
-from fsdp_lab.metrics import table_columns
+from fsdp_lab.record.results_csv import write_results
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.pace import Pace
@@ -54,57 +51,42 @@ class ResultsCsv(Listener):
     def _write(self, sweep: SweepRun) -> None:
         """Write the file. A full disk is reported once, because MLflow may lie on another disk and continue."""
         self._stale = False
-        path = sweep.folder / "results.csv"
         if not sweep.folder.is_dir():  # the sweep says so, and ends
             return
         try:
             with self._pace.kept():
-                write_results(path, sweep.states, sweep.plan.swept, sweep.state.front(), self._run_id)
+                swept = sweep.plan.swept
+                write_results(sweep.folder, swept, rows_of(sweep.states, swept, sweep.state.front(), self._run_id))
         except OSError as error:
             if not self._unwritable:
-                sweep.log(f"{path} is not up to date: {error.strerror}; free the disk")
+                sweep.log(f"{error.filename} is not up to date: {error.strerror}; free the disk")
             self._unwritable = True
 
 
-def write_results(
-    path: Path,
-    states: Sequence[TrialState],
-    swept: Sequence[str],
-    front: Collection[int] = (),
-    run_id: Callable[[int], str] = lambda number: "",
-) -> None:
-    """Write the table under a temporary name first.
+def rows_of(
+    states: Sequence[TrialState], swept: Sequence[str], front: Collection[int], run_id: Callable[[int], str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of each trial.
 
     Args:
-        path: of the CSV file.
         states: of the trials, in the order of their numbers.
         swept: the keys that differ between trials.
         front: the trials of the Pareto front, if there are several objectives.
         run_id: returns the id of a trial's run by its number; "": none.
     """
-    measured = [column.key for column in table_columns("csv")]
-    text = io.StringIO(newline="")
-    rows = csv.writer(text)
-    rows.writerow(
-        ["trial", "status", *swept, *measured, "pareto", "seconds", "error", "run_id", "folder", "timing_excluded"]
-    )
     for number, state in enumerate(states):
-        figures = state.figures
-        rows.writerow(
-            [
-                number,
-                shown(state.status),
-                *(value_text(setting(state.trial, key)) for key in swept),
-                *(figures.get(key, "") for key in measured),
-                "yes" if number in front else "",
-                "" if state.seconds is None else round(state.seconds, 2),
-                reason_text(state.reason),
-                run_id(number),
-                state.trial.folder,
-                state.timing_excluded or "",
-            ]
-        )
-    write_text(path, text.getvalue(), parents=False)
+        yield {
+            **state.figures,
+            **{key: value_text(setting(state.trial, key)) for key in swept},
+            "trial": number,
+            "status": shown(state.status),
+            "pareto": "yes" if number in front else "",
+            "seconds": None if state.seconds is None else round(state.seconds, 2),
+            "error": reason_text(state.reason),
+            "run_id": run_id(number),
+            "folder": state.trial.folder,
+            "timing_excluded": state.timing_excluded,
+        }
 
 
 def shown(status: TrialStatus) -> TrialStatus:

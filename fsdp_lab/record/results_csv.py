@@ -1,0 +1,45 @@
+"""`results.csv`: a row a trial, with the latest of each figure."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.files import write_text
+from fsdp_lab.metrics import table_columns
+
+_FILE = "results.csv"
+
+
+def write_results(folder: Path, axes: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write the table of a sweep.
+
+    Args:
+        folder: the sweep's.
+        axes: the keys that differ between trials.
+        rows: one a trial, in the order of their numbers, by column; a value that no column has is left out.
+
+    Raises:
+        OSError: the disk is full, or the folder is gone.
+    """
+    measured = [column.key for column in table_columns("csv")]
+    last = ("pareto", "seconds", "error", "run_id", "folder", "timing_excluded")
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, ["trial", "status", *axes, *measured, *last], extrasaction="ignore")
+    table.writeheader()
+    table.writerows(rows)
+    write_text(folder / _FILE, text.getvalue(), parents=False)
+
+
+def read_run_ids(folder: Path) -> dict[str, str]:
+    """Return the number of each trial -> its MLflow run; without those that are missing or damaged."""
+    try:
+        with (folder / _FILE).open(newline="") as rows:
+            ids = {row["trial"]: row["run_id"] for row in csv.DictReader(rows)}
+    except (OSError, KeyError, ValueError, csv.Error):
+        return {}
+    return {number: run_id for number, run_id in ids.items() if re.fullmatch("[0-9a-f]{32}", run_id or "")}
