@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,14 @@ TRIAL_FILES = (
     TrialFile("error.txt", "driver", artifact=""),
     TrialFile("outcome.json", "driver"),
 )
+
+
+def contents(folder: Path, patterns: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield the name in the folder of a trial or a sweep, and the content, of each file of these patterns, in order."""
+    for pattern in patterns:
+        for path in sorted(folder.glob(pattern)):
+            with suppress(FileNotFoundError):
+                yield str(path.relative_to(folder)), path.read_bytes()
 
 
 def clear_attempt(folder: Path) -> None:

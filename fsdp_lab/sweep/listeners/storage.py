@@ -8,19 +8,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 
 from fsdp_lab.config import UserError
 from fsdp_lab.record.paths import copy_of
 from fsdp_lab.record.sweep import RECORD
-from fsdp_lab.record.trial_folder import TRIAL_FILES
+from fsdp_lab.record.trial_folder import TRIAL_FILES, contents
 from fsdp_lab.report.write import FILES
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 from fsdp_lab.sweep.names import resume_command, resume_from_storage
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.wording import count
 
+_SETTINGS = [".hydra/*.yaml"]  # of a trial
 _PAUSE_S = 2.0
 _LIMIT_S = 60.0  # for what waits when the sweep has ended
 _EARLY_LIMIT_S = 3.0  # when it is interrupted: all of it ends within eight
@@ -108,11 +108,10 @@ class StorageCopy(Listener):
             storage = Storage(address)
             there = storage.files() if sweep.plan.resumed else {}
             for number in range(len(sweep.states)):
-                for name, content in self._settings(sweep, number):
-                    storage.write(name, content)
-            for name in ("multirun.yaml", "trials.jsonl", "sweep.json"):  # the last makes it a sweep
-                with suppress(FileNotFoundError):
-                    storage.write(name, (sweep.folder / name).read_bytes())
+                for name, content in contents(sweep.folder_of(number), _SETTINGS):
+                    storage.write(self._below(sweep, number, name), content)
+            for name, content in contents(sweep.folder, ("multirun.yaml", "trials.jsonl", "sweep.json")):
+                storage.write(name, content)  # the last makes it a sweep
         except StorageAway as error:
             raise UserError(f"cluster.storage_path={error}.") from error
         self._outgoing = Outgoing(storage, self._log)
@@ -124,10 +123,8 @@ class StorageCopy(Listener):
 
     def added(self, sweep: SweepRun, number: int) -> None:
         """Put the settings of a suggested trial."""
-        if self._outgoing:
-            for name, content in self._settings(sweep, number):
-                self._outgoing.put(name, content)
-            self._outgoing.put("trials.jsonl", (sweep.folder / "trials.jsonl").read_bytes())
+        self._put_of_trial(sweep, number, _SETTINGS)
+        self._put(contents(sweep.folder, ["trials.jsonl"]))
 
     def began(self, sweep: SweepRun, number: int) -> None:
         """Remove the old outcome of a resumed trial."""
@@ -136,28 +133,17 @@ class StorageCopy(Listener):
 
     def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
         """Put the epochs of the trial."""
-        if self._outgoing:
-            for name in ("facts.json", "metrics.jsonl"):
-                with suppress(FileNotFoundError):
-                    path = sweep.folder_of(number) / name
-                    self._outgoing.put(self._below(sweep, number, name), path.read_bytes())
+        self._put_of_trial(sweep, number, ("facts.json", "metrics.jsonl"))
 
     def ended(self, sweep: SweepRun, number: int) -> None:
         """Put the results of the trial."""
-        if self._outgoing:
-            folder = sweep.folder_of(number)
-            for kind in (kind for kind in TRIAL_FILES if kind.stored_by == "driver"):
-                for path in sorted(folder.glob(kind.pattern)):
-                    with suppress(FileNotFoundError):
-                        self._outgoing.put(self._below(sweep, number, str(path.relative_to(folder))), path.read_bytes())
+        self._put_of_trial(sweep, number, (kind.pattern for kind in TRIAL_FILES if kind.stored_by == "driver"))
 
     def finish(self, sweep: SweepRun, ending: Ending) -> None:
         """Put the sweep's tables and reports, wait for the store, and log how many files it lacks."""
         if self._outgoing is None or not sweep.has_folder:
             return
-        for name in ("results.csv", RECORD, *FILES):
-            with suppress(FileNotFoundError):
-                self._outgoing.put(name, (sweep.folder / name).read_bytes())
+        self._put(contents(sweep.folder, ("results.csv", RECORD, *FILES)))
         if unsent := self._outgoing.settle(_EARLY_LIMIT_S if ending.early else _LIMIT_S):
             again = "to send them" if copy_of(sweep.folder) is None else "to end their trials again"
             sweep.log(
@@ -165,9 +151,14 @@ class StorageCopy(Listener):
                 f"{resume_command(sweep.folder)}"
             )
 
-    def _settings(self, sweep: SweepRun, number: int) -> list[tuple[str, bytes]]:
-        files = sorted((sweep.states[number].trial.folder / ".hydra").glob("*.yaml"))
-        return [(self._below(sweep, number, f".hydra/{path.name}"), path.read_bytes()) for path in files]
+    def _put_of_trial(self, sweep: SweepRun, number: int, patterns: Iterable[str]) -> None:
+        named = contents(sweep.folder_of(number), patterns)
+        self._put((self._below(sweep, number, name), content) for name, content in named)
+
+    def _put(self, files: Iterable[tuple[str, bytes]]) -> None:
+        if self._outgoing:
+            for name, content in files:
+                self._outgoing.put(name, content)
 
     @staticmethod
     def _below(sweep: SweepRun, number: int, name: str) -> str:
