@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_lab.compose import with_typed
 from fsdp_lab.config import NightlyConfig, SweepConfig, TrialConfig, UserError, from_dict, part, to_dict
-from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, OTHERS_CPU, PREDICTED_BY, PREDICTED_SPEED, SPEED, is_timing
+from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, PREDICTED_BY, PREDICTED_SPEED, SPEED, is_timing
 from fsdp_lab.record.reasons import Reason, TimingExcluded
 from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import TrialStatus
@@ -153,20 +153,6 @@ def with_forecast(
     if speed and PREDICTED_SPEED in figures:
         figures["perf/forecast_error"] = speed / figures[PREDICTED_SPEED] - 1  # of the seconds of a step
     return figures
-
-
-def why_timing_is_excluded(
-    facts: Mapping[str, Any], figures: Mapping[str, float], most_others_cpu: float
-) -> TimingExcluded | None:
-    """Return why the speed of a trial that has ended may not be used; None: it may, or there is none.
-
-    Args:
-        facts: of the trial.
-        figures: its latest metrics.
-        most_others_cpu: `report.others_cpu`.
-    """
-    by_others = facts.get("device") == "cpu" and figures.get(OTHERS_CPU, 0.0) > most_others_cpu
-    return TimingExcluded.others_cpu if by_others and figures.get(SPEED, 0.0) > 0 else None
 
 
 def words(values: Mapping[str, str]) -> str:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from fsdp_lab.config import SweepConfig
+from fsdp_lab.record.reasons import why_timing_is_excluded
 from fsdp_lab.record.sweep import SweepRecord
-from fsdp_lab.record.trial import TrialRecord, why_timing_is_excluded
+from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.settings import Rules
 
 

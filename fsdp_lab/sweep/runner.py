@@ -432,7 +432,8 @@ class SweepRun:
         state, folder = self.states[number], self.folder_of(number)
         if read_outcome(folder) is None:
             try:
-                write_outcome(folder, Outcome(state.status, state.reason, state.seconds))
+                outcome = Outcome(state.status, state.reason, state.seconds)
+                write_outcome(folder, outcome, state.trial.config.report.others_cpu)
             except OSError:
                 self.log_once(f"{folder} cannot be written: a resume will retry this trial")
 

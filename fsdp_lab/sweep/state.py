@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from fsdp_lab.compose import Trial, variables_in
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.metrics import PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
-from fsdp_lab.record.reasons import Reason
-from fsdp_lab.record.trial import TrialRecord, why_timing_is_excluded, with_forecast
+from fsdp_lab.record.reasons import Reason, why_timing_is_excluded
+from fsdp_lab.record.trial import TrialRecord, with_forecast
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.status import ExitCode, TrialStatus
 

@@ -12,9 +12,9 @@ import pytest
 
 from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.metrics import MEMORY, MIB, OTHERS_CPU, SPEED
-from fsdp_lab.record.reasons import Code, Reason, TimingExcluded
+from fsdp_lab.record.reasons import Code, Reason, TimingExcluded, why_timing_is_excluded
 from fsdp_lab.record.sweep import SweepRecord
-from fsdp_lab.record.trial import TrialRecord, why_timing_is_excluded, with_forecast
+from fsdp_lab.record.trial import TrialRecord, with_forecast
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.write import write_report
 from fsdp_lab.status import TrialStatus

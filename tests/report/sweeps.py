@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from fsdp_lab.metrics import MIB, OTHERS_CPU, SPEED
-from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial import TrialRecord, why_timing_is_excluded
+from fsdp_lab.record.reasons import Code, Reason, why_timing_is_excluded
+from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.status import TrialStatus
 

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from fsdp_lab.record.failures import RankFailure, record_failure
-from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial import why_timing_is_excluded
+from fsdp_lab.record.reasons import Code, Reason, why_timing_is_excluded
 from fsdp_lab.report.answer import answer
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import MOST_ROWS, Console, _where_traced

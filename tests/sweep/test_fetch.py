@@ -40,7 +40,7 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     storage = Storage(f"memory://{uuid4().hex}/s-{uuid4().hex[:8]}")
     for name in ("0", "1"):
         (made := tmp_path / "made").mkdir(exist_ok=True)
-        write_outcome(made, Outcome(TrialStatus.finished, None, 1.0))
+        write_outcome(made, Outcome(TrialStatus.finished, None, 1.0), 0.25)
         storage.put(made / "outcome.json", f"{name}/outcome.json")
         storage.write(f"{name}/metrics.jsonl", b"{}\n")
     storage.write("sweep.json", b"{}")

@@ -12,10 +12,12 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import UserError
 from fsdp_lab.files import write_json
 from fsdp_lab.metrics import OTHERS_CPU, SPEED
-from fsdp_lab.record.trial_files import Outcome, append_line, write_outcome
+from fsdp_lab.record.reasons import TimingExcluded
+from fsdp_lab.record.trial_files import Outcome, append_line, read_outcome, write_outcome
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.storage import Storage, StorageAway
-from fsdp_lab.sweep.store.resume import resumed_states
+from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.store.resume import read_state, resumed_states
 from fsdp_lab.sweep.store.set_aside import set_aside
 
 
@@ -66,7 +68,37 @@ def test_only_what_would_have_a_speed_is_measured_again(
     one.folder.mkdir()
     write_json(one.folder / "facts.json", {"device": "cpu"})
     append_line(one.folder / "metrics.jsonl", json.dumps({"epoch": 1, SPEED: 10.0, OTHERS_CPU: 0.9}))
-    write_outcome(one.folder, Outcome(TrialStatus(status), None, 1.0))
+    write_outcome(one.folder, Outcome(TrialStatus(status), None, 1.0), 0.25)
     (state,) = resumed_states([one], tmp_path, one.config)
     assert state.again is (status in ("finished", "stopped"))
     assert state.ended is (status in ("diverged", "oom")), "one that failed runs again, too"
+
+
+def test_whether_a_speed_may_be_used_is_decided_when_the_trial_ends(
+    compose_trial: Callable[[Sequence[str], int], Trial], tmp_path: Path
+):
+    """By the limit of that start, whatever is lost later; another limit, or an outcome without one, decides again."""
+    one, other = compose_trial([], 0), compose_trial(["report.others_cpu=1"], 0)
+    one.folder.mkdir()
+    write_json(one.folder / "facts.json", {"device": "NVIDIA H200"})
+    append_line(one.folder / "metrics.jsonl", json.dumps({"epoch": 1, SPEED: 10.0, OTHERS_CPU: 0.9}))
+
+    def excluded(trial: Trial) -> TimingExcluded | None:
+        return read_state(TrialState(trial), one.folder).timing_excluded
+
+    write_outcome(one.folder, Outcome(TrialStatus.finished), 0.25)
+    assert read_outcome(one.folder) == Outcome(TrialStatus.finished, None, None, 1, None, 0.25)
+    (one.folder / "facts.json").unlink()
+    assert excluded(one) is None, "on a GPU others take nothing from it"
+    write_json(one.folder / "facts.json", {"device": "cpu"})
+    write_outcome(one.folder, Outcome(TrialStatus.finished), 0.25)
+    for lost in ("facts.json", "metrics.jsonl"):
+        assert excluded(one) is TimingExcluded.others_cpu and excluded(other) is None
+        path = one.folder / "outcome.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"epochs": 0}))
+        (one.folder / lost).unlink()
+    assert excluded(one) is TimingExcluded.others_cpu
+    append_line(one.folder / "metrics.jsonl", json.dumps({"epoch": 1, SPEED: 10.0, OTHERS_CPU: 0.9}))
+    for text in ('{"status": "finished"}', '{"status": "finished", "timing_excluded": "later", "others_cpu": 0.25}'):
+        path.write_text(text)
+        assert excluded(one) is TimingExcluded.others_cpu, text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fsdp_lab.config import TrialConfig, part
 from fsdp_lab.engine.inline import run_inline
 from fsdp_lab.record.trial_files import read_outcome, why_unwritten
@@ -23,9 +25,9 @@ class InlineExecutor:
             folder = sweep.folder_of(number)
             sweep.prepare(number)
             sweep.begin(number)
-            config = part(sweep.states[number].trial.config, TrialConfig)
-            on_epoch = lambda number=number: sweep.look(number)  # noqa: E731
-            run_inline(config, folder, on_epoch, sweep.address_of(number))  # type: ignore[misc]
+            config = sweep.states[number].trial.config
+            on_epoch = partial(sweep.look, number)
+            run_inline(part(config, TrialConfig), folder, config.report.others_cpu, on_epoch, sweep.address_of(number))
             outcome = read_outcome(folder)
             if outcome is not None:
                 sweep.end(number, outcome.status, outcome.reason)

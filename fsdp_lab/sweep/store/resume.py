@@ -17,8 +17,8 @@ from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.engine.ray_private import RUNTIME_ENV_FOLDER
 from fsdp_lab.files import report_damaged
 from fsdp_lab.record.paths import copy_of, storage
+from fsdp_lab.record.reasons import why_timing_is_excluded
 from fsdp_lab.record.sweep_json import SweepStart, read_start
-from fsdp_lab.record.trial import why_timing_is_excluded
 from fsdp_lab.record.trial_files import (
     Outcome,
     missing_epochs,
@@ -128,7 +128,9 @@ def read_state(state: TrialState, folder: Path) -> TrialState:
     state.metrics = {key: value for epoch in state.epochs for key, value in epoch.items()}
     if outcome is not None:
         state.status, state.reason, state.seconds = outcome.status, outcome.reason, outcome.seconds
-        state.timing_excluded = why_timing_is_excluded(state.facts, state.metrics, state.trial.config.report.others_cpu)
+        state.timing_excluded = outcome.timing_excluded
+        if outcome.others_cpu != (others_cpu := state.trial.config.report.others_cpu):  # typed for this start
+            state.timing_excluded = why_timing_is_excluded(state.facts, state.metrics, others_cpu)
     return state
 
 
