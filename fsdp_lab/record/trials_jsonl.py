@@ -21,7 +21,7 @@ _MOST_NAMED = 10  # of trials that are missing: a number may be damaged, too
 def add_trial(folder: Path, trial: Trial) -> None:
     """Append a trial to `trials.jsonl`, before it starts."""
     content = {
-        "number": trial.index,
+        "number": trial.index or 0,
         "overrides": trial.overrides,
         "folder": os.path.relpath(trial.folder, folder),
     }

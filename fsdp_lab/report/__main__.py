@@ -81,7 +81,7 @@ def run(options: dict[str, str]) -> None:
         UserError: there is no such sweep, or none of its trials has finished.
     """
     from fsdp_lab.sweep.store.trust import find_trusted, read_trust
-    from fsdp_lab.sweep.sweep_data import require_results, sweep_in, sweep_stored
+    from fsdp_lab.sweep.sweep_data import folder_here, require_results, sweep_in, sweep_stored
     from fsdp_lab.tracking import annotate, find_sweep_run, runs_url
 
     which = options["sweep"].strip("'\"")
@@ -89,6 +89,8 @@ def run(options: dict[str, str]) -> None:
     is_run = re.fullmatch(r"[0-9a-f]{32}", which) is not None and not Path(which).is_dir()
     folder: Path | None = None
     trust = read_trust(options.get("trust"))
+    if is_run and (here := folder_here(tracking, which)) is not None:
+        which, is_run = str(here), False
     if is_run:
         recorded = sweep_stored(tracking, which)
         sweep = dataclasses.replace(with_tolerances(recorded, options), resume="")  # by its folder, which is elsewhere

@@ -13,6 +13,7 @@ from fsdp_lab.config import objectives
 from fsdp_lab.locks import locked
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder, read_start
+from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.executors.ray_tune import reach_cluster
 from fsdp_lab.sweep.names import run_name
@@ -45,6 +46,7 @@ def run_alone(trial: Trial) -> ExitCode:
         trial = replace(trial, folder=folder)
         begin_folder(folder, [trial])
         write_hydra_folder(trial)
+        add_trial(folder, trial)
         record.write(folder)
         remember_last(folder)
         return _start(_plan([TrialState(trial)], record))

@@ -23,6 +23,7 @@ from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.record.paths import storage, sweep_address
 from fsdp_lab.record.results_csv import read_run_ids
+from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trials_jsonl import read_trials
 from fsdp_lab.redact import redact, redact_typed
@@ -32,7 +33,8 @@ from fsdp_lab.sweep.grid import swept_keys, unescaped
 from fsdp_lab.sweep.names import RESUMED_BY, report_command, resume_command, setting_text
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.resume import read_state
-from fsdp_lab.tracking import fetch_record, runs_url
+from fsdp_lab.sweep.store.trust import find_trusted
+from fsdp_lab.tracking import fetch_artifact, read_place, runs_url
 
 
 def sweep_of(
@@ -148,14 +150,32 @@ def sweep_in(folder: Path) -> tuple[data.SweepData, SweepStart, SweepConfig]:
     return sweep_of(states, swept, folder, record, lambda number: ids.get(str(number), "")), record, trials[0].config
 
 
+def folder_here(tracking: TrackingConfig, run_id: str) -> Path | None:
+    """Return the folder of the sweep of a run; None if it is not here, not this user's own, or damaged.
+
+    Somebody else may have set the tag that names it. So it counts for no more than a folder that is typed without
+    `trust=true`. The folder must hold the sweep of the run: another machine or a later sweep may have the same name.
+
+    Raises:
+        TrackingError: there is no such store or run, or it is one trial of a sweep.
+    """
+    place, sweep_id = read_place(tracking, run_id)
+    with suppress(UserError, OSError):
+        if Path(place).is_absolute() and Path(place, "sweep.json").is_file():  # or all in it would be looked at
+            folder, _ = find_trusted(place, "sweep", trust=False)
+            return folder if sweep_in(folder)[1].id == sweep_id else None
+    return None
+
+
 def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.SweepData:
     """Return a sweep from the `record.json` of its run in the MLflow store, wherever it ran.
 
     Raises:
-        TrackingError: there is no such store, run or file, or the run is one trial of a sweep.
+        TrackingError: there is no such store, run or file.
     """
+    absent = f"sweep={run_id} has no record.json: its sweep has not ended yet, so report on its folder"
     with TemporaryDirectory() as folder:
-        read = data.SweepData.read(fetch_record(tracking, run_id, Path(folder)))
+        read = data.SweepData.read(fetch_artifact(tracking, run_id, RECORD, Path(folder), absent))
     store = [f"tracking.uri={redact(tracking.uri)}"] if tracking.uri != TrackingConfig().uri else []
     report = shlex.join(["python", "-m", "fsdp_lab.report", f"sweep={run_id}", *store])
     return replace(read, runs_url=runs_url(tracking), report=report)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.redact import redact
 from fsdp_lab.tracking.store import TrackingError, open_store, refusals, runs_of, sqlite_path
-from fsdp_lab.tracking.tags import one_line, shortened
+from fsdp_lab.tracking.tags import FOLDER_TAG, SWEEP_TAG, one_line, shortened
 from fsdp_lab.tracking.writes import log_file, set_answer
 
 if TYPE_CHECKING:
@@ -43,16 +43,18 @@ def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path, a
         return Path(client.download_artifacts(run_id, path, str(to)))
 
 
-def fetch_record(tracking: TrackingConfig, run_id: str, to: Path) -> Path:
-    """Copy the `record.json` of a sweep's own run, or of a trial alone, into the folder `to`.
+def read_place(tracking: TrackingConfig, run_id: str) -> tuple[str, str]:
+    """Return the folder and the id of a sweep, as the tags of its own run have them, or of a trial alone.
+
+    Whoever may write to the store may have set them. A missing tag is "".
 
     Raises:
-        TrackingError: there is no such store or run, it is one trial of a sweep, or it has no record.
+        TrackingError: there is no such store or run, or it is one trial of a sweep.
     """
-    if parent := _open_run(tracking, run_id, "sweep")[1].get(_PARENT):
+    tags = _open_run(tracking, run_id, "sweep")[1]
+    if parent := tags.get(_PARENT):
         raise TrackingError(f"sweep={run_id} is one trial of a sweep; give its parent's id, {parent}.")
-    absent = f"sweep={run_id} has no record.json: its sweep has not ended yet, so report on its folder"
-    return fetch_artifact(tracking, run_id, "record.json", to, absent)
+    return tags.get(FOLDER_TAG, ""), tags.get(SWEEP_TAG, "")
 
 
 def annotate(

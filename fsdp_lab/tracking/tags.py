@@ -57,6 +57,7 @@ def how_to_read() -> str:
 
 # By these a start finds the runs of the start before it.
 SWEEP_TAG, TRIAL_TAG, RECORDED_TAG = "fsdp_lab.sweep", "fsdp_lab.trial", "fsdp_lab.recorded"
+FOLDER_TAG = "fsdp_lab.folder"
 RECOMMENDED_TAG = "fsdp_lab.recommended"  # of the sweep, the number of the trial; of that trial, true
 REPLACED_TAG = "fsdp_lab.replaced"  # of a run whose trial was measured again, in another run
 COMMAND_TAG, ANSWER_TAG, _NOTE_TAG = "fsdp_lab.command", "fsdp_lab.answer", "mlflow.note.content"
@@ -143,7 +144,7 @@ def fact_tags(facts: Mapping[str, Any]) -> dict[str, str]:
 def _origin(folder: Path, command: str) -> dict[str, Any]:
     return {
         **_machine(),
-        "fsdp_lab.folder": folder.absolute(),
+        FOLDER_TAG: folder.absolute(),
         COMMAND_TAG: command,
         "mlflow.source.name": _without_slashes(command),
         "mlflow.source.type": "LOCAL",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import json
+import os
 import shlex
 import shutil
 import sqlite3
@@ -140,6 +142,48 @@ def test_it_is_written_again_from_the_store_where_the_folder_is_not(folder: Path
         database.commit()
     broken = report(store_alone, f"sweep={parent}", STORE)
     assert broken.returncode == 2 and STORE in broken.stderr and "Traceback" not in broken.stderr
+
+
+def test_a_run_finds_its_folder(tmp_path: Path):
+    """Also of a sweep that has not ended, whose run has no record."""
+    trained.copy_trained(tmp_path)
+    parent = Store(tmp_path).parents[0].info.run_id
+    for record in (tmp_path / "mlartifacts").rglob("record.json"):
+        record.unlink()
+    (tmp_path / "out/report.csv").unlink()
+    done = report(tmp_path, f"sweep={parent}", STORE)
+    assert done.returncode == 0, done.stderr
+    assert f"report: {tmp_path}/out/report.html" in done.stdout
+    assert len(rows(tmp_path / "out/report.csv")) == trained.COUNT and not (tmp_path / "outputs/report").exists()
+    assert "record.json" in Store(tmp_path).artifacts(Store(tmp_path).parents[0])
+
+
+def test_a_tag_that_names_another_folder_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Whoever may write to the store may have set it: it opens no folder that would not be opened if it was typed."""
+    trained.copy_trained(tmp_path)
+    parent = Store(tmp_path).parents[0].info.run_id
+    others = [tmp_path / name for name in ("later", "damaged", "open", "foreign")]
+    for other in others:
+        shutil.copytree(tmp_path / "out", other)
+    record = json.loads((others[0] / "sweep.json").read_text())
+    (others[0] / "sweep.json").write_text(json.dumps({**record, "id": "of a later sweep"}))
+    (others[1] / "trials.jsonl").unlink()
+    others[2].chmod(0o777)
+    if os.geteuid() == 0:
+        os.chown(others[3] / "sweep.json", 54321, 54321)
+    else:
+        others.pop()
+    monkeypatch.chdir(tmp_path)
+    for tag in (*map(str, others), "", "out", "last", "/", f"{tmp_path}/nowhere", "s3://bucket/sweep", "/" + "x" * 999):
+        with closing(sqlite3.connect("mlflow.db")) as database, database:
+            changed = "UPDATE tags SET value = ? WHERE key = 'fsdp_lab.folder' AND run_uuid = ?"
+            database.execute(changed, (tag, parent))
+        for trust in ("false", "true"):
+            monkeypatch.setattr("sys.argv", ["report", f"sweep={parent}", STORE, f"trust={trust}"])
+            status, (out, err) = main(), capsys.readouterr()
+            assert status == 0 and f"report: outputs/report/{parent}/report.html" in out, (tag, out, err)
 
 
 REFUSED = (

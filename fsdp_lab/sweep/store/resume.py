@@ -89,13 +89,13 @@ def _check_words(record: SweepStart, folder: Path, typed: Sequence[str]) -> None
     """
     keys = {key_of(word) for word in typed}
     left = [word for word in record.arguments if key_of(word) not in keys]
-    check_words(left, folder / "sweep.json", "resume")
+    check_words(left, folder / "sweep.json")
     again = [word for word in typed if word in record.arguments and not word.startswith("-")]
     same = fixed_words(OverridesParser.create(), {}, again)
     replaced = keys - {key_of(word) for word in again}
     trials = read_trials(folder, record.num_trials) if record.multirun else []
     held = [word for words, _ in trials for word in words if key_of(word) not in replaced]
-    check_words([word for word in held if word not in same], folder / "trials.jsonl", "resume")
+    check_words([word for word in held if word not in same], folder / "trials.jsonl")
     print_code([*left, *held], folder)
 
 

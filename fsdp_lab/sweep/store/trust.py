@@ -6,7 +6,6 @@ folder must be this user's own, or the command line must say `trust=true`. Its o
 
 from __future__ import annotations
 
-import json
 import os
 import pwd
 import re
@@ -15,7 +14,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, is_address
@@ -30,7 +28,6 @@ from fsdp_lab.redact import redact
 from fsdp_lab.sweep.grid import discrete_values
 from fsdp_lab.sweep.store.find import find_folder
 
-_OTHERS_ENTER, _OTHERS_WRITE = 0o011, 0o022
 _HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 _AXIS = "hydra.sweeper.params."  # a default axis: an override follows
 _USERS_KEY = re.compile(r"(model|data)\.[\w.]+")
@@ -76,14 +73,17 @@ def find_trusted(named: str, key: str, trust: bool) -> tuple[Path, bool]:
 def why_foreign(folder: Path) -> str | None:
     """Return who else may have written into a sweep's folder; None: only this user.
 
-    Files below a folder that nobody else can enter may have any mode.
+    Everything in it, and in what it keeps on a shared disk, must belong to this user or to root. Files in it may have
+    any mode: with an umask that lets others write them, others can also write the code that a resume imports.
     """
-    reason = _why_foreign(folder)
-    if reason is None:  # what it says of its other folders is this user's word by now
-        reason = next((why for where in _elsewhere(folder) if (why := _why_foreign(where))), None)
-    if reason is None and (address := copy_of(folder)):
-        reason = f"it is a copy of {address}"
-    return reason
+    for path in _all_of(folder):
+        with suppress(OSError):  # it went away, or is a link to nothing
+            if (owner := path.stat().st_uid) not in (os.geteuid(), 0):
+                return f"{path} belongs to {_user(owner)}"
+    if folder.stat().st_mode & 0o022:
+        return f"others can write into {folder} (`chmod go-w` prevents it)"
+    address = copy_of(folder)
+    return f"it is a copy of {address}" if address else None
 
 
 def why_refused(word: str) -> str | None:
@@ -112,8 +112,8 @@ def _trial_keys() -> frozenset[str]:
     return frozenset([*(key for key in keys if not key.startswith("resume")), *_HYDRA_KEYS])
 
 
-def check_words(words: Sequence[str], source: Path, key: str) -> None:
-    """Check the overrides in a file of a sweep's folder. `key` as for `find_trusted`.
+def check_words(words: Sequence[str], source: Path) -> None:
+    """Check the overrides in a file of a sweep's folder.
 
     Raises:
         ConfigError: one of them must be typed again.
@@ -122,8 +122,8 @@ def check_words(words: Sequence[str], source: Path, key: str) -> None:
         if reason := why_refused(word):
             again = word if word.startswith("-") else f"{key_of(word)}=..."
             raise ConfigError(
-                f"{key}={source.parent}: {source.name} holds {redact(word)}, and {reason}. If you want it, add it to "
-                f"the command after {key}=...: {again}"
+                f"resume={source.parent}: {source.name} holds {redact(word)}, and {reason}. If you want it, add it to "
+                f"the command after resume=...: {again}"
             )
 
 
@@ -134,38 +134,17 @@ def print_code(words: Sequence[str], folder: Path) -> None:
         print(f"runs your code, which {folder} names: {', '.join(code)}", flush=True)
 
 
-def _why_foreign(folder: Path) -> str | None:
-    others_enter = bool(folder.stat().st_mode & _OTHERS_ENTER)
-    found = (_who_else(path, others_enter or path == folder) for path in _all_in(folder))
-    return next((reason for reason in found if reason is not None), None)
-
-
-def _who_else(path: Path, others_enter: bool) -> str | None:
-    try:
-        status = path.stat()
-    except OSError:  # it went away, or is a link to nothing
-        return None
-    if status.st_uid not in (os.geteuid(), 0):
-        return f"{path} belongs to {_user(status.st_uid)}"
-    if status.st_mode & _OTHERS_WRITE and others_enter:
-        return f"others can write into {path} (`chmod -R go-w` prevents it)"
-    return None
+def _all_of(folder: Path) -> Iterator[Path]:
+    """Yield what is in a sweep's folder, then what is in the folders of its trials on a shared disk."""
+    yield from _all_in(folder)
+    for line in lines_of(folder):
+        yield from _all_in(Path(line["storage"])) if "storage" in line else ()
 
 
 def _all_in(folder: Path) -> Iterator[Path]:
     yield folder
     for where, folders, files in os.walk(folder):
         yield from (Path(where, name) for name in (*folders, *files))
-
-
-def _elsewhere(folder: Path) -> Iterator[Path]:
-    """Yield the folders that a sweep names outside its own: its trials', and those below `cluster.storage_path`."""
-    named = [folder / place for line in lines_of(folder) for place in (line["folder"], line.get("storage", "."))]
-    with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):  # of a trial alone
-        launched_in = json.loads((folder / "sweep.json").read_text())["launched_in"]
-        saved = yaml.load((folder / ".hydra" / "config.yaml").read_text(), Loader=yaml.CSafeLoader)
-        named.append(Path(launched_in, saved["cluster"]["storage_path"], (folder / ".storage").read_text()))
-    yield from (where for where in named if where.is_dir() and not where.resolve().is_relative_to(folder.resolve()))
 
 
 def _user(number: int) -> str:
