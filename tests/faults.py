@@ -206,7 +206,7 @@ FAULTS = (
     Fault("a foreign folder is accepted", "fsdp_lab/sweep/store/trust.py",
           "    if reason is not None and not trust:", "    if reason is not None and trust:", "sweep/test_trust.py"),
     Fault("a run's tag opens another sweep's folder", "fsdp_lab/sweep/sweep_data.py",
-          "return folder if sweep_in(folder)[1].id == sweep_id else None", "return folder if sweep_in(folder) else None",
+          "sweep_in(folder)[1].id == sweep_id", "sweep_in(folder)[1].id",
           "report/test_command.py"),
     Fault("a folder's override runs code", "fsdp_lab/sweep/store/trust.py",
           "    if key not in _trial_keys() and not _USERS_KEY.fullmatch(key):", "    if not key:",

@@ -207,8 +207,6 @@ def _ensure_experiment(client: MlflowClient, name: str, artifacts: Path | None) 
             f"tracking.experiment={name} was deleted in MLflow; restore it with `mlflow experiments "
             f"restore --experiment-id {experiment.experiment_id}`, or give another tracking.experiment."
         )
-    if "mlflow.note.content" not in experiment.tags:
-        client.set_experiment_tag(experiment.experiment_id, "mlflow.note.content", how_to_read())
     return str(experiment.experiment_id)
 
 

@@ -143,19 +143,12 @@ def fact_tags(facts: Mapping[str, Any]) -> dict[str, str]:
 
 def _origin(folder: Path, command: str) -> dict[str, Any]:
     return {
-        **_machine(),
+        **machine_tags(),
         FOLDER_TAG: folder.absolute(),
         COMMAND_TAG: command,
-        "mlflow.source.name": _without_slashes(command),
+        "mlflow.source.name": "python -m fsdp_lab",
         "mlflow.source.type": "LOCAL",
     }
-
-
-def _without_slashes(command: str) -> str:
-    """Return a command without words that hold a slash: MLflow shows only the part after the last slash."""
-    words = shlex.split(command)
-    kept = [word for word in words if "/" not in word]
-    return " ".join([*map(shlex.quote, kept), *(["…"] if len(kept) < len(words) else [])])
 
 
 def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
@@ -163,13 +156,8 @@ def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
 
 
 @cache
-def _machine() -> dict[str, str]:
-    """Return the tags of this machine, computed once: the driver's code is as it was when it started."""
-    return machine_tags()
-
-
 def machine_tags() -> dict[str, str]:
-    """Return tags for the user, the machine, the code and the libraries, as they are on the disk now."""
+    """Return tags for the user, the machine, the code and the libraries, as this process first found them."""
     tags = {"mlflow.user": _user(), "host": platform.node(), "version.python": platform.python_version()}
     for name in _LIBRARIES:
         try:

@@ -59,11 +59,7 @@ def resume_arguments(arguments: Sequence[str]) -> list[str]:
     # Hydra writes the config of a single trial before it calls us: the one that is there is to be compared.
     quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     ours = [f"resume='{quoted}'", f"{place}='{quoted}'", *([] if record.multirun else ["hydra.output_subdir=null"])]
-    first = next((i for i, word in enumerate(typed) if word.startswith("-")), len(typed))
-    typed, options = typed[:first], typed[first:]  # argparse wants the overrides in one piece
-    held = [word for word in record.arguments if key_of(word) not in {key_of(option) for option in options}]
-    words = [*with_overrides(held, [*typed, *ours]), *options]
-    return [*(["-m"] if record.multirun else []), *words]
+    return [*(["-m"] if record.multirun else []), *with_overrides(record.arguments, [*typed, *ours])]
 
 
 def _check_place(record: SweepStart, folder: Path) -> None:
