@@ -1,4 +1,6 @@
-"""What a report says, of sweeps made by hand: the terminal's text, `report.md` and `results.csv`, compared as a whole.
+"""What a sweep leaves to read, of sweeps made by hand: the terminal's text, `report.md` and `results.csv`.
+
+Each is compared as a whole. A sweep's `results.csv` is written from the same trials as its report.
 
 `python -m tests.report.test_golden` writes the files again. Read what changed: a person will.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,7 +26,7 @@ from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_markdown
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.results_csv import rows_of
-from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.state import SweepState, TrialState
 from tests.conftest import ROOT
 from tests.report.sweeps import REPEATED, ROWS, on_cpu, rounds, sweep, trial
 
@@ -95,13 +98,36 @@ def written(made: SweepData) -> str:
     return f"{terminal}\n\n{'=' * 80}\n\n{to_markdown(made, recommendation)}"
 
 
+def table(made: SweepData) -> str:
+    """The sweep's `results.csv`, whose rows count from 0. What a record made by hand lacks, as seconds, is empty."""
+    states = []
+    for row, record in enumerate(made.trials):
+        one = Trial(row, SweepConfig(), dict(record.setting), [], Path("out", str(row)), {})
+        states.append(TrialState(one, record.status, record.figures))
+        states[-1].reason, states[-1].timing_excluded = record.reason, record.timing_excluded
+    front = SweepState(states, made.objectives).front()
+    return csv_of(states, made.axes, front, lambda row: made.trials[row].run_id)
+
+
+def csv_of(states: Sequence[TrialState], axes: Sequence[str], front: set[int], run_id: Callable[[int], str]) -> str:
+    with TemporaryDirectory() as folder:
+        write_results(Path(folder), axes, rows_of(states, axes, front, run_id))
+        return Path(folder, "results.csv").read_text()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_report_says_what_it_said(name: str):
     assert written(CASES[name]) == (FOLDER / f"{name}.md").read_text()
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_table_of_a_sweep_is_what_it_was(name: str):
+    assert table(CASES[name]) == (FOLDER / f"{name}.csv").read_text()
+
+
 def test_each_file_has_its_case():
     assert {path.stem for path in FOLDER.glob("*.md")} == set(CASES)
+    assert {path.stem for path in FOLDER.glob("*.csv")} == {*CASES, RESULTS.stem}
 
 
 def test_a_timing_that_a_higher_limit_counts_is_named():
@@ -133,10 +159,7 @@ def results() -> str:
             states[-1].seconds = number + 0.126
     states[-1].timing_excluded = TimingExcluded.others_cpu
     next(state for state in states if state.status is TrialStatus.failed).reason = why
-    with TemporaryDirectory() as folder:
-        axes = ["sharding", "model", "optimizer.lr"]
-        write_results(Path(folder), axes, rows_of(states, axes, {2}, lambda n: f"run{n}"))
-        return Path(folder, "results.csv").read_text()
+    return csv_of(states, ["sharding", "model", "optimizer.lr"], {2}, lambda n: f"run{n}")
 
 
 def test_the_table_of_trials_is_what_it_was():
@@ -168,4 +191,5 @@ if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for case, planted in CASES.items():
         (FOLDER / f"{case}.md").write_text(written(planted))
+        (FOLDER / f"{case}.csv").write_text(table(planted))
     RESULTS.write_text(results())
