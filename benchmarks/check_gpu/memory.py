@@ -86,6 +86,7 @@ def setting_of(line: Line, bench: Bench) -> Setting:
 def prepare(lines: Sequence[Line], bench: Bench) -> None:
     """Forecast every line, in processes of their own."""
     from fsdp_lab.forecast.run import Request, forecast_all
+    from fsdp_lab.forecast.words import no_forecast_text
 
     capacity = bench.machine.memory_bytes
     sheet = _sheet(bench)
@@ -94,7 +95,7 @@ def prepare(lines: Sequence[Line], bench: Bench) -> None:
     ]
     forecasts = {}
     for line, forecast in zip(lines, forecast_all(requests), strict=True):
-        forecasts[line.id] = {"error": forecast.error}
+        forecasts[line.id] = {"error": no_forecast_text(forecast.error)}
         if forecast.error is None:
             forecasts[line.id] = {
                 "error": None,

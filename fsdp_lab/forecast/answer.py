@@ -6,20 +6,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdp_lab.config import may_change_speed
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.network import network_sentences
 from fsdp_lab.forecast.table import Row, forecasts_frame
+from fsdp_lab.forecast.words import words_of_forecasts
 from fsdp_lab.metrics import MEMORY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
 from fsdp_lab.record.trial import words
 from fsdp_lab.report.answer import Answer, plain_text, with_a_line, words_of_a_report
 from fsdp_lab.report.qualify import LEAST
 from fsdp_lab.report.recommend import Recommendation, recommend
-from fsdp_lab.report.render import environment
 from fsdp_lab.report.settings import Rules, Setting
-from fsdp_lab.speed.fitted import COMPARED
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.status import TrialStatus
 
@@ -95,11 +94,6 @@ class ForecastAnswer(Answer):
         r = self.recommendation
         able = [s for s in r.able if s is not r.setting and wanted(self.row(s).forecast)]
         return max(able, key=lambda s: _samples_per_s(self.row(s)), default=None)
-
-
-def words_of_forecasts() -> Any:
-    """Return the template of a forecast's sentences."""
-    return environment(False).get_template("forecast_words.j2", globals={"compared": COMPARED}).module
 
 
 def _lines(text: str) -> list[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.config.parallel import Granularity, ReshardPolicy
+from fsdp_lab.report.statements import Statement
 from fsdp_lab.speed.predict import Speed
 
 GIB = 2**30
@@ -20,6 +22,22 @@ WORKSPACE_BYTES = 64 * 2**20  # cuBLAS and cuBLASLt, 32 MiB each on Hopper
 # Four of these were predicted 10 to 26 % too fast, of the other 71 two were off by more than 8 %.
 NEARLY_FULL = 0.9
 NEARLY_FULL_ERROR = 0.077  # nine of ten of them were less too fast, as with every other error here
+
+
+class NoForecast(StrEnum):
+    """Why there is no forecast; the values of each are listed below it."""
+
+    user_error = "user_error"
+    """Training would end with the same error: `error` (its class), `at` (the line that raised it), `text` (as raised).
+    """
+    needs_values = "needs_values"
+    """The model reads a value, which training has and a forecast has not; values as those of `user_error`."""
+    error = "error"
+    """Any other exception; values as those of `user_error`."""
+    lost = "lost"
+    """The process of the forecast ended or was late: `how`."""
+    cancelled = "cancelled"
+    """It was interrupted before it was made."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +58,7 @@ class Forecast:
         speed: of the step on it; None: no device with a data sheet, or see `no_speed`.
         no_speed: why there is no speed.
         error: why there is no forecast, and no peaks.
-        fails: training would end with the same error.
         traceback: of that error, if it was raised from another, such as one of the user's code; else "".
-        cancelled: it was interrupted before it was made, which `error` says too.
         upper_bound: what makes the memory an upper bound, in words such as `compile=true`; "": it is none.
         num_params: of the whole model, and of the worker's part.
     """
@@ -59,12 +75,15 @@ class Forecast:
     data_sheet: str | None = None
     speed: Speed | None = None
     no_speed: str | None = None
-    error: str | None = None
-    fails: bool = False
+    error: Statement | None = None
     traceback: str = ""
-    cancelled: bool = False
     upper_bound: str = ""
     num_params: tuple[int, int] = (0, 0)
+
+    @property
+    def no_forecast(self) -> StrEnum | None:
+        """The code of `error`: one of `NoForecast`."""
+        return self.error.code if self.error else None
 
     @property
     def peak_bytes(self) -> int:

@@ -16,7 +16,7 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.config import UserError
 from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.parallel import Granularity
-from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.cells import arguments, workers
 from fsdp_lab.forecast.chrome_trace import streams_file
 from fsdp_lab.forecast.notes import allowances_note, bound_notes, request_notes, room_remedies
@@ -58,7 +58,7 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
     print_scope(console, plan.trials, requests, swept)
     alone = here and len(requests) == 1
     forecasts = [forecast_one(requests[0])] if alone else _with_progress(console, requests)
-    finished = [number for number, forecast in enumerate(forecasts) if not forecast.cancelled]
+    finished = [number for number, forecast in enumerate(forecasts) if forecast.no_forecast is not NoForecast.cancelled]
     trials, requests = [plan.trials[n] for n in finished], [requests[n] for n in finished]
     every = _rows(trials, requests, [forecasts[n] for n in finished], swept)
     result = ForecastResult(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -79,7 +79,7 @@ class Pool(Generic[Question, Answer]):
     def _take(self) -> _Child:
         with self._lock:
             if self._closed:
-                raise NoAnswerError
+                raise CancelledError
             if not self._idle:
                 self._children.append(_Child(self._answer))
                 return self._children[-1]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.forecast.answer import ForecastAnswer, answers, sentences
 from fsdp_lab.forecast.capacity import GIB
 from fsdp_lab.forecast.table import COLUMNS, Row, forecasts_frame
+from fsdp_lab.forecast.words import no_forecast_text
 from fsdp_lab.record.trial import words
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ class ForecastResult:
     @property
     def reasons(self) -> list[str]:
         """Why settings have no forecast, or no speed; each reason once."""
-        return sorted({why for row in self.rows for why in (row.forecast.error, row.forecast.no_speed) if why})
+        every = [why for row in self.rows for why in (no_forecast_text(row.forecast.error), row.forecast.no_speed)]
+        return sorted({why for why in every if why})
 
     def plot(self) -> Any:
         """Return a Plotly figure: predicted speeds against needed memory; without speeds, the parts of each peak."""

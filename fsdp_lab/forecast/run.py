@@ -13,10 +13,12 @@ from pathlib import Path
 
 from fsdp_lab.config import SweepConfig, UserError, memory_settings, speed_settings
 from fsdp_lab.config.parallel import OffloadConfig
-from fsdp_lab.forecast.capacity import Forecast, on_capacity
+from fsdp_lab.config.target import user_line
+from fsdp_lab.forecast.capacity import Forecast, NoForecast, on_capacity
 from fsdp_lab.forecast.devices import capacity_bytes, data_sheet, for_cuda, refined
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
 from fsdp_lab.hardware import num_cpus
+from fsdp_lab.report.statements import Statement
 from fsdp_lab.speed.device import Device
 
 LIMIT_S = 420.0  # for one forecast and the imports before it; the largest model here takes some ten seconds
@@ -156,13 +158,15 @@ def _undone(request: Request, reason: str | None) -> Forecast:
         request: that was not answered.
         reason: what happened to its process; None: the forecast was cancelled.
     """
-    error = "the forecast was not made: it was cancelled"
-    if reason:
-        error = (
-            f"the forecast was not made: its process {reason}; forecast fewer settings at once, or use "
-            "forecast.enabled=false in a sweep"
-        )
-    return Forecast(request.cuda, request.num_workers, error=error, cancelled=not reason)
+    error = Statement(NoForecast.cancelled) if reason is None else Statement(NoForecast.lost, {"how": reason})
+    return Forecast(request.cuda, request.num_workers, error=error)
+
+
+def _raised(code: NoForecast, error: Exception) -> Statement:
+    cause = error.__cause__ or error
+    last = traceback.extract_tb(cause.__traceback__)[-1]
+    at = user_line(cause) or f"{last.filename}:{last.lineno}"
+    return Statement(code, {"error": type(error).__name__, "at": at, "text": str(error)})
 
 
 class Background:
@@ -179,7 +183,7 @@ class Background:
         try:
             self._forecasts = forecast_all(self._requests, self._note, self._stop)
         except Exception as error:  # noqa: BLE001 - no forecast is worth a sweep
-            reason = f"{type(error).__name__}: {error}"
+            reason = _raised(NoForecast.error, error)
             self._forecasts = [Forecast(r.cuda, r.num_workers, error=reason) for r in self._requests]
 
     def _note(self, done: int, total: int) -> None:
@@ -227,8 +231,10 @@ class Forecaster:
         """Wait for a forecast. One that is late, or whose process dies, has `error`."""
         try:
             return on_capacity(future.result(), request.capacity_bytes)
-        except (NoAnswerError, CancelledError) as error:
-            return _undone(request, str(error) or None)
+        except NoAnswerError as error:
+            return _undone(request, str(error))
+        except CancelledError:
+            return _undone(request, None)
 
 
 def _answer(request: Request) -> Forecast:
@@ -240,11 +246,9 @@ def _answer(request: Request) -> Forecast:
     except UserError as error:
         from fsdp_lab.forecast.forecast import NeedsValuesError
 
-        fails = not isinstance(error, NeedsValuesError)  # which training has
+        code = NoForecast.needs_values if isinstance(error, NeedsValuesError) else NoForecast.user_error
         trace = "".join(traceback.format_exception(error)) if error.__cause__ else ""  # else the message says it all
-        return Forecast(request.cuda, request.num_workers, error=str(error), fails=fails, traceback=trace)
+        return Forecast(request.cuda, request.num_workers, error=_raised(code, error), traceback=trace)
     except Exception as error:  # noqa: BLE001 - told in the table; the others go on
         traceback.print_exception(error)
-        lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[0] if lines else ''}"
-        return Forecast(request.cuda, request.num_workers, error=reason)
+        return Forecast(request.cuda, request.num_workers, error=_raised(NoForecast.error, error))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.files import whole
 from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.words import no_forecast_text
 from fsdp_lab.profile import CATEGORIES
 from fsdp_lab.speed.predict import BOUNDS
 from fsdp_lab.terminal import Column, FittingTable
@@ -166,7 +167,7 @@ def _figures(row: Row) -> dict[str, Any]:
         "data_sheet": forecast.data_sheet,
         "timeline": row.page and str(row.page),
         "streams": row.streams and str(row.streams),
-        "no_forecast": forecast.error,
+        "no_forecast": no_forecast_text(forecast.error),
         "no_speed": forecast.no_speed,
     }
     if forecast.error:

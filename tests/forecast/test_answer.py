@@ -14,14 +14,16 @@ import pytest
 from rich.console import Console
 
 from fsdp_lab.forecast.answer import answers, sentences
-from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.table import Row, forecast_table
+from fsdp_lab.report.statements import Statement
 from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import Network, Speed
 
 GIB = 2**30
 AXES = ["sharding", "precision", "activation_checkpointing"]
 FOLDER = Path(__file__).parent / "golden"
+FAILED = Forecast(True, 8, error=Statement(NoForecast.cancelled))
 
 
 def row(
@@ -78,7 +80,7 @@ CASES: dict[str, tuple[list[Row], list[str]]] = {
     "no_capacity": ([row([name], gib, capacity=None) for name, gib in (("ddp", 16), ("root", 9))], ["sharding"]),
     "one_setting": ([fast(row([], 9.9), 1.0)], []),
     "nothing_fits": ([row([name], gib) for name, gib in (("ddp", 30), ("root", 25))], ["sharding"]),
-    "one_has_no_forecast": ([row(["root"], 9), Row(["ddp"], Forecast(True, 8, error="why"), None, 64)], ["sharding"]),
+    "one_has_no_forecast": ([row(["root"], 9), Row(["ddp"], FAILED, None, 64)], ["sharding"]),
     "fastest": two(fast(row([], 16), 1.0), fast(row([], 9), 1.27)),
     "may_be_as_fast": two(fast(row([], 16), 1.0), fast(row([], 9), 1.05)),
     "tie_where_memory_is_scarce": two(fast(row([], 22), 1.0), fast(row([], 9), 1.02)),
@@ -172,7 +174,7 @@ def test_a_table_has_the_unit_of_its_largest_value():
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_the_table_at_this_width(width: int):
     out = io.StringIO()
-    rows = [*ROWS, Row(["root", "fp32", "none"], Forecast(True, 8, error="why"), None, 64)]
+    rows = [*ROWS, Row(["root", "fp32", "none"], FAILED, None, 64)]
     Console(file=out, width=width).print(forecast_table(rows, AXES))
     text = "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
     assert text == (Path(__file__).parent / "tables" / f"{width}.txt").read_text()

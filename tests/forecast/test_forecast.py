@@ -18,10 +18,11 @@ from fsdp_lab.config import CombinationError, ConfigError, check_forecast, memor
 from fsdp_lab.config.sweep import ForecastConfig
 from fsdp_lab.forecast import forecast as module
 from fsdp_lab.forecast import run
-from fsdp_lab.forecast.capacity import CONTEXT_BYTES, GIB, NCCL_BYTES, Forecast, communicators
+from fsdp_lab.forecast.capacity import CONTEXT_BYTES, GIB, NCCL_BYTES, Forecast, NoForecast, communicators
 from fsdp_lab.forecast.devices import gpu_memory
 from fsdp_lab.forecast.forecast import NeedsValuesError, forecast, forecast_profile, pinned_rounding
 from fsdp_lab.forecast.run import Background, Forecaster, Request, forecast_all, forecast_one
+from fsdp_lab.forecast.words import no_forecast_text
 from fsdp_lab.profile import Event, Profile
 from fsdp_lab.workloads.build import build_workload
 from tests.processes import called, still_running
@@ -294,7 +295,7 @@ def test_many_are_forecast_once_each_and_come_back_in_their_order():
     steps: list[tuple[int, int]] = []
     first, same, bad, other = forecast_all([Request.of(trial, 2) for trial in trials], lambda *step: steps.append(step))
     assert steps == [(1, 3), (2, 3), (3, 3)]
-    assert bad.error and "dp_replicate" in bad.error
+    assert bad.no_forecast is NoForecast.user_error and "dp_replicate" in str(no_forecast_text(bad.error))
     expected = [forecast_profile(trials[number], 2, cuda=False).peaks for number in (0, 3)]
     assert [first.peaks, other.peaks] == expected and first.peaks == same.peaks != other.peaks
 
@@ -314,10 +315,11 @@ def test_a_search_forecasts_one_after_the_other_and_loses_one_with_its_process()
         lost, after = forecaster.submit(heavy), forecaster.submit(small)
         (process,) = [process for process in forecasters() if process.pid not in earlier]
         process.kill()
-        assert "its process was killed, most likely because memory ran out" in str(forecaster.result(lost, heavy).error)
+        error = no_forecast_text(forecaster.result(lost, heavy).error)
+        assert error and "its process was killed, most likely because memory ran out" in error
         assert forecaster.result(after, small).peaks == expected
         unwanted = forecaster.submit(heavy)
-    assert "not made" in str(forecaster.result(unwanted, heavy).error)
+    assert "not made" in str(no_forecast_text(forecaster.result(unwanted, heavy).error))
     assert still_running(forecasters(), 60) == []
 
 
@@ -328,7 +330,7 @@ def test_a_thread_that_fails_is_reported_for_each(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(run, "_in_pool", fail)
     with Background([Request.of(config(), 2)] * 2) as forecasts:
         result = forecasts.result()
-    assert [forecast.error for forecast in result] == ["OSError: no more processes"] * 2
+    assert [no_forecast_text(forecast.error) for forecast in result] == ["OSError: no more processes"] * 2
 
 
 @pytest.mark.ci
@@ -340,7 +342,7 @@ def test_forecasts_that_are_no_longer_wanted_end():
             assert time.monotonic() < end, "no process started"
             time.sleep(0.05)
     assert still_running(processes, 60) == []
-    assert forecasts.result()[-1].cancelled and forecasts.result()[-1].error
+    assert forecasts.result()[-1].no_forecast is NoForecast.cancelled
 
 
 @pytest.mark.parametrize("sharding", ["per_block", pytest.param("ddp", marks=pytest.mark.ci)])

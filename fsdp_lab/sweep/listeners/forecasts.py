@@ -12,7 +12,7 @@ from fsdp_lab.config import UserError, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.engine import resources
 from fsdp_lab.forecast.answer import CONDITIONS, recommended
-from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.devices import (
     capacity_here,
     check_sweep,
@@ -25,6 +25,7 @@ from fsdp_lab.forecast.keep import passed_over, why_all
 from fsdp_lab.forecast.observations import record_observation
 from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.forecast.table import Row
+from fsdp_lab.forecast.words import no_forecast_text
 from fsdp_lab.hardware import cpu_name, gpus, num_gpus
 from fsdp_lab.metrics import DATA_WAIT, MIB, OTHERS_CPU, SPEED
 from fsdp_lab.record.reasons import Code, Reason
@@ -97,7 +98,7 @@ class Forecasts(Listener):
         self._known = {request.key: forecast for request, forecast in zip(requests, result, strict=True)}
         # else `forecast.keep` has chosen before; a kill while it skipped leaves the fastest to choose from
         is_new = not any(s.again or (s.ended and s.status is not TrialStatus.skipped) for s in sweep.states)
-        if self._early is not None and result and all(forecast.fails for forecast in result):
+        if self._early is not None and result and all(f.no_forecast is NoForecast.user_error for f in result):
             _fail(sweep, dict(zip(wanted, result, strict=True)))
             return
         for number, forecast in zip(wanted, result, strict=True):
@@ -188,7 +189,7 @@ class Forecasts(Listener):
         name, state = label(number, sweep.states), sweep.states[number]
         prune = state.trial.config.forecast.prune and not state.again  # which ran before
         if forecast.error:
-            sweep.log_once(f"no forecast: {forecast.error}")
+            sweep.log_once(f"no forecast: {no_forecast_text(forecast.error)}")
         elif forecast.capacity_bytes is None and prune:
             sweep.log_once(
                 "forecast.prune=true skips no trial: the memory of the GPU is not known (the driver does not report "
@@ -244,11 +245,13 @@ def reliable_step_s(metrics: Mapping[str, float], samples: int, cuda: bool) -> f
 
 
 def _fail(sweep: SweepRun, forecasts: Mapping[int, Forecast]) -> None:
-    """End trials that would all train in vain. Each error is logged once."""
-    first: dict[str | None, int] = {}
+    """End trials that would all train in vain. An error is logged once: that of one class, raised by one line."""
+    first: dict[tuple[str, str], int] = {}
     for number, forecast in forecasts.items():
-        if (earlier := first.setdefault(forecast.error, number)) == number:
-            sweep.fail(number, Reason.of(Code.forecast_failed, text=forecast.error), forecast.traceback)
+        assert forecast.error is not None
+        error, at, text = (forecast.error.values[name] for name in ("error", "at", "text"))
+        if (earlier := first.setdefault((error, at), number)) == number:
+            sweep.fail(number, Reason.of(Code.forecast_failed, text=text), forecast.traceback)
         else:
             sweep.fail(number, Reason.of(Code.same_as, trial=earlier))
 

@@ -1,0 +1,41 @@
+"""What people read, replaced: every sentence is `x`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jinja2
+
+from fsdp_lab.config import UserError
+from fsdp_lab.report import reason_texts
+from fsdp_lab.sweep.listeners.console import Console
+from fsdp_lab.training.divergence import DivergedError
+
+
+class Words:
+    """Stands for the macros of a template."""
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *values: "x"
+
+
+def other_words() -> ExitStack:
+    """Replace the sentences of errors, reasons, answers and the terminal, until the stack is closed."""
+    log, get_template, replaced = Console.log, jinja2.Environment.get_template, ExitStack()
+
+    def template(environment: jinja2.Environment, name: str, *given: Any, **more: Any) -> Any:
+        is_of_sentences = name in ("words.j2", "forecast_words.j2")
+        return SimpleNamespace(module=Words()) if is_of_sentences else get_template(environment, name, *given, **more)
+
+    for patch in (
+        mock.patch.object(Console, "log", lambda console, text: log(console, "x")),
+        mock.patch.object(UserError, "__str__", return_value="x"),
+        mock.patch.object(DivergedError, "__str__", return_value="x"),
+        mock.patch.dict(reason_texts.TEXTS, dict.fromkeys(reason_texts.TEXTS, lambda values: "x")),
+        mock.patch.object(jinja2.Environment, "get_template", template),
+    ):
+        replaced.enter_context(patch)
+    return replaced
