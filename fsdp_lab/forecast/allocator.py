@@ -183,44 +183,28 @@ def allocator_peaks(
         streams: category -> the stream that allocates it, of sharded models.
         expandable: see `CachingAllocator`.
     """
-    return _Replay(profile, streams if sharded else {}, workspaces, CachingAllocator(expandable)).run()
+    allocator = CachingAllocator(expandable)
+    for number, size in enumerate(workspaces):
+        allocator.allocate(("workspace", number), size)
+    events = [event for event in profile.events if event.place == "device"]
+    begun = sum(event.place == "device" for event in profile.events[: profile.begun])
+    there = {event.storage: event for event in events[:begun]}
+    category = {event.storage: event.category for event in events}  # its last: some are known late
+    held: dict[int, int] = {}
 
-
-class _Replay:
-    """Hands an allocator the requests of a profile, in their order, each on its stream."""
-
-    def __init__(
-        self, profile: Profile, streams: Mapping[str, str], workspaces: Collection[int], allocator: CachingAllocator
-    ) -> None:
-        events = [event for event in profile.events if event.place == "device"]
-        begun = sum(event.place == "device" for event in profile.events[: profile.begun])
-        self.before, self.step = events[:begun], events[begun:]
-        self.workspaces, self.allocator = workspaces, allocator
-        self._held: dict[int, int] = {}
-        category = {event.storage: event.category for event in events}  # its last: some are known late
-        self._stream = {storage: streams.get(name, "") for storage, name in category.items()}
-
-    def run(self) -> Peaks:
-        for number, size in enumerate(self.workspaces):
-            self.allocator.allocate(("workspace", number), size)
-        there = {event.storage: event for event in self.before}
-        for with_optimizer in (False, True):
-            for event in there.values():  # what the step before gave back too
-                if with_optimizer or event.category != "optimizer":
-                    self._hold(event.storage, event.num_bytes)
-            for event in self.step:
-                if with_optimizer or event.category != "optimizer":
-                    self._hold(event.storage, event.num_bytes)
-            for storage in self._held.keys() - there.keys():  # its like is among what was there before the step
-                self._hold(storage, 0)
-        return Peaks(self.allocator.peak_active, self.allocator.peak_reserved)
-
-    def _hold(self, storage: int, num_bytes: int) -> None:
-        """Let a storage hold so many bytes from now on."""
-        held = self._held.pop(storage, 0)
-        if held and held != num_bytes:
-            self.allocator.free(storage)
-        if num_bytes and held != num_bytes:
-            self.allocator.allocate(storage, num_bytes, self._stream[storage])
+    def hold(storage: int, num_bytes: int) -> None:
+        before = held.pop(storage, 0)
+        if before and before != num_bytes:
+            allocator.free(storage)
+        if num_bytes and before != num_bytes:
+            allocator.allocate(storage, num_bytes, streams.get(category[storage], "") if sharded else "")
         if num_bytes:
-            self._held[storage] = num_bytes
+            held[storage] = num_bytes
+
+    for with_optimizer in (False, True):
+        for event in (*there.values(), *events[begun:]):  # first what the step before gave back too
+            if with_optimizer or event.category != "optimizer":
+                hold(event.storage, event.num_bytes)
+        for storage in held.keys() - there.keys():  # its like is among what was there before the step
+            hold(storage, 0)
+    return Peaks(allocator.peak_active, allocator.peak_reserved)

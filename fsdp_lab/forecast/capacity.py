@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -89,10 +88,6 @@ class Forecast:
     def peak_bytes(self) -> int:
         """The peak of all tensors on the device."""
         return self.peaks["device"]["total"]
-
-    def of(self, categories: Iterable[str]) -> int:
-        """Return the bytes of these categories in the peak of the device."""
-        return sum(self.peaks["device"].get(category, 0) for category in categories)
 
     @property
     def host_bytes(self) -> int:

@@ -44,31 +44,13 @@ def data_sheet(config: SweepConfig) -> Device | None:
 
 
 def device_notes(config: SweepConfig, num_workers: int) -> list[str]:
-    """Return notes about the device's file.
-
-    It may claim an error that its figures do not have, or come from another machine, PyTorch or number of workers.
-    """
-    claimed = _claimed(config)
-    if claimed is None:
-        return []
-    notes = _calibration_notes(claimed, num_workers, config.forecast.device not in DEVICE_KINDS)
-    taken = believed(claimed)
-    if taken == claimed:
-        return notes
-    return [
-        *notes,
-        f"the file of forecast.device={config.forecast.device} has `basis: {claimed.basis}`, but its figures are not "
-        f"the fitted ones. It is used as `{taken.basis}` with error_elsewhere ({taken.error.p90 * 100:.2g} % for nine "
-        "of ten); write `basis: data sheet` and its error.",
-    ]
-
-
-def _calibration_notes(device: Device, num_workers: int, named: bool) -> list[str]:
-    measured = device.measured
+    """Return notes about a calibration of another machine, PyTorch or number of workers, or on a busy machine."""
+    device = _claimed(config)
+    measured = device.measured if device else None
     if measured is None:
         return []
     here, torch = cpu_name(), torch_version()
-    elsewhere = measured.machine != here and not named
+    elsewhere = measured.machine != here and config.forecast.device in DEVICE_KINDS
     others = [
         f"on {measured.machine}, and this is {here}" if elsewhere else "",
         f"with PyTorch {measured.torch}, and this is {torch}" if measured.torch != torch else "",

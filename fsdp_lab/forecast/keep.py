@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
-from enum import StrEnum
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 from hashlib import sha256
 
 from fsdp_lab.config import TrialConfig, flatten, memory_settings
 from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.words import words_of_forecasts
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.predicted import Predicted
 from fsdp_lab.speed.device import Device, DeviceKind
 from fsdp_lab.speed.fitted import digest
 from fsdp_lab.speed.predict import Speed
-from fsdp_lab.wording import count
 
 
 def predicted(speed: Speed) -> Predicted:
@@ -36,14 +35,6 @@ def ratio_group(config: TrialConfig, num_workers: int, device: Device) -> str:
     offload = config.offload.target.value if device.kind is DeviceKind.cuda else ""  # on a CPU it does nothing
     parts = [what, flatten(config.task), num_workers, config.compile, offload, digest(device)]
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-class Place(StrEnum):
-    """The decision of `forecast.keep` about a trial."""
-
-    kept = "kept"
-    slower = "slower"
-    no_room = "no room"
 
 
 class Selection:
@@ -83,31 +74,24 @@ class Selection:
         self.wanted = number_kept(keep, len(self.ranked))
         self.last = self.ranked[: self.wanted][-1] if self.ranked else None
         self._recommended = {n for n in forecasts if settings[n] in recommended}
-        self._no_room = forecasts.keys() - able.keys()
-        self._full = {n for n, forecast in able.items() if forecast.nearly_full}
+        self._no_room = {n: forecasts[n].shortage for n in forecasts.keys() - able.keys()}
+        self._keep = keep
         self._in_rank = (fitting or self.known).keys()
         self._of_batch = {one.samples: one.speed for one in reversed(self.ranked)}
 
-    def place(self, number: int) -> Place:
-        """Return the decision about a trial."""
+    def why_not(self, number: int) -> Reason | None:
+        """Return why a trial need not run; None: it is measured."""
         one, last = self.known.get(number), self.last
-        if one is None or last is None:
-            return Place.no_room if number in self._no_room else Place.kept
-        of_batch = number in self._in_rank and one.speed >= self._of_batch[one.samples]
-        kept = one.may_reach(last) or of_batch or number in self._recommended
-        return Place.kept if kept else Place.slower
-
-    def how_sure(self, numbers: Iterable[int]) -> str:
-        """Return in words by which error these may be as fast as the last setting of the requested number."""
-        numbers = list(numbers)
-        some = [self.known[number] for number in numbers]
-        ratios = [one.ratio_error(self.last) for one in some if self.last is not None]
-        known = [ratio for ratio in ratios if ratio is not None]
-        if len(known) == len(some):
-            return f"the predicted ratio of two settings has an error of up to ±{max(known):.0%}"
-        off = max(max(1 - one.low / one.speed for one in some), 0.0)
-        full = ", more where a GPU is nearly full" if any(number in self._full for number in numbers) else ""
-        return f"their ranges overlap (±{off:.0%} each{full})"
+        if number in self._no_room:
+            return Reason.of(Code.does_not_fit, **self._no_room[number], keep=self._keep)
+        if one is None or last is None or one.may_reach(last) or number in self._recommended:
+            return None
+        if number in self._in_rank and one.speed >= self._of_batch[one.samples]:
+            return None
+        share, sure = one.speed / last.speed, one.ratio_error(last)
+        return Reason.of(
+            Code.too_slow, speed=one.speed, low=one.low, high=one.high, share=share, error=sure, keep=self._keep
+        )
 
 
 def passed_over(
@@ -118,21 +102,7 @@ def passed_over(
 ) -> dict[int, Reason]:
     """Return the trials that need not run, and why; the arguments are those of `Selection`."""
     selection = Selection(forecasts, settings, keep, recommended)
-    put = {number: selection.place(number) for number in forecasts}
-    why = {
-        n: Reason.of(Code.does_not_fit, **forecasts[n].shortage, keep=keep)
-        for n, place in put.items()
-        if place is Place.no_room
-    }
-    if selection.last is not None:
-        slower = [n for n, place in put.items() if place is Place.slower]
-        why |= {n: _too_slow(selection.known[n], selection.last, keep) for n in slower}
-    return why
-
-
-def _too_slow(one: Predicted, last: Predicted, keep: str) -> Reason:
-    share, sure = one.speed / last.speed, one.ratio_error(last)
-    return Reason.of(Code.too_slow, speed=one.speed, low=one.low, high=one.high, share=share, error=sure, keep=keep)
+    return {number: why for number in forecasts if (why := selection.why_not(number)) is not None}
 
 
 def why_all(
@@ -143,15 +113,7 @@ def why_all(
 ) -> str:
     """Return why `forecast.keep` skips nothing, where `passed_over` names no trial; the arguments are the same."""
     selection = Selection(forecasts, settings, keep, recommended)
-    ranked, wanted = selection.ranked, selection.wanted
-    if not ranked:
-        return "nothing is skipped: no setting has a predicted speed"
-    if len(ranked) <= wanted:
-        have = f"{count(len(ranked), 'setting')} {'has' if len(ranked) == 1 else 'have'}"
-        return f"nothing is skipped: {have} a predicted speed, and forecast.keep asks for {wanted}"
-    sure = selection.how_sure(selection.known)
-    place = "the fastest" if wanted == 1 else f"one of the {wanted} fastest"
-    return f"nothing is skipped: each of the {len(ranked)} settings may be {place}, because {sure}"
+    return str(words_of_forecasts().keeps_all(len(selection.ranked), selection.wanted))
 
 
 def number_kept(keep: str, settings: int) -> int:

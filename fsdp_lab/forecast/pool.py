@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
@@ -49,7 +49,7 @@ class Pool(Generic[Question, Answer]):
         self._idle: list[_Child] = []
         self._closed = False
 
-    def __enter__(self) -> Pool[Question, Answer]:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

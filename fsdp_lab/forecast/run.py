@@ -210,21 +210,11 @@ class Background:
         return self._forecasts
 
 
-class Forecaster:
+class Forecaster(Pool[Request, Forecast]):
     """One process that forecasts requests one after the other; it starts with the first. Use it as a context."""
 
     def __init__(self) -> None:
-        self._pool = Pool(_answer, 1, LIMIT_S)
-
-    def __enter__(self) -> Forecaster:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.__exit__()
-
-    def submit(self, request: Request) -> Future[Forecast]:
-        """Queue a request."""
-        return self._pool.submit(request)
+        super().__init__(_answer, 1, LIMIT_S)
 
     @staticmethod
     def result(future: Future[Forecast], request: Request) -> Forecast:

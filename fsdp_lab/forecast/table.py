@@ -173,7 +173,7 @@ def _figures(row: Row) -> dict[str, Any]:
     if forecast.error:
         return figures
     host = forecast.peaks.get("host", {})
-    figures |= {f"{name}_bytes": forecast.of((name,)) for name in CATEGORIES}
+    figures |= {f"{name}_bytes": forecast.peaks["device"].get(name, 0) for name in CATEGORIES}
     figures |= {f"host_{name}_bytes": host.get(name, 0) for name in CATEGORIES}
     same = ("peak", "active", "reserved", "least", "needed", "host", "capacity")
     figures |= {f"{name}_bytes": getattr(forecast, f"{name}_bytes") for name in same}
