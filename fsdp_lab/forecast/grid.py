@@ -161,13 +161,8 @@ def print_scope(console: Console, trials: list[Trial], requests: list[Request], 
     sizes = sorted(
         {t.config.training.global_batch_size // r.num_workers for t, r in zip(trials, requests, strict=True)}
     )
-    models = [t.config.model for t in trials]
-    taken = [model.sizes() for model in models if model.is_image_classifier]
-    images = sorted({(sizes["image_size"], sizes["num_channels"]) for sizes in taken})
-    shapes = " or ".join(f"{size}x{size}x{channels}" for size, channels in images)
-    plural = "" if sizes == [1] else "s"
-    items = f"image{plural} of {shapes}" if images else f"item{plural}"
-    fixed.append(f"{' or '.join(map(str, sizes))} {items} per worker and step")
+    item = "image" if all(t.config.model.is_image_classifier for t in trials) else "item"
+    fixed.append(f"{' or '.join(map(str, sizes))} {item}{'' if sizes == [1] else 's'} per worker and step")
     console.print(f"{count(len(trials), 'setting')}: {' '.join(fixed)}", highlight=False, markup=False)
     cuda = any(request.cuda for request in requests)
     kind = "GPUs" if cuda else "CPUs (forecast.device=cuda forecasts for GPUs)"
