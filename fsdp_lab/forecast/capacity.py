@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from typing import Literal
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.config.parallel import Granularity, ReshardPolicy
-from fsdp_lab.report.statements import Statement
 from fsdp_lab.speed.predict import Speed
 
 GIB = 2**30
@@ -23,20 +22,23 @@ NEARLY_FULL = 0.9
 NEARLY_FULL_ERROR = 0.077  # nine of ten of them were less too fast, as with every other error here
 
 
-class NoForecast(StrEnum):
-    """Why there is no forecast; the values of each are listed below it."""
+@dataclass(frozen=True)
+class NoForecast:
+    """Why there is no forecast, as a code with values.
 
-    user_error = "user_error"
-    """Training would end with the same error: `error` (its class), `at` (the line that raised it), `text` (as raised).
+    Attributes:
+        code: `user_error`: training would end with the same error; `needs_values`: the model reads a value, which
+            training has; `error`: any other exception; `lost`: its process ended or was late; `cancelled`: it was
+            interrupted before it was made.
+        text: of an error as raised; of `lost` what happened to the process.
+        error: the class of the error.
+        at: the line that raised it: of the user's code if there is one.
     """
-    needs_values = "needs_values"
-    """The model reads a value, which training has and a forecast has not; values as those of `user_error`."""
-    error = "error"
-    """Any other exception; values as those of `user_error`."""
-    lost = "lost"
-    """The process of the forecast ended or was late: `how`."""
-    cancelled = "cancelled"
-    """It was interrupted before it was made."""
+
+    code: Literal["user_error", "needs_values", "error", "lost", "cancelled"]
+    text: str = ""
+    error: str = ""
+    at: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,10 @@ class Forecast:
     data_sheet: str | None = None
     speed: Speed | None = None
     no_speed: str | None = None
-    error: Statement | None = None
+    error: NoForecast | None = None
     traceback: str = ""
     upper_bound: str = ""
     num_params: tuple[int, int] = (0, 0)
-
-    @property
-    def no_forecast(self) -> StrEnum | None:
-        """The code of `error`: one of `NoForecast`."""
-        return self.error.code if self.error else None
 
     @property
     def peak_bytes(self) -> int:

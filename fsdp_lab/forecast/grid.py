@@ -58,7 +58,7 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
     print_scope(console, plan.trials, requests, swept)
     alone = here and len(requests) == 1
     forecasts = [forecast_one(requests[0])] if alone else _with_progress(console, requests)
-    finished = [number for number, forecast in enumerate(forecasts) if forecast.no_forecast is not NoForecast.cancelled]
+    finished = [n for n, forecast in enumerate(forecasts) if forecast.error != NoForecast("cancelled")]
     trials, requests = [plan.trials[n] for n in finished], [requests[n] for n in finished]
     every = _rows(trials, requests, [forecasts[n] for n in finished], swept)
     result = ForecastResult(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from fsdp_lab.config import SweepConfig, UserError, memory_settings, speed_settings
 from fsdp_lab.config.parallel import OffloadConfig
@@ -18,7 +19,6 @@ from fsdp_lab.forecast.capacity import Forecast, NoForecast, on_capacity
 from fsdp_lab.forecast.devices import capacity_bytes, data_sheet, for_cuda, refined
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
 from fsdp_lab.hardware import num_cpus
-from fsdp_lab.report.statements import Statement
 from fsdp_lab.speed.device import Device
 
 LIMIT_S = 420.0  # for one forecast and the imports before it; the largest model here takes some ten seconds
@@ -158,15 +158,15 @@ def _undone(request: Request, reason: str | None) -> Forecast:
         request: that was not answered.
         reason: what happened to its process; None: the forecast was cancelled.
     """
-    error = Statement(NoForecast.cancelled) if reason is None else Statement(NoForecast.lost, {"how": reason})
+    error = NoForecast("cancelled") if reason is None else NoForecast("lost", reason)
     return Forecast(request.cuda, request.num_workers, error=error)
 
 
-def _raised(code: NoForecast, error: Exception) -> Statement:
+def _raised(code: Literal["user_error", "needs_values", "error"], error: Exception) -> NoForecast:
     cause = error.__cause__ or error
     last = traceback.extract_tb(cause.__traceback__)[-1]
     at = user_line(cause) or f"{last.filename}:{last.lineno}"
-    return Statement(code, {"error": type(error).__name__, "at": at, "text": str(error)})
+    return NoForecast(code, str(error), type(error).__name__, at)
 
 
 class Background:
@@ -183,7 +183,7 @@ class Background:
         try:
             self._forecasts = forecast_all(self._requests, self._note, self._stop)
         except Exception as error:  # noqa: BLE001 - no forecast is worth a sweep
-            reason = _raised(NoForecast.error, error)
+            reason = _raised("error", error)
             self._forecasts = [Forecast(r.cuda, r.num_workers, error=reason) for r in self._requests]
 
     def _note(self, done: int, total: int) -> None:
@@ -236,9 +236,9 @@ def _answer(request: Request) -> Forecast:
     except UserError as error:
         from fsdp_lab.forecast.forecast import NeedsValuesError
 
-        code = NoForecast.needs_values if isinstance(error, NeedsValuesError) else NoForecast.user_error
+        raised = _raised("needs_values" if isinstance(error, NeedsValuesError) else "user_error", error)
         trace = "".join(traceback.format_exception(error)) if error.__cause__ else ""  # else the message says it all
-        return Forecast(request.cuda, request.num_workers, error=_raised(code, error), traceback=trace)
+        return Forecast(request.cuda, request.num_workers, error=raised, traceback=trace)
     except Exception as error:  # noqa: BLE001 - told in the table; the others go on
         traceback.print_exception(error)
-        return Forecast(request.cuda, request.num_workers, error=_raised(NoForecast.error, error))
+        return Forecast(request.cuda, request.num_workers, error=_raised("error", error))

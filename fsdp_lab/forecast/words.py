@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdp_lab.forecast.capacity import NoForecast
 from fsdp_lab.report.render import environment
-from fsdp_lab.report.statements import Statement
 from fsdp_lab.speed.fitted import COMPARED
 
 
@@ -14,6 +14,6 @@ def words_of_forecasts() -> Any:
     return environment(False).get_template("forecast_words.j2", globals={"compared": COMPARED}).module
 
 
-def no_forecast_text(error: Statement | None) -> str | None:
+def no_forecast_text(error: NoForecast | None) -> str | None:
     """Return why there is no forecast, in a line; None: there is one."""
     return None if error is None else str(words_of_forecasts().no_forecast(error))

@@ -16,14 +16,13 @@ from rich.console import Console
 from fsdp_lab.forecast.answer import answers, sentences
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.table import Row, forecast_table
-from fsdp_lab.report.statements import Statement
 from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import Network, Speed
 
 GIB = 2**30
 AXES = ["sharding", "precision", "activation_checkpointing"]
 FOLDER = Path(__file__).parent / "golden"
-FAILED = Forecast(True, 8, error=Statement(NoForecast.cancelled))
+FAILED = Forecast(True, 8, error=NoForecast("cancelled"))
 
 
 def row(

@@ -15,7 +15,6 @@ from fsdp_lab.forecast.answer import answers, recommended, sentences
 from fsdp_lab.forecast.capacity import NEARLY_FULL, NEARLY_FULL_ERROR, Forecast, NoForecast, on_capacity
 from fsdp_lab.forecast.keep import passed_over
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
-from fsdp_lab.report.statements import Statement
 from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import BOUNDS, Speed
 
@@ -58,7 +57,7 @@ ROWS = [row("ddp", "no", 0.5), row("root", "tight", 1.0), row("per_layer", "tigh
         (forecast_of("no"), False, False),
         (forecast_of("tight", capacity=None), None, False),
         (Forecast(False, 8, {"device": {"total": 1001}}, capacity_bytes=1000), False, False),  # a CPU caches nothing
-        (Forecast(True, 8, capacity_bytes=1000, error=Statement(NoForecast.cancelled)), None, False),
+        (Forecast(True, 8, capacity_bytes=1000, error=NoForecast("cancelled")), None, False),
     ],
 )
 def test_what_is_tight_fits_without_what_the_allocator_caches(forecast: Forecast, fits: bool | None, tight: bool):

@@ -295,7 +295,7 @@ def test_many_are_forecast_once_each_and_come_back_in_their_order():
     steps: list[tuple[int, int]] = []
     first, same, bad, other = forecast_all([Request.of(trial, 2) for trial in trials], lambda *step: steps.append(step))
     assert steps == [(1, 3), (2, 3), (3, 3)]
-    assert bad.no_forecast is NoForecast.user_error and "dp_replicate" in str(no_forecast_text(bad.error))
+    assert bad.error and bad.error.code == "user_error" and "dp_replicate" in str(no_forecast_text(bad.error))
     expected = [forecast_profile(trials[number], 2, cuda=False).peaks for number in (0, 3)]
     assert [first.peaks, other.peaks] == expected and first.peaks == same.peaks != other.peaks
 
@@ -342,7 +342,7 @@ def test_forecasts_that_are_no_longer_wanted_end():
             assert time.monotonic() < end, "no process started"
             time.sleep(0.05)
     assert still_running(processes, 60) == []
-    assert forecasts.result()[-1].no_forecast is NoForecast.cancelled
+    assert forecasts.result()[-1].error == NoForecast("cancelled")
 
 
 @pytest.mark.parametrize("sharding", ["per_block", pytest.param("ddp", marks=pytest.mark.ci)])

@@ -33,7 +33,6 @@ from fsdp_lab.forecast.notes import room_remedies
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
 from fsdp_lab.report.reason_texts import reason_text
-from fsdp_lab.report.statements import Statement
 from fsdp_lab.speed.device import Basis, Device, DeviceKind, Factors, load_device
 from fsdp_lab.speed.predict import BOUNDS, Speed, predict
 from fsdp_lab.workloads.build import build_workload
@@ -363,7 +362,7 @@ def test_the_fastest_comes_first_and_what_does_not_fit_last(tmp_path: Path):
     assert float(first["step_s"]) == 1.0 and first["basis"] == "fitted"
     assert (first["error_p90"], first["ratio_error_p90"], first["no_forecast"]) == ("0.1", "", "")
     no_peak = replace(rows[0].forecast, speed=None, no_speed="no peak")
-    none = Forecast(True, 8, error=Statement(NoForecast.needs_values, {"text": "asks for a value"}))
+    none = Forecast(True, 8, error=NoForecast("needs_values", "asks for a value"))
     write_csv(tmp_path / "f.csv", [replace(rows[0], forecast=result) for result in (no_peak, none)], ["sharding"])
     observed = [
         (row["peak_bytes"], row["no_forecast"], row["no_speed"]) for row in csv.DictReader((tmp_path / "f.csv").open())

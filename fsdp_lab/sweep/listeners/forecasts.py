@@ -12,7 +12,7 @@ from fsdp_lab.config import UserError, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.engine import resources
 from fsdp_lab.forecast.answer import CONDITIONS, recommended
-from fsdp_lab.forecast.capacity import Forecast, NoForecast
+from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.devices import (
     capacity_here,
     check_sweep,
@@ -98,7 +98,7 @@ class Forecasts(Listener):
         self._known = {request.key: forecast for request, forecast in zip(requests, result, strict=True)}
         # else `forecast.keep` has chosen before; a kill while it skipped leaves the fastest to choose from
         is_new = not any(s.again or (s.ended and s.status is not TrialStatus.skipped) for s in sweep.states)
-        if self._early is not None and result and all(f.no_forecast is NoForecast.user_error for f in result):
+        if self._early is not None and result and all(f.error and f.error.code == "user_error" for f in result):
             _fail(sweep, dict(zip(wanted, result, strict=True)))
             return
         for number, forecast in zip(wanted, result, strict=True):
@@ -248,10 +248,10 @@ def _fail(sweep: SweepRun, forecasts: Mapping[int, Forecast]) -> None:
     """End trials that would all train in vain. An error is logged once: that of one class, raised by one line."""
     first: dict[tuple[str, str], int] = {}
     for number, forecast in forecasts.items():
-        assert forecast.error is not None
-        error, at, text = (forecast.error.values[name] for name in ("error", "at", "text"))
-        if (earlier := first.setdefault((error, at), number)) == number:
-            sweep.fail(number, Reason.of(Code.forecast_failed, text=text), forecast.traceback)
+        why = forecast.error
+        assert why is not None
+        if (earlier := first.setdefault((why.error, why.at), number)) == number:
+            sweep.fail(number, Reason.of(Code.forecast_failed, text=why.text), forecast.traceback)
         else:
             sweep.fail(number, Reason.of(Code.same_as, trial=earlier))
 
