@@ -31,11 +31,13 @@ def open_console() -> Console:
 
 
 def print_to_reader(*lines: str) -> None:
-    """Print lines; a reader such as `head` may close the pipe before their end."""
+    """Print lines, if somebody reads: `head` may close the pipe before their end, and the disk of a log may be full."""
     try:
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
+    except OSError:
+        pass  # later lines may be written
 
 
 @dataclass(frozen=True)

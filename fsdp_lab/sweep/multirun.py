@@ -94,7 +94,7 @@ def _run(plan: SweepPlan, notes: Sequence[str]) -> ExitCode:
 
 
 def _print_plan(plan: SweepPlan, notes: Sequence[str]) -> None:
-    print(_first_line(plan), *notes, sep="\n", flush=True)
+    print_to_reader(_first_line(plan), *notes)
 
 
 def _first_line(plan: SweepPlan) -> str:

@@ -27,7 +27,7 @@ from fsdp_lab.sweep.listeners.table import epoch_line, excluded_note, how_far, t
 from fsdp_lab.sweep.names import label, relative, resume_command, resume_lines, run_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
-from fsdp_lab.terminal import open_console
+from fsdp_lab.terminal import open_console, print_to_reader
 from fsdp_lab.wording import duration
 
 MOST_ROWS = 500  # of the last table; of more trials it has a few
@@ -81,7 +81,7 @@ class Console(Listener):
         if self._live:
             self._live.console.print(text, highlight=False, markup=False)
         else:
-            print(f"[{time.time() - self._begun:6.1f} s] {text}", flush=True)
+            print_to_reader(f"[{time.time() - self._begun:6.1f} s] {text}")
 
     def update(self) -> None:
         """Draw the live table."""
