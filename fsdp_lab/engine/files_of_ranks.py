@@ -71,24 +71,32 @@ class Uploads:
 
 @contextmanager
 def at_end(transfer: Callable[[], None]) -> Iterator[None]:
-    """Send or get files when the block ends. An error of the block says more than one of the store."""
+    """Send or get files when the block ends. An error of the block says more than one of the store.
+
+    Not if the process was told to leave: nothing waits for a store then.
+    """
     try:
         yield
-    except BaseException:
+    except Exception:
         with suppress(StorageRefused, StorageAway):
             transfer()
         raise
     transfer()
 
 
-def receive(storage: Storage, folder: Path) -> None:
-    """Get the files of ranks into the trial's folder, waiting for a store that is away.
+def receive(storage: Storage, folder: Path, patience_s: float = _PATIENCE_S) -> None:
+    """Get the files of ranks into the trial's folder.
+
+    Args:
+        storage: the trial's.
+        folder: the trial's.
+        patience_s: how long to wait for a store that is away.
 
     Raises:
         StorageRefused: see there.
-        StorageAway: it does not answer for five minutes.
+        StorageAway: it does not answer for so long.
     """
-    until = time.monotonic() + _PATIENCE_S
+    until = time.monotonic() + patience_s
     while True:
         try:
             for name in filter(_is_of_ranks, storage.files()):

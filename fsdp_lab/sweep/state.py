@@ -167,6 +167,11 @@ class SweepState:
             self._queue.popleft()
         return self._queue[0] if self._queue else None
 
+    def put_back(self, number: int) -> None:
+        """Let a trial begin next that was given to the executor, and has not begun."""
+        self.trials[number].status = TrialStatus.waiting
+        self._queue.appendleft(number)
+
     @property
     def open(self) -> bool:
         """Whether a trial is still to get its result."""

@@ -19,7 +19,7 @@ from tests.folders import Store, SweepFolder
 from tests.processes import marked, still_running
 from tests.servers import lay_store
 from tests.sweep import fates
-from tests.sweep.conftest import PLAIN, TINY
+from tests.sweep.conftest import PLAIN, TINY, started
 from tests.sweep.gates import gated_sweep
 
 pytestmark = pytest.mark.timeout(2400)
@@ -29,15 +29,20 @@ MARK = "FSDP_LAB_OUTCOMES"  # in the environment of a sweep's processes
 
 
 @pytest.mark.ci
-def test_more_trials_than_places_half_of_them_stopped_ends_and_frees_what_they_held(tmp_path: Path):
-    """The known way to hang. Those that come later start because the stopped ones let go."""
+@pytest.mark.parametrize("lets_go_s", ["30", "0"])
+def test_more_trials_than_places_half_of_them_stopped_ends_and_frees_what_they_held(tmp_path: Path, lets_go_s: str):
+    """The known way to hang. Those that come later start because the stopped ones let go, or in processes of their own.
+
+    With no time to let go, Tune ends each trial that was to begin in the process of a stopped one, and reports nothing.
+    """
     search = ["search=random", "search.num_trials=5", "scheduler=asha", "scheduler.reduction_factor=2"]
     search += ["optimizer.lr=tag(log,interval(1e-6,1e-2))", "training.epochs=30", "data.num_train=640"]
     words = ("-m", *FAST, *search, "cluster.num_workers=1", "memory_profile=off")
     lay_store(tmp_path)
-    environment = {**os.environ, MARK: str(tmp_path)}
+    environment = {**os.environ, MARK: str(tmp_path), "TUNE_FUNCTION_THREAD_TIMEOUT_S": lets_go_s}
     done = forked.run(tmp_path, "fsdp_lab", *words, seconds=450, environment=environment)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert ("it starts in a new one" in done.stdout) is (lets_go_s == "0")
     sweep, store = SweepFolder(tmp_path / "out"), Store(tmp_path)
     assert len(sweep.rows) == 5 and set(sweep.statuses) == {"finished", "stopped"}, sweep.statuses
     assert sweep.statuses.count("stopped") >= 2
@@ -46,6 +51,18 @@ def test_more_trials_than_places_half_of_them_stopped_ends_and_frees_what_they_h
     assert [run.data.tags["status"] for run in store.trials] == sweep.statuses
     assert "RUNNING" not in {run.info.status for run in store.trials}
     assert still_running(marked(MARK, str(tmp_path)), 15) == []
+
+
+@pytest.mark.ci
+def test_a_sweep_goes_on_without_a_reader_of_its_output(tmp_path: Path):
+    """As in `... | head -1`."""
+    words = ("-m", *FAST, "optimizer.lr=0.01,0.001", "engine=inline", "cluster.num_workers=1", "training.epochs=1")
+    with started(tmp_path, *words) as sweep:
+        assert sweep.stdout is not None and sweep.stderr is not None
+        sweep.stdout.readline()
+        sweep.stdout.close()
+        assert (sweep.wait(200), sweep.stderr.read()) == (0, "")
+    assert SweepFolder(tmp_path / "out").statuses == ["finished", "finished"]
 
 
 @pytest.mark.ci

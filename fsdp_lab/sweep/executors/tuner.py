@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -19,11 +20,13 @@ from ray.tune.search import Searcher
 from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, stops_on, to_dict
 from fsdp_lab.config.registry import module_of
 from fsdp_lab.engine import resources
+from fsdp_lab.engine.files_of_ranks import receive
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.engine.nodes import NodeWatch, nodes
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import read_outcome, read_progress, why_unwritten
 from fsdp_lab.status import TrialStatus
+from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 from fsdp_lab.sweep.executors.resource_catalog import LOOK_S, ResourceCatalog, workers_per_node
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.runner import SweepRun
@@ -136,15 +139,7 @@ class NextTrial(Searcher):
         """Release the resources of a trial."""
         self._catalog.taken.pop(trial_id, None)
 
-    def save(self, checkpoint_path: str) -> None:
-        """Do nothing: the sweep's folder has the state."""
-        pass
-
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
-        """Do nothing: the sweep's folder has the state."""
-        pass
-
-    def restore(self, checkpoint_path: str) -> None:
         """Do nothing: the sweep's folder has the state."""
         pass
 
@@ -188,7 +183,8 @@ class TuneCallback(TrialProgressCallback):
         self._sweep, self._catalog = sweep, catalog
         self._speak_at: dict[int, float] = {}
         self._stopped: set[int] = set()
-        self._look_at = 0.0  # at the nodes
+        self._put_back: Counter[int] = Counter()
+        self._look_at = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return nothing: Tune keeps a copy of its callbacks on disk, and this one's state is in the driver."""
@@ -215,8 +211,8 @@ class TuneCallback(TrialProgressCallback):
         self._end(trial)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """End a trial."""
-        self._end(trial)
+        """End a trial that has begun; one that has not is begun again."""
+        self._begin_again_or_end(trial)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Begin a trial again: its own process was killed, and Tune starts another."""
@@ -227,7 +223,13 @@ class TuneCallback(TrialProgressCallback):
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Log what a trial is waiting for whose workers do not report yet."""
         self._sweep.tick()
-        self._look_at_nodes()
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_S
+            self._look_at_nodes()
+            for trial in trials:
+                # Tune reports no error of a trial whose process would not leave the one before
+                if trial.trial_id in self._catalog.taken and trial.status == "ERROR":
+                    self._begin_again_or_end(trial)
         for number, speak_at in list(self._speak_at.items()):
             if self._sweep.is_training(number):
                 del self._speak_at[number]
@@ -237,10 +239,9 @@ class TuneCallback(TrialProgressCallback):
                 self._sweep.log(f"{self._label(number)} waits for {self._short_of(number)}")
 
     def _look_at_nodes(self) -> None:
-        if self._sweep.config.cluster.address is not None and time.monotonic() >= self._look_at:
+        if self._sweep.config.cluster.address is not None:
             for change in self._catalog.nodes.changes(nodes()):
                 self._sweep.log(change)
-            self._look_at = time.monotonic() + LOOK_S
 
     def _label(self, number: int) -> str:
         return label(number, self._sweep.states)
@@ -258,10 +259,21 @@ class TuneCallback(TrialProgressCallback):
         limit = f"it gives up after cluster.wait_timeout_s={cluster.wait_timeout_s:g} s"
         return f"{' and '.join(parts)}; {limit}"
 
+    def _begin_again_or_end(self, trial: Any) -> None:
+        number = trial.config["number"]
+        self._catalog.taken.pop(trial.trial_id, None)
+        has_begun = self._sweep.states[number].status is not TrialStatus.starting
+        if has_begun or self._put_back[number] >= max(1, self._sweep.config.cluster.max_failures):
+            self._end(trial)
+            return
+        self._put_back[number] += 1
+        self._sweep.state.put_back(number)
+        self._sweep.log(f"{self._label(number)}: its own process ended before it began; it starts in a new one")
+
     def _end(self, trial: Any) -> None:
         number = trial.config["number"]
         self._speak_at.pop(number, None)
-        folder = self._sweep.folder_of(number)
+        folder, address = self._sweep.folder_of(number), self._sweep.address_of(number)
         outcome = read_outcome(folder)
         if outcome is None:
             # Its process cannot free what the workers hold where it was killed, and would take its time where it
@@ -270,6 +282,9 @@ class TuneCallback(TrialProgressCallback):
         if outcome is not None:
             self._sweep.end(number, outcome.status, outcome.reason)
         elif number in self._stopped:
+            if address is not None:  # its process would take its time, which the next trial needs
+                with suppress(StorageRefused, StorageAway):
+                    receive(Storage(address), folder, patience_s=0.0)
             through = self._sweep.is_through(number)
             self._sweep.end(number, TrialStatus.finished if through else TrialStatus.stopped)
         else:
