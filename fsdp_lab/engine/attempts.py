@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from fsdp_lab.record.trial_files import read_progress, wait_until_alone
 
 _PEER_S = 1.0
 _ALONE_S = 30.0
+_RECENT_LOOKS = 30  # one a second
 _TAIL_LINES = 50  # of a log, for the report of a failure
 _CRASH = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 # It would be so again.
@@ -38,15 +40,24 @@ class Attempts:
     def __init__(self, folder: Path, begins: Callable[[], None]) -> None:
         self.folder, self._begins = folder, begins
         self.group: Callable[[], Any] = lambda: None
-        self._kernel_kills_before = _kernel_kills()
+        self._kernel_kills: deque[int] = deque(maxlen=_RECENT_LOOKS)
         self._log_sizes: dict[str, int] = {}  # at the beginning of the attempt
 
     def begin(self) -> None:
-        """Prepare for the workers of an attempt: free what those before still hold."""
+        """Prepare for the workers of an attempt: free what those before still hold.
+
+        Raises:
+            TimeoutError: their processes have not ended.
+        """
         release_placement_group(self.folder)
         wait_until_alone(self.folder, _ALONE_S)  # workers end a moment after Ray has killed them
+        self.look()
         self._log_sizes = {log.name: log.stat().st_size for log in (self.folder / "logs").glob("rank*.log")}
         self._begins()
+
+    def look(self) -> None:
+        """Count what the kernel has killed for lack of memory: the kills of the last looks may be of a rank."""
+        self._kernel_kills.append(_kernel_kills())
 
     def is_final(self, error: Exception, poll: Callable[[float], dict[int, Exception]] = lambda wait_s: {}) -> bool:
         """Return whether another attempt would fail too. Records why each rank failed.
@@ -86,12 +97,13 @@ class Attempts:
             causes = (error, getattr(error, "health_check_failure", None), error.__cause__)
             node = dead_node_of(folder, rank)
             by_ray = any(type(cause).__name__ == "OutOfMemoryError" for cause in causes)
-            if by_ray or (node is None and _kernel_kills() > self._kernel_kills_before):
-                reason = Reason.of(Code.host_out_of_memory, rank=rank, at=at)
-            elif node is not None:
+            signal = self._crash_of(log := folder / "logs" / f"rank{rank}.log")
+            if node is not None and not by_ray:
                 reason = Reason.of(Code.node_lost, rank=rank, at=at, node=str(node))
-            elif signal := self._crash_of(log := folder / "logs" / f"rank{rank}.log"):
+            elif signal:
                 reason = Reason.of(Code.crashed, rank=rank, at=at, signal=signal, log=str(log))
+            elif by_ray or (self._kernel_kills and _kernel_kills() > self._kernel_kills[0]):
+                reason = Reason.of(Code.host_out_of_memory, rank=rank, at=at)
             else:
                 reason = Reason.of(Code.killed, rank=rank, at=at)
             record_failure(folder, RankFailure(reason, "".join(traceback.format_exception(error))))

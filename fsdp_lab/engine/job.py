@@ -96,9 +96,8 @@ def run_job(job: Job, report: Callable[[dict[str, Any]], None]) -> None:
     if not folder.is_dir():  # removed while the trial waited for its place; Ray Train would make it again
         return
     try:
-        if not wait_until_alone(folder, _ALONE_LIMIT_S):
-            raise TimeoutError(f"another run's processes still work in {folder} after {_ALONE_LIMIT_S:.0f} s; end them")
         set_aside_failures(folder)  # of a start before this one
+        wait_until_alone(folder, _ALONE_LIMIT_S)
         config = from_dict(TrialConfig, job.config)
         fit(job, config.offload.backend(job.use_gpu), Reports(folder, config.training, report))
     except Exception as error:  # noqa: BLE001 - any end of the job is a result of the trial
@@ -133,7 +132,12 @@ def fit(job: Job, backend: str, reports: Reports) -> None:
     folder = Path(job.folder)
     watch = Watch(folder, job.timeout_s, job.wait_timeout_s)
     attempts = Attempts(folder, watch.begin)
-    watch.ask = lambda: ray_private.ask_ranks(attempts.group(), read_worker_progress, [0]).get(0)
+
+    def ask() -> dict[str, float | str] | None:
+        attempts.look()
+        return ray_private.ask_ranks(attempts.group(), read_worker_progress, [0]).get(0)
+
+    watch.ask = ask
     watch.ask_stacks = lambda: ray_private.ask_ranks(attempts.group(), dump_stacks, range(job.num_workers))
     settings = trainer_settings(job, backend, reports)
     with at_end(lambda: receive(Storage(job.storage), folder) if job.storage else None):

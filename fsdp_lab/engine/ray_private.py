@@ -194,7 +194,7 @@ def ask_ranks(group: Any, question: Callable[[], Any], ranks: Iterable[int]) -> 
     import ray
 
     answers: dict[int, Any] = {}
-    with suppress(ray.exceptions.RayError, ValueError):  # they are being started or ended
+    with suppress(Exception):  # they are being started or ended, and Ray's errors then are of many classes
         asked = {group.execute_single_async(rank, question): rank for rank in ranks} if group else {}
         for answer in ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)[0] if asked else ():
             answers[asked[answer]] = ray.get(answer)

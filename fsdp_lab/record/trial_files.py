@@ -301,15 +301,17 @@ def hold_alive(folder: Path) -> None:
     share_until_exit(folder / ".alive")
 
 
-def wait_until_alone(folder: Path, limit_s: float) -> bool:
-    """Return whether no process works in the folder within the limit: those of an earlier run may end late."""
+def wait_until_alone(folder: Path, limit_s: float) -> None:
+    """Wait until no process works in the folder: those of an earlier run may end late.
+
+    Raises:
+        TimeoutError: one does so for longer than the limit.
+    """
     try:
-        with exclusive(folder / ".alive", limit_s, parents=False):
-            return True
-    except FileNotFoundError:  # the folder was removed
-        return True
-    except InUse:
-        return False
+        with suppress(FileNotFoundError), exclusive(folder / ".alive", limit_s, parents=False):
+            return
+    except InUse as error:
+        raise TimeoutError(f"another run's processes still work in {folder} after {limit_s:.0f} s; end them") from error
 
 
 def exported(folder: Path) -> Path | None:

@@ -278,6 +278,29 @@ def test_why_a_worker_ended_is_told(
 
 
 @pytest.mark.parametrize(
+    ("kills", "log", "code"),
+    [
+        ([0, 0, 1], "", "host_out_of_memory"),
+        ([0, *[1] * 40], "", "killed"),  # long ago: of another container, say
+        ([0, 0, 1], "Fatal Python error: Segmentation fault\n", "crashed"),
+    ],
+)
+def test_a_kill_by_the_kernel_counts_for_a_rank_that_ended_then(
+    kills: list[int], log: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The kernel's counts are planted, one for each look and the last when the rank has ended."""
+    monkeypatch.setattr("fsdp_lab.engine.attempts.dead_node_of", lambda folder, rank: None)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").write_text(log)
+    attempts, counts = Attempts(tmp_path, lambda: None), iter(kills)
+    monkeypatch.setattr("fsdp_lab.engine.attempts._kernel_kills", lambda: next(counts))
+    for _ in kills[1:]:
+        attempts.look()
+    attempts.note_deaths({0: RayActorError()})
+    assert read_failures(tmp_path)[0].reason.code == code
+
+
+@pytest.mark.parametrize(
     ("code", "final"),
     [
         (Code.out_of_memory, True),
@@ -318,6 +341,12 @@ def test_an_error_of_the_training_is_raised_although_its_files_cannot_be_sent():
         raise ValueError("the cause")
     with pytest.raises(StorageAway), at_end(away):
         pass
+
+
+def test_a_process_that_is_to_leave_waits_for_no_store():
+    """As Tune tells a stopped trial's process: another trial waits for it."""
+    with pytest.raises(SystemExit), at_end(lambda: pytest.fail("it asked the store")):
+        raise SystemExit
 
 
 def test_files_from_storage_do_not_make_a_removed_folder_again(tmp_path: Path):

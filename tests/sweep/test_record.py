@@ -115,9 +115,10 @@ def test_nobody_begins_while_a_process_of_the_run_before_lives(tmp_path: Path):
     script += "hold_alive(pathlib.Path(sys.argv[1])); print('lives', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "lives\n"
-        assert not wait_until_alone(tmp_path, 0.1)
+        with pytest.raises(TimeoutError, match="still work in"):
+            wait_until_alone(tmp_path, 0.1)
         other.kill()
-    assert wait_until_alone(tmp_path, 60.0)
+    wait_until_alone(tmp_path, 60.0)
 
 
 def test_the_command_line_of_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
