@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from ray.tune.experiment.trial import Trial
 
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
+from fsdp_lab.sweep.schedulers.median import build_scheduler
 
 
 @pytest.mark.parametrize(("workers", "each", "beside"), [(1, 0.25, 4), (2, 0.5, 1), (2, 0.25, 2)])
@@ -29,3 +33,13 @@ def test_tune_takes_our_callback_whatever_output_the_user_has_set(monkeypatch: p
     from ray.tune.experimental.output import AirVerbosity, get_air_verbosity
 
     assert get_air_verbosity(AirVerbosity.SILENT) is None
+
+
+def test_the_median_rule_pauses_no_trial_that_is_ahead_of_the_others():
+    """The controller and its trials are planted: another trial waits, and there is nothing to compare with."""
+    ahead, waits = Trial("planted", stub=True), Trial("planted", stub=True)
+    ahead.status = Trial.RUNNING
+    controller = cast("Any", SimpleNamespace(get_live_trials=lambda: [ahead, waits]))
+    median = build_scheduler(SweepConfig(), {"time_attr": "epoch", "metric": "val/loss", "mode": "min"})
+    for epoch in range(1, 6):
+        assert median.on_trial_result(controller, ahead, {"epoch": epoch, "val/loss": 1.0}) == "CONTINUE"

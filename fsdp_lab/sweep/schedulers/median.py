@@ -12,6 +12,11 @@ from fsdp_lab.config import SweepConfig
 class Median(MedianStoppingRule):
     """The median rule of Ray Tune, which fails in every other trial when one ends before its first epoch."""
 
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        """Stop a trial or let it continue. Tune's rule may also pause the leading one, which would train again."""
+        decision: str = super().on_trial_result(tune_controller, trial, result)
+        return TrialScheduler.CONTINUE if decision == TrialScheduler.PAUSE else decision
+
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
         """Count a trial that has reported the metric."""
         if self.metric in result:
