@@ -137,6 +137,15 @@ class TrainingConfig:
                 f" = {parts}; use for example {choices}.",
             )
 
+    def is_through(self, epoch: float, step: float) -> bool:
+        """Return whether a trial has trained all that it is to train.
+
+        Args:
+            epoch: the number of its epochs so far; the last may be one that `max_steps` cut short.
+            step: the number of its optimizer steps so far.
+        """
+        return epoch >= self.epochs or (self.max_steps is not None and step >= self.max_steps)
+
 
 @dataclass
 class OptimizerConfig:

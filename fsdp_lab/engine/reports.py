@@ -49,8 +49,7 @@ class Reports:
             self._writer.epoch(metrics)
         self._write_progress(content["progress"])
         if metrics:
-            most = self._training.max_steps
-            if metrics["epoch"] >= self._training.epochs or (most is not None and metrics["step"] >= most):
+            if self._training.is_through(metrics["epoch"], metrics.get("step", 0)):
                 self._last = metrics
             else:
                 self._pass_on_once(metrics)

@@ -198,8 +198,10 @@ def run_sweep(plan: SweepPlan, executor: Executor, listeners: Sequence[Listener]
             raise
         finally:
             # before the executor stops: that takes seconds, and people press Ctrl-C twice
-            code = sweep.close(interrupted, error)
-            executor.stop()
+            try:
+                code = sweep.close(interrupted, error)
+            finally:
+                executor.stop()
     return code
 
 
@@ -366,8 +368,8 @@ class SweepRun:
     def is_through(self, number: int) -> bool:
         """Return whether a trial has done all its work, though nobody waited for it."""
         state, folder = self.states[number], self.folder_of(number)
-        epochs = [metrics["epoch"] for metrics in read_metrics(folder)]
-        whole = bool(epochs) and epochs[-1] >= state.trial.config.training.epochs
+        epochs = list(read_metrics(folder))
+        whole = bool(epochs) and state.trial.config.training.is_through(epochs[-1]["epoch"], epochs[-1].get("step", 0))
         return whole and (not state.trial.config.export or exported(folder) is not None)
 
     def look(self, number: int) -> None:

@@ -124,7 +124,7 @@ def train(
     is_wanted = tokens is not None if in_tokens else device_peak_flops(config, ranks) is not None
     flops = workload.train_flops_per_sample() if is_wanted else None
     timed = Timed.before(state.history)
-    while not _is_through(state, config):
+    while not config.training.is_through(state.epoch, state.step):
         loaders.order.go_to(state.epoch, state.epoch_step)
         cores = watch_cores() if ranks.local_rank == 0 else None
         metrics, losses = train_epoch(state, workload.task, loaders.train, config, ranks.device, dims, watch)
@@ -149,14 +149,9 @@ def train(
         export_model(state.model, config, ranks, folder, step, workload.model.save)
 
 
-def _is_through(state: TrainState, config: TrialConfig) -> bool:
-    most = config.training.max_steps
-    return state.epoch >= config.training.epochs or (most is not None and state.step >= most)
-
-
 def _keep(metrics: Metrics, state: TrainState, config: TrialConfig, checkpoints: Checkpoints) -> Metrics:
     """Save a checkpoint if one is due, and return the metrics with its cost."""
-    through = _is_through(state, config)
+    through = config.training.is_through(state.epoch, state.step)
     if not through and state.epoch % config.checkpoint.every_epochs:
         state.remember(metrics)
         return metrics

@@ -335,3 +335,15 @@ def test_a_cluster_is_reached_only_where_something_is_left_to_do(
     search = cast(Search, SimpleNamespace(has_more=lambda: more, code=list))
     reach_cluster(replace(plan, search=search))
     assert len(calls) == reached
+
+
+@pytest.mark.parametrize(("epoch", "step", "through"), [(3, 24, True), (2, 16, False), (10, 16, True)])
+def test_a_trial_that_its_scheduler_stops_at_its_last_step_is_through(
+    epoch: int, step: int, through: bool, compose_trial: Compose, tmp_path: Path
+):
+    trial = compose_trial(["training.epochs=10", "training.max_steps=20", "export=false"], 0)
+    trial.folder.mkdir()
+    append_line(trial.folder / "metrics.jsonl", json.dumps({"epoch": epoch, "step": step}))
+    started = SweepStart.of([], True, trial.config)
+    plan = SweepPlan(SweepState([TrialState(trial)], LOSS), trial.config, tmp_path, [], started)
+    assert SweepRun(plan, []).is_through(0) is through
