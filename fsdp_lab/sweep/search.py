@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -164,6 +165,10 @@ class OptunaSearch:
             "minimize" if direction == "min" else "maximize" for _, direction in self._objectives
         ]
         self._study = optuna.create_study(sampler=self._sampler(0), directions=directions)
+        for values in self._categories().values():
+            for value in values:  # a misspelt one is found now, and not when it is drawn
+                with suppress(ConfigError):  # it may need another value beside it
+                    compose([*space.fixed, value], 0)
 
     def _sampler(self, known: int) -> BaseSampler:
         """Return the sampler.
@@ -196,25 +201,26 @@ class OptunaSearch:
 
     def code(self) -> list[str]:
         """Return the dotted paths to the user's code in all trials that the space allows."""
-        from optuna.distributions import CategoricalDistribution
-
-        named = [
-            [value for value in dimension.choices if isinstance(value, str)]
-            for key, dimension in self._space.dimensions.items()
-            if isinstance(dimension, CategoricalDistribution) and may_name_code(key)
-        ]
+        named = [values for key, values in self._categories().items() if may_name_code(key)]
         cells = ([*self._space.fixed, *values] for values in itertools.product(*named))
         return sorted({path for cell in cells for path in self._compose(cell, 0).config.code()})
 
-    def _params_of(self, overrides: Sequence[str]) -> dict[str, Any]:
+    def _categories(self) -> dict[str, list[str]]:
+        """Return the overrides of each dimension that is a list of values."""
         from optuna.distributions import CategoricalDistribution
 
+        return {
+            key: [str(value) for value in dimension.choices]
+            for key, dimension in self._space.dimensions.items()
+            if isinstance(dimension, CategoricalDistribution)
+        }
+
+    def _params_of(self, overrides: Sequence[str]) -> dict[str, Any]:
         params: dict[str, Any] = {}
         for override in overrides:
             key, _, value = override.partition("=")
-            dimension = self._space.dimensions.get(key)
-            if dimension is not None:
-                params[key] = override if isinstance(dimension, CategoricalDistribution) else json.loads(value)
+            if key in self._space.dimensions:
+                params[key] = override if key in self._categories() else json.loads(value)
         return params
 
     def next(self) -> Trial | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from fsdp_lab.compose import Trial
@@ -119,6 +120,12 @@ def test_what_has_no_meaning_costs_no_trial_and_is_reported_once(parser, compose
     assert not any({"sharding=ddp", "offload=cpu"} <= set(overrides) for overrides in suggested)
     (note,) = search.notes()
     assert "sharding=ddp with offload=cpu" in note
+
+
+def test_a_misspelt_value_is_refused_before_anything_starts_whatever_is_drawn_first(parser, compose_trial):
+    for seed in range(4):
+        with pytest.raises(HydraException, match="per_blok"):
+            searching(parser, compose_trial, "random", "sharding=root,per_blok,ddp", LR, seed=seed)
 
 
 def test_a_space_that_is_used_up_ends_the_search_with_each_setting_once(parser, compose_trial):
