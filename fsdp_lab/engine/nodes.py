@@ -12,6 +12,7 @@ from fsdp_lab.record.trial_files import read_places, write_places
 from fsdp_lab.wording import resources_text
 
 _ANSWER_S = 2.0
+_ROUNDING = 1e-6  # of quotients of shares of a core
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,10 @@ def lost(known: Collection[str], now: Sequence[Node]) -> list[Node]:
 def groups_that_fit(group: Mapping[str, float], now: Sequence[Node]) -> int:
     """Return how many groups of workers the nodes can hold, each group on one node."""
     return sum(
-        min((int(node.resources.get(name, 0.0) / amount) for name, amount in group.items() if amount), default=0)
+        min(
+            (int(node.resources.get(name, 0.0) / amount + _ROUNDING) for name, amount in group.items() if amount),
+            default=0,
+        )
         for node in now
         if node.alive
     )

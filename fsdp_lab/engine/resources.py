@@ -8,6 +8,8 @@ from typing import Any
 from fsdp_lab import hardware
 from fsdp_lab.config import ConfigError, default_num_workers
 from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.engine.nodes import groups_that_fit, nodes
+from fsdp_lab.wording import resources_text
 
 
 def num_gpus() -> int:
@@ -55,10 +57,10 @@ def check_capacity(cluster: ClusterConfig) -> dict[str, float]:
     """
     import ray
 
-    nodes = sum(node["Alive"] for node in ray.nodes())
-    if nodes > 1 and cluster.storage_path is None:
+    alive = sum(node.alive for node in nodes())
+    if alive > 1 and cluster.storage_path is None:
         raise ConfigError(
-            f"cluster.storage_path=null: the cluster has {nodes} nodes, and all workers of a trial write into one "
+            f"cluster.storage_path=null: the cluster has {alive} nodes, and all workers of a trial write into one "
             "folder; set cluster.storage_path to a folder that all of them mount, or to s3://bucket/prefix."
         )
     num_workers = resolve_num_workers(cluster)
@@ -74,6 +76,12 @@ def check_capacity(cluster: ClusterConfig) -> dict[str, float]:
                 f"cluster.num_workers={max(1, fits)}"
                 + (" or a smaller cluster.cpus_per_worker." if name == "CPU" else " or add nodes.")
             )
+    if (fits := groups_that_fit(each, nodes())) < num_workers:
+        raise ConfigError(
+            f"cluster.num_workers={num_workers} with {resources_text(each)} each: the nodes hold {fits} of these "
+            f"workers, because each has to be on one node; use cluster.num_workers={max(1, fits)} or a smaller "
+            "cluster.cpus_per_worker."
+        )
     return needed
 
 

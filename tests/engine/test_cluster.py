@@ -29,14 +29,30 @@ from tests.workloads.user.project import write_project
 
 def test_more_than_the_cluster_has_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch):
     """The answers of a Ray with one core stand in."""
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 1.0}}])
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1.0})
+    rays_with(monkeypatch, 1.0)
     assert check_capacity(ClusterConfig(num_workers=2, cpus_per_worker=0.5)) == {"CPU": 1.0}
     assert check_capacity(ClusterConfig(num_workers=1, cpus_per_worker=0.25)) == {"CPU": 0.25}
     assert resolve_cpus_per_worker(ClusterConfig()) == 1.0
     message = "cluster.num_workers=2 needs 2 CPU, the cluster has 1 in all; use cluster.num_workers=1"
     with pytest.raises(ConfigError, match=message):
         check_capacity(ClusterConfig(num_workers=2))
+
+
+def test_workers_of_which_each_fits_no_node_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """The answers of a Ray with nodes of eight and two cores stand in: ten in all, and one of them holds five."""
+    rays_with(monkeypatch, 8.0, 2.0)
+    shared = {"storage_path": "/shared"}
+    assert check_capacity(ClusterConfig(num_workers=5, cpus_per_worker=2, **shared)) == {"CPU": 10.0}
+    assert check_capacity(ClusterConfig(num_workers=30, cpus_per_worker=1 / 3, **shared))
+    with pytest.raises(ConfigError, match=r"num_workers=2 with 5 CPU each: the nodes hold 1 .* use .*num_workers=1 or"):
+        check_capacity(ClusterConfig(num_workers=2, cpus_per_worker=5, **shared))
+
+
+def rays_with(monkeypatch: pytest.MonkeyPatch, *cores: float) -> None:
+    names = {"NodeManagerAddress": "10.0.0.1", "NodeManagerPort": 1, "NodeManagerHostname": "one", "Alive": True}
+    known = [{**names, "NodeID": str(i), "Resources": {"CPU": each}} for i, each in enumerate(cores)]
+    monkeypatch.setattr("ray.nodes", lambda: known)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": sum(cores)})
 
 
 @pytest.mark.parametrize(
