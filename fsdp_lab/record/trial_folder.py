@@ -51,6 +51,9 @@ TRIAL_FILES = (
 )
 
 
+ENDED = ("progress.json", "outcome.json", "error.txt")  # files about how a trial ended, which a resume removes
+
+
 def contents(folder: Path, patterns: Iterable[str]) -> Iterator[tuple[str, bytes]]:
     """Yield the name in the folder of a trial or a sweep, and the content, of each file of these patterns, in order."""
     for pattern in patterns:
@@ -66,7 +69,7 @@ def clear_attempt(folder: Path) -> None:
     """
     with suppress(FileNotFoundError):
         (folder / "facts.json").rename(folder / "facts.before.json")
-    for name in ("progress.json", "outcome.json", "error.txt"):
+    for name in ENDED:
         (folder / name).unlink(missing_ok=True)
 
 

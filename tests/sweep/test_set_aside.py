@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from fsdp_lab.config import UserError
 from fsdp_lab.files import write_json
 from fsdp_lab.metrics import OTHERS_CPU, SPEED
 from fsdp_lab.record.reasons import TimingExcluded
-from fsdp_lab.record.trial_files import Outcome, append_line, read_outcome, write_outcome
+from fsdp_lab.record.trial_files import Outcome, append_line, read_metrics, read_outcome, write_outcome
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.storage import Storage, StorageAway
 from fsdp_lab.sweep.state import TrialState
@@ -58,6 +59,30 @@ def test_nothing_goes_where_the_record_finds_no_place(tmp_path: Path, monkeypatc
     with pytest.raises(UserError, match="resume the sweep when it answers"):
         set_aside(folder, "memory://sweeps/s/0")
     assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2, 3])
+def test_a_kill_in_between_leaves_no_epoch_of_a_trial_that_starts_over(
+    renames: int, compose_trial: Callable[[Sequence[str], int], Trial], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    one = compose_trial(["resume_failed=true"], 0)
+    one.folder.mkdir()
+    write_json(one.folder / "facts.json", {"device": "cpu"})
+    append_line(one.folder / "metrics.jsonl", json.dumps({"epoch": 1, SPEED: 10.0, OTHERS_CPU: 0.9}))
+    write_outcome(one.folder, Outcome(TrialStatus.finished, None, 1.0), 0.25)
+    rename, left = Path.rename, [None] * renames
+
+    def until_killed(self: Path, to: Path) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        rename(self, to)
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(Path, "rename", until_killed)
+        set_aside(one.folder, None)
+    (state,) = resumed_states([one], tmp_path, one.config)
+    assert state.again or (not state.ended and list(read_metrics(one.folder)) == [])
 
 
 @pytest.mark.parametrize("status", ["finished", "stopped", "failed", "diverged", "oom"])

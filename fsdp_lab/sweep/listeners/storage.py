@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from fsdp_lab.config import UserError
 from fsdp_lab.record.paths import copy_of
 from fsdp_lab.record.sweep import RECORD
-from fsdp_lab.record.trial_folder import TRIAL_FILES, contents
+from fsdp_lab.record.trial_folder import ENDED, TRIAL_FILES, contents
 from fsdp_lab.report.write import FILES
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 from fsdp_lab.sweep.names import resume_command, resume_from_storage
@@ -127,9 +127,10 @@ class StorageCopy(Listener):
         self._put(contents(sweep.folder, ["trials.jsonl"]))
 
     def began(self, sweep: SweepRun, number: int) -> None:
-        """Remove the old outcome of a resumed trial."""
+        """Remove what storage has about the end of a resumed trial."""
         if self._outgoing and sweep.states[number].resuming:
-            self._outgoing.put(self._below(sweep, number, "outcome.json"), None)
+            for name in ENDED:
+                self._outgoing.put(self._below(sweep, number, name), None)
 
     def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
         """Put the epochs of the trial."""

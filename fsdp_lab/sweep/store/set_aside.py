@@ -24,7 +24,9 @@ def set_aside(folder: Path, address: str | None) -> None:
     """
     numbers = [int(n) for path in folder.glob("excluded.*") if (n := path.suffix[1:]).isdecimal()]
     kept = folder / f"excluded.{1 + max(numbers, default=0)}"
-    record = [path for kind in reversed(TRIAL_FILES) if kind.of_attempt for path in kind.find(folder)]
+    found = [path for kind in reversed(TRIAL_FILES) if kind.of_attempt for path in kind.find(folder)]
+    # A trial that has an outcome and lacks epochs starts over; one that has epochs and no outcome would publish them.
+    record = sorted(found, key=lambda path: path.name != "metrics.jsonl")
     kept.mkdir()  # before anything goes: the disk may be full
     if address is not None:
         try:
