@@ -39,12 +39,16 @@ def cron_trigger(cron: str, zone: str | None, now: datetime) -> CronTrigger:
         raise ConfigError(f"nightly.timezone={zone} is not a time zone; use a name such as Europe/Berlin.") from None
     try:
         fields = cron.lower().split()
-        if len(fields) == 5 and "*" not in (fields[2], fields[4]):
-            raise ValueError("a day of the month and a weekday cannot be combined")
-        if step := re.search(r"[a-z-]+/\S*", " ".join(fields[:4])):  # which APScheduler would ignore
-            raise ValueError(f"the step in {step[0]} cannot be read behind names of months; use numbers")
         if len(fields) == 5:
-            fields[4] = ",".join(map(_named, fields[4].split(",")))
+            if "*" not in (fields[2], fields[4]):
+                raise ValueError("a day of the month and a weekday cannot be combined")
+            fields[4] = re.sub("0-(?=[1-7])", "0,1-", fields[4])  # Sunday, which is APScheduler's last
+            fields[4] = re.sub("[0-7]", lambda number: _DAYS[int(number[0])], fields[4])
+            for part in re.split("[ ,]", " ".join(fields)):  # APScheduler would ignore what follows a name
+                if re.search("[a-z]", part) and not re.fullmatch("[a-z]{3}(-[a-z]{3})?", part):
+                    raise ValueError(
+                        f"{part} cannot be read; use names or ranges of them without a step, as in mon-fri"
+                    )
         trigger = CronTrigger.from_crontab(" ".join(fields), timezone=known)
     except ValueError as error:
         raise ConfigError(
@@ -55,18 +59,6 @@ def cron_trigger(cron: str, zone: str | None, now: datetime) -> CronTrigger:
             f"nightly.cron='{cron}' never runs: no date has its day and month; use for example '0 2 * * *'."
         )
     return trigger
-
-
-def _named(weekdays: str) -> str:
-    """Return cron's weekdays, such as `5`, `0-4`, `fri` or `*`, as the names of days."""
-    if not re.fullmatch(r"\*|[0-7](-[0-7])?|[a-z]{3}(-[a-z]{3})?", weekdays):
-        raise ValueError(f"the weekday {weekdays} cannot be read; use numbers or names, such as 1-5 or mon-fri")
-    if not weekdays[0].isdigit():
-        return weekdays
-    days = _DAYS[int(weekdays[0]) : int(weekdays[-1]) + 1]
-    if not days:
-        raise ValueError(f"the weekdays {weekdays} end before they begin")
-    return ",".join(days)
 
 
 def night_after(trigger: CronTrigger, moment: datetime) -> datetime:
