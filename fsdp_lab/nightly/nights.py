@@ -23,9 +23,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.config import UserError, is_address
+from fsdp_lab.config import UserError, from_dict, is_address
 from fsdp_lab.files import write_text
-from fsdp_lab.nightly.gate import Finding, Outcome
+from fsdp_lab.nightly.gate import Finding
 from fsdp_lab.storage import Storage
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Nights:
         else:
             files = (path for path in Path(self.place).glob("*.json") if _DOCUMENT.fullmatch(path.name))
             texts = {path.name: path.read_bytes() for path in files}
-        nights = [_night_of(text.decode(errors="replace"), name, self.place) for name, text in texts.items()]
+        nights = [_night_of(text, f"{self.place}/{name}") for name, text in texts.items()]
         return sorted(nights, key=lambda night: night.begun)
 
     def write(self, night: Night) -> None:
@@ -166,15 +166,13 @@ def changes(before: Night, night: Night) -> list[list[str]]:
     return [[key, there.get(key, "none"), here.get(key, "none")] for key in keys]
 
 
-def _night_of(text: str, name: str, place: str) -> Night:
+def _night_of(text: bytes, path: str) -> Night:
     try:
-        content = json.loads(text)
-        findings = [Finding(**{**finding, "outcome": Outcome(finding["outcome"])}) for finding in content["findings"]]
-        night = Night(**{**content, "verdict": Verdict(content["verdict"]), "findings": findings})
-        if name != f"{night.id}.json":  # the id becomes the name of a folder
+        night = from_dict(Night, json.loads(text))
+        if Path(path).name != f"{night.id}.json":  # the id becomes the name of a folder
             raise ValueError(f"it is the document of night {night.id!r}")
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{place}/{name} cannot be read ({error}); repair it, or move it away to compare with an older night."
+            f"{path} cannot be read ({error}); repair it, or move it away to compare with an older night."
         ) from None
     return night

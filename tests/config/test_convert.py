@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,20 @@ def test_values_are_read(values: dict[str, object], key: str, expected: object) 
     got = flatten(from_dict(NightlyConfig, values))[key]
     assert got == expected
     assert type(got) is type(expected)
+
+
+@dataclass
+class Labelled:
+    labels: dict[str, int]
+    rows: list[dict[str, Any]]
+
+
+def test_dictionaries_and_lists_of_them_are_read() -> None:
+    values: dict[str, Any] = {"labels": {"a": 1}, "rows": [{"x": None}]}
+    assert to_dict(from_dict(Labelled, values)) == values
+    for wrong, key in (({"labels": 1}, "labels=1"), ({"rows": [1]}, "rows=1")):
+        with pytest.raises(ConfigError, match=key):
+            from_dict(Labelled, values | wrong)
 
 
 OPTIONS = sorted(

@@ -28,6 +28,7 @@ SLOW = "precision=bf16 optimizer.lr=0.001"
 
 
 SPEED = "perf/samples_per_s"
+ID = "2026-11-22T02-00-00Z"
 
 
 def regressions(night: Night) -> set[tuple[str, str]]:
@@ -257,7 +258,7 @@ def test_a_killed_sweep_gives_the_signal_as_its_status(tmp_path, monkeypatch: py
 
 
 def test_a_webhook_that_is_down_or_refuses_changes_nothing(nights: PlantedNights, monkeypatch: pytest.MonkeyPatch):
-    study, night = nights.study(), Night("2026-11-22T02-00-00Z", 0.0, 1.0, verdict=Verdict.good)
+    study, night = nights.study(), Night(ID, 0.0, 1.0, verdict=Verdict.good)
     assert notify(study, night) is None
     monkeypatch.setenv(WEBHOOK, "http://127.0.0.1:9/t0psecret")
     problem = notify(study, night)
@@ -300,7 +301,7 @@ def test_another_machine_is_compared_with_what_the_bucket_has(nights: PlantedNig
     assert nights("--accept", "as good as it gets").returncode == 0
     assert [night.verdict for night in Nights(place).read()] == ["good", "accepted"]
     # what runs on another machine is not taken over, nor left
-    Nights(place).write(replace(second, id="2026-11-22T02-00-00Z-beef", verdict=Verdict.running, host="third"))
+    Nights(place).write(replace(second, id=f"{ID}-beef", verdict=Verdict.running, host="third"))
     monkeypatch.setattr(main_module, "time", SimpleNamespace(time=lambda: second.begun))
     assert nights("--continue").stdout == "no night was interrupted\n"
     assert nights("--once").returncode == 0
@@ -321,11 +322,17 @@ def test_a_store_that_is_away_ends_a_night_before_it_begins(
     assert done.returncode == 2 and done.stderr == "fsdp_lab.nightly: memory://bucket: the store does not answer\n"
 
 
-def test_a_document_that_cannot_be_read_is_refused_by_its_name(nights: PlantedNights):
+WITHOUT_TRIALS = {"id": ID, "begun": 0, "next_due": 0, "verdict": "good", "findings": [], "trials": 3}
+
+
+@pytest.mark.parametrize(
+    "content", [{"id": "../../x"}, {"id": "../../x", "begun": 0, "next_due": 0}, [], WITHOUT_TRIALS]
+)
+def test_a_document_that_cannot_be_read_is_refused_by_its_name(nights: PlantedNights, content: object):
     nights.folder.mkdir(parents=True)
-    (nights.folder / "2026-11-22T02-00-00Z.json").write_text('{"id": "../../x"}')
+    (nights.folder / f"{ID}.json").write_text(json.dumps(content))
     done = nights("--once", *WORDS)
-    assert done.returncode == 2 and "nights/nightly/2026-11-22T02-00-00Z.json cannot be read" in done.stderr
+    assert done.returncode == 2 and f"nights/nightly/{ID}.json cannot be read" in done.stderr
 
 
 @pytest.mark.parametrize(
