@@ -38,21 +38,11 @@ def nights_page(study: str, nights: Sequence[Night], tolerance: ToleranceConfig)
         if (figure := chart(metric, shown, rows, getattr(tolerance, metric.gate.tolerance))) is not None
     ]
     lines = [
-        {
-            "id": night.id,
-            "verdict": night.verdict,
-            "commit": night.origin.get("commit"),
-            "changed": say("changed", changed) if (changed := changes(before, night)) and before is not night else "",
-            "why": "; ".join(filter(None, [(night.accepted or {}).get("reason"), regressions_line(night)])),
-        }
+        (night, changes(before, night), regressions_line(night))
         for before, night in zip([*shown[:1], *shown], shown, strict=False)
     ]
-    about = (
-        f"{len(shown)} nights. A line is the median of a setting's repeats; the bars span their minimum and maximum, "
-        "without excluded timings. Crosses: regressions; diamonds: accepted by hand; dotted "
-        "lines: new code, library versions or another machine."
-    )
     body = template("nights.html").render(nights=lines[::-1], charts=[(name, heading) for name, heading, _ in charts])
+    about = say("about_nights", len(shown))
     return page(f"{study}, night by night", about, body, [(name, figure) for name, _, figure in charts])
 
 
