@@ -85,7 +85,7 @@ def test_the_lines_for_cron():
         subprocess.run(["sh", "-n", "-c", command], check=True, timeout=10)
     assert [option for _, option in options] == ["--once", "--continue"]
     check_schedule(options[0][0])
-    assert options[0][0] == read_study([]).nightly.cron  # the night's bounds
+    assert options[0][0] == read_study([]).config.nightly.cron  # the night's bounds
 
 
 def test_the_job_for_kubernetes():
@@ -102,7 +102,7 @@ def test_the_job_for_kubernetes():
     option, _, overrides = read_words(arguments_of(words))
     assert option == "--once"
     study = read_study(overrides)
-    assert study.settings["workers"] == 8 and study.tracking.uri == "http://mlflow:5000"
+    assert study.settings["workers"] == 8 and study.config.tracking.uri == "http://mlflow:5000"
     from ray.dashboard.modules.job.cli import submit  # its own options, by its own reader
 
     address = container["command"][3:5]

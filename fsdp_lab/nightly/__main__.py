@@ -42,9 +42,9 @@ from fsdp_lab.deploy.job import Job, job_words
 from fsdp_lab.deploy.launch import launch
 from fsdp_lab.explain import explain
 from fsdp_lab.locks import InUse, holder, locked
-from fsdp_lab.nightly.nights import Night, Nights, since_accepted
+from fsdp_lab.nightly.nights import Night, Nights
 from fsdp_lab.nightly.read_study import Study, read_study
-from fsdp_lab.nightly.run import accept, check_webhook, resumable, run_night
+from fsdp_lab.nightly.run import accept, good_nights, resumable, run_night
 from fsdp_lab.nightly.schedule import cron_trigger, is_due, night_after, run_schedule
 from fsdp_lab.nightly.texts import regressions_line
 from fsdp_lab.redact import redact
@@ -64,13 +64,13 @@ def main() -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
         option, reason, overrides = read_words(words)
         study = read_study(overrides)
-        trigger = cron_trigger(study.nightly.cron, study.nightly.timezone, datetime.now(UTC))
+        trigger = cron_trigger(study.config.nightly.cron, study.config.nightly.timezone, datetime.now(UTC))
         if option == "--check":
             print_plan(study, trigger)
         elif option == "--accept":
             with locked(study.folder, "nightly.folder"):
                 accept(study, reason, log)
-        elif study.cluster.job.has_manager:
+        elif study.config.cluster.job.has_manager:
             return submit_night(study, option, overrides)
         elif option in ("--once", "--continue"):
             return run_once(study, trigger, only_resume=option == "--continue")
@@ -108,7 +108,7 @@ def run_once(study: Study, trigger: CronTrigger, only_resume: bool) -> int:
         log(f"fsdp_lab.nightly: {error}")
         return 0
     except KeyboardInterrupt:
-        until = f"{night_after(trigger, datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M %Z}"
+        until = local_time(night_after(trigger, datetime.now(UTC)))
         log(
             f"fsdp_lab.nightly: interrupted during a night; to resume it, start again before {until}, or: "
             f"{study.resume_command}"
@@ -123,13 +123,13 @@ def submit_night(study: Study, option: str | None, overrides: Sequence[str]) -> 
         ConfigError: the manager has no schedules.
         UserError: see `launch`.
     """
-    job = study.cluster.job
+    job = study.config.cluster.job
     if option is None and job.manager is Manager.slurm:
         raise ConfigError(
             "cluster=slurm submits one night: add --once, and let scrontab or cron run the command every night."
         )
-    words = ["-m", "fsdp_lab.nightly", option or "--once", *job_words(overrides, study.cluster)]
-    schedule = (study.nightly.cron, study.nightly.timezone) if option is None else None
+    words = ["-m", "fsdp_lab.nightly", option or "--once", *job_words(overrides, study.config.cluster)]
+    schedule = (study.config.nightly.cron, study.config.nightly.timezone) if option is None else None
     code = launch(Job(words, words, "", study.folder.absolute(), job, schedule))
     if schedule is None and job.submit:
         print(f"  verdict: the end of the job's log, and gate.md in {study.folder}/<night>; a regression exits with 3")
@@ -138,9 +138,8 @@ def submit_night(study: Study, option: str | None, overrides: Sequence[str]) -> 
 
 def run_every_night(study: Study, trigger: CronTrigger, overrides: Sequence[str]) -> int:
     """Run nights on the schedule until this process is interrupted, and return the exit status."""
-    check_webhook()
     nights = Nights(study.place).read()
-    study.check_baseline(since_accepted(nights))  # now, not in the night
+    good_nights(study, nights)  # which checks now what a night would
     waits = not holder(study.folder / ".lock") and is_due(nights, platform.node(), time.time())
     status = run_schedule(trigger, overrides, waits, log)
     log("fsdp_lab.nightly: ended")
@@ -156,9 +155,9 @@ def read_words(words: list[str]) -> tuple[str | None, str, list[str]]:
     option, reason, overrides = None, "", []
     rest = iter(words)
     for word in rest:
-        name, has_value, value = word.partition("=")
+        name, _, value = word.partition("=")
         if not word.startswith("-") or name == "--config-dir":
-            overrides.append(word if not word.startswith("-") or has_value else f"{word}={next(rest, '')}")
+            overrides.append(word)
             continue
         if name not in _OPTIONS:
             raise ConfigError(f"{word} is not an option here; the options are {', '.join(_OPTIONS)} and --help.")
@@ -178,9 +177,8 @@ def print_plan(study: Study, trigger: CronTrigger) -> None:
     Raises:
         UserError: the baseline is of another study.
     """
-    nights, now = Nights(study.place).read(), datetime.now(UTC)
-    past = since_accepted(nights)
-    study.check_baseline(past)
+    nights, night = Nights(study.place).read(), datetime.now(UTC)
+    past = good_nights(study, nights)
     print(f"study:    {study.name}, in {study.place}")
     shown = [word for word in study.arguments if not word.startswith("hydra.sweeper.params.")]  # null: no axis
     print(f"sweep:    {redact(shlex.join(['python', '-m', 'fsdp_lab', '-m', *shown]))}")
@@ -189,13 +187,17 @@ def print_plan(study: Study, trigger: CronTrigger) -> None:
         print(f"last:     {_named(over[-1], regressions_line(over[-1]))}")
     if at_work := holder(study.folder / ".lock"):
         print(f"now:      a night runs here ({at_work})")
-    elif waiting := resumable(nights, study, now.timestamp()):
-        until = f"{datetime.fromtimestamp(waiting.next_due).astimezone():%Y-%m-%d %H:%M %Z}"
+    elif waiting := resumable(nights, study, time.time()):
+        until = local_time(datetime.fromtimestamp(waiting.next_due, UTC))
         print(f"waits:    a night was interrupted; to resume it before {until}: {study.resume_command}")
-    night = now
     for _ in range(_NIGHTS_SHOWN):
         night = night_after(trigger, night)
-        print(f"night:    {night.astimezone():%Y-%m-%d %H:%M %Z}")
+        print(f"night:    {local_time(night)}")
+
+
+def local_time(moment: datetime) -> str:
+    """Return a moment in this machine's time zone."""
+    return f"{moment.astimezone():%Y-%m-%d %H:%M %Z}"
 
 
 def log(text: str) -> None:

@@ -16,7 +16,7 @@ from fsdp_lab.compose import check, check_overrides, group_choices, nightly_conf
 from fsdp_lab.config import (
     Between,
     ConfigError,
-    UserError,
+    NightlyConfig,
     all_keys,
     conf_dir,
     is_address,
@@ -28,12 +28,10 @@ from fsdp_lab.config import (
 from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.config.machine import loader_workers_of
-from fsdp_lab.config.nightly import NightConfig, NightlyConfig
-from fsdp_lab.config.sweep import ClusterConfig, TrackingConfig
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.nightly.nights import Night
 from fsdp_lab.redact import redact
-from fsdp_lab.sweep.grid import all_overrides, discrete_values
+from fsdp_lab.sweep.grid import all_overrides, discrete_values, fixed_words
 
 _NOT_HERE = {  # keys that a night sets itself
     **{key: "an interrupted night resumes by itself" for key in all_keys() if key.startswith("resume")},
@@ -50,9 +48,7 @@ class Study:
         name: of the study.
         folder: its own, below `nightly.folder`.
         place: of the documents of its nights: the folder, or an address in object storage.
-        nightly: the configuration of its nights.
-        tracking: where it logs.
-        cluster: where its trials run.
+        config: of its first setting.
         arguments: of its sweep. All axes are named, the repeats first, so that they are as far apart in time as
             possible.
         settings: the ones that all its trials share.
@@ -62,9 +58,7 @@ class Study:
     name: str
     folder: Path
     place: str
-    nightly: NightConfig
-    tracking: TrackingConfig
-    cluster: ClusterConfig
+    config: NightlyConfig
     arguments: list[str]
     settings: dict[str, Any]
     resume_command: str
@@ -79,19 +73,6 @@ class Study:
             for k in keys
             if there.get(k) != here.get(k)
         ]
-
-    def check_baseline(self, nights: Sequence[Night]) -> None:
-        """Check that the last of these nights can be the baseline.
-
-        Raises:
-            UserError: it is of another study.
-        """
-        if nights and (others := self.differences(nights[-1])):
-            keys = "cluster.storage_path=..." if is_address(self.place) else "nightly.folder=..."
-            raise UserError(
-                f"the baseline, night {nights[-1].id}, is of another study: {'; '.join(others[:5])}. Restore the "
-                f"study, set {keys} for this one, or move the old nights away."
-            )
 
 
 def read_study(overrides: list[str]) -> Study:
@@ -121,9 +102,7 @@ def read_study(overrides: list[str]) -> Study:
         name,
         folder,
         f"{storage}/nights/{name}" if is_address(storage) else str(folder),
-        config.nightly,
-        config.tracking,
-        config.cluster,
+        config,
         [*code, *([f"repeat={numbers}"] if config.nightly.repeats > 1 else []), *_axes(defaults, overrides)],
         _settings(config, axes),
         redact(shlex.join(["python", "-m", "fsdp_lab.nightly", "--continue", *code, *overrides])),
@@ -141,13 +120,9 @@ def _compose(
     register_schema()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        parsed = parser.parse_overrides(overrides)
-        plain = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
-        defaults: dict[str, Any] = compose(
-            "config", [*plain, *search_words], return_hydra_config=True
-        ).hydra.sweeper.params
-        given = all_overrides(parser, {k: None if v is None else str(v) for k, v in defaults.items()}, overrides)
-        axes = {o.get_key_element(): discrete_values(o) for o in given.values()}
+        shared = [*fixed_words(parser, {}, overrides), *search_words]  # a preset among them brings axes of its own
+        defaults = dict(compose("config", shared, return_hydra_config=True).hydra.sweeper.params)
+        axes = {o.get_key_element(): discrete_values(o) for o in all_overrides(parser, defaults, overrides).values()}
         own = [key for key, values in axes.items() if key.lstrip("+").startswith("nightly.") and len(values) > 1]
         if own:
             raise ConfigError(

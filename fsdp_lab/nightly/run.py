@@ -11,7 +11,8 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,7 +35,7 @@ from fsdp_lab.nightly.schedule import night_after
 from fsdp_lab.nightly.texts import markdown, regressions_line, row, say, terminal_table, title
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.terminal import open_console
-from fsdp_lab.tracking import TrackingError, annotate, find_sweep_run
+from fsdp_lab.tracking import annotate, find_sweep_run
 from fsdp_lab.tracking.tags import machine_tags
 
 if TYPE_CHECKING:
@@ -59,11 +60,9 @@ def run_night(study: Study, trigger: CronTrigger, log: Log, now: Callable[[], fl
         UserError: the baseline is of another study, or the user has to fix something before the night can resume.
         KeyboardInterrupt: the next start resumes it, until the next night is due.
     """
-    check_webhook()
     store = Nights(study.place)
     nights = store.read()
-    past = since_accepted(nights)
-    study.check_baseline(past)
+    past = good_nights(study, nights)
     night = _begin(study, store, nights, trigger, log, now())
     folder = study.folder / night.id / "sweep"
     frame, status = _sweep(study, folder, log)
@@ -71,29 +70,31 @@ def run_night(study: Study, trigger: CronTrigger, log: Log, now: Callable[[], fl
     if status == ExitCode.refused or _lacks_results(frame) or not (frame["status"] == TrialStatus.finished).any():
         night = replace(night, verdict=Verdict.failed)
     else:
-        night = judged(study, night, past, frame)
-    _deliver(study, night, log)
-    store.write(night)
-    _show_nights(study, store, log)
-    prune(study, store, log)
+        night = _judged(study, night, past, frame)
+    _deliver(study, store, night, log)
+    _write_page(study, store, log)
+    _prune(study, store, log)
     log(f"night {night.id}: {night.verdict}   page: {os.path.join(study.place, 'nights.html')}")
     return ExitCode.refused if status == ExitCode.refused else _STATUS.get(night.verdict, 0)
 
 
-def judged(study: Study, night: Night, past: Sequence[Night], frame: pd.DataFrame) -> Night:
-    """Return the night with its trials, what the gate finds of them, and its verdict."""
-    rows = judged_columns(frame)
-    here = night.origin.get("machine")
-    earlier = [(each.id, each.origin.get("machine") == here, each.frame) for each in past]
-    findings = judge(rows, earlier, study.nightly.tolerance, study.nightly.significance)
-    return replace(
-        night,
-        trials=rows.astype(object).where(rows.notna(), None).to_dict("records"),
-        baseline=past[-1].id if past else None,
-        changed=changes(past[-1], night) if past else [],
-        findings=findings,
-        verdict=Verdict.regression if any(finding.is_regression for finding in findings) else Verdict.good,
-    )
+def good_nights(study: Study, nights: Sequence[Night]) -> list[Night]:
+    """Return those that the next night is compared with, the baseline last, after a check that it can start.
+
+    Raises:
+        UserError: the baseline is of another study, or the webhook in the environment is no address. No message shows
+            that one, since it may be a secret.
+    """
+    if (address := os.environ.get(WEBHOOK)) and not re.match(r"https?://[\w.-]", address):
+        raise ConfigError(f"{WEBHOOK} is not an http or https address; set another one, or unset it.")
+    past = since_accepted(nights)
+    if past and (others := study.differences(past[-1])):
+        keys = "cluster.storage_path=..." if is_address(study.place) else "nightly.folder=..."
+        raise UserError(
+            f"the baseline, night {past[-1].id}, is of another study: {'; '.join(others[:5])}. Restore the study, "
+            f"set {keys} for this one, or move the old nights away."
+        )
+    return past
 
 
 def accept(study: Study, reason: str, log: Log) -> None:
@@ -117,25 +118,8 @@ def accept(study: Study, reason: str, log: Log) -> None:
     night = replace(night, verdict=Verdict.accepted, accepted=accepted)
     _tag(study, night, log)
     store.write(night)
-    _show_nights(study, store, log)
+    _write_page(study, store, log)
     log(f"night {night.id} is the baseline from now on: {accepted['reason']}")
-
-
-def prune(study: Study, store: Nights, log: Log) -> None:
-    """Remove the checkpoints and models of all but the newest `nightly.keep` nights; metrics stay.
-
-    Each machine removes those of the nights that it ran.
-    """
-    from fsdp_lab.sweep.store.checkpoints import drop_checkpoints
-
-    try:
-        for night in [night for night in store.read() if night.over][: -study.nightly.keep]:
-            sweep = study.folder / night.id / "sweep"
-            if sweep.exists() and not (sweep / ".pruned").exists():  # another machine's nights are not here
-                drop_checkpoints(sweep)
-                write_text(sweep / ".pruned", "")
-    except (OSError, UserError) as error:
-        log(f"the checkpoints of old nights could not be removed: {error}")
 
 
 def resumable(nights: Sequence[Night], study: Study, now: float) -> Night | None:
@@ -146,24 +130,12 @@ def resumable(nights: Sequence[Night], study: Study, now: float) -> Night | None
     return here[-1]
 
 
-def check_webhook() -> None:
-    """Check the address in the environment; no message shows it, since it may be a secret.
-
-    Raises:
-        ConfigError: it is not an http or https address.
-    """
-    if (address := os.environ.get(WEBHOOK)) and not re.match(r"https?://[\w.-]", address):
-        raise ConfigError(f"{WEBHOOK} is not an http or https address; set another one, or unset it.")
-
-
 def _begin(study: Study, store: Nights, nights: Sequence[Night], trigger: CronTrigger, log: Log, now: float) -> Night:
     resumed = resumable(nights, study, now)
     for night in nights:
         if not night.over and night.host == platform.node() and night is not resumed:
             log(f"night {night.id} was interrupted, and is not resumed: it is over, or the study or the code changed")
-            night = replace(night, verdict=Verdict.left)
-            _deliver(study, night, log)
-            store.write(night)
+            _deliver(study, store, replace(night, verdict=Verdict.left), log)
     if resumed is not None:
         log(f"night {resumed.id} was interrupted and resumes")
         return resumed
@@ -190,6 +162,21 @@ def _lacks_results(frame: pd.DataFrame) -> bool:
     return frame.empty or any(not TrialStatus(status).is_result for status in frame["status"])
 
 
+def _judged(study: Study, night: Night, past: Sequence[Night], frame: pd.DataFrame) -> Night:
+    rows = judged_columns(frame)
+    here = night.origin.get("machine")
+    earlier = [(each.id, each.origin.get("machine") == here, each.frame) for each in past]
+    findings = judge(rows, earlier, study.config.nightly.tolerance, study.config.nightly.significance)
+    return replace(
+        night,
+        trials=rows.astype(object).where(rows.notna(), None).to_dict("records"),
+        baseline=past[-1].id if past else None,
+        changed=changes(past[-1], night) if past else [],
+        findings=findings,
+        verdict=Verdict.regression if any(finding.is_regression for finding in findings) else Verdict.good,
+    )
+
+
 def _origin(study: Study) -> dict[str, str]:
     """Return the machine, the code and the libraries of a night, as they are now."""
     tags = machine_tags()
@@ -214,15 +201,13 @@ def _with_run(study: Study, night: Night, folder: Path, log: Log) -> Night:
     is_same = record.code == code_digest(packages)  # as when the sweep began; else both nights around it differ
     user_code = {f"user code {name}": user_digest(name) if is_same else record.code for name in packages}
     night = replace(night, origin=night.origin | user_code)
-    try:
-        return replace(night, run_id=find_sweep_run(study.tracking, record.id))
-    except TrackingError as error:
-        log(f"the run of this night was not found in MLflow: {error}")
-        return night
+    with _logged("the run of this night was not found in MLflow", log):
+        night = replace(night, run_id=find_sweep_run(study.config.tracking, record.id))
+    return night
 
 
-def _deliver(study: Study, night: Night, log: Log) -> None:
-    """Deliver the verdict: to gate.md, MLflow, the webhook and the terminal."""
+def _deliver(study: Study, store: Nights, night: Night, log: Log) -> None:
+    """Deliver the verdict: to gate.md, MLflow, the webhook and the terminal, and last to the night's document."""
     write_text(study.folder / night.id / "gate.md", markdown(night))
     _tag(study, night, log, [study.folder / night.id / "gate.md"])
     if problem := notify(study, night):
@@ -230,6 +215,7 @@ def _deliver(study: Study, night: Night, log: Log) -> None:
     log(f"{title(night)}\n\n{say('said', night)}")
     if night.findings:
         open_console().print(terminal_table(night))
+    store.write(night)
 
 
 def _tag(study: Study, night: Night, log: Log, files: Sequence[Path] = ()) -> None:
@@ -240,11 +226,9 @@ def _tag(study: Study, night: Night, log: Log, files: Sequence[Path] = ()) -> No
     tags |= {"nightly.baseline": night.baseline} if night.baseline else {}
     tags |= {"nightly.regressions": regressions_line(night)[:5000]} if night.regressions else {}
     tags |= {f"nightly.accepted_{key}": value for key, value in (night.accepted or {}).items()}
-    try:
+    with _logged("the verdict did not reach MLflow", log):
         # what differs first: MLflow's page shows a dozen letters
-        annotate(study.tracking, night.run_id, tags, files, name=f"{night.verdict} {night.id} {study.name}")
-    except TrackingError as error:
-        log(f"the verdict did not reach MLflow: {error}")
+        annotate(study.config.tracking, night.run_id, tags, files, name=f"{night.verdict} {night.id} {study.name}")
 
 
 def notify(study: Study, night: Night) -> str | None:
@@ -273,8 +257,30 @@ def notify(study: Study, night: Night) -> str | None:
         return f"{WEBHOOK}: {host} did not accept the verdict ({reason}); gate.md and MLflow have it"
 
 
-def _show_nights(study: Study, store: Nights, log: Log) -> None:
+def _write_page(study: Study, store: Nights, log: Log) -> None:
+    with _logged("the page of the nights could not be written", log):
+        store.put("nights.html", nights_page(study.name, store.read(), study.config.nightly.tolerance))
+
+
+def _prune(study: Study, store: Nights, log: Log) -> None:
+    """Remove the checkpoints and models of all but the newest `nightly.keep` nights; metrics stay.
+
+    Each machine removes those of the nights that it ran.
+    """
+    from fsdp_lab.sweep.store.checkpoints import drop_checkpoints
+
+    with _logged("the checkpoints of old nights could not be removed", log):
+        for night in [night for night in store.read() if night.over][: -study.config.nightly.keep]:
+            sweep = study.folder / night.id / "sweep"
+            if sweep.exists() and not (sweep / ".pruned").exists():  # another machine's nights are not here
+                drop_checkpoints(sweep)
+                write_text(sweep / ".pruned", "")
+
+
+@contextmanager
+def _logged(problem: str, log: Log) -> Iterator[None]:
+    """Log an error in a step without which the night still has its verdict."""
     try:
-        store.put("nights.html", nights_page(study.name, store.read(), study.nightly.tolerance))
+        yield
     except (OSError, UserError) as error:
-        log(f"the page of the nights could not be written: {error}")
+        log(f"{problem}: {error}")
