@@ -19,6 +19,8 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from enum import Enum
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,8 @@ def sweep(*overrides: Any, folder: Path | str | None = None, quiet: bool = False
     """
     chosen = Path(folder) if folder is not None else _new_folder("outputs/multirun")
     _run("fsdp_lab", ["-m", *_words(overrides), f"hydra.sweep.dir={quoted(chosen)}"], quiet)
+    if not chosen.exists():
+        raise ConfigError("dry_run=true runs no trial, so there is no record to return; leave it out.")
     return report(chosen)
 
 
@@ -113,14 +117,20 @@ def _words(overrides: Any) -> list[str]:
     if isinstance(overrides, str):
         return [overrides]
     if isinstance(overrides, Mapping):
-        return [f"{key}={_value(value)}" for key, value in overrides.items()]
+        return [f"{key}={_value(key, value)}" for key, value in overrides.items()]
     if isinstance(overrides, (list, tuple)):
         return [word for one in overrides for word in _words(one)]
     raise ConfigError(f"{overrides!r} is no override; give strings, lists or dictionaries: {{'sharding': 'root'}}.")
 
 
-def _value(value: Any) -> str:
-    return ",".join(map(_value, value)) if isinstance(value, (list, tuple)) else value_text(value)
+def _value(key: Any, value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ",".join(_value(key, each) for each in value)
+    if isinstance(key, str) and (value is None or isinstance(value, str | Real | Enum | Path)):
+        return value_text(value)
+    raise ConfigError(
+        f"{{{key!r}: {value!r}}} is no override; a key is a string, a value a string, a number or a list."
+    )
 
 
 def _run(module: str, words: list[str], quiet: bool) -> None:

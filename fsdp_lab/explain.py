@@ -17,6 +17,7 @@ from fsdp_lab.config.suggest import closest
 from fsdp_lab.redact import redact
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.ENOENT)
+_HYBRID = ("hybrid", "hybrid_shard", "hsdp")  # what others call it
 _REMEDIES = {
     "to Float": "; use a number such as {example}",
     "to Integer": "; use a whole number",
@@ -67,7 +68,10 @@ def _missing_option(error: MissingConfigException) -> str:
     options = list(error.options or options_of(group))
     if not options:
         return one_line(str(error))
-    return f"{group}={option} is not an option. {_meant(option, options)}Choose one of: {', '.join(options)}."
+    choose = f"{_meant(option, options)}Choose one of: {', '.join(options)}"
+    if option in _HYBRID:
+        choose += "; sharding.dp_replicate=<number of replicas> makes any of them hybrid"
+    return f"{group}={option} is not an option. {choose}."
 
 
 def _composition(error: BaseException) -> str:

@@ -27,8 +27,8 @@ def duration(seconds: float) -> str:
 
 
 def time_left(done: float, total: float, took_s: float) -> str:
-    """Return `about 2 min 5 s left`, extrapolated from the time so far; "" while nothing is done."""
-    return f"about {duration(took_s * (total - done) / done)} left" if done > 0 else ""
+    """Return `about 2 min 5 s left`, extrapolated from the time so far; "" while nothing is done, and at the end."""
+    return f"about {duration(took_s * (total - done) / done)} left" if 0 < done < total else ""
 
 
 def significant(value: float) -> str:

@@ -5,7 +5,7 @@ python -m fsdp_lab.forecast model=vit_l_16 cluster.num_workers=8 forecast.device
 
 Needs no GPU, no Ray and no weights. -m forecasts every cell of a grid, the same one that a sweep would run.
 The default is vit_tiny on digits with a global batch of 64 images; training.global_batch_size='${per_worker:16}'
-gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--cfg job` every key. Its own keys:
+gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--keys` every key. Its own keys:
   forecast.device              auto (GPUs if this machine has any), cpu, cuda, or a device: a name in conf/device, such
                                as h100_sxm, or the path of such a file. A device adds its memory and the speed
   forecast.capacity_gib        memory of one device: adds whether a setting fits

@@ -92,7 +92,7 @@ def how_far(sweep: SweepState, seconds: float) -> str:
     """Return text such as `3 of 36 trials have a result, 1 failed, after 2 min 5 s`."""
     failed = sum(state.status is TrialStatus.failed for state in sweep.trials)
     results = sum(state.status.is_result for state in sweep.trials) - failed
-    have = "have" if len(sweep.trials) > 1 else "has"
+    have = "has" if 1 in (results, len(sweep.trials)) else "have"
     without = f", {failed} failed" if failed else ""
     return f"{results} of {count(len(sweep.trials), 'trial')} {have} a result{without}, after {duration(seconds)}"
 
