@@ -20,7 +20,7 @@ from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.redact import redact
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking import writes
-from fsdp_lab.tracking.store import is_away, open_store, reason_of, refusals, runs_of, ui_url
+from fsdp_lab.tracking.store import is_away, open_store, reason_of, refusals, runs_of, runs_url
 from fsdp_lab.tracking.tags import RECORDED_TAG, REPLACED_TAG, SWEEP_TAG, TRIAL_TAG, fact_tags, one_line, shortened
 
 if TYPE_CHECKING:
@@ -166,7 +166,10 @@ class Projection:
     @property
     def ui_url(self) -> str | None:
         """Where a UI lists the experiment's runs; None where no server is known."""
-        return ui_url(self._tracking, self._experiment_id) if self._experiment_id else None
+        if not self._experiment_id or (runs := runs_url(self._tracking)) is None:
+            return None
+        # without its last word MLflow opens on traces of language models
+        return f"{runs.removesuffix('runs')}experiments/{self._experiment_id}/runs?workflowType=machine_learning"
 
     def run_id(self, number: int | None) -> str:
         """Return the id of a run; "" while it has none."""

@@ -63,13 +63,9 @@ def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowC
     Raises:
         TrackingError: the store is missing, cannot be written, or is of another version of MLflow.
     """
-    if not tracking.experiment.strip():
-        raise TrackingError("tracking.experiment is empty; give it a name, for example fsdp_lab.")
-    if len(tracking.experiment) > NAME_LENGTH:
-        raise TrackingError(
-            f"tracking.experiment has {len(tracking.experiment)} characters, and MLflow's databases take "
-            f"{NAME_LENGTH}; give a shorter name."
-        )
+    length = len(tracking.experiment.strip())
+    if not 0 < length <= NAME_LENGTH:
+        raise TrackingError(f"tracking.experiment has {length} characters; give a name of 1 to {NAME_LENGTH}.")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with refusals(tracking):
@@ -166,14 +162,6 @@ def runs_url(tracking: TrackingConfig) -> str | None:
     if parts.scheme not in ("http", "https"):
         return None
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}/#/runs"
-
-
-def ui_url(tracking: TrackingConfig, experiment_id: str) -> str | None:
-    """Return the address of an experiment's runs; without its last word MLflow opens on traces of language models."""
-    runs = runs_url(tracking)
-    if runs is None:
-        return None
-    return f"{runs.removesuffix('runs')}experiments/{experiment_id}/runs?workflowType=machine_learning"
 
 
 def runs_of(client: MlflowClient, experiment_id: str, sweep_id: str) -> list[Run]:
