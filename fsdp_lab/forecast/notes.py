@@ -48,9 +48,10 @@ def bound_notes(forecasts: Sequence[Forecast]) -> list[str]:
 
 def allowances_note(forecasts: Sequence[Forecast]) -> str:
     """Return what `needs` includes besides tensors, in the unit of the table; "" for nothing."""
-    held: dict[str, int] = {}
+    held: dict[str, list[int]] = {}
     for name, num_bytes in (item for forecast in forecasts for item in forecast.allowances.items()):
-        held[name] = max(num_bytes, held.get(name, 0))
+        held.setdefault(name, []).append(num_bytes)
     unit, divisor = unit_of(forecasts)
-    sizes = {name: f"{size / divisor:,.{2 if unit == 'GiB' else 0}f}" for name, size in held.items()}
+    digits = 2 if unit == "GiB" else 0
+    sizes = {name: [f"{size / divisor:,.{digits}f}" for size in (min(all_), max(all_))] for name, all_ in held.items()}
     return str(words_of_forecasts().allowances(unit, sizes)) if sizes else ""

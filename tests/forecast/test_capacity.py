@@ -14,6 +14,7 @@ from rich.console import Console
 from fsdp_lab.forecast.answer import answers, recommended, sentences
 from fsdp_lab.forecast.capacity import NEARLY_FULL, NEARLY_FULL_ERROR, Forecast, NoForecast, on_capacity
 from fsdp_lab.forecast.keep import passed_over
+from fsdp_lab.forecast.notes import allowances_note
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
 from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import BOUNDS, Speed
@@ -194,3 +195,16 @@ def test_the_table_has_for_what_is_tight_the_least_that_may_do_and_no_column_of_
     assert " 900.00 " in lines[-2] and " 1,000.00 to 1,001.00 " in lines[-1]
     head = " ".join(lines[:4])
     assert "peak" in head and "host" not in head and "params" not in head
+
+
+def test_what_is_assumed_is_a_range_where_settings_differ():
+    """As hybrid sharding, with communicators for its replicas, beside another one."""
+    one = forecast_of("yes")
+    plain, hybrid = (
+        replace(one, allowances={"NCCL buffers": size * 2**20, "fragmentation": part * 2**20})
+        for size, part in ((512, 30), (1536, 10))
+    )
+    both = allowances_note([plain, hybrid])
+    assert "peak + 512 to 1,536 NCCL buffers (assumed) + up to 30 cached" in both
+    assert "peak + 512 NCCL buffers (assumed)" in allowances_note([plain, plain])
+    assert allowances_note([Forecast(False, 2)]) == ""
