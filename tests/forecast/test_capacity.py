@@ -207,4 +207,4 @@ def test_what_is_assumed_is_a_range_where_settings_differ():
     both = allowances_note([plain, hybrid])
     assert "peak + 512 to 1,536 NCCL buffers (assumed) + up to 30 cached" in both
     assert "peak + 512 NCCL buffers (assumed)" in allowances_note([plain, plain])
-    assert allowances_note([Forecast(False, 2)]) == ""
+    assert allowances_note([replace(one, allowances={})]) == ""
