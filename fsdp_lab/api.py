@@ -109,7 +109,7 @@ def report(which: Path | str = "last", *, trust: bool = False) -> SweepResult:
     folder, _ = find_trusted(str(which), "sweep", trust)
     read, _, _ = sweep_in(folder)
     require_results(read, str(which))
-    return SweepResult.of(read)
+    return SweepResult(read)
 
 
 def _words(overrides: Any) -> list[str]:

@@ -89,8 +89,18 @@ def test_overrides_are_strings_lists_or_dictionaries(given: object, words: list[
 
 
 def test_a_sweep_has_its_answer_and_its_chart():
-    result = SweepResult.of(sweep())
+    result = SweepResult(sweep())
     assert "sharding=root precision=bf16" in result.recommendation.sentence and len(result.plot().data) > 0
+    assert repr(result).startswith("Recommended: sharding=root precision=bf16") and "Compared with it" in repr(result)
+    assert set(result.frame()["sharding"]) == {"ddp", "root", "per_block"}
+
+
+def test_an_axis_of_numbers_is_a_column_of_numbers():
+    rates = sweep()
+    for trial, rate in zip(rates.trials, ("0.001", "1e-05", "10"), strict=False):
+        trial.setting["sharding"] = rate
+    rates.trials[:] = rates.trials[:3]
+    assert SweepResult(rates).frame()["sharding"].tolist() == [0.001, 1e-05, 10.0]
 
 
 def run_in_a_fork(module: str, words: list[str], quiet: bool) -> None:

@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.report.answer import Answer, answer
+from fsdp_lab.report.answer import Answer, answer, plain_text
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.plots import main_chart
 
+if TYPE_CHECKING:
+    import pandas as pd
 
-@dataclass(frozen=True)
-class SweepResult(SweepData):
-    """The record of a sweep, with what its report makes of it."""
 
-    @classmethod
-    def of(cls, sweep: SweepData) -> SweepResult:
-        """Return the same sweep with its answer."""
-        return cls(**{field.name: getattr(sweep, field.name) for field in fields(sweep)})
+@dataclass(frozen=True, repr=False)
+class SweepResult:
+    """A sweep with what its report makes of it. It is shown as the lines that the sweep's command ends with.
+
+    Attributes:
+        record: of the sweep, with its trials.
+    """
+
+    record: SweepData
+
+    def frame(self) -> pd.DataFrame:
+        """Return the frame of the record, with axes of numbers as numbers."""
+        import pandas as pd
+
+        frame = self.record.frame()
+        for axis in self.record.axes:
+            with suppress(ValueError):
+                frame[axis] = pd.to_numeric(frame[axis])
+        return frame
 
     @cached_property
     def recommendation(self) -> Answer:
         """The answer of the report."""
-        return answer(self)
+        return answer(self.record)
 
     def plot(self) -> Any:
         """Return the report's main chart, speed against peak memory, as a Plotly figure; None without such figures."""
-        main = main_chart(self, self.recommendation)
+        main = main_chart(self.record, self.recommendation)
         return main.figure if main else None
+
+    def __repr__(self) -> str:
+        return "\n".join(plain_text(self.recommendation))
