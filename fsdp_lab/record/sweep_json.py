@@ -18,13 +18,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import SweepConfig, UserError, is_address, workers_of
+from fsdp_lab.config import SweepConfig, UserError, from_dict, is_address, workers_of
 from fsdp_lab.config.code import code_digest, commit, user_packages
 from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.files import sync, whole
 from fsdp_lab.record.paths import make_storage, name_storage
 from fsdp_lab.record.trial_folder import clear_left_over
-from fsdp_lab.record.trials_jsonl import is_words
 
 _LIBRARIES = ("torch", "ray")  # what else decides what a trial does
 
@@ -107,7 +106,7 @@ def read_start(folder: Path, key: str = "resume") -> SweepStart:
     """
     path = folder / "sweep.json"
     try:
-        return _checked(SweepStart(**json.loads(path.read_text(encoding="utf-8"))))
+        return from_dict(SweepStart, json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         if (job := folder / "job" / "job.sbatch").exists():
             raise UserError(
@@ -124,21 +123,3 @@ def read_start(folder: Path, key: str = "resume") -> SweepStart:
         ) from None
     except (ValueError, TypeError) as error:
         raise UserError(f"{key}={folder}: {path} cannot be read ({error}); start a new sweep.") from None
-
-
-def _checked(record: SweepStart) -> SweepStart:
-    """Return the record if its values have the right types.
-
-    Raises:
-        TypeError: they do not.
-    """
-    wrong = [
-        name
-        for name, types in (("id", str), ("launched_in", str), ("multirun", bool), ("num_workers", int),
-                            ("code", str), ("commit", str), ("libraries", dict), ("num_trials", int | None))
-        if not isinstance(getattr(record, name), types)
-    ]  # fmt: skip
-    wrong += [name for name in ("arguments", "user_packages") if not is_words(getattr(record, name))]
-    if wrong:
-        raise TypeError(f"it has no valid `{wrong[0]}`")
-    return record

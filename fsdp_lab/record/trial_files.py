@@ -140,7 +140,7 @@ def write_outcome(folder: Path, outcome: Outcome, others_cpu: float) -> None:
     figures = {key: value for metrics in read_metrics(folder) for key, value in metrics.items()}
     if figures:  # before the outcome, which says that they are there
         sync(folder / "metrics.jsonl")
-    excluded = why_timing_is_excluded(read_facts(folder) or {}, figures, others_cpu)
+    excluded = why_timing_is_excluded(read_any_facts(folder) or {}, figures, others_cpu)
     epochs = int(figures.get("epoch", 0))
     decided = replace(outcome, epochs=epochs, timing_excluded=excluded, others_cpu=others_cpu)
     write_json(folder / "outcome.json", asdict(decided), durable=True, parents=False)
@@ -166,10 +166,25 @@ def read_outcome(folder: Path) -> Outcome | None:
     return Outcome(TrialStatus(status), Reason.read(content.get("reason")), **known)
 
 
-def missing_epochs(folder: Path, outcome: Outcome) -> list[int]:
-    """Return the epochs that a trial had reported when it ended, and that `metrics.jsonl` lacks."""
+def read_whole_outcome(folder: Path) -> Outcome | None:
+    """Return how a trial ended; None also for one that finished and lacks epochs in `metrics.jsonl`.
+
+    Its last checkpoint has them, and a resume from it writes them again.
+    """
+    outcome = read_outcome(folder)
+    if outcome is None:
+        return None
     reported = {int(metrics["epoch"]) for metrics in read_metrics(folder)}
-    return [epoch for epoch in range(1, 1 + max(outcome.epochs or 0, *reported, 0)) if epoch not in reported]
+    last = max(outcome.epochs or 0, *reported, 0)
+    missing = [str(epoch) for epoch in range(1, 1 + last) if epoch not in reported]
+    if not missing:
+        return outcome
+    what = f"it lacks epoch {', '.join(missing)} of a trial that had {last}"
+    if outcome.status is TrialStatus.finished:
+        report_damaged(folder / "metrics.jsonl", what, "a resume restores it from the last checkpoint")
+        return None
+    report_damaged(folder / "metrics.jsonl", what, "this trial's figures are those of its other epochs")
+    return outcome
 
 
 class TrialWriter:
@@ -321,12 +336,12 @@ def exported(folder: Path) -> Path | None:
 
 def read_any_facts(folder: Path) -> dict[str, Any] | None:
     """Return the facts of the last start that wrote some; None if none did."""
-    return read_facts(folder) or read_facts(folder, "facts.before.json")
+    return read_facts(folder) or read_object(folder / "facts.before.json")
 
 
-def read_facts(folder: Path, name: str = "facts.json") -> dict[str, Any] | None:
+def read_facts(folder: Path) -> dict[str, Any] | None:
     """Return the facts of the last start; None if it did not write any."""
-    return read_object(folder / name)
+    return read_object(folder / "facts.json")
 
 
 def why_unwritten(folder: Path) -> Reason:

@@ -390,14 +390,14 @@ class SweepRun:
         self.check_folder()
         self.publish("tick")
 
-    def end(self, number: int, status: TrialStatus, reason: Reason | None = None) -> None:
+    def end(self, number: int, outcome: Outcome) -> None:
         """End a trial. An interrupted one has no result yet."""
         state = self.states[number]
         if state.ended:
             return
         self.look(number)
-        state.end(status, reason, time.time())
-        if status.is_result:
+        state.end(outcome, time.time())
+        if outcome.status.is_result:
             self._write_outcome(number)
             note_progress()
         self._publish_end(number)
@@ -407,7 +407,7 @@ class SweepRun:
         folder = self.folder_of(number)
         folder.mkdir(parents=True, exist_ok=True)
         clear_left_over(folder)  # what another command left there is not this one's result
-        self._end_unstarted(number, TrialStatus.skipped, reason)
+        self._end_unstarted(number, Outcome(TrialStatus.skipped, reason))
 
     def fail(self, number: int, reason: Reason, traceback: str = "") -> None:
         """Record a trial of which it is known that it fails, without starting it; with a traceback if there is one."""
@@ -416,10 +416,10 @@ class SweepRun:
         if traceback:
             of_rank = Reason(reason.code, {"rank": 0, **reason.values})
             record_failure(self.folder_of(number), RankFailure(of_rank, traceback))
-        self._end_unstarted(number, TrialStatus.failed, reason)
+        self._end_unstarted(number, Outcome(TrialStatus.failed, reason))
 
-    def _end_unstarted(self, number: int, status: TrialStatus, reason: Reason) -> None:
-        self.states[number].end(status, reason, time.time())
+    def _end_unstarted(self, number: int, outcome: Outcome) -> None:
+        self.states[number].end(outcome, time.time())
         self._write_forecast(number)
         self._write_outcome(number)
         self._publish_end(number)
@@ -451,7 +451,7 @@ class SweepRun:
             reason = Reason.of(Code.folder_gone, folder=str(self.folder))
         for number, state in enumerate(self.states):
             if state.status is TrialStatus.running:
-                self.end(number, TrialStatus.interrupted, reason)
+                self.end(number, Outcome(TrialStatus.interrupted, reason))
         self.publish("closed", ending)
         self.publish("finish", ending)
         return ending.code

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from fsdp_lab.compose import Trial, variables_in
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.metrics import PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
-from fsdp_lab.record.reasons import Reason, why_timing_is_excluded
+from fsdp_lab.record.reasons import why_timing_is_excluded
 from fsdp_lab.record.trial import TrialRecord, with_forecast
+from fsdp_lab.record.trial_files import Outcome
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.status import ExitCode, TrialStatus
 
@@ -94,15 +95,9 @@ class TrialState(TrialRecord):
         self.epochs.append(dict(metrics))
         return True
 
-    def end(self, status: TrialStatus, reason: Reason | None, now: float) -> None:
-        """Record the end of the trial.
-
-        Args:
-            status: its last one.
-            reason: why it did not finish; None: it did, or the scheduler stopped it.
-            now: in seconds since 1970.
-        """
-        self.status, self.reason = status, reason
+    def end(self, outcome: Outcome, now: float) -> None:
+        """Record the end of the trial, by its status and its reason. `now`: in seconds since 1970."""
+        self.status, self.reason = outcome.status, outcome.reason
         self.timing_excluded = why_timing_is_excluded(self.facts, self.figures, self.trial.config.report.others_cpu)
         self.seconds = now - self.begun if self.begun else self.seconds
 

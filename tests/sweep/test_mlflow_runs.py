@@ -15,7 +15,7 @@ from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.reasons import Code, Reason, TimingExcluded
 from fsdp_lab.record.sweep_json import SweepStart
-from fsdp_lab.record.trial_files import append_line
+from fsdp_lab.record.trial_files import Outcome, append_line
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
@@ -59,7 +59,7 @@ class Trains(Acts):
                 (folder / "error.txt").write_text("broken")
                 for attempt in ("failures.1", "failures"):
                     write_json(folder / attempt / "rank0.json", {"attempt": attempt})
-            sweep.end(number, TrialStatus.failed if failed else TrialStatus.finished, REASON if failed else None)
+            sweep.end(number, Outcome(TrialStatus.failed, REASON) if failed else Outcome(TrialStatus.finished))
 
 
 @pytest.fixture

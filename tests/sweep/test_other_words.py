@@ -14,7 +14,7 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.forecast.cells import hydra_as_it_was
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep_json import SweepStart
-from fsdp_lab.record.trial_files import read_outcome
+from fsdp_lab.record.trial_files import Outcome, read_outcome
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.listeners.forecasts import Forecasts
 from fsdp_lab.sweep.listeners.results_csv import ResultsCsv
@@ -102,7 +102,7 @@ class Acts:
             reason = self._reasons[number]
             sweep.prepare(number)
             sweep.begin(number)
-            sweep.end(number, reason.status if reason else TrialStatus.finished, reason)
+            sweep.end(number, Outcome(reason.status if reason else TrialStatus.finished, reason))
 
     def stop(self) -> None: ...
 

@@ -17,7 +17,7 @@ from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.failures import read_failures
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep_json import SweepStart
-from fsdp_lab.record.trial_files import append_line, read_forecast, read_outcome
+from fsdp_lab.record.trial_files import Outcome, append_line, read_forecast, read_outcome
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import Speed
@@ -59,7 +59,8 @@ class Acts:
                 sweep.look(number)
                 sweep.look(number)  # a second report of the same epoch publishes nothing
             sweep.tick()
-            sweep.end(number, status, Reason.of(Code.no_outcome) if status is TrialStatus.failed else None)
+            why = Reason.of(Code.no_outcome) if status is TrialStatus.failed else None
+            sweep.end(number, Outcome(status, why))
 
     def stop(self) -> None:
         self.stopped += 1

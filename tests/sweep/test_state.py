@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig
+from fsdp_lab.record.trial_files import Outcome
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.state import SweepState, TrialState
 
@@ -48,7 +49,7 @@ def test_a_trial_is_timed_from_its_first_begin_to_its_end():
     state = TrialState(TRIAL, TrialStatus.starting)
     state.begin(100.0)
     state.begin(103.0)  # its process was killed
-    state.end(TrialStatus.finished, None, 110.5)
+    state.end(Outcome(TrialStatus.finished), 110.5)
     assert state.seconds == 10.5
 
 

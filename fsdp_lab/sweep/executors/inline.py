@@ -6,7 +6,7 @@ from functools import partial
 
 from fsdp_lab.config import TrialConfig, part
 from fsdp_lab.engine.inline import run_inline
-from fsdp_lab.record.trial_files import read_outcome, why_unwritten
+from fsdp_lab.record.trial_files import Outcome, read_outcome, why_unwritten
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.runner import SweepRun
 
@@ -28,11 +28,7 @@ class InlineExecutor:
             config = sweep.states[number].trial.config
             on_epoch = partial(sweep.look, number)
             run_inline(part(config, TrialConfig), folder, config.report.others_cpu, on_epoch, sweep.address_of(number))
-            outcome = read_outcome(folder)
-            if outcome is not None:
-                sweep.end(number, outcome.status, outcome.reason)
-            else:
-                sweep.end(number, TrialStatus.failed, why_unwritten(folder))
+            sweep.end(number, read_outcome(folder) or Outcome(TrialStatus.failed, why_unwritten(folder)))
 
     def stop(self) -> None:
         """Do nothing."""

@@ -24,7 +24,7 @@ from fsdp_lab.engine.files_of_ranks import receive
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.engine.nodes import NodeWatch, nodes
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial_files import read_outcome, read_progress, why_unwritten
+from fsdp_lab.record.trial_files import Outcome, read_outcome, read_progress, why_unwritten
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 from fsdp_lab.sweep.executors.resource_catalog import LOOK_S, ResourceCatalog, workers_per_node
@@ -113,7 +113,8 @@ class NextTrial(Searcher):
                     raise
                 self._sweep.prepare(number)
                 # the cluster cannot hold what was suggested
-                self._sweep.end(number, TrialStatus.failed, Reason.of(Code.user_error, text=str(error)))
+                reason = Reason.of(Code.user_error, text=str(error))
+                self._sweep.end(number, Outcome(TrialStatus.failed, reason))
         self._sweep.prepare(number)
         folder, address = str(self._sweep.folder_of(number)), self._sweep.address_of(number)
         job = job_of(config, folder, self._catalog.nodes, address)
@@ -279,13 +280,12 @@ class TuneCallback(TrialProgressCallback):
             # Its process cannot free what the workers hold where it was killed, and would take its time where it
             # was stopped: the next trial waits for these places.
             resources.release_placement_group(folder)
-        if outcome is not None:
-            self._sweep.end(number, outcome.status, outcome.reason)
-        elif number in self._stopped:
-            if address is not None:  # its process would take its time, which the next trial needs
-                with suppress(StorageRefused, StorageAway):
-                    receive(Storage(address), folder, patience_s=0.0)
-            through = self._sweep.is_through(number)
-            self._sweep.end(number, TrialStatus.finished if through else TrialStatus.stopped)
-        else:
-            self._sweep.end(number, TrialStatus.failed, why_unwritten(folder))
+            if number in self._stopped:
+                if address is not None:  # its process would take its time, which the next trial needs
+                    with suppress(StorageRefused, StorageAway):
+                        receive(Storage(address), folder, patience_s=0.0)
+                through = self._sweep.is_through(number)
+                outcome = Outcome(TrialStatus.finished if through else TrialStatus.stopped)
+            else:
+                outcome = Outcome(TrialStatus.failed, why_unwritten(folder))
+        self._sweep.end(number, outcome)

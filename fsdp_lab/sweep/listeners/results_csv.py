@@ -75,11 +75,12 @@ def rows_of(
         run_id: returns the id of a trial's run by its number; "": none.
     """
     for number, state in enumerate(states):
+        waits = state.status is TrialStatus.starting  # for its workers
         yield {
             **state.figures,
             **{key: value_text(setting(state.trial, key)) for key in swept},
             "trial": number,
-            "status": shown(state.status),
+            "status": TrialStatus.waiting if waits else state.status,
             "pareto": "yes" if number in front else "",
             "seconds": None if state.seconds is None else round(state.seconds, 2),
             "error": reason_text(state.reason),
@@ -87,8 +88,3 @@ def rows_of(
             "folder": state.trial.folder,
             "timing_excluded": state.timing_excluded,
         }
-
-
-def shown(status: TrialStatus) -> TrialStatus:
-    """Return the status for people: a trial that waits for its workers is still waiting."""
-    return TrialStatus.waiting if status is TrialStatus.starting else status

@@ -15,18 +15,10 @@ from fsdp_lab.config import SweepConfig, UserError, to_dict
 from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.engine.ray_private import RUNTIME_ENV_FOLDER
-from fsdp_lab.files import report_damaged
 from fsdp_lab.record.paths import copy_of, storage
 from fsdp_lab.record.reasons import why_timing_is_excluded
 from fsdp_lab.record.sweep_json import SweepStart, read_start
-from fsdp_lab.record.trial_files import (
-    Outcome,
-    missing_epochs,
-    read_any_facts,
-    read_forecast,
-    read_metrics,
-    read_outcome,
-)
+from fsdp_lab.record.trial_files import read_any_facts, read_forecast, read_metrics, read_whole_outcome
 from fsdp_lab.record.trials_jsonl import read_trials
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import fixed_words, with_overrides
@@ -117,7 +109,7 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -
 
 def read_state(state: TrialState, folder: Path) -> TrialState:
     """Fill in what a trial's folder records, and return the same."""
-    outcome = _believed(read_outcome(folder), folder)
+    outcome = read_whole_outcome(folder)
     state.forecast_figures, state.forecast_words = read_forecast(folder)
     state.facts = read_any_facts(folder) or {}
     state.epochs = list(read_metrics(folder))
@@ -128,22 +120,6 @@ def read_state(state: TrialState, folder: Path) -> TrialState:
         if outcome.others_cpu != (others_cpu := state.trial.config.report.others_cpu):  # typed for this start
             state.timing_excluded = why_timing_is_excluded(state.facts, state.metrics, others_cpu)
     return state
-
-
-def _believed(outcome: Outcome | None, folder: Path) -> Outcome | None:
-    """Return the outcome of a trial, unless it finished and lacks epochs.
-
-    Its last checkpoint has them, and a resume from it writes them again.
-    """
-    missing = missing_epochs(folder, outcome) if outcome else []
-    if outcome is None or not missing:
-        return outcome
-    words = f"it lacks epoch {', '.join(map(str, missing))} of a trial that had {outcome.epochs or max(missing)}"
-    if outcome.status is TrialStatus.finished:
-        report_damaged(folder / "metrics.jsonl", words, "a resume restores it from the last checkpoint")
-        return None
-    report_damaged(folder / "metrics.jsonl", words, "this trial's figures are those of its other epochs")
-    return outcome
 
 
 def check_unchanged(
