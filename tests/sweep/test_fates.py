@@ -271,7 +271,7 @@ def test_mlflow_has_one_parent_and_a_run_a_trial(swept: Swept):
     (parent,), children = store.parents, list(swept.runs.values())
     assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
     assert (parent.info.status, parent.data.tags["num_trials"]) == ("FAILED", str(len(swept.fates)))
-    assert "model.fate=finishes,hangs" in parent.data.tags["mlflow.source.name"]
+    assert "model.fate=finishes,hangs" in parent.data.tags["fsdp_lab.command"]
     ended = {"finished": "FINISHED", "stopped": "KILLED"}
     assert [run.data.tags["status"] for run in children] == list(COMMON.values())
     assert [run.info.status for run in children] == [ended.get(status, "FAILED") for status in COMMON.values()]
