@@ -214,8 +214,8 @@ def test_a_sweep_is_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
     result = api.sweep("sharding=per_block", fixed, [*words, store], {"optimizer.lr": [1e-3, 1e-2]}, quiet=True)
     frame = result.frame()
-    assert result.axes == ["optimizer.lr"]
-    assert [*frame["status"]] == ["finished"] * 2 and [*frame["optimizer.lr"]] == ["0.001", "0.01"]
-    assert frame["val/loss"].tolist() == [trial.figures["val/loss"] for trial in result.trials]
+    assert result.record.axes == ["optimizer.lr"]
+    assert [*frame["status"]] == ["finished"] * 2 and [*frame["optimizer.lr"]] == [0.001, 0.01]
+    assert frame["val/loss"].tolist() == [trial.figures["val/loss"] for trial in result.record.trials]
     assert result.recommendation.sentence
-    assert api.report().trials == result.trials
+    assert api.report().record.trials == result.record.trials
