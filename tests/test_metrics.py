@@ -75,7 +75,7 @@ def test_an_added_metric_is_on_the_terminal(added: Metric):
 
 def test_an_added_metric_is_in_the_report(added: Metric):
     made = sweep([trial(i, ROWS[i], **{KEY: 0.01 * (i + 1)}) for i in (0, 2)])
-    table = to_markdown(made, answer(made)).partition("## Trials")[2]
+    table = to_markdown(made).partition("## Trials")[2]
     assert "| forecast error | stalled ms |" in table and "| **10.0** |" in table and "| 30.0 |" in table
     points = {chart.name: chart.figure for chart in figures(made, answer(made))}["main"].data[0]
     assert "stall 10.0" in points.customdata[0][1]

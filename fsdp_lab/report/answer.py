@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_lab.config import SweepConfig
+from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.choice import departures
-from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
 from fsdp_lab.report.render import environment
-from fsdp_lab.report.settings import REPEATS, Setting
+from fsdp_lab.report.settings import REPEATS, Rules, Setting
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.wording import count
 
 # What is typed for a sweep and says nothing of one trial.
 _OF_A_SWEEP = ("repeat=", "repeat_max=", "search=", "search.", "scheduler=", "scheduler.", "objective=")
@@ -58,9 +58,9 @@ def words_of_a_report() -> Any:
     return environment(False).get_template("words.j2").module
 
 
-def answer(sweep: SweepData) -> Answer:
+def answer(sweep: SweepRecord) -> Answer:
     """Say which setting is recommended, why, and how sure that is."""
-    r = recommend(sweep.frame(), sweep.rules)
+    r = recommend(sweep.frame(), rules_of(sweep))
     texts = words_of_a_report()
     chosen = r.setting
     details = [texts.why(r), texts.tie(r) if r.tied else "", texts.how_sure(r, sweep)] if chosen else []
@@ -82,6 +82,26 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
+def rules_of(sweep: SweepRecord) -> Rules:
+    """Return how a setting of the sweep is chosen."""
+    trivial = {_guessing_loss(trial.config) for trial in sweep.trials if trial.config is not None}
+    return Rules(
+        tuple(sweep.axes),
+        sweep.loss_tolerance,
+        sweep.speed_tolerance,
+        tuple(sweep.objectives),
+        sweep.repeat_max,
+        trivial.pop() if len(trivial) == 1 else None,
+    )
+
+
+def _guessing_loss(config: SweepConfig) -> float | None:
+    """Return the cross entropy of guessing, of our image classifiers; read as data: nothing is imported."""
+    classes = config.model.arguments.get("num_classes")
+    is_known = config.task.name == "classification" and config.model.is_image_classifier
+    return math.log(classes) if is_known and isinstance(classes, int) and classes > 1 else None
+
+
 def with_a_line(r: Recommendation) -> list[Comparison]:
     """Return the settings that get a line against the recommended one.
 
@@ -100,19 +120,13 @@ def with_a_line(r: Recommendation) -> list[Comparison]:
     return [other for other in others if id(other) in nearest]
 
 
-def title(sweep: SweepData, recommendation: Recommendation) -> str:
-    """Return the study and what it compares, such as `zero2: sharding × precision, 6 trials`."""
-    compared = f"{' × '.join(recommendation.settings.axes) or 'one setting'}, {count(len(sweep.trials), 'trial')}"
-    return f"{sweep.study}: {compared}" if sweep.study else compared
-
-
-def plainest(sweep: SweepData, setting: Setting) -> TrialRecord:
+def plainest(sweep: SweepRecord, setting: Setting) -> TrialRecord:
     """Return the trial that represents a setting: the one with the simplest values on axes that change nothing."""
     trials = [trial for trial in sweep.trials if trial.number in setting.trials]
     return min(trials, key=lambda trial: departures(trial.setting))
 
 
-def _command(sweep: SweepData, setting: Setting, trial: TrialRecord) -> str:
+def _command(sweep: SweepRecord, setting: Setting, trial: TrialRecord) -> str:
     """Return the command that trains a setting alone.
 
     Args:
@@ -139,9 +153,3 @@ def plain_text(answer: Answer, elsewhere: str = "report.html") -> list[str]:
     """Return the lines of an answer for a terminal, the sentence first; `elsewhere`: the file that has all of them."""
     text = environment(False).get_template("terminal.txt.j2").render(answer=answer, elsewhere=elsewhere)
     return text.replace("`", "").rstrip().split("\n")
-
-
-def numbers(trials: Sequence[int], most: int = 6) -> str:
-    """Return text such as `trials 0, 1`."""
-    listed = ", ".join(map(str, trials[:most])) + (" …" if len(trials) > most else "")
-    return f"trial{'s' if len(trials) > 1 else ''} {listed}"

@@ -1,16 +1,15 @@
-"""The data of a report: a sweep's record, and the rules that it is judged by."""
+"""A sweep with what its report makes of it: the rules that it is judged by, and its answer."""
 
 from __future__ import annotations
 
-import math
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
-from fsdp_lab.config import SweepConfig
 from fsdp_lab.record.reasons import why_timing_is_excluded
 from fsdp_lab.record.sweep import SweepRecord
-from fsdp_lab.record.trial import TrialRecord
+from fsdp_lab.report.answer import Answer, answer, rules_of
 from fsdp_lab.report.settings import Rules
 
 
@@ -21,20 +20,12 @@ class SweepData(SweepRecord):
     @property
     def rules(self) -> Rules:
         """How a setting is chosen."""
-        trivial = {_guessing_loss(trial.config) for trial in self.trials if trial.config is not None}
-        return Rules(
-            tuple(self.axes),
-            self.loss_tolerance,
-            self.speed_tolerance,
-            tuple(self.objectives),
-            self.repeat_max,
-            trivial.pop() if len(trivial) == 1 else None,
-        )
+        return rules_of(self)
 
-    @property
-    def unfinished(self) -> int:
-        """How many trials have no result yet."""
-        return sum(not status.is_result for status in self.statuses)
+    @cached_property
+    def recommendation(self) -> Answer:
+        """The answer of the report."""
+        return answer(self)
 
     def judged_by(self, others_cpu: float) -> Self:
         """Return the sweep with timings excluded by another `report.others_cpu`."""
@@ -42,14 +33,3 @@ class SweepData(SweepRecord):
         for trial in trials:
             trial.timing_excluded = why_timing_is_excluded(trial.facts, trial.figures, others_cpu)
         return replace(self, others_cpu=others_cpu, trials=trials)
-
-    def url(self, trial: TrialRecord) -> str:
-        """Return the address of the trial's run; "" if not known."""
-        return f"{self.runs_url}/{trial.run_id}" if self.runs_url and trial.run_id else ""
-
-
-def _guessing_loss(config: SweepConfig) -> float | None:
-    """Return the cross entropy of guessing, of our image classifiers; read as data: nothing is imported."""
-    classes = config.model.arguments.get("num_classes")
-    is_known = config.task.name == "classification" and config.model.is_image_classifier
-    return math.log(classes) if is_known and isinstance(classes, int) and classes > 1 else None

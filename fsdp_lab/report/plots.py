@@ -1,17 +1,18 @@
-"""The figures of a report's page, as Plotly figures: what decides, the losses by epoch, and memory by category."""
+"""The pictures of a report's page, as Plotly figures: what decides, and memory by category."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdp_lab.metrics import MEMORY, MIB, SPEED, declared, table_columns
-from fsdp_lab.report.answer import Answer, numbers
-from fsdp_lab.report.data import SweepData
+from fsdp_lab.record.sweep import SweepRecord
+from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.settings import Setting
-from fsdp_lab.report.tables import shown_trials, thinned_note
+from fsdp_lab.report.speed import Interval
+from fsdp_lab.report.tables import shown_trials, url_of
 from fsdp_lab.report.texts import speed_text
 from fsdp_lab.status import TrialStatus
 
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D31")
 GREY = "#888888"
 _MOST_COLORS = 6  # more values of an axis than these are not told apart by colours
+_MOST_NUMBERS = 6  # of trials over a point
 _LISTED = 4  # values of an axis of numbers that may be a list
 _SAME = 1e-3  # figures that differ by less than this ratio are one
 _WIDEST = 3.0  # times the highest speed: an interval that reaches further runs out of the picture
-_STOPPED = "stopped early"
 _CHOSEN = {"yes": "recommended", "by memory": "least memory", "by loss": "by loss alone"}
 _CATEGORY_COLORS = {
     "param": "#0072B2", "optimizer": "#D55E00", "buffer": "#000000", "input": "#8C6D31", "grad": "#009E73",
@@ -40,16 +41,16 @@ class Chart(NamedTuple):
     name: str
     heading: str
     figure: Any
-    note: str = ""
+    note: str
 
 
-def figures(sweep: SweepData, answer: Answer) -> list[Chart]:
+def figures(sweep: SweepRecord, answer: Answer) -> list[Chart]:
     """Return every chart with content, the main one first."""
-    charts = (main_chart(sweep, answer), losses(sweep, answer), breakdown(sweep, answer))
+    charts = (main_chart(sweep, answer), breakdown(sweep, answer))
     return [chart for chart in charts if chart is not None]
 
 
-def main_chart(sweep: SweepData, answer: Answer) -> Chart | None:
+def main_chart(sweep: SweepRecord, answer: Answer) -> Chart | None:
     """Return the figures that decide, a point for each setting, with its interval; None without a difference.
 
     A metric that is the same everywhere is replaced by an axis.
@@ -63,24 +64,26 @@ def main_chart(sweep: SweepData, answer: Answer) -> Chart | None:
     if not differing or (len(differing) < 2 and not r.settings.axes):
         return None
     x, y = differing if len(differing) == 2 else (_drawn_axis(table, r.settings.axes), differing[0])
-    table = table.dropna(subset=differing)
-    by = _color_axis(table, [axis for axis in r.settings.axes if axis != x])
-    colors = _colors(r.settings.frame, by)
-    points = _colored(table, by)
-    if x not in better and (values := _numbers(points[x])) is not None:
-        points = points.assign(**{x: values})
+    points = table.dropna(subset=differing)
+    if x not in better:
+        points = points.assign(**{x: _typed(points[x])})
+    others = [axis for axis in r.settings.axes if axis != x]
+    by = next((axis for axis in others if 1 < points[axis].nunique() <= _MOST_COLORS), None)
+    names = {value: html.escape(f"{by}={value}") for value in _in_order(points[by])} if by else {}
+    if by:
+        points = points.assign(color=points[by].map(names))
     has_bars = y == SPEED and bool(points["above"].notna().any())
     figure = px.scatter(
         points, x=x, y=y, color="color" if by else None, custom_data=["url", "text"],
         error_y="above" if has_bars else None, error_y_minus="below" if has_bars else None,
-        color_discrete_map=colors, category_orders={"color": list(colors)}, render_mode="svg",
+        color_discrete_sequence=COLORS, category_orders={"color": list(names.values())}, render_mode="svg",
         log_x=x in sweep.log_axes and points[x].dtype.kind != "O" and bool((points[x] > 0).all()),
     )  # fmt: skip
     figure.update_traces(marker={"size": 11, "opacity": 0.9}, hovertemplate="%{customdata[1]}<extra></extra>")
     if by is None:
-        figure.update_traces(name="settings", marker_color=COLORS[0])
+        figure.update_traces(name="settings")
     if len(differing) == 2 and len(r.axes) == 2:
-        _draw_front(figure, table[table["front"]].sort_values([x, y]), x, y, better[x])
+        _draw_front(figure, points[points["front"]].sort_values([x, y]), x, y, better[x])
     marker = {"symbol": "circle-open", "size": 22, "color": COLORS[6], "line": {"width": 2.5}}
     chosen = points[points["chosen"]]
     if len(chosen):
@@ -91,10 +94,10 @@ def main_chart(sweep: SweepData, answer: Answer) -> Chart | None:
         figure.update_yaxes(range=[0, _WIDEST * points[y].max()])
     _lay_out(figure, html.escape(_label(x, better)), declared(y).label, 430)
     heading = " against ".join("peak memory" if key == MEMORY else _label(key, better) for key in (y, x))
-    return Chart("main", heading[0].upper() + heading[1:], figure, _note(sweep, table, better, x, y, has_bars))
+    return Chart("main", heading[0].upper() + heading[1:], figure, _note(points, better, x, y, has_bars))
 
 
-def _settings_table(sweep: SweepData, answer: Answer) -> pd.DataFrame:
+def _settings_table(sweep: SweepRecord, answer: Answer) -> pd.DataFrame:
     """Return a row for each shown setting: its values, its figures, its interval, its text and its run's address."""
     import pandas as pd
 
@@ -102,67 +105,56 @@ def _settings_table(sweep: SweepData, answer: Answer) -> pd.DataFrame:
     shown = {trial.number: trial for trial in shown_trials(sweep, r)}
     rows = []
     for setting in r.settings.all:
-        speed = setting.speed
-        known = speed is not None and speed.known
-        only = shown.get(setting.trials[0]) if len(setting.trials) == 1 else None
+        trials = [shown[number] for number in setting.trials if number in shown]
+        speed = setting.speed or Interval(math.nan)
         rows.append({
             **setting.values,
             **{metric: setting.figure(metric) / declared(metric).scale for metric, _ in r.axes},
-            "above": speed.high - speed.value if speed and known else math.nan,
-            "below": speed.value - speed.low if speed and known else math.nan,
-            "text": _setting_text(answer, setting),
-            "url": sweep.url(only) if only else "",
+            "above": speed.high - speed.value,
+            "below": speed.value - speed.low,
+            "text": _setting_text(setting, answer.why_not),
+            "url": url_of(sweep, trials[0]) if len(trials) == len(setting.trials) == 1 else "",
             "front": setting in r.front,
             "chosen": setting is r.setting,
-            "shown": bool(shown.keys() & set(setting.trials)),
+            "shown": bool(trials),
         })  # fmt: skip
     table = pd.DataFrame(rows)
     return table[table["shown"]]
 
 
-def _setting_text(answer: Answer, setting: Setting) -> str:
+def _setting_text(setting: Setting, why_not: Mapping[str, str]) -> str:
     """Return the text over a setting's point: its figures and the interval of its speed."""
-    speed = setting.speed
-    lines = [*(f"{key}={value}" for key, value in setting.values.items()), numbers(setting.trials)]
-    lines += [speed_text(speed)] if speed else []
-    figures = ((column, setting.figure(column.key)) for column in table_columns("terminal"))
-    lines += [f"{c.label} {c.text(value)}" for c, value in figures if c.key != SPEED and math.isfinite(value)]
-    if why_not := answer.why_not.get(setting.name):
-        lines.append(f"does not qualify: {why_not}")
+    lines = [f"{key}={value}" for key, value in setting.values.items()]
+    trials = ", ".join(map(str, setting.trials[:_MOST_NUMBERS]))
+    more = " …" if len(setting.trials) > _MOST_NUMBERS else ""
+    lines += [f"trial{'s' if len(setting.trials) > 1 else ''} {trials}{more}"]
+    lines += [speed_text(setting.speed)] if setting.speed else []
+    columns = [c for c in table_columns("terminal") if c.key != SPEED and c.key in setting.figures]
+    lines += [f"{column.label} {column.text(setting.figure(column.key))}" for column in columns]
+    lines += [f"does not qualify: {why_not[setting.name]}"] if setting.name in why_not else []
     return "<br>".join(map(html.escape, lines))
 
 
-def _numbers(values: pd.Series[Any]) -> pd.Series[Any] | None:
-    """Return the values of an axis as numbers; None if one is a word."""
+def _typed(values: pd.Series[Any]) -> pd.Series[Any]:
+    """Return the values of an axis as numbers, or as typed if one is a word."""
     import numpy as np
     import pandas as pd
 
-    found = pd.to_numeric(values, errors="coerce")
-    return found if np.isfinite(found).all() else None
+    numbers = pd.to_numeric(values, errors="coerce")
+    return numbers if np.isfinite(numbers).all() else values
+
+
+def _in_order(values: pd.Series[Any]) -> list[str]:
+    """Return each value of an axis once: numbers by their size, words as they come."""
+    known = values.drop_duplicates()
+    typed = _typed(known)
+    return list(known if typed.dtype.kind == "O" else known[typed.sort_values().index])
 
 
 def _drawn_axis(table: pd.DataFrame, axes: Sequence[str]) -> str:
     """Return the axis to draw a single metric over: the first with many numbers, else the first."""
-    many = (axis for axis in axes if table[axis].nunique() > _LISTED and _numbers(table[axis]) is not None)
+    many = (axis for axis in axes if table[axis].nunique() > _LISTED and _typed(table[axis]).dtype.kind != "O")
     return next(many, axes[0])
-
-
-def _color_axis(table: pd.DataFrame, axes: Sequence[str]) -> str | None:
-    """Return the first axis with several values, but no more than colours can show; None without one."""
-    return next((axis for axis in axes if 1 < table[axis].nunique() <= _MOST_COLORS), None)
-
-
-def _colored(table: pd.DataFrame, by: str | None) -> pd.DataFrame:
-    """Return the table with a column for the colour: an axis and its value."""
-    return table if by is None else table.assign(color=[html.escape(f"{by}={value}") for value in table[by]])
-
-
-def _colors(frame: pd.DataFrame, by: str | None) -> dict[str, str]:
-    """Return the colour of each value of an axis by its name, in the order of numbers: the same in all pictures."""
-    values = [] if by is None else list(frame[by].unique())
-    if by is not None and _numbers(frame[by]) is not None:
-        values.sort(key=float)
-    return {html.escape(f"{by}={value}"): color for value, color in zip(values, COLORS, strict=False)}
 
 
 def _draw_front(figure: Any, front: pd.DataFrame, x: str, y: str, better: str) -> None:
@@ -175,14 +167,13 @@ def _draw_front(figure: Any, front: pd.DataFrame, x: str, y: str, better: str) -
     )
 
 
-def _note(sweep: SweepData, table: pd.DataFrame, better: dict[str, str], x: str, y: str, has_bars: bool) -> str:
+def _note(table: pd.DataFrame, better: dict[str, str], x: str, y: str, has_bars: bool) -> str:
     """Return how to read the main chart."""
     ways = ["up" if better[y] == "max" else "down"]
     ways += ["to the right" if better[x] == "max" else "to the left"] if x in better else []
     bars = "Bars are 95 % intervals of samples/s. " if has_bars else ""
     click = "; click on it to open its run" if table["url"].any() else ""
-    text = f"{' and '.join(ways).capitalize()} is better. {bars}Hover over a point for its figures{click}."
-    return f"{text} {thinned_note(sweep)}".strip()
+    return f"{' and '.join(ways).capitalize()} is better. {bars}Hover over a point for its figures{click}."
 
 
 def _label(key: str, better: dict[str, str]) -> str:
@@ -194,39 +185,7 @@ def _differs(values: pd.Series[Any]) -> bool:
     return len(known) > 1 and known.max() - known.min() > _SAME * known.abs().max()
 
 
-def losses(sweep: SweepData, answer: Answer) -> Chart | None:
-    """Return a line for each trial that reported, even if it did not finish."""
-    import pandas as pd
-    import plotly.express as px
-
-    r = answer.recommendation
-    key = r.settings.loss_key
-    by = _color_axis(r.settings.frame, r.settings.axes)
-    rows = []
-    for trial in shown_trials(sweep, r):
-        color = f"{by}={trial.setting.get(by, '')}" if by else "trials"
-        color = _STOPPED if trial.status is TrialStatus.stopped else html.escape(color)
-        rows += [
-            {"trial": trial.number, "color": color, "url": sweep.url(trial), "name": html.escape(trial.name)}
-            | {"epoch": epoch["epoch"], key: epoch[key] if math.isfinite(epoch[key]) else math.nan}
-            for epoch in trial.epochs
-            if key in epoch
-        ]
-    if not rows:
-        return None
-    frame = pd.DataFrame(rows)
-    figure = px.line(
-        frame, x="epoch", y=key, color="color", line_group="trial", markers=True,
-        custom_data=["url", "name"], color_discrete_map={**_colors(r.settings.frame, by), _STOPPED: GREY},
-        color_discrete_sequence=COLORS, render_mode="svg",
-    )  # fmt: skip
-    figure.update_traces(hovertemplate="%{customdata[1]}<br>epoch %{x}: %{y:.4~r}<extra></extra>", opacity=0.8)
-    _lay_out(figure, "epoch", declared(key).label, 480)
-    figure.update_xaxes(tickformat="d", dtick=max(1, round(frame["epoch"].max() / 12)))
-    return Chart("losses", "Loss by epoch", figure, thinned_note(sweep))
-
-
-def breakdown(sweep: SweepData, answer: Answer) -> Chart | None:
+def breakdown(sweep: SweepRecord, answer: Answer) -> Chart | None:
     """Return a bar for each finished trial, the smallest on top: the peak of its largest worker by category."""
     import pandas as pd
     import plotly.express as px
@@ -239,7 +198,7 @@ def breakdown(sweep: SweepData, answer: Answer) -> Chart | None:
         return None
     trials.sort(key=lambda trial: trial.figures.get(MEMORY, math.inf), reverse=True)  # Plotly draws from the bottom
     sizes = pd.DataFrame([
-        {"trial": _bar_label(trial.number, trial.setting.values()), "url": sweep.url(trial),
+        {"trial": _bar_label(trial.number, trial.setting.values()), "url": url_of(sweep, trial),
          "category": category, "MiB": trial.figures.get(f"memory/{category}_bytes", 0.0) / MIB}
         for category in _CATEGORY_COLORS for trial in trials
     ])  # fmt: skip
@@ -253,8 +212,8 @@ def breakdown(sweep: SweepData, answer: Answer) -> Chart | None:
     _lay_out(figure, "MiB at the peak of the largest worker", "", 160 + per_bar * len(trials))
     figure.update_layout(bargap=0.15)
     figure.update_yaxes(automargin=True, tickfont={"size": 12 if per_bar > 20 else 10}, dtick=1)
-    note = f"Memory by category at the peak of the largest worker. {thinned_note(sweep)}"
-    return Chart("breakdown", "Peak memory by category", figure, note.strip())
+    note = "Memory by category at the peak of the largest worker."
+    return Chart("breakdown", "Peak memory by category", figure, note)
 
 
 def _bar_label(number: int, values: Any) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.report.answer import Answer, answer, plain_text
+from fsdp_lab.report.answer import Answer, plain_text
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.plots import main_chart
 
@@ -35,10 +34,10 @@ class SweepResult:
                 frame[axis] = pd.to_numeric(frame[axis])
         return frame
 
-    @cached_property
+    @property
     def recommendation(self) -> Answer:
         """The answer of the report."""
-        return answer(self.record)
+        return self.record.recommendation
 
     def plot(self) -> Any:
         """Return the report's main chart, speed against peak memory, as a Plotly figure; None without such figures."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.files import write_text
-from fsdp_lab.report.answer import Answer, answer
+from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html, to_markdown
 from fsdp_lab.report.reason_texts import reason_text
@@ -29,31 +29,31 @@ def write_report(sweep: SweepData, folder: Path) -> Answer:
     Raises:
         OSError: the folder cannot be written.
     """
-    made = answer(sweep)
+    made = sweep.recommendation
     (folder / SCRIPT).unlink(missing_ok=True)
     script = False
     if made.trial is not None and made.trial.setup is not None:
         with suppress(UserError):  # `use=pytorch` says why
             write_text(folder / SCRIPT, to_pytorch(made.trial.setup), parents=False)
             script = True
-    contents = to_html(sweep, made, script), to_markdown(sweep, made, script), to_csv(sweep, made)
+    contents = to_html(sweep, script), to_markdown(sweep, script), to_csv(sweep)
     for name, content in zip(REPORTS, contents, strict=True):
         write_text(folder / name, content, parents=False)
     return made
 
 
-def to_csv(sweep: SweepData, answer: Answer) -> str:
+def to_csv(sweep: SweepData) -> str:
     """Return a row for each trial with the latest of every figure, in bytes, seconds and samples/s."""
-    r, settings = answer.recommendation, answer.recommendation.settings
-    of = [settings.of_trial[trial.number] for trial in sweep.trials]
+    r = sweep.recommendation.recommendation
+    settings = [r.settings.of_trial[trial.number] for trial in sweep.trials]
     frame = sweep.frame().assign(
-        recommended=[r.basis if setting is r.setting else "" for setting in of],
-        pareto=["yes" if setting in r.front else "" for setting in of],
-        why_not=[answer.why_not.get(setting.name, "") for setting in of],
+        recommended=[r.basis if setting is r.setting else "" for setting in settings],
+        pareto=["yes" if setting in r.front else "" for setting in settings],
+        why_not=[sweep.recommendation.why_not.get(setting.name, "") for setting in settings],
         error=[reason_text(trial.reason) for trial in sweep.trials],
         seconds=lambda frame: frame["seconds"].round(2),
     )
     metrics = sorted({key for trial in sweep.trials for key in trial.figures})
     columns = [*sweep.axes, "status", "recommended", "pareto", "why_not", "error", "run_id", "seconds", *metrics]
-    in_order = frame.loc[[number for setting in settings.all for number in setting.trials], columns]
+    in_order = frame.loc[[number for setting in r.settings.all for number in setting.trials], columns]
     return in_order.to_csv(index_label="trial", lineterminator="\n")

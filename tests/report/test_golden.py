@@ -95,7 +95,7 @@ CASES = {
 def written(made: SweepData) -> str:
     recommendation = answer(made)
     terminal = "\n".join(plain_text(recommendation))
-    return f"{terminal}\n\n{'=' * 80}\n\n{to_markdown(made, recommendation)}"
+    return f"{terminal}\n\n{'=' * 80}\n\n{to_markdown(made)}"
 
 
 def table(made: SweepData) -> str:

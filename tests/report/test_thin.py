@@ -11,7 +11,6 @@ import pytest
 from fsdp_lab.metrics import MIB
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial import TrialRecord
-from fsdp_lab.report.answer import Answer, answer
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html, to_markdown
 from fsdp_lab.report.plots import figures
@@ -43,21 +42,20 @@ def many(count: int = COUNT) -> SweepData:
 
 
 @pytest.fixture(scope="module")
-def made() -> tuple[SweepData, Answer]:
-    return (recommendation := many()), answer(recommendation)
+def large() -> SweepData:
+    return many()
 
 
 def test_a_page_has_every_trial_of_a_sweep_that_is_not_large():
     few = many(MOST)
-    result = answer(few)
-    assert shown_trials(few, result.recommendation) == few.trials
-    page, text = to_html(few, result), to_markdown(few, result)
+    assert shown_trials(few, few.recommendation.recommendation) == few.trials
+    page, text = to_html(few), to_markdown(few)
     assert "trials are shown" not in page and "trials are shown" not in text
 
 
-def test_of_more_the_recommended_and_the_front_are_shown(made: tuple[SweepData, Answer]):
-    large, result = made
-    shown = shown_trials(large, result.recommendation)
+def test_of_more_the_recommended_and_the_front_are_shown(large: SweepData):
+    result = large.recommendation
+    shown = shown_trials(large, large.recommendation.recommendation)
     assert len(shown) == MOST and [t.number for t in shown] == sorted({t.number for t in shown})
     assert result.setting is not None and result.setting.trials[0] in {t.number for t in shown}
     on_front = {number for s in result.recommendation.front[:100] for number in s.trials}
@@ -65,10 +63,8 @@ def test_of_more_the_recommended_and_the_front_are_shown(made: tuple[SweepData, 
     assert large.trials[0] in shown, "the smallest"
 
 
-def test_the_page_and_the_text_state_what_they_leave_out_and_the_csv_has_all(
-    made: tuple[SweepData, Answer], tmp_path: Path
-):
-    write_report(made[0], tmp_path)
+def test_the_page_and_the_text_state_what_they_leave_out_and_the_csv_has_all(large: SweepData, tmp_path: Path):
+    write_report(large, tmp_path)
     page, text = ((tmp_path / f"report.{kind}").read_text() for kind in ("html", "md"))
     body = page.partition('<table class="sortable">')[2].partition("</table>")[0]
     assert body.count("<tr") == 1 + MOST
@@ -80,8 +76,7 @@ def test_the_page_and_the_text_state_what_they_leave_out_and_the_csv_has_all(
         assert len(list(csv.DictReader(rows))) == COUNT
 
 
-def test_pictures_are_thinned_too(made: tuple[SweepData, Answer]):
-    charts = {chart.name: chart.figure for chart in figures(*made)}
+def test_pictures_are_thinned_too(large: SweepData):
+    charts = {chart.name: chart.figure for chart in figures(large, large.recommendation)}
     assert sum(len(trace.x) for trace in charts["main"].data) <= 2 * MOST + 10
-    assert len(charts["losses"].data) <= MOST
     assert len(charts["breakdown"].data[0].x) <= MOST

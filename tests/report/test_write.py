@@ -29,7 +29,7 @@ from tests.report.sweeps import ROWS, on_cpu, sweep, trial
 def test_every_chart_that_has_something_to_show_is_there():
     made = sweep(runs_url="http://127.0.0.1:5000/#/runs")
     charts = {chart.name: chart.figure for chart in figures(made, answer(made))}
-    assert list(charts) == ["main", "losses", "breakdown"]
+    assert list(charts) == ["main", "breakdown"]
     memory = {trace.name: trace for trace in charts["main"].data}
     # the first axis has the colours
     assert list(memory["sharding=root"].x) == [60.0, 50.0]
@@ -41,14 +41,11 @@ def test_every_chart_that_has_something_to_show_is_there():
     stacked = {bar.name: bar for bar in charts["breakdown"].data}
     assert set(stacked) == {"param", "activation"}
     assert [p + a for p, a in zip(stacked["param"].x, stacked["activation"].x, strict=True)] == [100, 80, 60, 50, 40]
-    lines = charts["losses"].data
-    assert len(lines) == 5
-    assert list(lines[0].x) == [1.0, 2.0] and list(lines[0].y) == [2.0, 1.5]
 
 
 def own_html(made: SweepData) -> str:
     """The page without the library, its data and its style."""
-    return own_part(to_html(made, answer(made)))
+    return own_part(to_html(made))
 
 
 def own_part(page: str) -> str:
@@ -58,7 +55,7 @@ def own_part(page: str) -> str:
 @pytest.fixture(scope="module")
 def whole_page() -> str:
     """The page of the sweep of `ROWS`."""
-    return to_html(sweep(), answer(sweep()))
+    return to_html(sweep())
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +65,10 @@ def plain_page(whole_page: str) -> str:
 
 def test_the_page_and_the_text_name_the_study_and_what_it_compares(plain_page: str):
     made = sweep(study="zero2_<zero3>")
-    page = to_html(made, answer(made))
+    page = to_html(made)
     assert "<title>zero2_&lt;zero3&gt;: sharding × precision, 6 trials</title>" in page
     assert "<h1>zero2_&lt;zero3&gt;: sharding × precision, 6 trials</h1>" in page
-    assert to_markdown(made, answer(made)).startswith("# zero2_&lt;zero3>: sharding × precision, 6 trials\n")
+    assert to_markdown(made).startswith("# zero2_&lt;zero3>: sharding × precision, 6 trials\n")
     assert "<h1>sharding × precision, 6 trials</h1>" in plain_page
     assert 'id="about">a/sweep · 5 finished, 1 oom<br><code>python -m fsdp_lab -m</code>' in plain_page
 
@@ -94,11 +91,10 @@ def test_the_answer_comes_first_and_what_explains_it_is_folded(plain_page: str):
         "Samples/s against peak memory", "Trials ", "Trials that did not finish",
     ]  # fmt: skip
     assert re.findall("<summary>([^<]*)", page) == [
-        "Loss by epoch", "Peak memory by category",
-        "How the setting was chosen",
+        "Peak memory by category", "How the setting was chosen",
     ]  # fmt: skip
     assert "It fits: every trial" in page and "It fits: every trial" not in standing
-    text = to_markdown(sweep(), answer(sweep()))
+    text = to_markdown(sweep())
     parts = ["**Recommended: `sharding=root", "- `sharding=ddp", "One run each", "```", "- command:",
              "## Trials\n", "## Trials that did not finish", "The forecast of the peak",
              "## How the setting"]  # fmt: skip
@@ -117,7 +113,7 @@ def test_a_setting_that_no_line_speaks_of_says_why_in_a_fold():
     recommendation = answer(made)
     assert recommendation.setting is not None and recommendation.setting.name == "sharding=ddp precision=fp32"
     assert "<td>sharding=per_block precision=fp16</td>" in own_html(made).partition("do not qualify</summary>")[2]
-    assert "| `sharding=per_block precision=fp16` | val/loss too high" in to_markdown(made, recommendation)
+    assert "| `sharding=per_block precision=fp16` | val/loss too high" in to_markdown(made)
     # the lines have those that differ from the recommended one in one value
     settings = recommendation.recommendation.settings.all
     assert [other.setting.name for other in with_a_line(recommendation.recommendation)] == [
@@ -140,7 +136,7 @@ def test_a_setting_that_no_line_speaks_of_says_why_in_a_fold():
 def test_the_page_says_how_far_forecasts_were_off(factor: float, sentence: str):
     trials = [trial(i, row) for i, row in enumerate(ROWS)]
     trials[3] = trial(3, ROWS[3], **{"forecast/peak_bytes": 50 * 2**20 * factor})
-    assert sentence in own_html(sweep(trials)) and sentence in to_markdown(sweep(trials), answer(sweep(trials)))
+    assert sentence in own_html(sweep(trials)) and sentence in to_markdown(sweep(trials))
 
 
 def test_a_click_is_promised_where_there_is_a_run_to_open(plain_page: str):
@@ -151,10 +147,8 @@ def test_a_click_is_promised_where_there_is_a_run_to_open(plain_page: str):
 def test_a_sweep_without_results_has_no_charts_and_a_page_all_the_same():
     made = sweep([trial(0, ("ddp", "fp32", "oom", 0, 0, 0))])
     recommendation = answer(made)
-    assert figures(made, recommendation) == []
-    assert "No setting qualifies" in to_html(made, recommendation) and "No setting qualifies" in to_markdown(
-        made, recommendation
-    )
+    assert figures(made, answer(made)) == []
+    assert "No setting qualifies" in to_html(made) and "No setting qualifies" in to_markdown(made, recommendation)
 
 
 def test_the_page_needs_no_network_and_its_texts_are_no_html():
@@ -162,19 +156,19 @@ def test_the_page_needs_no_network_and_its_texts_are_no_html():
         trial(0, ROWS[0]), setting={"sharding": "</script><img src=x onerror=alert(1)>", "precision": "a|b"}
     )
     made = sweep([hostile, *[trial(i, row) for i, row in enumerate(ROWS) if i]])
-    page = to_html(made, answer(made))
+    page = to_html(made)
     assert not re.search(r"<(script|img|link|iframe)[^>]*\b(src|href)=", page.replace("src=x", ""))
     assert "<img" not in page.partition("plotly.js v")[0]
     own = re.sub(r"plotly\.js v.*?</script>", "", page, flags=re.DOTALL)  # all but the library
     assert own.count("</script>") == 1 + len(figures(made, answer(made))) and "onerror=alert(1)>" not in own
-    assert to_markdown(made, answer(made)).count("a\\|b") >= 1
+    assert to_markdown(made).count("a\\|b") >= 1
 
 
 def test_a_name_that_is_a_word_of_the_template_is_a_name(whole_page: str):
     """`@PLOTLY@` in a name put the library, 5 MB, in its place everywhere: 525 MB."""
     hostile = dataclasses.replace(trial(0, ROWS[0]), setting={"sharding": "@PLOTLY@", "precision": "@BODY@ \\1"})
     made = dataclasses.replace(sweep([hostile, *[trial(i, row) for i, row in enumerate(ROWS) if i]]), name="@PLOTLY@")
-    page = to_html(made, answer(made))
+    page = to_html(made)
     assert page.count("plotly.js v") == whole_page.count("plotly.js v") == 1
     assert '<div id="about">@PLOTLY@ · ' in page and "<td>@PLOTLY@</td><td>@BODY@ \\1</td>" in page
 
@@ -186,9 +180,10 @@ def test_names_bring_no_elements_into_the_markdown():
         dataclasses.replace(hostile, number=number, reason=Reason.of(Code.user_error, text=evil)) for number in range(2)
     ]
     made = dataclasses.replace(sweep(trials), name=evil, command=evil, about=[(evil, evil)])
-    recommendation = dataclasses.replace(answer(made), command=f"python -m fsdp_lab a='```\n{evil}'", rules=[evil])
-    text = to_markdown(made, recommendation)
-    outside = text.replace(f"````\n{recommendation.command}\n````", "")
+    planted = dataclasses.replace(answer(made), command=f"python -m fsdp_lab a='```\n{evil}'", rules=[evil])
+    vars(made)["recommendation"] = planted
+    text = to_markdown(made)
+    outside = text.replace(f"````\n{planted.command}\n````", "")
     assert outside != text, "the command as it is, in a fence that it cannot end"
     assert "<script" not in outside and "&lt;script>" in outside
 
@@ -204,7 +199,7 @@ def test_the_table_of_the_page_marks_the_best_and_the_recommended(whole_page: st
 def test_an_excluded_timing_is_marked_and_never_the_best(plain_page: str):
     trials = [on_cpu(i, i, 0.44 if i == 3 else 0.05, float(row[4])) for i, row in enumerate(ROWS) if i != 4]
     made = sweep(trials)
-    page, text = own_html(made), to_markdown(made, answer(made))
+    page, text = own_html(made), to_markdown(made)
     assert re.findall(r'<td class="number excluded" data-value="([0-9.]+)"', page) == ["1980.0"]
     assert re.findall(r'<td class="number best" data-value="1950.0"', page)
     assert "| 1980.0 † |" in text and "| **1950.0** |" in text
@@ -250,11 +245,11 @@ def test_the_figures_that_decided_come_first_in_the_table(plain_page: str):
     """A phone shows the first columns."""
     heads = re.findall("<button[^>]*>([^<]*)", plain_page)
     assert heads[:6] == ["trial", "sharding", "precision", "status", "samples/s", "peak MiB"]
-    assert f"| {' | '.join(heads)} |" in to_markdown(sweep(), answer(sweep()))
+    assert f"| {' | '.join(heads)} |" in to_markdown(sweep())
     searched = sweep(objectives=[("val/loss", "min")])
     heads = re.findall("<button[^>]*>([^<]*)", own_html(searched))
     assert heads[4] == "val loss" and "samples/s" in heads
-    assert f"| {' | '.join(heads)} |" in to_markdown(searched, answer(searched))
+    assert f"| {' | '.join(heads)} |" in to_markdown(searched)
 
 
 @pytest.mark.ci
@@ -265,7 +260,7 @@ def test_two_hundred_trials_make_a_page_of_no_more_than_six_megabytes():
         one = trial(number, (*ROWS[number % 4][:3], 50 + number % 7, 500.0 + number, 1.0 + number / 1000))
         trials.append(dataclasses.replace(one, setting={**one.setting, "optimizer.lr": f"{lr:.6g}"}))
     made = sweep(trials, axes=["sharding", "precision", "optimizer.lr"])
-    page = to_html(made, answer(made))
+    page = to_html(made)
     assert len(page) < 6_000_000
     charts = {chart.name: json.loads(chart.figure.to_json()) for chart in figures(made, answer(made))}
     assert charts["breakdown"]["layout"]["height"] >= 200 * 15

@@ -17,6 +17,7 @@ from fsdp_lab.config import ConfigError, SweepConfig
 from fsdp_lab.config.key_value_args import check_repeat
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.forecast.forecast import forecast_profile
+from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report import data
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.speed import level_of
@@ -61,7 +62,7 @@ class Planted:
 
     def read_sweep(self) -> data.SweepData:
         trials = [
-            data.TrialRecord(
+            TrialRecord(
                 number, dict(word.split("=") for word in state.trial.overrides), state.status,  # type: ignore[arg-type]
                 {} if number not in self.measured else {
                     **({"perf/samples_per_s": self.measured[number]} if self.timed else {}),
