@@ -8,11 +8,11 @@ from functools import cache
 from typing import Any
 
 from fsdp_lab.config.training import TrainingConfig
-from fsdp_lab.metrics import MIB, declared
+from fsdp_lab.metrics import MIB, declared, mib
 from fsdp_lab.record.trial import words
 from fsdp_lab.report.choice import PLAIN
 from fsdp_lab.report.texts import figures_text, memory_text, percent_text, ratio_text, short_count, times_text
-from fsdp_lab.wording import count
+from fsdp_lab.wording import count, resources_text
 
 # An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
 _STEPS_TO_TIME = TrainingConfig().timing_warmup_steps + 2 + 1
@@ -38,8 +38,10 @@ def environment(html: bool, package: str = "fsdp_lab.report") -> Any:
         "is_known": math.isfinite,
         "line": as_line,
         "memory": memory_text,
+        "mib": mib,
         "metric": lambda value, metric: declared(metric).text(value),
         "percent": percent_text,
+        "resources": resources_text,
         "short": short_count,
         "times": times_text,
         "words": words,
