@@ -42,13 +42,17 @@ def cron_trigger(cron: str, zone: str | None, now: datetime) -> CronTrigger:
         if len(fields) == 5:
             if "*" not in (fields[2], fields[4]):
                 raise ValueError("a day of the month and a weekday cannot be combined")
-            fields[4] = re.sub("0-(?=[1-7])", "0,1-", fields[4])  # Sunday, which is APScheduler's last
-            fields[4] = re.sub("[0-7]", lambda number: _DAYS[int(number[0])], fields[4])
             for part in re.split("[ ,]", " ".join(fields)):  # APScheduler would ignore what follows a name
                 if re.search("[a-z]", part) and not re.fullmatch("[a-z]{3}(-[a-z]{3})?", part):
                     raise ValueError(
                         f"{part} cannot be read; use names or ranges of them without a step, as in mon-fri"
                     )
+            for part in fields[4].split(","):
+                first, to, last = part.partition("-")
+                if "/" in part or (to and first.isdigit() and last.isdigit() and int(first) > int(last)):
+                    raise ValueError(f"{part} cannot be read as weekdays; list them, as in mon,wed,fri")
+            fields[4] = re.sub("0-(?=[1-7])", "0,1-", fields[4])  # Sunday, which is APScheduler's last
+            fields[4] = re.sub("[0-7]", lambda number: _DAYS[int(number[0])], fields[4])
         trigger = CronTrigger.from_crontab(" ".join(fields), timezone=known)
     except ValueError as error:
         raise ConfigError(
