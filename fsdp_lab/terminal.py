@@ -26,8 +26,19 @@ def open_console() -> Console:
     With NO_COLOR (https://no-color.org) it also writes no bold or dim text. In a notebook it prints text, like a pipe.
     """
     color: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    console = Console(color_system=color, force_jupyter=False)
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_FILE_WIDTH)
+    console = _Console(color_system=color, force_jupyter=False)
+    return console if console.is_terminal or "COLUMNS" in os.environ else _Console(width=_FILE_WIDTH)
+
+
+class _Console(Console):
+    """Prints on after its reader has closed the pipe, where rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        _drop_output()
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
 
 
 def print_to_reader(*lines: str) -> None:
@@ -35,7 +46,7 @@ def print_to_reader(*lines: str) -> None:
     try:
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
+        _drop_output()
     except OSError:
         pass  # later lines may be written
 

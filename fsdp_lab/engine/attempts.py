@@ -44,13 +44,10 @@ class Attempts:
         self._log_sizes: dict[str, int] = {}  # at the beginning of the attempt
 
     def begin(self) -> None:
-        """Prepare for the workers of an attempt: free what those before still hold.
-
-        Raises:
-            TimeoutError: their processes have not ended.
-        """
+        """Prepare for the workers of an attempt: free what those before still hold."""
         release_placement_group(self.folder)
-        wait_until_alone(self.folder, _ALONE_S)  # workers end a moment after Ray has killed them
+        with suppress(TimeoutError):  # NFS keeps the locks of a node that died for longer
+            wait_until_alone(self.folder, _ALONE_S)  # workers end a moment after Ray has killed them
         self.look()
         self._log_sizes = {log.name: log.stat().st_size for log in (self.folder / "logs").glob("rank*.log")}
         self._begins()

@@ -1,7 +1,7 @@
 """The large files of ranks in object storage, for workers without a common disk: profiles, models and logs.
 
 A rank writes into a scratch folder on its node, as it would into the trial's, and puts its files at each epoch and at
-its end. The trial's own process gets them when the trial has ended.
+its end. The trial's own process gets them when the trial has ended, and the driver those of a stopped trial.
 """
 
 from __future__ import annotations

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import threading
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -26,13 +28,15 @@ from fsdp_lab.engine.nodes import NodeWatch, nodes
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import Outcome, read_outcome, read_progress, why_unwritten
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.storage import Storage, StorageAway, StorageRefused
+from fsdp_lab.storage import Storage, StorageRefused
 from fsdp_lab.sweep.executors.resource_catalog import LOOK_S, ResourceCatalog, workers_per_node
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.runner import SweepRun
 
 _QUIET_S = 20.0  # a start takes about ten seconds; who waits longer is told what for
 _REPEAT_S = 60.0
+_MOST_STARTS = 5  # of a trial whose processes end before it begins
+_STORE_S = 5.0  # for the files of a stopped trial, while every other trial waits to be heard
 MAX_STARTING = "TUNE_MAX_PENDING_TRIALS_PG"
 _MOST_STARTING = 64  # of Tune's processes for trials, at a time; by itself Tune starts one after another
 
@@ -185,7 +189,7 @@ class TuneCallback(TrialProgressCallback):
         self._speak_at: dict[int, float] = {}
         self._stopped: set[int] = set()
         self._put_back: Counter[int] = Counter()
-        self._look_at = 0.0
+        self._look_at = 0.0  # at the nodes
 
     def __getstate__(self) -> dict[str, Any]:
         """Return nothing: Tune keeps a copy of its callbacks on disk, and this one's state is in the driver."""
@@ -224,13 +228,11 @@ class TuneCallback(TrialProgressCallback):
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Log what a trial is waiting for whose workers do not report yet."""
         self._sweep.tick()
-        if time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + LOOK_S
-            self._look_at_nodes()
-            for trial in trials:
-                # Tune reports no error of a trial whose process would not leave the one before
-                if trial.trial_id in self._catalog.taken and trial.status == "ERROR":
-                    self._begin_again_or_end(trial)
+        self._look_at_nodes()
+        for trial in trials if self._catalog.taken else ():
+            # Tune reports no error of a trial whose process would not leave the one before, and would wait for others
+            if trial.status == "ERROR" and trial.trial_id in self._catalog.taken:
+                self._begin_again_or_end(trial)
         for number, speak_at in list(self._speak_at.items()):
             if self._sweep.is_training(number):
                 del self._speak_at[number]
@@ -240,9 +242,10 @@ class TuneCallback(TrialProgressCallback):
                 self._sweep.log(f"{self._label(number)} waits for {self._short_of(number)}")
 
     def _look_at_nodes(self) -> None:
-        if self._sweep.config.cluster.address is not None:
+        if self._sweep.config.cluster.address is not None and time.monotonic() >= self._look_at:
             for change in self._catalog.nodes.changes(nodes()):
                 self._sweep.log(change)
+            self._look_at = time.monotonic() + LOOK_S
 
     def _label(self, number: int) -> str:
         return label(number, self._sweep.states)
@@ -264,7 +267,7 @@ class TuneCallback(TrialProgressCallback):
         number = trial.config["number"]
         self._catalog.taken.pop(trial.trial_id, None)
         has_begun = self._sweep.states[number].status is not TrialStatus.starting
-        if has_begun or self._put_back[number] >= max(1, self._sweep.config.cluster.max_failures):
+        if has_begun or self._put_back[number] >= _MOST_STARTS:
             self._end(trial)
             return
         self._put_back[number] += 1
@@ -281,11 +284,25 @@ class TuneCallback(TrialProgressCallback):
             # was stopped: the next trial waits for these places.
             resources.release_placement_group(folder)
             if number in self._stopped:
-                if address is not None:  # its process would take its time, which the next trial needs
-                    with suppress(StorageRefused, StorageAway):
-                        receive(Storage(address), folder, patience_s=0.0)
+                if address is not None:
+                    _get_files(address, folder)
                 through = self._sweep.is_through(number)
                 outcome = Outcome(TrialStatus.finished if through else TrialStatus.stopped)
             else:
                 outcome = Outcome(TrialStatus.failed, why_unwritten(folder))
         self._sweep.end(number, outcome)
+
+
+def _get_files(address: str, folder: Path) -> None:
+    """Get the files of a stopped trial's ranks: its own process would take its time, which the next trial needs.
+
+    What has not come in time comes later, or with a resume from storage.
+    """
+
+    def get() -> None:
+        with suppress(StorageRefused, OSError):
+            receive(Storage(address), folder, patience_s=0.0)
+
+    thread = threading.Thread(target=get, name="files of a stopped trial", daemon=True)
+    thread.start()
+    thread.join(_STORE_S)
