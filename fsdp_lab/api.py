@@ -51,9 +51,10 @@ def sweep(*overrides: Any, folder: Path | str | None = None, quiet: bool = False
         KeyboardInterrupt: it was interrupted, and can be resumed: `python -m fsdp_lab resume=last`.
     """
     chosen = Path(folder) if folder is not None else _new_folder("outputs/multirun")
-    _run("fsdp_lab", ["-m", *_words(overrides), f"hydra.sweep.dir={quoted(chosen)}"], quiet)
-    if not chosen.exists():
+    words = _words(overrides)
+    if "dry_run=true" in words:
         raise ConfigError("dry_run=true runs no trial, so there is no record to return; leave it out.")
+    _run("fsdp_lab", ["-m", *words, f"hydra.sweep.dir={quoted(chosen)}"], quiet)
     return report(chosen)
 
 

@@ -163,7 +163,7 @@ def _undone(request: Request, reason: str | None) -> Forecast:
 
 
 def _raised(code: Literal["user_error", "needs_values", "error"], error: Exception) -> NoForecast:
-    cause = error.__cause__ or error
+    cause = error.__cause__ if error.__cause__ and error.__cause__.__traceback__ else error
     last = traceback.extract_tb(cause.__traceback__)[-1]
     at = user_line(cause) or f"{last.filename}:{last.lineno}"
     return NoForecast(code, str(error), type(error).__name__, at)

@@ -121,5 +121,5 @@ def read_start(folder: Path, key: str = "resume") -> SweepStart:
             f"{key}={folder}: only its owner may read {path}; ask for a copy of the folder that you may read, or for "
             "the id of the sweep's run in a shared store."
         ) from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{key}={folder}: {path} cannot be read ({error}); start a new sweep.") from None

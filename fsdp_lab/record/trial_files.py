@@ -167,7 +167,7 @@ def read_outcome(folder: Path) -> Outcome | None:
 
 
 def read_whole_outcome(folder: Path) -> Outcome | None:
-    """Return how a trial ended; None also for one that finished and lacks epochs in `metrics.jsonl`.
+    """Return how a trial ended; None also for one that finished and lacks epochs in `metrics.jsonl`, or lacks all.
 
     Its last checkpoint has them, and a resume from it writes them again.
     """
@@ -180,7 +180,7 @@ def read_whole_outcome(folder: Path) -> Outcome | None:
     if not missing:
         return outcome
     what = f"it lacks epoch {', '.join(missing)} of a trial that had {last}"
-    if outcome.status is TrialStatus.finished:
+    if outcome.status is TrialStatus.finished or not reported:
         report_damaged(folder / "metrics.jsonl", what, "a resume restores it from the last checkpoint")
         return None
     report_damaged(folder / "metrics.jsonl", what, "this trial's figures are those of its other epochs")

@@ -23,6 +23,7 @@ from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_files import (
     Outcome,
     exported,
+    read_any_facts,
     read_facts,
     read_metrics,
     read_outcome,
@@ -396,6 +397,7 @@ class SweepRun:
         if state.ended:
             return
         self.look(number)
+        state.facts = state.facts or read_any_facts(self.folder_of(number)) or {}  # it may end before it has new ones
         state.end(outcome, time.time())
         if outcome.status.is_result:
             self._write_outcome(number)

@@ -98,7 +98,11 @@ class TrialState(TrialRecord):
     def end(self, outcome: Outcome, now: float) -> None:
         """Record the end of the trial, by its status and its reason. `now`: in seconds since 1970."""
         self.status, self.reason = outcome.status, outcome.reason
-        self.timing_excluded = why_timing_is_excluded(self.facts, self.figures, self.trial.config.report.others_cpu)
+        self.timing_excluded = (
+            why_timing_is_excluded(self.facts, self.figures, self.trial.config.report.others_cpu)
+            if outcome.others_cpu is None
+            else outcome.timing_excluded
+        )
         self.seconds = now - self.begun if self.begun else self.seconds
 
 

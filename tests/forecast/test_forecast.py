@@ -333,6 +333,16 @@ def test_a_thread_that_fails_is_reported_for_each(monkeypatch: pytest.MonkeyPatc
     assert [no_forecast_text(forecast.error) for forecast in result] == ["OSError: no more processes"] * 2
 
 
+def test_a_cause_that_was_never_raised_has_no_line_to_name(monkeypatch: pytest.MonkeyPatch):
+    def fails(*args: object) -> None:
+        raise ValueError("the width is odd") from KeyError("width")
+
+    monkeypatch.setattr(run, "forecast_all", fails)
+    with Background([Request.of(config("model=mlp"), 2)]) as background:
+        (made,) = background.result()
+    assert made.error and made.error.text == "the width is odd"
+
+
 @pytest.mark.ci
 def test_forecasts_that_are_no_longer_wanted_end():
     heavy = [config("model=vit_l_16", f"training.global_batch_size={2 * n}") for n in range(1, 65)]

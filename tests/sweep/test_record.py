@@ -176,6 +176,13 @@ def test_nothing_to_resume_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
             resume_arguments([f"resume={resume}"])
 
 
+@pytest.mark.parametrize("content", ["[]", '""', "3", "{", '{"arguments": 3}'])
+def test_a_record_that_is_none_is_reported(content: str, tmp_path: Path):
+    (tmp_path / "sweep.json").write_text(content)
+    with pytest.raises(UserError, match=r"sweep\.json cannot be read"):
+        read_start(tmp_path)
+
+
 def test_a_record_that_only_its_owner_may_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def read_text(path: Path, **options: object) -> str:
         raise PermissionError(13, "Permission denied", str(path))

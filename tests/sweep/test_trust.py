@@ -179,6 +179,13 @@ def test_what_another_user_wrote_is_refused_unless_trusted(lay_sweep, tmp_path: 
             assert f"{key}={folder}: {folder / what} belongs to user {SOMEBODY}" in done.stderr
             assert "trust=true" in done.stderr and "Traceback" not in done.stderr
         os.chown(folder / what, 0, 0)
+    (tmp_path / "else" / "checkpoints").mkdir(parents=True)
+    lines = (folder / "trials.jsonl").read_text()
+    (folder / "trials.jsonl").write_text(json.dumps({"overrides": [], "folder": "../else", "number": 0}) + "\n")
+    os.chown(tmp_path / "else" / "checkpoints", SOMEBODY, SOMEBODY)
+    elsewhere = run_cli(tmp_path, "resume=out")
+    assert elsewhere.returncode == 2 and f"else/checkpoints belongs to user {SOMEBODY}" in elsewhere.stderr
+    (folder / "trials.jsonl").write_text(lines)
     assert "trust=yes" in run_cli(tmp_path, "resume=out", "trust=yes").stderr
     os.chown(folder, SOMEBODY, SOMEBODY)
     done = run_cli(tmp_path, "resume=out", "trust=true")

@@ -135,10 +135,11 @@ def print_code(words: Sequence[str], folder: Path) -> None:
 
 
 def _all_of(folder: Path) -> Iterator[Path]:
-    """Yield what is in a sweep's folder, then what is in the folders of its trials on a shared disk."""
+    """Yield what is in a sweep's folder, then what is in the folders of its trials elsewhere."""
     yield from _all_in(folder)
     for line in lines_of(folder):
-        yield from _all_in(Path(line["storage"])) if "storage" in line else ()
+        for place in (folder / line.get("folder", "."), Path(line.get("storage", folder))):
+            yield from () if place.resolve().is_relative_to(folder.resolve()) else _all_in(place)
 
 
 def _all_in(folder: Path) -> Iterator[Path]:
