@@ -1,4 +1,4 @@
-"""The pictures of a report's page, as Plotly figures: what decides, and memory by category."""
+"""The pictures of a report's page, as Plotly figures: what decides, losses by epoch, and memory by category."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ _MOST_COLORS = 6  # more values of an axis than these are not told apart by colo
 _MOST_NUMBERS = 6  # of trials over a point
 _LISTED = 4  # values of an axis of numbers that may be a list
 _SAME = 1e-3  # figures that differ by less than this ratio are one
+_STOPPED = "stopped early"
 _WIDEST = 3.0  # times the highest speed: an interval that reaches further runs out of the picture
 _CHOSEN = {"yes": "recommended", "by memory": "least memory", "by loss": "by loss alone"}
 _CATEGORY_COLORS = {
@@ -46,7 +47,7 @@ class Chart(NamedTuple):
 
 def figures(sweep: SweepRecord, answer: Answer) -> list[Chart]:
     """Return every chart with content, the main one first."""
-    charts = (main_chart(sweep, answer), breakdown(sweep, answer))
+    charts = (main_chart(sweep, answer), losses(sweep, answer), breakdown(sweep, answer))
     return [chart for chart in charts if chart is not None]
 
 
@@ -67,8 +68,7 @@ def main_chart(sweep: SweepRecord, answer: Answer) -> Chart | None:
     points = table.dropna(subset=differing)
     if x not in better:
         points = points.assign(**{x: _typed(points[x])})
-    others = [axis for axis in r.settings.axes if axis != x]
-    by = next((axis for axis in others if 1 < points[axis].nunique() <= _MOST_COLORS), None)
+    by = _color_axis(points, [axis for axis in r.settings.axes if axis != x])
     names = {value: html.escape(f"{by}={value}") for value in _in_order(points[by])} if by else {}
     if by:
         points = points.assign(color=points[by].map(names))
@@ -157,6 +157,11 @@ def _drawn_axis(table: pd.DataFrame, axes: Sequence[str]) -> str:
     return next(many, axes[0])
 
 
+def _color_axis(table: pd.DataFrame, axes: Sequence[str]) -> str | None:
+    """Return the axis whose values have colours: the first that has few."""
+    return next((axis for axis in axes if 1 < table[axis].nunique() <= _MOST_COLORS), None)
+
+
 def _draw_front(figure: Any, front: pd.DataFrame, x: str, y: str, better: str) -> None:
     """Draw the Pareto front as stairs: between two points nothing better was measured."""
     if len(front) < 2:
@@ -183,6 +188,33 @@ def _label(key: str, better: dict[str, str]) -> str:
 def _differs(values: pd.Series[Any]) -> bool:
     known = values.dropna()
     return len(known) > 1 and known.max() - known.min() > _SAME * known.abs().max()
+
+
+def losses(sweep: SweepRecord, answer: Answer) -> Chart | None:
+    """Return a line for each trial that reported, even if it did not finish; grey for one that was stopped early."""
+    import pandas as pd
+    import plotly.express as px
+
+    settings = answer.recommendation.settings
+    key, by = settings.loss_key, _color_axis(settings.frame, settings.axes)
+    names = [html.escape(f"{by}={value}") for value in _in_order(settings.frame[by])] if by else ["trials"]
+    frame = pd.DataFrame([
+        {"trial": trial.number, "epoch": epoch["epoch"], key: epoch[key], "url": url_of(sweep, trial),
+         "name": html.escape(trial.name), "color": _STOPPED if trial.status is TrialStatus.stopped
+         else html.escape(f"{by}={trial.setting.get(by, '')}") if by else "trials"}
+        for trial in shown_trials(sweep, answer.recommendation) for epoch in trial.epochs if key in epoch
+    ])  # fmt: skip
+    if frame.empty:
+        return None
+    figure = px.line(
+        frame, x="epoch", y=key, color="color", line_group="trial", markers=True, custom_data=["url", "name"],
+        category_orders={"color": names}, color_discrete_map={**dict(zip(names, COLORS, strict=False)), _STOPPED: GREY},
+        render_mode="svg",
+    )  # fmt: skip
+    figure.update_traces(hovertemplate="%{customdata[1]}<br>epoch %{x}: %{y:.4~r}<extra></extra>", opacity=0.8)
+    _lay_out(figure, "epoch", declared(key).label, 480)
+    figure.update_xaxes(tickformat="d", dtick=max(1, round(frame["epoch"].max() / 12)))
+    return Chart("losses", "Loss by epoch", figure, "")
 
 
 def breakdown(sweep: SweepRecord, answer: Answer) -> Chart | None:

@@ -11,7 +11,7 @@ import pytest
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.data import SweepData
-from fsdp_lab.report.plots import Chart, figures, main_chart
+from fsdp_lab.report.plots import GREY, Chart, figures, main_chart
 from fsdp_lab.status import TrialStatus
 from tests.report.sweeps import ROWS, on_cpu, sweep, trial
 
@@ -161,3 +161,19 @@ def test_a_hover_has_four_digits_and_the_interval():
 def test_where_nothing_differs_there_is_no_picture():
     one = sweep([trial(0, ROWS[0])])
     assert main_chart(one, answer(one)) is None
+
+
+def test_the_losses_of_what_was_stopped_are_grey():
+    made = search()
+    lines = {chart.name: chart.figure for chart in figures(made, answer(made))}["losses"].data
+    assert len(lines) == 20
+    assert [line.name for line in lines if line.line.color == GREY] == ["stopped early"] * 4
+
+
+def test_a_value_has_one_colour_in_all_pictures():
+    made, colours = sweep(), dict[str, list[str]]()
+    for chart in figures(made, answer(made)):
+        traces = [trace for trace in chart.figure.data if "=" in (trace.name or "")]
+        for name, colour in {trace.name: trace.line.color or trace.marker.color for trace in traces}.items():
+            colours.setdefault(name, []).append(colour)
+    assert colours and all(len(each) == 2 and len(set(each)) == 1 for each in colours.values()), colours

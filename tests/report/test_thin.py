@@ -79,4 +79,5 @@ def test_the_page_and_the_text_state_what_they_leave_out_and_the_csv_has_all(lar
 def test_pictures_are_thinned_too(large: SweepData):
     charts = {chart.name: chart.figure for chart in figures(large, large.recommendation)}
     assert sum(len(trace.x) for trace in charts["main"].data) <= 2 * MOST + 10
+    assert len(charts["losses"].data) <= MOST
     assert len(charts["breakdown"].data[0].x) <= MOST

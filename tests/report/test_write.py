@@ -29,7 +29,7 @@ from tests.report.sweeps import ROWS, on_cpu, sweep, trial
 def test_every_chart_that_has_something_to_show_is_there():
     made = sweep(runs_url="http://127.0.0.1:5000/#/runs")
     charts = {chart.name: chart.figure for chart in figures(made, answer(made))}
-    assert list(charts) == ["main", "breakdown"]
+    assert list(charts) == ["main", "losses", "breakdown"]
     memory = {trace.name: trace for trace in charts["main"].data}
     # the first axis has the colours
     assert list(memory["sharding=root"].x) == [60.0, 50.0]
@@ -38,6 +38,9 @@ def test_every_chart_that_has_something_to_show_is_there():
     assert (memory["recommended"].x[0], memory["recommended"].y[0]) == (50.0, pytest.approx(1980.0))
     assert memory["sharding=root"].customdata[0][0] == "http://127.0.0.1:5000/#/runs/" + f"{2:032x}"
     assert "precision=fp32<br>" in (text := memory["sharding=root"].customdata[0][1]) and "peak MiB 60.00" in text
+    lines = charts["losses"].data
+    assert len(lines) == 5
+    assert list(lines[0].x) == [1.0, 2.0] and list(lines[0].y) == [2.0, 1.5]
     stacked = {bar.name: bar for bar in charts["breakdown"].data}
     assert set(stacked) == {"param", "activation"}
     assert [p + a for p, a in zip(stacked["param"].x, stacked["activation"].x, strict=True)] == [100, 80, 60, 50, 40]
@@ -91,7 +94,7 @@ def test_the_answer_comes_first_and_what_explains_it_is_folded(plain_page: str):
         "Samples/s against peak memory", "Trials ", "Trials that did not finish",
     ]  # fmt: skip
     assert re.findall("<summary>([^<]*)", page) == [
-        "Peak memory by category", "How the setting was chosen",
+        "Loss by epoch", "Peak memory by category", "How the setting was chosen",
     ]  # fmt: skip
     assert "It fits: every trial" in page and "It fits: every trial" not in standing
     text = to_markdown(sweep())

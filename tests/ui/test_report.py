@@ -69,11 +69,15 @@ def test_the_page_answers_first_and_its_controls_work(
     expect(hover).to_contain_text("peak MiB")
 
     # what is folded is drawn when it opens
-    expect(page.locator("#breakdown .main-svg")).to_have_count(0)
-    page.locator("details", has=page.locator("#breakdown")).locator("summary").click()
-    expect(page.locator("#breakdown .main-svg").first).to_be_visible()
-    box = page.locator("#breakdown .main-svg").first.bounding_box()
-    assert box is not None and box["width"] > 1000
+    for name in ("losses", "breakdown"):
+        expect(page.locator(f"#{name} .main-svg")).to_have_count(0)
+        page.locator("details", has=page.locator(f"#{name}")).locator("summary").click()
+        expect(page.locator(f"#{name} .main-svg").first).to_be_visible()
+        box = page.locator(f"#{name} .main-svg").first.bounding_box()
+        assert box is not None and box["width"] > 1000
+
+    losses = page.locator("#losses")
+    assert losses.locator(".xtick").all_text_contents() == ["1", "2"]
 
     # the table: sorted by a click, filtered by words
     table = page.locator("table.sortable")
