@@ -104,7 +104,7 @@ def recommend(frame: pd.DataFrame, rules: Rules) -> Recommendation:
     """
     settings = Settings(frame, rules)
     why_not = qualify(settings)
-    no_speeds = _no_speeds(rules, settings.without(why_not))
+    no_speeds = _no_speeds(settings, settings.without(why_not))
     if no_speeds and no_speeds.code == "only_one":
         settings = Settings(frame.drop(columns=SPEED), rules)  # there is nothing to compare it with
     able = settings.without(why_not)
@@ -138,15 +138,15 @@ def recommend(frame: pd.DataFrame, rules: Rules) -> Recommendation:
     )
 
 
-def _no_speeds(rules: Rules, able: Sequence[Setting]) -> Statement | None:
+def _no_speeds(settings: Settings, able: Sequence[Setting]) -> Statement | None:
     counted = [s for s in able if s.speed]
     alone = only_one_counts(able)
-    if not rules.by_speed or not able or (counted and not alone):
+    if not settings.rules.by_speed or not able or (counted and not alone):
         return None
-    shares = [share for s in able for share in s.excluded]
-    if not shares:
+    if not any(s.excluded for s in able):
         return Statement("too_short")
-    return Statement("only_one" if alone else "excluded", {"share": max(shares), "counted": counted})
+    share = max(share for s in settings.all for share in s.excluded)  # as in the note, which counts every trial
+    return Statement("only_one" if alone else "excluded", {"share": share, "counted": counted})
 
 
 def _axes(rules: Rules) -> list[tuple[str, str]]:
