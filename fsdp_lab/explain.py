@@ -69,8 +69,8 @@ def _missing_option(error: MissingConfigException) -> str:
     if not options:
         return one_line(str(error))
     choose = f"{_meant(option, options)}Choose one of: {', '.join(options)}"
-    if option in _HYBRID:
-        choose += "; sharding.dp_replicate=<number of replicas> makes any of them hybrid"
+    if group == "sharding" and option in _HYBRID:
+        choose += "; sharding.dp_replicate=<number of replicas> makes any of them but ddp hybrid"
     return f"{group}={option} is not an option. {choose}."
 
 
