@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from fsdp_lab.record.reasons import Reason
@@ -33,6 +34,11 @@ def needs_text(needed_bytes: float, capacity_bytes: float, peak_bytes: float) ->
 
 def words_of_reasons() -> Any:
     """Return the template of these sentences; a value that it needs and that is missing is an error."""
+    return _strict_environment().get_template("reasons.j2").module
+
+
+@cache
+def _strict_environment() -> Any:
     from jinja2 import StrictUndefined
 
-    return environment(False).overlay(undefined=StrictUndefined).get_template("reasons.j2").module
+    return environment(False).overlay(undefined=StrictUndefined)

@@ -245,7 +245,7 @@ def reliable_step_s(metrics: Mapping[str, float], samples: int, cuda: bool) -> f
 
 
 def _fail(sweep: SweepRun, forecasts: Mapping[int, Forecast]) -> None:
-    """End trials that would all train in vain. An error is logged once: that of one class, raised by one line."""
+    """End trials that would all train in vain. Errors of one class, raised by one line, are one reason."""
     first: dict[tuple[str, str], int] = {}
     for number, forecast in forecasts.items():
         why = forecast.error
@@ -253,7 +253,9 @@ def _fail(sweep: SweepRun, forecasts: Mapping[int, Forecast]) -> None:
         if (earlier := first.setdefault((why.error, why.at), number)) == number:
             sweep.fail(number, Reason.of(Code.forecast_failed, text=why.text), forecast.traceback)
         else:
-            sweep.fail(number, Reason.of(Code.same_as, trial=earlier))
+            before = forecasts[earlier].error
+            other = why.text if before is not None and why.text != before.text else None
+            sweep.fail(number, Reason.of(Code.same_as, trial=earlier, text=other))
 
 
 def _recommended(sweep: SweepRun, forecasts: Mapping[int, Forecast]) -> list[int]:
