@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ def _content(sweep: SweepData, script: bool) -> dict[str, Any]:
 def _forecast_errors(frame: pd.DataFrame) -> pd.Series[float]:
     """Return by how much the forecast of the peak was off, as a ratio, for each finished trial that has both."""
     finished = frame[frame["status"] == TrialStatus.finished]
-    return (column(finished, FORECAST) / column(finished, MEMORY) - 1).abs().dropna()
+    return (column(finished, FORECAST) / column(finished, MEMORY) - 1).abs().replace(math.inf, math.nan).dropna()
 
 
 def page(title: str, about: str, body: str, charts: Iterable[tuple[str, Any]]) -> str:

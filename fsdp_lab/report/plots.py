@@ -69,14 +69,15 @@ def main_chart(sweep: SweepRecord, answer: Answer) -> Chart | None:
     if x not in better:
         points = points.assign(**{x: _typed(points[x])})
     by = _color_axis(points, [axis for axis in r.settings.axes if axis != x])
-    names = {value: html.escape(f"{by}={value}") for value in _in_order(points[by])} if by else {}
+    names = {value: html.escape(f"{by}={value}") for value in _in_order(r.settings.frame[by])} if by else {}
     if by:
         points = points.assign(color=points[by].map(names))
     has_bars = y == SPEED and bool(points["above"].notna().any())
     figure = px.scatter(
         points, x=x, y=y, color="color" if by else None, custom_data=["url", "text"],
         error_y="above" if has_bars else None, error_y_minus="below" if has_bars else None,
-        color_discrete_sequence=COLORS, category_orders={"color": list(names.values())}, render_mode="svg",
+        color_discrete_map=dict(zip(names.values(), COLORS, strict=False)), color_discrete_sequence=COLORS,
+        category_orders={"color": list(names.values())}, render_mode="svg",
         log_x=x in sweep.log_axes and points[x].dtype.kind != "O" and bool((points[x] > 0).all()),
     )  # fmt: skip
     figure.update_traces(marker={"size": 11, "opacity": 0.9}, hovertemplate="%{customdata[1]}<extra></extra>")
