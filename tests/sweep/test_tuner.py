@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
+from fsdp_lab.sweep.executors.tuner import _get_files
 from fsdp_lab.sweep.schedulers.median import build_scheduler
 
 
@@ -43,3 +45,16 @@ def test_the_median_rule_pauses_no_trial_that_is_ahead_of_the_others():
     median = build_scheduler(SweepConfig(), {"time_attr": "epoch", "metric": "val/loss", "mode": "min"})
     for epoch in range(1, 6):
         assert median.on_trial_result(controller, ahead, {"epoch": epoch, "val/loss": 1.0}) == "CONTINUE"
+
+
+def test_the_files_of_a_stopped_trial_come_from_storage_and_end_no_sweep_if_they_cannot(tmp_path: Path):
+    """A local folder stands for the bucket."""
+    there, trial = tmp_path / "there", tmp_path / "trial"
+    (there / "logs").mkdir(parents=True)
+    (there / "logs" / "rank0.log").write_text("step 1")
+    trial.mkdir()
+    _get_files(f"file://{there}", trial)
+    assert (trial / "logs" / "rank0.log").read_text() == "step 1"
+    _get_files(f"file://{there}", tmp_path / "removed")
+    _get_files(f"file://{tmp_path}/nowhere", trial)
+    assert not (tmp_path / "removed").exists()
