@@ -42,7 +42,7 @@ def _drop_output() -> None:
 
 
 def print_to_reader(*lines: str) -> None:
-    """Print lines, if somebody reads: `head` may close the pipe before their end, and the disk of a log may be full."""
+    """Print lines while there is a reader: `head` may close the pipe early, and the disk of a log may be full."""
     try:
         print(*lines, sep="\n", flush=True)
     except BrokenPipeError:

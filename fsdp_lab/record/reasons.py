@@ -81,7 +81,7 @@ class Code(StrEnum):
     forecast_failed = "forecast_failed"
     """The forecast failed as training would: `text`."""
     same_as = "same_as"
-    """It would fail as `trial` does; `text`, as its own error is told, if it differs."""
+    """It would fail as `trial` does; `text`: its own error, if it differs."""
     does_not_fit = "does_not_fit"
     """It needs `needed_bytes` of `capacity_bytes`, with `peak_bytes`; `keep`: the key that skips it, else `prune`."""
     too_slow = "too_slow"

@@ -167,7 +167,7 @@ class OptunaSearch:
         self._study = optuna.create_study(sampler=self._sampler(0), directions=directions)
         for values in self._categories().values():
             for value in values:  # a misspelt one is found now, and not when it is drawn
-                with suppress(ConfigError):  # it may need another value beside it
+                with suppress(ConfigError):  # it may be valid only with another value
                     compose([*space.fixed, value], 0)
 
     def _sampler(self, known: int) -> BaseSampler:

@@ -216,7 +216,7 @@ class TuneCallback(TrialProgressCallback):
         self._end(trial)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """End a trial that has begun; one that has not is begun again."""
+        """End a trial that has begun; start it again if it has not."""
         self._begin_again_or_end(trial)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
