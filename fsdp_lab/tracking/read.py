@@ -46,7 +46,7 @@ def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path, a
 def read_place(tracking: TrackingConfig, run_id: str) -> tuple[str, str]:
     """Return the folder and the id of a sweep, as the tags of its own run have them, or of a trial alone.
 
-    Whoever may write to the store may have set them. A missing tag is "".
+    Anyone with write access to the store may have set them. A missing tag is "".
 
     Raises:
         TrackingError: there is no such store or run, or it is one trial of a sweep.

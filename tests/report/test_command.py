@@ -161,7 +161,7 @@ def test_a_run_finds_its_folder(tmp_path: Path):
 def test_a_tag_that_names_another_folder_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Whoever may write to the store may have set it: it opens no folder that would not be opened if it was typed."""
+    """Anyone with write access to the store may have set it: it opens no folder that typing it would not open."""
     trained.copy_trained(tmp_path)
     parent = Store(tmp_path).parents[0].info.run_id
     others = [tmp_path / name for name in ("later", "damaged", "open", "foreign")]

@@ -216,7 +216,7 @@ class TuneCallback(TrialProgressCallback):
         self._end(trial)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """End a trial that has begun; start it again if it has not."""
+        """End a running trial; start it again if it never ran."""
         self._begin_again_or_end(trial)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
