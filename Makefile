@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SWEEP ?= -m sharding=root,per_block precision=fp32 offload=none reshard_after_forward=always,never
 
-.PHONY: sweep help test ci test-ci test-cluster test-all screenshots lint format docs docs-serve ui bench bench-speed published check-gpu check-gpu-ray gpu-wheels forecast wheel clean
+.PHONY: sweep help test ci test-ci test-cluster test-all test-gpu screenshots lint format docs docs-serve ui bench bench-speed published forecast wheel clean
 
 sweep: $(VENV)/.installed   ## the sweep of the README: sharding x reshard_after_forward on the bundled digits
 	$(PY) -m fsdp_lab $(SWEEP)
@@ -38,6 +38,10 @@ test-all: $(VENV)/.docs $(VENV)/.cluster $(VENV)/.browser ## all tests, full gri
 	$(PY) -m tests.oldest || failed=1; \
 	$(MAKE) bench || failed=1; \
 	exit $$failed
+
+GPU = losses memory speed failures files ray # the most valuable first: a time limit cuts the last ones
+test-gpu:                   ## what only a GPU can show; needs torch, torchvision and pytest only: PYTHON=...
+	$(PYTHON) -m pytest -c tests/gpu/pytest.ini $(GPU:%=tests/gpu/test_%.py) $(ARGS)
 
 # Slurm, PostgreSQL and network namespaces need root to install and to run; without it their tests are skipped by name.
 APT = apt-get install -y -qq --no-install-recommends
@@ -99,15 +103,6 @@ bench-speed: $(VENV)/.installed  ## predicted against measured steps of 48 setti
 
 published: $(VENV)/.installed  ## forecasts of time and memory against every published step at hand: 80 minutes of one core
 	$(PY) -m benchmarks.published $(ARGS)
-
-check-gpu:                  ## correctness, memory and speed on this machine's GPUs; needs torch and torchvision only: PYTHON=...
-	$(PYTHON) -m benchmarks.check_gpu $(ARGS)
-
-check-gpu-ray:              ## real sweeps on this machine's GPUs; needs all that fsdp_lab needs: PYTHON=...
-	$(PYTHON) -m benchmarks.check_gpu_ray $(ARGS)
-
-gpu-wheels: $(VENV)/.installed  ## what check-gpu-ray needs beside PyTorch, as wheels in parts, for a machine without network
-	$(PY) -m benchmarks.check_gpu_ray.wheels $(ARGS)
 
 forecast: $(VENV)/.installed  ## the memory of the README's sweep, for GPUs, in half a minute
 	$(PY) -m fsdp_lab.forecast forecast.device=cuda $(SWEEP)

@@ -32,8 +32,6 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-import psutil
-
 _ROOT = Path(__file__).resolve().parent.parent
 _LIMIT_S = 300
 _START_S = 180  # of the server: half a minute of imports where other tests use the cores
@@ -221,6 +219,8 @@ class _Running:
 
 def serve(address: str) -> None:
     """Answer all connections, each in a fork of this process, until the test run has ended."""
+    import psutil  # here: a GPU machine with PyTorch alone lacks it, and imports this file
+
     for name in _IMPORTED:
         importlib.import_module(name)
     assert "ray" not in sys.modules, "it has read the environment of this process, not that of a command"

@@ -21,6 +21,8 @@ from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.workloads.language.llama import Llama
 from fsdp_lab.workloads.language.pydoc import PydocTokens
 from fsdp_lab.workloads.seq2seq.pydoc import PydocSummaries
+from fsdp_lab.workloads.vision.models import vit
+from fsdp_lab.workloads.vision.synthetic import SyntheticImages
 from tests.ranks import Memo, config, run_ranks
 from tests.training.reference import Run, Script, train_unsharded
 from tests.workloads.hf import cases as hf
@@ -63,7 +65,7 @@ class Workload:
     """What a workload is: the words that choose it, and a plain script that trains it unsharded."""
 
     words: tuple[str, ...]
-    train: Callable[[TrialConfig, str], Run]
+    train: Callable[[TrialConfig, str, str], Run]  # of the trial, a mistake, and a device
 
 
 def next_token(model: nn.Module, rows: Tensor) -> Tensor:
@@ -136,11 +138,25 @@ def _t5_of_even_rows() -> Workload:
     return Workload((*hf.WORDS["t5"], f"data.least={hf.pairs.LONGEST}"), plain.train)
 
 
+def _noise() -> Workload:
+    """The ViT on images that need no library but PyTorch."""
+    sizes = {"image_size": 28, "num_channels": 1, "num_classes": 10}
+    build = partial(vit, patch_size=7, num_layers=2, num_heads=2, hidden_dim=64, mlp_dim=128, **sizes)
+    plain = Script(build, partial(SyntheticImages, **sizes), image_loss)
+    words = ("model=vit_tiny", "model.num_layers=2", "data=synthetic", "data.num_train=128", "data.num_val=30")
+    return Workload(words, plain.train)
+
+
+def image_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
 OF_TRANSFORMERS = ("hf gpt2", "hf llama", "hf qwen3", "hf t5", "hf vit")
 WORKLOADS: dict[str, Workload] = {
     "mlp": Workload(("model=mlp", "model.image_size=8", "model.hidden_dim=32", "model.num_layers=2"), train_unsharded),
     "wide mlp": Workload(("model=mlp",), train_unsharded),
     "vit": Workload(("model=vit_tiny", "model.num_layers=2"), train_unsharded),
+    "noise": _noise(),
     "language": _language(tied=False),
     "language, tied": _language(tied=True),
     "user": _user(odd.Odd),
@@ -245,17 +261,17 @@ _NO_MATTER = (
 )  # fmt: skip
 
 
-def unsharded(row: Row, wrong: str = "") -> Run:
+def unsharded(row: Row, wrong: str = "", device: str = "cpu") -> Run:
     """Train a row's workload by its plain script; see `Script.train`."""
     keys = (word for word in row.cell.split() if word.split("=")[0].split(".")[0] in _MATTERS)
-    return _unsharded(row.workload, tuple(word for word in keys if not word.startswith(_NO_MATTER)), wrong)
+    return _unsharded(row.workload, tuple(word for word in keys if not word.startswith(_NO_MATTER)), wrong, device)
 
 
 @cache
-def _unsharded(workload: str, words: tuple[str, ...], wrong: str) -> Run:
+def _unsharded(workload: str, words: tuple[str, ...], wrong: str, device: str) -> Run:
     torch.set_num_threads(1)
     known = WORKLOADS[workload]
-    return known.train(config(*known.words, *VIT, *words), wrong)
+    return known.train(config(*known.words, *VIT, *words), wrong, device)
 
 
 def _close(forecast: Peaks, measured: Peaks) -> bool:

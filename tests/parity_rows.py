@@ -180,3 +180,37 @@ def _rows() -> Iterator[Row]:
 # A row of two tiers is in the first.
 _FIRST = {(row.workload, frozenset(row.cell.split()), row.ranks): row for row in reversed([*_rows()])}
 ROWS = [*reversed(_FIRST.values())]
+
+
+PER_BLOCK, DDP = "sharding=per_block", "sharding=ddp"
+# For `tests/gpu/`: each value of each setting, of workloads that need no library but PyTorch. Rows of the second table
+# need two ranks.
+GPU_CELLS: Cells = {
+    "language": (
+        DDP, PER_BLOCK, "sharding=root", "sharding=per_layer", SIZE_BASED,
+        *(f"{PER_BLOCK} {reshard}" for reshard in RESHARDS[:4]),
+        *(f"{PER_BLOCK} precision={p} {SGD}" for p in PRECISIONS), *(f"{DDP} precision={p} {SGD}" for p in PRECISIONS),
+        f"{PER_BLOCK} offload=cpu", f"sharding=root offload=cpu_unpinned {CLIP}",
+        f"{PER_BLOCK} precision=fp16 offload=cpu {SGD} {CLIP}", f"{PER_BLOCK} precision=fp16_mixed {ACCUMULATE} {SGD}",
+        *(f"{PER_BLOCK} activation_checkpointing={mode}" for mode in ("full", "selective", "every_n")),
+        f"{DDP} activation_checkpointing=selective",
+        f"{DDP} {ACCUMULATE}", f"{PER_BLOCK} {ACCUMULATE}", f"{DDP} {CLIP}", f"{PER_BLOCK} {CLIP}",
+        f"{PER_BLOCK} init=meta", f"{PER_BLOCK} task.loss_chunks=3",
+        *(f"{PER_BLOCK} optimizer.implementation={way}" for way in ("fused", "foreach", "for_loop")),
+        f"{PER_BLOCK} sharding.blocks_per_unit=2 sharding.forward_prefetch=1 sharding.backward_prefetch=1",
+        f"{PER_BLOCK} data.loader_workers=1", f"{PER_BLOCK} memory_profile=peaks",
+        f"{PER_BLOCK} compile=true", f"{DDP} compile=true", "sharding=root compile=true precision=bf16_mixed",
+        f"{PER_BLOCK} compile=true activation_checkpointing=full",
+    ),
+    "language, tied": ("sharding=root activation_checkpointing=full",),
+    "noise": (PER_BLOCK, f"{DDP} precision=bf16_mixed {SGD}", "sharding=per_layer offload=cpu"),
+    "user": (f"{PER_BLOCK} init=meta", "sharding=per_layer"),
+    "net": (f"{DDP} training.global_batch_size=6",), "seq2seq": (PER_BLOCK,),
+}  # fmt: skip
+GPU_CELLS_OF_TWO: Cells = {
+    "language": (
+        f"{PER_BLOCK} {RESHARDS[4]}", f"{PER_BLOCK} sharding.dp_replicate=2",
+        f"{PER_BLOCK} sharding.separate_reduce_scatter_group=true",
+        f"{PER_BLOCK} sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE}",
+    ),
+}  # fmt: skip

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.conftest import ROOT
+from tests.gpu import plain_yaml
 
 # What torch and torchvision declare, by the names that are imported; and ourselves.
 BROUGHT = (
@@ -21,10 +25,10 @@ MODULES = (
     "fsdp_lab.engine.rank", "fsdp_lab.record.trial_files",
 )  # fmt: skip
 
-_SCRIPT = f"""
-import importlib, sys
+# Leaves modules out that are not among those, as if they were not installed.
+_HOOK = f"""
+import sys
 from importlib.machinery import PathFinder
-from pathlib import Path
 
 class OnlyWhatTorchBrings:
     find_distributions = PathFinder.find_distributions  # PyTorch finds its backends by their entry points
@@ -37,8 +41,14 @@ class OnlyWhatTorchBrings:
 
 sys.meta_path[:] = [f for f in sys.meta_path if f.__module__.startswith(("_frozen_importlib", "zipimport"))]
 sys.meta_path[sys.meta_path.index(PathFinder)] = OnlyWhatTorchBrings
-for name in [n for n in sys.modules if n.partition(".")[0] not in (*sys.stdlib_module_names, "__main__")]:
+ours = (*sys.stdlib_module_names, "__main__", "sitecustomize")
+for name in [n for n in sys.modules if n.partition(".")[0] not in ours]:
     del sys.modules[name]  # what .pth files imported
+"""
+
+_SCRIPT = f"""{_HOOK}
+import importlib
+from pathlib import Path
 
 for name in ("yaml", "ray", "psutil"):
     try:
@@ -83,3 +93,34 @@ def test_one_step_with_torch_and_torchvision_alone(tmp_path: Path) -> None:
     assert (step, brought) == ("step 1", "brought: []")
     assert 0 < float(loss.removeprefix("loss ")) < 5
     assert (tmp_path / "model.pt").is_file()
+
+
+@pytest.mark.ci
+def test_the_gpu_suite_runs_with_pytorch_and_pytest_alone(tmp_path: Path) -> None:
+    """On the CPU, where none of it may fail. The processes that it starts have the hook, too."""
+    hidden = ("jaraco", "more_itertools", "backports", "platformdirs", "wheel", "tomli")  # in setuptools, PyTorch's own
+    allowed = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments", "setuptools",
+               "_distutils_hack", *hidden, "tests", "sitecustomize")  # fmt: skip
+    hook = _HOOK.replace(repr(BROUGHT), repr((*BROUGHT, *allowed)))
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    command = [sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "tests/gpu", "--device", "cpu", "-q"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    table = tmp_path / "table.json"
+    done = subprocess.run(
+        [*command, "--results", str(table)], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
+        env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    rows = json.loads(table.read_text())["rows"]
+    skipped = [row["check"] for row in rows if row["outcome"] == "skipped"]
+    assert len(rows) > 60 and any("test_ray" in check for check in skipped), "ray can be imported"
+
+
+def test_the_gpu_suite_has_the_options_of_conf() -> None:
+    """`python -m tests.gpu.plain_yaml` writes them again."""
+    assert json.loads(plain_yaml.FILE.read_text()) == plain_yaml.read_conf()
+
+
+def test_what_stands_for_yaml_reads_a_value_as_yaml_does() -> None:
+    for text in ("1", "0.5", "true", "False", "null", "word", "[a,b]", "[1,2]", "package.module"):
+        assert plain_yaml.safe_load(text) == yaml.safe_load(text), text

@@ -56,26 +56,27 @@ class Script:
     loss: Callable[[nn.Module, Any], Tensor]
     accuracy: Callable[[nn.Module, Any], float] | None = None
 
-    def train(self, trial: TrialConfig, wrong: str = "") -> Run:
+    def train(self, trial: TrialConfig, wrong: str = "", device: str = "cpu") -> Run:
         """Train on one process in float32.
 
         Args:
             trial: its model, data, optimizer and batches count; the rest does not.
             wrong: a mistake to make on purpose: one of `MISTAKES`, or `no_clip`.
+            device: where the model computes. Its first weights are drawn on the CPU.
         """
         items = self.split("train")
         torch.manual_seed(trial.training.seed)
-        model, losses = self.build(), list[float]()
+        model, losses = self.build().to(device), list[float]()
         optimizer = build_optimizer(model, trial)
         for indices in batches(trial, len(items)):
-            batch = default_collate([items[i] for i in indices])
+            batch = _on(device, default_collate([items[i] for i in indices]))
             optimizer.zero_grad()
             losses.append(self._backward(model, batch, wrong))
             if trial.training.max_grad_norm is not None and wrong != "no_clip":
                 nn.utils.clip_grad_norm_(model.parameters(), trial.training.max_grad_norm)
             optimizer.step()
         weights = {name: value.detach() for name, value in model.state_dict().items()}
-        return Run(losses, weights, *self._validate(model.eval(), trial))
+        return Run(losses, weights, *self._validate(model.eval(), trial, device))
 
     def _backward(self, model: nn.Module, batch: Any, wrong: str) -> float:
         """Compute the gradients of a batch, and return its loss."""
@@ -88,10 +89,10 @@ class Script:
         learned.backward()
         return whole.item()
 
-    def _validate(self, model: nn.Module, trial: TrialConfig) -> tuple[float, float | None]:
+    def _validate(self, model: nn.Module, trial: TrialConfig, device: str) -> tuple[float, float | None]:
         items = self.split("val")
         count = min(len(items), trial.data.num_val or len(items))
-        batch = default_collate([items[i] for i in range(count)])
+        batch = _on(device, default_collate([items[i] for i in range(count)]))
         with torch.no_grad():
             return self.loss(model, batch).item(), self.accuracy(model, batch) if self.accuracy else None
 
@@ -104,6 +105,10 @@ def batches(trial: TrialConfig, count: int) -> list[list[int]]:
         order = torch.randperm(count, generator=generator)[: count // size * size]
         steps += [indices.tolist() for indices in order.split(size)]
     return steps[: trial.training.max_steps]
+
+
+def _on(device: str, batch: Any) -> Any:
+    return tree_map(lambda x: x.to(device), batch)
 
 
 def _first_tensor(batch: Any) -> Tensor:
@@ -161,14 +166,14 @@ def _share_of_right_answers(model: nn.Module, batch: list[Tensor]) -> float:
     return (model(batch[0]).argmax(1) == batch[1]).float().mean().item()
 
 
-def train_unsharded(config: TrialConfig, wrong: str = "") -> Run:
+def train_unsharded(config: TrialConfig, wrong: str = "", device: str = "cpu") -> Run:
     """Train one of our image classifiers on one process in float32; see `Script.train`."""
 
     def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
 
     build, split = build_model_spec(config.model).build, partial(Digits, size=config.model.sizes()["image_size"])
-    return Script(build, split, loss, _share_of_right_answers).train(config, wrong)
+    return Script(build, split, loss, _share_of_right_answers).train(config, wrong, device)
 
 
 def apart(a: list[float], b: list[float]) -> float:

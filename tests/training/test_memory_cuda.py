@@ -1,5 +1,5 @@
 """What a trial says of a GPU's memory. The allocator here stands for a GPU's, which cannot be had: its statistics are
-numbers that the test sets. `tests/forecast/test_gpu.py` and `make check-gpu` read a real one."""
+numbers that the test sets. `tests/gpu/test_memory.py` reads a real one."""
 
 from __future__ import annotations
 

@@ -1,0 +1,109 @@
+"""Every setting learns what a plain loop of PyTorch learns on the same device, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from tests.gpu.conftest import Machine
+from tests.gpu.ranks import RankError, Ranks
+from tests.parity import Row, train_each, unsharded
+from tests.parity_rows import GPU_CELLS, GPU_CELLS_OF_TWO
+from tests.training.reference import apart
+
+pytestmark = pytest.mark.gpu
+
+ROWS = [Row(workload, cell, 1) for workload, cells in GPU_CELLS.items() for cell in cells]
+ROWS_OF_TWO = [Row(workload, cell, 2) for workload, cells in GPU_CELLS_OF_TWO.items() for cell in cells]
+ON_A_CPU = "sharding=per_block compile=true"  # the compiler takes half a minute there
+CUDA_FP32 = 1e-4  # other kernels than the plain loop's; weights that start equal
+
+
+def losses(row: Row, device: str) -> tuple[list[float], list[float]]:
+    """On one rank: the losses of the steps and of the validation, of the trial and of the plain loop."""
+    torch.backends.cudnn.allow_tf32 = False  # of convolutions; products have it off by default
+    words = [word for word in row.words if not word.startswith("memory_profile")]
+    profile = "peaks" if "memory_profile=peaks" in row.cell else "off"
+    ((learned, metrics, _), _), *_ = train_each([[*words, f"memory_profile={profile}"]])
+    plain = unsharded(row, device=device)
+    return [*learned, metrics["val/loss"]], [*plain.losses, plain.val_loss]
+
+
+@pytest.mark.parametrize("row", [*ROWS, *ROWS_OF_TWO], ids=str)
+def test_a_setting_learns_what_a_plain_loop_learns(
+    row: Row, machine: Machine, ranks: Ranks, figures: Callable[..., None]
+) -> None:
+    if row.ranks > machine.ranks:
+        pytest.skip("needs two ranks")
+    if not machine.cuda and "compile=true" in row.cell and row.cell != ON_A_CPU:
+        pytest.skip("compiled on a GPU, and by tests/training/test_parity.py")
+    if "separate_reduce" in row.cell and not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
+        pytest.skip(f"PyTorch {torch.__version__} has no set_separate_reduce_scatter_group")
+    (learned, plain), *others = ranks.run(losses, row, machine.device, seconds=180)
+    tolerance = max(row.tolerance, CUDA_FP32 if machine.cuda else 0.0)
+    figures(apart=apart(learned, plain), tolerance=tolerance)
+    assert all(other[0] == learned for other in others), "ranks report different losses"
+    assert min(plain[1:-1]) < plain[0], "it learns"
+    assert apart(learned, plain) <= tolerance, f"{learned}\n{plain}"
+
+
+def first_weights(words: list[str]) -> list[float]:
+    ((learned, metrics, _), _), *_ = train_each([words])
+    return [*learned, metrics["val/loss"]]
+
+
+def test_weights_drawn_on_the_device_are_those_of_every_sharding(ranks: Ranks, figures: Callable[..., None]) -> None:
+    """A GPU draws other numbers than a CPU, so DDP with the same `init` is the reference."""
+    results = {}
+    for sharding in ("ddp", "root", "per_block", "per_layer"):
+        words = Row("language", f"sharding={sharding} init=device memory_profile=off").words
+        results[sharding] = ranks.run(first_weights, words)[0]
+    differences = {name: apart(result, results["ddp"]) for name, result in results.items()}
+    figures(**differences)
+    assert max(differences.values()) <= CUDA_FP32
+
+
+def sharded_and_whole() -> list[float]:
+    """On one of two ranks that share a GPU: losses of a plain model, then of the same one sharded by PyTorch."""
+    results = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).cuda()
+        batch = torch.randn(8, 64).cuda()
+        if sharded:
+            batch = batch.chunk(2)[dist.get_rank()]
+            for module in (model[0], model[2], model):
+                fully_shard(module, mesh=init_device_mesh("cuda", (2,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = model(batch).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            results.append(mean.item() / 2)
+    return results
+
+
+def test_two_ranks_of_gloo_share_one_gpu(machine: Machine, figures: Callable[..., None]) -> None:
+    """NCCL refuses two ranks on one GPU. If gloo carries FSDP2 there, one GPU can check communication."""
+    if not machine.cuda:
+        pytest.skip("needs a GPU")
+    pair = Ranks(2, True, backend="gloo")
+    try:
+        losses = pair.run(sharded_and_whole, seconds=60)[0]
+    except RankError as error:
+        reason = str(error).strip().splitlines()[-1][:300]
+        figures(pytorch_says=reason)
+        pytest.skip(f"PyTorch {torch.__version__} cannot: {reason}")
+    finally:
+        pair.end()
+    figures(apart=apart(losses[:3], losses[3:]))
+    assert apart(losses[:3], losses[3:]) <= 1e-5
