@@ -11,7 +11,8 @@ from fsdp_lab.speed.predict import Speed
 
 GIB = 2**30
 
-# What no tensor shows, on CUDA. Assumptions, on the high side: no GPU has confirmed them yet.
+# What no tensor shows, on CUDA. Assumptions: on an H200 a context with NCCL for one worker took 1.3 GiB, and the
+# workspaces 64 to 66 MiB (experiments/gpu).
 CONTEXT_BYTES = 600 * 2**20
 NCCL_BYTES = 512 * 2**20  # buffers of the channels of one communicator; none for a single worker
 WORKSPACE_BYTES = 64 * 2**20  # cuBLAS and cuBLASLt, 32 MiB each on Hopper
@@ -165,18 +166,24 @@ def on_capacity(forecast: Forecast, capacity_bytes: int | None) -> Forecast:
     return replace(forecast, speed=replace(forecast.speed, high_s=max(forecast.speed.high_s, slowest), relative=None))
 
 
-def allowances(peak_bytes: int, reserved_bytes: int, num_communicators: int) -> dict[str, int]:
+def allowances(
+    peak_bytes: int, reserved_bytes: int, num_communicators: int, compressed_bytes: int = 0
+) -> dict[str, int]:
     """Return what a GPU holds in addition to the tensors of the peak, by name.
 
     Args:
         peak_bytes: of all tensors.
         reserved_bytes: what the allocator is forecast to take from the GPU, including `WORKSPACE_BYTES`.
         num_communicators: see `communicators`.
+        compressed_bytes: of the gradients that DDP compresses for the wire. NCCL frees a buffer up to 0.1 s after it is
+            sent: three copies are allowed for (one to two on an H200, of steps of 0.04 s).
     """
+    compressed = {"compressed gradients": 3 * compressed_bytes} if compressed_bytes else {}
     return {
         "CUDA context": CONTEXT_BYTES,
         "NCCL buffers": NCCL_BYTES * num_communicators,
         "kernel workspaces": WORKSPACE_BYTES,
+        **compressed,
         "fragmentation": reserved_bytes - peak_bytes - WORKSPACE_BYTES,
     }
 

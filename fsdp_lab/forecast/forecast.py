@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from fsdp_lab.forecast.chrome_trace import streams_file, write_streams
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.forecast.keep import ratio_group
-from fsdp_lab.forecast.kernels import cuda_kernels
+from fsdp_lab.forecast.kernels import HOPPER, Gpu, buffer_bytes, cuda_kernels
 from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.profile import Profile
 from fsdp_lab.speed.device import SETTINGS_FOR_ERRORS, Device, DeviceKind
@@ -84,7 +85,8 @@ def forecast(
     Raises:
         UserError: see `forecast_profile`.
     """
-    profile, program, upper_bound, num_params = forecast_step(config, num_workers, cuda, traced=sheet is not None)
+    gpu = Gpu.of(sheet)
+    profile, program, upper_bound, num_params = forecast_step(config, num_workers, cuda, 0, sheet is not None, gpu)
     result = weigh(profile, config, num_workers, cuda, capacity_bytes)
     result = replace(result, upper_bound=upper_bound, num_params=num_params)
     workload = build_workload(config.model, config.data, config.task)
@@ -104,7 +106,7 @@ def forecast(
             what = {"for": "GPUs" if cuda else "CPUs", **what}
             write_timeline(profile, page, f"Optimizer step {TRACKED_STEPS}, forecast", what)
     if largest and capacity_bytes is not None:
-        result = replace(result, largest_microbatch=largest_microbatch(config, num_workers, cuda, capacity_bytes))
+        result = replace(result, largest_microbatch=largest_microbatch(config, num_workers, cuda, capacity_bytes, gpu))
     return result
 
 
@@ -188,11 +190,13 @@ def weigh(
     sharded = config.sharding.granularity is not Granularity.ddp
     taken = allocator_peaks(profile, sharded, [WORKSPACE_BYTES], streams, expandable)
     pinned = ("input", *(("param", "grad") if config.offload.target is OffloadTarget.cpu else ()))
+    peak = profile.peaks["device"]
+    compressed = peak["grad"] // 2 if not sharded and config.precision.reduce_dtype is not Dtype.float32 else 0
     return Forecast(
         True,
         num_workers,
         profile.peaks,
-        allowances(profile.peaks["device"]["total"], taken.reserved, communicators(config, num_workers)),
+        allowances(peak["total"], taken.reserved, communicators(config, num_workers), compressed),
         {"rounding of pinned buffers": pinned_rounding(profile, pinned)},
         capacity,
         active_bytes=taken.active,
@@ -218,7 +222,9 @@ def pinned_rounding(profile: Profile, pinned: Collection[str]) -> int:
     return sum((1 << (size - 1).bit_length()) - size for size in sizes)
 
 
-def largest_microbatch(config: TrialConfig, num_workers: int, cuda: bool, capacity_bytes: int) -> int:
+def largest_microbatch(
+    config: TrialConfig, num_workers: int, cuda: bool, capacity_bytes: int, gpu: Gpu = HOPPER
+) -> int:
     """Return the most samples that one worker can take at once, with the same accumulation; 0: not even one fits.
 
     The peak grows with the batch in straight pieces, each steeper than the one before. So a line through two sizes
@@ -230,7 +236,7 @@ def largest_microbatch(config: TrialConfig, num_workers: int, cuda: bool, capaci
         if size not in needs:
             batch = size * num_workers * config.training.grad_accum_steps
             trial = replace(config, training=replace(config.training, global_batch_size=batch))
-            profile = forecast_profile(trial, num_workers, cuda)
+            profile = forecast_profile(trial, num_workers, cuda, gpu=gpu)
             needs[size] = weigh(profile, trial, num_workers, cuda, None).needed_bytes
         return needs[size]
 
@@ -273,12 +279,14 @@ class Step(NamedTuple):
     num_params: tuple[int, int] = (0, 0)
 
 
-def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0) -> Profile:
+def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0, gpu: Gpu = HOPPER) -> Profile:
     """Return the memory of one rank of `num_workers` through its second optimizer step; see `forecast_step`."""
-    return forecast_step(config, num_workers, cuda, rank).profile
+    return forecast_step(config, num_workers, cuda, rank, gpu=gpu).profile
 
 
-def forecast_step(config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0, traced: bool = False) -> Step:
+def forecast_step(
+    config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0, traced: bool = False, gpu: Gpu = HOPPER
+) -> Step:
     """Follow one rank of `num_workers` through its second optimizer step.
 
     Args:
@@ -287,6 +295,7 @@ def forecast_step(config: TrialConfig, num_workers: int, cuda: bool, rank: int =
         cuda: for GPUs: device and host apart, and the attention of a GPU. Otherwise for CPUs.
         rank: to follow.
         traced: also record the program, which is empty otherwise.
+        gpu: which, if it is for GPUs.
 
     Raises:
         ConfigError: the configuration cannot run.
@@ -301,7 +310,7 @@ def forecast_step(config: TrialConfig, num_workers: int, cuda: bool, rank: int =
         workload = build_workload(config.model, config.data, config.task)
         dims = build_parallel_dims(config.sharding, ranks)
         try:
-            return _follow_as_trained(workload, config, dims, device, cuda, traced)
+            return _follow_as_trained(workload, config, dims, device, gpu if cuda else None, traced)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             line = user_line(error)
             raise NeedsValuesError(
@@ -312,27 +321,28 @@ def forecast_step(config: TrialConfig, num_workers: int, cuda: bool, rank: int =
 
 
 def _follow_as_trained(
-    workload: Workload, config: TrialConfig, dims: ParallelDims, device: torch.device, cuda: bool, traced: bool
+    workload: Workload, config: TrialConfig, dims: ParallelDims, device: torch.device, gpu: Gpu | None, traced: bool
 ) -> Step:
     """Follow a step, compiled if `compile=true`; one that cannot be compiled for fake tensors is followed eagerly.
 
     It holds more then: what a fused kernel keeps in registers is a tensor of its own.
     """
     try:
-        return _follow(workload, config, dims, device, cuda, traced)
+        return _follow(workload, config, dims, device, gpu, traced)
     except Exception as error:
         if not config.compile:
             raise
         eager = replace(config, compile=False, compile_memory_budget=None)
-        step = _follow(workload, eager, dims, device, cuda, traced)  # which raises what is not the compiler's
+        step = _follow(workload, eager, dims, device, gpu, traced)  # which raises what is not the compiler's
         bound = f"compile=true, forecast as eager because of {type(error).__name__}"
         return step._replace(upper_bound=bound)
 
 
 def _follow(
-    workload: Workload, config: TrialConfig, dims: ParallelDims, device: torch.device, cuda: bool, traced: bool
+    workload: Workload, config: TrialConfig, dims: ParallelDims, device: torch.device, gpu: Gpu | None, traced: bool
 ) -> Step:
-    trace = StepTrace(HOST if cuda else None)
+    trace = StepTrace(HOST if gpu else None)
+    buffers = partial(buffer_bytes, gpu) if gpu else None
     with torch.device("meta"):
         fake_microbatches(workload, config, dims)  # what has to be read for them is read before tensors are fake
     with ExitStack() as fake:
@@ -342,8 +352,8 @@ def _follow(
             if config.compile:
                 fake.enter_context(kernels_planned(device, trace.kernel))
             values = fake.enter_context(fake_tensors())
-            if cuda:
-                fake.enter_context(cuda_kernels(trace.kernel))
+            if gpu:
+                fake.enter_context(cuda_kernels(gpu, trace.kernel))
             home = gradient_device(config, device)
             materialize(model, lambda old: fresh_tensor(old, home if old.is_meta else device))
             _mark_forward(model, values)
@@ -360,10 +370,10 @@ def _follow(
         for _ in range(TRACKED_STEPS - 1):
             train_step(state, workload.task, fake_microbatches(workload, config, dims), config, device)
         microbatches = fake_microbatches(workload, config, dims)
-        with (
-            record_step(state.model, state.optimizer, tensors_of(microbatches), device) as recorder,
-            trace.following(recorder.place) if traced else nullcontext(),
-        ):
+        inside = (lambda recorder: trace.following(recorder.place)) if traced else (lambda recorder: nullcontext())
+        batch = tensors_of(microbatches)
+        with record_step(state.model, state.optimizer, batch, device, buffers, inside) as recorder:
+            trace.program.clear()
             _held = train_step(state, workload.task, microbatches, config, device)  # after the batch, as in training
         params = list(state.model.parameters())
         own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in params)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -15,19 +16,54 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_lab.training.torch_private import OnKernel, efficient_attention, flash_attention, plain_attention
+from fsdp_lab.forecast.fake import ACCELERATOR
+from fsdp_lab.speed.device import Device
+from fsdp_lab.training.torch_private import (
+    OnKernel,
+    TorchDispatchMode,
+    efficient_attention,
+    flash_attention,
+    flash_attention_backward,
+    plain_attention,
+)
 
 _HALVES = (torch.float16, torch.bfloat16)
+_AGGREGATES_IN = torch.float32  # of a GPU's kernels, whose input is in a half
+_FLASH_SEED = 6  # which of the results of flash attention
+_LAYER_NORM = torch.ops.aten.native_layer_norm.default
+_SUM = torch.ops.aten.sum.dim_IntList
 _FLASH_HEAD_DIM = 256  # the largest
 _FLASH_ALIGNMENT = 8  # of the head size; others are padded
 _EFFICIENT_ALIGNMENT = 4  # of the head size in float32; others take the plain path
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """What the memory of a step depends on, apart from the step.
+
+    Attributes:
+        num_cores: streaming multiprocessors. A reduction gets a buffer for each.
+        cudnn_attention: whether PyTorch prefers cuDNN's attention to FlashAttention, as it does since Hopper.
+    """
+
+    num_cores: int
+    cudnn_attention: bool
+
+    @classmethod
+    def of(cls, sheet: Device | None) -> Gpu:
+        """Return that of a data sheet; without one a Hopper."""
+        return HOPPER if sheet is None else cls(sheet.num_cores, sheet.reached.cudnn_attention is not None)
+
+
+HOPPER = Gpu(num_cores=132, cudnn_attention=True)
+
+
 @contextmanager
-def cuda_kernels(on_kernel: OnKernel = lambda name, reads, writes: None) -> Iterator[None]:
-    """Let `F.scaled_dot_product_attention` and `F.rms_norm` keep the tensors that they keep on a GPU.
+def cuda_kernels(gpu: Gpu = HOPPER, on_kernel: OnKernel = lambda name, reads, writes: None) -> Iterator[None]:
+    """Let `F.scaled_dot_product_attention`, `F.rms_norm` and `F.layer_norm` keep the tensors that they keep on a GPU.
 
     Args:
+        gpu: which.
         on_kernel: called with the name, the inputs and the outputs of a kernel that is not called here.
     """
     rms_norm = F.rms_norm
@@ -43,6 +79,7 @@ def cuda_kernels(on_kernel: OnKernel = lambda name, reads, writes: None) -> Iter
     with (
         mock.patch.object(F, "scaled_dot_product_attention", _attention),
         mock.patch.object(F, "rms_norm", fused_rms_norm),
+        _ResultsOfGpu(gpu),
     ):
         yield
 
@@ -103,3 +140,66 @@ class _FusedRmsNorm(torch.autograd.Function):
         grads = [torch.empty_like(input), *([] if weight is None else [torch.empty_like(weight)])]
         ctx.on_kernel("rms_norm_backward", [input, grad], grads)
         return grads[0], None, grads[1] if len(grads) > 1 else None, None
+
+
+class _ResultsOfGpu(TorchDispatchMode):
+    """Results whose type or size differs between a CPU and a GPU, in a step that is not compiled."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        results = func(*args, **(kwargs or {}))
+        if self.ignore_compile_internals():  # compiled code checks what it gets
+            return results
+        if func is _LAYER_NORM and results[0].dtype in _HALVES:
+            return (results[0], *(statistic.to(_AGGREGATES_IN) for statistic in results[1:]))
+        if func is flash_attention.default and self._gpu.cudnn_attention:
+            seed = torch.empty((), dtype=torch.int64, device=results[0].device)
+            return (*results[:_FLASH_SEED], seed, *results[_FLASH_SEED + 1 :])
+        return results
+
+
+def buffer_bytes(gpu: Gpu, func: Any, args: Sequence[Any]) -> int:
+    """Return the bytes of the buffer that an operator's kernel asks for while it runs; 0 if it asks for none, or few.
+
+    Measured on an H200 with PyTorch 2.11 and cuDNN 9.19, and equal to the byte for 79 shapes of attention.
+    """
+    if func is flash_attention_backward.default:
+        query, key = args[1], args[2]
+        elements = query.numel()
+        rows = elements // query.shape[-1]
+        shared = 2 * query.element_size() * elements if key.shape[1] != query.shape[1] else 0
+        return 4 * (elements + rows) + 256 + shared
+    if func is _SUM and args[0].device == ACCELERATOR:
+        return _column_sum_bytes(gpu, args[0], args[1])
+    return 0
+
+
+def _column_sum_bytes(gpu: Gpu, matrix: Tensor, dims: Sequence[int]) -> int:
+    """Return the buffer in which thread blocks leave their parts of a sum of rows, such as the gradient of a bias.
+
+    As PyTorch divides it (`setReduceConfig` in ATen/native/cuda/Reduce.cuh): 512 threads a block at most, four columns
+    a thread, and 2,048 threads a multiprocessor.
+    """
+    columns = matrix.shape[-1]
+    if not matrix.is_contiguous() or list(dims) != list(range(matrix.dim() - 1)) or columns % 4 or columns < 4:
+        return 0
+    rows, vectors, threads = matrix.numel() // columns, columns // 4, 512 // 4
+    width, height = min(_power(vectors, threads), 32), _power(rows, threads)
+    height = min(height, threads // width)
+    width = min(_power(vectors, threads), threads // height)
+    if rows < min(height * 16, 256):
+        return 0  # a warp sums its columns alone
+    each, blocks = -(-rows // height), -(-vectors // width)
+    wanted = gpu.num_cores * (2048 // (width * height))
+    if each < 256 or blocks > wanted:
+        return 0  # a block does
+    parts = max(min(-(-wanted // blocks), -(-each // 16)), -(-each // 256))
+    return 4 * columns * parts * width * 4 + 4 * blocks if parts > 1 else 0  # with a counter for each block
+
+
+def _power(number: int, most: int) -> int:
+    """Return the largest power of two that does not exceed a number, and at most another one."""
+    return 1 << (number.bit_length() - 1) if number < most else most

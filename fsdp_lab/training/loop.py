@@ -120,7 +120,7 @@ class Watch:
 
     @contextmanager
     def step(self, state: TrainState, microbatches: list[Batch]) -> Iterator[None]:
-        """Watch the optimizer step inside. An exception from it gets the step as a note."""
+        """Watch the optimizer step inside. An exception gets the step as a note, and the module if it is known."""
         self.on_step(state.step + 1)
         try:
             if self.memory.tracks():
@@ -138,6 +138,8 @@ class Watch:
                 self.timer.step_done()
         except Exception as error:
             error.add_note(f"step {state.step + 1}")
+            if self.memory.failed_at:
+                error.add_note(self.memory.failed_at)
             raise
 
 

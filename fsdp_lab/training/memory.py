@@ -7,8 +7,8 @@ changes, FSDP2 and DDP in the same categories, and the device separate from the 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +29,7 @@ from fsdp_lab.training.module_names import ModuleNames
 from fsdp_lab.training.torch_private import (
     FUNCTIONAL_COLLECTIVES,
     GATHERS_AND_SCATTERS,
+    AccumulatesInPlace,
     FsdpTracker,
     TorchDispatchMode,
     Tracker,
@@ -62,6 +63,7 @@ class _Recorder(Tracker):
         super().__init__(*args)
         self.names, self.device = names, device
         self.over = False
+        self.buffer_bytes: Callable[[Any, Any], int] | None = None  # see `record_step`
         self.profile = Profile()
         self._phase = "forward"
         self._serials: dict[int, int] = {}
@@ -79,9 +81,29 @@ class _Recorder(Tracker):
     def _module(self) -> str:
         return self.names.innermost(self.modules_at_work())
 
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.buffer_bytes is not None and (num_bytes := self.buffer_bytes(func, args)) and not self.over:
+            storage = -1 - len(self.profile.events)
+            for size in (num_bytes, 0):
+                self.profile.events.append(Event(storage, "device", "temp", size, self._module(), self._now()))
+        return result
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record no changes inside."""
+        self.over = True
+        yield
+        self.over, self._phase = False, "forward"
+
     def place(self) -> tuple[str, str]:
         """Return the phase and the innermost active module; "" outside of all modules."""
         return self._now(), self._module()
+
+    def last_place(self) -> str:
+        """Return where the last tensor of the step was made, in words: `backward of blocks.3`; "" if none was."""
+        made = (event for event in reversed(self.profile.events[self.profile.begun :]) if event.num_bytes)
+        return next((f"{event.phase} of {event.module}" for event in made if event.module), "")
 
     def _now(self) -> str:
         if self.in_backward():
@@ -149,6 +171,8 @@ def record_step(
     optimizer: torch.optim.Optimizer,
     batch: Sequence[Tensor],
     device: torch.device,
+    buffer_bytes: Callable[[Any, Any], int] | None = None,
+    inside: Callable[[_Recorder], AbstractContextManager[object]] = lambda recorder: nullcontext(),
 ) -> Iterator[_Recorder]:
     """Follow every tensor of the step inside.
 
@@ -157,6 +181,8 @@ def record_step(
         optimizer: of the model.
         batch: the step's tensors, which exist before it.
         device: tensors on it count as `device`, all others as `host`.
+        buffer_bytes: the bytes that an operator's kernel asks for while it runs, by the operator and its arguments.
+        inside: a context that is entered last.
     """
     recorder: _Recorder
     if isinstance(model, FSDPModule):
@@ -165,8 +191,12 @@ def record_step(
         recorder = _Recorder(names=ModuleNames(model), device=device)
         recorder.track_external(model, optimizer)
     recorder.follow(batch)
+    recorder.buffer_bytes = buffer_bytes
     try:
-        with tracker_hooks_removed(), SynchronousGlooMode(), recorder:
+        accumulates = AccumulatesInPlace()
+        with tracker_hooks_removed(), SynchronousGlooMode(), accumulates, recorder, inside(recorder):
+            with recorder.paused():
+                accumulates.learn(device)
             recorder.profile.begun = len(recorder.profile.events)
             yield recorder
     finally:
@@ -215,6 +245,7 @@ class MemoryProfiler:
         self._cuda = ranks.device.type == "cuda"
         self._measured: dict[str, float] = {}  # by the allocator; again only after a step, which takes workspaces anew
         self._steps_since = 0
+        self.failed_at = ""  # where a step that was followed raised an error, see `_Recorder.last_place`
         if self.detail is not Detail.off:
             start_clean(ranks.device)
 
@@ -234,7 +265,11 @@ class MemoryProfiler:
         follow = record_compiled_step if self.config.compile else record_step
         try:
             with follow(model, optimizer, batch, self.ranks.device) as recorder:
-                yield
+                try:
+                    yield
+                except Exception:
+                    self.failed_at = recorder.last_place() if isinstance(recorder, _Recorder) else ""
+                    raise
         finally:
             if recorder is not None:
                 self._profile = recorder.finish()

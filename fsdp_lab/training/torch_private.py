@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -49,7 +50,6 @@ __all__ = [
 
 _POST_FORWARD_MESH = "_get_post_forward_mesh_info"
 _CLEAR_WORKSPACES = "_cuda_clearCublasWorkspaces"
-_HAS_CONTEXT = "_cuda_hasPrimaryContext"
 _MEMORY_BUDGET = "activation_memory_budget"
 _DEVICE_OF_MESH = "_get_device_from_mesh"
 _COMPARE_SHAPES = "_verify_param_shape_across_processes"
@@ -62,7 +62,6 @@ _FSDP_TRACKER = "torch.distributed._tools.fsdp2_mem_tracker"
 OPTIONAL = (
     Name(_FSDP, _POST_FORWARD_MESH, ("reshard_after_forward", "mesh_info")),
     Name("torch._C", _CLEAR_WORKSPACES),
-    Name("torch._C", _HAS_CONTEXT),
     Name("torch._functorch.config", _MEMORY_BUDGET),
 )
 NAMES = (
@@ -94,6 +93,8 @@ NAMES = (
     Name(_FSDP_STATE, "FSDPState._post_forward"),
     Name("torch.distributed._tools.mod_tracker", "register_multi_grad_hook"),
     Name("torch._guards", "active_fake_mode"),
+    Name("torch", "Tensor._use_count"),
+    Name("torch._C", "_storage_Use_Count"),
     Name("torch._C._profiler", "_EventType.Allocation"),
     Name("torch._C._distributed_c10d", "FakeWork.boxed"),
     Name("torch.utils._python_dispatch", "TorchDispatchMode.ignore_compile_internals", ()),
@@ -125,6 +126,7 @@ NAMES = (
     Name("torch", "ops.aten._local_scalar_dense.default"),
     Name("torch", "ops.prim.device.default"),
     Name("torch", "ops.aten._scaled_dot_product_flash_attention"),
+    Name("torch", "ops.aten._scaled_dot_product_flash_attention_backward"),
     Name("torch", "ops.aten._scaled_dot_product_efficient_attention"),
     Name("torch", "ops.aten._scaled_dot_product_attention_math"),
 )
@@ -144,6 +146,7 @@ ITEM = torch.ops.aten._local_scalar_dense.default
 FLOAT8_PRODUCT = torch.ops.aten._scaled_mm.out
 DEVICE = torch.ops.prim.device.default  # where a fake tensor lies, asked by C++: two of three operators of its step
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 plain_attention = torch.ops.aten._scaled_dot_product_attention_math
 
@@ -167,6 +170,55 @@ def compiled_code_runs() -> Iterator[None]:
     """Let code be compiled, and run compiled, under our modes that are entered inside."""
     with mock.patch.object(TorchDispatchMode, "_compiled", True):
         yield
+
+
+class AccumulatesInPlace(TorchDispatchMode):
+    """Adds up the gradients of a tensor that is used more than once as they are without a mode: in place.
+
+    PyTorch's autograd engine adds the second gradient to the first one in place if nothing else holds that. Under any
+    dispatch mode it makes a third tensor instead, so a step that is followed would hold more than one that trains.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alone: set[int] = set()  # the references to a gradient that nothing but the engine holds
+        self._seen: list[int] | None = None
+
+    def learn(self, device: torch.device) -> None:
+        """Learn to tell a gradient that only the engine holds; called once all modes are entered."""
+        self._alone = self._counts(lambda x: x * 2 + x * 3, device) - self._counts(lambda x: x + x * 3, device)
+
+    def _counts(self, function: Callable[[Tensor], Tensor], device: torch.device) -> set[int]:
+        self._seen = []
+        with torch.enable_grad():
+            x = torch.zeros(1, device=device, requires_grad=True)
+            torch.autograd.grad(function(x.clone()), x)
+        counts, self._seen = set(self._seen), None
+        return counts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten.add.Tensor and not kwargs and not torch.is_grad_enabled() and _of_the_engine():
+            first, second = args
+            if self._seen is not None:
+                self._seen.append(first._use_count())
+            elif first._use_count() in self._alone and _has_storage_alone(first) and first.shape == second.shape:
+                return first.add_(second)
+        return func(*args, **(kwargs or {}))
+
+
+def _has_storage_alone(tensor: Tensor) -> bool:
+    """Return whether a tensor fills its storage, and no other tensor has that."""
+    storage = tensor.untyped_storage()
+    holders = torch._C._storage_Use_Count(storage._cdata) - 1  # without the one that is asked
+    return holders == 1 and storage.nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _of_the_engine() -> bool:
+    """Return whether the autograd engine itself calls an operator, and not a function in Python."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name in ("__torch_dispatch__", "run", "__call__", "_fn", "inner"):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
 OnKernel = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
@@ -266,12 +318,6 @@ def free_cublas_workspaces(device: torch.device) -> int | None:
     before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
     free()
     return int(before - torch.cuda.memory_stats(device)["requested_bytes.all.current"])
-
-
-def gpus_with_context() -> list[int] | None:
-    """Return the GPUs on which this process has opened a context; None: this PyTorch does not report it."""
-    has_context: Callable[[int], bool] | None = getattr(torch._C, _HAS_CONTEXT, None)
-    return None if has_context is None else [i for i in range(torch.cuda.device_count()) if has_context(i)]
 
 
 _budget_before: dict[str, float] = {}  # what was in force when this process was first asked for one

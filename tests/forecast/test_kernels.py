@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.forecast.fake import ACCELERATOR
 from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.forecast.kernels import cuda_kernels
+from fsdp_lab.forecast.kernels import HOPPER, buffer_bytes, cuda_kernels
 from tests.ranks import config
 
 # vit_tiny with 1 block: 2 heads, hidden 64, 4 x 4 patches and the class token
@@ -34,9 +34,41 @@ def test_in_float32_a_gpu_keeps_the_output_of_attention_and_a_copy_in_each_block
 
 
 def test_in_half_precision_a_gpu_keeps_no_copy():
-    """Flash attention writes in the layout of the query, as the CPU's kernel does. It keeps seed (two numbers) and
-    offset besides."""
-    assert more_on_a_gpu("precision=bf16_mixed") == BLOCKS * 24
+    """Flash attention and cuDNN's write in the layout of the query, as the CPU's kernel does. They keep seed and offset
+    besides. Each of the block's two norms keeps two statistics a token in float32, which a CPU keeps in bfloat16."""
+    statistics = BLOCKS * 2 * 2 * BATCH * SEQUENCE * 2
+    assert more_on_a_gpu("precision=bf16_mixed") == BLOCKS * 16 + statistics
+
+
+# (batch, heads, heads of keys, sequence, size of a head) -> the buffer of cuDNN's backward pass, read on an H200 with
+# PyTorch 2.11 and cuDNN 9.19 in the allocator's history
+ATTENTION = {
+    (32, 12, 12, 197, 64): 19668736, (32, 16, 16, 197, 64): 26224896, (2, 32, 32, 2048, 64): 34078976,
+    (2, 32, 8, 2048, 64): 67633408, (2, 4, 4, 65, 64): 135456, (2, 4, 4, 129, 64): 268576, (1, 8, 8, 16, 64): 33536,
+    (2, 4, 4, 197, 128): 813472, (2, 4, 4, 197, 80): 510880, (2, 4, 4, 2048, 32): 2162944, (3, 5, 5, 512, 64): 1997056,
+    (1, 32, 8, 4096, 128): 134742272,
+}  # fmt: skip
+# rows and columns of a gradient in half precision -> the buffers in which a sum of the rows is put together
+SUMS = {
+    (6304, 768): 38928384 + 24, (6304, 1024): 51904512 + 32, (6304, 2304): 116785152 + 72, (6304, 3072): 138412032 + 96,
+    (6304, 4096): 138412032 + 128, (16, 4096): 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", ATTENTION, ids=str)
+def test_the_buffer_of_attentions_backward_pass_is_the_one_that_a_gpu_asked_for(shape: tuple[int, ...]):
+    batch, heads, of_keys, sequence, size = shape
+    query = torch.empty(batch, heads, sequence, size, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(batch, of_keys, sequence, size, dtype=torch.bfloat16, device="meta")
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    assert buffer_bytes(HOPPER, backward, (query, query, key, key)) == ATTENTION[shape]
+
+
+@pytest.mark.parametrize("shape", SUMS, ids=str)
+def test_the_buffer_of_a_sum_of_rows_is_the_one_that_a_gpu_asked_for(shape: tuple[int, int]):
+    with FakeTensorMode():
+        gradient = torch.empty(shape, dtype=torch.bfloat16, device=ACCELERATOR)
+        assert buffer_bytes(HOPPER, torch.ops.aten.sum.dim_IntList, (gradient, [0], True)) == SUMS[shape]
 
 
 class _Called(TorchDispatchMode):

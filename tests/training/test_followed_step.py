@@ -1,0 +1,96 @@
+"""A step that is followed holds what a step that trains holds, learns the same, and says where it failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_lab.training.distributed import DistributedContext
+from fsdp_lab.training.memory import MemoryProfiler, record_step
+from fsdp_lab.training.torch_private import Change, allocator_changes
+from tests.ranks import config
+
+CPU = torch.device("cpu")
+ROWS, WIDTH = 4096, 256
+TENSOR = ROWS * WIDTH * 4  # bytes of an activation
+
+
+class Residual(nn.Module):
+    """Each activation is used twice, so that gradients are added up. In `shared` the first of the two is at that time
+    also that of another tensor, whose own backward pass has still to come."""
+
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.shared:
+            others = self.second(x), self.third(x)
+            return (2 * (h + others[0])).sum() + (3 * (h + others[1])).sum()
+        return (2 * h).sum() + (3 * h).sum()
+
+
+def followed(model: nn.Module, x: Tensor) -> int:
+    """The most that a forward and a backward pass hold in addition, as followed."""
+    with record_step(model, torch.optim.SGD(model.parameters()), [x], CPU) as recorder:
+        model(x).backward()
+    profile = recorder.finish()
+    held = most = 0
+    for change in profile.deltas()[profile.begun :]:
+        held += change
+        most = max(most, held)
+    return most
+
+
+def reported(model: nn.Module, x: Tensor) -> int:
+    """The same without a mode, by PyTorch's profiler."""
+    changes: list[Change] = []
+    with allocator_changes(changes):
+        model(x).backward()
+    held = most = 0
+    for change in changes:
+        held += change.num_bytes
+        most = max(most, held)
+    return most
+
+
+def test_gradients_are_added_up_in_place_as_in_training() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, WIDTH)
+    assert abs(followed(Residual(), x) - reported(Residual(), x)) < TENSOR // 8, "a third tensor for the sum"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_gradient_that_another_tensor_has_too_is_not_overwritten(shared: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Residual(shared), torch.randn(ROWS, WIDTH)
+    model(x).backward()
+    plain = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    followed(model, x)
+    learned = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert plain and all(torch.equal(a, b) for a, b in zip(plain, learned, strict=True))
+
+
+class Full(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x * 2
+        raise torch.OutOfMemoryError(f"tried to allocate {kept.numel()} bytes")
+
+
+def test_out_of_memory_names_the_module(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Full())
+    profiler = MemoryProfiler(config(), "a model", DistributedContext(0, 0, 1, CPU), tmp_path)
+    x = torch.randn(4, 8)
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        profiler.track(model, torch.optim.SGD(model.parameters()), [x]),
+    ):
+        model(x)
+    assert profiler.failed_at == "forward of 1"
+    assert (tmp_path / "memory_peaks_rank0.json").is_file(), "the last profile"
