@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -117,3 +118,14 @@ def test_each_figure_stands_with_the_command_that_prints_its_values():
     for axis in figures.FIGURES:
         assert shlex.split(figures.command(axis))[3:] in shown
         assert f"(figures/{axis}.svg)" in page and (ROOT / "docs" / "figures" / f"{axis}.svg").is_file()
+
+
+def test_limitations_say_what_the_committed_runs_on_gpus_have_seen():
+    """A run's own rows, and those that were forecast again after it."""
+    page = (ROOT / "docs" / "limitations.md").read_text()
+    for file in (ROOT / "experiments" / "gpu" / "results").glob("*.json"):
+        table = json.loads(file.read_text())
+        losses = sum(row["check"].startswith("test_losses") and row["outcome"] == "passed" for row in table["rows"])
+        peaks = sum("peak_bytes" in row["figures"] for row in table["rows"]) + len(table.get("recomputed", ()))
+        assert f"{table['device'].removeprefix('NVIDIA ')} with\n  PyTorch {table['torch'][:4]}" in page
+        assert f"{losses} losses, {peaks} peaks of memory" in page
