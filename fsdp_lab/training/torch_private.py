@@ -25,7 +25,12 @@ from torch._C._distributed_c10d import FakeWork
 from torch._C._profiler import _EventType
 from torch._functorch import config as functorch_config
 from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed._tools import mod_tracker
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
@@ -107,6 +112,7 @@ NAMES = (
     # of forecasts
     Name("torch.distributed.distributed_c10d", "_resolve_process_group"),
     Name("torch", "ops.aten._scaled_mm.out"),
+    Name("torch._subclasses.fake_tensor", "FakeTensor"),
     Name("torch._subclasses.fake_tensor", "FakeTensorMode"),
     Name("torch._subclasses.fake_tensor", "DataDependentOutputException"),
     Name("torch._subclasses.fake_tensor", "DynamicOutputShapeException"),
@@ -181,14 +187,14 @@ class AccumulatesInPlace(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._alone: set[int] = set()  # the references to a gradient that nothing but the engine holds
-        self._seen: list[int] | None = None
+        self._alone: set[tuple[int, int]] = set()  # the references to a gradient that nothing but the engine holds
+        self._seen: list[tuple[int, int]] | None = None
 
     def learn(self, device: torch.device) -> None:
         """Learn to tell a gradient that only the engine holds; called once all modes are entered."""
         self._alone = self._counts(lambda x: x * 2 + x * 3, device) - self._counts(lambda x: x + x * 3, device)
 
-    def _counts(self, function: Callable[[Tensor], Tensor], device: torch.device) -> set[int]:
+    def _counts(self, function: Callable[[Tensor], Tensor], device: torch.device) -> set[tuple[int, int]]:
         self._seen = []
         with torch.enable_grad():
             x = torch.zeros(1, device=device, requires_grad=True)
@@ -199,15 +205,23 @@ class AccumulatesInPlace(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.ops.aten.add.Tensor and not kwargs and not torch.is_grad_enabled() and _of_the_engine():
             first, second = args
+            references = first._use_count(), sys.getrefcount(first)  # in C++, and in Python, such as a hook's
             if self._seen is not None:
-                self._seen.append(first._use_count())
-            elif first._use_count() in self._alone and _has_storage_alone(first) and first.shape == second.shape:
+                self._seen.append(references)
+            elif references in self._alone and _is_plain(second) and _has_storage_alone(first):
                 return first.add_(second)
         return func(*args, **(kwargs or {}))
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is dense and of no class of its own, but for a fake one."""
+    return (type(tensor) is Tensor or isinstance(tensor, FakeTensor)) and tensor.layout is torch.strided
+
+
 def _has_storage_alone(tensor: Tensor) -> bool:
-    """Return whether a tensor fills its storage, and no other tensor has that."""
+    """Return whether a plain tensor fills its storage, and no other tensor has that."""
+    if not _is_plain(tensor):
+        return False
     storage = tensor.untyped_storage()
     holders = torch._C._storage_Use_Count(storage._cdata) - 1  # without the one that is asked
     return holders == 1 and storage.nbytes() == tensor.numel() * tensor.element_size()

@@ -77,6 +77,17 @@ def test_a_gradient_that_another_tensor_has_too_is_not_overwritten(shared: bool)
     assert plain and all(torch.equal(a, b) for a, b in zip(plain, learned, strict=True))
 
 
+def test_a_gradient_that_a_hook_keeps_is_not_overwritten() -> None:
+    model, x, kept = nn.Linear(WIDTH, WIDTH), torch.ones(ROWS, WIDTH), list[Tensor]()
+    with record_step(model, torch.optim.SGD(model.parameters()), [x], CPU):
+        h = model(x)
+        parts = [factor * h for factor in (2.0, 3.0)]
+        for part in parts:
+            part.grad_fn.register_hook(lambda grads, _: kept.append(grads[0]))
+        (parts[0].sum() + parts[1].sum()).backward()
+    assert sorted(each.unique().item() for each in kept) == [2.0, 3.0]
+
+
 class Full(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         kept = x * 2
