@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.metrics import declared
@@ -179,6 +180,7 @@ def run_out(words: list[str]) -> dict[str, Any]:
     from fsdp_lab.training import train
 
     with tempfile.TemporaryDirectory() as folder:
+        torch.ones(1, requires_grad=True).sum().backward()  # reserves the addresses of autograd's threads
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 500 * 2**20, resource.RLIM_INFINITY))
         try:
