@@ -22,11 +22,11 @@ import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 from scipy.stats import spearmanr
 
+from benchmarks.keep import Keep
 from fsdp_lab.calibrate.rank import SMALL
 from fsdp_lab.calibrate.steps import trace_all
 from fsdp_lab.cpu_contention import Others
@@ -90,24 +90,6 @@ def cases(small: bool = False) -> list[Case]:
     ]
 
 
-class _LastEpoch:
-    """A reporter that keeps the metrics of the last epoch."""
-
-    metrics: dict[str, float]
-
-    def facts(self, facts: dict[str, Any]) -> None:
-        pass
-
-    def phase(self, name: str) -> None:
-        pass
-
-    def step(self, step: int) -> None:
-        pass
-
-    def epoch(self, metrics: dict[str, float], checkpoint: Path | None) -> None:
-        self.metrics = dict(metrics)
-
-
 def _rank(rank: int, folder: str, settings: list[list[str]], rounds: int) -> None:
     """Train each setting in turn, as many times, and leave the median seconds of each run's steps."""
     import torch
@@ -124,7 +106,7 @@ def _rank(rank: int, folder: str, settings: list[list[str]], rounds: int) -> Non
         begun = time.time()
         for words, times in zip(settings, seconds, strict=True):
             config = read_config(None, [*SMALL, *words])
-            last = _LastEpoch()
+            last = Keep()
             with tempfile.TemporaryDirectory() as own:
                 train(config, Path(own), last)
             times.append(last.metrics["perf/step_time_p50_s"])

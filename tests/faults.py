@@ -164,7 +164,7 @@ FAULTS = (
           "cls(sheet.num_cores, ", "cls(sheet.cores, ",
           "test_requirements.py::test_the_gpu_suite_runs_with_pytorch_and_pytest_alone", MAKE_CI),
     Fault("a step that is followed holds a third tensor for a sum of gradients", "fsdp_lab/training/memory.py",
-          "accumulates, recorder, inside(recorder)", "recorder, inside(recorder)",
+          "recorder, inside(recorder), accumulates", "recorder, inside(recorder)",
           "training/test_followed_step.py::test_gradients_are_added_up_in_place_as_in_training"),
     Fault("a gradient that another tensor has too is overwritten", "fsdp_lab/training/torch_private.py",
           "elif references in self._alone and", "elif True and",

@@ -25,7 +25,7 @@ MODULES = (
     "fsdp_lab.engine.rank", "fsdp_lab.record.trial_files",
 )  # fmt: skip
 
-# Leaves modules out that are not among those, as if they were not installed.
+# Hides all other modules, as if they were not installed.
 _HOOK = f"""
 import sys
 from importlib.machinery import PathFinder

@@ -11,10 +11,11 @@ from fsdp_lab.speed.predict import Speed
 
 GIB = 2**30
 
-# What no tensor shows, on CUDA. Assumptions: on an H200 a context with NCCL for one worker took 1.3 GiB, and the
-# workspaces 64 to 66 MiB (experiments/gpu).
+# What no tensor shows, on CUDA. Assumptions: on an H200 the context and NCCL of one worker took 1.3 GiB together, and
+# the workspaces 64 to 66 MiB (experiments/gpu).
 CONTEXT_BYTES = 600 * 2**20
-NCCL_BYTES = 512 * 2**20  # buffers of the channels of one communicator; none for a single worker
+NCCL_BYTES = 512 * 2**20  # of one communicator
+COMPRESSED = "compressed gradients"
 WORKSPACE_BYTES = 64 * 2**20  # cuBLAS and cuBLASLt, 32 MiB each on Hopper
 
 # Of 110 published steps (experiments/published) 39 were forecast to need more than this share of their GPU.
@@ -105,7 +106,8 @@ class Forecast:
         """
         if self.active_bytes is None or self.reserved_bytes is None:
             return self.needed_bytes
-        return self.needed_bytes - self.reserved_bytes + self.active_bytes
+        waiting = self.allowances.get(COMPRESSED, 0)  # for NCCL, which frees them soon
+        return self.needed_bytes - waiting - self.reserved_bytes + self.active_bytes
 
     @property
     def fits(self) -> bool | None:
@@ -175,10 +177,10 @@ def allowances(
         peak_bytes: of all tensors.
         reserved_bytes: what the allocator is forecast to take from the GPU, including `WORKSPACE_BYTES`.
         num_communicators: see `communicators`.
-        compressed_bytes: of the gradients that DDP compresses for the wire. NCCL frees a buffer up to 0.1 s after it is
-            sent: three copies are allowed for (one to two on an H200, of steps of 0.04 s).
+        compressed_bytes: of the gradients that DDP compresses for the wire. PyTorch frees what NCCL has sent when its
+            watchdog looks, every 0.1 s: two copies are allowed for, as on an H200 with steps of 0.05 s.
     """
-    compressed = {"compressed gradients": 3 * compressed_bytes} if compressed_bytes else {}
+    compressed = {COMPRESSED: 2 * compressed_bytes} if compressed_bytes else {}
     return {
         "CUDA context": CONTEXT_BYTES,
         "NCCL buffers": NCCL_BYTES * num_communicators,
@@ -189,13 +191,13 @@ def allowances(
 
 
 def communicators(config: TrialConfig, num_workers: int) -> int:
-    """Return the number of NCCL communicators of one worker; 0 for a single worker.
+    """Return the number of NCCL communicators of one worker.
 
     One for the world, two for the mesh of hybrid sharding, one for the smaller mesh of `reshard_after_forward=to_size`,
     and one of `sharding.separate_reduce_scatter_group`.
     """
     if num_workers == 1:
-        return 0
+        return 1  # its group is bound to its GPU
     sharding, reshard = config.sharding, config.reshard_after_forward
     if sharding.granularity is Granularity.ddp:
         return 1

@@ -191,7 +191,7 @@ def weigh(
     taken = allocator_peaks(profile, sharded, [WORKSPACE_BYTES], streams, expandable)
     pinned = ("input", *(("param", "grad") if config.offload.target is OffloadTarget.cpu else ()))
     peak = profile.peaks["device"]
-    compressed = peak["grad"] // 2 if not sharded and config.precision.reduce_dtype is not Dtype.float32 else 0
+    compressed = peak["param"] // 2 if not sharded and config.precision.reduce_dtype is not Dtype.float32 else 0
     return Forecast(
         True,
         num_workers,
@@ -295,7 +295,7 @@ def forecast_step(
         cuda: for GPUs: device and host apart, and the attention of a GPU. Otherwise for CPUs.
         rank: to follow.
         traced: also record the program, which is empty otherwise.
-        gpu: which, if it is for GPUs.
+        gpu: the GPU; ignored for CPUs.
 
     Raises:
         ConfigError: the configuration cannot run.

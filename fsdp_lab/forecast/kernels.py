@@ -162,9 +162,10 @@ class _ResultsOfGpu(TorchDispatchMode):
 
 
 def buffer_bytes(gpu: Gpu, func: Any, args: Sequence[Any]) -> int:
-    """Return the bytes of the buffer that an operator's kernel asks for while it runs; 0 if it asks for none, or few.
+    """Return the bytes of the buffer that an operator's kernel asks for while it runs; 0 if it needs none.
 
-    Measured on an H200 with PyTorch 2.11 and cuDNN 9.19, and equal to the byte for 79 shapes of attention.
+    Attention's is cuDNN's: `tests/forecast/attention_buffers.csv` has those that an H200 asked for, with PyTorch 2.11
+    and cuDNN 9.19. FlashAttention-2 asks for as much but for rounding. Buffers of convolutions are not known.
     """
     if func is flash_attention_backward.default:
         query, key = args[1], args[2]
@@ -181,7 +182,7 @@ def _column_sum_bytes(gpu: Gpu, matrix: Tensor, dims: Sequence[int]) -> int:
     """Return the buffer in which thread blocks leave their parts of a sum of rows, such as the gradient of a bias.
 
     As PyTorch divides it (`setReduceConfig` in ATen/native/cuda/Reduce.cuh): 512 threads a block at most, four columns
-    a thread, and 2,048 threads a multiprocessor.
+    a thread, and 2,048 threads a multiprocessor (fewer on GPUs for graphics). Only of matrices that lie row by row.
     """
     columns = matrix.shape[-1]
     if not matrix.is_contiguous() or list(dims) != list(range(matrix.dim() - 1)) or columns % 4 or columns < 4:

@@ -64,6 +64,7 @@ class _Recorder(Tracker):
         self.names, self.device = names, device
         self.over = False
         self.buffer_bytes: Callable[[Any, Any], int] | None = None  # see `record_step`
+        self.failed_at = ""  # where an operator raised an error: "backward of blocks.3"
         self.profile = Profile()
         self._phase = "forward"
         self._serials: dict[int, int] = {}
@@ -82,7 +83,12 @@ class _Recorder(Tracker):
         return self.names.innermost(self.modules_at_work())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except Exception:
+            phase, module = self.place()  # later no module is at work
+            self.failed_at = f"{phase} of {module}" if module else ""
+            raise
         if self.buffer_bytes is not None and (num_bytes := self.buffer_bytes(func, args)) and not self.over:
             storage = -1 - len(self.profile.events)
             for size in (num_bytes, 0):
@@ -99,11 +105,6 @@ class _Recorder(Tracker):
     def place(self) -> tuple[str, str]:
         """Return the phase and the innermost active module; "" outside of all modules."""
         return self._now(), self._module()
-
-    def last_place(self) -> str:
-        """Return where the last tensor of the step was made, in words: `backward of blocks.3`; "" if none was."""
-        made = (event for event in reversed(self.profile.events[self.profile.begun :]) if event.num_bytes)
-        return next((f"{event.phase} of {event.module}" for event in made if event.module), "")
 
     def _now(self) -> str:
         if self.in_backward():
@@ -194,7 +195,7 @@ def record_step(
     recorder.buffer_bytes = buffer_bytes
     try:
         accumulates = AccumulatesInPlace()
-        with tracker_hooks_removed(), SynchronousGlooMode(), accumulates, recorder, inside(recorder):
+        with tracker_hooks_removed(), SynchronousGlooMode(), recorder, inside(recorder), accumulates:
             with recorder.paused():
                 accumulates.learn(device)
             recorder.profile.begun = len(recorder.profile.events)
@@ -211,8 +212,10 @@ def record_compiled_step(
     with record_step(model, optimizer, batch, device) as before:
         pass
     recorder = AllocatorRecorder(before.profile, device)
-    with compiled_code_runs(), SynchronousGlooMode(), recorder.following(model):
-        yield recorder
+    with compiled_code_runs(), SynchronousGlooMode(), AccumulatesInPlace() as accumulates:
+        accumulates.learn(device)
+        with recorder.following(model):
+            yield recorder
 
 
 class MemoryProfiler:
@@ -245,7 +248,7 @@ class MemoryProfiler:
         self._cuda = ranks.device.type == "cuda"
         self._measured: dict[str, float] = {}  # by the allocator; again only after a step, which takes workspaces anew
         self._steps_since = 0
-        self.failed_at = ""  # where a step that was followed raised an error, see `_Recorder.last_place`
+        self.failed_at = ""  # where an operator of a step that was followed failed, in words
         if self.detail is not Detail.off:
             start_clean(ranks.device)
 
@@ -268,7 +271,7 @@ class MemoryProfiler:
                 try:
                     yield
                 except Exception:
-                    self.failed_at = recorder.last_place() if isinstance(recorder, _Recorder) else ""
+                    self.failed_at = recorder.failed_at if isinstance(recorder, _Recorder) else ""
                     raise
         finally:
             if recorder is not None:

@@ -191,7 +191,7 @@ class AccumulatesInPlace(TorchDispatchMode):
         self._seen: list[tuple[int, int]] | None = None
 
     def learn(self, device: torch.device) -> None:
-        """Learn to tell a gradient that only the engine holds; called once all modes are entered."""
+        """Learn to recognize a gradient that only the engine holds; called once all modes are entered."""
         self._alone = self._counts(lambda x: x * 2 + x * 3, device) - self._counts(lambda x: x + x * 3, device)
 
     def _counts(self, function: Callable[[Tensor], Tensor], device: torch.device) -> set[tuple[int, int]]:
@@ -208,7 +208,7 @@ class AccumulatesInPlace(TorchDispatchMode):
             references = first._use_count(), sys.getrefcount(first)  # in C++, and in Python, such as a hook's
             if self._seen is not None:
                 self._seen.append(references)
-            elif references in self._alone and _is_plain(second) and _has_storage_alone(first):
+            elif references in self._alone and _alike(first, second) and _has_storage_alone(first):
                 return first.add_(second)
         return func(*args, **(kwargs or {}))
 
@@ -218,19 +218,24 @@ def _is_plain(tensor: Tensor) -> bool:
     return (type(tensor) is Tensor or isinstance(tensor, FakeTensor)) and tensor.layout is torch.strided
 
 
+def _alike(first: Tensor, second: Tensor) -> bool:
+    return _is_plain(first) and _is_plain(second) and first.shape == second.shape and first.dtype is second.dtype
+
+
 def _has_storage_alone(tensor: Tensor) -> bool:
-    """Return whether a plain tensor fills its storage, and no other tensor has that."""
-    if not _is_plain(tensor):
-        return False
+    """Return whether a tensor fills its storage, and no other tensor has that."""
     storage = tensor.untyped_storage()
     holders = torch._C._storage_Use_Count(storage._cdata) - 1  # without the one that is asked
     return holders == 1 and storage.nbytes() == tensor.numel() * tensor.element_size()
 
 
+_TORCH = str(Path(torch.__file__).parent)  # which wraps the methods of modes
+
+
 def _of_the_engine() -> bool:
     """Return whether the autograd engine itself calls an operator, and not a function in Python."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name in ("__torch_dispatch__", "run", "__call__", "_fn", "inner"):
+    frame: FrameType | None = sys._getframe(2)
+    while frame and frame.f_code.co_name in ("_fn", "inner") and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 

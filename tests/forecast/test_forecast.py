@@ -142,13 +142,23 @@ def test_what_is_allowed_for_is_named():
     assert set(forecast(config("model=mlp"), 8, cuda=True).allowances) == {
         "CUDA context", "NCCL buffers", "kernel workspaces", "fragmentation",
     }  # fmt: skip
-    assert forecast(config("model=mlp"), 1, cuda=True).allowances["NCCL buffers"] == 0
+    assert forecast(config("model=mlp"), 1, cuda=True).allowances["NCCL buffers"] == NCCL_BYTES
+
+
+def test_compressed_gradients_are_allowed_for_and_no_reason_to_skip():
+    """DDP's, of 16 bits, twice; and a GPU that is full does without the copy that NCCL still holds."""
+    narrow = forecast(config("model=mlp", "sharding=ddp", "precision=bf16"), 2, cuda=True)
+    assert narrow.allowances["compressed gradients"] == narrow.num_params[0] * 2 * 2
+    held = narrow.peak_bytes + sum(narrow.allowances.values()) - narrow.reserved_bytes + narrow.active_bytes
+    assert narrow.least_bytes == held - narrow.allowances["compressed gradients"]
+    for words in (["sharding=ddp"], ["precision=bf16"]):
+        assert "compressed gradients" not in forecast(config("model=mlp", *words), 2, cuda=True).allowances
 
 
 @pytest.mark.parametrize(
     ("workers", "words", "expected"),
     [
-        (1, [], 0),
+        (1, [], 1),
         (8, [], 1),
         (8, ["sharding=ddp"], 1),
         (8, ["sharding.dp_replicate=2"], 3),

@@ -107,7 +107,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report: Any = yield
     if item.path.parent == Path(__file__).parent and (report.when == "call" or not report.passed):
         why = report.longrepr[2] if report.skipped else str(call.excinfo.value).strip()[:4000] if call.excinfo else ""
-        figures = {name: value for name, value in item.user_properties if not callable(value)}
+        figures = dict(item.user_properties)
         check = item.nodeid.rpartition("/")[2]
         row = {"check": check, "outcome": report.outcome, "seconds": round(report.duration, 1), "figures": figures}
         item.config.stash[ROWS].append({**row, **({"why": why} if why else {})})
@@ -166,7 +166,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def forecasts(request: pytest.FixtureRequest, machine: Machine) -> Any:
     """Started before the first test, if one needs them."""
-    from tests.gpu.test_memory import Forecasts, settings_of
+    from tests.gpu.test_memory import Forecasts
 
     wanted = any("forecasts" in getattr(item, "fixturenames", ()) for item in request.session.items)
-    return Forecasts(machine, settings_of(machine)) if wanted else None
+    return Forecasts(machine) if wanted else None

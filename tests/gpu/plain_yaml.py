@@ -13,6 +13,7 @@ from typing import Any
 
 FILE = Path(__file__).parent / "conf.json"
 CONF = Path(__file__).resolve().parents[2] / "conf"
+GROUPS = ("sharding", "precision", "offload", "reshard_after_forward", "model", "data", "task", "optimizer", "device")
 
 
 class YAMLError(ValueError):
@@ -23,7 +24,9 @@ def read_conf() -> dict[str, Any]:
     """Return the content of each option and data sheet, by its path in `conf/`."""
     import yaml
 
-    files = sorted(file for file in CONF.glob("*/*.yaml") if file.parent.name != "experiment")
+    files = sorted(
+        file for group in GROUPS for file in (CONF / group).glob("*.yaml") if not file.stem.startswith("hf_")
+    )
     return {str(file.relative_to(CONF)): yaml.safe_load(file.read_text()) for file in files}
 
 
@@ -44,4 +47,5 @@ def safe_load(text: str) -> Any:
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(read_conf(), indent=1) + "\n")
+    lines = (f"{json.dumps(path)}: {json.dumps(content)}" for path, content in read_conf().items())
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -62,14 +62,16 @@ class Ranks:
     def _all(self, calls: list[tuple[Any, ...]], seconds: float) -> list[Any]:
         begun = time.monotonic()
         futures = [pool.submit(*call) for pool, call in zip(self._pools, calls, strict=True)]
-        if failed := [each for each in wait(futures, seconds, FIRST_EXCEPTION).done if each.exception()]:
+        failed = any(each.exception() for each in wait(futures, seconds, FIRST_EXCEPTION).done)
+        took = time.monotonic() - begun
+        if failed:
             wait(futures, _GRACE_S)
         late = [rank for rank, future in enumerate(futures) if not future.done()]
         if not failed and not late:
             return [future.result() for future in futures]
         errors = {rank: future.exception() for rank, future in enumerate(futures) if future.done()}
         error = RankError("\n".join(f"rank {rank}: {each}" for rank, each in errors.items() if each) or f"{late} hang")
-        error.seconds = time.monotonic() - begun
+        error.seconds = took
         # Alone, a rank that raised an error goes on, unless the GPU's context is of no more use.
         if self.count > 1 or late or "CUDA error" in str(error) or "terminated" in str(error):
             self.end()
