@@ -18,11 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torchvision
+
+try:
+    import torch
+    import torchvision
+except ImportError as error:
+    pytest.exit(
+        f"{error}: name a Python with torch, torchvision and pytest, as in make test-gpu PYTHON=.venv/bin/python"
+    )
 
 from tests.gpu.ranks import Ranks
 
+_LATE = "no time left: --limit"
 ROWS = pytest.StashKey[list[dict[str, Any]]]()
 
 
@@ -68,7 +75,7 @@ def begun() -> float:
 @pytest.fixture(autouse=True)
 def in_time(request: pytest.FixtureRequest, begun: float) -> None:
     if time.monotonic() - begun > request.config.getoption("--limit", 360.0):
-        pytest.skip("no time left: --limit")
+        pytest.skip(_LATE)
 
 
 @pytest.fixture(scope="session")
@@ -147,14 +154,21 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     about = describe(machine_of(config))
     terminalreporter.section(" ".join(f"{name}={value}" for name, value in about.items()))
     for row in rows:
-        shown = [f"{name}={_short(value)}" for name, value in row["figures"].items()]
+        part, _, name = row["check"].removeprefix("test_").partition(".py::")
+        shown = [f"{name}={_short(value)}" for name, value in row["figures"].items() if value not in ("", None)]
         if row["outcome"] != "passed":
             shown.append(row["why"].partition("\n")[0][:200])
-        terminalreporter.write_line(f"{row['outcome']:7} {row['seconds']:6.1f} s  {row['check']}  {' '.join(shown)}")
+        setting = name.partition("[")[2].rpartition("]")[0] or name.removeprefix("test_").replace("_", " ")
+        terminalreporter.write_line(f"{row['outcome']:7} {row['seconds']:6.1f} s  {part}: {setting}  {' '.join(shown)}")
+    late = sum(_LATE in row.get("why", "") for row in rows)
+    counts = [f"{sum(row['outcome'] == how for row in rows)} {how}" for how in ("passed", "failed")]
+    terminalreporter.write_line(f"{', '.join(counts)}, {late} not measured: --limit")
 
 
 def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if value.is_integer() else f"{value:.4g}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
