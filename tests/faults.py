@@ -223,7 +223,7 @@ FAULTS = (
           "sweep_in(folder)[1].id == sweep_id", "sweep_in(folder)[1].id",
           "report/test_command.py::test_a_tag_that_names_another_folder_is_not_followed", MAKE_CI),
     Fault("a folder's override runs code", "fsdp_lab/sweep/store/trust.py",
-          "    if key not in _trial_keys() and not _USERS_KEY.fullmatch(key):", "    if not key:",
+          "not in known and not _USERS_KEY.fullmatch(key)", "is None",
           "sweep/test_trust.py"),
     Fault("a finished trial runs again", "fsdp_lab/record/trial_files.py",
           "    if not missing:\n        return outcome", "    if not missing:\n        return None",

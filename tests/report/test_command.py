@@ -172,7 +172,7 @@ def test_a_tag_that_names_another_folder_is_not_followed(
     (others[1] / "trials.jsonl").unlink()
     others[2].chmod(0o777)
     if os.geteuid() == 0:
-        os.chown(others[3] / "sweep.json", 54321, 54321)
+        os.chown(others[3], 54321, 54321)
     else:
         others.pop()
     monkeypatch.chdir(tmp_path)

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.config import ConfigError, SweepConfig, conf_dir
+from fsdp_lab.config import ConfigError, SweepConfig
+from fsdp_lab.config.key_value_args import key_of
+from fsdp_lab.config.options import CODE_KEYS
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder
 from fsdp_lab.record.trial_files import Outcome, append_line, write_outcome
@@ -36,61 +38,28 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a 
 
 # What people type for sweeps.
 TYPED = (
-        "optimizer.lr=1e-3,1e-2", "+optimizer.lr=0.1", "++optimizer.lr=0.1", "~experiment", "sharding=root,ddp",
-        "sharding=choice(root,'ddp')", "+experiment=zero2_zero3", "sharding=glob(*)", "hydra.sweep.dir='a b/c'",
-        "hydra.run.dir=out", "hydra.sweep.subdir=${hydra.job.num}", "hydra.sweeper.params.sharding=null",
-        "hydra.sweeper.params.optimizer.lr=1e-3,1e-2", "training.global_batch_size=${per_worker:8}",
-        "optimizer.lr='tag(log,interval(1e-4,1e-2))'", "data.root=${data.name}", "hydra.sweep.dir=o/${now:%Y-%m}",
-        "objective=[memory/peak_bytes:min,val/loss:min]", "data.root=../data",
-        "cluster.job.nodes=2", "tracking.experiment=${oc.env:USER}", "tracking.uri=http://host:5000",
+    "optimizer.lr=1e-3,1e-2", "+optimizer.lr=0.1", "++optimizer.lr=0.1", "~experiment", "sharding=root,ddp",
+    "sharding=choice(root,'ddp')", "+experiment=zero2_zero3", "sharding=glob(*)", "hydra.sweep.dir='a b/c'",
+    "hydra.run.dir=out", "hydra.sweep.subdir=${hydra.job.num}", "hydra.sweeper.params.sharding=null",
+    "hydra.sweeper.params.optimizer.lr=1e-3,1e-2", "training.global_batch_size=${per_worker:8}",
+    "objective=[memory/peak_bytes:min,val/loss:min]", "tracking.uri=http://host:5000", "model._target_=mine.Net",
+    "model.head={_target_:mine.Head}", "task.loss=mine.loss,mine.other", "hydra.sweeper.params.task.loss=mine.loss",
 )  # fmt: skip
-# What could run code, or read what is not the sweep's, with the rule against it.
-HOSTILE: tuple[tuple[str, str], ...] = (
-        ("--experimental-rerun=x.pickle", "only keys of a trial"),
-        ("--config-dir=.", "only keys of a trial"),
-        ("-cd", "only keys of a trial"),
-        ("+hydra.callbacks.x._target_=psutil.Popen", "only keys of a trial"),
-        ("hydra.sweeper._target_=os.system", "only keys of a trial"),
-        ("hydra/launcher=x", "only keys of a trial"),
-        ("hydra.searchpath=[file:///tmp]", "only keys of a trial"),
-        ("hydra.sweeper.params={}", "only keys of a trial"),
-        ("hydra.sweeper.params.hydra.callbacks.x._target_=os.system", "only keys of a trial"),
-        ("hydra.sweeper.params.experiment=../../evil", "may only name options of "),
-        ("experiment=../../evil", "may only name options of "),
-        ("+experiment=/tmp/evil", "may only name options of "),
-        ("sharding=choice(root,${oc.env:HOME})", "may only name options of "),
-        ("sharding={_target_:os.system}", "may only name options of "),
-        ("sharding@hydra.callbacks=root", "only keys of a trial"),
-        ("cluster.job.sbatch=[output:/home/me/.bashrc]", "only keys of a trial"),
-        ("trust=true", "only keys of a trial"),
-        ("resume_anyway=true", "only keys of a trial"),
-        ("resume_failed=true", "only keys of a trial"),
-        ("offload._target_=mine.Net", "only keys of a trial"),
-        (" hydra.run.dir=x", "only keys of a trial"),
-        ("data.root=${oc.decode:x}", "a file may interpolate only keys"),
-        ("data.root=${${x}:y}", "a file may interpolate only keys"),
-        ("data.root=${ my.own:y}", "a file may interpolate only keys"),
-        (r"data.root=$\{oc.decode\:x\}", "a file may interpolate only keys"),
-        ("optimizer.lr=${now:%Y},${oc.dict.keys:x}", "a file may interpolate only keys"),
+# What could run code before any trial, or speak for the user.
+HOSTILE = (
+    "--experimental-rerun=x.pickle", "--config-dir=.", "-cd", "+hydra.callbacks.x._target_=psutil.Popen",
+    "hydra.sweeper._target_=os.system", "hydra/launcher=x", "hydra.searchpath=[file:///tmp]",
+    "hydra.sweeper.params={}", "hydra.sweeper.params.hydra.callbacks.x._target_=os.system",
+    "sharding@hydra.callbacks=root", "model@hydra.callbacks=root", "offload._target_=mine.Net", " hydra.run.dir=x",
+    "trust=true", "resume_anyway=true", "resume_failed=true",
 )  # fmt: skip
 
 
-def test_a_file_may_hold_what_is_typed_for_sweeps_and_nothing_that_could_run_code():
-    assert [word for word in TYPED if trust.why_refused(word)] == []
-    found = {word: str(trust.why_refused(word)) for word, _ in HOSTILE}
-    assert [found[word] for word, rule in HOSTILE if rule not in found[word]] == []
-
-
-def test_code_that_a_folder_names_runs_and_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    words = ["model._target_=mine.Net", "model.head={_target_:mine.Head}", "task.loss=mine.loss,mine.other"]
-    for word in (*words, "hydra.sweeper.params.task.loss=mine.loss"):
-        assert trust.why_refused(word) is None
-    of_trials = ["model.depth=3", "task.loss=mine.loss", words[0], "task.loss=mine.third"]
-    trust.print_code([*words, *of_trials], tmp_path)
-    shown = ", ".join([*words[:2], *(f"task.loss=mine.{name}" for name in ("loss", "other", "third"))])
-    assert capsys.readouterr().out == f"runs your code, which {tmp_path} names: {shown}\n"
-    trust.print_code(["model.depth=3"], tmp_path)
-    assert capsys.readouterr().out == ""
+def test_a_file_sets_keys_of_trials_and_no_others(tmp_path: Path):
+    trust.check_keys(TYPED, tmp_path / "sweep.json")
+    for word in HOSTILE:
+        with pytest.raises(ConfigError, match="no key of a trial"):
+            trust.check_keys([word], tmp_path / "sweep.json")
 
 
 @pytest.fixture
@@ -138,14 +107,11 @@ def test_a_resume_runs_no_code_that_the_folder_names(lay_sweep, tmp_path: Path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment/evil.yaml").write_text(evil)
     (tmp_path / "job.pickle").write_bytes(pickle.dumps(_Pickled(made)))
-    path = os.path.relpath(tmp_path / "experiment/evil", conf_dir() / "experiment")
     words = (
         [f"--experimental-rerun={tmp_path}/job.pickle"],
         ["+hydra.callbacks.x._target_=os.mkdir", f"+hydra.callbacks.x.path={made}"],
         ["hydra.sweeper._target_=os.mkdir", f"+hydra.sweeper.path={made}"],
-        [f"experiment={path}"],
         [f"--config-dir={tmp_path}", "experiment=evil"],
-        [f"hydra.sweeper.params.experiment={path}"],
     )
     of_trial = "+hydra.callbacks.x._target_=os.mkdir"
     for of_sweep in (*words, []):
@@ -153,9 +119,9 @@ def test_a_resume_runs_no_code_that_the_folder_names(lay_sweep, tmp_path: Path):
         done = run_cli(tmp_path, "resume=out")
         assert not made.exists()
         assert done.returncode == 2, done.stdout + done.stderr
-        held = f"sweep.json holds {of_sweep[0]}" if of_sweep else f"trials.jsonl holds {of_trial}"
-        assert f"resume={folder}: {held}" in done.stderr and "add it to the command after resume=...:" in done.stderr
-        assert "Traceback" not in done.stderr
+        file, (word, *_) = ("sweep.json", of_sweep) if of_sweep else ("trials.jsonl", [of_trial])
+        assert f"resume={folder}: {file} holds {key_of(word)}, which is no key of a trial" in done.stderr
+        assert "add it to the command after resume=...:" in done.stderr and "Traceback" not in done.stderr
         shutil.rmtree(folder)
 
 
@@ -169,25 +135,23 @@ def test_a_word_that_is_typed_again_is_taken(lay_sweep, tmp_path: Path):
 
 
 @needs_root
-def test_what_another_user_wrote_is_refused_unless_trusted(lay_sweep, tmp_path: Path):
-    folder = lay_sweep()
-    (folder / "0/checkpoints").mkdir()
-    for what in (".", "sweep.json", "trials.jsonl", "0/.hydra/config.yaml", "0/checkpoints"):
-        os.chown(folder / what, SOMEBODY, SOMEBODY)
-        for done, key in ((run_cli(tmp_path, "resume=out"), "resume"), (report(tmp_path, "sweep=out"), "sweep")):
-            assert done.returncode == 2, done.stdout + done.stderr
-            assert f"{key}={folder}: {folder / what} belongs to user {SOMEBODY}" in done.stderr
-            assert "trust=true" in done.stderr and "Traceback" not in done.stderr
-        os.chown(folder / what, 0, 0)
-    (tmp_path / "else" / "checkpoints").mkdir(parents=True)
-    lines = (folder / "trials.jsonl").read_text()
-    (folder / "trials.jsonl").write_text(json.dumps({"overrides": [], "folder": "../else", "number": 0}) + "\n")
-    os.chown(tmp_path / "else" / "checkpoints", SOMEBODY, SOMEBODY)
-    elsewhere = run_cli(tmp_path, "resume=out")
-    assert elsewhere.returncode == 2 and f"else/checkpoints belongs to user {SOMEBODY}" in elsewhere.stderr
-    (folder / "trials.jsonl").write_text(lines)
-    assert "trust=yes" in run_cli(tmp_path, "resume=out", "trust=yes").stderr
+def test_another_users_folder_runs_no_code_unless_trusted(lay_sweep, tmp_path: Path):
+    (tmp_path / "theirs.py").write_text(f"import os\n\nos.mkdir({str(tmp_path / 'made')!r})\nloss = Net = print\n")
+    naming_code = [f"{key}=theirs.loss" for key in ("model._target_", *CODE_KEYS)]
+    folder = lay_sweep(naming_code, naming_code)
     os.chown(folder, SOMEBODY, SOMEBODY)
+    for done, key in ((run_cli(tmp_path, "resume=out"), "resume"), (report(tmp_path, "sweep=out"), "sweep")):
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert f"{key}={folder}: {folder} belongs to user {SOMEBODY}" in done.stderr
+        assert "trust=true" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "made").exists()
+    assert "trust=yes" in run_cli(tmp_path, "resume=out", "trust=yes").stderr
+    assert [word for word in naming_code if word not in resume_arguments([f"resume={folder}", "trust=true"])] == []
+
+
+@needs_root
+def test_another_users_folder_resumes_if_trusted(lay_sweep, tmp_path: Path):
+    os.chown(lay_sweep(), SOMEBODY, SOMEBODY)
     done = run_cli(tmp_path, "resume=out", "trust=true")
     assert done.returncode == 0 and "nothing is left to do" in done.stdout, done.stdout + done.stderr
 
@@ -198,7 +162,7 @@ def test_trust_is_no_word_of_a_file(lay_sweep, tmp_path: Path):
     os.chown(folder, SOMEBODY, SOMEBODY)
     assert "belongs to user" in run_cli(tmp_path, "resume=out").stderr
     os.chown(folder, 0, 0)
-    assert "sweep.json holds trust=true" in run_cli(tmp_path, "resume=out").stderr
+    assert "sweep.json holds trust," in run_cli(tmp_path, "resume=out").stderr
 
 
 @pytest.mark.parametrize("multirun", [True, False])
@@ -213,17 +177,16 @@ def test_what_another_user_wrote_on_the_shared_disk_is_refused(multirun: bool, t
     (shared,) = (tmp_path / "disk").iterdir()
     assert stat.S_IMODE(shared.stat().st_mode) == 0o700
     assert trust.why_foreign(tmp_path / "out") is None
-    (inner := shared / "0" / "checkpoints" if multirun else shared / "checkpoints").mkdir()
-    os.chown(inner, SOMEBODY, SOMEBODY)
-    assert f"{inner} belongs to user {SOMEBODY}" == trust.why_foreign(tmp_path / "out")
+    where = shared / "0" if multirun else shared
+    os.chown(where, SOMEBODY, SOMEBODY)
+    assert trust.why_foreign(tmp_path / "out") == f"{where} belongs to user {SOMEBODY}"
 
 
-@needs_root
 @pytest.mark.parametrize("multirun", [True, False])
 def test_a_relative_path_to_the_shared_disk_is_meant_where_the_sweep_was_started(
     multirun: bool, tmp_path: Path, compose_trial, monkeypatch: pytest.MonkeyPatch
 ):
-    """From elsewhere, nobody looked whose the folder there was, and a report found no results."""
+    """From elsewhere, a report found no results."""
     monkeypatch.chdir(tmp_path)
     words = [STORE, "cluster.storage_path=disk"]
     trial = compose_trial(words, 0)
@@ -237,23 +200,14 @@ def test_a_relative_path_to_the_shared_disk_is_meant_where_the_sweep_was_started
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert sweep_in(tmp_path / "out")[0].statuses == [TrialStatus.finished]
-    os.chown(shared / ("0/outcome.json" if multirun else "outcome.json"), SOMEBODY, SOMEBODY)
-    for damage in ("", "\udcff"):  # a line that cannot be read hides no other
-        with (tmp_path / "out/trials.jsonl").open("a", errors="surrogateescape") as lines:
-            lines.write(damage)
-        assert f"outcome.json belongs to user {SOMEBODY}" in str(trust.why_foreign(tmp_path / "out"))
 
 
 def test_what_others_can_write_into_is_foreign(tmp_path: Path):
-    folder, file = tmp_path / "out", tmp_path / "out/0/x"
-    (folder / "0").mkdir(parents=True)
-    file.write_text("")
-    file.chmod(0o666)
-    folder.chmod(0o755)
-    assert trust.why_foreign(folder) is None, "an umask that lets others write files lets them write code, too"
+    tmp_path.chmod(0o755)
+    assert trust.why_foreign(tmp_path) is None
     for mode in (0o775, 0o777, 0o702):
-        folder.chmod(mode)
-        assert trust.why_foreign(folder) == f"others can write into {folder} (`chmod go-w` prevents it)"
+        tmp_path.chmod(mode)
+        assert trust.why_foreign(tmp_path) == f"others can write into {tmp_path} (`chmod go-w` prevents it)"
 
 
 @pytest.fixture
@@ -300,16 +254,6 @@ def test_a_report_sends_the_token_to_no_address_of_somebody_elses_folder(
     os.chown(folder, 0, 0)
     assert report(tmp_path, "sweep=out").returncode == 0
     assert "Bearer secret-token" in heard, "the folder is our own"
-
-
-def test_a_typed_word_lets_no_other_word_of_a_trial_through(lay_sweep):
-    """The record holds the typed word too, which then replaces none: the trial's own word was composed."""
-    hostile = "tracking.experiment=${oc.decode:x}"
-    folder = lay_sweep(["tracking.experiment=mine"], trial_words=[hostile])
-    for typed in ([], ["tracking.experiment=mine"]):
-        with pytest.raises(ConfigError, match=r"trials\.jsonl holds tracking\.experiment=.*may interpolate only"):
-            resume_arguments([f"resume={folder}", *typed])
-    assert "tracking.experiment=yours" in resume_arguments([f"resume={folder}", "tracking.experiment=yours"])
 
 
 @needs_root

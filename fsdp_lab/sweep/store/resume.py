@@ -8,8 +8,6 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
 from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import SweepConfig, UserError, to_dict
 from fsdp_lab.config.key_value_args import key_of
@@ -19,12 +17,12 @@ from fsdp_lab.record.paths import copy_of, storage
 from fsdp_lab.record.reasons import why_timing_is_excluded
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trial_files import read_any_facts, read_forecast, read_metrics, read_whole_outcome
-from fsdp_lab.record.trials_jsonl import read_trials
+from fsdp_lab.record.trials_jsonl import lines_of
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.grid import fixed_words, with_overrides
+from fsdp_lab.sweep.grid import with_overrides
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers
-from fsdp_lab.sweep.store.trust import check_words, find_trusted, print_code, read_trust
+from fsdp_lab.sweep.store.trust import check_keys, find_trusted, read_trust
 from fsdp_lab.wording import count
 
 _MEASURED = (TrialStatus.finished, TrialStatus.stopped)
@@ -46,7 +44,9 @@ def resume_arguments(arguments: Sequence[str]) -> list[str]:
     record = read_start(folder)
     if own:
         _check_place(record, folder)
-    _check_words(record, folder, typed)
+    replaced = {key_of(word) for word in typed}
+    check_keys([word for word in record.arguments if key_of(word) not in replaced], folder / "sweep.json")
+    check_keys([word for line in lines_of(folder) for word in line["overrides"]], folder / "trials.jsonl")
     place = "hydra.sweep.dir" if record.multirun else "hydra.run.dir"
     # Hydra writes the config of a single trial before it calls us: the one that is there is to be compared.
     quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
@@ -68,23 +68,6 @@ def _check_place(record: SweepStart, folder: Path) -> None:
         f"resume={folder}: the sweep was started in {there}, where its relative paths belong; resume it there, after "
         f"cd {shlex.quote(there)}"
     )
-
-
-def _check_words(record: SweepStart, folder: Path, typed: Sequence[str]) -> None:
-    """Check the overrides that Hydra will get from the folder, except those replaced by overrides typed now.
-
-    One that was typed as the record has it replaces no trial's override, and allows only the same one.
-    """
-    keys = {key_of(word) for word in typed}
-    left = [word for word in record.arguments if key_of(word) not in keys]
-    check_words(left, folder / "sweep.json")
-    again = [word for word in typed if word in record.arguments and not word.startswith("-")]
-    same = fixed_words(OverridesParser.create(), {}, again)
-    replaced = keys - {key_of(word) for word in again}
-    trials = read_trials(folder, record.num_trials) if record.multirun else []
-    held = [word for words, _ in trials for word in words if key_of(word) not in replaced]
-    check_words([word for word in held if word not in same], folder / "trials.jsonl")
-    print_code([*left, *held], folder)
 
 
 def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -> list[TrialState]:
