@@ -82,7 +82,7 @@ def information(arguments: Sequence[str]) -> str | None:
         ConfigError: no key contains the part.
     """
     if arguments[:1] == ["doctor"]:
-        from fsdp_lab.doctor.__main__ import main as examine
+        from fsdp_lab.doctor import main as examine
 
         sys.exit(examine(arguments[1:]))
     if "--version" in arguments:

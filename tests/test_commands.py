@@ -60,7 +60,7 @@ RUN = {
     "make sweep": f"{HERE}::test_make_sweep_types_what_the_page_says",
     'eval "$(fsdp-lab -sc install=bash)"': _COMPLETION,
     "fsdp-lab sharding=<Tab>": _COMPLETION,
-    "python -m fsdp_lab doctor": "tests/doctor/test_doctor.py::test_the_command_has_the_status_of_what_it_found",
+    "python -m fsdp_lab doctor": "tests/test_doctor.py::test_the_command_has_the_status_of_what_it_found",
     "python -m fsdp_lab --keys": _PRINTED,
     "python -m fsdp_lab --keys cluster": _PRINTED,
     "python -m fsdp_lab --cfg job": _PRINTED,

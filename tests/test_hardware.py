@@ -19,6 +19,7 @@ from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.forecast.devices import gpu_memory
 from fsdp_lab.hardware import default_cpus_per_worker, default_loader_workers, driver, gpus, num_gpus, worker_cpus
 from fsdp_lab.limits import Limits
+from tests.cgroups import enter, group
 from tests.conftest import ROOT
 from tests.nvml import use, variables
 from tests.ranks import config
@@ -240,10 +241,9 @@ from fsdp_lab import hardware
 def CDLL(name): raise OSError(name)
 pynvml.CDLL = CDLL
 from fsdp_lab.config.machine import check_driver, default_num_workers
-from fsdp_lab.doctor.libraries import check_gpus
 from fsdp_lab.engine.rank import check_gpu
 check_driver()
-print(hardware.is_rocm(), default_num_workers(), hardware.gpus(), check_gpus().observation, sep="\\n")
+print(hardware.is_rocm(), default_num_workers(), hardware.gpus(), sep="\\n")
 assert "torch" not in sys.modules
 """
 
@@ -265,10 +265,9 @@ def test_gpus_of_amd_are_counted_by_a_pytorch_for_rocm(tmp_path: Path):
     (torch / "version.py").write_text(
         "__version__ = '2.15.0+rocm7.2'\ncuda: Optional[str] = None\nhip: str = '7.2.1'\n"
     )
-    rocm, workers, found, observation = _count(tmp_path, ASKED=str(asked))
+    rocm, workers, found = _count(tmp_path, ASKED=str(asked))
     assert (rocm, workers) == ("True", "3")
     assert found.count("AMD Instinct MI300X") == 3 and found.count("memory_bytes=206158430208") == 3
-    assert observation.startswith("3 × AMD Instinct MI300X, 192") and observation.endswith("built for ROCm")
     assert asked.read_text() == "imported\n", "once, in a process of its own"
     assert _count(tmp_path, ASKED=str(asked), HIP_VISIBLE_DEVICES="1")[1] == "1"
     (torch / "__init__.py").write_text("raise ImportError('libamdhip64.so')")
@@ -340,6 +339,23 @@ def test_float8_without_torchao_says_how_to_install_it(fake_nvml: FakeNvml, monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"precision=float8 needs torchao.*pip install 'fsdp_lab\[float8\]'"):
         check_float8(config("precision=float8"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root: control groups")
+@pytest.mark.parametrize(
+    ("controller", "limit", "asked", "answer"),
+    [
+        ("cpu", {"cfs_quota_us": 100_000}, "num_cpus", 1),
+        ("memory", {"limit_in_bytes": 512 * 2**20}, "host_memory", 512 * 2**20),
+    ],
+)
+def test_cores_and_memory_are_those_of_the_control_group(
+    controller: str, limit: dict[str, int], asked: str, answer: int
+):
+    command = [sys.executable, "-c", f"from fsdp_lab import hardware; print(hardware.{asked}())"]
+    with group(controller, **limit) as folder:
+        printed = subprocess.check_output(command, cwd=ROOT, preexec_fn=lambda: enter(folder), timeout=60)
+    assert int(printed) == answer
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(None, 8), (0.5, 1), (1.5, 1), (4.0, 4), (64.0, 8)])

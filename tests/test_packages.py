@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "config.machine": {"config", "hardware", "limits"},
     "reference": {"config"},
     "api": {"config", "explain", "forecast", "report", "sweep", "terminal"},
-    "doctor": {"hardware", "limits", "config", "tracking"},
+    "doctor": {"hardware", "config", "tracking"},
     "files": set(),
     "locks": {"config"},
     "private": set(),
