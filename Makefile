@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 SWEEP ?= -m sharding=root,per_block precision=fp32 offload=none reshard_after_forward=always,never
 
-.PHONY: sweep help test ci test-ci test-cluster test-all test-gpu screenshots lint format docs docs-serve ui bench bench-speed published forecast wheel clean
+.PHONY: sweep help test ci test-ci test-cluster test-all test-gpu screenshots lint format docs docs-serve ui bench published forecast wheel clean
 
 sweep: $(VENV)/.installed   ## the sweep of the README: sharding x reshard_after_forward on the bundled digits
 	$(PY) -m fsdp_lab $(SWEEP)
@@ -97,9 +97,6 @@ bench: $(VENV)/.installed   ## sweep and trial against bare scripts; 500 pretend
 	$(PY) -m benchmarks.auto_repeat
 	$(PY) -m benchmarks.throughput
 	$(PY) -m benchmarks.scale slots
-
-bench-speed: $(VENV)/.installed  ## predicted against measured steps of 48 settings on this CPU, calibration included: a quarter of an hour
-	$(PY) -m benchmarks.speed $(ARGS)
 
 published: $(VENV)/.installed  ## forecasts of time and memory against every published step at hand: 80 minutes of one core
 	$(PY) -m benchmarks.published $(ARGS)

@@ -3,49 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from types import TracebackType
 
 import psutil
 
 from fsdp_lab.hardware import WORKER_CPUS
 
-_EVERY_S = 1.0
 _IDLE = ("idle", "iowait", "guest", "guest_nice")  # a guest's time is within user's already
-
-
-class Others:
-    """Watches the CPU use of other processes inside a context.
-
-    Processes of ours that live for less than a second count as others'.
-
-    Attributes:
-        share: the share of all cores' time, 0 to 1, of processes that do not descend from this one, or that a
-            hypervisor took.
-    """
-
-    def __init__(self) -> None:
-        self.share = 0.0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="others", daemon=True)
-
-    def __enter__(self) -> Others:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
-        self._thread.join(2 * _EVERY_S)
-
-    def _watch(self) -> None:
-        window = Window(psutil.Process())
-        while not self._over.wait(_EVERY_S):
-            self.share = window.share()
 
 
 class Window:

@@ -10,13 +10,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -267,15 +265,6 @@ def num_cpus() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = read_limits().cpus
     return cores if quota is None else max(1, min(cores, int(quota)))
-
-
-def cpu_name() -> str:
-    """Return the processor's name and the cores that this process may use, such as `AMD EPYC 9654, 2 cores`."""
-    name = platform.processor() or platform.machine()
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    return f"{name or 'CPU'}, {num_cpus()} core{'s' if num_cpus() > 1 else ''}"
 
 
 def host_memory() -> int:

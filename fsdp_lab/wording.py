@@ -50,8 +50,3 @@ def four_digits(value: float) -> str:
     """
     rounded = f"{value:.4g}"
     return f"{float(rounded):,.0f}" if abs(value) >= 999.95 else rounded
-
-
-def short_time(seconds: float) -> str:
-    """Return a time of less than a second with three digits: `2.65 ms`, `38.1 us`."""
-    return f"{significant(seconds * 1e3)} ms" if seconds >= 0.9995e-3 else f"{significant(seconds * 1e6)} us"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_lab.wording import count, duration, four_digits, short_time, significant, time_left
+from fsdp_lab.wording import count, duration, four_digits, significant, time_left
 
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0 trials"), (1, "1 trial"), (2, "2 trials"), (1254, "1,254 trials")])
@@ -40,8 +40,3 @@ def test_the_time_left_is_as_long_as_what_is_done_has_taken():
 )
 def test_large_figures_have_no_exponent(value: float, text: str):
     assert four_digits(value) == text
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.00265, "2.65 ms"), (38.14e-6, "38.1 us"), (0.9999e-3, "1.00 ms")])
-def test_short_times_have_the_unit_of_their_size(seconds: float, text: str):
-    assert short_time(seconds) == text

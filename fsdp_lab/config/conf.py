@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from fsdp_lab.config.suggest import closest
@@ -11,7 +10,6 @@ from fsdp_lab.config.suggest import closest
 DEVICE_KINDS = ("auto", "cpu", "cuda")
 OPEN_GROUPS = ("model", "data")  # they take a user's class, and with it any key
 _DEVICES = "device"  # the folder of data sheets
-CALIBRATIONS = Path("outputs/devices")  # those that `fsdp_lab.calibrate` writes
 
 
 def conf_dir() -> Path:
@@ -31,19 +29,7 @@ def device_file(name: str) -> Path | None:
         return None
     if _is_path(name):
         return Path(name).expanduser()
-    calibrated = CALIBRATIONS / f"{name}.yaml"
-    return calibrated if calibrated.is_file() else conf_dir() / _DEVICES / f"{name}.yaml"
-
-
-def slug(name: str) -> str:
-    """Return the file name, without a suffix, for a device's name."""
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
-
-
-def calibrations() -> list[Path]:
-    """Return the files that `fsdp_lab.calibrate` has written, the newest first."""
-    dated = [(file.stat().st_mtime, file) for file in CALIBRATIONS.glob("*.yaml") if file.is_file()]
-    return [file for _, file in sorted(dated, reverse=True)]
+    return conf_dir() / _DEVICES / f"{name}.yaml"
 
 
 def data_sheets() -> list[Path]:
@@ -52,8 +38,8 @@ def data_sheets() -> list[Path]:
 
 
 def known_devices() -> list[str]:
-    """Return the names of the data sheets and of the calibrations."""
-    return sorted({file.stem for file in [*data_sheets(), *calibrations()]})
+    """Return the names of these data sheets."""
+    return [file.stem for file in data_sheets()]
 
 
 def is_device(name: str) -> str | None:

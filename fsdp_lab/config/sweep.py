@@ -8,7 +8,7 @@ from enum import Enum
 from typing import List, Optional  # OmegaConf reads these on every Python that this project supports
 
 from fsdp_lab.config.address import check_address, is_address
-from fsdp_lab.config.conf import calibrations, device_file, is_device, known_devices
+from fsdp_lab.config.conf import device_file, is_device, known_devices
 from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.job import JobConfig, Manager
 from fsdp_lab.config.key import (
@@ -91,12 +91,11 @@ class ForecastConfig:
                     f"forecast.{name}={value} with forecast.enabled=false: without forecasts it has no effect; use "
                     "forecast.enabled=true."
                 )
-        has_speeds = device_file(self.device) is not None or (self.device == "auto" and has_gpu) or bool(calibrations())
+        has_speeds = device_file(self.device) is not None or (self.device == "auto" and has_gpu)
         if self.keep is not None and not has_speeds:
             raise ConfigError(
-                f"forecast.keep={self.keep} needs predicted speeds, and these CPUs have none yet; measure them with "
-                f"python -m fsdp_lab.calibrate. For GPUs set forecast.device=<{'|'.join(known_devices())}> or the path "
-                "of a data sheet."
+                f"forecast.keep={self.keep} needs predicted speeds, and data sheets exist for GPUs only; leave it out "
+                f"on CPUs. For GPUs set forecast.device=<{'|'.join(known_devices())}> or the path of a data sheet."
             )
 
 

@@ -93,7 +93,7 @@ def run(plan: Plan, swept: list[str]) -> int:
         made = f"{len(result.rows)} of {count(len(plan.trials), 'setting')}"
         print(f"fsdp_lab.forecast: interrupted after {made}; the others are missing above", file=sys.stderr)
         return ExitCode.interrupted
-    asked = plan.trials[0].config.forecast.device not in DEVICE_KINDS  # else the speed comes with a calibration
+    asked = plan.trials[0].config.forecast.device not in DEVICE_KINDS  # else the speed comes with this machine's GPU
     return ExitCode.failed if any(r.forecast.error or (r.forecast.no_speed and asked) for r in result.rows) else 0
 
 

@@ -7,17 +7,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fsdp_lab.config import ConfigError, SweepConfig, workers_of
-from fsdp_lab.config.conf import DEVICE_KINDS, calibrations, data_sheets, device_file
+from fsdp_lab.config.conf import DEVICE_KINDS, data_sheets, device_file
 from fsdp_lab.config.sweep import Engine
-from fsdp_lab.files import report_damaged
 from fsdp_lab.forecast.capacity import GIB
 from fsdp_lab.forecast.observations import read_observations
-from fsdp_lab.hardware import cpu_name, gpus, num_gpus
-from fsdp_lab.speed.device import Device, load_device, on_network
-from fsdp_lab.speed.fitted import believed, digest
-from fsdp_lab.speed.measured import MAX_OTHERS_CPU
+from fsdp_lab.hardware import gpus, num_gpus
+from fsdp_lab.speed.device import Device, digest, load_device, on_network
 from fsdp_lab.speed.refine import Observation, refine
-from fsdp_lab.wording import count
 
 
 def for_cuda(config: SweepConfig) -> bool:
@@ -31,36 +27,13 @@ def for_cuda(config: SweepConfig) -> bool:
 def data_sheet(config: SweepConfig) -> Device | None:
     """Return the device that `forecast.device` names; None without a data sheet.
 
-    `auto` is this machine's GPU if it has a calibration or a data sheet, or its CPU if that has a calibration. With
-    `forecast.network_gbit` its nodes have that network.
+    `auto` is this machine's GPU if that has a data sheet. With `forecast.network_gbit` its nodes have that network.
 
     Raises:
         ConfigError: its file is no data sheet.
     """
-    claimed, gbit = _claimed(config), config.forecast.network_gbit
-    if claimed is None or gbit is None:
-        return None if claimed is None else believed(claimed)
-    return on_network(believed(claimed), gbit)
-
-
-def device_notes(config: SweepConfig, num_workers: int) -> list[str]:
-    """Return notes about a calibration of another machine, PyTorch or number of workers, or on a busy machine."""
-    device = _claimed(config)
-    measured = device.measured if device else None
-    if measured is None:
-        return []
-    here, torch = cpu_name(), torch_version()
-    elsewhere = measured.machine != here and config.forecast.device in DEVICE_KINDS
-    others = [
-        f"on {measured.machine}, and this is {here}" if elsewhere else "",
-        f"with PyTorch {measured.torch}, and this is {torch}" if measured.torch != torch else "",
-        f"with {count(measured.workers, 'worker')}, and this is for {num_workers}"
-        if measured.workers != num_workers
-        else "",
-        f"while other processes used {measured.others:.0%} of the cores" if measured.others > MAX_OTHERS_CPU else "",
-    ]
-    again = "python -m fsdp_lab.calibrate measures this machine"
-    return [f"The device was calibrated {other}: expect larger errors; {again}." for other in others if other]
+    device, gbit = _in_file(config), config.forecast.network_gbit
+    return device if device is None or gbit is None else on_network(device, gbit)
 
 
 @cache
@@ -85,18 +58,13 @@ def refined(device: Device | None) -> Device | None:
 _corrected: dict[tuple[str, tuple[Observation, ...]], Device] = {}  # a grid asks for each of its cells
 
 
-def _claimed(config: SweepConfig) -> Device | None:
+def _in_file(config: SweepConfig) -> Device | None:
     """Return the device as its file describes it."""
     file = device_file(config.forecast.device)
     if file is not None:
         return _load(file)
     names = {gpu.name for gpu in gpus()} if config.forecast.device == "auto" else set()
-    if not names:
-        return calibrated(cpu_name()) if config.forecast.device != "cuda" else None
-    if len(names) > 1:
-        return None
-    (name,) = names
-    return sheet_of(name)
+    return sheet_of(names.pop()) if len(names) == 1 else None
 
 
 def _load(file: Path) -> Device:
@@ -111,30 +79,6 @@ def _load(file: Path) -> Device:
 @lru_cache(maxsize=64)
 def _loaded(file: Path, changed: int) -> Device:
     return load_device(file)
-
-
-def calibrated(name: str) -> Device | None:
-    """Return the newest calibration of a CPU, or another one's; None without any. Unreadable files count as absent.
-
-    A calibration with this PyTorch comes first.
-    """
-    devices, damaged = [], {}
-    for file in calibrations():
-        try:
-            device = _load(file)
-        except ConfigError as error:
-            damaged[file] = str(error).removeprefix(file.name).lstrip(": ").partition("; run ")[0]
-            continue
-        if device.measured is not None:
-            devices.append(device)
-    devices = [device for device in devices if device.name == name] or devices
-    fitting = [device for device in devices if device.measured and device.measured.torch == torch_version()]
-    taken = next(iter(fitting or devices), None)
-    for file, why in damaged.items():
-        instead = f"another calibration of {taken.name} is used" if taken else "no speed is predicted"
-        again = "delete it, or run python -m fsdp_lab.calibrate again"
-        report_damaged(file, why, f"it is ignored, and {instead}; {again}")
-    return taken
 
 
 @cache
@@ -186,8 +130,8 @@ def check_here(config: SweepConfig, num_workers: int, cuda: bool) -> None:
         return
     if asked.device in DEVICE_KINDS:
         raise ConfigError(
-            f"forecast.keep={asked.keep} needs predicted speeds, and there are none for this machine; "
-            f"{'' if cuda else 'run python -m fsdp_lab.calibrate, or '}set forecast.device=<path of a data sheet>."
+            f"forecast.keep={asked.keep} needs predicted speeds, and there are none for this machine; set "
+            "forecast.device=<path of a data sheet>."
         )
     here = ", ".join(sorted({gpu.name for gpu in gpus()})) or "CPUs"
     for name, value in (("keep", asked.keep), ("prune", "true" if asked.prune else None)):
@@ -207,8 +151,6 @@ def data_sheet_here(config: SweepConfig, cuda: bool) -> Device | None:
     sheet = data_sheet(config)
     if sheet is None or (sheet.kind == "cuda") is not cuda:
         return None
-    if not cuda and not config.cluster.is_here and config.forecast.device in DEVICE_KINDS:
-        return None  # the driver's own CPU says nothing of the cluster's
     return sheet if not cuda or {gpu.name for gpu in gpus()} <= {sheet.name} else None
 
 
@@ -229,8 +171,6 @@ def capacity_here(config: SweepConfig, cuda: bool) -> int | None:
         return int(config.forecast.capacity_gib * GIB)
     if cuda and num_gpus():
         return gpu_memory()
-    if config.forecast.device in DEVICE_KINDS:  # of a CPU a calibration says what is shared with everything else
-        return None
     sheet = data_sheet_here(config, cuda)
     return None if sheet is None else int(sheet.memory_gib * GIB)
 

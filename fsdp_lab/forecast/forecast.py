@@ -33,7 +33,7 @@ from fsdp_lab.forecast.keep import ratio_group
 from fsdp_lab.forecast.kernels import HOPPER, Gpu, buffer_bytes, cuda_kernels
 from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.profile import Profile
-from fsdp_lab.speed.device import SETTINGS_FOR_ERRORS, Device, DeviceKind
+from fsdp_lab.speed.device import Device, DeviceKind
 from fsdp_lab.speed.predict import Speed, predict
 from fsdp_lab.speed.program import Operator
 from fsdp_lab.speed.streams import Schedule
@@ -116,14 +116,8 @@ def _price(
     """Return the speed of a program's step, with the model's MFU, and its schedule.
 
     Raises:
-        ConfigError: see `predict`; or a CPU was calibrated with a core for each worker, and there are fewer.
+        ConfigError: see `predict`.
     """
-    measured = sheet.measured
-    if measured is not None and sheet.kind is DeviceKind.cpu and num_workers > max(measured.cores, measured.workers):
-        raise ConfigError(
-            f"cluster.num_workers={num_workers} on the {measured.cores} cores of {sheet.name}: workers that share a "
-            f"core were not calibrated; use {measured.cores} or fewer for a predicted speed."
-        )
     differs = unlike(config, num_workers, sheet)
     speed, schedule = predict(program, sheet, config.sharding.separate_reduce_scatter_group, not differs)
     samples = config.training.global_batch_size
@@ -143,25 +137,18 @@ def _price(
 def unlike(config: TrialConfig, num_workers: int, sheet: Device) -> tuple[str, ...]:
     """Return how a step differs from those that the device's error is known for, in words.
 
-    Those are the steps of experiments/published, or the ones that a calibration trains. Eight finished settings
-    know their own error.
+    Those are the steps of experiments/published.
     """
-    gpu, measured = sheet.kind is DeviceKind.cuda, sheet.measured is not None
-    if measured and sheet.factors.settings >= SETTINGS_FOR_ERRORS:
-        return ()
+    offload, sharding, dtype = config.offload.target, config.sharding.granularity, config.precision.param_dtype
     differences = {
         "compile=true": config.compile,
         "float8": config.precision.float8,
-        f"offload={config.offload.target.value}": gpu and config.offload.target is not OffloadTarget.none,
+        f"offload={offload.value}": sheet.kind is DeviceKind.cuda and offload is not OffloadTarget.none,
+        f"sharding={sharding.value}": sharding is not Granularity.per_block,
+        f"parameters in {dtype.value}": dtype is not Dtype.bfloat16,
+        "several nodes": num_workers > sheet.node_size,
+        "hybrid sharding over several nodes": config.sharding.dp_replicate > 1 and num_workers > sheet.node_size,
     }
-    if not measured:
-        sharding, dtype = config.sharding.granularity, config.precision.param_dtype
-        differences |= {
-            f"sharding={sharding.value}": sharding is not Granularity.per_block,
-            f"parameters in {dtype.value}": dtype is not Dtype.bfloat16,
-            "several nodes": num_workers > sheet.node_size,
-            "hybrid sharding over several nodes": config.sharding.dp_replicate > 1 and num_workers > sheet.node_size,
-        }
     return tuple(name for name, differs in differences.items() if differs)
 
 

@@ -13,8 +13,7 @@ from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.words import words_of_forecasts
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.predicted import Predicted
-from fsdp_lab.speed.device import Device, DeviceKind
-from fsdp_lab.speed.fitted import digest
+from fsdp_lab.speed.device import Device, DeviceKind, digest
 from fsdp_lab.speed.predict import Speed
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from fsdp_lab.config import cpu_notes, sharding_notes
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.forecast.devices import device_notes
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import unit_of
 from fsdp_lab.forecast.words import words_of_forecasts
@@ -22,7 +21,6 @@ def request_notes(requests: Sequence[Request]) -> list[str]:
             f"the global batch is the same, so a worker has {sizes[-1]:,} items with the fewest workers and "
             f"{sizes[0]:,} with the most; training.global_batch_size='${{per_worker:{sizes[-1]}}}' keeps {sizes[-1]:,}."
         )
-    notes += [note for request in requests for note in device_notes(request.config, request.num_workers)]
     return list(dict.fromkeys(notes))
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.config.conf import CALIBRATIONS, slug
 from fsdp_lab.files import read_json, report_damaged, write_json
 from fsdp_lab.locks import exclusive
 from fsdp_lab.speed.predict import Parts
 from fsdp_lab.speed.refine import Observation
 
+_FOLDER = Path("outputs/devices/trials")
 _MOST = 500  # that are kept of a device, the newest
 _WITHOUT = "it is ignored: finished trials do not correct predictions; delete it, the next trial writes a new one"
 _WAIT_S = 10.0  # for another sweep that writes
@@ -20,7 +21,8 @@ _WAIT_S = 10.0  # for another sweep that writes
 
 def observations_file(device: str) -> Path:
     """Return the file with the finished trials of a device."""
-    return CALIBRATIONS / "trials" / f"{slug(device)}.json"
+    slug = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+    return _FOLDER / f"{slug}.json"
 
 
 def record_observation(device: str, name: str, one: Observation) -> None:

@@ -1,4 +1,4 @@
-"""The operators of a step that runs on fake tensors, as `fsdp_lab.speed` prices them, or on real ones."""
+"""The operators of a step that runs on fake tensors, as `fsdp_lab.speed` prices them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class StepTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         if DTensor in types:
             return NotImplemented  # it comes again as this rank's parts, with what is sent between them
-        result = self.run(func, args, kwargs)
+        result = func(*args, **kwargs)
         if active_fake_mode() is not self._fake_mode:
             return result  # DTensor tries an operator out on tensors of the whole shape
         name = str(func.overloadpacket)
@@ -110,10 +110,6 @@ class StepTrace(TorchDispatchMode):
         elif not name.startswith(_NO_WORK):
             self._record(name, func, args, kwargs, result)
         return result
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator. A subclass may measure it."""
-        return func(*args, **kwargs)
 
     def kernel(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Record a fused kernel that PyTorch does not call here, but on a GPU."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from fsdp_lab.speed.device import Device, DeviceKind, Reached
@@ -36,22 +35,13 @@ _TREES = (_Path(1, 4 / 3.4, 1, 0.92), _Path(6.8 / 8.4, 0.6 / 3.4, 5 / 14, 1 / 3.
 
 
 def seconds(operator: Operator, device: Device) -> float:
-    """Return the seconds of an operator that runs alone: as measured, else by the device's figures.
+    """Return the seconds of an operator that runs alone.
 
     Raises:
         ConfigError: the device's file has no figures for the operator's dtype.
     """
     factor = device.factors.communication if operator.kind.is_collective else device.factors.compute
-    if device.measured is not None:
-        return factor * device.measured.seconds(operator)
     return factor * _by_figures(operator, device)
-
-
-def host_seconds(program: Sequence[Operator], device: Device) -> list[float]:
-    """Return the seconds that the host takes to issue each operator of a step."""
-    if device.measured is not None:
-        return device.measured.host_seconds(program)
-    return [device.launch_s] * len(program)
 
 
 def _by_figures(operator: Operator, device: Device) -> float:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.speed.measured import Measured, read_measured
 
 
 class DeviceKind(StrEnum):
@@ -25,13 +26,11 @@ class Basis(StrEnum):
 
     - `data sheet`: another device, because none were measured on this one
     - `fitted`: published steps of this device
-    - `calibration`: measurements on this machine
-    - `trials`: any of these, corrected by trials that ran on the device
+    - `trials`: either of these, corrected by trials that ran on the device
     """
 
     data_sheet = "data sheet"
     fitted = "fitted"
-    calibration = "calibration"
     trials = "trials"
 
 
@@ -130,7 +129,6 @@ class Device:
         relative: of the ratio of two predictions of validated steps, for one model on this device. An error common to
             all of them, such as the level of a machine, cancels. None: not known.
         source: where the figures are from.
-        measured: by a calibration, instead of the peaks and efficiencies; None: there was none.
         factors: corrections by trials that ran on the device; in no file.
         network_known: `network_bandwidth` is the user's network, not what the file assumes; in no file.
     """
@@ -157,7 +155,6 @@ class Device:
     error_elsewhere: KnownError
     relative: KnownError | None = None
     source: str = field(default="", compare=False)
-    measured: Measured | None = None
     factors: Factors = Factors()
     network_known: bool = False
 
@@ -184,15 +181,21 @@ class Device:
 
 _BYTES_OF_GBIT = 1e9 / 8
 SETTINGS_FOR_ERRORS = 8  # finished settings from which their own errors are known
-_OPTIONAL = {"measured", "relative"}
 _ERRORS = ("error", "error_elsewhere", "relative")
-NOT_IN_FILES = ("factors", "network_known")
-_FIELDS = {each.name: each.type for each in fields(Device) if each.name not in NOT_IN_FILES}
+_NOT_IN_FILES = ("factors", "network_known")
+_FIELDS = {each.name: each.type for each in fields(Device) if each.name not in _NOT_IN_FILES}
 
 
 def on_network(device: Device, gbit: float) -> Device:
     """Return the device in nodes that send so many Gbit/s to others."""
     return replace(device, network_bandwidth=gbit * _BYTES_OF_GBIT, network_known=True)
+
+
+def digest(device: Device) -> str:
+    """Return a digest of the figures of a file, 16 digits. Comments and `source` do not count."""
+    counted = [f.name for f in fields(Device) if f.compare and getattr(device, f.name) != f.default]
+    figures = {name: value for name, value in asdict(device).items() if name in counted}
+    return sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_device(path: Path) -> Device:
@@ -209,8 +212,9 @@ def load_device(path: Path) -> Device:
         raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path.name} cannot be read as YAML: {' '.join(str(error).split())}") from error
-    content = _checked(read, set(_FIELDS), path.name, _OPTIONAL)
-    content = {key: value for key, value in content.items() if key not in _OPTIONAL or value is not None}
+    content = _checked(read, set(_FIELDS), path.name, {"relative"})
+    if content.get("relative", ...) is None:
+        del content["relative"]
     parts = {"reached": Reached, "efficiency": Efficiency} | {key: KnownError for key in _ERRORS if key in content}
     for key, of in parts.items():
         names = {each.name for each in fields(of)}
@@ -222,10 +226,6 @@ def load_device(path: Path) -> Device:
             known = ", ".join(choices)
             raise ConfigError(f"{path.name}: {key}={content[key]} is not one of {known}; use one of these.") from None
     _check_numbers(content, path.name)
-    if "measured" in content:
-        if content["kind"] is DeviceKind.cuda:
-            raise ConfigError(f"{path.name}: measured is of a calibration, which knows CPUs only; remove it.")
-        content["measured"] = read_measured(content["measured"], path.name)
     return Device(**content)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_lab.speed.costs import host_seconds, seconds
+from fsdp_lab.speed.costs import seconds
 from fsdp_lab.speed.device import SETTINGS_FOR_ERRORS, Basis, Device, DeviceKind, Factors, on_network
 from fsdp_lab.speed.program import Kind, Operator, Stream, num_nodes
 from fsdp_lab.speed.streams import Schedule, schedule
@@ -127,7 +127,7 @@ def predict(
         ConfigError: the device's file has no peak for the program's dtype.
     """
     durations = [seconds(operator, device) for operator in program]
-    launches = host_seconds(program, device)
+    launches = [device.launch_s] * len(program)
     bounds = [bound_of(operator) for operator in program]
     synchronous = device.kind is DeviceKind.cpu
 
@@ -142,7 +142,7 @@ def predict(
     total = sum(exposed.values()) or 1.0
     hidden = _hidden(durations, launches, synchronous, timeline.seconds)
     step_s = timeline.seconds + (1 - device.factors.overlap) * hidden
-    bound_unseen = exposed["launch"] / total > _LAUNCHES and not _launches_known(device)
+    bound_unseen = exposed["launch"] / total > _LAUNCHES and device.factors.settings < SETTINGS_FOR_ERRORS
     looked_at = looked_at and not bound_unseen
     most = (device.error if looked_at else device.error_elsewhere).p90
     network = _network(program, device, separate_scatter)
@@ -177,15 +177,10 @@ def _network(program: Sequence[Operator], device: Device, separate_scatter: bool
     return Network(gbit, {one.network_gbit: step_seconds(program, one, separate_scatter) for one in others})
 
 
-def _launches_known(device: Device) -> bool:
-    """Return whether the device's errors include steps that launches bound: those of a calibration, and of trials."""
-    return device.measured is not None or device.factors.settings >= SETTINGS_FOR_ERRORS
-
-
 def step_seconds(program: Sequence[Operator], device: Device, separate_scatter: bool = False) -> float:
     """Return the seconds of a step, without the other results of `predict`."""
     durations = [seconds(operator, device) for operator in program]
-    launches, synchronous = host_seconds(program, device), device.kind is DeviceKind.cpu
+    launches, synchronous = [device.launch_s] * len(program), device.kind is DeviceKind.cpu
     step_s = schedule(program, durations, launches, separate_scatter, synchronous, device.node_size).seconds
     return step_s + (1 - device.factors.overlap) * _hidden(durations, launches, synchronous, step_s)
 

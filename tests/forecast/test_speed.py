@@ -542,8 +542,7 @@ KEEP = ["forecast.keep='5'", "forecast.device=h100_sxm"]
         (["forecast.keep=some"], "forecast.keep=some is not a number"),
         (
             ["forecast.keep='5'"],
-            "these CPUs have none yet; measure them with python -m fsdp_lab.calibrate. For GPUs set "
-            "forecast.device=<a100_40gb|",
+            "data sheets exist for GPUs only; leave it out on CPUs. For GPUs set forecast.device=<a100_40gb|",
         ),
         ([*KEEP, "forecast.enabled=false"], "forecast.enabled=false: without forecasts"),
         ([*KEEP, "search=random"], "a search suggests its trials one by one"),

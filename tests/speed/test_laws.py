@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.forecast.forecast import forecast_step
-from fsdp_lab.speed.costs import host_seconds, seconds
+from fsdp_lab.speed.costs import seconds
 from fsdp_lab.speed.device import Device, load_device
 from fsdp_lab.speed.program import Kind, Operator, Stream
 from fsdp_lab.speed.streams import Schedule, schedule
@@ -44,7 +44,8 @@ def traced(words: tuple[str, ...], workers: int = 16, batch: int = 32) -> tuple[
 
 
 def step(program: tuple[Operator, ...], device: Device = A100) -> Schedule:
-    return schedule(program, [seconds(operator, device) for operator in program], host_seconds(program, device))
+    launches = [device.launch_s] * len(program)
+    return schedule(program, [seconds(operator, device) for operator in program], launches)
 
 
 def invented(seed: int) -> tuple[Operator, ...]:

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from fsdp_lab.speed.costs import seconds
 from fsdp_lab.speed.device import Basis, Factors, KnownError
-from fsdp_lab.speed.predict import Parts
+from fsdp_lab.speed.predict import Parts, predict
+from fsdp_lab.speed.program import Kind, Stream
 from fsdp_lab.speed.refine import Observation, refine
-from tests.speed.test_costs import ROUND
+from tests.speed.test_costs import ROUND, gather, operator
 
 
 def observation(setting: str, parts: Parts, factors: Factors, noise: float = 1.0) -> Observation:
@@ -79,3 +81,15 @@ def test_runs_of_one_setting_count_once():
     again = [replace(first, measured_s=first.measured_s * factor) for factor in (0.9, 1.0, 5.0)]
     assert refine(ROUND, again).factors.settings == 1
     assert refine(ROUND, again) == refine(ROUND, [first])
+
+
+def test_trials_scale_compute_and_communication_apart():
+    sent = replace(gather(8e9, 2), stream=Stream.gather, writes=(1,))
+    product = operator(Kind.matmul, flops=5e11, dtype="float32", reads=(1,))
+    corrected = replace(ROUND, factors=Factors(compute=2.0, communication=3.0))
+    assert seconds(product, corrected) == pytest.approx(2 * seconds(product, ROUND))
+    assert seconds(sent, corrected) == pytest.approx(3 * seconds(sent, ROUND))
+    before, after = (predict([sent, product], device)[0].parts for device in (ROUND, corrected))
+    assert before is not None and after is not None
+    assert vars(after) == pytest.approx(vars(before)), "what trials are compared with does not depend on trials"
+    assert before.compute == pytest.approx(0.1) and before.communication == pytest.approx(0.04)

@@ -24,9 +24,11 @@ def computes(unit: int, seconds: float = 3.0) -> tuple[Operator, float]:
     return (Operator("mm", Kind.matmul, Stream.compute, "forward", "", reads=reads, writes=(401 + unit,)), seconds)
 
 
-def run(*timed: tuple[Operator, float], launch_s: float = 0.0, separate: bool = False) -> Schedule:
+def run(
+    *timed: tuple[Operator, float], launch_s: float = 0.0, separate: bool = False, synchronous: bool = False
+) -> Schedule:
     program, durations = zip(*timed, strict=True)
-    return schedule(program, durations, [launch_s] * len(program), separate)
+    return schedule(program, durations, [launch_s] * len(program), separate, synchronous)
 
 
 def forward(units: int, seconds: float = 3.0) -> list[tuple[Operator, float]]:
@@ -137,3 +139,11 @@ def test_groups_that_cross_between_nodes_take_turns_on_the_network():
         reduce = (collective(Kind.reduce, Stream.all_reduce, (0, 2), 20), 2.0)
         program, durations = zip(scatter, reduce, strict=True)
         assert schedule(program, durations, [0.0, 0.0], node_size=2).seconds == expected
+
+
+def test_a_cpu_does_one_thing_after_the_other_but_for_ddps_reductions():
+    gather = collective(Kind.gather, Stream.gather, (0, 1), 10)
+    reduce = collective(Kind.reduce, Stream.scatter, (0, 1), 20)
+    assert run((gather, 2.0), computes(7)).seconds == 3.0
+    assert run((gather, 2.0), computes(7), synchronous=True).seconds == 5.0
+    assert run((reduce, 2.0), computes(7), synchronous=True).seconds == 3.0

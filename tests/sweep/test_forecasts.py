@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.speed.measured import MAX_OTHERS_CPU
+from fsdp_lab.sweep.listeners.forecasts import MAX_OTHERS_CPU
 from fsdp_lab.training.__main__ import read_config
 from tests.conftest import run_cli
 from tests.sweep.conftest import TINY, artifacts, results, runs
@@ -80,7 +80,7 @@ def test_the_timelines_are_artifacts(pruned: Pruned):
 CPU = """
 name: two cores
 kind: cpu
-basis: calibration
+basis: data sheet
 memory_gib: 4
 peak_flops: {float32: 50.0e+9, float16: 50.0e+9}
 memory_bandwidth: 10.0e+9
@@ -124,10 +124,10 @@ def test_only_the_most_promising_settings_are_measured_and_the_prediction_stands
     assert 0 < float(in_parts["forecast/samples_per_s"]) < float(at_once["forecast/samples_per_s"])
     error = float(at_once["perf/samples_per_s"]) / float(at_once["forecast/samples_per_s"]) - 1
     assert float(at_once["perf/forecast_error"]) == pytest.approx(error, rel=1e-3, abs=1e-3)
-    assert json.loads((tmp_path / "out" / "0" / "forecast.json").read_text())["predicted_by"] == "calibration"
+    assert json.loads((tmp_path / "out" / "0" / "forecast.json").read_text())["predicted_by"] == "data sheet"
     _, (run, _) = runs(tmp_path)
     assert run.data.metrics["perf/forecast_error"] == pytest.approx(error, rel=1e-3)
-    assert run.data.tags["predicted_by"] == "calibration"
+    assert run.data.tags["predicted_by"] == "data sheet"
     file = tmp_path / "outputs/devices/trials/two_cores.json"
     if run.data.metrics["perf/others_cpu"] > MAX_OTHERS_CPU:
         assert not file.exists(), "other tests ran beside it"

@@ -187,7 +187,7 @@ def of_speeds(*steps: float, group: str = "one") -> list[Forecast]:
     for step_s in steps:
         low, high = step_s / 1.4, step_s / 0.6
         speed = Speed(
-            step_s, {"compute": 1.0}, low, high, 0.4, Basis.calibration, "X", samples=64, relative=0.05, group=group
+            step_s, {"compute": 1.0}, low, high, 0.4, Basis.data_sheet, "X", samples=64, relative=0.05, group=group
         )
         collected.append(Forecast(False, 2, {"device": {"total": 10}}, data_sheet="X", speed=speed))
     return collected
@@ -231,7 +231,7 @@ def test_keep_starts_the_most_promising_and_says_so(
     for number in skipped:
         figures, words = read_forecast(trials[number].folder)
         assert figures["forecast/ratio_error"] == 0.05, "for a resume"
-        assert words == {"predicted_by": "calibration", "ratio_group": "one"}
+        assert words == {"predicted_by": "data sheet", "ratio_group": "one"}
 
 
 @pytest.mark.usefixtures("no_gpus")
@@ -255,7 +255,7 @@ def test_keep_chooses_for_each_number_of_workers(
             step_s,
             step_s,
             0.01,
-            Basis.calibration,
+            Basis.data_sheet,
             "X",
             samples=64,
             relative=0.01,

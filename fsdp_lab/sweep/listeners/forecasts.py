@@ -13,26 +13,18 @@ from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.engine import resources
 from fsdp_lab.forecast.answer import CONDITIONS, recommended
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.forecast.devices import (
-    capacity_here,
-    check_sweep,
-    data_sheet,
-    data_sheet_here,
-    device_notes,
-    torch_version,
-)
+from fsdp_lab.forecast.devices import capacity_here, check_sweep, data_sheet, data_sheet_here, torch_version
 from fsdp_lab.forecast.keep import passed_over, why_all
 from fsdp_lab.forecast.observations import record_observation
 from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.forecast.words import no_forecast_text
-from fsdp_lab.hardware import cpu_name, gpus, num_gpus
+from fsdp_lab.hardware import gpus, num_gpus
 from fsdp_lab.metrics import DATA_WAIT, MIB, OTHERS_CPU, SPEED
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.choice import PLAIN
 from fsdp_lab.report.reason_texts import needs_text
-from fsdp_lab.speed.fitted import digest
-from fsdp_lab.speed.measured import MAX_OTHERS_CPU
+from fsdp_lab.speed.device import digest
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.speed.refine import Observation
 from fsdp_lab.status import TrialStatus
@@ -41,6 +33,7 @@ from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.wording import count, significant, time_left
 
+MAX_OTHERS_CPU = 0.1  # the share of the cores that other processes may use beside a trial that is learnt from
 _WAITED = 0.05  # of its steps, from which a GPU's are not learnt from
 
 
@@ -104,9 +97,6 @@ class Forecasts(Listener):
         for number, forecast in zip(wanted, result, strict=True):
             self._take(sweep, number, forecast)
         asked = sweep.config.forecast
-        for request in requests:
-            for note in device_notes(request.config, request.num_workers) if request.sheet is not None else ():
-                sweep.log_once(f"note: {note}")
         named = asked.device not in DEVICE_KINDS
         if named and any(r.sheet is None and data_sheet(r.config) is not None for r in requests):
             here = ", ".join(sorted({gpu.name for gpu in gpus()})) or "CPUs"
@@ -220,11 +210,10 @@ def ran_there(request: Request, device: str) -> bool:
         device: rank 0's; "": not known.
     """
     assert request.sheet is not None
-    config, measured = request.config, request.sheet.measured
     if request.cuda:
         return device == request.sheet.name
-    own = measured is None or measured.machine == cpu_name()
-    return own and config.cluster.address is None and config.cluster.cpus_per_worker in (None, 1.0)
+    cluster = request.config.cluster
+    return cluster.address is None and cluster.cpus_per_worker in (None, 1.0)
 
 
 def reliable_step_s(metrics: Mapping[str, float], samples: int, cuda: bool) -> float | None:
