@@ -89,12 +89,9 @@ ui: $(VENV)/.installed      ## opens the runs of the local store in MLflow, http
 	@echo "in some ten seconds (Ctrl-C ends it) the runs: $(UI)"
 	@$(PY) -m fsdp_lab.open_page '$(UI)' & PYTHONWARNINGS=ignore exec $(PY) -m mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(or $(PORT),5000)
 
-bench: $(VENV)/.installed   ## sweep and trial against bare scripts; 500 pretended trials; a large cluster; turnaround; what measuring and forecasting memory cost; runs of repeat=auto
+bench: $(VENV)/.installed   ## sweep and trial against bare scripts; 500 pretended trials; a large cluster
 	$(PY) -m benchmarks.sweep
 	$(PY) -m benchmarks.scale cost
-	$(PY) -m benchmarks.turnaround
-	$(PY) -m benchmarks.memory
-	$(PY) -m benchmarks.auto_repeat
 	$(PY) -m benchmarks.throughput
 	$(PY) -m benchmarks.scale slots
 

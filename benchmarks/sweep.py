@@ -1,6 +1,6 @@
-"""A sweep of four trials against four bare scripts, one after another; and what each trial of many tiny ones costs.
+"""A sweep of four trials against four bare scripts, one after another.
 
-python -m benchmarks.sweep [rounds] [tiny trials]
+python -m benchmarks.sweep [rounds]
 
 Reference: `sharding=per_block precision=fp16` on digits, two epochs, two workers. The sweep is the whole command, with
 Ray's start, forecasts, checkpoints, exports and MLflow; the bare scripts have none of that. In turn, round after round.
@@ -17,12 +17,10 @@ import sys
 import tempfile
 import time
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.turnaround import turnarounds
-
 MOST_RATIO = 1.2
-MOST_TRIAL_S = 0.1
 _LIMIT_S = 900
 _HERE = Path(__file__).parent
 _AXES = ["offload=none,cpu", "reshard_after_forward=always,never"]
@@ -58,17 +56,15 @@ def sweep() -> tuple[float, float]:
         return seconds, statistics.median(turnarounds(Path(folder, "out")))
 
 
-def tiny(count: int) -> list[tuple[float, float]]:
-    """What the driver of `count` trials that do almost nothing costs: `(seconds a trial, resident MiB)` of each
-    hundred. What a trial itself takes is left out."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.tiny", str(count), folder]
-        out = subprocess.run(command, check=True, timeout=_LIMIT_S, capture_output=True, text=True).stdout
-    return [tuple(pair) for pair in json.loads(out.strip().splitlines()[-1])]
+def turnarounds(folder: Path) -> list[float]:
+    """Seconds from the last report of each trial to the first step of the next one."""
+    read = (json.loads(path.read_text()) for path in folder.glob("*/progress.json"))
+    trials = sorted(read, key=lambda progress: progress["first_step"])
+    return [after["first_step"] - before["reported"] for before, after in pairwise(trials)]
 
 
 def main() -> int:
-    rounds, count = (int(a) for a in (*sys.argv[1:], *("3", "500")[len(sys.argv) - 1 :]))
+    rounds = int((*sys.argv[1:], "3")[0])
     pairs = []
     print("| round | 4 bare scripts, s | sweep of 4, s | sweep / bare | turnaround, s |")
     print("| --- | --- | --- | --- | --- |", flush=True)
@@ -81,15 +77,11 @@ def main() -> int:
         print(f"| {number + 1} | {figures} |", flush=True)
     ratio = statistics.median(s / b for b, s in pairs)
     print(f"| median | | | **{ratio:.2f}** | |\n\nat most {MOST_RATIO} is asked for\n")
-    hundreds = tiny(count)
-    print("| trials | driver, ms a trial | resident, MiB |\n| --- | --- | --- |")
-    for number, (seconds, mib) in enumerate(hundreds):
-        print(f"| {number * 100 + 1} to {min(number * 100 + 100, count)} | {seconds * 1000:.0f} | {mib:.0f} |")
     print(
-        f"\n{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, torch "
+        f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, torch "
         f"{version('torch')}, ray {version('ray')}, mlflow {version('mlflow')}"
     )
-    return 0 if ratio <= MOST_RATIO and max(s for s, _ in hundreds) <= MOST_TRIAL_S else 1
+    return 0 if ratio <= MOST_RATIO else 1
 
 
 if __name__ == "__main__":
