@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ _NOT_KEYS = {
 }  # fmt: skip
 _ATTENTION = {"attn_implementation", "_attn_implementation", "_attn_implementation_internal"}
 _ALSO_KEYS = {"num_labels"}  # every configuration has it, though no file does
-_REACH_S = 5
 Config = str | Mapping[str, Any]  # where a configuration is, or its values
 
 
@@ -62,13 +58,7 @@ def read_values(config: Config | None) -> dict[str, Any]:
             "model.config is not set; give a folder with a config.json, such a file, or a name on the Hugging Face "
             "hub, such as model.config=openai-community/gpt2."
         )
-    if isinstance(config, Mapping):
-        values = copy.deepcopy(dict(config))
-    elif _is_path(config):
-        path = Path(config).expanduser()
-        values = _read(path / CONFIG_FILE if path.is_dir() else path, config)
-    else:
-        values = _from_hub(config)
+    values = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else _read(config)
     check_values(values, named(config))
     return values
 
@@ -129,65 +119,31 @@ def _is_path(config: str) -> bool:
     return Path(config).exists() or config.startswith((".", "/", "~")) or config.count("/") > 1 or ".json" in config
 
 
-def _read(file: Path, config: str) -> dict[str, Any]:
-    if not file.is_file():
-        what = (
-            f"its folder has no {CONFIG_FILE}"
-            if file.parent == Path(config).expanduser()
-            else "there is no such file or folder"
-        )
-        raise ConfigError(f"model.config={config}: {what}; give a folder with a config.json, or such a file.")
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UserError(f"model.config={config}: {file} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"model.config={config}: {file} has a {type(values).__name__}; it must be a JSON object.")
-    return values
-
-
-def _from_hub(name: str) -> dict[str, Any]:
-    """Return the configuration of a name on the hub, from the cache of this machine if possible.
+def _read(config: str) -> dict[str, Any]:
+    """Return the values of a folder, of a file, or of a name on the hub, which may be in the cache of this machine.
 
     Raises:
-        UserError: the hub does not have it or cannot be reached.
+        UserError: there is no such file, it is no JSON object, or the hub does not have it or cannot be reached.
     """
-    library = transformers()
-    for local in (True, False):
-        if not local:
-            _check_reach(name)
+    name, local = config, _is_path(config)
+    if local:
+        path = Path(config).expanduser()
+        name = str(path / CONFIG_FILE if path.is_dir() else path)
+        if not Path(name).is_file():
+            raise ConfigError(f"model.config={config}: there is no file {name}; give a folder with a {CONFIG_FILE}.")
+    read = transformers().PreTrainedConfig.get_config_dict
+    try:
         try:
-            values, _ = library.PreTrainedConfig.get_config_dict(name, local_files_only=local)
-        except OSError as error:
-            if not local:
-                reason = " ".join(str(error).split())[:300]
-                raise UserError(f"model.config={name} is not a folder here, and the hub says: {reason}") from error
-        else:
-            if values:
-                return dict(values)
-    raise UserError(f"model.config={name}: the hub has no {CONFIG_FILE} of that name; give a folder with one.")
-
-
-def _check_reach(name: str) -> None:
-    """Connect to the hub once, because its client tries for half a minute.
-
-    Raises:
-        UserError: there is no answer.
-    """
-    from huggingface_hub import constants
-
-    try:
-        if constants.HF_HUB_OFFLINE:
-            raise OSError("HF_HUB_OFFLINE is set")
-        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=_REACH_S).close()
-    except urllib.error.HTTPError:
-        return
-    except OSError as error:
-        raise UserError(
-            f"model.config={name} is neither a folder nor a file here nor in the hub's cache, and {constants.ENDPOINT} "
-            f"cannot be reached ({error}). Run hf download {name} --local-dir <folder> where there is a network, then "
-            "use model.config=<folder>."
-        ) from error
+            values, _ = read(name, local_files_only=True)
+        except OSError:
+            if local:
+                raise
+            values, _ = read(name)
+        return dict(values)
+    except Exception as error:  # a file without an object fails in its own way
+        reason = " ".join(str(error).split())[:300]
+        remedy = "give another file" if local else f"run hf download {config} --local-dir <folder>, then use the folder"
+        raise UserError(f"model.config={config} cannot be read ({reason}); {remedy}.") from error
 
 
 def _class_of(values: dict[str, Any], config: Config | None) -> Any:

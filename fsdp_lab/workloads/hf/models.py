@@ -115,8 +115,8 @@ class HuggingFace(ModelSource):
         """Return a function that writes whole weights and the configuration as `from_pretrained` reads them."""
         return lambda state, folder: weights.save(self._on_meta(config, overrides), state, folder)
 
-    def _stored(self, config: Config) -> dict[str, weights.Stored]:
-        """Return the tensors in the folder's weights.
+    def _stored(self, config: Config) -> dict[str, torch.Size]:
+        """Return the shapes of the tensors in the folder's weights.
 
         Raises:
             UserError: the folder has no weights, or they are damaged.

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,8 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMED = 3  # names in a message
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file.
-
-    Attributes:
-        shape: of the whole tensor.
-    """
-
-    shape: tuple[int, ...]
-
-
-def stored_in(folder: Path | None, config: str) -> dict[str, Stored]:
-    """Return the tensors in a folder's weights by their names, from the headers of the files.
+def stored_in(folder: Path | None, config: str) -> dict[str, torch.Size]:
+    """Return the shapes of the tensors in a folder's weights by their names, from the headers of the files.
 
     Args:
         folder: None: `config` is a name on the hub.
@@ -50,73 +38,70 @@ def stored_in(folder: Path | None, config: str) -> dict[str, Stored]:
             f"model.pretrained=true: model.config={config} is a name on the hub, but weights are read from a folder; "
             f"run hf download {config} --local-dir <folder>, then use model.config=<folder>."
         )
-    tensors: dict[str, Stored] = {}
-    places: dict[str, Path] = {}
-    files = _files(folder)
-    for file in [*files, *sorted({*folder.glob("*.safetensors")} - {*files})]:
+    shapes: dict[str, torch.Size] = {}
+    places: dict[str, str] = {}
+    for file in sorted(folder.glob("*.safetensors")):
         head = _read_head(file)
         if again := sorted(places.keys() & head.keys()):
             raise UserError(
-                f"model.pretrained=true: {places[again[0]]} and {file.name} both have {again[0]}; remove one of the "
-                "files from the folder."
+                f"model.pretrained=true: {folder} has {again[0]} in {places[again[0]]} and {file.name}; remove one of "
+                "the files."
             )
-        places |= dict.fromkeys(head, file)
-        tensors |= head if file in files else {}
-    return tensors
-
-
-def _files(folder: Path) -> list[Path]:
-    index, single = folder / _INDEX, folder / _SINGLE
-    if single.is_file():  # before an index, as from_pretrained
-        return [single]
-    if not index.is_file():
-        pickles = sorted(path.name for path in folder.glob("*.bin"))
-        remedy = (
-            f"it has {', '.join(pickles[:_NAMED])}: pickles are not read, because they can run code; if you trust "
-            "them, convert them with AutoModel.from_pretrained(...).save_pretrained(...)"
-            if pickles
-            else f"add {_SINGLE}, or its parts with {_INDEX}, or use model.pretrained=false"
-        )
-        raise UserError(f"model.pretrained=true: the folder {folder} has no .safetensors weights; {remedy}.")
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [folder / name for name in names if Path(name).name == name]
-        assert len(files) == len(names) > 0
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise UserError(f"model.pretrained=true: {index} is not an index of weights; download it again.") from error
-    if missing := [file.name for file in files if not file.is_file()]:
+        places |= dict.fromkeys(head, file.name)
+        shapes |= head
+    names = _names(folder, places)
+    if missing := [name for name in names if name not in shapes]:
         raise UserError(
-            f"model.pretrained=true: {index} names {len(missing)} missing files, the first is {missing[0]}; download "
-            "them."
+            f"model.pretrained=true: no file in {folder} has {missing[0]}, which {_INDEX} lists; download the missing "
+            "files."
         )
-    return files
+    return {name: shapes[name] for name in names}
 
 
-def _read_head(file: Path) -> dict[str, Stored]:
-    """Return the tensors that a file's header lists.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+def _read_head(file: Path) -> dict[str, torch.Size]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="pt") as content:
-            return {name: Stored(tuple(content.get_slice(name).get_shape())) for name in content.keys()}  # noqa: SIM118
+            return {name: torch.Size(content.get_slice(name).get_shape()) for name in content.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"model.pretrained=true: {file} is not a complete .safetensors file ({error}); download it again."
         ) from error
 
 
-def places(model: Any, stored: Mapping[str, Stored], config: str) -> dict[str, str]:
+def _names(folder: Path, places: Mapping[str, str]) -> list[str]:
+    """Return the names of the model's tensors: a folder may have files of another format, too.
+
+    Raises:
+        UserError: it has no weights, or no index of them.
+    """
+    if names := [name for name, file in places.items() if file == _SINGLE]:  # before an index, as from_pretrained
+        return names
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            return sorted(json.loads(index.read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"model.pretrained=true: {index} is not an index of weights; download it again.") from error
+    pickles = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:_NAMED])
+    remedy = (
+        f"it has {pickles}: pickles are not read, because they can run code; if you trust them, convert them with "
+        "AutoModel.from_pretrained(...).save_pretrained(...)"
+        if pickles
+        else f"add {_SINGLE}, or its parts with {_INDEX}, or use model.pretrained=false"
+    )
+    raise UserError(f"model.pretrained=true: the folder {folder} has no .safetensors weights; {remedy}.")
+
+
+def places(model: Any, stored: Mapping[str, torch.Size], config: str) -> dict[str, str]:
     """Return the name of each stored tensor -> the name of the model's parameter or buffer.
 
     Tied tensors appear once. Tensors that the model is known to leave out do not appear.
 
     Args:
         model: on `meta`.
-        stored: the tensors of the files.
+        stored: the shapes of the tensors in the files.
         config: `model.config` as typed, for messages.
 
     Raises:
@@ -144,7 +129,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
 
 
-def _renamed(model: Any, stored: Mapping[str, Stored], state: Mapping[str, Tensor]) -> dict[str, str]:
+def _renamed(model: Any, stored: Mapping[str, torch.Size], state: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the name of each stored tensor -> the name that transformers gives it.
 
     Some models were renamed after their weights were published, and the weights of a base model lack its prefix.
@@ -174,7 +159,7 @@ def _is_left_out(model: Any, name: str) -> bool:
 
 def _check(
     model: nn.Module,
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, torch.Size],
     state: Mapping[str, Tensor],
     keys: Mapping[str, str],
     missing: list[str],
@@ -187,9 +172,9 @@ def _check(
         UserError: names or shapes differ.
     """
     shapes = [
-        f"{name} is {list(stored[name].shape)} there and {list(state[place].shape)} in the model"
+        f"{name} is {list(stored[name])} there and {list(state[place].shape)} in the model"
         for name, place in keys.items()
-        if stored[name].shape != tuple(state[place].shape)
+        if stored[name] != tuple(state[place].shape)
     ]
     wrong = [
         f"{len(these)} {what} ({', '.join(these[:_NAMED])}{', ...' if len(these) > _NAMED else ''})"

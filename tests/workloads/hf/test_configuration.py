@@ -58,7 +58,7 @@ def test_random_tokens_are_those_of_the_configuration() -> None:
             assert trial.data.to_keys()["vocab_size"] == known  # type: ignore[attr-defined]
     with pytest.raises(UserError, match=r"Identity has no key model\.vocab_size, .* set data\.vocab_size=<number>"):
         composed("task=language", "model._target_=torch.nn.Identity", "data=synthetic_tokens")
-    with pytest.raises(UserError, match=r"model\.config=./none: there is no such file"):
+    with pytest.raises(UserError, match=r"model\.config=./none: there is no file none"):
         composed("model=hf_causal_lm", "model.config=./none", "data=synthetic_tokens")
 
 
@@ -72,9 +72,9 @@ def check(name: str, *words: str) -> None:
     ("name", "words", "message"),
     [
         ("gpt2", ["model.config=null"], "model.config is not set; give a folder"),
-        ("gpt2", ["model.config=./none"], r"model.config=./none: there is no such file or folder; give a folder"),
-        ("gpt2", [f"model.config={CONFIGS}"], "its folder has no config.json; give a folder"),
-        ("gpt2", [f"model.config={__file__}"], "is not valid JSON"),
+        ("gpt2", ["model.config=./none"], r"model.config=./none: there is no file none; give a folder"),
+        ("gpt2", [f"model.config={CONFIGS}"], "there is no file .*/config.json; give a folder"),
+        ("gpt2", [f"model.config={__file__}"], "is not a valid JSON file.*; give another file"),
         ("gpt2", ["model.num_layer=3"], r"has no key num_layer. Did you mean model.n_layer\? Its keys"),
         ("gpt2", ["model.model_type=llama"], "has no key model_type"),
         ("gpt2", ["model.n_layer=two"], "model.n_layer=two: .*expected int, got str"),
@@ -173,11 +173,11 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
         read_config(json.loads(Path(GPT2).read_text()) | values, {})
 
 
-def test_a_name_on_a_hub_that_nobody_reaches_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_neither_the_cache_nor_the_hub_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"no-one/nothing is neither .* hf download no-one/nothing --local-dir"):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"no-one/nothing cannot be read .* hf download no-one/nothing --local-dir"):
         check("gpt2", "model.config=no-one/nothing")
 
 

@@ -211,7 +211,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     shards = tmp_path / "shards"
     shards_of_gpt2(shards)
     (shards / "model-00002-of-00006.safetensors").unlink()
-    with pytest.raises(UserError, match=r"names 1 missing files, the first is model-00002"):
+    with pytest.raises(UserError, match=r"no file in .* has h\.0\..*, which .*index\.json lists; download"):
         check("gpt2", shards)
 
 
@@ -223,7 +223,7 @@ def test_a_tensor_in_two_files_of_the_folder_is_refused(tmp_path: Path, other: s
     save_file({"another.name": torch.zeros(1)}, tmp_path / "extra.safetensors")
     check("gpt2", tmp_path)
     save_file({"wte.weight": torch.zeros_like(model.transformer.wte.weight)}, file)
-    with pytest.raises(UserError, match=r"model.*\.safetensors and .*\.safetensors both have wte\.weight") as raised:
+    with pytest.raises(UserError, match=r"has wte\.weight in .*\.safetensors and .*\.safetensors; remove") as raised:
         check("gpt2", tmp_path)
     assert file.name in str(raised.value)
 
