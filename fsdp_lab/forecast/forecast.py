@@ -26,7 +26,6 @@ from fsdp_lab.config.parallel import Dtype, Granularity, OffloadConfig, OffloadT
 from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.allocator import STREAMS, allocator_peaks
 from fsdp_lab.forecast.capacity import WORKSPACE_BYTES, Forecast, allowances, communicators
-from fsdp_lab.forecast.chrome_trace import streams_file, write_streams
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.forecast.keep import ratio_group
@@ -36,7 +35,6 @@ from fsdp_lab.profile import Profile
 from fsdp_lab.speed.device import Device, DeviceKind
 from fsdp_lab.speed.predict import Speed, predict
 from fsdp_lab.speed.program import Operator
-from fsdp_lab.speed.streams import Schedule
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.data import microbatch_size
 from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
@@ -79,7 +77,7 @@ def forecast(
         cuda: forecast for GPUs; otherwise for CPUs.
         capacity_bytes: of one device; None: not known.
         largest: also find the most samples that it can take at once.
-        page: where to write the timeline of the step; its streams go to `streams_file`. None: write none.
+        page: where to write the timeline of the step; None: nowhere.
         sheet: the device whose speed to forecast; None: only the memory.
 
     Raises:
@@ -94,15 +92,11 @@ def forecast(
     if sheet is not None:
         result = replace(result, data_sheet=sheet.name)
         try:
-            speed, schedule = _price(program, config, num_workers, sheet, workload)
-            result = replace(result, speed=speed)
-            if page is not None:
-                with suppress(OSError):  # a full disk costs the page, not the forecast
-                    write_streams(streams_file(page), schedule)
+            result = replace(result, speed=_price(program, config, num_workers, sheet, workload))
         except ConfigError as error:  # the memory is still known
             result = replace(result, no_speed=str(error))
     if page is not None:
-        with suppress(OSError):
+        with suppress(OSError):  # a full disk costs the page, not the forecast
             what = {"for": "GPUs" if cuda else "CPUs", **what}
             write_timeline(profile, page, f"Optimizer step {TRACKED_STEPS}, forecast", what)
     if largest and capacity_bytes is not None:
@@ -112,18 +106,18 @@ def forecast(
 
 def _price(
     program: Sequence[Operator], config: TrialConfig, num_workers: int, sheet: Device, workload: Workload
-) -> tuple[Speed, Schedule]:
-    """Return the speed of a program's step, with the model's MFU, and its schedule.
+) -> Speed:
+    """Return the speed of a program's step, with the model's MFU.
 
     Raises:
         ConfigError: see `predict`.
     """
     differs = unlike(config, num_workers, sheet)
-    speed, schedule = predict(program, sheet, config.sharding.separate_reduce_scatter_group, not differs)
+    speed = predict(program, sheet, config.sharding.separate_reduce_scatter_group, not differs)
     samples = config.training.global_batch_size
     flops = workload.train_flops_per_sample()
     peak = sheet.peak_flops.get(config.precision.param_dtype.value) if flops else None
-    speed = replace(
+    return replace(
         speed,
         group=ratio_group(config, num_workers, sheet),
         unlike=differs,
@@ -131,7 +125,6 @@ def _price(
         tokens=workload.shaped_tokens(),
         mfu=flops * samples / num_workers / speed.step_s / peak if flops and peak else None,
     )
-    return speed, schedule
 
 
 def unlike(config: TrialConfig, num_workers: int, sheet: Device) -> tuple[str, ...]:

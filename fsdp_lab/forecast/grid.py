@@ -18,7 +18,6 @@ from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.cells import arguments, workers
-from fsdp_lab.forecast.chrome_trace import streams_file
 from fsdp_lab.forecast.notes import allowances_note, bound_notes, request_notes, room_remedies
 from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
@@ -86,8 +85,6 @@ def _print(console: Console, result: ForecastResult) -> None:
     for note in bound_notes(forecasts):
         console.print(f"note: {note}", highlight=False, markup=False)
     written = count(len(list(result.folder.glob("timeline_*.html"))), "timeline page")
-    if streams := len(list(result.folder.glob("streams_*.json.gz"))):
-        written += f", {count(streams, 'trace')} of streams"
     console.print(f"written: {result.folder}/forecast.csv, {written}", highlight=False)
     for line in result.text.split("\n"):
         console.print(Text(line, style="bold" if "Recommended: " in line else ""))
@@ -104,9 +101,8 @@ def _rows(
     for trial, request, forecast in zip(trials, requests, forecasts, strict=True):
         training = trial.config.training
         page = None if forecast.error else pages[request.key]
-        streams = streams_file(page) if page is not None and forecast.speed is not None else None
         microbatch = training.global_batch_size // request.num_workers // training.grad_accum_steps
-        rows.append(Row([value_text(setting(trial, key)) for key in swept], forecast, page, microbatch, streams))
+        rows.append(Row([value_text(setting(trial, key)) for key in swept], forecast, page, microbatch))
     return rows
 
 

@@ -36,7 +36,7 @@ _TYPES = {
     **dict.fromkeys(("peak_bytes", *(f"{name}_bytes" for name in CATEGORIES)), "Int64"),
     **dict.fromkeys(("active_bytes", "reserved_bytes", "least_bytes", "needed_bytes", "host_bytes"), "Int64"),
     **dict.fromkeys((*(f"host_{name}_bytes" for name in CATEGORIES), "capacity_bytes"), "Int64"),
-    **{"fits": "object", "largest_microbatch": "Int64", "timeline": "object", "streams": "object"},
+    **{"fits": "object", "largest_microbatch": "Int64", "timeline": "object"},
     **dict.fromkeys(("step_s", "step_low_s", "step_high_s"), "float64"),
     **dict.fromkeys(("samples_per_s_per_device", "tokens_per_s_per_device"), "float64"),
     **dict.fromkeys(("samples_per_s_of_all", "tokens_per_s_of_all", "mfu"), "float64"),
@@ -56,14 +56,12 @@ class Row:
         forecast: of the configuration.
         page: its timeline; None: none was written.
         microbatch: samples that a worker takes at once.
-        streams: the trace of its streams; None: none was written.
     """
 
     settings: list[str]
     forecast: Forecast
     page: Path | None = None
     microbatch: int = 0
-    streams: Path | None = None
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -166,7 +164,6 @@ def _figures(row: Row) -> dict[str, Any]:
         "device": "cuda" if forecast.cuda else "cpu",
         "data_sheet": forecast.data_sheet,
         "timeline": row.page and str(row.page),
-        "streams": row.streams and str(row.streams),
         "no_forecast": no_forecast_text(forecast.error),
         "no_speed": forecast.no_speed,
     }

