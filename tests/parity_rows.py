@@ -19,7 +19,6 @@ GRID = [
     "sharding=ddp",
     *(f"{' '.join(SHARDINGS[s])} {reshard}" for s, reshard in product(SHARDINGS, RESHARDS) if s != "ddp"),
 ]
-NARROW = [f"{' '.join(SHARDINGS[s])} optimizer.state_dtype=bf16" for s in SHARDINGS]
 HALF = {s: [f"sharding={s} precision={p} {SGD}" for p in PRECISIONS] for s in ("per_block", "per_layer", "ddp")}
 SETTINGS = (
     "sharding=per_block init=meta",
@@ -50,7 +49,6 @@ IN_MAKE_TEST: Cells = {
         f"sharding=per_layer {RESHARDS[4]} training.sync_each_microbatch=true {ACCUMULATE}",
         f"{SIZE_BASED} {RESHARDS[3]} init=meta optimizer=adamw optimizer.lr=0.01 optimizer.weight_decay=0.3 "
         "optimizer.implementation=for_loop",
-        *NARROW[:1], *NARROW[2:3],
     ),
     "wide mlp": HALF["per_block"],
     "vit": (
@@ -95,7 +93,7 @@ IN_MAKE_TEST: Cells = {
 }  # fmt: skip
 LATER: Cells = {
     "mlp": (
-        *GRID, *NARROW,
+        *GRID,
         *(" ".join(overrides(case)) for case in pairwise()),
     ),
     "language": (

@@ -27,13 +27,6 @@ class OptimizerImplementation(Enum):
     for_loop = "for_loop"
 
 
-class StateDtype(Enum):
-    """Types of Adam's moments."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-
-
 class LrScheduleName(Enum):
     """Shapes of the learning rate after the warm-up; see `LrScheduleConfig`."""
 
@@ -167,8 +160,6 @@ class OptimizerConfig:
     """PyTorch's implementation; `auto`: fused if supported, else foreach."""
     scale_lr: bool = key(False, changes_speed=False)
     """Multiply `lr` by the number of workers."""
-    state_dtype: StateDtype = key(StateDtype.fp32, memory=Memory.VALUE)
-    """Type of Adam's moments."""
 
     def chosen_implementation(self, loss_scaling: bool) -> OptimizerImplementation:
         """Return the implementation, with `auto` resolved to fused where PyTorch supports it, else foreach.
@@ -189,13 +180,8 @@ class OptimizerConfig:
         """Check that the optimizer has what the settings change.
 
         Raises:
-            CombinationError: momentum with an optimizer other than SGD, or a type of moments with SGD.
+            CombinationError: momentum with an optimizer other than SGD.
         """
-        if self.name is OptimizerName.sgd and self.state_dtype is not StateDtype.fp32:
-            raise CombinationError(
-                f"optimizer.state_dtype={self.state_dtype.name} with optimizer=sgd: this is the type of Adam's "
-                "moments; use optimizer.state_dtype=fp32, or optimizer=adam or adamw.",
-            )
         if self.name is not OptimizerName.sgd and self.momentum:
             raise CombinationError(
                 f"optimizer.momentum={self.momentum} with optimizer={self.name.name}: momentum belongs to "

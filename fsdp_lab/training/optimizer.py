@@ -15,10 +15,8 @@ from fsdp_lab.config.training import (
     LrScheduleName,
     OptimizerImplementation,
     OptimizerName,
-    StateDtype,
 )
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training.narrow_adam import NarrowAdam, NarrowAdamW
 
 
 def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> torch.optim.Optimizer:
@@ -33,14 +31,11 @@ def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> to
     lr = optimizer.lr * (dp_degree if optimizer.scale_lr else 1)
     kwargs: dict[str, Any] = {"lr": lr, "weight_decay": optimizer.weight_decay, **implementation(config)}
     parameters = [p for p in model.parameters() if p.requires_grad]
-    narrow = optimizer.state_dtype is StateDtype.bf16
     match optimizer.name:
         case OptimizerName.adam:
-            adam = NarrowAdam if narrow else torch.optim.Adam
-            return adam(parameters, betas=(optimizer.beta1, optimizer.beta2), **kwargs)
+            return torch.optim.Adam(parameters, betas=(optimizer.beta1, optimizer.beta2), **kwargs)
         case OptimizerName.adamw:
-            adamw = NarrowAdamW if narrow else torch.optim.AdamW
-            return adamw(parameters, betas=(optimizer.beta1, optimizer.beta2), **kwargs)
+            return torch.optim.AdamW(parameters, betas=(optimizer.beta1, optimizer.beta2), **kwargs)
         case OptimizerName.sgd:
             return torch.optim.SGD(parameters, momentum=optimizer.momentum, **kwargs)
         case _:

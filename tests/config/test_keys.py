@@ -76,7 +76,6 @@ optimizer.beta2                      cells starts checkpoint nights param
 optimizer.momentum                   cells starts checkpoint nights memory param
 optimizer.implementation             cells starts checkpoint nights memory param
 optimizer.scale_lr                   cells starts checkpoint nights param
-optimizer.state_dtype                cells starts checkpoint nights memory param
 lr_schedule.name                     cells starts checkpoint nights param
 lr_schedule.warmup_steps             cells starts checkpoint nights param
 lr_schedule.min_lr_ratio             cells starts checkpoint nights param

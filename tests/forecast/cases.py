@@ -22,7 +22,6 @@ AXES: dict[str, Sequence[str]] = {
     "init": ("rank0", "meta", "device"),
     "training.sync_each_microbatch": ("false", "true"),
     "sharding.separate_reduce_scatter_group": ("false", "true"),
-    "optimizer.state_dtype": ("fp32", "bf16"),
 }
 Case = dict[str, str]
 Pair = tuple[tuple[str, str], tuple[str, str]]
@@ -50,7 +49,6 @@ def can_stand_together(pair: Pair) -> bool:
     plain = plain | (_PER_BLOCK_ALONE if sharding not in ("per_block", None) else {})
     if sharding in ("per_layer", "size_based") and values.get("activation_checkpointing") == "selective":
         return False
-    plain = plain | ({"optimizer.state_dtype": "fp32"} if values.get("optimizer") == "sgd" else {})
     return all(values.get(axis, only) == only for axis, only in plain.items())
 
 

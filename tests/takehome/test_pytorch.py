@@ -165,8 +165,6 @@ def setup_of(case: Case, **layout: Any) -> Setup:
         (("compile=true", "compile_memory_budget=0.5"), "torch._functorch.config.activation_memory_budget = 0.5"),
         (("precision=float8", "sharding=per_layer"), 'convert_to_float8_training(model, config=Float8LinearConfig'
          '.from_recipe_name("rowwise"), module_filter_fn=converted)'),
-        (("optimizer.state_dtype=bf16",), "Not here: optimizer.state_dtype=bf16; Adam's moments are float32, so "
-         "losses differ a little."),
     ],
 )  # fmt: skip
 def test_what_no_cpu_can_compare_is_in_the_script(words: Case, line: str) -> None:

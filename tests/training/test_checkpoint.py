@@ -44,7 +44,6 @@ SAME_RANKS: dict[str, list[str]] = {
     "cosine_accumulate_clip": [SYNC, *COSINE, "training.grad_accum_steps=2", "training.max_grad_norm=0.5"],
     "fp16_mixed_offload": [ASYNC, "precision=fp16_mixed", "offload=cpu", "init=meta", "sharding=root"],
     "ddp": [*ADAM, "sharding=ddp"],
-    "narrow_moments": [*ADAM, "optimizer.state_dtype=bf16"],
 }
 OTHER_RANKS: dict[str, list[str]] = {
     "per_layer_cosine": [*ADAM, "sharding=per_layer", *COSINE],
@@ -143,7 +142,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     "same",
     cases(
         ["adam", "fp16_scaler_cosine"],
-        ["async", "ddp", "fp16_mixed_offload", "narrow_moments"],
+        ["async", "ddp", "fp16_mixed_offload"],
         ["sgd_momentum", "cosine_accumulate_clip"],
     ),
 )
