@@ -10,20 +10,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Layout:
-    """The sharding units of a model and the classes of its blocks.
+    """The sharding units of a model and its blocks, by name.
 
     Attributes:
         units: names of the modules that are units of their own, without the root, as before activation checkpointing
             wrapped any; `*` stands for any number.
-        unit_classes: the classes of the units, as `module:Name`, if every module of these classes is a unit; else
-            empty.
-        block_classes: the classes that activation checkpointing wraps and compile compiles, as `module:Name`.
+        blocks: names of the modules that activation checkpointing wraps and compile compiles, in the same form.
         find_unused: whether some parameters may get no gradient.
     """
 
     units: Sequence[str] = field(default_factory=list)
-    unit_classes: Sequence[str] = field(default_factory=list)
-    block_classes: Sequence[str] = field(default_factory=list)
+    blocks: Sequence[str] = field(default_factory=list)
     find_unused: bool = False
 
 

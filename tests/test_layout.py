@@ -32,5 +32,5 @@ def test_facts_without_a_layout_have_none(values: object) -> None:
 
 
 def test_a_layout_is_read_as_it_was_written() -> None:
-    layout = Layout(["blocks.*"], ["m:Block"], ["m:Block"], True)
+    layout = Layout(["blocks.*"], ["blocks.*"], True)
     assert read_layout(asdict(layout)) == layout

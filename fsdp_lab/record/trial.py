@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.compose import with_typed
-from fsdp_lab.config import NightlyConfig, SweepConfig, TrialConfig, UserError, from_dict, part, to_dict
+from fsdp_lab.config import NightlyConfig, SweepConfig, UserError, from_dict, part, to_dict
 from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, PREDICTED_BY, PREDICTED_SPEED, SPEED, is_timing
 from fsdp_lab.record.reasons import Reason, TimingExcluded
 from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.takehome import Setup, read_setup
 
 
 @dataclass
@@ -82,14 +81,6 @@ class TrialRecord:
         if self.timing_excluded is None:
             return self.figures
         return {key: value for key, value in self.figures.items() if not is_timing(key)}
-
-    @property
-    def setup(self) -> Setup | None:
-        """What writes its setting for other programs; None: not known."""
-        if self.config is None:
-            return None
-        title = f"Trial {self.number}: {' '.join(self.overrides)}"
-        return read_setup(title, part(self.config, TrialConfig), self.facts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, without passwords."""

@@ -13,7 +13,7 @@ run in MLflow. Other options:
   tracking.ui              the address of an MLflow UI on it: a click on a point opens the run there
   out                      another folder for the files
   trust                    true: read a folder that belongs to another user, or that others can write to
-  use                      pytorch: print the recommended setting as a script of plain PyTorch, and write nothing
+  use                      pytorch: print the recommended setting as a function of plain PyTorch, and write nothing
   trial                    with use: the number of another trial
 """
 
@@ -34,8 +34,8 @@ from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.redact import redact
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.data import SweepData
+from fsdp_lab.report.pytorch import SCRIPT, setting_of
 from fsdp_lab.report.write import FILES, write_report
-from fsdp_lab.takehome import SCRIPT, to_pytorch
 
 if TYPE_CHECKING:
     from fsdp_lab.record.sweep_json import SweepStart
@@ -126,7 +126,7 @@ def run(options: dict[str, str]) -> None:
 
 
 def script(sweep: SweepData, number: str | None = None) -> str:
-    """Return a trial's setting as a script.
+    """Return a trial's setting as Python code.
 
     Args:
         sweep: with its trials.
@@ -151,13 +151,14 @@ def script(sweep: SweepData, number: str | None = None) -> str:
         if number not in by_number:
             raise ConfigError(f"trial={number} is not in this sweep; use one of: {', '.join(by_number)}.")
         trial = by_number[number]
-    if trial.setup is None:
+    code = setting_of(trial)
+    if code is None:
         raise UserError(
             f"use=pytorch: the sharding units of trial {trial.number} are not known: it did not start, an earlier "
             "version ran it, or it was read from the store. Use sweep=<its folder>, or take "
             f"{SCRIPT} from the artifacts of the sweep's MLflow run."
         )
-    return to_pytorch(trial.setup)
+    return code
 
 
 def store_of(record: SweepStart, config: SweepConfig, own: bool) -> str:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
-from fsdp_lab.config.errors import UserError
 from fsdp_lab.files import write_text
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html, to_markdown
+from fsdp_lab.report.pytorch import SCRIPT, setting_of
 from fsdp_lab.report.reason_texts import reason_text
-from fsdp_lab.takehome import SCRIPT, to_pytorch
 
 REPORTS = ("report.html", "report.md", "report.csv")
 FILES = (*REPORTS, SCRIPT)
 
 
 def write_report(sweep: SweepData, folder: Path) -> Answer:
-    """Write `report.html`, `report.md` and `report.csv`, and the recommended setting as a script.
+    """Write `report.html`, `report.md` and `report.csv`, and the recommended setting as code.
 
     Each file is written under a temporary name first.
 
@@ -31,12 +29,10 @@ def write_report(sweep: SweepData, folder: Path) -> Answer:
     """
     made = sweep.recommendation
     (folder / SCRIPT).unlink(missing_ok=True)
-    script = False
-    if made.trial is not None and made.trial.setup is not None:
-        with suppress(UserError):  # `use=pytorch` says why
-            write_text(folder / SCRIPT, to_pytorch(made.trial.setup), parents=False)
-            script = True
-    contents = to_html(sweep, script), to_markdown(sweep, script), to_csv(sweep)
+    setting = setting_of(made.trial) if made.trial is not None else None
+    if setting is not None:
+        write_text(folder / SCRIPT, setting, parents=False)
+    contents = to_html(sweep, setting is not None), to_markdown(sweep, setting is not None), to_csv(sweep)
     for name, content in zip(REPORTS, contents, strict=True):
         write_text(folder / name, content, parents=False)
     return made

@@ -175,8 +175,6 @@ def _facts(
         "num_params": sum(p.numel() for p in state.model.parameters()),
         "torch": str(torch.__version__),
         "layout": asdict(state.layout),
-        "model_sizes": config.model.sizes(),
-        "data_sizes": config.data.sizes_from(config.model),
         "data_digest": data.digest,
         "data_num_train": len(data.train),
         "data_num_val": len(data.val),

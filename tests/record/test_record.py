@@ -55,18 +55,18 @@ def test_a_record_holds_no_password(tmp_path: Path):
 
 
 def test_a_record_is_data_and_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It may come from anywhere. A report of it writes the script of a trial whose modules it does not import."""
+    """It may come from anywhere. A report of it writes the setting of a trial whose modules it does not import."""
     (tmp_path / "theirs.py").write_text("raise SystemExit('it was imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     config, facts = SweepConfig(), {"device": "cpu", "world_size": 2, "num_params": 10, "data_num_train": 64}
     config.model.target, config.data.target, config.data.collate_fn = "theirs.model", "theirs.Data", "theirs.collate"
     config.task.name, config.task.loss = "custom", "theirs.loss"
     config.data.arguments = {"depth": 2}
-    facts |= {"layout": {}, "model_sizes": {}, "data_sizes": {"size": 3}}
+    facts |= {"layout": {"units": ["blocks.*"]}}
     trials = [dataclasses.replace(trial, config=config, facts=facts) for trial in sweep().trials]
     dataclasses.replace(sweep(), trials=trials).write(tmp_path)
     write_report(SweepData.read(tmp_path / "record.json"), tmp_path)
-    assert 'Data(size=3, depth=2, split="train")' in (tmp_path / "use_pytorch.py").read_text().replace("'", '"')
+    assert "def parallelize(model):" in (tmp_path / "use_pytorch.py").read_text()
     assert "theirs" not in sys.modules
 
 

@@ -7,22 +7,20 @@ import dataclasses
 import io
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from fsdp_lab.config.registry import REGISTRY
+from fsdp_lab.config import SweepConfig
 from fsdp_lab.layout import Layout
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import answer, with_a_line
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html, to_markdown
 from fsdp_lab.report.plots import COLORS, figures
 from fsdp_lab.report.write import write_report
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.takehome import Setup
-from tests.ranks import config
 from tests.report.sweeps import ROWS, on_cpu, sweep, trial
 
 
@@ -221,24 +219,20 @@ def test_markdown_and_csv_state_the_same(tmp_path: Path):
     assert rows[4]["why_not"] == "ran out of memory"
 
 
-@pytest.mark.parametrize("task", ["classification", "theirs"])
-def test_what_can_be_taken_home_is_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str):
-    monkeypatch.setitem(REGISTRY["task.name"], "theirs", "their.task")  # another package's: no script can hold it
-    trials = [trial(i, row) for i, row in enumerate(ROWS)]
-    own = config("model=mlp", "sharding=per_block")
-    own.task.name = task
-    setup: Setup | None = Setup("Trial 3", own, Layout(), 2, 1000, 128, "2.15.0", 1, {})
-    monkeypatch.setattr(TrialRecord, "setup", property(lambda trial: setup if trial.number == 3 else None))
+def test_the_setting_as_code_is_linked_where_its_layout_is_known(tmp_path: Path):
+    facts = {"layout": asdict(Layout()), "world_size": 2, "torch": "2.15.0"}
+    own = dataclasses.replace(trial(3, ROWS[3]), config=SweepConfig(), facts=facts)
+    trials = [own if i == 3 else trial(i, row) for i, row in enumerate(ROWS)]
     write_report(sweep(trials), tmp_path)
     page = (tmp_path / "report.html").read_text()
     links = re.findall(r'href="([^"]*)"', page.partition('id="uses"')[2].partition("</p>")[0])
     there = {path.name for path in tmp_path.iterdir() if path.name.startswith("use_")}
-    script = {"use_pytorch.py"} if task == "classification" else set()
-    assert set(links) == there == script
+    assert set(links) == there == {"use_pytorch.py"}
+    assert "def parallelize(model):" in (tmp_path / "use_pytorch.py").read_text()
     text = (tmp_path / "report.md").read_text()
-    assert all(f"[{name}]({name})" in text for name in links) and text.count("](use_") == len(links)
-    setup = None  # of these trials nothing is known
-    write_report(sweep(), tmp_path)
+    assert text.count("](use_") == text.count("[use_pytorch.py](use_pytorch.py)") == 1
+    write_report(sweep(), tmp_path)  # of whose trials nothing is known
+    assert not (tmp_path / "use_pytorch.py").exists()
     assert 'id="uses"' not in (tmp_path / "report.html").read_text()
     assert "](use_" not in (tmp_path / "report.md").read_text()
 

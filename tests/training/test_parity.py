@@ -138,7 +138,7 @@ ELSEWHERE = {
     "task.metrics": "tests/workloads/user/test_training.py",
     "task.unit": "tests/workloads/user/test_training.py",
     "optimizer.scale_lr": "tests/training/test_optimizer.py",
-    "lr_schedule.": "tests/training/test_optimizer.py, tests/takehome/test_pytorch.py",
+    "lr_schedule.": "tests/training/test_optimizer.py",
     "training.timing_warmup_steps": "tests/training/test_speed.py",
     "repeat": "changes nothing",
     "compile": "rows of make ci: the compiler takes half a minute",

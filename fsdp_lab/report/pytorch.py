@@ -1,0 +1,125 @@
+"""A trial's setting as one function of plain PyTorch, for the user's own training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fsdp_lab.config import TrialConfig, part
+from fsdp_lab.config.parallel import Dtype, Granularity, ReshardPolicy
+from fsdp_lab.config.training import (
+    MATRIX_PRODUCTS,
+    SAVED_OPERATORS,
+    ActivationCheckpointing,
+    LrScheduleName,
+    OptimizerImplementation,
+    OptimizerName,
+)
+from fsdp_lab.layout import Layout, read_layout
+from fsdp_lab.record.trial import TrialRecord
+
+SCRIPT = "use_pytorch.py"  # in the report's folder
+_OPTIMIZERS = {OptimizerName.adam: "Adam", OptimizerName.adamw: "AdamW", OptimizerName.sgd: "SGD"}
+_IMPLEMENTATIONS = {
+    OptimizerImplementation.fused: "fused=True",
+    OptimizerImplementation.foreach: "foreach=True",
+    OptimizerImplementation.for_loop: "foreach=False",
+}
+_RESHARD = {ReshardPolicy.always: "True", ReshardPolicy.never: "False", ReshardPolicy.default: "None"}
+_HOOKS = {Dtype.bfloat16: "bf16_compress_hook", Dtype.float16: "fp16_compress_hook"}
+
+
+def setting_of(trial: TrialRecord) -> str | None:
+    """Return a trial's setting as Python code; None if its layout is not known."""
+    layout, world_size = read_layout(trial.facts.get("layout")), trial.facts.get("world_size")
+    if trial.config is None or layout is None or not isinstance(world_size, int):
+        return None
+    title = f"Trial {trial.number}: {' '.join(trial.overrides)}"
+    return to_pytorch(title, part(trial.config, TrialConfig), layout, world_size, str(trial.facts.get("torch")))
+
+
+def to_pytorch(title: str, config: TrialConfig, layout: Layout, world_size: int, torch_version: str) -> str:
+    """Return a module of plain PyTorch with a function `parallelize(model)`, and a step in its docstring.
+
+    It imports only PyTorch, and torchao for float8. Nothing that the config names is imported here.
+
+    Args:
+        title: of the trial, for people.
+        config: of the trial.
+        layout: how the model was divided.
+        world_size: the number of ranks.
+        torch_version: of the trial.
+    """
+    from jinja2 import Environment, PackageLoader
+
+    loader = PackageLoader("fsdp_lab.report")
+    templates = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    return templates.get_template("pytorch.py.j2").render(
+        title=title.replace("\\", "/").replace('"', "'"),
+        world_size=world_size,
+        **_sharding(config, layout, torch_version),
+        **_training(config, world_size),
+    )
+
+
+def _sharding(config: TrialConfig, layout: Layout, torch_version: str) -> dict[str, Any]:
+    checkpointing, sharding = config.activation_checkpointing, config.sharding
+    ddp = sharding.granularity is Granularity.ddp
+    with_blocks = config.compile or config.precision.float8 or checkpointing is not ActivationCheckpointing.none
+    version = tuple(int(number) for number in torch_version.split("+")[0].split(".")[:2] if number.isdigit())
+    saved = [f"torch.ops.{name}" for name in SAVED_OPERATORS if name not in MATRIX_PRODUCTS]
+    return {
+        "ddp": ddp,
+        "backend": "" if config.offload.backend(cuda=True) == "nccl" else config.offload.backend(cuda=True),
+        "checkpointing": checkpointing.name,
+        "every": config.activation_checkpointing_every if checkpointing is ActivationCheckpointing.every_n else 1,
+        "products": ", ".join(f"torch.ops.{name}" for name in MATRIX_PRODUCTS),
+        "saved": ", ".join(saved),
+        "compile": config.compile,
+        "float8": config.precision.float8,
+        "blocks": _pattern(layout.blocks) if with_blocks else "",
+        "units": "" if ddp else _pattern(layout.units),
+        "blocks_per_unit": sharding.blocks_per_unit,
+        "dp_replicate": sharding.dp_replicate,
+        "forward_prefetch": sharding.forward_prefetch,
+        "backward_prefetch": sharding.backward_prefetch,
+        "separate_reduce_scatter_group": sharding.separate_reduce_scatter_group,
+        "param_dtype": config.precision.param_dtype.value,
+        "reduce_dtype": config.precision.reduce_dtype.value,
+        "hook": _HOOKS.get(config.precision.reduce_dtype, "") if ddp else "",
+        "find_unused": layout.find_unused,
+        "reshard": _RESHARD.get(config.reshard_after_forward.policy, str(config.reshard_after_forward.size)),
+        "offload": config.offload.target.name,
+        "sync_buffers": "forward_sync_buffers" if version >= (2, 15) else "broadcast_buffers",  # its name since 2.15
+    }
+
+
+def _pattern(names: Sequence[str]) -> str:
+    """Return the literal of a regular expression that these names match, in which `*` stands for a number."""
+    if not names:
+        return ""
+    return 'r"' + "|".join(name.replace(".", r"\.").replace("*", r"\d+") for name in names) + '"'
+
+
+def _training(config: TrialConfig, world_size: int) -> dict[str, Any]:
+    optimizer, training, precision = config.optimizer, config.training, config.precision
+    scaled = precision.loss_scaling
+    kind = _OPTIMIZERS[optimizer.name]
+    lr = optimizer.lr * (world_size if optimizer.scale_lr else 1)
+    own = f"betas=({optimizer.beta1}, {optimizer.beta2})" if kind != "SGD" else f"momentum={optimizer.momentum}"
+    kernels = _IMPLEMENTATIONS[optimizer.chosen_implementation(scaled)]
+    place = "device" if config.offload.target.name == "none" else '"cpu"'
+    schedule = config.lr_schedule
+    constant = schedule.name is LrScheduleName.constant and not schedule.warmup_steps
+    return {
+        "scaled": scaled,
+        "scaler": f"{place}, init_scale={precision.init_scale}, growth_interval={precision.growth_interval}",
+        "backward": "scaler.scale(loss).backward()" if scaled else "loss.backward()",
+        "optimizer": f"torch.optim.{kind}",
+        "optimizer_options": f"lr={lr}, {own}, weight_decay={optimizer.weight_decay}, {kernels}",
+        "accum": training.grad_accum_steps,
+        "sync_each": training.sync_each_microbatch,
+        "microbatch_size": training.global_batch_size // world_size // training.grad_accum_steps,
+        "max_grad_norm": training.max_grad_norm,
+        "left_out": "" if constant else f"lr_schedule={schedule.name.name}",
+    }

@@ -1,0 +1,207 @@
+"""The function of `use=pytorch`, pasted into the benchmark's bare script, trains as the trial did."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+import subprocess
+import sys
+import tempfile
+import textwrap
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from fsdp_lab.config import TrialConfig
+from fsdp_lab.layout import Layout
+from fsdp_lab.report.pytorch import to_pytorch
+from tests.conftest import ROOT
+from tests.ranks import Memo, config, run_ranks, selected
+
+Case = tuple[str, ...]
+
+TOLERANCE = 1e-5
+MOST_LINES = 50  # of the function, without the operators that selective checkpointing keeps
+SHARDINGS: dict[str, Case] = {
+    "ddp": ("sharding=ddp",),
+    "root": ("sharding=root",),
+    "per_block": ("sharding=per_block",),
+    "per_layer": ("sharding=per_layer",),
+    "size_based": ("sharding=size_based", "sharding.min_num_params=10000"),
+}
+PRECISIONS = ("fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed", "grad_bf16")
+TRIAL = ("model=vit_tiny", "data.num_train=null", "data.num_val=null", "training.global_batch_size=64",
+         "training.max_steps=8")  # fmt: skip
+CASES: dict[str, Case] = {
+    "per_block": SHARDINGS["per_block"],
+    "ddp, bf16, accumulation": (*SHARDINGS["ddp"], "precision=bf16", "training.grad_accum_steps=2"),
+    "fp16, offload, clipping": (
+        *SHARDINGS["per_block"], "precision=fp16", "precision.init_scale=2e6", "offload=cpu",
+        "reshard_after_forward=always", "training.max_grad_norm=0.5", "optimizer=sgd", "optimizer.momentum=0.9",
+    ),
+    "root, accumulation, clipping": (
+        *SHARDINGS["root"], "training.grad_accum_steps=4", "training.max_grad_norm=0.5", "optimizer=adamw",
+        "reshard_after_forward=to_size", "reshard_after_forward.size=2", "optimizer.scale_lr=true",
+    ),
+    "per_layer, bf16_mixed, prefetch": (
+        *SHARDINGS["per_layer"], "precision=bf16_mixed", "activation_checkpointing=full",
+        "sharding.forward_prefetch=2", "sharding.backward_prefetch=1",
+    ),
+    "every second block, units of three": (
+        *SHARDINGS["per_block"], "activation_checkpointing=every_n", "sharding.blocks_per_unit=3",
+        "sharding.separate_reduce_scatter_group=true", "sharding.forward_prefetch=1",
+    ),
+    "gradients of each microbatch": (
+        *SHARDINGS["size_based"], "training.grad_accum_steps=2", "training.sync_each_microbatch=true",
+    ),
+    "selective": (*SHARDINGS["per_block"], "activation_checkpointing=selective"),
+    "compile": (*SHARDINGS["per_block"], "compile=true"),
+}  # fmt: skip
+HYBRID = {
+    "hybrid": (*SHARDINGS["per_block"], "sharding.dp_replicate=2", "reshard_after_forward=always"),
+    "hybrid, replicas reduce once": (
+        *SHARDINGS["root"], "sharding.dp_replicate=2", "training.grad_accum_steps=2",
+        "training.sync_each_microbatch=true",
+    ),
+}  # fmt: skip
+
+
+def trial_of(*words: str) -> TrialConfig:
+    return config(*TRIAL, *words)
+
+
+def train_and_paste(cases: list[Case]) -> list[dict[str, Any]]:
+    """Train each case, paste its function and its step into the bare script, and train that on the same ranks."""
+    import torch.distributed as dist
+
+    from fsdp_lab.training import train
+
+    results = []
+    for words in cases:
+        memo, losses = Memo(), list[float]()
+        with tempfile.TemporaryDirectory() as own:
+            train(trial_of(*words), Path(own), memo, losses.extend)
+        layout, torch_version = Layout(**memo.known["layout"]), memo.known["torch"]
+        code = to_pytorch("Trial 0", trial_of(*words), layout, dist.get_world_size(), torch_version)
+        results.append({"code": code, "trial": losses, "bare": bare_losses(code, len(losses), trial_of(*words))})
+    return results
+
+
+def bare_losses(code: str, steps: int, trial: TrialConfig) -> list[float]:
+    """Return the losses of the global batches, from `benchmarks/bare.py` with the pasted function and step."""
+    import torch
+    import torch.distributed as dist
+
+    bare = runpy.run_path(str(ROOT / "benchmarks" / "bare.py"))
+    pasted: dict[str, Any] = {}
+    exec(compile(code, "use_pytorch.py", "exec"), pasted)
+    losses: list[torch.Tensor] = []
+
+    def compute_loss(model: Any, batch: Any) -> torch.Tensor:
+        losses.append(bare["compute_loss"](model, batch))
+        return losses[-1]
+
+    once, step = (textwrap.dedent(part) for part in indented_parts(code))
+    names: dict[str, Any] = {
+        "torch": torch, "device": torch.device("cpu"), "parallelize": pasted["parallelize"],
+        "model": bare["build_model"](), "compute_loss": compute_loss,
+    }  # fmt: skip
+    with mock.patch.object(dist, "init_process_group"):  # the ranks have joined
+        exec(once, names)
+    (images, labels), _ = bare["load_splits"]()
+    accum = trial.training.grad_accum_steps
+    loader = iter(bare["batches"](torch.utils.data.TensorDataset(images, labels), 0, accum))
+    for _ in range(steps):
+        names["microbatches"] = [next(loader) for _ in range(accum)]
+        names["batch"] = names["microbatches"][0]
+        exec(step, names)
+    total = torch.stack(losses).detach().float().view(steps, accum).mean(1) / dist.get_world_size()
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def indented_parts(code: str) -> tuple[str, str]:
+    """Return the indented paragraphs of the docstring: what runs once, and what in each step."""
+    docstring = code.split('"""')[1]
+    once, step = (part for part in docstring.split("\n\n") if part.startswith("    "))
+    return once, step
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    names = selected(request, "name") or [*CASES]
+    return dict(zip(names, run_ranks(2, train_and_paste, [CASES[name] for name in names])[0], strict=True))
+
+
+def assert_same_losses(result: dict[str, Any]) -> None:
+    assert len(result["trial"]) == 8
+    assert result["bare"] == pytest.approx(result["trial"], abs=TOLERANCE), result["code"]
+
+
+MARKS = {"compile": pytest.mark.full, "gradients of each microbatch": pytest.mark.full}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
+def test_the_pasted_function_trains_as_the_trial(results: dict[str, dict[str, Any]], name: str) -> None:
+    assert_same_losses(results[name])
+
+
+@pytest.mark.ci
+def test_every_sharding_and_precision() -> None:
+    cases = [(*words, f"precision={precision}") for words, precision in product(SHARDINGS.values(), PRECISIONS)]
+    for result in run_ranks(2, train_and_paste, cases)[0]:
+        assert_same_losses(result)
+
+
+@pytest.mark.ci
+def test_hybrid_sharding_on_four_ranks() -> None:
+    for result in run_ranks(4, train_and_paste, [*HYBRID.values()])[0]:
+        assert_same_losses(result)
+
+
+LAYOUT = Layout(units=["blocks.*"], blocks=["blocks.*"])
+
+
+@pytest.mark.parametrize("name", [*CASES, *HYBRID])
+def test_it_is_short_and_imports_only_pytorch(name: str) -> None:
+    code = to_pytorch("Trial 0", trial_of(*(CASES | HYBRID)[name]), LAYOUT, 4, "2.15.0")
+    tree = ast.parse(code)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {getattr(node, "module", None) or node.names[0].name for node in imports}  # type: ignore[attr-defined]
+    assert {module.partition(".")[0] for module in modules} <= {"torch", "re", "functools"}
+    bound = {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
+    assert bound <= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    kept = 22 if name == "selective" else 0
+    assert function.end_lineno is not None and function.end_lineno - function.lineno < MOST_LINES + kept
+    assert max(map(len, code.splitlines())) <= 120
+
+
+def test_blocks_compute_in_float8_before_they_are_sharded() -> None:
+    """Only GPUs can compare the losses."""
+    code = to_pytorch("Trial 0", trial_of("precision=float8", "sharding=per_layer"), LAYOUT, 4, "2.15.0")
+    ast.parse(code)
+    assert 0 < code.index("convert_to_float8_training(model") < code.index("fully_shard(")
+
+
+def test_a_schedule_is_named_as_not_included() -> None:
+    code = to_pytorch("Trial 0", trial_of("lr_schedule=cosine"), LAYOUT, 4, "2.15.0")
+    assert "Not included: lr_schedule=cosine." in code
+
+
+def test_quotes_in_a_title_end_no_docstring() -> None:
+    code = to_pytorch('Trial 0: """ \\ model.path="x"', trial_of(), LAYOUT, 4, "2.15.0")
+    assert ast.get_docstring(ast.parse(code))
+
+
+@pytest.mark.ci
+def test_the_bare_script_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "benchmarks" / "bare.py"), "2", "fp16"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(ast.literal_eval(done.stdout)) == 1
