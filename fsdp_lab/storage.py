@@ -7,7 +7,7 @@ sees the last one that was put. What is written to it, and in which order, is in
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,12 +72,6 @@ class Storage:
         """
         with _translated_errors(self.address):
             return bytes(self._fs.cat_file(f"{self._root}/{name}"))
-
-    def read_all(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Read objects side by side. Raises as `read`."""
-        with _translated_errors(self.address):
-            contents = self._fs.cat([f"{self._root}/{name}" for name in names]) if names else {}
-        return {path.removeprefix(f"{self._root}/"): bytes(content) for path, content in contents.items()}
 
     def get(self, name: str, file: Path) -> None:
         """Make an object a local file, whole or not at all. Raises as `read`."""

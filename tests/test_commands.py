@@ -79,7 +79,6 @@ RUN = {
     # nights
     "python -m fsdp_lab.nightly": f"{_NIGHTS}::test_sigterm_between_nights_is_a_clean_end",
     "python -m fsdp_lab.nightly --once": f"{_NIGHTS}::test_a_slower_setting_is_named_and_its_address_is_secret",
-    "python -m fsdp_lab.nightly --continue": f"{_NIGHTS}::test_an_interrupted_night_goes_on_whatever_interrupted_it",
     "python -m fsdp_lab.nightly --check": _ACCEPTED,
     'python -m fsdp_lab.nightly --accept "reason"': _ACCEPTED,
     # a Ray cluster

@@ -2,7 +2,6 @@
 
 python -m fsdp_lab.nightly                       on its schedule, in the foreground: for systemd or a container
 python -m fsdp_lab.nightly --once                now: for cron, Slurm's scrontab, CI
-python -m fsdp_lab.nightly --continue            only the rest of an interrupted night, if there is one
 python -m fsdp_lab.nightly --check               print what would run, and when; run nothing
 python -m fsdp_lab.nightly --accept "reason"     make the last night the baseline
 
@@ -17,7 +16,7 @@ Its own keys:
 On a CPU, speeds of trials in which other processes used more than report.others_cpu of the cores are not judged.
 FSDP_LAB_WEBHOOK         an address in the environment that gets each verdict as JSON
 
-Exits with 0: good; 1: nothing finished; 2: bad input; 3: a regression; 130: interrupted, and the next start resumes it.
+Exits with 0: good; 1: nothing finished; 2: bad input; 3: a regression; 130: interrupted, the night is incomplete.
 On its schedule it runs until it is stopped; SIGTERM between nights exits with 0.
 """
 
@@ -26,11 +25,9 @@ from __future__ import annotations
 import fsdp_lab.installed  # noqa: F401
 
 # isort: split
-import platform
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -41,16 +38,15 @@ from fsdp_lab.config.job import Manager
 from fsdp_lab.deploy.job import Job, job_words
 from fsdp_lab.deploy.launch import launch
 from fsdp_lab.explain import explain
-from fsdp_lab.locks import InUse, holder, locked
-from fsdp_lab.nightly.nights import Night, Nights
+from fsdp_lab.locks import holder, locked
+from fsdp_lab.nightly.nights import Night, Verdict, read_nights
 from fsdp_lab.nightly.read_study import Study, read_study
-from fsdp_lab.nightly.run import accept, good_nights, resumable, run_night
+from fsdp_lab.nightly.run import accept, good_nights, run_night
 from fsdp_lab.nightly.schedule import cron_trigger, is_due, night_after, run_schedule
 from fsdp_lab.nightly.texts import regressions_line
 from fsdp_lab.redact import redact
-from fsdp_lab.storage import StorageAway
 
-_OPTIONS = ("--once", "--continue", "--check", "--accept")
+_OPTIONS = ("--once", "--check", "--accept")
 _NIGHTS_SHOWN = 3
 
 
@@ -72,8 +68,8 @@ def main() -> int:
                 accept(study, reason, log)
         elif study.config.cluster.job.has_manager:
             return submit_night(study, option, overrides)
-        elif option in ("--once", "--continue"):
-            return run_once(study, trigger, only_resume=option == "--continue")
+        elif option == "--once":
+            return run_once(study)
         else:
             return run_every_night(study, trigger, overrides)
         return 0
@@ -81,38 +77,24 @@ def main() -> int:
         print("fsdp_lab.nightly: ended")
         return 0
     except Exception as error:
-        message = str(error) if isinstance(error, StorageAway) else explain(error)
+        message = explain(error)
         if message is None:
             raise
         print(f"fsdp_lab.nightly: {message}", file=sys.stderr)
         return 2
 
 
-def run_once(study: Study, trigger: CronTrigger, only_resume: bool) -> int:
-    """Run a night now, or the rest of the interrupted one, and return its exit status.
-
-    With `only_resume` it does nothing if no night was interrupted, or if one is running.
+def run_once(study: Study) -> int:
+    """Run a night now, and return its exit status.
 
     Raises:
         InUse: another process is running a night.
     """
     try:
         with locked(study.folder, "nightly.folder"):
-            if only_resume and resumable(Nights(study.place).read(), study, time.time()) is None:
-                log("no night was interrupted")
-                return 0
-            return run_night(study, trigger, log)
-    except InUse as error:
-        if not only_resume:
-            raise
-        log(f"fsdp_lab.nightly: {error}")
-        return 0
+            return run_night(study, log)
     except KeyboardInterrupt:
-        until = local_time(night_after(trigger, datetime.now(UTC)))
-        log(
-            f"fsdp_lab.nightly: interrupted during a night; to resume it, start again before {until}, or: "
-            f"{study.resume_command}"
-        )
+        log("fsdp_lab.nightly: interrupted during a night, which stays incomplete; the next start runs another one")
         return 130
 
 
@@ -138,9 +120,9 @@ def submit_night(study: Study, option: str | None, overrides: Sequence[str]) -> 
 
 def run_every_night(study: Study, trigger: CronTrigger, overrides: Sequence[str]) -> int:
     """Run nights on the schedule until this process is interrupted, and return the exit status."""
-    nights = Nights(study.place).read()
+    nights = read_nights(study.folder)
     good_nights(study, nights)  # which checks now what a night would
-    waits = not holder(study.folder / ".lock") and is_due(nights, platform.node(), time.time())
+    waits = not holder(study.folder / ".lock") and is_due(nights, trigger, datetime.now(UTC))
     status = run_schedule(trigger, overrides, waits, log)
     log("fsdp_lab.nightly: ended")
     return status
@@ -177,27 +159,20 @@ def print_plan(study: Study, trigger: CronTrigger) -> None:
     Raises:
         UserError: the baseline is of another study.
     """
-    nights, night = Nights(study.place).read(), datetime.now(UTC)
+    nights, night = read_nights(study.folder), datetime.now(UTC)
     past = good_nights(study, nights)
-    print(f"study:    {study.name}, in {study.place}")
+    print(f"study:    {study.name}, in {study.folder}")
     shown = [word for word in study.arguments if not word.startswith("hydra.sweeper.params.")]  # null: no axis
     print(f"sweep:    {redact(shlex.join(['python', '-m', 'fsdp_lab', '-m', *shown]))}")
     print(f"baseline: {_named(past[-1]) if past else 'none yet: the first good night becomes it'}")
-    if over := [night for night in nights if night.over]:
-        print(f"last:     {_named(over[-1], regressions_line(over[-1]))}")
     if at_work := holder(study.folder / ".lock"):
         print(f"now:      a night runs here ({at_work})")
-    elif waiting := resumable(nights, study, time.time()):
-        until = local_time(datetime.fromtimestamp(waiting.next_due, UTC))
-        print(f"waits:    a night was interrupted; to resume it before {until}: {study.resume_command}")
+        nights = [night for night in nights if night.verdict is not Verdict.incomplete]
+    if nights:
+        print(f"last:     {_named(nights[-1], regressions_line(nights[-1]))}")
     for _ in range(_NIGHTS_SHOWN):
         night = night_after(trigger, night)
-        print(f"night:    {local_time(night)}")
-
-
-def local_time(moment: datetime) -> str:
-    """Return a moment in this machine's time zone."""
-    return f"{moment.astimezone():%Y-%m-%d %H:%M %Z}"
+        print(f"night:    {night.astimezone():%Y-%m-%d %H:%M %Z}")
 
 
 def log(text: str) -> None:

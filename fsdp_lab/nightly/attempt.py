@@ -1,4 +1,4 @@
-"""The sweep of a night, in a process of its own: started, or resumed; and its frame."""
+"""The sweep of a night, in a process of its own, and its frame."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from fsdp_lab.config import UserError
 from fsdp_lab.config.key_value_args import quoted
 from fsdp_lab.nightly.gate import EXCLUDED, STATUS
-from fsdp_lab.status import ExitCode
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,36 +42,18 @@ def frame_of(folder: Path) -> pd.DataFrame:
     return frame.assign(**{"setting": frame.index.map(names), EXCLUDED: frame[EXCLUDED].notna()})
 
 
-def changed_since(folder: Path) -> list[str]:
-    """Return the changes of code and libraries since a sweep began: its trials would not be comparable."""
-    from fsdp_lab.record.sweep_json import read_start
-    from fsdp_lab.sweep.store.changes import changes_of_code
+def run_sweep(arguments: Sequence[str], folder: Path) -> int:
+    """Run the sweep of a command line in a folder, and return its exit status."""
+    from fsdp_lab.sweep.names import OF_A_NIGHT
 
-    return changes_of_code(read_start(folder, "sweep")) if (folder / "sweep.json").exists() else []
-
-
-def run_sweep(arguments: Sequence[str], folder: Path, resume_command: str) -> int:
-    """Start the sweep of a command line in a folder, or resume it, and return its exit status.
-
-    After an interrupt it prints `resume_command`.
-
-    Raises:
-        UserError: the sweep cannot be resumed until the user fixes something; nothing of it is lost.
-    """
-    from fsdp_lab.sweep.names import RESUMED_BY
-
-    resumes, place = (folder / "sweep.json").exists(), quoted(folder.absolute())
-    if resumes:
-        words = ["resume=" + place, *(word for word in arguments if word.startswith("--config-dir="))]
-    else:
-        words = ["-m", *arguments, "hydra.sweep.dir=" + place]
+    words = ["-m", *arguments, "hydra.sweep.dir=" + quoted(folder.absolute())]
     # in a session of its own: Ctrl-C comes to us, and we hand it on; it ends with us, however we end
     process = subprocess.Popen(
         [sys.executable, "-m", "fsdp_lab", *words], start_new_session=True, preexec_fn=_end_with_parent,
-        env={**os.environ, RESUMED_BY: resume_command},
+        env={**os.environ, OF_A_NIGHT: "true"},
     )  # fmt: skip
     try:
-        status = process.wait()
+        return process.wait()
     except BaseException:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -80,9 +61,6 @@ def run_sweep(arguments: Sequence[str], folder: Path, resume_command: str) -> in
         process.kill()
         process.wait()
         raise
-    if resumes and status == ExitCode.refused:
-        raise UserError(f"the night's sweep in {folder} cannot resume: fix the error above, then start again.")
-    return status
 
 
 def _end_with_parent() -> None:

@@ -27,7 +27,6 @@ LOSS = "loss"  # the validation loss, or the training loss where there is none
 EXCLUDED = "timing_excluded"
 _ENOUGH_NIGHTS = 5  # from so many on, how much nights differ from one another is known
 _LATEST = 10  # by so many, at most
-_FEWEST_OF_SLOPE = 6  # in five nights the order of chance is too likely
 _MEDIAN_OF_NORMAL = 0.6745  # the median of the absolute value, over the standard deviation
 
 
@@ -38,7 +37,6 @@ class Outcome(StrEnum):
     better = "better"
     noise = "noise"  # worse by more than the tolerance, but not by more than noise explains
     rounding = "rounding"  # the same of the rounding of a loss
-    slope = "slope"  # worse night by night, by less than the tolerance so far
     regression = "regression"  # worse than the last good night
     drift = "drift"  # not worse than the last good night, but than the best one
     unfinished = "unfinished"  # fewer trials finish
@@ -65,7 +63,7 @@ class Finding:
         change: from one to the other: a ratio minus 1, or in the metric's unit.
         tolerance: the largest change that is tolerated, as `change`.
         noise: the largest change that noise explains, as `change`; 0: it is not known.
-        slope: the change of a typical night, as `change`; for `drift` and `slope`.
+        slope: the change of a typical night, as `change`; for `drift`.
         nights: over how many.
         ended: the status of each trial tonight, and of that night, for `unfinished` and `new`.
     """
@@ -189,7 +187,7 @@ def _compare(
     setting: str, metric: Metric, now: Sequence[float], earlier: Sequence[tuple[str, list[float]]],
     tolerance: float, rounding: float, chance: float,
 ) -> Finding:  # fmt: skip
-    """Compare with the last good night, then with the best one, then with the slope of all."""
+    """Compare with the last good night, then with the best one."""
     scale = Scale(metric, [*now, *(value for _, values in earlier for value in values)])
     here, there = [scale.of(v) for v in now], [[scale.of(v) for v in values] for _, values in earlier]
     level, levels = median(here), [median(positions) for positions in there]
@@ -201,8 +199,6 @@ def _compare(
         outcome = Outcome.regression
     elif level - levels[best] > max(limit, noise_of_best, rounding):
         outcome, place, noise, since = Outcome.drift, best, noise_of_best, levels[best:]
-    elif _is_slope([*levels, level], limit, chance):
-        outcome, since = Outcome.slope, levels
     elif change > limit:
         outcome = Outcome.noise if change <= noise else Outcome.rounding
     else:
@@ -241,15 +237,6 @@ def _noise(before: Sequence[float], now: Sequence[float], levels: Sequence[float
 
     degrees = error**2 / sum(part**2 / freedom for part, freedom in parts)
     return float(t.ppf(1 - chance, degrees)) * math.sqrt(error)
-
-
-def _is_slope(levels: Sequence[float], limit: float, chance: float) -> bool:
-    """Return whether nights get worse one by one, by more than half the tolerance: Kendall's test of their order."""
-    if len(levels) < _FEWEST_OF_SLOPE or _slope(levels) * (len(levels) - 1) <= limit / 2:
-        return False
-    from scipy.stats import kendalltau
-
-    return bool(kendalltau(range(len(levels)), levels, alternative="greater").pvalue < chance)
 
 
 def _slope(levels: Sequence[float]) -> float:

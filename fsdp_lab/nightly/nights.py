@@ -1,15 +1,12 @@
-"""The documents of a study's nights: one JSON file or object each.
+"""The documents of a study's nights: one JSON file each.
 
 | path below `nightly.folder`/<study> | what |
 | --- | --- |
-| `<night>.json` | the night: its trials, its verdict, what it was compared with, and when the next one was due |
+| `<night>.json` | the night: its trials, its verdict, and what it was compared with |
 | `<night>/sweep/` | its sweep, like any other |
 | `<night>/gate.md` | the verdict and the table of changes |
 | `nights.html` | the last thirty nights |
 | `.lock` | locked while a night runs here |
-
-With object storage in `cluster.storage_path`, `<night>.json` and `nights.html` are below
-`<cluster.storage_path>/nights/<study>` instead, where every machine finds them.
 """
 
 from __future__ import annotations
@@ -23,27 +20,25 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.config import UserError, from_dict, is_address
+from fsdp_lab.config import UserError, from_dict
 from fsdp_lab.files import write_text
 from fsdp_lab.nightly.gate import Finding
-from fsdp_lab.storage import Storage
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _USER_CODE = "user code "
-_DOCUMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ(-\w+)?\.json")
+_DOCUMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ\.json")
 
 
 class Verdict(StrEnum):
     """The verdict on a night."""
 
-    running = "running"  # or interrupted, and to be resumed
+    incomplete = "incomplete"  # it runs, or was interrupted
     good = "good"
     regression = "regression"
     accepted = "accepted"  # made the baseline by hand
     failed = "failed"  # nothing finished
-    left = "left"  # interrupted, and never resumed
 
 
 @dataclass(frozen=True)
@@ -53,8 +48,6 @@ class Night:
     Attributes:
         id: when it began; the name of its document and of its folder.
         begun: seconds since 1970.
-        next_due: when the night after it was due, seconds since 1970.
-        host: on which it runs; only there it can be resumed.
         verdict: see `Verdict`.
         study: the settings that all its trials share, which identify the study.
         origin: what it ran: `machine` (host, device and workers: what speeds depend on), `commit` and `code` (a digest)
@@ -65,13 +58,12 @@ class Night:
         findings: what the gate found.
         run_id: of its sweep's MLflow run; "": none.
         accepted: reason, by whom and when, of a night that was made the baseline by hand.
+        note: why the webhook did not get the verdict; "": it did, or there is none.
     """
 
     id: str
     begun: float
-    next_due: float
-    host: str = ""
-    verdict: Verdict = Verdict.running
+    verdict: Verdict = Verdict.incomplete
     study: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
     trials: list[dict[str, Any]] = field(default_factory=list)
@@ -80,16 +72,12 @@ class Night:
     findings: list[Finding] = field(default_factory=list)
     run_id: str = ""
     accepted: dict[str, str] | None = None
+    note: str = ""
 
     @property
     def is_good(self) -> bool:
         """Whether it can be a baseline."""
         return self.verdict in (Verdict.good, Verdict.accepted)
-
-    @property
-    def over(self) -> bool:
-        """Whether it has a verdict."""
-        return self.verdict is not Verdict.running
 
     @property
     def regressions(self) -> list[Finding]:
@@ -109,43 +97,22 @@ def night_id(moment: float) -> str:
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
 
 
-class Nights:
-    """The documents of a study's nights.
+def read_nights(folder: Path) -> list[Night]:
+    """Return all nights of a study that began, the oldest first.
 
     Args:
-        place: their folder, or their address in object storage.
+        folder: the study's.
 
-    Every method raises StorageRefused and StorageAway.
+    Raises:
+        UserError: a document cannot be read.
     """
+    paths = [path for path in folder.glob("*.json") if _DOCUMENT.fullmatch(path.name)]
+    return sorted((_night_in(path) for path in paths), key=lambda night: night.begun)
 
-    def __init__(self, place: str) -> None:
-        self.place = place
 
-    def read(self) -> list[Night]:
-        """Return all nights that began, the oldest first.
-
-        Raises:
-            UserError: a document cannot be read.
-        """
-        if is_address(self.place):
-            storage = Storage(self.place)
-            texts = storage.read_all([name for name in storage.files() if _DOCUMENT.fullmatch(name)])
-        else:
-            files = (path for path in Path(self.place).glob("*.json") if _DOCUMENT.fullmatch(path.name))
-            texts = {path.name: path.read_bytes() for path in files}
-        nights = [_night_of(text, f"{self.place}/{name}") for name, text in texts.items()]
-        return sorted(nights, key=lambda night: night.begun)
-
-    def write(self, night: Night) -> None:
-        """Keep a night, durably."""
-        self.put(f"{night.id}.json", json.dumps(asdict(night), indent=1))
-
-    def put(self, name: str, text: str) -> None:
-        """Keep a text beside the documents."""
-        if is_address(self.place):
-            Storage(self.place).write(name, text.encode())
-        else:
-            write_text(Path(self.place, name), text, durable=True)
+def write_night(folder: Path, night: Night) -> None:
+    """Write the document of a night into its study's folder, durably."""
+    write_text(folder / f"{night.id}.json", json.dumps(asdict(night), indent=1), durable=True)
 
 
 def since_accepted(nights: Sequence[Night]) -> list[Night]:
@@ -166,10 +133,10 @@ def changes(before: Night, night: Night) -> list[list[str]]:
     return [[key, there.get(key, "none"), here.get(key, "none")] for key in keys]
 
 
-def _night_of(text: bytes, path: str) -> Night:
+def _night_in(path: Path) -> Night:
     try:
-        night = from_dict(Night, json.loads(text))
-        if Path(path).name != f"{night.id}.json":  # the id becomes the name of a folder
+        night = from_dict(Night, json.loads(path.read_bytes()))
+        if path.stem != night.id:  # which becomes the name of a folder
             raise ValueError(f"it is the document of night {night.id!r}")
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(

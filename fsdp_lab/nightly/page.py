@@ -23,14 +23,14 @@ _MOST_NIGHTS = 30
 
 
 def nights_page(study: str, nights: Sequence[Night], tolerance: ToleranceConfig) -> str:
-    """Return the page of the nights that are over.
+    """Return the page of the latest nights.
 
     Args:
         study: its name.
         nights: in order.
         tolerance: no axis shows less than twice the change that is tolerated.
     """
-    shown = [night for night in nights if night.over][-_MOST_NIGHTS:]
+    shown = nights[-_MOST_NIGHTS:]
     rows = frame_of_nights(shown)
     charts = [
         (f"metric-{place}", f"{metric.label} by night", figure)

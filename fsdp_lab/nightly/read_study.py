@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from fsdp_lab.config import (
     NightlyConfig,
     all_keys,
     conf_dir,
-    is_address,
     settings,
     split_config_dir,
     with_custom,
@@ -34,7 +32,7 @@ from fsdp_lab.redact import redact
 from fsdp_lab.sweep.grid import all_overrides, discrete_values, fixed_words
 
 _NOT_HERE = {  # keys that a night sets itself
-    **{key: "an interrupted night resumes by itself" for key in all_keys() if key.startswith("resume")},
+    **{key: "a night always trains anew" for key in all_keys() if key.startswith("resume")},
     "dry_run": "it lists the trials of python -m fsdp_lab",
     "repeat": "nightly.repeats=3 sets how often a night trains each setting",
 }
@@ -47,21 +45,17 @@ class Study:
     Attributes:
         name: of the study.
         folder: its own, below `nightly.folder`.
-        place: of the documents of its nights: the folder, or an address in object storage.
         config: of its first setting.
         arguments: of its sweep. All axes are named, the repeats first, so that they are as far apart in time as
             possible.
         settings: the ones that all its trials share.
-        resume_command: the command that resumes an interrupted night.
     """
 
     name: str
     folder: Path
-    place: str
     config: NightlyConfig
     arguments: list[str]
     settings: dict[str, Any]
-    resume_command: str
 
     def differences(self, night: Night) -> list[str]:
         """Return how it differs from a night's study, such as `training.epochs was 3 and is 2`; no passwords."""
@@ -97,15 +91,12 @@ def read_study(overrides: list[str]) -> Study:
         )
     code = [f"--config-dir={config_dir}"] if config_dir is not None else []
     numbers = ",".join(map(str, range(config.nightly.repeats)))
-    folder, storage = Path(config.nightly.folder) / name, config.cluster.storage_path
     return Study(
         name,
-        folder,
-        f"{storage}/nights/{name}" if is_address(storage) else str(folder),
+        Path(config.nightly.folder) / name,
         config,
         [*code, *([f"repeat={numbers}"] if config.nightly.repeats > 1 else []), *_axes(defaults, overrides)],
         _settings(config, axes),
-        redact(shlex.join(["python", "-m", "fsdp_lab.nightly", "--continue", *code, *overrides])),
     )
 
 

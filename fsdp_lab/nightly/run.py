@@ -1,8 +1,4 @@
-"""One night: run the study's sweep, compare it with the nights before, and deliver the verdict.
-
-The verdict goes to gate.md, MLflow, the webhook and the terminal before the night's document has it. A kill in between
-makes the next start deliver it again: verdicts are delivered at least once.
-"""
+"""One night: run the study's sweep, compare it with the nights before, and deliver the verdict."""
 
 from __future__ import annotations
 
@@ -14,24 +10,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
-from uuid import uuid4
 
-from apscheduler.triggers.cron import CronTrigger
-
-from fsdp_lab.config import ConfigError, UserError, is_address
+from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.code import code_digest, user_digest
 from fsdp_lab.files import write_text
-from fsdp_lab.nightly.attempt import changed_since, frame_of, run_sweep
+from fsdp_lab.nightly.attempt import frame_of, run_sweep
 from fsdp_lab.nightly.gate import judge, judged_columns
-from fsdp_lab.nightly.nights import Night, Nights, Verdict, changes, night_id, since_accepted
+from fsdp_lab.nightly.nights import Night, Verdict, changes, night_id, read_nights, since_accepted, write_night
 from fsdp_lab.nightly.page import nights_page
 from fsdp_lab.nightly.read_study import Study
-from fsdp_lab.nightly.schedule import night_after
 from fsdp_lab.nightly.texts import markdown, regressions_line, row, say, terminal_table, title
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.terminal import open_console
@@ -43,38 +34,46 @@ if TYPE_CHECKING:
 
 WEBHOOK = "FSDP_LAB_WEBHOOK"
 REGRESSED = 3
-_MOST_ATTEMPTS = 3  # of a sweep that keeps being killed
 _WEBHOOK_S = 10.0
 _STATUS = {Verdict.regression: REGRESSED, Verdict.failed: ExitCode.failed}
 
 Log = Callable[[str], None]
 
 
-def run_night(study: Study, trigger: CronTrigger, log: Log, now: Callable[[], float] = time.time) -> int:
-    """Run a night to its end, or the rest of an interrupted one.
+def run_night(study: Study, log: Log, now: Callable[[], float] = time.time) -> int:
+    """Run a night to its end.
 
     Returns:
         0: good; 1: nothing finished; 2: the sweep was refused; 3: regression.
 
     Raises:
-        UserError: the baseline is of another study, or the user has to fix something before the night can resume.
-        KeyboardInterrupt: the next start resumes it, until the next night is due.
+        UserError: the baseline is of another study.
+        KeyboardInterrupt: the night stays incomplete.
     """
-    store = Nights(study.place)
-    nights = store.read()
+    nights = read_nights(study.folder)
     past = good_nights(study, nights)
-    night = _begin(study, store, nights, trigger, log, now())
+    if nights and nights[-1].verdict is Verdict.incomplete:
+        log(f"night {nights[-1].id} was interrupted, and stays incomplete")
+        _write_page(study, nights, log)
+    moment = now()
+    night = Night(night_id(moment), moment, study=study.settings, origin=_origin(study))
+    write_night(study.folder, night)
+    log(f"night {night.id} begins")
     folder = study.folder / night.id / "sweep"
-    frame, status = _sweep(study, folder, log)
+    status = run_sweep(study.arguments, folder)
+    frame = frame_of(folder)
+    if _lacks_results(frame):
+        log(f"the night's sweep ended with status {status}, and trials without a result")
     night = _with_run(study, night, folder, log)
     if status == ExitCode.refused or _lacks_results(frame) or not (frame["status"] == TrialStatus.finished).any():
         night = replace(night, verdict=Verdict.failed)
     else:
         night = _judged(study, night, past, frame)
-    _deliver(study, store, night, log)
-    _write_page(study, store, log)
-    _prune(study, store, log)
-    log(f"night {night.id}: {night.verdict}   page: {os.path.join(study.place, 'nights.html')}")
+    night = _deliver(study, night, log)
+    nights.append(night)
+    _write_page(study, nights, log)
+    _prune(study, nights, log)
+    log(f"night {night.id}: {night.verdict}   page: {study.folder / 'nights.html'}")
     return ExitCode.refused if status == ExitCode.refused else _STATUS.get(night.verdict, 0)
 
 
@@ -89,10 +88,9 @@ def good_nights(study: Study, nights: Sequence[Night]) -> list[Night]:
         raise ConfigError(f"{WEBHOOK} is not an http or https address; set another one, or unset it.")
     past = since_accepted(nights)
     if past and (others := study.differences(past[-1])):
-        keys = "cluster.storage_path=..." if is_address(study.place) else "nightly.folder=..."
         raise UserError(
             f"the baseline, night {past[-1].id}, is of another study: {'; '.join(others[:5])}. Restore the study, "
-            f"set {keys} for this one, or move the old nights away."
+            "set nightly.folder=... for this one, or move the old nights away."
         )
     return past
 
@@ -103,10 +101,9 @@ def accept(study: Study, reason: str, log: Log) -> None:
     Raises:
         UserError: there is no night with results.
     """
-    store = Nights(study.place)
-    nights = [night for night in store.read() if night.over and night.verdict is not Verdict.left]
+    nights = [night for night in read_nights(study.folder) if night.verdict is not Verdict.incomplete]
     if not nights or not nights[-1].trials:
-        which = f"night {nights[-1].id} has no results" if nights else f"no night has ended in {study.place}"
+        which = f"night {nights[-1].id} has no results" if nights else f"no night has ended in {study.folder}"
         raise UserError(f"--accept: {which}, so there is nothing to accept; run one with --once.")
     night = nights[-1]
     if others := study.differences(night):
@@ -117,45 +114,9 @@ def accept(study: Study, reason: str, log: Log) -> None:
     accepted = {"reason": before + reason.strip(), "by": machine_tags()["mlflow.user"], "at": night_id(time.time())}
     night = replace(night, verdict=Verdict.accepted, accepted=accepted)
     _tag(study, night, log)
-    store.write(night)
-    _write_page(study, store, log)
+    write_night(study.folder, night)
+    _write_page(study, read_nights(study.folder), log)
     log(f"night {night.id} is the baseline from now on: {accepted['reason']}")
-
-
-def resumable(nights: Sequence[Night], study: Study, now: float) -> Night | None:
-    """Return the interrupted night that this machine can resume: of this study and code, before the next one is due."""
-    here = [n for n in nights if not n.over and n.host == platform.node() and n.study == study.settings]
-    if not here or now >= here[-1].next_due or changed_since(study.folder / here[-1].id / "sweep"):
-        return None
-    return here[-1]
-
-
-def _begin(study: Study, store: Nights, nights: Sequence[Night], trigger: CronTrigger, log: Log, now: float) -> Night:
-    resumed = resumable(nights, study, now)
-    for night in nights:
-        if not night.over and night.host == platform.node() and night is not resumed:
-            log(f"night {night.id} was interrupted, and is not resumed: it is over, or the study or the code changed")
-            _deliver(study, store, replace(night, verdict=Verdict.left), log)
-    if resumed is not None:
-        log(f"night {resumed.id} was interrupted and resumes")
-        return resumed
-    own = f"-{uuid4().hex[:4]}" if is_address(study.place) else ""  # another machine may begin in the same second
-    next_due = night_after(trigger, datetime.fromtimestamp(now, UTC)).timestamp()
-    night = Night(night_id(now) + own, now, next_due, platform.node(), study=study.settings, origin=_origin(study))
-    store.write(night)
-    log(f"night {night.id} begins")
-    return night
-
-
-def _sweep(study: Study, folder: Path, log: Log) -> tuple[pd.DataFrame, int]:
-    """Run the sweep until every trial has a result, it was refused, or died too often; return its frame and status."""
-    for _ in range(_MOST_ATTEMPTS):
-        status = run_sweep(study.arguments, folder, study.resume_command)
-        frame = frame_of(folder)
-        if status == ExitCode.refused or not _lacks_results(frame):
-            break
-        log(f"the night's sweep ended by itself, with status {status} and trials without a result")
-    return frame, status
 
 
 def _lacks_results(frame: pd.DataFrame) -> bool:
@@ -206,16 +167,19 @@ def _with_run(study: Study, night: Night, folder: Path, log: Log) -> Night:
     return night
 
 
-def _deliver(study: Study, store: Nights, night: Night, log: Log) -> None:
-    """Deliver the verdict: to gate.md, MLflow, the webhook and the terminal, and last to the night's document."""
+def _deliver(study: Study, night: Night, log: Log) -> Night:
+    """Deliver the verdict, first to the disk, and return the night with a note if the webhook did not get it."""
     write_text(study.folder / night.id / "gate.md", markdown(night))
+    write_night(study.folder, night)
     _tag(study, night, log, [study.folder / night.id / "gate.md"])
     if problem := notify(study, night):
         log(problem)
+        night = replace(night, note=problem)
+        write_night(study.folder, night)
     log(f"{title(night)}\n\n{say('said', night)}")
     if night.findings:
         open_console().print(terminal_table(night))
-    store.write(night)
+    return night
 
 
 def _tag(study: Study, night: Night, log: Log, files: Sequence[Path] = ()) -> None:
@@ -257,22 +221,19 @@ def notify(study: Study, night: Night) -> str | None:
         return f"{WEBHOOK}: {host} did not accept the verdict ({reason}); gate.md and MLflow have it"
 
 
-def _write_page(study: Study, store: Nights, log: Log) -> None:
+def _write_page(study: Study, nights: Sequence[Night], log: Log) -> None:
     with _logged("the page of the nights could not be written", log):
-        store.put("nights.html", nights_page(study.name, store.read(), study.config.nightly.tolerance))
+        write_text(study.folder / "nights.html", nights_page(study.name, nights, study.config.nightly.tolerance))
 
 
-def _prune(study: Study, store: Nights, log: Log) -> None:
-    """Remove the checkpoints and models of all but the newest `nightly.keep` nights; metrics stay.
-
-    Each machine removes those of the nights that it ran.
-    """
+def _prune(study: Study, nights: Sequence[Night], log: Log) -> None:
+    """Remove the checkpoints and models of all but the newest `nightly.keep` nights; metrics stay."""
     from fsdp_lab.sweep.store.checkpoints import drop_checkpoints
 
     with _logged("the checkpoints of old nights could not be removed", log):
-        for night in [night for night in store.read() if night.over][: -study.config.nightly.keep]:
+        for night in nights[: -study.config.nightly.keep]:
             sweep = study.folder / night.id / "sweep"
-            if sweep.exists() and not (sweep / ".pruned").exists():  # another machine's nights are not here
+            if sweep.exists() and not (sweep / ".pruned").exists():  # there is none of a night that was refused
                 drop_checkpoints(sweep)
                 write_text(sweep / ".pruned", "")
 

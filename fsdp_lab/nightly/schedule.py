@@ -19,7 +19,6 @@ from fsdp_lab.config import ConfigError
 from fsdp_lab.nightly.nights import Night
 
 _DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat", "sun")  # cron's numbers; APScheduler counts from Monday
-_MOST_STARTS = 3  # of a night that keeps being killed
 
 
 def cron_trigger(cron: str, zone: str | None, now: datetime) -> CronTrigger:
@@ -70,10 +69,9 @@ def night_after(trigger: CronTrigger, moment: datetime) -> datetime:
     return trigger.get_next_fire_time(None, moment + timedelta(seconds=1)).astimezone(UTC)
 
 
-def is_due(nights: Sequence[Night], host: str, now: float) -> bool:
-    """Return whether a night waits: one of this machine was interrupted, or the last one's next was missed."""
-    known = [night for night in nights if night.over or night.host == host]
-    return bool(known) and (not known[-1].over or known[-1].next_due <= now)
+def is_due(nights: Sequence[Night], trigger: CronTrigger, now: datetime) -> bool:
+    """Return whether the night after the last one was missed."""
+    return bool(nights) and night_after(trigger, datetime.fromtimestamp(nights[-1].begun, UTC)) <= now
 
 
 def run_schedule(trigger: CronTrigger, overrides: Sequence[str], waits: bool, log: Callable[[str], None]) -> int:
@@ -84,11 +82,11 @@ def run_schedule(trigger: CronTrigger, overrides: Sequence[str], waits: bool, lo
     Args:
         trigger: of the nights.
         overrides: of the command.
-        waits: a night waits, see `is_due`; it runs at once.
+        waits: a night was missed, see `is_due`; it runs at once.
         log: logs a message.
 
     Returns:
-        130 if the interrupt interrupted a night, which the next start resumes; else 0.
+        130 if the interrupt interrupted a night; else 0.
     """
     command = [sys.executable, "-m", "fsdp_lab.nightly", "--once", *overrides]
     processes: list[subprocess.Popen[bytes]] = []
@@ -98,14 +96,11 @@ def run_schedule(trigger: CronTrigger, overrides: Sequence[str], waits: bool, lo
         log(f"the next night is {night_after(trigger, datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M:%S %Z}")
 
     def run() -> None:
-        for start in range(1, _MOST_STARTS + 1):
-            processes[:] = [subprocess.Popen(command, start_new_session=True)]  # Ctrl-C is ours to pass on
-            if ending.is_set():  # the interrupt came before there was a process
-                processes[0].terminate()
-            if processes[0].wait() >= 0 or ending.is_set():
-                break
-            again = "it starts again, and resumes" if start < _MOST_STARTS else "--continue resumes it"
-            log(f"the night was killed; {again}")
+        processes[:] = [subprocess.Popen(command, start_new_session=True)]  # Ctrl-C is ours to pass on
+        if ending.is_set():  # the interrupt came before there was a process
+            processes[0].terminate()
+        if processes[0].wait() < 0:
+            log("the night was killed, and is incomplete")
         log_next()
 
     scheduler = BlockingScheduler(timezone=UTC)

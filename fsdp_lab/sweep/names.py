@@ -18,7 +18,7 @@ from fsdp_lab.record.paths import copy_of
 from fsdp_lab.redact import redact
 from fsdp_lab.sweep.state import TrialState
 
-RESUMED_BY = "FSDP_LAB_RESUMED_BY"  # set by a night for its sweep
+OF_A_NIGHT = "FSDP_LAB_OF_A_NIGHT"  # set by a night for its sweep
 
 
 def setting(trial: Trial, key: str) -> Any:
@@ -84,19 +84,21 @@ def command_line() -> str:
 def resume_lines(folder: Path, address: str | None) -> list[str]:
     """Return lines with the commands that resume an interrupted sweep.
 
-    For a sweep of a night it is the night's command, for a manager's job its script or manifest. A sweep in object
-    storage also has a command for any other machine.
+    The sweep of a night has none: another night begins. For a manager's job it is its script or manifest. A sweep in
+    object storage also has a command for any other machine.
     """
-    here = os.environ.get(RESUMED_BY) or resume_by() or resume_command(folder, address=address)
+    if OF_A_NIGHT in os.environ:
+        return []
+    here = resume_by() or resume_command(folder, address=address)
     lines = [f"to resume: {here}"]
-    if address is not None and RESUMED_BY not in os.environ and here != (anywhere := resume_from_storage(address)):
+    if address is not None and here != (anywhere := resume_from_storage(address)):
         lines.append(f"from any machine: {anywhere}")
     return lines
 
 
 def folder_key(multirun: bool) -> str:
     """Return the key that sets a sweep's folder on the command line; a night sets one below its own folder."""
-    if RESUMED_BY in os.environ:
+    if OF_A_NIGHT in os.environ:
         return "nightly.folder"
     return "hydra.sweep.dir" if multirun else "hydra.run.dir"
 

@@ -30,7 +30,7 @@ from fsdp_lab.redact import redact, redact_typed
 from fsdp_lab.report import data
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import swept_keys, unescaped
-from fsdp_lab.sweep.names import RESUMED_BY, report_command, resume_command, setting_text
+from fsdp_lab.sweep.names import OF_A_NIGHT, report_command, resume_command, setting_text
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.resume import read_state
 from fsdp_lab.sweep.store.trust import find_trusted
@@ -82,7 +82,7 @@ def sweep_of(
         config.repeat_max if AUTO_REPEAT in record.arguments else None,
         study_of(record.arguments),
         log_axes(record.arguments),
-        resume_command(folder, record.arguments, address) if RESUMED_BY not in os.environ else "",
+        resume_command(folder, record.arguments, address) if OF_A_NIGHT not in os.environ else "",
         report_command(folder, address),
     )
 

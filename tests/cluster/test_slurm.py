@@ -1,4 +1,4 @@
-"""Sweeps and a night under a real Slurm: a controller and two nodes, as network namespaces."""
+"""Sweeps under a real Slurm: a controller and two nodes, as network namespaces."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ import pytest
 from tests.cluster.namespaces import TWO_NODES, TWO_NODES_AND_ONE
 from tests.cluster.slurm import Slurm, slurm, why_not
 from tests.cluster.test_nodes import addresses, same_losses
-from tests.nightly.test_night import INLINE
 from tests.servers import lay_store
 from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, results, runs
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 _ON_BOTH = ("cluster=slurm", "cluster.job.nodes=2", "cluster.job.cpus_per_node=2")
-_ONE = ("--once", *INLINE, "precision=fp32", "nightly.repeats=1", "cluster=slurm")
 
 
 @pytest.fixture(scope="module")
@@ -91,23 +89,6 @@ def test_scancel_ends_a_sweep_cleanly_and_its_script_resumes_it(
     assert epochs(folder) == [[1, 2]]
     assert same_losses(results(folder)[0], on_one_node)
     assert [run.info.status for run in runs(folder)[0]] == ["FINISHED"]
-
-
-@pytest.mark.full
-def test_a_night_that_comes_to_its_time_limit_is_queued_again(lab: Slurm, tmp_path: Path):
-    """On one node. Slurm sends USR1 to the script two minutes before the limit, which has whole minutes."""
-    job, log = submitted(lab, tmp_path, *_ONE, "training.epochs=30", module="fsdp_lab.nightly")
-    end = time.monotonic() + 200
-    while not any(has_trained_an_epoch(file.parent) for file in tmp_path.glob("nights/**/metrics.jsonl")):
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.1)
-    assert lab.run(tmp_path, "scancel", "--batch", "--signal=USR1", job).returncode == 0
-    lab.wait(job, "COMPLETED", log=log)
-    assert "the job is back in the queue" in log.read_text() and "(start 2)" in log.read_text()
-    (night,) = (json.loads(file.read_text()) for file in tmp_path.glob("nights/*/*.json"))
-    assert night["verdict"] == "good"
-    (trial,) = tmp_path.glob("nights/**/metrics.jsonl")
-    assert [json.loads(line)["epoch"] for line in trial.read_text().splitlines()] == [*range(1, 31)], "each once"
 
 
 @pytest.mark.full

@@ -50,7 +50,7 @@ def credentials_at_home(address: str, tmp_path: Path, monkeypatch: pytest.Monkey
 def leaks(folder: Path, address: str) -> list[str]:
     """The files below a folder, and the objects below an address, that have a credential in them."""
     storage = Storage(address)
-    objects = storage.read_all(list(storage.files()))
+    objects = {name: storage.read(name) for name in storage.files()}
     collected = [name for name, content in objects.items() if SECRET.encode() in content or KEY_ID.encode() in content]
     files = [*held_in(folder, SECRET), *held_in(folder, KEY_ID)]
     return collected + [file for file in files if not file.endswith(".aws/credentials")]

@@ -14,7 +14,7 @@ from fsdp_lab.engine.cluster import code_environment
 from fsdp_lab.engine.ray_job import check_job
 from fsdp_lab.engine.ray_private import JOB_VARIABLE
 from fsdp_lab.record.sweep_json import SweepStart
-from fsdp_lab.sweep.names import RESUMED_BY, folder_key
+from fsdp_lab.sweep.names import OF_A_NIGHT, folder_key
 from fsdp_lab.sweep.start import start_sweep
 from tests.workloads.user.project import importable, write_project
 
@@ -52,7 +52,7 @@ def test_what_would_go_with_the_jobs_files_is_refused(storage: str | None, uri: 
 def test_a_night_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch):
     config = SweepConfig(cluster=ClusterConfig(address="auto"), tracking=_STAYS)
     assert [folder_key(multirun) for multirun in (True, False)] == ["hydra.sweep.dir", "hydra.run.dir"]
-    monkeypatch.setenv(RESUMED_BY, "python -m fsdp_lab.nightly --continue")
+    monkeypatch.setenv(OF_A_NIGHT, "true")
     record = SweepStart("", [], True, "", 1)
     plan = SimpleNamespace(config=config, folder=Path("outputs/nightly/x/sweep"), started=record)
     with pytest.raises(ConfigError, match=r"for example nightly\.folder=/shared/fsdp_lab/<a name>$"):

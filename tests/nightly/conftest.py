@@ -11,19 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fsdp_lab.nightly import __main__ as main_module
 from fsdp_lab.nightly import run
-from fsdp_lab.nightly.nights import Night, Nights
+from fsdp_lab.nightly.nights import Night, read_nights
 from fsdp_lab.nightly.read_study import Study, read_study
 from fsdp_lab.nightly.run import WEBHOOK
 from tests import trained
 
-# No test is to be overtaken by the next night.
+# No schedule is to start a night in a test.
 IN_TWELVE_HOURS = (f"nightly.cron='0 {(datetime.now(UTC).hour + 12) % 24} * * *'", "nightly.timezone=UTC")
 WORDS = (
     *(w for w in trained.INLINE if not w.startswith(("precision=", "hydra."))), *trained.AXES, "nightly.repeats=1",
@@ -47,15 +46,11 @@ class PlantedNights:
         monkeypatch.chdir(folder)
         monkeypatch.delenv(WEBHOOK, raising=False)
         monkeypatch.setattr(main_module.signal, "signal", lambda *arguments: None)
-        monkeypatch.setattr(main_module, "time", SimpleNamespace(time=lambda: self.now))
-        monkeypatch.setattr(
-            main_module, "run_night", lambda study, trigger, log: run.run_night(study, trigger, log, lambda: self.now)
-        )
-        monkeypatch.setattr(run, "run_sweep", lambda arguments, folder, command: self.sweep(folder))
+        monkeypatch.setattr(main_module, "run_night", lambda study, log: run.run_night(study, log, lambda: self.now))
+        monkeypatch.setattr(run, "run_sweep", lambda arguments, folder: self.sweep(folder))
 
     def _copy(self, folder: Path) -> int:
-        if not folder.exists():  # else it is resumed, and all of it has finished
-            trained.copy_sweep(folder, self.speeds)
+        trained.copy_sweep(folder, self.speeds)
         return 0
 
     @property
@@ -65,7 +60,7 @@ class PlantedNights:
 
     @property
     def all(self) -> list[Night]:
-        return Nights(str(self.folder)).read()
+        return read_nights(self.folder)
 
     @property
     def last(self) -> Night:

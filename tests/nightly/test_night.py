@@ -10,15 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from fsdp_lab.nightly.nights import Night, Nights
+from fsdp_lab.nightly.nights import Night, read_nights
 from fsdp_lab.nightly.run import WEBHOOK
 from tests import forked, trained
 from tests.conftest import ROOT, STORE
@@ -75,10 +73,6 @@ def changed_code(folder: Path, file: str, *edits: tuple[str, str]) -> Path:
 
 def regressions(night: Night) -> list[tuple[str, str]]:
     return [(f.setting, f.metric) for f in night.regressions]
-
-
-def read_nights(folder: Path) -> list[Night]:
-    return Nights(str(folder)).read()
 
 
 @dataclass
@@ -167,76 +161,23 @@ def wait_for(process: subprocess.Popen[bytes], condition: Callable[[], object]) 
         time.sleep(0.05)
 
 
-class Interrupts:
-    """Starts nights of four long trials, and interrupts each after one more result."""
-
-    words = (*STORED, "training.epochs=20")
-
-    def __init__(self, cwd: Path) -> None:
-        self.cwd, self.study = cwd, cwd / "nights/nightly"
-        lay_store(cwd)
-
-    @property
-    def night(self) -> Night:
-        return read_nights(self.study)[-1]
-
-    def results(self) -> dict[Path, str]:
-        collected = {}
-        for path in self.cwd.glob("shared/*/*/outcome.json"):
-            with suppress(FileNotFoundError):  # just put aside
-                collected[path] = path.read_text()
-        return collected
-
-    def run(self, option: str) -> subprocess.CompletedProcess[str]:
-        return nightly(self.cwd, option, *self.words)
-
-    def interrupt(self, number: signal.Signals, code: Path = ROOT) -> list[psutil.Process]:
-        """Start, wait for one more result, and send the signal; give what ran below the night then."""
-        before = len(self.results())
-        process = start(self.cwd, "--once", *self.words, code=code)
-        wait_for(process, lambda: len(self.results()) > before)
-        children = descendants(process.pid)
-        if number == signal.SIGTERM:
-            self._is_refused_beside_it()
-        process.send_signal(number)
-        assert process.wait(100) == (130 if number == signal.SIGTERM else -number)
-        return children
-
-    def _is_refused_beside_it(self) -> None:
-        second = self.run("--once")
-        assert second.returncode == 2 and "is in use by another sweep or run (process" in second.stderr
-        assert "now:      a night runs here (process" in self.run("--check").stdout
-        assert self.run("--continue").returncode == 0
-
-
 @pytest.mark.full
-def test_an_interrupted_night_goes_on_whatever_interrupted_it(two: TwoNights, tmp_path: Path):
-    """By SIGTERM, with other code in between, by a kill, with the store away."""
-    night = Interrupts(tmp_path)
-    night.interrupt(signal.SIGTERM, two.code)
-    begun = night.night
-    assert begun.verdict == "running" and begun.origin["commit"] == "unknown", "the copy of the code has none"
-
-    children = night.interrupt(signal.SIGKILL)  # with the code as it was: it starts again as another night
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_night_ends_with_its_sweep_and_is_incomplete(tmp_path: Path, number: signal.Signals):
+    """It is interrupted after its first result. Beside it no other night starts."""
+    words, study = (*STORED, "training.epochs=20"), tmp_path / "nights/nightly"
+    lay_store(tmp_path)
+    process = start(tmp_path, "--once", *words)
+    wait_for(process, lambda: list(tmp_path.glob("shared/*/*/outcome.json")))
+    second = nightly(tmp_path, "--once", *words)
+    assert second.returncode == 2 and "is in use by another sweep or run (process" in second.stderr
+    assert "now:      a night runs here (process" in nightly(tmp_path, "--check", *words).stdout
+    children = descendants(process.pid)
+    process.send_signal(number)
+    assert process.wait(100) == (130 if number == signal.SIGTERM else -number)
     assert still_running(children, 100) == [], "the sweep ends with its night"
-    left, _ = read_nights(night.study)
-    assert (left.id, left.verdict) == (begun.id, "left")
-    begun = night.night
-    assert begun.origin["commit"] == two.nights[0].origin["commit"] != "unknown"
-    finished = night.results()
-
-    (tmp_path / "mlflow.db").rename(tmp_path / "away.db")
-    (tmp_path / "mlflow.db").mkdir()
-    refused = night.run("--continue")
-    assert refused.returncode == 2 and "cannot resume: fix the error above" in refused.stderr
-    assert night.results() == finished and night.night.verdict == "running"
-    (tmp_path / "mlflow.db").rmdir()
-    (tmp_path / "away.db").rename(tmp_path / "mlflow.db")
-
-    done = night.run("--continue")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (night.night.id, night.night.verdict) == (begun.id, "good")
-    assert all(path.read_text() == text for path, text in finished.items()), "no finished trial was run again"
+    assert [night.verdict for night in read_nights(study)] == ["incomplete"]
+    assert "to resume" not in (tmp_path / "said.log").read_text()
 
 
 @pytest.mark.full
@@ -253,7 +194,7 @@ def test_a_sweep_that_dies_by_itself_is_reported_as_a_failed_night(tmp_path: Pat
         done = nightly(tmp_path, "--once", *INLINE, code=dying, address=address)
     assert done.returncode == 1, done.stdout + done.stderr
     (night,) = read_nights(tmp_path / "nights/nightly")
-    assert night.verdict == "failed" and done.stdout.count("sweep ended by itself, with status ") == 3
+    assert night.verdict == "failed" and "the night's sweep ended with status -9" in done.stdout
     assert [verdict["verdict"] for verdict in got] == ["failed"]
     assert "t0psecret" not in (tmp_path / "nights/nightly" / night.id / "sweep/sweep.json").read_text()
 

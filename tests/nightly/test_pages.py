@@ -29,8 +29,8 @@ def made_up_nights(count: int = 34, excluded: int = -1) -> list[Night]:
         ]  # fmt: skip
         bad = Finding("sharding=ddp", SPEED, Outcome.regression, "x", 510.0, 306.0, -0.4)
         night = Night(
-            night_id(moment), moment, moment + 86400,
-            verdict={10: Verdict.regression, 11: Verdict.accepted}.get(number, Verdict.good), trials=trials,
+            night_id(moment), moment, {10: Verdict.regression, 11: Verdict.accepted}.get(number, Verdict.good),
+            trials=trials,
             findings=[bad] if number == 10 else [], accepted={"reason": "<new> model"} if number == 11 else None,
             origin={"commit": f"commit{number // 7}", "library torch": "2.15.0" if number < 20 else "2.16.0"},
         )  # fmt: skip

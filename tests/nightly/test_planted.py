@@ -7,19 +7,15 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from fsdp_lab.config.code import code_digest
-from fsdp_lab.nightly import __main__ as main_module
 from fsdp_lab.nightly.attempt import run_sweep
-from fsdp_lab.nightly.nights import Night, Nights, Verdict, night_id
+from fsdp_lab.nightly.nights import Night, Verdict, night_id, write_night
 from fsdp_lab.nightly.read_study import read_study
 from fsdp_lab.nightly.run import WEBHOOK, notify
-from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 from tests import trained
 from tests.folders import Store
 from tests.nightly.conftest import WORDS, PlantedNights, webhook
@@ -145,67 +141,41 @@ def test_a_night_of_excluded_timings_lends_and_gets_no_speed(nights: PlantedNigh
     assert slow.baseline == busy.id and {f.against for f in slow.regressions} == {first.id}
 
 
-def test_a_night_goes_on_where_it_was_interrupted(nights: PlantedNights):
-    def interrupted(folder: object) -> int:
+@pytest.mark.ci
+def test_a_night_that_was_interrupted_is_shown_as_incomplete_and_the_next_one_starts(nights: PlantedNights):
+    def interrupted(folder: Path) -> int:
         raise KeyboardInterrupt
 
+    assert nights("--once", *WORDS).returncode == 0
     copy, nights.sweep = nights.sweep, interrupted
     done = nights("--once", *WORDS)
-    assert done.returncode == 130 and "python -m fsdp_lab.nightly --continue" in done.stdout
-    assert nights.last.verdict == "running"
-    assert re.search(r"to resume it before [^:]+:\d\d \S+: .*--continue", nights("--check", *WORDS).stdout)
-    nights.sweep = copy
-    assert nights("--continue", *WORDS).returncode == 0
-    (night,) = nights.all
-    assert night.verdict == "good"
-    assert nights("--continue", *WORDS).stdout == "no night was interrupted\n"
-
-
-def test_a_night_that_was_killed_before_its_verdict_was_kept_delivers_it_again(
-    nights: PlantedNights, monkeypatch: pytest.MonkeyPatch
-):
-    write = Nights.write
-
-    def killed(store: Nights, night: Night) -> None:
-        if night.over:
-            raise KeyboardInterrupt
-        write(store, night)
-
-    with webhook() as (address, got):
-        monkeypatch.setenv(WEBHOOK, address)
-        with monkeypatch.context() as patch:
-            patch.setattr(Nights, "write", killed)
-            assert nights("--once", *WORDS).returncode == 130
-        assert nights.last.verdict == "running"
-        assert nights("--once", *WORDS).returncode == 0
-    assert len(nights.all) == 1 and nights.last.verdict == "good"
-    assert [verdict["night"] for verdict in got] == [nights.last.id] * 2, "at least once"
-
-
-@pytest.mark.ci
-def test_what_was_interrupted_is_left_when_the_next_night_is_due(nights: PlantedNights):
-    def interrupted(folder: object) -> int:
-        raise KeyboardInterrupt
-
-    copy, nights.sweep = nights.sweep, interrupted
+    assert done.returncode == 130 and "interrupted during a night, which stays incomplete" in done.stdout
+    first, cut = nights.all
+    assert cut.verdict == "incomplete"
+    plan = nights("--check", *WORDS).stdout
+    assert f"last:     {cut.id} (incomplete)" in plan and f"baseline: {first.id} (good)" in plan
     assert nights("--once", *WORDS).returncode == 130
-    nights.now, nights.sweep = nights.last.next_due, copy
-    assert nights("--continue", *WORDS).stdout == "no night was interrupted\n"
-    assert nights("--once", *WORDS).returncode == 0
-    assert [night.verdict for night in nights.all] == ["left", "good"]
+    page = (nights.folder / "nights.html").read_text()
+    assert f"<td>{cut.id}</td><td>incomplete</td>" in page, "before the next one has ended, too"
+    nights.sweep = copy
+    done = nights("--once", *WORDS)
+    assert done.returncode == 0 and "was interrupted, and stays incomplete" in done.stdout
+    assert [night.verdict for night in nights.all] == ["good", "incomplete", "incomplete", "good"]
+    assert nights.last.baseline == first.id
+    assert (nights.folder / "nights.html").read_text().count("<td>incomplete</td>") == 2
 
 
-@pytest.mark.parametrize(("exits_with", "status", "attempts"), [(-9, 1, 3), (2, 2, 1)])
-def test_a_sweep_that_keeps_dying_or_is_refused_is_a_failed_night(
-    nights: PlantedNights, monkeypatch: pytest.MonkeyPatch, exits_with: int, status: int, attempts: int
+@pytest.mark.parametrize(("exits_with", "status"), [(-9, 1), (2, 2)])
+def test_a_sweep_that_dies_or_is_refused_is_a_failed_night(
+    nights: PlantedNights, monkeypatch: pytest.MonkeyPatch, exits_with: int, status: int
 ):
-    tries: list[object] = []
-    copy, nights.sweep = nights.sweep, lambda folder: tries.append(folder) or exits_with
+    copy, nights.sweep = nights.sweep, lambda folder: exits_with
     with webhook() as (address, got):
         monkeypatch.setenv(WEBHOOK, address)
         done = nights("--once", *WORDS)
     assert done.returncode == status
-    assert (nights.last.verdict, len(tries)) == ("failed", attempts)
+    assert nights.last.verdict == "failed"
+    assert f"the night's sweep ended with status {exits_with}" in done.stdout
     assert [verdict["verdict"] for verdict in got] == ["failed"]
     nights.sweep = copy
     assert nights("--once", *WORDS).returncode == 0
@@ -219,7 +189,7 @@ BAD_INPUT = (
     (("nightly.repeats=0",), "nightly.repeats=0 is below 1"),
     (("nightly.significance=1",), "nightly.significance=1.0 is outside (0, 0.5)"),
     (("nightly.cron=0 2,14 * * *",), "nightly.cron has several values, but takes one"),
-    (("resume=last",), "resume=last: an interrupted night resumes by itself"),
+    (("resume=last",), "resume=last: a night always trains anew"),
     (("repeat=0,1",), "nightly.repeats=3 sets how often a night trains each setting"),
     (("nightly.nots=1",), "nightly.nots is not a key"),
     (("--never",), "--never is not an option here"),
@@ -232,8 +202,7 @@ BAD_INPUT = (
 def test_bad_input_is_reported_before_anything_runs(nights: PlantedNights):
     nights.sweep = lambda folder: pytest.fail("it runs")
     moment = nights.now - 86400.0
-    night = Night(night_id(moment), moment, moment + 86400.0, verdict=Verdict.good, study=nights.study().settings)
-    Nights(str(nights.folder)).write(night)
+    write_night(nights.folder, Night(night_id(moment), moment, Verdict.good, study=nights.study().settings))
     wrong = []
     for arguments, message in BAD_INPUT:
         option = () if arguments[0].startswith("--") else ("--once",)
@@ -254,11 +223,13 @@ def test_a_killed_sweep_gives_the_signal_as_its_status(tmp_path, monkeypatch: py
     program.write_text("#!/bin/sh\nkill -9 $$\n")
     program.chmod(0o700)
     monkeypatch.setattr("sys.executable", os.fspath(program))
-    assert run_sweep([], tmp_path / "sweep", "") == -9
+    assert run_sweep([], tmp_path / "sweep") == -9
 
 
-def test_a_webhook_that_is_down_or_refuses_changes_nothing(nights: PlantedNights, monkeypatch: pytest.MonkeyPatch):
-    study, night = nights.study(), Night(ID, 0.0, 1.0, verdict=Verdict.good)
+def test_a_webhook_that_is_down_or_refuses_is_a_note_and_changes_no_verdict(
+    nights: PlantedNights, monkeypatch: pytest.MonkeyPatch
+):
+    study, night = nights.study(), Night(ID, 0.0, Verdict.good)
     assert notify(study, night) is None
     monkeypatch.setenv(WEBHOOK, "http://127.0.0.1:9/t0psecret")
     problem = notify(study, night)
@@ -267,6 +238,11 @@ def test_a_webhook_that_is_down_or_refuses_changes_nothing(nights: PlantedNights
         monkeypatch.setenv(WEBHOOK, address)
         problem = notify(study, night)
     assert problem is not None and "500" in problem and "t0psecret" not in problem and len(got) == 1
+    monkeypatch.setenv(WEBHOOK, "http://127.0.0.1:9/t0psecret")
+    done = nights("--once", *WORDS)
+    note = f"{WEBHOOK}: 127.0.0.1:9 did not accept the verdict"
+    assert done.returncode == 0 and done.stdout.count(note) == 1 and nights.last.verdict == "good"
+    assert nights.last.note.startswith(note) and note in (nights.folder / "nights.html").read_text()
     monkeypatch.setenv(WEBHOOK, "ftp://x/t0psecret")
     refused = nights("--once", *WORDS)
     assert refused.returncode == 2 and f"{WEBHOOK} is not an http or https address" in refused.stderr
@@ -282,52 +258,10 @@ def test_a_machine_keeps_the_checkpoints_of_the_newest_nights(nights: PlantedNig
     assert all(list((nights.folder / night.id).glob("sweep/*/metrics.jsonl")) for night in nights.all)
 
 
-@pytest.mark.ci
-def test_another_machine_is_compared_with_what_the_bucket_has(nights: PlantedNights, monkeypatch: pytest.MonkeyPatch):
-    """Objects in memory stand for the bucket; a real one is in tests/cluster/test_nights.py."""
-    place = f"memory://bucket/{nights.cwd.name}"
-    study = read_study(list(WORDS))
-    for name in ("one", "other"):
-        monkeypatch.setattr(
-            main_module, "read_study", lambda words, name=name: replace(study, folder=nights.cwd / name, place=place)
-        )
-        monkeypatch.setattr("platform.node", lambda name=name: name)
-        done = nights("--once")
-        assert done.returncode == 0, done.stdout + done.stderr
-    first, second = Nights(place).read()
-    assert second.baseline == first.id and first.origin["machine"] != second.origin["machine"]
-    assert "speed was not judged: no good night on this machine has measured it" in done.stdout
-    assert not list(nights.cwd.glob("o*e*/*.json")), "the documents are in the bucket alone"
-    assert nights("--accept", "as good as it gets").returncode == 0
-    assert [night.verdict for night in Nights(place).read()] == ["good", "accepted"]
-    # what runs on another machine is not taken over, nor left
-    Nights(place).write(replace(second, id=f"{ID}-beef", verdict=Verdict.running, host="third"))
-    monkeypatch.setattr(main_module, "time", SimpleNamespace(time=lambda: second.begun))
-    assert nights("--continue").stdout == "no night was interrupted\n"
-    assert nights("--once").returncode == 0
-    assert [night.verdict for night in Nights(place).read()].count("running") == 1
+WITHOUT_TRIALS = {"id": ID, "begun": 0, "verdict": "good", "findings": [], "trials": 3}
 
 
-@pytest.mark.parametrize("away", [StorageAway, StorageRefused])
-def test_a_store_that_is_away_ends_a_night_before_it_begins(
-    nights: PlantedNights, monkeypatch: pytest.MonkeyPatch, away: type[Exception]
-):
-    def fails(*arguments: object) -> None:
-        raise away("memory://bucket: the store does not answer")
-
-    study = replace(read_study(list(WORDS)), place="memory://bucket/x")
-    monkeypatch.setattr(main_module, "read_study", lambda words: study)
-    monkeypatch.setattr(Storage, "files", fails)
-    done = nights("--once")
-    assert done.returncode == 2 and done.stderr == "fsdp_lab.nightly: memory://bucket: the store does not answer\n"
-
-
-WITHOUT_TRIALS = {"id": ID, "begun": 0, "next_due": 0, "verdict": "good", "findings": [], "trials": 3}
-
-
-@pytest.mark.parametrize(
-    "content", [{"id": "../../x"}, {"id": "../../x", "begun": 0, "next_due": 0}, [], WITHOUT_TRIALS]
-)
+@pytest.mark.parametrize("content", [{"id": "../../x"}, {"id": "../../x", "begun": 0}, [], WITHOUT_TRIALS])
 def test_a_document_that_cannot_be_read_is_refused_by_its_name(nights: PlantedNights, content: object):
     nights.folder.mkdir(parents=True)
     (nights.folder / f"{ID}.json").write_text(json.dumps(content))

@@ -92,10 +92,9 @@ def at(text: str) -> float:
     return datetime.fromisoformat(f"2026-11-{text}:00+00:00").timestamp()
 
 
-def night(begun: str, verdict: Verdict = Verdict.good, host: str = "here") -> Night:
+def night(begun: str, verdict: Verdict = Verdict.good) -> Night:
     """A night of the daily schedule."""
-    due = night_after(DAILY, datetime.fromtimestamp(at(begun), UTC)).timestamp()
-    return Night(night_id(at(begun)), at(begun), due, host, verdict)
+    return Night(night_id(at(begun)), at(begun), verdict)
 
 
 @pytest.mark.parametrize(
@@ -106,15 +105,12 @@ def night(begun: str, verdict: Verdict = Verdict.good, host: str = "here") -> Ni
         ([night("19T02:00")], "20T02:00", True),
         ([night("17T02:00")], "20T09:00", True),  # three were missed: one runs
         ([night("20T08:00")], "20T09:00", False),  # by --once, in the same night
-        ([night("20T02:00", Verdict.left)], "20T09:00", False),
-        ([night("20T02:00", Verdict.running)], "20T09:00", True),  # interrupted: it continues
-        ([night("19T02:00", Verdict.running)], "20T09:00", True),
-        ([night("19T02:00"), night("20T02:00", Verdict.running, "there")], "20T01:00", False),  # another machine's
-        ([night("19T02:00"), night("20T02:00", host="there")], "20T09:00", False),
+        ([night("20T02:00", Verdict.incomplete)], "20T09:00", False),  # interrupted: the next one starts when it is due
+        ([night("19T02:00", Verdict.incomplete)], "20T09:00", True),
     ],
 )
 def test_which_night_waits(nights: list[Night], now: str, expected: bool):
-    assert is_due(nights, "here", at(now)) is expected
+    assert is_due(nights, DAILY, datetime.fromtimestamp(at(now), UTC)) is expected
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -143,19 +139,19 @@ def test_a_night_that_was_missed_runs_once_at_the_start(monkeypatch: pytest.Monk
     assert logged[0].startswith("the next night is ")
 
 
-def test_a_night_that_was_killed_starts_again_and_then_gives_up(monkeypatch: pytest.MonkeyPatch):
-    """APScheduler's job alone: of the processes, the first is killed in one schedule and all of them in another."""
+def test_a_night_that_was_killed_is_named_and_leaves_the_next_one_to_the_schedule(monkeypatch: pytest.MonkeyPatch):
+    """APScheduler's job alone."""
     jobs: list[Callable[[], None]] = []
     monkeypatch.setattr(schedule_module.BlockingScheduler, "start", lambda scheduler: jobs.pop()())
     monkeypatch.setattr(schedule_module.BlockingScheduler, "add_job", lambda scheduler, run, *_, **__: jobs.append(run))
-    for statuses, starts in (([-9, 3], 2), ([-9] * 9, 3)):
+    for status, was_killed in ((-9, True), (3, False)):
         logged: list[str] = []
-        left = list(statuses)
         monkeypatch.setattr(
-            schedule_module.subprocess, "Popen", lambda *_, left=left, **__: SimpleNamespace(wait=lambda: left.pop(0))
+            schedule_module.subprocess, "Popen", lambda *_, status=status, **__: SimpleNamespace(wait=lambda: status)
         )
         assert run_schedule(DAILY, [], False, logged.append) == 0
-        assert len(statuses) - len(left) == starts and len(logged) - 2 == min(starts, statuses.count(-9))
+        assert ("the night was killed, and is incomplete" in logged) is was_killed
+        assert logged[-1].startswith("the next night is ")
 
 
 def test_what_was_missed_while_the_machine_slept_runs_once(monkeypatch: pytest.MonkeyPatch):
