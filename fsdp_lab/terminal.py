@@ -1,12 +1,12 @@
-"""Tables that fit a terminal: columns leave in a stated order; headers and digits are never cut."""
+"""Tables that fit a terminal: columns are dropped in a stated order, and numbers are never cut."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rich.box import SIMPLE_HEAD
@@ -17,7 +17,7 @@ from rich.text import Text
 
 _FILE_WIDTH = 200  # a file or a pipe has no width of its own; COLUMNS sets another
 _GAP, _SMALL_GAP = 2, 1  # between two columns
-_PIECE = re.compile(r"[^\s_./=,]+[_./=,]*|[_./=,]+")  # names and values break behind these
+_NARROW_TEXT, _WHOLE_WORD = 16, 32  # the least width of a text, and the longest word that never breaks
 
 
 def open_console() -> Console:
@@ -59,103 +59,37 @@ class Column:
         name: its heading.
         cells: one for each row.
         drop: 0: it stays at any width. Of the others, the highest is dropped first.
-        breaks: its cells are words, which may take several lines. Figures take one.
+        is_axis: its cells are the values of a key. Axes that do not fit side by side become one text, `setting`.
+        is_text: its cells wrap between words. Those of other columns take one line.
         justify: of its cells.
-        whole: a word of so many letters is not broken.
     """
 
     name: str
     cells: Sequence[str | Text]
     drop: int = 0
-    breaks: bool = False
+    is_axis: bool = False
+    is_text: bool = False
     justify: Literal["left", "right"] = "right"
-    whole: int = 16
 
     @property
-    def narrowest(self) -> int:
-        """The least width that breaks no piece of its name and no figure."""
-        name = max(map(cell_len, _pieces(self.name, self.breaks)), default=0)
-        if not self.breaks:
-            return max(name, self.longest_cell)
-        words = (cell_len(word) for cell in self.cells for word in str(cell).split())
-        return max(name, min(self.whole, max(words, default=0)))
-
-    @property
-    def longest_cell(self) -> int:
+    def longest(self) -> int:
         """The width of its longest cell, in characters."""
         return max((cell_len(str(cell)) for cell in self.cells), default=0)
 
+    @property
+    def narrowest(self) -> int:
+        """The least width that breaks neither a cell nor a word of its heading or of a text."""
+        cells = self.longest
+        if self.is_text:
+            words = [cell_len(word) for cell in self.cells for word in str(cell).split()]
+            cells = max(min(_NARROW_TEXT, cells), min(_WHOLE_WORD, max(words, default=0)))
+        return max(cells, *map(cell_len, self.name.split("\n")))
 
-def _pieces(text: str, breaks: bool) -> list[str]:
-    """Return the pieces of a text after which a line may break: words, and with `breaks` also their parts."""
-    return _PIECE.findall(text) if breaks else text.split()
-
-
-def choose_columns(columns: Sequence[Column], width: int) -> list[Column]:
-    """Return the columns that a terminal of this width shows.
-
-    Columns are dropped by their `drop` until the others fit. If those that always stay do not fit even with small gaps,
-    the columns of words become one, `setting`; then the others are dropped again.
-    """
-    kept = _dropped_to(columns, width)
-    if _needed(kept, _SMALL_GAP) <= width or sum(column.breaks for column in kept) < 2:
-        return kept
-    words = [column for column in columns if column.breaks]
-    rows = zip(*(column.cells for column in words), strict=True)
-    cells = [" ".join(f"{column.name}={cell}" for column, cell in zip(words, row, strict=True)) for row in rows]
-    setting = Column("setting", cells, breaks=True, justify="left", whole=32)
-    first = columns.index(words[0])
-    return _dropped_to([*columns[:first], setting, *(c for c in columns[first:] if not c.breaks)], width)
-
-
-def _dropped_to(columns: Sequence[Column], width: int) -> list[Column]:
-    kept = list(columns)
-    while _needed(kept) > width and (droppable := [column for column in kept if column.drop]):
-        kept.remove(max(droppable, key=lambda column: column.drop))
-    return kept
-
-
-def _needed(columns: Sequence[Column], gap: int = _GAP) -> int:
-    return sum(column.narrowest for column in columns) + gap * (len(columns) - 1)
-
-
-def break_lines(text: str, width: int, breaks: bool) -> list[str]:
-    """Return the text in lines of at most `width`, broken between words.
-
-    Args:
-        text: to break.
-        width: in characters.
-        breaks: also break a word that is too long after its parts (`reshard_after_forward` has three), and a part that
-            is too long anywhere.
-    """
-    lines, gap = [""], ""
-    for word in text.split():
-        for piece in _pieces(word, breaks) if cell_len(word) > width else [word]:
-            if lines[-1] and cell_len(lines[-1] + gap + piece) > width:
-                lines.append("")
-                gap = ""
-            rest = gap + piece
-            while breaks and cell_len(rest) > width:
-                lines[-1:], rest = [rest[:width], ""], rest[width:]
-            lines[-1] += rest
-            gap = ""
-        gap = " "
-    return lines
-
-
-def _share(columns: Sequence[Column], width: int) -> list[int]:
-    """Return the width of each column: spare width goes to cells that would break, then to names."""
-    widths = [column.narrowest for column in columns]
-    spare = width - _needed(columns)
-    for wanted in (
-        [column.longest_cell for column in columns],
-        [max(column.longest_cell, cell_len(column.name)) for column in columns],
-    ):
-        while spare > 0 and (short := [i for i, w in enumerate(widths) if w < wanted[i]]):
-            for i in short[:spare]:
-                widths[i] += 1
-            spare -= len(short[:spare])
-    return widths
+    @property
+    def stacked(self) -> Column:
+        """The column with a heading of several lines, if that is longer than the cells."""
+        name = re.sub(r"(?<=[_.])(?=.)| ", "\n", self.name)
+        return replace(self, name=name) if cell_len(self.name) > self.longest else self
 
 
 @dataclass(frozen=True)
@@ -173,48 +107,60 @@ class FittingTable:
     elsewhere: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        kept, width = choose_columns(self.columns, options.max_width), options.max_width
         if self.title:
             yield Text(self.title, style="italic")
-        if _needed(kept, _SMALL_GAP) > width:
-            yield from _records(self.columns)
+        columns, left_out = fit(self.columns, options.max_width)
+        if _needed(columns, _SMALL_GAP) > options.max_width:  # a line for each cell
+            for number in range(len(columns[0].cells)):
+                yield from (Text(f"{c.name}: {str(c.cells[number]).strip()}") for c in self.columns)
+                yield Text()
             return
-        yield _table(kept, _share(kept, width), _GAP if _needed(kept) <= width else _SMALL_GAP)
-        if left := self._left_out(kept):
+        yield _table(columns, options.max_width)
+        if left_out:
             where = f": see {self.elsewhere}" if self.elsewhere else ""
-            yield Text(f"Too narrow for {', '.join(left)}{where}.", style="dim")
-
-    def _left_out(self, kept: Sequence[Column]) -> list[str]:
-        names = {column.name for column in kept}
-        return [c.name for c in self.columns if c.name not in names and not (c.breaks and "setting" in names)]
+            yield Text(f"Too narrow for {', '.join(left_out)}{where}.", style="dim")
 
 
-def _table(columns: Sequence[Column], widths: Sequence[int], gap: int) -> Table:
-    heads = [break_lines(c.name, width, c.breaks) for c, width in zip(columns, widths, strict=True)]
-    height = max(map(len, heads))
+def fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[str]]:
+    """Return the columns that a terminal of this width shows, and the names of those that are dropped.
+
+    Headings are stacked if they do not fit as they are. Then columns are dropped until the others fit. If those that
+    always stay do not fit, the axes become one column.
+    """
+    if _needed(columns) <= width:
+        return list(columns), []
+    kept, dropped = _drop([column.stacked for column in columns], width)
+    axes = [column for column in columns if column.is_axis]
+    if _needed(kept, _SMALL_GAP) > width and len(axes) > 1:
+        rows = zip(*(column.cells for column in axes), strict=True)
+        cells = [" ".join(f"{axis.name}={cell}" for axis, cell in zip(axes, row, strict=True)) for row in rows]
+        others = [column.stacked for column in columns if not column.is_axis]
+        others.insert(columns.index(axes[0]), Column("setting", cells, is_text=True, justify="left"))
+        kept, dropped = _drop(others, width)
+    return kept, [column.name.replace("\n", " ") for column in dropped]
+
+
+def _drop(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
+    kept = list(columns)
+    while _needed(kept) > width and (droppable := [column for column in kept if column.drop]):
+        kept.remove(max(droppable, key=lambda column: column.drop))
+    return kept, [column for column in columns if column not in kept]
+
+
+def _needed(columns: Sequence[Column], gap: int = _GAP) -> int:
+    return sum(column.narrowest for column in columns) + gap * (len(columns) - 1)
+
+
+def _table(columns: Sequence[Column], width: int) -> Table:
+    gap = _GAP if _needed(columns) <= width else _SMALL_GAP
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
-    rows: list[list[Text]] = [[] for _ in columns[0].cells]
-    for column, width, head in zip(columns, widths, heads, strict=True):
-        cells = [_cell(cell, width, column.breaks) for cell in column.cells]
-        used = max(cell_len(line) for text in (*head, *map(str, cells)) for line in text.split("\n"))
-        name = "\n" * (height - len(head)) + "\n".join(head)
-        table.add_column(Text(name), justify=column.justify, width=used, overflow="fold")
-        for row, cell in zip(rows, cells, strict=True):
-            row.append(cell)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _cell(cell: str | Text, width: int, breaks: bool) -> Text:
-    if breaks:
-        return Text("\n".join(break_lines(str(cell), width, breaks)))
-    return Text(cell) if isinstance(cell, str) else cell
-
-
-def _records(columns: Sequence[Column]) -> Iterator[Text]:
-    """Yield a line for each cell, for columns that do not fit side by side."""
+    spare, texts = width - _needed(columns, gap), sum(column.is_text for column in columns)
+    for column in columns:
+        used = column.narrowest
+        if column.is_text:  # texts share what is left
+            used += min(spare // texts, max(0, column.longest - used))
+            spare, texts = spare - (used - column.narrowest), texts - 1
+        table.add_column(Text(column.name), justify=column.justify, width=used, overflow="fold")
     for row in zip(*(column.cells for column in columns), strict=True):
-        for column, cell in zip(columns, row, strict=True):
-            yield Text(f"{column.name}: {str(cell).strip()}")
-        yield Text()
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table

@@ -1,4 +1,4 @@
-"""Tables at any width: what was cut before stands whole, and what leaves is named."""
+"""Tables at any width: no number is cut, and the columns that are left out are named."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from itertools import product
 import pytest
 from rich.console import Console
 
-from fsdp_lab.terminal import Column, FittingTable, break_lines, choose_columns
+from fsdp_lab.terminal import Column, FittingTable, fit
 
 AXES = {
     "sharding": ("ddp", "per_block"),
@@ -40,7 +40,7 @@ def test_a_reader_may_close_the_pipe():
 
 def columns(axes: dict[str, tuple[str, ...]] = AXES) -> list[Column]:
     rows = list(product(*axes.values()))
-    words = [Column(key, [r[i] for r in rows], breaks=True, justify="left") for i, key in enumerate(axes)]
+    words = [Column(key, [r[i] for r in rows], is_axis=True, justify="left") for i, key in enumerate(axes)]
     drops = {"train loss": 2, "largest microbatch": 1}
     return words + [
         Column(name, [f"{value + number:.2f}" for number in range(len(rows))], drop=drops.get(name, 0))
@@ -63,7 +63,7 @@ def test_at_any_width_no_figure_and_no_name_is_cut(width: int):
     for column in columns():
         if column.name in names:
             continue
-        if not column.breaks:
+        if not column.is_axis:
             assert all(re.search(rf"(?<![\d.]){re.escape(str(cell))}(?![\d.])", text) for cell in column.cells)
         for piece in column.name.replace("_", "_ ").replace(".", ". ").split():
             assert piece in text, (column.name, piece)
@@ -72,8 +72,8 @@ def test_at_any_width_no_figure_and_no_name_is_cut(width: int):
 def test_columns_leave_in_their_order_and_those_without_one_stay():
     gone: list[str] = []
     for width in range(200, 30, -1):
-        now = [c.name for c in columns() if c.name not in {kept.name for kept in choose_columns(columns(), width)}]
-        if "sharding" in now:  # the words have become one column
+        kept, now = fit(columns(), width)
+        if kept[0].name == "setting":  # the axes have become one column
             break
         gone += [name for name in now if name not in gone]
     assert gone == ["train loss", "largest microbatch"]
@@ -81,8 +81,8 @@ def test_columns_leave_in_their_order_and_those_without_one_stay():
 
 def test_many_axes_become_one_column_of_settings_as_they_are_typed():
     axes = {f"model.number_{i}": (str(i), "1") for i in range(9)}
-    kept = choose_columns(columns(axes), 80)
-    assert [c.name for c in kept] == ["setting", "train loss", "samples/s", "peak MiB", "largest microbatch"]
+    kept, _ = fit(columns(axes), 80)
+    assert [c.name for c in kept] == ["setting", "train\nloss", "samples/s", "peak MiB", "largest\nmicrobatch"]
     assert "model.number_0=0 model.number_1=1 " in str(kept[0].cells[0])
 
 
@@ -92,29 +92,12 @@ def test_the_line_below_names_what_left_and_where_it_is():
     assert last == "Too narrow for train loss, largest microbatch: see results.csv."
 
 
-@pytest.mark.parametrize(
-    ("text", "width", "breaks", "lines"),
-    [
-        ("largest microbatch", 10, False, ["largest", "microbatch"]),
-        ("largest microbatch", 18, False, ["largest microbatch"]),
-        ("samples/s", 4, False, ["samples/s"]),  # a figure's name has no parts
-        ("reshard_after_forward", 14, True, ["reshard_after_", "forward"]),
-        ("reshard_after_forward", 8, True, ["reshard_", "after_", "forward"]),
-        ("a.b=1 c_d=22", 7, True, ["a.b=1", "c_d=22"]),
-        ("abcdefghij", 4, True, ["abcd", "efgh", "ij"]),
-        ("", 4, True, [""]),
-    ],
-)
-def test_lines_end_behind_words_and_then_behind_their_parts(text: str, width: int, breaks: bool, lines: list[str]):
-    assert break_lines(text, width, breaks) == lines
-
-
 _PRINTS = """
 import sys
 from rich.text import Text
 from fsdp_lab.terminal import Column, FittingTable, open_console
 console = open_console()
-console.print(FittingTable([Column("setting", ["a", "b"], breaks=True), Column("samples/s", ["*1.5", "2.5"])]))
+console.print(FittingTable([Column("setting", ["a", "b"], is_text=True), Column("samples/s", ["*1.5", "2.5"])]))
 console.print(Text("Recommended: a", style="bold"))
 sys.exit(0 if console.is_terminal else 3)
 """

@@ -93,7 +93,7 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
     frame = forecasts_frame(rows, swept)
     unit, divisor = unit_of([row.forecast for row in rows])
     workers, capacities = frame["cluster.num_workers"].unique(), frame["capacity_bytes"].dropna().unique()
-    columns = [Column(key, list(frame[key].astype(str)), breaks=True, justify="left") for key in swept]
+    columns = [Column(key, list(frame[key].astype(str)), is_axis=True, justify="left") for key in swept]
 
     def add(name: str, values: Iterable[Any], text: Callable[[Any], str], none: str = "") -> None:
         cells = [none if pd.isna(value) else text(value) for value in values]

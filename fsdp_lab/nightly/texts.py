@@ -71,12 +71,12 @@ def terminal_table(night: Night) -> FittingTable:
     settings = [name if name != before else "" for before, name in zip(["", *names], names, strict=False)]
     return FittingTable(
         [
-            Column("setting", settings, breaks=True, justify="left"),
+            Column("setting", settings, is_text=True, justify="left"),
             Column("metric", [r.metric for r in rows], justify="left"),
             Column("before", [r.before for r in rows]),
             Column("tonight", [r.tonight for r in rows]),
             Column("change", [r.change for r in rows], drop=1),
-            Column("verdict", [r.verdict for r in rows], breaks=True, justify="left"),
+            Column("verdict", [r.verdict for r in rows], is_text=True, justify="left"),
         ],
         elsewhere="gate.md",
     )

@@ -240,9 +240,8 @@ class Progress:
 
     def step(self, step: int) -> None:
         """Record the beginning of an optimizer step, counted from 1."""
-        now = time.time()
         before = {key: value for key, value in self.content.items() if key != "phase"}
-        self.content = {"first_step": now, "from_step": step, **before, "step": step, "time": now}
+        self.content = {**before, "step": step, "time": time.time()}
 
     def reported(self) -> None:
         """Record that an epoch is reported."""
@@ -264,24 +263,19 @@ class TrialProgress:
         phase: work other than a step; None: it is in a step.
         step: the optimizer step, from 1.
         time: when the phase or the step began, in seconds since 1970.
-        from_step: the first step of this attempt.
-        first_step: when that began, in seconds since 1970.
         stuck: which rank others wait for, and where it is, while something lasts unusually long.
     """
 
     phase: str | None = None
     step: int | None = None
     time: float | None = None
-    from_step: int | None = None
-    first_step: float | None = None
     stuck: dict[str, Any] | None = None
 
 
 def read_progress(folder: Path) -> TrialProgress:
     """Return the progress of a trial."""
     content = read_object(folder / "progress.json") or {}
-    types: dict[str, Any] = {"phase": str, "step": int, "from_step": int, "stuck": dict}
-    types |= {"time": (int, float), "first_step": (int, float)}
+    types: dict[str, Any] = {"phase": str, "step": int, "time": (int, float), "stuck": dict}
     known = {key: content[key] for key, type_ in types.items() if isinstance(content.get(key), type_)}
     if wrong := [key for key in types if key in content and key not in known]:
         report_damaged(folder / "progress.json", f"it has no valid `{wrong[0]}`")

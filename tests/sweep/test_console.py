@@ -1,4 +1,4 @@
-"""The live table, as a terminal shows it."""
+"""The last table of a sweep, and what is logged of a failed trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output of a sweep: one live table on a terminal, a line for each event anywhere else."""
+"""The output of a sweep: a line for each event, on a terminal with a progress bar below, and the last table."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console as RichConsole
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.segment import SegmentLines
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from fsdp_lab.record.failures import read_failures
@@ -22,17 +20,16 @@ from fsdp_lab.report.answer import Answer, plain_text
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.listeners.pace import Pace
-from fsdp_lab.sweep.listeners.progress import Doing, Watch, progress_lines
+from fsdp_lab.sweep.listeners.progress import Watch, share_done
 from fsdp_lab.sweep.listeners.table import epoch_line, excluded_note, how_far, trial_table
 from fsdp_lab.sweep.names import label, relative, resume_command, resume_lines, run_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
-from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.state import SweepState
 from fsdp_lab.terminal import open_console, print_to_reader
 from fsdp_lab.wording import duration
 
 MOST_ROWS = 500  # of the last table; of more trials it has a few
 _FEW_ROWS = 50
-_LIVE_ROWS = 20  # a longer table would not fit a screen: the ended ones before are in results.csv
 # The rank has printed its traceback, see `print_failure`.
 _PRINTED = (Code.out_of_memory, Code.peer_lost, Code.error, Code.disk_full)
 
@@ -44,7 +41,7 @@ class Console(Listener):
         state: of the sweep.
         swept: the keys that differ between trials.
         rich: where to print; None: standard output.
-        ticks: whether the clock is drawn every second; otherwise a debugger has the terminal for itself between events.
+        ticks: whether the bar is drawn every second; otherwise a debugger has the terminal for itself between events.
     """
 
     def __init__(
@@ -53,55 +50,45 @@ class Console(Listener):
         self._state, self._swept = state, swept
         self.rich = rich or open_console()
         self._begun = time.time()
-        self._updates, self._looks, self._stale = Pace(), Pace(), False
-        self._watch = Watch()
-        # What the thread that draws the clock shows: values that are replaced, never changed.
-        self._table: RenderableType = ""
-        self._lines: list[str] = []
-        self._live: Live | None = None
-        if self.rich.is_terminal:
-            self._live = Live(
-                console=self.rich, get_renderable=self._screen, auto_refresh=ticks, refresh_per_second=1, transient=True
-            )
+        self._draws, self._looks, self._watch = Pace(), Pace(), Watch()
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=self.rich,
+            auto_refresh=ticks, refresh_per_second=1, transient=True, disable=not self.rich.is_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task(how_far(state))
 
     def __enter__(self) -> Console:
-        if self._live:
-            self._live.start()
+        self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live:
-            self._live.stop()
+        self._bar.stop()
 
     def log(self, text: str) -> None:
         """Print an event on a line of its own, without passwords."""
         text = redact(text)
-        if self._live:
-            self._live.console.print(text, highlight=False, markup=False)
+        if self.rich.is_terminal:
+            self.rich.print(text, highlight=False, markup=False)
         else:
             print_to_reader(f"[{time.time() - self._begun:6.1f} s] {text}")
 
-    def update(self) -> None:
-        """Draw the live table."""
-        self._stale = False
-        if self._live:
-            with self._updates.kept():
-                table = trial_table(self._state, self._swept, self._in_view())
-                # drawn once: each line that is printed above the table shows it again
-                self._table = SegmentLines(self.rich.render_lines(table, pad=False), new_lines=True)
-                self._live.refresh()
-
-    def _screen(self) -> RenderableType:
-        clock = how_far(self._state, time.time() - self._begun)
-        return Group(self._table, *(Text(line, style="dim") for line in [clock, *self._lines]))
+    def update(self, sweep: SweepRun) -> None:
+        """Draw the bar, over the trials and their epochs, at a limited rate."""
+        if not self._draws.is_due:
+            return
+        with self._draws.kept():
+            search = sweep.config.search
+            total = max(len(self._state.trials), search.num_trials if search.samples else 0)
+            done = sum(map(share_done, self._state.trials))
+            self._bar.update(self._task, description=how_far(self._state), completed=done, total=total, refresh=True)
 
     def final(self, answer: Answer | None = None) -> None:
         """Print the table of all trials that began, best values marked, and below it the report's recommendation."""
         chosen = set(answer.setting.trials) if answer and answer.setting else set()
         begun = [(i, state) for i, state in enumerate(self._state.trials) if state.status != "waiting"]
-        title = how_far(self._state, time.time() - self._begun)
+        title = f"{how_far(self._state)}, after {duration(time.time() - self._begun)}"
         if len(begun) > MOST_ROWS:
             begun = sorted(begun, key=lambda row: row[0] not in chosen)[:_FEW_ROWS]
             title += f"; {_FEW_ROWS} are below, the recommended ones first; all are in results.csv"
@@ -115,13 +102,9 @@ class Console(Listener):
             for line in rest:
                 self.rich.print(Text(line), soft_wrap=True)
 
-    def opened(self, sweep: SweepRun) -> None:
-        """Draw the live table."""
-        self.update()
-
-    def ready(self, sweep: SweepRun) -> None:
-        """Draw the live table."""
-        self.update()
+    def changed(self, sweep: SweepRun, number: int) -> None:
+        """Draw the bar."""
+        self.update(sweep)
 
     def began(self, sweep: SweepRun, number: int) -> None:
         """Log the start of a trial."""
@@ -152,56 +135,32 @@ class Console(Listener):
         self.log(f"{label(number, self._state.trials)} {state.status}{took}{why}")
 
     def tick(self, sweep: SweepRun) -> None:
-        """Look at the running trials, and draw the table if it is stale."""
+        """Draw the bar, and log once what lasts unusually long in a running trial."""
+        self.update(sweep)
         if self._looks.is_due:
             with self._looks.kept():
                 self._look(sweep)
-        if self._stale and self._updates.is_due:
-            self.update()
 
     def _look(self, sweep: SweepRun) -> None:
-        """Look at the running trials, and log once what lasts unusually long."""
-        doings: dict[int, Doing] = {}
         for number, state in enumerate(self._state.trials):
-            if state.status is not TrialStatus.running:
-                continue
-            folder, timeout_s = sweep.folder_of(number), state.trial.config.trial_timeout_s
-            with suppress(OSError):  # a disk that is away for a moment
-                doings[number] = self._watch.look(number, folder, int(state.facts.get("num_steps", 0)))
-                if notice := self._watch.unusual(number, doings[number], folder, timeout_s):
-                    self.log(f"{label(number, self._state.trials)}: {notice}")
-        to_come = sweep.config.search.num_trials - len(self._state.trials) if sweep.config.search.samples else 0
-        repeats = sweep.plan.search is not None and not sweep.config.search.samples  # repeat=auto: more may come
-        what = "this round" if repeats else "the sweep"
-        self._lines = progress_lines(self._state, doings, max(0, to_come), time.time(), what)
+            if state.status is TrialStatus.running:
+                with suppress(OSError):  # a disk that is away for a moment
+                    notice = self._watch.unusual(number, sweep.folder_of(number), state.trial.config.trial_timeout_s)
+                    if notice:
+                        self.log(f"{label(number, self._state.trials)}: {notice}")
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
         """Log how to resume an interrupted sweep, before anything that may hang."""
         if ending.early and sweep.has_folder:  # at once: a store that hangs may be all that follows
             for line in resume_lines(sweep.folder, sweep.address):
                 self.log(line)
-        self._lines = []  # what runs is ended now
-        self.update()
 
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
         """Log how to repeat failed trials."""
-        self.update()
         if ending.code is ExitCode.failed and not ending.early:
             theirs = " (if your code changed, also resume_anyway=true)" if sweep.plan.started.user_packages else ""
             again = resume_command(sweep.folder, address=sweep.address)
             self.log(f"to retry failed trials: {again} resume_failed=true{theirs}")
-
-    def changed(self, sweep: SweepRun, number: int) -> None:
-        """Draw the table, at a limited rate."""
-        self._stale = True
-        if self._updates.is_due:
-            self.update()
-
-    def _in_view(self) -> list[tuple[int, TrialState]]:
-        rows = list(enumerate(self._state.trials))
-        first_open = next((i for i, state in rows if not state.ended), len(rows))
-        start = max(0, min(first_open - _LIVE_ROWS // 2, len(rows) - _LIVE_ROWS))
-        return rows[start : start + _LIVE_ROWS]
 
 
 def _where_traced(folder: Path) -> str:

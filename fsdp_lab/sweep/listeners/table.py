@@ -12,7 +12,7 @@ from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.names import setting_text
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.terminal import Column, FittingTable
-from fsdp_lab.wording import count, duration
+from fsdp_lab.wording import count
 
 _STYLE = {
     TrialStatus.finished: "green",
@@ -62,7 +62,7 @@ def trial_table(
             justify="left",
         ),
         *(
-            Column(key, [setting_text(state.trial, key) for _, state in rows], breaks=True, justify="left")
+            Column(key, [setting_text(state.trial, key) for _, state in rows], is_axis=True, justify="left")
             for key in swept
         ),
         *(
@@ -88,13 +88,13 @@ def excluded_note(sweep: SweepState) -> str | None:
     return f"† Timing excluded: other processes used more than {limit * 100:.3g} % of the cores."
 
 
-def how_far(sweep: SweepState, seconds: float) -> str:
-    """Return text such as `3 of 36 trials have a result, 1 failed, after 2 min 5 s`."""
+def how_far(sweep: SweepState) -> str:
+    """Return text such as `3 of 36 trials have a result, 1 failed`."""
     failed = sum(state.status is TrialStatus.failed for state in sweep.trials)
     results = sum(state.status.is_result for state in sweep.trials) - failed
     have = "has" if 1 in (results, len(sweep.trials)) else "have"
     without = f", {failed} failed" if failed else ""
-    return f"{results} of {count(len(sweep.trials), 'trial')} {have} a result{without}, after {duration(seconds)}"
+    return f"{results} of {count(len(sweep.trials), 'trial')} {have} a result{without}"
 
 
 def _drop(key: str) -> int:
