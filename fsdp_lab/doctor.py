@@ -1,7 +1,6 @@
 """Whether this machine can run sweeps: what is wrong, and how to fix it.
 
-python -m fsdp_lab.doctor
-python -m fsdp_lab.doctor tracking.uri=http://127.0.0.1:5000 folder=/data/outputs
+python -m fsdp_lab.doctor [tracking.uri=http://127.0.0.1:5000] [folder=/data/outputs]
 
 Looks at Python, PyTorch, GPUs, cores, memory, shared memory, disk, and MLflow's store; changes nothing. Keys:
   tracking.uri   the store of your sweeps (sqlite:///outputs/mlflow.db)
@@ -32,8 +31,6 @@ from fsdp_lab.status import ExitCode
 _GIB = 2**30
 _LEAST_MEMORY = 3 * _GIB  # the driver, Ray and two workers of the default trial had 2.7 GiB to themselves
 _NEEDED = ("torch", "torchvision", "ray", "mlflow", "hydra", "omegaconf", "optuna", "rich", "plotly", "yaml")
-_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA's driver and of AMD's
-_DRIVER = Path("/sys/module/nvidia/version")
 
 
 class Finding(NamedTuple):
@@ -54,16 +51,17 @@ def _python(remedy: str) -> Finding:
 def _pytorch(remedy: str) -> Finding:
     import torch
 
+    from fsdp_lab.hardware import gpu_problem
+
     devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
     for device in devices:
         torch.ones(2, 2, device=device).matmul(torch.ones(2, 2, device=device)).sum().item()
-    driver = f", driver {_DRIVER.read_text().strip()}" if _DRIVER.exists() else ""
-    observation = f"{torch.__version__}, CUDA {torch.version.cuda}, ROCm {torch.version.hip}{driver}"
+    drivers = [file.read_text().strip() for file in Path("/sys/module/nvidia").glob("version")]
+    observation = f"{torch.__version__}, CUDA {torch.version.cuda}, ROCm {torch.version.hip}, NVIDIA's driver {drivers}"
     for gpu in map(torch.cuda.get_device_properties, devices[1:]):
         observation += f"; {gpu.name}, {_gib(gpu.total_memory)}"
-    if len(devices) == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ and any(map(os.path.exists, _GPU_FILES)):
-        return Finding(f"{observation}; it does not see this machine's GPUs", remedy, fails=True)
-    return Finding(observation if devices[1:] else f"{observation}; without GPUs trials run on the CPU")
+    problem = gpu_problem()
+    return Finding(f"{observation}; {problem}" if problem else observation, remedy if problem else "", bool(problem))
 
 
 def _cores(remedy: str) -> Finding:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from fsdp_lab import hardware
-from tests import forked, nvml
+from tests import forked
 from tests.servers import lay_store
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
 STORE = "tracking.uri=sqlite:///mlflow.db"  # in the test's own folder
+FakeGpus = Callable[..., None]  # the fixture `fake_gpus`
 TIERS = pytest.StashKey[dict[str, set[str]]]()  # test -> the tiers of its cases
 FASHION_MNIST = ROOT.parent / "shared" / "data"
 
@@ -70,27 +71,16 @@ def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return lambda *arguments, **options: run_cli(tmp_path, *arguments, **options)
 
 
-@pytest.fixture(scope="session")
-def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A stand-in for NVIDIA's NVML, see `tests/nvml.py`."""
-    if nvml.compiler() is None:
-        pytest.skip("no C compiler to make the stand-in for NVML with")
-    return nvml.build(tmp_path_factory.mktemp("nvml"))
-
-
 @pytest.fixture
-def fake_nvml(nvml_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """`fake_nvml(gpus=8, cuda=12020)`: from now on this process has the driver and GPUs that are named."""
+def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
+    """`fake_gpus(8)`: from now on PyTorch answers this process that there are so many GPUs."""
 
-    def answer(**answers: object) -> None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        nvml.use(monkeypatch, nvml_library)
-        for name, value in nvml.variables(**answers).items():
-            monkeypatch.setenv(name, value)
-        hardware._machine.cache_clear()
+    def answer(count: int = 0, *mib: int, capability: tuple[int, int] = (9, 0), problem: str = "") -> None:
+        memory = [*mib, *[143771] * count][:count]
+        gpus = tuple(hardware.Gpu("NVIDIA H200", each * 2**20, capability) for each in memory)
+        monkeypatch.setattr(hardware, "_ask_pytorch", lambda visible: (gpus, problem))
 
-    yield answer
-    hardware._machine.cache_clear()
+    return answer
 
 
 # The files that take longest start first, so that no worker of pytest waits for one at the end.

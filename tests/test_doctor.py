@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab import doctor
-from tests.conftest import ROOT
+from tests.conftest import ROOT, FakeGpus
 
 # A process with its own mounts: Docker's small /dev/shm, and a disk with half a megabyte left.
 _SMALL = """
@@ -55,13 +55,10 @@ def test_a_python_without_libraries_and_with_a_pytorch_that_is_broken(tmp_path: 
     assert "GiB free in" in done.stdout and done.stdout.splitlines()[-1].endswith("to repair")
 
 
-def test_a_gpu_that_pytorch_does_not_see_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr(doctor, "_GPU_FILES", (str(tmp_path),))
-    assert doctor._pytorch("the remedy")[1:] == ("the remedy", True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+def test_a_gpu_that_pytorch_does_not_see_is_found(fake_gpus: FakeGpus):
     assert not doctor._pytorch("").fails
+    fake_gpus(problem="PyTorch sees no device")
+    assert doctor._pytorch("the remedy")[1:] == ("the remedy", True)
 
 
 def test_too_few_cores_and_too_little_memory_are_found(monkeypatch: pytest.MonkeyPatch):

@@ -13,14 +13,12 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.hardware import (
     cpus_per_gpu,
     default_loader_workers,
-    driver,
+    gpu_problem,
     least_capability,
     num_cpus,
     num_gpus,
-    pytorch_cuda,
     pytorch_version,
 )
-from fsdp_lab.limits import read_limits
 
 FLOAT8_SINCE = (8, 9)
 _SEPARATE_GROUP_SINCE = (2, 12)  # 2.11 is without it, 2.13 has it
@@ -50,30 +48,16 @@ def loader_workers_of(config: SweepConfig) -> int:
     return default_loader_workers(num_gpus() > 0, cpus_per_worker_of(config.cluster))
 
 
-def check_driver() -> None:
-    """Check that this PyTorch can use this machine's GPUs.
-
-    Within a major version of CUDA any driver does (NVIDIA's CUDA compatibility guide, minor version compatibility).
+def check_gpus() -> None:
+    """Check that PyTorch sees this machine's GPUs, unless they are hidden.
 
     Raises:
-        UserError: PyTorch is built without CUDA, or for a newer CUDA than the driver supports.
+        UserError: it does not, and trials would train on the CPU.
     """
-    installed, gpus, built_for = driver(), num_gpus(), pytorch_cuda()
-    if not gpus or installed is None:
-        return
-    have = f"this machine has {gpus} {'GPU' if gpus == 1 else 'GPUs'}"
-    if built_for is None:
-        which = f"for CUDA {installed.cuda[0]}" if installed.cuda else "with CUDA"
+    if problem := gpu_problem():
         raise UserError(
-            f"{have}, but PyTorch is built without CUDA; install a PyTorch built {which}, or hide the GPUs with "
-            'CUDA_VISIBLE_DEVICES="" to train on the CPU.'
-        )
-    if installed.cuda is not None and installed.cuda[0] < built_for[0]:
-        whose = "its" if gpus == 1 else "their"
-        raise UserError(
-            f"{have}, but {whose} driver {installed.version} supports CUDA {installed.cuda[0]}.{installed.cuda[1]} at "
-            f"most and PyTorch is built for CUDA {built_for[0]}.{built_for[1]}; update the driver to one that supports "
-            f"CUDA {built_for[0]}, or install a PyTorch built for CUDA {installed.cuda[0]}."
+            f"PyTorch cannot use this machine's GPUs ({problem}); update their driver, install a PyTorch built for it, "
+            'or hide the GPUs with CUDA_VISIBLE_DEVICES="" to train on the CPU.'
         )
 
 
@@ -84,7 +68,7 @@ def check_pytorch(config: TrialConfig) -> None:
         UserError: it is too old; the message names its version.
     """
     version = pytorch_version()
-    if config.sharding.separate_reduce_scatter_group and version is not None and version < _SEPARATE_GROUP_SINCE:
+    if config.sharding.separate_reduce_scatter_group and version < _SEPARATE_GROUP_SINCE:
         raise UserError(
             "sharding.separate_reduce_scatter_group=true needs FSDPModule.set_separate_reduce_scatter_group, which "
             f"PyTorch {version[0]}.{version[1]} does not have; use a newer PyTorch, or "
@@ -171,15 +155,8 @@ def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
             fewer = f"cluster.job.cpus_per_node={math.ceil(needed)} for the Slurm job, {fewer or 'or '}"
         raise ConfigError(
             f"cluster.num_workers={num_workers} needs {needed:g} CPUs (cluster.cpus_per_worker={each:g} each), this "
-            f"machine has {cores}{_by_quota(cores)}; use {fewer}cluster.cpus_per_worker={share:g}{sharing}."
+            f"machine has {cores}; use {fewer}cluster.cpus_per_worker={share:g}{sharing}."
         )
-
-
-def _by_quota(cores: int) -> str:
-    quota = read_limits().cpus
-    return (
-        f" by the quota of this process's cgroup ({quota:g} cores)" if quota is not None and int(quota) <= cores else ""
-    )
 
 
 def check_forecast(config: SweepConfig) -> None:

@@ -96,7 +96,7 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         if gpus and cpus >= 2 * gpus:  # a core for each rank's imports is free while the trial before it trains
             os.environ.setdefault("RAY_preload_python_modules", "torchvision.models,fsdp_lab.training")
         # "local" and not None, which would join a Ray that somebody else started on this machine
-        # and with our counts: Ray's own takes no notice of MIG, nor of an invalid entry in CUDA_VISIBLE_DEVICES
+        # and with our counts: Ray's own takes no notice of an invalid entry in CUDA_VISIBLE_DEVICES
         try:
             context = ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
         except Exception as error:  # Ray raises just that when its servers have not started within half a minute

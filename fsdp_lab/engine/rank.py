@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import TrialConfig, UserError
 from fsdp_lab.engine.failures import code_of, failure_of
-from fsdp_lab.hardware import driver, num_gpus
 from fsdp_lab.record.failures import RankFailure
 from fsdp_lab.record.reasons import Code
 from fsdp_lab.record.trial_files import Progress
@@ -101,7 +100,7 @@ def check_gpu(rank: int, wanted: bool) -> None:
     """Compare what this rank was given with what PyTorch sees, before NCCL is started on it.
 
     Raises:
-        UserError: it was given a GPU that PyTorch does not see, or PyTorch sees one that the driver did not count.
+        UserError: it was given a GPU that PyTorch does not see, or PyTorch sees one that Ray did not count.
     """
     from fsdp_lab.training.distributed import sees_cuda
 
@@ -111,15 +110,13 @@ def check_gpu(rank: int, wanted: bool) -> None:
     host, hide = socket.gethostname(), 'or hide the GPUs with CUDA_VISIBLE_DEVICES=""'
     if available:
         raise UserError(
-            f"PyTorch sees GPUs on {host}, but NVML (libnvidia-ml.so.1), which Ray and fsdp_lab ask, counts none, so "
-            "this trial would train on the CPU; in a container allow the driver's utilities "
-            f"(NVIDIA_DRIVER_CAPABILITIES=compute,utility), {hide}."
+            f"PyTorch sees GPUs on {host}, but Ray counts none, so this trial would train on the CPU; in a container "
+            f"allow the driver's utilities (NVIDIA_DRIVER_CAPABILITIES=compute,utility), {hide}."
         )
-    installed, visible = driver(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    version = f" ({installed.version}, up to CUDA {'.'.join(map(str, installed.cuda or '?'))})" if installed else ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     raise UserError(
         f"rank {rank} on {host} was given a GPU and PyTorch sees none: torch.cuda.is_available() is False, "
-        f"torch.version.cuda={built_for}, CUDA_VISIBLE_DEVICES={visible}, the driver's NVML counts {num_gpus()}"
-        f"{version}; `python -c 'import torch; torch.cuda.init()'` there says why. Update the driver or install a "
-        f"PyTorch built for its CUDA, {hide} to train on the CPU."
+        f"torch.version.cuda={built_for}, CUDA_VISIBLE_DEVICES={visible}; "
+        "`python -c 'import torch; torch.cuda.init()'` there says why. Update the driver or install a PyTorch built "
+        f"for its CUDA, {hide} to train on the CPU."
     )

@@ -176,5 +176,5 @@ def capacity_here(config: SweepConfig, cuda: bool) -> int | None:
 
 
 def gpu_memory() -> int | None:
-    """Return the bytes of the smallest GPU, or None. Asks the driver: PyTorch would take a context on the GPU."""
-    return min((gpu.memory_bytes for gpu in gpus() if gpu.memory_bytes), default=None)
+    """Return the bytes of the smallest GPU, or None."""
+    return min((gpu.memory_bytes for gpu in gpus()), default=None)

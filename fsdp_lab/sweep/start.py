@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_lab.config.machine import check_driver
+from fsdp_lab.config.machine import check_gpus
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.engine.ray_job import check_job, is_rays_copy
 from fsdp_lab.record.paths import sweep_address
@@ -25,8 +25,8 @@ def start_sweep(plan: SweepPlan) -> ExitCode:
         UserError: see `run_sweep`; PyTorch cannot use this machine's GPUs; or a job of Ray's would lose its results.
     """
     check_job(plan.config, plan.folder, folder_key(plan.started.multirun))
-    if plan.config.cluster.address is None:  # another machine's driver is for its workers to ask
-        check_driver()
+    if plan.config.cluster.address is None:  # another machine's GPUs are for its workers to check
+        check_gpus()
     console = Console(plan.state, plan.swept, ticks=plan.config.engine is not Engine.inline)
     runs = MlflowRuns(plan.config.tracking, console)
     report = Report(runs)

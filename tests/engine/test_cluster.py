@@ -21,7 +21,6 @@ from fsdp_lab.engine.resources import check_capacity, cpus_per_worker_on, resolv
 from fsdp_lab.hardware import WORKER_CPUS
 from tests.conftest import ROOT
 from tests.engine.ray_cluster import process_tree, ray_head
-from tests.nvml import variables
 from tests.servers import free_port
 from tests.sweep.conftest import PLAIN, TINY, results, started, wait_for
 from tests.workloads.user.project import write_project
@@ -75,10 +74,12 @@ def test_cpus_per_worker_by_the_nodes(nodes: list[tuple[bool, int, int]], each: 
 
 
 _START = """
-import os, ray
+import os, ray, sys
+from fsdp_lab import hardware
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import _own_folders, start_ray, stop_ray
 from fsdp_lab.engine.resources import num_gpus
+hardware.num_gpus = lambda: int(sys.argv[1])
 start_ray(ClusterConfig())
 print("GPUs:", num_gpus())
 print("nicer by:", ray.get(ray.remote(lambda: os.nice(0)).remote()) - os.nice(0))
@@ -113,17 +114,16 @@ def test_a_ray_that_does_not_start_is_named_with_what_to_do():
 @pytest.mark.full
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("visible", "count"), [(None, 2), ("1,7", 1)])
-def test_ray_here_has_the_gpus_that_we_count(
-    nvml_library: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
-):
+def test_ray_here_has_the_gpus_that_we_count(visible: str | None, count: int):
     """Of two. Left to itself Ray takes the entries of CUDA_VISIBLE_DEVICES as they are, and counts two for `1,7`."""
-    environment = {**os.environ, **variables(gpus=2), "LD_LIBRARY_PATH": str(nvml_library.parent)}
+    environment = dict(os.environ)
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     if visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
     done = subprocess.run(
-        [sys.executable, "-c", _START], env=environment, capture_output=True, text=True, timeout=110, check=False
-    )
+        [sys.executable, "-c", _START, str(count)],
+        env=environment, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
     assert f"GPUs: {count}" in done.stdout, done.stderr
     assert "nicer by: 0" in done.stdout, "trials wait for whatever else the machine does"
     assert done.returncode == 0, done.stderr
@@ -160,15 +160,21 @@ def test_a_server_of_rays_that_ended_is_named(server: str):
     assert done.returncode == 0, done.stderr
 
 
+_WITH_A_GPU = """
+from fsdp_lab import hardware
+from fsdp_lab.__main__ import main
+hardware._ask_pytorch = lambda visible: ((hardware.Gpu("NVIDIA H200", 2**37, (9, 0)),), "")
+main()
+"""
+
+
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available() or not torch.version.cuda, reason="it takes CUDA without a GPU")
-def test_a_trial_whose_gpu_pytorch_does_not_see_says_so(cli, nvml_library: Path, monkeypatch: pytest.MonkeyPatch):
-    """Ray places the worker on a GPU of the stand-in's: told before NCCL fails on it, and not tried again."""
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(nvml_library.parent), prepend=os.pathsep)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for name, value in variables(gpus=1, cuda=99000).items():
-        monkeypatch.setenv(name, value)
-    done = cli(*PLAIN, "model=mlp", "forecast.enabled=false", "hydra.run.dir=out", timeout=250)
+def test_a_trial_whose_gpu_pytorch_does_not_see_says_so(tmp_path: Path):
+    """Ray places the worker on a GPU that is not there: told before NCCL fails on it, and not tried again."""
+    words = (*PLAIN, "model=mlp", "forecast.enabled=false", "hydra.run.dir=out")
+    command = [sys.executable, "-c", _WITH_A_GPU, *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("trial starts") == 1
     assert "was given a GPU and PyTorch sees none: torch.cuda.is_available() is False" in done.stdout

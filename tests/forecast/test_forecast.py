@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from fsdp_lab.forecast.run import Background, Forecaster, Request, forecast_all,
 from fsdp_lab.forecast.words import no_forecast_text
 from fsdp_lab.profile import Event, Profile
 from fsdp_lab.workloads.build import build_workload
+from tests.conftest import FakeGpus
 from tests.processes import called, still_running
 from tests.ranks import config
 
@@ -242,23 +242,20 @@ def test_bad_input_is_refused_with_its_key(words: list[str], workers: int, named
         forecast_profile(config(*words), workers, cuda=False)
 
 
-def test_pruning_without_a_capacity_is_refused_where_there_is_no_gpu(fake_nvml: Callable[..., None]):
-    fake_nvml(gpus=0)
+def test_pruning_without_a_capacity_is_refused_where_there_is_no_gpu(fake_gpus: FakeGpus):
+    fake_gpus(0)
     for key in ("prune", "largest_microbatch"):
         with pytest.raises(ConfigError, match=r"forecast\.capacity_gib=24"):
             check_forecast(config(f"forecast.{key}=true"))
     with pytest.raises(ConfigError, match=r"forecast\.enabled=true"):
         check_forecast(config("forecast.prune=true", "forecast.enabled=false", "forecast.capacity_gib=1"))
-    fake_nvml(gpus=1)
+    fake_gpus(1)
     check_forecast(config("forecast.prune=true"))
 
 
-def test_the_capacity_is_the_gpus_own_where_none_is_named(
-    fake_nvml: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-):
-    """The smallest of those that are visible."""
-    fake_nvml(gpus=3, mib="81559,2,1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+def test_the_capacity_is_the_gpus_own_where_none_is_named(fake_gpus: FakeGpus):
+    """The smallest of them."""
+    fake_gpus(2, 81559, 2)
     words = ("model=mlp", "training.global_batch_size=2", "forecast.prune=true")
     forecast = forecast_one(Request.of(config(*words), 1))
     assert forecast.cuda
@@ -376,10 +373,10 @@ def test_a_followed_step_leaves_no_model_behind(sharding: str):
     assert blocks() == before
 
 
-def test_auto_is_for_cpus_where_there_is_no_gpu(fake_nvml: Callable[..., None]):
-    fake_nvml(gpus=0)
+def test_auto_is_for_cpus_where_there_is_no_gpu(fake_gpus: FakeGpus):
+    fake_gpus(0)
     assert not Request.of(config(), 2).cuda
     asked = replace(config(), forecast=ForecastConfig(device="cuda"))
     assert Request.of(asked, 2).cuda
-    fake_nvml(gpus=2)
+    fake_gpus(2)
     assert Request.of(config(), 2).cuda

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.speed.device import Basis, Device, DeviceKind, Factors, load_device
 from fsdp_lab.speed.predict import BOUNDS, Speed, predict
 from fsdp_lab.workloads.build import build_workload
+from tests.conftest import FakeGpus
 from tests.ranks import config
 
 LANGUAGE = [
@@ -102,13 +103,13 @@ def test_a_device_brings_its_memory_its_kind_and_the_speed(tmp_path: Path):
     assert Request.of(config(*LANGUAGE, "forecast.device=cuda"), 2).sheet is None
 
 
-def test_a_gpu_with_a_data_sheet_is_known_by_the_name_that_its_driver_reports(fake_nvml: Callable[..., None]):
-    fake_nvml(gpus=2)  # which are called NVIDIA H200
+def test_a_gpu_with_a_data_sheet_is_known_by_the_name_that_its_driver_reports(fake_gpus: FakeGpus):
+    fake_gpus(2)  # which are called NVIDIA H200
     request = Request.of(config(*LANGUAGE), 2)
     assert request.sheet == sheet("h200") and request.cuda
     assert Request.of(config(*LANGUAGE, "forecast.device=cuda"), 2).sheet is None
     assert sheet_of("NVIDIA GeForce 256") is None
-    fake_nvml(gpus=0)
+    fake_gpus(0)
     assert Request.of(config(*LANGUAGE), 2).sheet is None
 
 
@@ -150,8 +151,8 @@ def test_the_shares_of_what_bounds_a_step_report_what_a_slower_device_costs(word
     assert set(slower) | {"gather", "scatter"} == set(BOUNDS)
 
 
-def test_a_sweep_takes_the_memory_of_its_own_gpus_and_no_speed_of_others(fake_nvml: Callable[..., None]):
-    fake_nvml(gpus=2, mib="81920")  # which are called NVIDIA H200
+def test_a_sweep_takes_the_memory_of_its_own_gpus_and_no_speed_of_others(fake_gpus: FakeGpus):
+    fake_gpus(2, 81920, 81920)  # which are called NVIDIA H200
     theirs, ours = config("forecast.device=a100_40gb"), config("forecast.device=h200")
     assert capacity_here(theirs, cuda=True) == capacity_here(ours, cuda=True) == gpu_memory()
     assert data_sheet_here(theirs, cuda=True) is None and data_sheet_here(ours, cuda=True) == sheet("h200")
@@ -160,7 +161,7 @@ def test_a_sweep_takes_the_memory_of_its_own_gpus_and_no_speed_of_others(fake_nv
     with pytest.raises(ConfigError, match="predictions for another device do not apply to them"):
         check_here(keep, 2, cuda=True)
     check_here(config("forecast.device=h200", "forecast.keep='2'"), 2, cuda=True)
-    fake_nvml(gpus=0)
+    fake_gpus(0)
     with pytest.raises(ConfigError, match="predictions for another device do not apply to them"):
         check_here(keep, 2, cuda=False)
     with pytest.raises(ConfigError, match=r"forecast.prune=true with forecast.device=h200"):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from fsdp_lab.nightly.nights import Night, Verdict, night_id, write_night
 from fsdp_lab.nightly.read_study import read_study
 from fsdp_lab.nightly.run import WEBHOOK, notify
 from tests import trained
+from tests.conftest import FakeGpus
 from tests.folders import Store
 from tests.nightly.conftest import WORDS, PlantedNights, webhook
 
@@ -272,7 +272,7 @@ def test_a_document_that_cannot_be_read_is_refused_by_its_name(nights: PlantedNi
 @pytest.mark.parametrize(
     ("words", "workers"), [((), 0), (("data.loader_workers=3",), 3), (("data.loader_workers=null",), 0)]
 )
-def test_a_study_has_the_number_of_loader_workers(fake_nvml: Callable[..., None], words: tuple[str, ...], workers: int):
+def test_a_study_has_the_number_of_loader_workers(fake_gpus: FakeGpus, words: tuple[str, ...], workers: int):
     """On a CPU null stands for none."""
-    fake_nvml(gpus=0)
+    fake_gpus(0)
     assert read_study(["nightly.repeats=1", *words]).settings["data.loader_workers"] == workers
