@@ -19,7 +19,7 @@ import hydra
 
 from fsdp_lab.compose import check, check_overrides, register_schema, search_path, single_trial
 from fsdp_lab.config import ConfigError, conf_dir, is_address, split_config_dir, with_custom
-from fsdp_lab.config.key_value_args import check_repeat, for_hydra
+from fsdp_lab.config.key_value_args import check_repeat
 from fsdp_lab.config.options import names_code
 from fsdp_lab.config.target import import_from
 from fsdp_lab.engine.cluster import stop_ray
@@ -50,10 +50,9 @@ def main() -> None:
         search_path(config_dir)  # looks whether the folder is there
         sys.argv[1:] = options_first(with_custom(words), config_dir)
         check_overrides(sys.argv[1:])
-        if sys.argv[1:2] == ["-m"] or sys.argv[1:2] == ["--multirun"]:
-            if not any(word.lstrip("+").startswith("resume=") for word in words):
-                check_repeat(words)
-            sys.argv[1:] = for_hydra(sys.argv[1:])
+        is_resumed = any(word.lstrip("+").startswith("resume=") for word in words)
+        if sys.argv[1:2] in (["-m"], ["--multirun"]) and not is_resumed:
+            check_repeat(words)
         if config_dir is not None or names_code(words):
             import_from(os.getcwd())
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
@@ -130,6 +129,8 @@ def run_single(cfg: Any) -> None:
     try:
         trial = single_trial(cfg)
         check(trial.config)
+        if trial.config.repeats > 1:
+            raise ConfigError(f"repeats={trial.config.repeats} is for sweeps; add -m.")
         if trial.config.dry_run:
             code = list_alone(trial)
         elif trial.config.cluster.job.has_manager:

@@ -116,8 +116,6 @@ def wrong_value(key: str, value: str, cause: str) -> str:
         cause: OmegaConf's message.
     """
     remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "").format(example=_example(key))
-    if (key, value) == ("repeat", "auto"):
-        remedy = "; repeat=auto is for sweeps: add -m"
     if "is not a ListConfig" in cause:
         return f"{key}={value} is not a list; put the items into brackets: {key}=[{value}]."
     if not value:

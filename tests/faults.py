@@ -258,7 +258,7 @@ FAULTS = (
           '[has_ended & self.timed["timing_excluded"].isna()]', "[has_ended]",
           "report/test_recommend.py::test_an_excluded_timing_decides_nothing"),
     Fault("an interval is half as wide", "fsdp_lab/report/speed.py",
-          "half = quantile(fit.freedom) * ", "half = quantile(fit.freedom) / 2 * ",
+          "half = _quantile(groups, self._freedom) * ", "half = _quantile(groups, self._freedom) / 2 * ",
           "report/test_speed.py"),
     Fault("a regression beyond the tolerance passes", "fsdp_lab/nightly/gate.py",
           "if change > max(limit, noise, rounding):", "if change > max(10 * limit, noise, rounding):", GATE),

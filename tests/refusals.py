@@ -123,7 +123,7 @@ optimizer.lr=interval(0,1)              | optimizer.lr=interval(0,1)
 +training.epoch=1,5                     | training.epoch training.epochs
 precision=16,32                         | precision=16,32 bf16_mixed
 training.epochs=1,0                     | training.epochs=0
-repeat=3                                | repeat=3 repeat=0,1,2 repeat=auto
+repeat=3                                | repeat=3 repeats=3
 hydra.sweep.dir=/proc/nope/x            | hydra.sweep.dir=/proc/nope/x
 forecast.keep=5 forecast.device=mi300x  | forecast.keep=5 forecast.device=mi300x
 """

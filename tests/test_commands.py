@@ -35,7 +35,6 @@ OUT = ("hydra.run.dir=out", "hydra.sweep.dir=out")
 # What makes commands small that are too large for a test, by what they contain.
 SMALLER = {
     "search.num_trials=20": {"search.num_trials": "3"},
-    "repeat=auto": {"repeat_max": "2"},
     "fsdp_lab.forecast -m model=llama3": {"model.num_layers": "2"},
     "fsdp_lab.forecast model=llama3": {"model.num_layers": "2"},
     "fsdp_lab.forecast -m model=vit_l_16": {"model.num_layers": "2", "forecast.largest_microbatch": "false"},

@@ -66,11 +66,7 @@ def quoted(value: object) -> str:
 
 _PLAIN_PATH = re.compile(r"[\w.-]*(/[\w.-]+)+")
 
-# `repeat` is a whole number; so that Hydra takes the word, it gets it as a sweep of the first round.
-AUTO_REPEAT = "repeat=auto"
-_FOR_HYDRA = "repeat=tag(auto,choice(0))"
 _ONE_REPEAT = re.compile(r"\+{0,2}repeat=(\d+)")
-_WRITTEN = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
 
 
 def check_repeat(words: Sequence[str]) -> None:
@@ -84,19 +80,7 @@ def check_repeat(words: Sequence[str]) -> None:
     """
     numbers = (int(match[1]) for word in words if (match := _ONE_REPEAT.fullmatch(word)))
     for number in filter(None, numbers):
-        runs = max(2, number)
-        several = ",".join(map(str, range(runs))) if runs in _WRITTEN else f"'range({runs})'"
         raise ConfigError(
-            f"repeat={number} names one run, not a number of runs; for {_WRITTEN.get(runs, runs)} runs of each setting "
-            f"use repeat={several}, and use {AUTO_REPEAT} to repeat only undecided settings."
+            f"repeat={number} names one run, not a number of runs; for {max(2, number)} runs of each setting use "
+            f"repeats={max(2, number)}."
         )
-
-
-def for_hydra(words: Sequence[str]) -> list[str]:
-    """Return a sweep's command line as Hydra takes it."""
-    return [_FOR_HYDRA if word == AUTO_REPEAT else word for word in words]
-
-
-def as_typed(words: Sequence[str]) -> list[str]:
-    """Return the command line that `for_hydra` was given."""
-    return [AUTO_REPEAT if word == _FOR_HYDRA else word for word in words]

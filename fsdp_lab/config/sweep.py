@@ -267,8 +267,8 @@ class SweepConfig(TrialConfig):
     """Train with Ray, or `inline`: in this process, with one worker, for a debugger."""
     search: SearchConfig = group(SearchConfig, may_differ=_FINDS_TRIALS)
     scheduler: SchedulerConfig = group(SchedulerConfig, may_differ=_FINDS_TRIALS)
-    repeat_max: int = key(4, at_least_one, may_differ=EVERYWHERE, is_param=False)
-    """Most runs of a setting with `repeat=auto`."""
+    repeats: int = key(1, at_least_one, may_differ=_FINDS_TRIALS | Between.NIGHTS, is_param=False)
+    """Runs of each setting of a grid, round by round."""
     objective: List[str] = key(lambda: ["val/loss:min"], may_differ=_FINDS_TRIALS)
     """Goals of a search, each `<metric>:min` or `<metric>:max`."""
     trial_timeout_s: Optional[float] = key(1800.0, positive, may_differ=EVERYWHERE)

@@ -38,7 +38,7 @@ class TrialConfig:
     lr_schedule: LrScheduleConfig = group(LrScheduleConfig, changes_speed=False)
     training: TrainingConfig = group(TrainingConfig)
     repeat: int = key(0, not_negative, may_differ=Between.NIGHTS, changes_speed=False)
-    """Number of this run of a setting; `-m repeat=0,1,2` runs each three times, `repeat=auto` as needed."""
+    """Number of this run of a setting; `-m repeats=3` sets it."""
     init: Init = key(Init.rank0, changes_speed=False)
     """Where first weights are built: on rank 0, and broadcast, or each rank's shard by itself, on the host (`meta`,
     same bits) or on the `device`, which is faster and draws other numbers on a GPU."""

@@ -34,7 +34,7 @@ from fsdp_lab.sweep.grid import all_overrides, discrete_values, fixed_words
 _NOT_HERE = {  # keys that a night sets itself
     **{key: "a night always trains anew" for key in all_keys() if key.startswith("resume")},
     "dry_run": "it lists the trials of python -m fsdp_lab",
-    "repeat": "nightly.repeats=3 sets how often a night trains each setting",
+    **dict.fromkeys(("repeat", "repeats"), "nightly.repeats=3 sets how often a night trains each setting"),
 }
 
 

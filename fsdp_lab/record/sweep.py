@@ -36,7 +36,6 @@ class SweepRecord:
         others_cpu: `report.others_cpu`, above which the timing of a trial on a CPU is excluded.
         objectives: `(metric, "min" or "max")` of each objective, the most important first; empty: the fastest setting
             that qualifies is recommended.
-        repeat_max: the most rounds of `repeat=auto`; None: repeats were typed.
         study: the name of the study, such as the preset's; "" for a sweep without one.
         log_axes: the axes that were searched on a logarithmic scale.
         resume: the command that resumes it; "": there is none.
@@ -53,7 +52,6 @@ class SweepRecord:
     about: Sequence[tuple[str, str]] = ()
     others_cpu: float = 0.25
     objectives: Sequence[tuple[str, str]] = ()
-    repeat_max: int | None = None
     study: str = ""
     log_axes: Sequence[str] = ()
     resume: str = ""

@@ -17,7 +17,7 @@ from fsdp_lab.report.settings import REPEATS, Rules, Setting
 from fsdp_lab.status import TrialStatus
 
 # What is typed for a sweep and says nothing of one trial.
-_OF_A_SWEEP = ("repeat=", "repeat_max=", "search=", "search.", "scheduler=", "scheduler.", "objective=")
+_OF_A_SWEEP = ("repeat=", "repeats=", "search=", "search.", "scheduler=", "scheduler.", "objective=")
 _MOST_LINES = 6  # settings that are all compared; of more, those that differ from the recommended one in one value
 
 
@@ -90,7 +90,6 @@ def rules_of(sweep: SweepRecord) -> Rules:
         sweep.loss_tolerance,
         sweep.speed_tolerance,
         tuple(sweep.objectives),
-        sweep.repeat_max,
         trivial.pop() if len(trivial) == 1 else None,
     )
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from fsdp_lab.config.sweep import ReportConfig
 from fsdp_lab.metrics import OTHERS_CPU
-from fsdp_lab.report.repeats import undecided
 from fsdp_lab.report.settings import Setting, Settings, column
 from fsdp_lab.report.speed import Basis
 from fsdp_lab.report.statements import Statement
@@ -37,14 +36,10 @@ def _on_speeds(settings: Settings, able: Sequence[Setting], raced: bool) -> Iter
     if raced and len(beyond):
         yield Statement("limit_raised", {"count": len(beyond), "share": beyond.max()})
     if raced and len({s.group for s in able}) > 1 and settings.speeds.basis is Basis.nothing:
-        tried = rules.repeat_max is not None or any(len(s.trials) > 1 for s in settings.all)
+        tried = any(len(s.trials) > 1 for s in settings.all)
         yield Statement("one_run", {"tried": tried, "grid": not rules.objectives})
     if settings.idle_axes:
         yield Statement("idle", {"axes": settings.idle_axes})
-    all_ended = all(status.is_result for s in settings.all for status in s.statuses)
-    if raced and all_ended and rules.repeat_max is not None and len(settings.all) > 1:
-        count = {"rounds": settings.rounds.nunique(), "runs": len(settings.frame)}
-        yield Statement("auto", {**count, "left": undecided(settings.frame, rules)})
 
 
 def _on_losses(settings: Settings, able: Sequence[Setting]) -> Iterator[Statement]:

@@ -22,7 +22,7 @@ from fsdp_lab.metrics import (
 )  # fmt: skip
 from fsdp_lab.record.trial import words
 from fsdp_lab.report.predicted import Predicted, PredictedSpeeds
-from fsdp_lab.report.speed import Interval, Run, Speeds, level_of
+from fsdp_lab.report.speed import Interval, Speeds
 from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ class Rules:
         loss_tolerance: a setting qualifies if its loss is within this ratio of the best.
         speed_tolerance: settings within this ratio of the fastest tie.
         objectives: `(metric, "min" or "max")`, the most important first; empty: the fastest.
-        repeat_max: the most rounds of `repeat=auto`; None: repeats were typed.
         trivial_loss: the loss of a model that guesses; None: not known, so nothing is said of learning.
         predicted: speeds and memory are predictions: losses are not compared, and memory decides among equal speeds.
     """
@@ -51,7 +50,6 @@ class Rules:
     loss_tolerance: float = 0.02
     speed_tolerance: float = 0.03
     objectives: Sequence[tuple[str, str]] = ()
-    repeat_max: int | None = None
     trivial_loss: float | None = None
     predicted: bool = False
 
@@ -182,11 +180,6 @@ class Settings:
         """Trial -> its setting."""
         return {number: setting for setting in self.all for number in setting.trials}
 
-    @property
-    def rounds(self) -> pd.Series[int]:
-        """The round of each trial: trials of one round have the same repeat number and seed."""
-        return combinations(self.frame, [axis for axis in REPEATS if axis in self.frame])
-
     @cached_property
     def loss_key(self) -> str:
         """The metric of learning."""
@@ -205,21 +198,8 @@ class Settings:
         return self.timed[has_ended & self.timed["timing_excluded"].isna()]
 
     def _measured(self) -> Speeds:
-        """Return the speeds of the runs, with ratios judged at the significance of each look of `repeat=auto`.
-
-        There is a look after each round. The first shows no noise, unless several of its runs share one speed.
-        """
-        rows, rounds = self.compared, self.rounds
-        errors = column(rows, "perf/speed_error")
-        runs = [
-            Run(int(self.groups[number]), int(rounds[number]), speed, None if math.isnan(error) else error)
-            for number, speed, error in zip(rows.index, column(rows, SPEED), errors, strict=True)
-        ]
-        if self.rules.repeat_max is None:
-            return Speeds(runs)
-        first = min((run.round for run in runs), default=0)
-        groups = [run.group for run in runs if run.round == first]
-        return Speeds(runs, level_of(self.rules.repeat_max - (len(set(groups)) == len(groups))))
+        by_group = column(self.compared, SPEED).groupby(self.groups)
+        return Speeds({int(group): list(speeds) for group, speeds in by_group})
 
     def _predicted(self) -> PredictedSpeeds:
         figures = (PREDICTED_SPEED, f"{PREDICTED_SPEED}_low", f"{PREDICTED_SPEED}_high", RATIO_ERROR, RATIO_GROUP)

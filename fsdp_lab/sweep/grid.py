@@ -12,10 +12,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
-from fsdp_lab.config import ConfigError
-from fsdp_lab.config.key_value_args import AUTO_REPEAT, key_of
-
-FIRST_ROUND = "repeat=0"
+from fsdp_lab.config import ConfigError, SweepConfig
+from fsdp_lab.config.key_value_args import key_of
 
 
 def enumerate_grid(
@@ -36,14 +34,32 @@ def enumerate_grid(
     return [list(cell) for cell in itertools.product(*values)]
 
 
+def repeat_axis(config: SweepConfig, arguments: Sequence[str]) -> list[str]:
+    """Return the axis that `repeats` stands for: `repeat=range(3)` for `repeats=3`.
+
+    Args:
+        config: of the sweep.
+        arguments: the command line's overrides.
+
+    Raises:
+        ConfigError: the sweep is a search, or `repeat` was typed.
+    """
+    if config.repeats == 1:
+        return []
+    if config.search.samples:
+        raise ConfigError(
+            f"repeats={config.repeats} needs a grid; after a search, run a grid of its best settings with it."
+        )
+    if "repeat" in map(key_of, arguments):
+        raise ConfigError(f"repeats={config.repeats} numbers the runs of each setting; leave out repeat=...")
+    return [f"repeat=range({config.repeats})"]
+
+
 def all_overrides(
     parser: OverridesParser, defaults: Mapping[str, str | None], arguments: Sequence[str]
 ) -> dict[str, Override]:
-    """Return the default and the typed axes by key, in the order of a trial's overrides.
-
-    `repeat=auto` becomes its first round.
-    """
-    given = parser.parse_overrides([FIRST_ROUND if word == AUTO_REPEAT else word for word in arguments])
+    """Return the default and the typed axes by key, in the order of a trial's overrides."""
+    given = parser.parse_overrides(list(arguments))
     # A default that is named anew gives its place in the order, as in Hydra; `+key` and `~key` are keys of their own.
     replaced = {override.get_key_element() for override in given}
     named = {override.key_or_group for override in given} - replaced

@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, SweepConfig, objectives
-from fsdp_lab.config.key_value_args import AUTO_REPEAT, as_typed
 from fsdp_lab.forecast.devices import check_sweep
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.locks import locked
@@ -23,11 +22,10 @@ from fsdp_lab.record.trials_jsonl import add_trial, read_trials
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.executors.ray_tune import reach_cluster
-from fsdp_lab.sweep.grid import all_overrides, enumerate_grid, fixed_words, swept_keys, with_overrides
+from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, repeat_axis, swept_keys, with_overrides
 from fsdp_lab.sweep.how_long import how_long
 from fsdp_lab.sweep.names import run_name
 from fsdp_lab.sweep.plan import plan_sweep
-from fsdp_lab.sweep.repeats import AutoRepeat, check_auto
 from fsdp_lab.sweep.runner import SweepPlan
 from fsdp_lab.sweep.search import OptunaSearch, read_space
 from fsdp_lab.sweep.state import SweepState, TrialState
@@ -35,7 +33,6 @@ from fsdp_lab.sweep.store.find import last_folder, remember_last
 from fsdp_lab.sweep.store.folder import new_folder
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
 from fsdp_lab.sweep.submit import submit_sweep
-from fsdp_lab.sweep.sweep_data import sweep_of
 from fsdp_lab.terminal import print_to_reader
 from fsdp_lab.wording import count
 
@@ -139,9 +136,7 @@ def _how_many(plan: SweepPlan) -> str:
         text = f"resumes: {number - sum(state.ended for state in trials)} of {text} left"
         again = sum(state.again for state in trials)
         text += f", {again} of them to be measured again" if again else ""
-    if plan.search is None or up_to:
-        return text
-    return f"{text}, then repeats of undecided settings, up to {count(plan.config.repeat_max, 'round')}"
+    return text
 
 
 class Command:
@@ -155,16 +150,11 @@ class Command:
         self, context: HydraContext, config: DictConfig, defaults: Mapping[str, str | None], arguments: Sequence[str]
     ) -> None:
         self.folder = Path(config.hydra.sweep.dir).absolute()
-        self._defaults, self._arguments = defaults, as_typed(arguments)
+        self._defaults, self._arguments = defaults, list(arguments)
         self._parser = OverridesParser.create(config_loader=context.config_loader)
         self._compose = Composer(context, config, self._parser, self.folder)
-        self._auto = AUTO_REPEAT in self._arguments
         self.common = self._compose(fixed_words(self._parser, defaults, self._arguments), 0)
         check_sweep(self.common.config)  # a grid takes seconds to compose
-        if self._auto:
-            given = all_overrides(self._parser, defaults, self._arguments)
-            axes = [key for key, override in given.items() if override.is_sweep_override()]
-            check_auto(self.common.config.repeat_max, self.common.config.search.samples, axes)
 
     def new_sweep(self) -> tuple[SweepPlan, list[str]]:
         """Return the plan of a sweep that starts now, and notes about what was left out of its grid.
@@ -172,9 +162,10 @@ class Command:
         Raises:
             ConfigError: a value is invalid, or no trial is valid.
         """
-        record = SweepStart.of(as_typed(sys.argv[1:]), True, self.common.config)
+        record = SweepStart.of(sys.argv[1:], True, self.common.config)
+        repeats = repeat_axis(self.common.config, self._arguments)
         if not self.common.config.search.samples:
-            grid = enumerate_grid(self._parser, self._defaults, self._arguments)
+            grid = enumerate_grid(self._parser, self._defaults, [*self._arguments, *repeats])
             planned = plan_sweep(grid, self._compose)
             record = replace(record, num_trials=len(planned.trials))
             record = record.with_code([path for trial in planned.trials for path in trial.config.code()])
@@ -184,8 +175,6 @@ class Command:
             notes = [*known, *planned.notes(), *self._idle_search_keys()]
             if (time := how_long(self.common.config, last_folder())) is not None:
                 notes.append(time)
-            if self._auto:  # more trials come: how many is not known
-                record = replace(record, num_trials=None)
             return self._plan(states, swept, record), notes
         search, swept = self._search([])
         try:
@@ -227,7 +216,7 @@ class Command:
         check_unchanged(record, states, self.folder, config, typed_now)
         if search is not None:
             search.resume([(state.trial, state.status, state.usable) for state in states])
-        return replace(self._plan(states, swept, record, search, typed_now), resumed=True)
+        return replace(self._plan(states, swept, record, search), resumed=True)
 
     def _plan(
         self,
@@ -235,7 +224,6 @@ class Command:
         swept: Sequence[str],
         record: SweepStart,
         search: OptunaSearch | None = None,
-        typed_now: Sequence[str] = (),
     ) -> SweepPlan:
         """Return the plan for these trials.
 
@@ -244,20 +232,10 @@ class Command:
             swept: the keys that differ between trials.
             record: of the sweep.
             search: suggests more trials; None: a grid.
-            typed_now: overrides that were typed for a resume.
         """
         config = states[0].trial.config if states else self.common.config
         state = SweepState(states, objectives(config))
-        if not self._auto:
-            return SweepPlan(state, config, self.folder, swept, record, search)
-        axes = [*(key for key in swept if key != "repeat"), "repeat"]
-        repeats = AutoRepeat(
-            state,
-            lambda: sweep_of(state.trials, axes, self.folder, record, lambda number: ""),
-            lambda overrides, number: self._compose_with(typed_now, overrides, number),
-            self.common.config.repeat_max,
-        )
-        return SweepPlan(state, config, self.folder, axes, record, repeats)
+        return SweepPlan(state, config, self.folder, swept, record, search)
 
     def _search(self, typed_now: Sequence[str]) -> tuple[OptunaSearch, list[str]]:
         """Return the search, and the keys that it varies.

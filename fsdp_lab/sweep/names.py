@@ -11,7 +11,6 @@ from typing import Any
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config.convert import value_text
-from fsdp_lab.config.key_value_args import as_typed
 from fsdp_lab.deploy.job import resume_by
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.record.paths import copy_of
@@ -78,7 +77,7 @@ def label(number: int, states: Sequence[TrialState]) -> str:
 
 def command_line() -> str:
     """Return the command as it was typed, for the record."""
-    return "python -m fsdp_lab " + " ".join(shlex.quote(argument) for argument in as_typed(sys.argv[1:]))
+    return "python -m fsdp_lab " + " ".join(shlex.quote(argument) for argument in sys.argv[1:])
 
 
 def resume_lines(folder: Path, address: str | None) -> list[str]:

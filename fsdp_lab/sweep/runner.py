@@ -33,7 +33,7 @@ from fsdp_lab.record.trial_files import (
 from fsdp_lab.record.trial_folder import clear_attempt, clear_left_over
 from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.status import ExitCode, TrialStatus
-from fsdp_lab.sweep.search import Search
+from fsdp_lab.sweep.search import OptunaSearch
 from fsdp_lab.sweep.shutdown import interruptible
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.set_aside import set_aside
@@ -51,7 +51,7 @@ class SweepPlan:
         folder: of the sweep.
         swept: the keys that differ between trials.
         started: what its start was given, and the code then.
-        search: suggests more trials; None: a grid without repeats.
+        search: suggests more trials; None: a grid.
         resumed: whether the folder has trials of an earlier start.
     """
 
@@ -60,7 +60,7 @@ class SweepPlan:
     folder: Path
     swept: Sequence[str]
     started: SweepStart
-    search: Search | None = None
+    search: OptunaSearch | None = None
     resumed: bool = False
 
 

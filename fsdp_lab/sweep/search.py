@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
@@ -32,25 +32,6 @@ if TYPE_CHECKING:
 
 _DEFAULTS = flatten(SweepConfig())
 _MOST_REFUSED = 200  # in a row; then the space has nothing new, or nothing that can be
-
-
-class Search(Protocol):
-    """Suggests trials, and receives how each ended."""
-
-    def has_more(self) -> bool:
-        """Return whether it may suggest another trial."""
-
-    def next(self) -> Trial | None:
-        """Return the next trial; None if there is none now."""
-
-    def code(self) -> list[str]:
-        """Return the dotted paths to the user's code that any trial may call."""
-
-    def notes(self) -> list[str]:
-        """Return the messages for the user since the last call: which suggestions were refused, and why."""
-
-    def report_result(self, trial: Trial, status: TrialStatus, metrics: Mapping[str, float]) -> None:
-        """Receive how a trial ended, with the latest value of each metric, and its forecast."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.job import Manager
-from fsdp_lab.config.key_value_args import as_typed, key_of, quoted
+from fsdp_lab.config.key_value_args import key_of, quoted
 from fsdp_lab.deploy.job import Job, job_words
 from fsdp_lab.deploy.launch import launch
 from fsdp_lab.locks import locked
@@ -46,7 +46,7 @@ def _job(config: SweepConfig, folder: Path, again: bool, multirun: bool) -> Job:
         again: it exists already.
         multirun: whether `-m` was typed.
     """
-    typed = as_typed(sys.argv[1:])
+    typed = sys.argv[1:]
     module, place = ["-m", "fsdp_lab"], folder_key(multirun)
     there = folder if config.cluster.job.manager is Manager.slurm else relative(folder)  # of pods this is another disk
     resume = [*module, f"resume={quoted(there)}", *config_dir_words(typed)]

@@ -17,7 +17,6 @@ from hydra.errors import HydraException
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError, is_address
-from fsdp_lab.config.key_value_args import AUTO_REPEAT
 from fsdp_lab.config.sweep import SearchConfig, TrackingConfig, objectives_in
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
@@ -79,7 +78,6 @@ def sweep_of(
         ],
         config.report.others_cpu,
         asked_for(config.search, config.objective, record.arguments),
-        config.repeat_max if AUTO_REPEAT in record.arguments else None,
         study_of(record.arguments),
         log_axes(record.arguments),
         resume_command(folder, record.arguments, address) if OF_A_NIGHT not in os.environ else "",

@@ -121,7 +121,7 @@ scheduler.name                       starts nights param
 scheduler.metric                     starts nights param
 scheduler.grace_epochs               starts nights param
 scheduler.reduction_factor           starts nights param
-repeat_max
+repeats                              starts
 objective                            starts nights param
 trial_timeout_s                      param
 dry_run

@@ -18,7 +18,6 @@ from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.recommend import Recommendation, recommend
-from fsdp_lab.report.repeats import undecided
 from fsdp_lab.report.statements import Statement
 from fsdp_lab.status import TrialStatus
 from tests.report.sweeps import REPEATED, ROWS, on_cpu, rounds, sweep, trial
@@ -254,9 +253,10 @@ def test_repeats_make_one_setting_and_one_that_failed_spoils_it():
     rows = [*rounds(3, 2000.0, 1500.0, 1900.0), *rounds(5, 1200.0, 1000.0, 1600.0)]
     r = of(sweep(rows, axes=REPEATED))
     (other,) = r.others
-    # logarithms of the ratios by round: 0.5108, 0.4055, 0.1719; their mean 0.3627, its error 0.1001, t = 4.303
+    # the logarithms' means differ by 0.3627; their squares within are 0.0471 and 0.1123, so a run's variance is
+    # 0.1594 / 4, and the error of the difference 0.1630; t of four degrees is 2.776
     assert r.setting is not None and r.setting.values["sharding"] == "root" and other.tied and other.speed is not None
-    ends = [math.exp(-0.3627 + sign * 4.303 * 0.1001) for sign in (-1, 1)]
+    ends = [math.exp(-0.3627 + sign * 2.776 * 0.1630) for sign in (-1, 1)]
     assert (other.speed.low, other.speed.high) == pytest.approx(ends, abs=0.002)
     apart = of(sweep([*rows[:3], *rounds(5, 1200.0, 1000.0, 1400.0)], axes=REPEATED))
     assert not apart.others[0].tied and apart.why.code == "fastest"
@@ -269,24 +269,6 @@ def test_repeats_make_one_setting_and_one_that_failed_spoils_it():
     ):
         more = dataclasses.replace(rows[1], number=60, status=TrialStatus(status), figures={}, epochs=[])
         assert (chosen(sweep([*rows, more], axes=REPEATED))["sharding"] == "root") is fits, status
-
-
-def test_what_is_still_undecided_shrinks_as_runs_are_repeated():
-    def names(*trials: list[TrialRecord]) -> list[str]:
-        made = sweep([one for some in trials for one in some], axes=REPEATED)
-        return sorted(setting.values["sharding"] for setting in undecided(made.frame(), made.rules))
-
-    once = rounds(0, 1000.0), rounds(2, 900.0), rounds(3, 1980.0), rounds(5, 1950.0)
-    assert names(*once) == ["ddp", "per_block", "root", "root"], "one run each settles nothing"
-    # 900 and 1000 are far below; root and per_block are equal within the tolerance of 3 %: one of them remains
-    thrice = (
-        rounds(0, 1000.0, 1004.0, 1001.0), rounds(2, 900.0, 902.0, 897.0),
-        rounds(3, 1980.0, 1985.0, 1975.0), rounds(5, 1950.0, 1958.0, 1946.0),
-    )  # fmt: skip
-    assert names(*thrice) == ["root"]
-    # root is 10 % faster, but by noise of as much
-    noisy = rounds(3, 2200.0, 1950.0, 2300.0), rounds(5, 1950.0, 2100.0, 1900.0)
-    assert names(*noisy) == ["per_block", "root"]
 
 
 @pytest.mark.parametrize(
@@ -331,23 +313,7 @@ def test_of_many_settings_only_those_one_value_apart_have_a_line():
     assert "  and 21 more: see report.html" in lines
 
 
-@pytest.mark.parametrize(
-    ("rows", "objectives", "left"),
-    [
-        ([*rounds(0, 1000.0), *rounds(2, 900.0)], [], 2),
-        ([*rounds(0, 1000.0, 1001.0), *rounds(2, 500.0, 501.0)], [], 1),
-        ([*rounds(0, 1000.0), *rounds(2, 900.0)], [("val/loss", "min")], None),
-        (rounds(0, 1000.0), [], None),
-    ],
-)
-def test_how_far_auto_came_is_reported_where_speeds_were_compared(
-    rows: list[TrialRecord], objectives: list[tuple[str, str]], left: int | None
-):
-    notes = of(sweep(rows, axes=REPEATED, repeat_max=4, objectives=objectives)).notes
-    assert [len(n.values["left"]) for n in notes if n.code == "auto"] == ([left] if left else [])
-
-
 def test_speeds_that_are_hardly_known_have_no_absurd_limits():
-    rows = [*rounds(0, 1000.0, 2000.0), *rounds(2, 1200.0, 700.0)]
-    told = answer(sweep(rows, axes=REPEATED, repeat_max=500))
+    rows = [*rounds(0, 1000.0, 20000.0), *rounds(2, 12000.0, 700.0)]
+    told = answer(sweep(rows, axes=REPEATED))
     assert "(not known to within a factor of 100)" in told.lines[0] and "(tied)" in told.lines[0]

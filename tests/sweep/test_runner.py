@@ -26,7 +26,7 @@ from fsdp_lab.sweep.executors.ray_tune import reach_cluster
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.forecasts import Forecasts
 from fsdp_lab.sweep.runner import Listener, SweepPlan, SweepRun, run_sweep
-from fsdp_lab.sweep.search import Search
+from fsdp_lab.sweep.search import OptunaSearch
 from fsdp_lab.sweep.state import SweepState, TrialState
 from tests.sweep.test_forecasts import CPU
 
@@ -333,7 +333,7 @@ def test_a_cluster_is_reached_only_where_something_is_left_to_do(
     for state in plan.state.trials:
         state.status = TrialStatus(status)
     plan.config.cluster.address = "127.0.0.1:1"
-    search = cast(Search, SimpleNamespace(has_more=lambda: more, code=list))
+    search = cast(OptunaSearch, SimpleNamespace(has_more=lambda: more, code=list))
     reach_cluster(replace(plan, search=search))
     assert len(calls) == reached
 

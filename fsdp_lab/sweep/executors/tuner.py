@@ -103,7 +103,7 @@ class NextTrial(Searcher):
                 if not self._may_have_room():
                     return None
                 number = self._sweep.next()
-            if number is None:  # or none yet: what repeats next hangs on the trials that run
+            if number is None:
                 return None if self._sweep.has_more() else Searcher.FINISHED
             config = self._sweep.states[number].trial.config
             try:
