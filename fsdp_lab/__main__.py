@@ -18,13 +18,12 @@ from typing import Any, NoReturn
 import hydra
 
 from fsdp_lab.compose import check, check_overrides, register_schema, search_path, single_trial
-from fsdp_lab.config import ConfigError, conf_dir, is_address, split_config_dir, with_custom
+from fsdp_lab.config import ConfigError, conf_dir, split_config_dir, with_custom
 from fsdp_lab.config.key_value_args import check_repeat
 from fsdp_lab.config.options import names_code
 from fsdp_lab.config.target import import_from
 from fsdp_lab.engine.cluster import stop_ray
 from fsdp_lab.explain import explain
-from fsdp_lab.redact import redact
 from fsdp_lab.reference import commented, keys_text, versions
 from fsdp_lab.status import ExitCode
 
@@ -158,9 +157,6 @@ def resume_first(arguments: list[str]) -> list[str]:
         return arguments
     from fsdp_lab.sweep.store.resume import resume_arguments
 
-    named = next(a.partition("=")[2].strip("'\"") for a in arguments if a.startswith("resume="))
-    if is_address(named) and "trust=true" in arguments:  # a store that is not there answers after a minute
-        print(f"reaching {redact(named)}", flush=True)
     return resume_arguments(arguments)
 
 

@@ -97,7 +97,7 @@ def report(which: Path | str = "last", *, trust: bool = False) -> SweepResult:
     """Read the record of a sweep. Writes nothing.
 
     Args:
-        which: the sweep's folder, an address in object storage, or `last`.
+        which: the sweep's folder, or `last`.
         trust: read a folder that is another user's.
 
     Raises:

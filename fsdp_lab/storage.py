@@ -18,6 +18,7 @@ from fsdp_lab.config.errors import UserError
 # An object's size, and what changes when it is put again.
 Stamp = tuple[int, str]
 _STAMPS = ("ETag", "LastModified", "etag", "updated", "mtime")  # by the names of s3fs and gcsfs
+_PROBE = ".fsdp_lab"
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound")
 
 
@@ -101,6 +102,20 @@ class Storage:
                     self._fs.rm_file(f"{self._root}/{name}")
                 except FileNotFoundError:
                     continue
+
+
+def check_access(address: str) -> None:
+    """Put an object below an address and delete it.
+
+    Raises:
+        UserError: the store refuses, or does not answer.
+    """
+    try:
+        storage = Storage(address)
+        storage.write(_PROBE, b"")
+        storage.delete([_PROBE])
+    except StorageAway as error:
+        raise UserError(f"cluster.storage_path={error}.") from error
 
 
 def options(address: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Addresses of object storage, as `cluster.storage_path` and `resume` take them. Pure: nothing is reached."""
+"""Addresses of object storage, as `cluster.storage_path` takes them. Pure: nothing is reached."""
 
 from __future__ import annotations
 

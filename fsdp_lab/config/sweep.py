@@ -276,7 +276,7 @@ class SweepConfig(TrialConfig):
     dry_run: bool = key(False, may_differ=EVERYWHERE, is_param=False)
     """List the trials and end; nothing is started or written."""
     resume: Optional[str] = key(None, may_differ=EVERYWHERE, is_param=False)
-    """Sweep to continue: its folder, its address in object storage, or `last`."""
+    """Sweep to continue: its folder, or `last`."""
     resume_failed: bool = key(False, may_differ=EVERYWHERE, is_param=False)
     """Also rerun failed trials, and measure trials again whose timing is excluded."""
     resume_anyway: bool = key(False, may_differ=EVERYWHERE, is_param=False)

@@ -113,4 +113,4 @@ def receive(storage: Storage, folder: Path, patience_s: float = _PATIENCE_S) -> 
 
 def _is_of_ranks(name: str) -> bool:
     hidden = any(part.startswith(".") for part in name.split("/"))
-    return not hidden and any(fnmatch(name, kind.pattern) for kind in TRIAL_FILES if kind.stored_by == "ranks")
+    return not hidden and any(fnmatch(name, kind.pattern) for kind in TRIAL_FILES if kind.of_ranks)

@@ -45,7 +45,7 @@ def check_job(config: SweepConfig, folder: Path, key: str) -> None:
     lost = []
     if storage is not None and not is_address(storage) and is_rays_copy(Path(storage)):
         lost.append("cluster.storage_path=/shared/fsdp_lab")
-    if not is_address(storage) and is_rays_copy(folder):
+    if is_rays_copy(folder):
         lost.append(f"{key}=/shared/fsdp_lab/<a name>")
     if uri.startswith("sqlite:///") and is_rays_copy(Path(uri.removeprefix("sqlite:///"))):
         lost.append("tracking.uri=sqlite:////shared/fsdp_lab/mlflow.db")

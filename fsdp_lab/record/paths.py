@@ -12,13 +12,12 @@ from fsdp_lab.config import UserError, is_address
 from fsdp_lab.files import write_text
 
 _STORAGE = ".storage"
-_COPY_OF = ".copy_of"
 
 
 def storage(trial: Trial, sweep_folder: Path) -> Path:
     """Return the folder to which a trial's processes write, as the driver sees it.
 
-    It is the trial's own, or the shared one of `cluster.storage_path`. With object storage the own folder has a copy.
+    It is the trial's own, or the shared one of `cluster.storage_path`. With object storage it is the trial's own.
 
     Raises:
         UserError: the name of the sweep's folder there is lost.
@@ -31,16 +30,11 @@ def storage(trial: Trial, sweep_folder: Path) -> Path:
 
 def trial_address(trial: Trial, sweep_folder: Path) -> str | None:
     """Return the trial's address in object storage; None without one. Raises as `storage`."""
-    above = sweep_address(trial.config.cluster.storage_path, sweep_folder)
-    within = _within(trial, sweep_folder)
-    return above if above is None or within == "." else f"{above}/{within}"
-
-
-def sweep_address(storage_path: str | None, sweep_folder: Path) -> str | None:
-    """Return the sweep's address in object storage; None without one. Raises as `storage`."""
-    if storage_path is None or not is_address(storage_path):
+    above = trial.config.cluster.storage_path
+    if above is None or not is_address(above):
         return None
-    return f"{storage_path}/{_name(storage_path, sweep_folder)}"
+    within = _within(trial, sweep_folder)
+    return f"{above}/{_name(above, sweep_folder)}" + ("" if within == "." else f"/{within}")
 
 
 def _within(trial: Trial, sweep_folder: Path) -> str:
@@ -81,18 +75,6 @@ def make_storage(trial: Trial, sweep_folder: Path) -> Path:
     for folder in (top, where):  # `Path.mkdir` makes those above as everybody's
         folder.mkdir(0o700, parents=True, exist_ok=True)
     return where
-
-
-def take_storage(sweep_folder: Path, address: str) -> None:
-    """Record that a sweep's folder is a copy of an address."""
-    write_text(sweep_folder / _STORAGE, address.rpartition("/")[2], durable=True)
-    write_text(sweep_folder / _COPY_OF, address, durable=True)
-
-
-def copy_of(sweep_folder: Path) -> str | None:
-    """Return the address that a sweep's folder was copied from; None if it was made here."""
-    path = sweep_folder / _COPY_OF
-    return path.read_text(errors="replace").strip() if path.exists() else None
 
 
 def is_storage_of(where: Path, sweep_folder: Path) -> bool:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -16,13 +14,13 @@ class TrialFile:
 
     Attributes:
         pattern: of the names.
-        stored_by: who puts them into object storage: the driver, or the ranks that write them; None: nobody.
+        of_ranks: ranks write them, and put them into object storage if the sweep has any.
         artifact: their folder among the artifacts of its run; "": the one that they are in; None: they are none.
         of_attempt: they are set aside when the trial is measured again.
     """
 
     pattern: str
-    stored_by: Literal["driver", "ranks"] | None = None
+    of_ranks: bool = False
     artifact: str | None = None
     of_attempt: bool = True
 
@@ -31,35 +29,27 @@ class TrialFile:
         return sorted(folder.glob(self.pattern.partition("/")[0]))
 
 
-# In the order in which they are stored; they are removed in the reverse one: a trial with an outcome has the rest.
+# They are removed in the reverse order: a trial with an outcome has the rest.
 # Checkpoints are not among them: a trial resumes from them or refuses them.
 TRIAL_FILES = (
     TrialFile("places.json"),
     TrialFile("facts.before.json"),
-    TrialFile("forecast.json", "driver", of_attempt=False),
-    TrialFile("model.pt", "ranks", artifact="model", of_attempt=False),
-    TrialFile("model/*", "ranks", artifact="", of_attempt=False),
-    TrialFile("logs/rank*.log", "ranks"),
-    TrialFile("memory_*_rank*", "ranks", artifact="memory"),
-    TrialFile("trace_rank*", "ranks", artifact="trace"),
-    TrialFile("failures*/*", "driver", artifact=""),
-    TrialFile("facts.json", "driver"),
-    TrialFile("metrics.jsonl", "driver", artifact=""),
-    TrialFile("progress.json", "driver"),
-    TrialFile("error.txt", "driver", artifact=""),
-    TrialFile("outcome.json", "driver"),
+    TrialFile("forecast.json", of_attempt=False),
+    TrialFile("model.pt", of_ranks=True, artifact="model", of_attempt=False),
+    TrialFile("model/*", of_ranks=True, artifact="", of_attempt=False),
+    TrialFile("logs/rank*.log", of_ranks=True),
+    TrialFile("memory_*_rank*", of_ranks=True, artifact="memory"),
+    TrialFile("trace_rank*", of_ranks=True, artifact="trace"),
+    TrialFile("failures*/*", artifact=""),
+    TrialFile("facts.json"),
+    TrialFile("metrics.jsonl", artifact=""),
+    TrialFile("progress.json"),
+    TrialFile("error.txt", artifact=""),
+    TrialFile("outcome.json"),
 )
 
 
-ENDED = ("progress.json", "outcome.json", "error.txt")  # files about how a trial ended, which a resume removes
-
-
-def contents(folder: Path, patterns: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield the name in the folder of a trial or a sweep, and the content, of each file of these patterns, in order."""
-    for pattern in patterns:
-        for path in sorted(folder.glob(pattern)):
-            with suppress(FileNotFoundError):
-                yield str(path.relative_to(folder)), path.read_bytes()
+_ENDED = ("progress.json", "outcome.json", "error.txt")  # files about how a trial ended, which a resume removes
 
 
 def clear_attempt(folder: Path) -> None:
@@ -69,7 +59,7 @@ def clear_attempt(folder: Path) -> None:
     """
     with suppress(FileNotFoundError):
         (folder / "facts.json").rename(folder / "facts.before.json")
-    for name in ENDED:
+    for name in _ENDED:
         (folder / name).unlink(missing_ok=True)
 
 

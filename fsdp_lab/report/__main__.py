@@ -2,10 +2,8 @@
 
 python -m fsdp_lab.report sweep=last
 python -m fsdp_lab.report sweep=<folder of a sweep, or the MLflow id of its parent run>
-python -m fsdp_lab.report sweep=s3://bucket/prefix/<sweep> trust=true
 
-Writes report.html, report.md and report.csv into the sweep's folder (for one in object storage, a copy here) and to its
-run in MLflow. Other options:
+Writes report.html, report.md and report.csv into the sweep's folder and to its run in MLflow. Other options:
   report.loss_tolerance    a setting qualifies if its loss is within this ratio of the best (0.02)
   report.speed_tolerance   settings within this ratio of the fastest tie, and the simplest wins (0.03)
   report.others_cpu        on a CPU a timing is excluded if other processes used more of the cores (0.25)
@@ -28,7 +26,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, is_address, read_words
+from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, read_words
 from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
 from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.redact import redact
@@ -95,8 +93,6 @@ def run(options: dict[str, str]) -> None:
         recorded = sweep_stored(tracking, which)
         sweep = dataclasses.replace(with_tolerances(recorded, options), resume="")  # by its folder, which is elsewhere
     else:
-        if is_address(which) and trust:  # beside what use=pytorch prints
-            print(f"reaching {redact(which)}", file=sys.stderr, flush=True)
         folder, own = find_trusted(which, "sweep", trust)
         recorded, record, config = sweep_in(folder)
         ui = options.get("tracking.ui", config.tracking.ui)

@@ -12,8 +12,6 @@ from typing import Any
 from fsdp_lab.compose import Trial
 from fsdp_lab.config.convert import value_text
 from fsdp_lab.deploy.job import resume_by
-from fsdp_lab.engine.ray_job import is_rays_copy
-from fsdp_lab.record.paths import copy_of
 from fsdp_lab.redact import redact
 from fsdp_lab.sweep.state import TrialState
 
@@ -80,19 +78,14 @@ def command_line() -> str:
     return "python -m fsdp_lab " + " ".join(shlex.quote(argument) for argument in sys.argv[1:])
 
 
-def resume_lines(folder: Path, address: str | None) -> list[str]:
-    """Return lines with the commands that resume an interrupted sweep.
+def resume_lines(folder: Path) -> list[str]:
+    """Return the line with the command that resumes an interrupted sweep.
 
-    The sweep of a night has none: another night begins. For a manager's job it is its script or manifest. A sweep in
-    object storage also has a command for any other machine.
+    The sweep of a night has none: another night begins. For a manager's job it is its script or manifest.
     """
     if OF_A_NIGHT in os.environ:
         return []
-    here = resume_by() or resume_command(folder, address=address)
-    lines = [f"to resume: {here}"]
-    if address is not None and here != (anywhere := resume_from_storage(address)):
-        lines.append(f"from any machine: {anywhere}")
-    return lines
+    return [f"to resume: {resume_by() or resume_command(folder)}"]
 
 
 def folder_key(multirun: bool) -> str:
@@ -102,38 +95,20 @@ def folder_key(multirun: bool) -> str:
     return "hydra.sweep.dir" if multirun else "hydra.run.dir"
 
 
-def resume_command(folder: Path, arguments: Sequence[str] | None = None, address: str | None = None) -> str:
+def resume_command(folder: Path, arguments: Sequence[str] | None = None) -> str:
     """Return the command that resumes a sweep, with the arguments that a resume does not read from the folder.
-
-    It names the address if the folder will not last.
 
     Args:
         folder: the sweep's.
         arguments: of the sweep; None: of this process.
-        address: of the sweep in object storage; None: it has none.
     """
-    if lasting := lasting_address(folder, address):
-        return resume_from_storage(lasting, arguments)
     typed = sys.argv[1:] if arguments is None else arguments
     return shlex.join(["python", "-m", "fsdp_lab", f"resume={relative(folder)}", *config_dir_words(typed)])
 
 
-def resume_from_storage(address: str, arguments: Sequence[str] | None = None) -> str:
-    """Return the command that resumes a sweep on any machine, from object storage alone. `arguments`: as above."""
-    again = config_dir_words(sys.argv[1:] if arguments is None else arguments)
-    return shlex.join(["python", "-m", "fsdp_lab", f"resume={address}", "trust=true", *again])
-
-
-def report_command(folder: Path, address: str | None = None) -> str:
-    """Return the command that reports on a sweep from this working directory. `address`: as for `resume_command`."""
-    lasting = lasting_address(folder, address)
-    named = [f"sweep={lasting}", "trust=true"] if lasting else [f"sweep={relative(folder)}"]
-    return shlex.join(["python", "-m", "fsdp_lab.report", *named])
-
-
-def lasting_address(folder: Path, address: str | None) -> str | None:
-    """Return a sweep's address if its folder will not last: a copy of storage, or Ray's. None if it will."""
-    return copy_of(folder) or (address if is_rays_copy(folder) else None)
+def report_command(folder: Path) -> str:
+    """Return the command that reports on a sweep from this working directory."""
+    return shlex.join(["python", "-m", "fsdp_lab.report", f"sweep={relative(folder)}"])
 
 
 def ui_command(uri: str) -> str:

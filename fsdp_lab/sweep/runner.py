@@ -17,7 +17,7 @@ from fsdp_lab.files import sync
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.failures import RankFailure, record_failure
 from fsdp_lab.record.hydra_folder import restore_hydra_folder, write_hydra_folder
-from fsdp_lab.record.paths import make_storage, storage, sweep_address, trial_address
+from fsdp_lab.record.paths import make_storage, storage, trial_address
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_files import (
@@ -250,11 +250,6 @@ class SweepRun:
     def address_of(self, number: int) -> str | None:
         """Return the address of a trial in object storage; None without one."""
         return trial_address(self.states[number].trial, self.folder)
-
-    @property
-    def address(self) -> str | None:
-        """The address of the sweep in object storage; None without one."""
-        return sweep_address(self.config.cluster.storage_path, self.folder)
 
     def open(self) -> None:
         """Open the listeners.

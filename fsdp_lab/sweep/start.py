@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from fsdp_lab.config import is_address
 from fsdp_lab.config.machine import check_gpus
 from fsdp_lab.config.sweep import Engine
-from fsdp_lab.engine.ray_job import check_job, is_rays_copy
-from fsdp_lab.record.paths import sweep_address
+from fsdp_lab.engine.ray_job import check_job
 from fsdp_lab.report.write import FILES
 from fsdp_lab.status import ExitCode
+from fsdp_lab.storage import check_access
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.forecasts import Forecasts
 from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
 from fsdp_lab.sweep.listeners.report import Report
 from fsdp_lab.sweep.listeners.results_csv import ResultsCsv
-from fsdp_lab.sweep.listeners.storage import StorageCopy
 from fsdp_lab.sweep.names import folder_key, relative, resume_lines, ui_command
 from fsdp_lab.sweep.runner import Executor, SweepPlan, run_sweep
 
@@ -22,29 +22,29 @@ def start_sweep(plan: SweepPlan) -> ExitCode:
     """Run a sweep and print the result.
 
     Raises:
-        UserError: see `run_sweep`; PyTorch cannot use this machine's GPUs; or a job of Ray's would lose its results.
+        UserError: see `run_sweep`; PyTorch cannot use this machine's GPUs; a job of Ray's would lose its results; or
+            object storage refuses, or does not answer.
     """
     check_job(plan.config, plan.folder, folder_key(plan.started.multirun))
     if plan.config.cluster.address is None:  # another machine's GPUs are for its workers to check
         check_gpus()
+    if (place := plan.config.cluster.storage_path) is not None and is_address(place):
+        check_access(place)
     console = Console(plan.state, plan.swept, ticks=plan.config.engine is not Engine.inline)
     runs = MlflowRuns(plan.config.tracking, console)
     report = Report(runs)
     # In this order: MLflow first, so that the table has the runs' ids; forecasts last, for they may skip a trial.
-    # Storage before them: a sweep that it does not take makes no runs.
-    copy = StorageCopy(console.log)
-    listeners = [copy, runs, console, ResultsCsv(runs.run_id), report]
+    listeners = [runs, console, ResultsCsv(runs.run_id), report]
     if plan.config.engine is Engine.ray:
         listeners.append(Forecasts(plan))
     code = run_sweep(plan, build_executor(plan.config.engine), listeners)
     console.final(report.answer)
-    address = sweep_address(plan.config.cluster.storage_path, plan.folder)
-    where = address if address and is_rays_copy(plan.folder) else relative(plan.folder)
+    where = relative(plan.folder)
     shown = [f"report: {where}/{FILES[0]}"] if report.answer else []
     shown += [f"results: {where}/results.csv", f"compare: {runs.ui_url or ui_command(plan.config.tracking.uri)}"]
     shown += [f"MLflow run: {runs.parent_id}"] if runs.parent_id else []
-    how_to_resume = resume_lines(plan.folder, address) if code is ExitCode.interrupted else []
-    console.rich.print(*shown, *how_to_resume, sep="\n", highlight=False, soft_wrap=True)
+    shown += resume_lines(plan.folder) if code is ExitCode.interrupted else []
+    console.rich.print(*shown, sep="\n", highlight=False, soft_wrap=True)
     return code
 
 

@@ -18,9 +18,8 @@ from hydra.errors import HydraException
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError, is_address
 from fsdp_lab.config.sweep import SearchConfig, TrackingConfig, objectives_in
-from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
-from fsdp_lab.record.paths import storage, sweep_address
+from fsdp_lab.record.paths import storage
 from fsdp_lab.record.results_csv import read_run_ids
 from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.record.sweep_json import SweepStart, read_start
@@ -55,7 +54,6 @@ def sweep_of(
         parent: the id of the sweep's own run; "": not known.
     """
     config = states[0].trial.config
-    address = sweep_address(config.cluster.storage_path, folder) if is_rays_copy(folder) else None
     sizes = {size for state in states if isinstance(size := state.facts.get("world_size"), int)}
     for number, state in enumerate(states):
         state.setting = {key: setting_text(state.trial, key) for key in swept}
@@ -80,8 +78,8 @@ def sweep_of(
         asked_for(config.search, config.objective, record.arguments),
         study_of(record.arguments),
         log_axes(record.arguments),
-        resume_command(folder, record.arguments, address) if OF_A_NIGHT not in os.environ else "",
-        report_command(folder, address),
+        resume_command(folder, record.arguments) if OF_A_NIGHT not in os.environ else "",
+        report_command(folder),
     )
 
 

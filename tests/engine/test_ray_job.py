@@ -37,7 +37,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (None, _STAYS.uri, "outputs/x", "for example hydra.sweep.dir=/"),
         ("/shared", "sqlite:///outputs/mlflow.db", "/shared/x", "for example tracking.uri=sqlite:////"),
         ("storage", _STAYS.uri, "/shared/x", "for example cluster.storage_path=/"),
-        ("s3://bucket/x", "sqlite:///mlflow.db", "outputs/x", "for example tracking.uri=sqlite:////"),
+        ("s3://bucket/x", _STAYS.uri, "outputs/x", "for example hydra.sweep.dir=/"),
     ],
 )
 @pytest.mark.usefixtures("copy")
@@ -70,7 +70,7 @@ def test_a_ray_of_its_own_is_refused_beside_the_cluster():
 def test_a_job_whose_results_stay_starts(monkeypatch: pytest.MonkeyPatch):
     auto = ClusterConfig(address="auto", storage_path="s3://bucket/x")
     server = TrackingConfig(uri="http://mlflow:5000")
-    check_job(SweepConfig(cluster=auto, tracking=server), Path("outputs/x"), "hydra.sweep.dir")
+    check_job(SweepConfig(cluster=auto, tracking=server), Path("/shared/x"), "hydra.sweep.dir")
     monkeypatch.delenv(JOB_VARIABLE)
     check_job(SweepConfig(), Path("outputs/x"), "hydra.sweep.dir")
 

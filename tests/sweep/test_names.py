@@ -9,8 +9,6 @@ from omegaconf import DictConfig
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, from_dict
-from fsdp_lab.engine.ray_private import JOB_VARIABLE
-from fsdp_lab.record.paths import take_storage
 from fsdp_lab.sweep.names import report_command, resume_command, resume_lines, short_name, sweep_name, ui_command
 
 
@@ -49,22 +47,9 @@ def test_the_store_is_named_as_short_as_it_can_be(monkeypatch: pytest.MonkeyPatc
 
 
 def test_commands_name_a_folder_that_is_there_where_they_are_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    address = "s3://bucket/lab/a-sweep-0123abcd"
-    typed = ["-m", "sharding=ddp,root", "cluster.address=10.0.0.1:6379", "cluster.storage_path=s3://bucket/lab"]
-    by_address = f"python -m fsdp_lab resume={address} trust=true"
-    rays = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
-    rays.mkdir(parents=True)
-    monkeypatch.chdir(rays)
-    monkeypatch.setattr("sys.argv", ["fsdp_lab", *typed])
-    folder = rays / "outputs" / "1"
-    both = ["to resume: python -m fsdp_lab resume=outputs/1", f"from any machine: {by_address}"]
-    assert resume_lines(folder, address) == both, "a folder of that name, in no job"
-    assert report_command(folder, address) == "python -m fsdp_lab.report sweep=outputs/1"
-    monkeypatch.setenv(JOB_VARIABLE, "{}")  # Ray deletes it
-    assert resume_lines(folder, address) == [f"to resume: {by_address}"]
-    assert report_command(folder, address) == f"python -m fsdp_lab.report sweep={address} trust=true"
-    monkeypatch.delenv(JOB_VARIABLE)
-    folder.mkdir(parents=True)
-    take_storage(folder, address)  # a copy, wherever it was made
-    assert resume_command(folder, typed) == by_address
-    assert report_command(folder) == f"python -m fsdp_lab.report sweep={address} trust=true"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["fsdp_lab", "-m", "sharding=ddp,root", "cluster.storage_path=s3://bucket/lab"])
+    folder = tmp_path / "outputs" / "1"
+    assert resume_lines(folder) == ["to resume: python -m fsdp_lab resume=outputs/1"]
+    assert report_command(folder) == "python -m fsdp_lab.report sweep=outputs/1"
+    assert resume_command(tmp_path.parent, []) == f"python -m fsdp_lab resume={tmp_path.parent}"

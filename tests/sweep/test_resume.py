@@ -176,7 +176,7 @@ def test_sigterm_prints_the_command_that_goes_on(tmp_path: Path):
         stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 130, stdout + stderr
     assert "Traceback" not in stdout + stderr
-    assert "to resume: python -m fsdp_lab resume=out" in stdout
+    assert stdout.count("to resume: python -m fsdp_lab resume=out\n") == 2, "at once, and last"
     assert "compare: python -m mlflow ui --backend-store-uri sqlite:///mlflow.db" in stdout.splitlines()
     assert SweepFolder(tmp_path / "out").statuses == ["interrupted", "waiting", "waiting"]
     assert [run.info.status for run in Store(tmp_path).trials] == ["KILLED"]

@@ -152,14 +152,14 @@ class Console(Listener):
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
         """Log how to resume an interrupted sweep, before anything that may hang."""
         if ending.early and sweep.has_folder:  # at once: a store that hangs may be all that follows
-            for line in resume_lines(sweep.folder, sweep.address):
+            for line in resume_lines(sweep.folder):
                 self.log(line)
 
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
         """Log how to repeat failed trials."""
         if ending.code is ExitCode.failed and not ending.early:
             theirs = " (if your code changed, also resume_anyway=true)" if sweep.plan.started.user_packages else ""
-            again = resume_command(sweep.folder, address=sweep.address)
+            again = resume_command(sweep.folder)
             self.log(f"to retry failed trials: {again} resume_failed=true{theirs}")
 
 

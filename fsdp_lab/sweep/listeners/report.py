@@ -38,5 +38,4 @@ class Report(Listener):
                 chosen = self.answer.trial.number if self.answer.trial else None
                 self._runs.describe(self.answer.sentence, chosen)
         except Exception as error:  # noqa: BLE001 - the results are there, and the report can be written again
-            again = report_command(plan.folder, sweep.address)
-            sweep.log(f"the report could not be written ({error}); to try again: {again}")
+            sweep.log(f"the report could not be written ({error}); to try again: {report_command(plan.folder)}")

@@ -1,13 +1,12 @@
-"""The folder that a command names: by its path, an address in storage, or `last`."""
+"""The folder that a command names: by its path, or `last`."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp_lab.config import UserError, is_address
+from fsdp_lab.config import UserError
 from fsdp_lab.files import write_text
-from fsdp_lab.sweep.store.fetch import fetch_sweep
 
 _LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, seen from where commands are typed
 
@@ -31,7 +30,7 @@ def find_folder(named: str, key: str = "resume") -> Path:
     """Return the folder that `resume=...` stands for.
 
     Args:
-        named: a folder, an address in storage, or `last`.
+        named: a folder, or `last`.
         key: the key on the command line.
 
     Raises:
@@ -46,8 +45,6 @@ def find_folder(named: str, key: str = "resume") -> Path:
                 "give the sweep's own folder."
             )
         return last
-    if is_address(named):
-        return fetch_sweep(named, key)
     folder = Path(named)
     if not folder.is_dir():
         raise UserError(f"{key}={named} is not a folder; give the sweep's folder, or {key}=last.")

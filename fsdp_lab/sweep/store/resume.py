@@ -13,7 +13,7 @@ from fsdp_lab.config import SweepConfig, UserError, to_dict
 from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.engine.ray_private import RUNTIME_ENV_FOLDER
-from fsdp_lab.record.paths import copy_of, storage
+from fsdp_lab.record.paths import storage
 from fsdp_lab.record.reasons import why_timing_is_excluded
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trial_files import read_any_facts, read_forecast, read_metrics, read_whole_outcome
@@ -39,8 +39,6 @@ def resume_arguments(arguments: Sequence[str]) -> list[str]:
     typed = [a for a in arguments if a not in ("-m", "--multirun") and not a.startswith(("resume=", "trust="))]
     named = resume.strip("'\"")
     folder, own = find_trusted(named, "resume", trust)
-    if (address := copy_of(folder)) and "cluster.storage_path" not in {key_of(word) for word in typed}:
-        typed.insert(0, f"cluster.storage_path={address.rpartition('/')[0]}")  # was typed, with the sweep's name
     record = read_start(folder)
     if own:
         _check_place(record, folder)
@@ -57,10 +55,10 @@ def resume_arguments(arguments: Sequence[str]) -> list[str]:
 def _check_place(record: SweepStart, folder: Path) -> None:
     """Check that a sweep resumes where it was started, since it may have relative paths.
 
-    A copy of one in object storage resumes anywhere; so does one that ran in Ray's copy of a job, which Ray deletes.
+    One that ran in Ray's copy of a job, which Ray deletes, resumes anywhere.
     """
     there = record.launched_in
-    if copy_of(folder) or is_rays_copy(Path.cwd()) or RUNTIME_ENV_FOLDER in Path(there).parts:
+    if is_rays_copy(Path.cwd()) or RUNTIME_ENV_FOLDER in Path(there).parts:
         return
     if not os.path.isdir(there) or os.path.samefile(there, "."):
         return

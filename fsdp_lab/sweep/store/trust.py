@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp_lab.config import ConfigError, SweepConfig, UserError, is_address
+from fsdp_lab.config import ConfigError, SweepConfig, UserError
 from fsdp_lab.config.conf import OPEN_GROUPS, groups
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.key_value_args import key_of
-from fsdp_lab.record.paths import copy_of
 from fsdp_lab.record.trials_jsonl import lines_of
 from fsdp_lab.sweep.store.find import find_folder
 
@@ -47,13 +46,11 @@ def find_trusted(named: str, key: str, trust: bool) -> tuple[Path, bool]:
     Raises:
         UserError: there is no such folder, or others may have written into it and it is not trusted.
     """
-    where, reason = named, "it is not known who can write there" if is_address(named) else None
-    if trust or reason is None:
-        folder = find_folder(named, key)
-        where, reason = str(folder), why_foreign(folder)
+    folder = find_folder(named, key)
+    reason = why_foreign(folder)
     if reason is not None and not trust:
         raise UserError(
-            f"{key}={where}: {reason}, and a sweep's folder can run code as you (its checkpoints are pickles). Use "
+            f"{key}={folder}: {reason}, and a sweep's folder can run code as you (its checkpoints are pickles). Use "
             "your own folder; or, if you trust everybody who can write there, add trust=true."
         )
     return folder, reason is None
@@ -67,8 +64,7 @@ def why_foreign(folder: Path) -> str | None:
                 return f"{place} belongs to user {place.stat().st_uid}"
             if place.stat().st_mode & 0o022:
                 return f"others can write into {place} (`chmod go-w` prevents it)"
-    address = copy_of(folder)
-    return f"it is a copy of {address}" if address else None
+    return None
 
 
 def check_keys(words: Sequence[str], source: Path) -> None:
