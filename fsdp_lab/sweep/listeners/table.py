@@ -103,10 +103,9 @@ def _drop(key: str) -> int:
 
 
 def _metrics(sweep: SweepState, figures: Sequence[Mapping[str, float]]) -> list[Metric]:
-    """Return the metrics that trials have reported, and the objectives; before the first epoch those of every trial."""
+    """Return the metrics that trials have reported, and the objectives."""
     known = {key for each in figures for key in each}
-    shown = known if "epoch" in known else {*known, *_STAY, "epoch"}
-    metrics = [metric for metric in table_columns("terminal") if metric.key in shown]
+    metrics = [metric for metric in table_columns("terminal") if metric.key in known]
     of_table = {metric.key for metric in table_columns("terminal")}
     return [*metrics, *(declared(key) for key, _ in sweep.objectives if key not in of_table)]
 
