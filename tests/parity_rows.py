@@ -137,7 +137,6 @@ AT_NIGHT: Cells = {
         "sharding=per_block model.num_layers=4 activation_checkpointing=every_n",
         *(f"sharding=per_block compile=true {more}" for more in (
             "activation_checkpointing=full", "reshard_after_forward=always", "activation_checkpointing=selective",
-            "compile_memory_budget=0.3",
         )),
     ),
     **dict.fromkeys(NEED_TRANSFORMERS, ("sharding=root", *GRID, *SETTINGS, *IN_HALF)),

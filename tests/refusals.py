@@ -171,8 +171,6 @@ sharding=root sharding.blocks_per_unit=3 | sharding.blocks_per_unit=3 sharding=r
 sharding=ddp sharding.separate_reduce_scatter_group=true | sharding=ddp sharding.separate_reduce_scatter_group=false
 sharding=per_layer activation_checkpointing=selective | sharding=per_layer activation_checkpointing=selective
 precision.float8=true                   | precision.float8=true precision=float8
-compile_memory_budget=0.5               | compile_memory_budget=0.5 compile=false
-compile=true compile_memory_budget=0 activation_checkpointing=full | compile_memory_budget=0 compile_memory_budget=null
 optimizer.momentum=0.9                  | optimizer.momentum=0.9 optimizer=adam optimizer=sgd
 optimizer=sgd optimizer.implementation=fused | optimizer.implementation=fused optimizer=sgd foreach
 optimizer.implementation=fused precision.loss_scaling=true precision.param_dtype=float16 | \

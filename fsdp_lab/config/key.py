@@ -193,11 +193,6 @@ def below_one(value: float) -> str | None:
     return None if 0 <= value < 1 else "is outside [0, 1); use 0 or more, below 1"
 
 
-def share(value: float) -> str | None:
-    """Take 0 to 1."""
-    return None if 0 <= value <= 1 else "is outside [0, 1]; use a number from 0 to 1"
-
-
 def divisors(number: int) -> str:
     """Return the divisors of a number as text, for the remedy of a message."""
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional  # OmegaConf reads this on every Python that this project supports
 
 from fsdp_lab.config.errors import CombinationError
-from fsdp_lab.config.key import Between, Memory, at_least_one, check_ranges, group, key, not_negative, share
+from fsdp_lab.config.key import Between, Memory, at_least_one, check_ranges, group, key, not_negative
 from fsdp_lab.config.parallel import Granularity, OffloadConfig, PrecisionConfig, ReshardConfig, ShardingConfig
 from fsdp_lab.config.parts import check_classes, check_parts, check_rows, check_vocab_size
 from fsdp_lab.config.training import (
@@ -49,8 +48,6 @@ class TrialConfig:
     """The n of `activation_checkpointing=every_n`."""
     compile: bool = key(False, memory=Memory.VALUE)
     """Compile each block with torch.compile."""
-    compile_memory_budget: Optional[float] = key(None, share, memory=Memory.VALUE)
-    """Share of activations that `compile` keeps: 0 recomputes all, 1 and null leave it to the compiler."""
     checkpoint: CheckpointConfig = group(CheckpointConfig, may_differ=Between.CHECKPOINT)
     export: bool = key(True, may_differ=Between.CHECKPOINT)
     """Export the trained model as model.pt, or as a folder for from_pretrained."""
@@ -82,7 +79,6 @@ class TrialConfig:
         self.checkpoint.check()
         self._check_fused()
         self._check_selective()
-        self._check_memory_budget()
         check_parts(self.model, self.data, self.task)
 
     def check_files(self) -> None:
@@ -115,19 +111,6 @@ class TrialConfig:
             raise CombinationError(
                 f"sharding={granularity.name} with activation_checkpointing=selective: it cannot recompute a block "
                 "that contains sharding units; use sharding=per_block, root or ddp, or activation_checkpointing=full.",
-            )
-
-    def _check_memory_budget(self) -> None:
-        budget, checkpointing = self.compile_memory_budget, self.activation_checkpointing
-        if budget is not None and not self.compile:
-            raise CombinationError(
-                f"compile_memory_budget={budget} with compile=false: only the compiler uses the budget; use "
-                "compile=true, or activation_checkpointing=selective.",
-            )
-        if budget is not None and checkpointing is not ActivationCheckpointing.none:
-            raise CombinationError(
-                f"compile_memory_budget={budget} with activation_checkpointing={checkpointing.name}: both choose what "
-                "is recomputed; use activation_checkpointing=none, or compile_memory_budget=null.",
             )
 
     def _check_fused(self) -> None:

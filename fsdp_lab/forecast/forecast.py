@@ -312,7 +312,7 @@ def _follow_as_trained(
     except Exception as error:
         if not config.compile:
             raise
-        eager = replace(config, compile=False, compile_memory_budget=None)
+        eager = replace(config, compile=False)
         step = _follow(workload, eager, dims, device, gpu, traced)  # which raises what is not the compiler's
         bound = f"compile=true, forecast as eager because of {type(error).__name__}"
         return step._replace(upper_bound=bound)

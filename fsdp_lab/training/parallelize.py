@@ -40,7 +40,7 @@ from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.activation_checkpointing import check_no_unit_inside, checkpoint_blocks
 from fsdp_lab.training.blocks import BlockClasses
-from fsdp_lab.training.torch_private import one_post_forward_mesh, set_memory_budget
+from fsdp_lab.training.torch_private import one_post_forward_mesh
 
 # PyTorch has another name for it since 2.15.
 _REGISTERED: set[type] = set()
@@ -52,11 +52,7 @@ TORCH_DTYPE = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16, Dty
 
 
 def apply_to_blocks(model: nn.Module, block_classes: BlockClasses, config: TrialConfig) -> None:
-    """Apply activation checkpointing, then compile, to every block, in place.
-
-    Raises:
-        UserError: a memory budget is set, and this PyTorch's compiler takes none.
-    """
+    """Apply activation checkpointing, then compile, to every block, in place."""
     every = model.named_modules(remove_duplicate=False)  # a block that two modules hold has two names
     named = [(name, module) for name, module in every if isinstance(module, block_classes)]
     blocks = {id(block): block for _, block in named}
@@ -66,11 +62,6 @@ def apply_to_blocks(model: nn.Module, block_classes: BlockClasses, config: Trial
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, blocks[id(block)])
     if config.compile:
-        if not set_memory_budget(config.compile_memory_budget):
-            raise UserError(
-                f"compile_memory_budget={config.compile_memory_budget}: PyTorch {torch.__version__} has no "
-                "torch._functorch.config.activation_memory_budget; use compile_memory_budget=null."
-            )
         torch.compiler.reset()  # code that an earlier trial of this process compiled, for any shape if it saw several
         for block in blocks.values():
             block.compile()

@@ -55,7 +55,6 @@ __all__ = [
 
 _POST_FORWARD_MESH = "_get_post_forward_mesh_info"
 _CLEAR_WORKSPACES = "_cuda_clearCublasWorkspaces"
-_MEMORY_BUDGET = "activation_memory_budget"
 _DEVICE_OF_MESH = "_get_device_from_mesh"
 _COMPARE_SHAPES = "_verify_param_shape_across_processes"
 
@@ -67,7 +66,6 @@ _FSDP_TRACKER = "torch.distributed._tools.fsdp2_mem_tracker"
 OPTIONAL = (
     Name(_FSDP, _POST_FORWARD_MESH, ("reshard_after_forward", "mesh_info")),
     Name("torch._C", _CLEAR_WORKSPACES),
-    Name("torch._functorch.config", _MEMORY_BUDGET),
 )
 NAMES = (
     *OPTIONAL,
@@ -337,29 +335,6 @@ def free_cublas_workspaces(device: torch.device) -> int | None:
     before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
     free()
     return int(before - torch.cuda.memory_stats(device)["requested_bytes.all.current"])
-
-
-_budget_before: dict[str, float] = {}  # what was in force when this process was first asked for one
-
-
-def set_memory_budget(budget: float | None) -> bool:
-    """Set the share of activations that the compiler keeps from now on, and forget code compiled with another share.
-
-    Args:
-        budget: None: the share that was in force before the first call.
-
-    Returns:
-        False if a budget is given and this PyTorch takes none.
-    """
-    now: float | None = getattr(functorch_config, _MEMORY_BUDGET, None)
-    if now is None:
-        return budget is None
-    before = _budget_before.setdefault(_MEMORY_BUDGET, now)
-    wanted = before if budget is None else budget
-    if wanted != now:
-        setattr(functorch_config, _MEMORY_BUDGET, wanted)
-        torch.compiler.reset()
-    return True
 
 
 _NOT_REPORTED = "fsdp_lab: not reported"

@@ -94,7 +94,6 @@ init                                 cells starts checkpoint nights param
 activation_checkpointing             cells starts checkpoint nights memory param
 activation_checkpointing_every       cells starts checkpoint nights memory param
 compile                              cells starts checkpoint nights memory param
-compile_memory_budget                cells starts checkpoint nights memory param
 checkpoint.mode                      cells starts nights param
 checkpoint.every_epochs              cells starts nights param
 checkpoint.keep_last                 cells starts nights param

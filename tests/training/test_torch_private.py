@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed._tools import fsdp2_mem_tracker, mem_tracker
 
-from fsdp_lab.config import UserError
 from fsdp_lab.forecast.fake import HOST, fake_world
 from fsdp_lab.forecast.forecast import forecast_step
 from fsdp_lab.forecast.trace import StepTrace
@@ -17,7 +16,7 @@ from fsdp_lab.profile import CATEGORIES
 from fsdp_lab.training import torch_private
 from fsdp_lab.training.blocks import find_block_classes
 from fsdp_lab.training.distributed import build_parallel_dims
-from fsdp_lab.training.parallelize import apply_fully_shard, apply_to_blocks
+from fsdp_lab.training.parallelize import apply_fully_shard
 from fsdp_lab.workloads.build import build_model_spec
 from tests.ranks import config
 
@@ -65,38 +64,6 @@ def test_resharding_to_a_smaller_mesh_takes_no_more_groups_for_more_blocks():
 def test_without_the_private_name_pytorchs_own_meshes_are_used(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch_private, "_POST_FORWARD_MESH", "_a_name_that_went_away")
     assert groups_made(2, *TO_SIZE) == (4 + 2) * 3, "two blocks and the root"
-
-
-def kept_by_compiled(budget: float | None) -> int:
-    """Elements that a compiled function keeps for its backward pass."""
-
-    def several(x: torch.Tensor) -> torch.Tensor:
-        for weight in weights:
-            x = (x @ weight).sin()
-        return x
-
-    weights = [torch.randn(8, 8, requires_grad=True) for _ in range(6)]
-    kept: dict[int, int] = {}
-    assert torch_private.set_memory_budget(budget)
-    compiled = torch.compile(several, backend="aot_eager_decomp_partition")
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(id(t), t.numel()) and t, lambda t: t)
-    with hooks:
-        compiled(torch.randn(64, 8, requires_grad=True))
-    return sum(kept.values())
-
-
-def test_a_memory_budget_decides_what_compiled_code_keeps():
-    """The same code each time: what was compiled with another budget is forgotten."""
-    free, none, half, again = (kept_by_compiled(budget) for budget in (None, 0.0, 0.5, None))
-    assert none < half < free == again
-
-
-def test_without_the_private_name_there_is_no_budget(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch_private, "_MEMORY_BUDGET", "_a_name_that_went_away")
-    assert torch_private.set_memory_budget(None) and not torch_private.set_memory_budget(0.5)
-    trial = config("compile=true", "compile_memory_budget=0.5")
-    with pytest.raises(UserError, match=r"compile_memory_budget=0\.5: PyTorch .* use compile_memory_budget=null"):
-        apply_to_blocks(torch.nn.Linear(1, 1), (torch.nn.Linear,), trial)
 
 
 def test_workspaces_are_what_the_allocator_gets_back(monkeypatch: pytest.MonkeyPatch):
