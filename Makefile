@@ -85,9 +85,9 @@ $(VENV)/.docs: $(VENV)/.installed
 	@touch $@
 
 UI = http://127.0.0.1:$(or $(PORT),5000)/\#/experiments?workflowType=machine_learning
-ui: $(VENV)/.installed      ## opens the runs of the local store in MLflow, http://127.0.0.1:5000
+ui: $(VENV)/.installed      ## serves the runs of the local store in MLflow, http://127.0.0.1:5000
 	@echo "in some ten seconds (Ctrl-C ends it) the runs: $(UI)"
-	@$(PY) -m fsdp_lab.open_page '$(UI)' & PYTHONWARNINGS=ignore exec $(PY) -m mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(or $(PORT),5000)
+	@PYTHONWARNINGS=ignore exec $(PY) -m mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(or $(PORT),5000)
 
 bench: $(VENV)/.installed   ## sweep and trial against bare scripts; 500 pretended trials; a large cluster
 	$(PY) -m benchmarks.sweep

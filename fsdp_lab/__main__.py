@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fsdp_lab.installed  # noqa: F401
-
 # isort: split
 import atexit
 import io

@@ -11,8 +11,6 @@ outputs/data). Paths of images and tokenizers in the model's file are not used.
 
 from __future__ import annotations
 
-import fsdp_lab.installed  # noqa: F401
-
 # isort: split
 import dataclasses
 import json

@@ -271,6 +271,12 @@ def test_make_sweep_types_what_the_page_says(tmp_path: Path):
         assert [row["status"] for row in csv.DictReader(lines)] == ["finished"] * 4
 
 
+def test_make_ui_prints_the_view_of_training_runs():
+    typed = subprocess.run(["make", "-n", "ui", "PORT=5012"], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert "http://127.0.0.1:5012/#/experiments?workflowType=machine_learning" in typed.stdout
+    assert "mlflow ui" in typed.stdout and "--port 5012" in typed.stdout
+
+
 def test_keys_and_the_configuration_are_printed(tmp_path: Path):
     printed = {}
     for command in all_commands():

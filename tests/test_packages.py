@@ -11,13 +11,11 @@ from pathlib import Path
 from tests.conftest import LONGEST, ROOT
 
 # What every package may import; it imports nothing of ours.
-FOR_ALL = {"installed", "metrics", "redact", "status", "wording"}
+FOR_ALL = {"metrics", "redact", "status", "wording"}
 SYSTEM = {"hardware", "files", "locks", "storage"}
 # Package -> the packages that it may import besides itself and these. A new one is added here, with what it may see.
 MAY_IMPORT = {
-    "installed": set(),
     "metrics": set(),
-    "open_page": set(),
     "redact": set(),
     "status": set(),
     "terminal": set(),
@@ -37,7 +35,7 @@ MAY_IMPORT = {
     "explain": {"config"},
     "profile": set(),
     "layout": set(),
-    "tracking": {"locks", "files", "config"},
+    "tracking": {"locks", "config"},
     "workloads": {"locks", "private", "config"},
     "training": {"cpu_contention", "hardware", "files", "private", "storage", "config", "layout", "profile",
         "workloads"},

@@ -39,8 +39,6 @@ Memory columns that are zero in every row are left out; the CSV has all of them.
 
 from __future__ import annotations
 
-import fsdp_lab.installed  # noqa: F401
-
 # isort: split
 import signal
 import sys

@@ -22,8 +22,6 @@ On its schedule it runs until it is stopped; SIGTERM between nights exits with 0
 
 from __future__ import annotations
 
-import fsdp_lab.installed  # noqa: F401
-
 # isort: split
 import shlex
 import signal

@@ -17,8 +17,6 @@ Writes report.html, report.md and report.csv into the sweep's folder and to its 
 
 from __future__ import annotations
 
-import fsdp_lab.installed  # noqa: F401
-
 # isort: split
 import dataclasses
 import re

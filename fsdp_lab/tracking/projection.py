@@ -43,7 +43,7 @@ class WantedRun:
         params: the parameters. MLflow changes none, so differences go to the tag `resumed_with`.
         epochs: step -> metrics, each sent once; step 0 is the forecast.
         figures: the latest values of other metrics, sent when one has changed.
-        facts: of a trial; they become tags and the data set with its digest.
+        facts: of a trial; they become tags.
         files: path and the folder of the artifacts that it goes to.
         answer: the beginning of its description; "": none.
         status: how it ended; None: it runs.
@@ -279,7 +279,7 @@ class Projection:
         return Stored(str(run.info.run_id), name, dict(tags), steps=set())
 
     def _update(self, number: int | None, stored: Stored, wanted: WantedRun) -> None:
-        client, run_id, facts = self._client, stored.run_id, wanted.facts
+        client, run_id = self._client, stored.run_id
         ended_as = stored.tags.get("status", str(wanted.status))
         if stored.ended is not None and (wanted.status is None or ended_as != str(wanted.status)):
             self._try("a run", stored, writes.reopen, client, run_id, [tag for tag in _END_TAGS if tag in stored.tags])
@@ -288,14 +288,13 @@ class Projection:
         if (name := shortened(redact(wanted.name))) != stored.name:
             self._try("tags", stored, client.update_run, run_id, None, name)
             stored.name = name
-        tags = {**wanted.tags, **fact_tags(facts)}
+        tags = {**wanted.tags, **fact_tags(wanted.facts)}
         if other := [f"{key}={v}" for key, v in wanted.params.items() if stored.params.get(key, v) != v]:
             tags["resumed_with"] = " ".join(other)
         if new := {key: value for key, value in wanted.params.items() if key not in stored.params}:
             self._try("parameters", stored, writes.log_params, client, run_id, new)
             stored.params |= new
         self._send_tags(stored, tags)
-        self._once("facts", stored, ("data", facts.get("data_digest")), writes.log_dataset, client, run_id, facts)
         for step in sorted(wanted.epochs):
             if stored.steps is None:
                 stored.steps = self._try("metrics", stored, writes.steps_of, client, run_id) or set()

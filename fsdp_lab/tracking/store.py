@@ -87,15 +87,17 @@ def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowC
 
 @contextmanager
 def refusals(tracking: TrackingConfig) -> Iterator[None]:
-    """Translate errors of the store into TrackingErrors, with the last words of MLflow or of the library below it."""
+    """Translate errors of the store into TrackingErrors, with what MLflow or the library below it reports."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 (whatever MLflow, SQLAlchemy or a driver of theirs raises)
-        reason, remedy = _explain(tracking.uri, error)
-        remedy += f", or use tracking.uri={_LOCAL}" if tracking.uri != _LOCAL else ""
-        raise _error(tracking.uri, f"{reason} ({reason_of(error)})", remedy) from None
+        remedy = "fix that" if tracking.uri == _LOCAL else f"fix that, or use tracking.uri={_LOCAL}"
+        if tracking.uri.startswith("http"):
+            access = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD if it requires them"
+            remedy = f"start the server, {access}, or use tracking.uri={_LOCAL}"
+        raise _error(tracking.uri, f"MLflow cannot use the store ({reason_of(error)})", remedy) from None
 
 
 def _check_uri(uri: str) -> tuple[str, Path | None]:
@@ -115,13 +117,7 @@ def _check_uri(uri: str) -> tuple[str, Path | None]:
         if parts.hostname:  # MLflow would try ten times, for 100 s
             socket.create_connection((parts.hostname, port or _DATABASE_PORTS[kind]), _PROBE_TIMEOUT_S).close()
         return uri, sqlite_path(_LOCAL).parent / "mlartifacts"
-    if kind not in ("", "file"):
-        return uri, None  # a server; or MLflow may know it by a plugin
-    raise _error(
-        uri,
-        "MLflow cannot write to this kind of store",
-        f"use a file ({_LOCAL}), a server (http://host:5000) or a database (postgresql://, mysql://, mssql://)",
-    )
+    return uri, None  # a server; or MLflow may know it by a plugin
 
 
 def sqlite_path(uri: str) -> Path:
@@ -215,29 +211,3 @@ def is_away(error: Exception) -> bool:
         status = error.get_http_status_code()
         return status >= 500 or status in _AWAY or error.error_code == "ENDPOINT_NOT_FOUND"
     return isinstance(error, OSError)
-
-
-def _explain(uri: str, error: Exception) -> tuple[str, str]:
-    """Return what an error of the store means, and what helps."""
-    import mlflow
-    import requests
-
-    status = error.get_http_status_code() if isinstance(error, mlflow.MlflowException) else 0
-    cause, parts = error.__context__, urlsplit(uri)
-    if "out-of-date database schema" in str(error):
-        what = f"another version of MLflow than the installed {mlflow.__version__} wrote the store"
-        return what, "back it up and run `mlflow db upgrade`, or install the MLflow that wrote it"
-    if status in (401, 403):
-        remedy = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-        return "the server refuses access", remedy
-    if isinstance(cause, requests.exceptions.SSLError):
-        remedy = "name its authority's certificate in MLFLOW_TRACKING_SERVER_CERT_PATH"
-        return "the server's certificate is not trusted", remedy
-    if isinstance(cause, (requests.ConnectionError, requests.Timeout)):
-        start = f"start it with `mlflow server --port {parts.port or 5000}` on {parts.hostname}"
-        return "no MLflow server answers there", start
-    if status >= 500:
-        return "what answers there fails, or is no MLflow server", "look at its log and the address"
-    if isinstance(error, OSError) and not uri.startswith("sqlite"):
-        return "no database answers there", "start it"
-    return "MLflow cannot use the store", "fix that"

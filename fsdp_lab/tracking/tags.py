@@ -39,8 +39,8 @@ METRICS
 The sweep of a nightly run has the tag `nightly.verdict` (good, regression, accepted); `nightly.regressions` names \
 what got worse.
 
-The tag `status` says how a trial ended, `error` why it failed. *Datasets* shows the data set \
-of a trial with its digest: two trials with equal digests used the same data.
+The tag `status` says how a trial ended, `error` why it failed. Two trials with the same `data_digest` used the same \
+data.
 """
 
 
@@ -61,6 +61,7 @@ FOLDER_TAG = "fsdp_lab.folder"
 RECOMMENDED_TAG = "fsdp_lab.recommended"  # of the sweep, the number of the trial; of that trial, true
 REPLACED_TAG = "fsdp_lab.replaced"  # of a run whose trial was measured again, in another run
 COMMAND_TAG, ANSWER_TAG, _NOTE_TAG = "fsdp_lab.command", "fsdp_lab.answer", "mlflow.note.content"
+_FACTS = ("device", "world_size", "num_params", "data_digest", "resumed_from", PREDICTED_BY)
 _LIBRARIES = ("torch", "torchvision", "ray", "mlflow", "hydra-core", "omegaconf")
 NAME_LENGTH = 250  # of a run, a parameter or a tag: the columns of MLflow's databases
 _PARAM_LENGTH, _TAG_LENGTH = 6000, 5000  # what every server of MLflow 3 takes
@@ -136,7 +137,7 @@ def trial_tags(folder: Path, overrides: Sequence[str]) -> dict[str, str]:
 
 def fact_tags(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the tags for a trial's facts; a missing fact has no tag."""
-    tags = {key: facts.get(key) for key in ("device", "world_size", "num_params", "resumed_from", PREDICTED_BY)}
+    tags = {key: facts.get(key) for key in _FACTS}
     tags["note"] = " ".join(facts.get("notes") or ()) or None
     return _cut({key: value for key, value in tags.items() if value is not None})
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING
 
-from fsdp_lab.files import whole
 from fsdp_lab.metrics import TRAIN_LOSS, VAL_LOSS, mib_figures
 from fsdp_lab.redact import redacted_file
 from fsdp_lab.status import TrialStatus
@@ -80,50 +76,9 @@ def log_epoch(client: MlflowClient, run_id: str, metrics: Mapping[str, float], s
     client.log_batch(run_id, metrics=[Metric(shortened(key), names[key], now, step) for key in ordered])
 
 
-def log_dataset(client: MlflowClient, run_id: str, facts: Mapping[str, Any]) -> None:
-    """Log the data set of a trial with its digest, if its facts have one."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-    from mlflow.exceptions import MlflowException
-
-    if not facts.get("data_digest"):
-        return
-    name = str(facts["data"])
-    sizes = {key: facts[key] for key in ("data_num_train", "data_num_val") if key in facts}
-    dataset = Dataset(
-        name=shortened(name, 500),
-        digest=str(facts["data_digest"]),
-        source_type="code",
-        source=json.dumps({"tags": {"mlflow.source.name": f"fsdp_lab data={name}"}}),
-        profile=json.dumps(sizes),
-    )
-    used = [DatasetInput(dataset, tags=[InputTag("mlflow.data.context", "training")])]
-    try:
-        client.log_inputs(run_id, used)
-    except MlflowException:  # MLflow looks and then writes: another sweep may have written the data set in between
-        client.log_inputs(run_id, used)
-
-
 def log_file(client: MlflowClient, run_id: str, path: Path, folder: str = "") -> None:
-    """Copy a file into a run's artifacts, below `folder`; texts without credentials, a model as a link if it can be."""
+    """Copy a file into a run's artifacts, below `folder`; texts without credentials."""
     if path.suffix in _TEXTS:  # a config, a command or a traceback may name a server with its password
         client.log_text(run_id, redacted_file(path), "/".join(part for part in (folder, path.name) if part))
-    elif path.suffix not in (".pt", ".safetensors") or not _linked(client, run_id, path, folder):
+    else:
         client.log_artifact(run_id, str(path), folder or None)
-
-
-def _linked(client: MlflowClient, run_id: str, path: Path, folder: str) -> bool:
-    """Return whether a file became a run's artifact as a hard link, so that it is stored once.
-
-    That needs artifacts in a folder on the same disk. Only for files that are replaced and never written into: a link
-    is then as good as a copy.
-    """
-    place = urlsplit(client.get_run(run_id).info.artifact_uri)
-    if place.scheme != "file" or path.is_symlink():
-        return False
-    artifact = Path(unquote(place.path), folder, path.name)
-    try:
-        with whole(artifact) as making:
-            os.link(path, making)
-    except OSError:  # another disk, or one that knows no links
-        return False
-    return True

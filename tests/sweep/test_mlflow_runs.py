@@ -111,7 +111,7 @@ def test_a_run_says_how_its_trial_ended(planned: Callable[[], SweepPlan]):
         assert tags["status"] == ("failed" if number == 2 else "finished")
         assert (tags.get("reason"), tags.get("error")) == (("job_failed", "broken") if number == 2 else (None, None))
         assert (tags["device"], tags["note"]) == ("cpu", "offload=cpu has no effect on a CPU.")
-        assert run.inputs.dataset_inputs[0].dataset.digest == "0123456789abcdef"
+        assert tags["data_digest"] == "0123456789abcdef"
         assert (run.data.params["training.seed"], run.data.params["sharding"]) == (str(number), "per_block")
         assert run.data.params["cluster.num_workers"] == "8", "as resolved, on a node with more GPUs than the driver's"
         assert run.data.metrics["forecast/error"] == 10 / 9 - 1

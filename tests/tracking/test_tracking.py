@@ -8,14 +8,10 @@ import os
 import signal
 import socket
 import sqlite3
-import ssl
 import subprocess
-import tempfile
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +22,6 @@ from mlflow.entities import Run
 from fsdp_lab.config.parallel import Granularity, ShardingConfig
 from fsdp_lab.config.sweep import SearchConfig, SweepConfig, TrackingConfig
 from fsdp_lab.config.training import OptimizerConfig
-from fsdp_lab.files import write_text
 from fsdp_lab.redact import redact
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking import Projection, TrackingError, WantedRun
@@ -40,7 +35,6 @@ from fsdp_lab.tracking.tags import (
     trial_params,
     trial_tags,
 )
-from fsdp_lab.tracking.writes import log_dataset
 from tests.servers import end, free_port, lay_store, mlflow_server
 from tests.test_locks import held
 
@@ -250,42 +244,16 @@ def test_an_absent_server_is_reported_with_the_remedy(silent: bool) -> None:
         message = refused(f"http://me:pw@127.0.0.1:{port if silent else free_port()}")
     assert "http://***@127.0.0.1" in message
     assert ("timed out" if silent else "Connection refused") in message
-    assert "start it with `mlflow server --port" in message
+    assert "start the server, set MLFLOW_TRACKING_USERNAME" in message
     assert "tracking.uri=sqlite:///outputs/mlflow.db" in message
-
-
-class Fails(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_error(500)
-
-
-def test_a_server_that_fails_or_is_not_trusted_is_not_one_that_is_missing(tmp_path: Path) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Fails) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        message = refused(f"http://127.0.0.1:{server.server_port}")
-        assert "what answers there fails" in message and "500" in message and "mlflow server" not in message
-        server.shutdown()
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "1"]
-    where = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
-    subprocess.run([*made, *where], check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Fails) as server:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        message = refused(f"https://localhost:{server.server_port}")
-        assert "certificate is not trusted" in message and "MLFLOW_TRACKING_SERVER_CERT_PATH" in message
-        server.shutdown()
 
 
 REFUSED = {
     "ftp://host/x": "MLflow cannot use the store",
-    "outputs/mlruns": "cannot write to this kind of store",
-    "": "cannot write to this kind of store",
     "sqlite://outputs/mlflow.db": "three slashes",
     "sqlite:///:memory:": "three slashes",
     "sqlite:////proc/nowhere/mlflow.db": "No such file or directory: '/proc/nowhere'",
-    "postgresql://me:pw@127.0.0.1:1/db": "no database answers",
+    "postgresql://me:pw@127.0.0.1:1/db": "MLflow cannot use the store (",
     "postgresql://me:se/cret@host/db": "***@host/db: its host or port cannot be read",
     "http://[::1": "host or port cannot be read",
     "http://host:50x0": "host or port cannot be read",
@@ -308,8 +276,7 @@ def test_a_store_of_another_mlflow_version_is_refused(store: TrackingConfig) -> 
     with closing(sqlite3.connect("outputs/mlflow.db")) as database, database:
         database.execute("UPDATE alembic_version SET version_num = 'fromthefuture'")
     message = refused(store.uri)
-    assert f"another version of MLflow than the installed {mlflow.__version__}" in message
-    assert "mlflow db upgrade" in message
+    assert "MLflow cannot use the store (" in message and "'mlflow db upgrade" in message
 
 
 def test_a_deleted_experiment_is_named_with_the_command_that_restores_it(store: TrackingConfig) -> None:
@@ -401,43 +368,15 @@ def test_tags_state_who_where_and_with_which_code(lab: Lab, tmp_path: Path) -> N
     assert tags["fsdp_lab.folder"] == str(tmp_path / "trial")
 
 
-def test_facts_become_tags_and_a_data_set(lab: Lab) -> None:
+def test_facts_become_tags(lab: Lab) -> None:
     lab.sent(0, facts=FACTS)
     run = lab.sent(0)
-    text = {key: run.data.tags[key] for key in ("device", "world_size", "num_params", "note")}
+    text = {key: run.data.tags[key] for key in ("device", "world_size", "num_params", "data_digest", "note")}
     assert text == {
-        "device": "cpu", "world_size": "2", "num_params": "137546",
+        "device": "cpu", "world_size": "2", "num_params": "137546", "data_digest": "0123456789abcdef",
         "note": "offload=cpu has no effect on a CPU. sharding=root makes one unit.",
     }  # fmt: skip
     assert "resumed_from" not in run.data.tags
-    assert run.inputs is not None
-    (given,) = run.inputs.dataset_inputs
-    assert (given.dataset.name, given.dataset.digest) == ("digits", "0123456789abcdef")
-    assert {tag.key: tag.value for tag in given.tags} == {"mlflow.data.context": "training"}
-
-
-def test_two_sweeps_may_write_the_same_data_set_at_the_same_time(
-    lab: Lab, problems: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    experiment = lab.sent(0).info.experiment_id
-    other = reader().create_run(experiment).info.run_id
-    real = uuid.uuid4
-    written: list[str] = []
-
-    def between() -> uuid.UUID:
-        """MLflow asks for an id once it has looked for the data set, and before it writes it."""
-        if not written:
-            written.append(other)
-            log_dataset(reader(), other, FACTS)
-        return real()
-
-    monkeypatch.setattr(uuid, "uuid4", between)
-    lab.sent(0, facts=FACTS)
-    assert written and not problems
-    for run_id in (lab.projection.run_id(0), other):
-        inputs = read(run_id).inputs
-        assert inputs is not None
-        assert [given.dataset.digest for given in inputs.dataset_inputs] == [FACTS["data_digest"]]
 
 
 def test_metrics_stand_at_their_epoch_once_whatever_is_compared_again(lab: Lab, problems: list[str]) -> None:
@@ -540,31 +479,6 @@ def test_artifacts_are_without_credentials_and_json_stays_json(lab: Lab, tmp_pat
         "message": f"lost {shown}", "traceback": f'get("{shown}")\n  raise Lost("{shown}")\n', "rank": 0,
     }  # fmt: skip
     assert collected["of/picture.png"] == b"\xff\x00"
-
-
-def test_an_exported_model_is_stored_once(lab: Lab, tmp_path: Path) -> None:
-    """The artifact is a second name of the file; that one is never written into, so the artifact stays what it was."""
-    model = tmp_path / "model.pt"
-    model.write_bytes(b"weights")
-    (copy,) = kept(lab.sent(0, files=[(model, "model")])).rglob("model.pt")
-    assert copy.samefile(model) and copy.parent.name == "model"
-    write_text(model, "other weights")
-    assert copy.read_bytes() == b"weights"
-    lab.sent(0)
-    assert copy.read_bytes() == b"other weights"
-    assert [p.name for p in copy.parent.iterdir()] == ["model.pt"]
-    model.unlink()
-    assert copy.read_bytes() == b"other weights"
-
-
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a second disk")
-def test_an_exported_model_on_another_disk_is_copied(lab: Lab) -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
-        model = Path(elsewhere, "model.pt")
-        model.write_bytes(b"weights")
-        run = lab.sent(0, files=[(model, "model")])
-    (copy,) = kept(run).rglob("model.pt")
-    assert copy.read_bytes() == b"weights"
 
 
 def test_credentials_are_shown_nowhere(lab: Lab, tmp_path: Path) -> None:
@@ -727,8 +641,6 @@ def test_a_server_is_written_to_and_its_death_is_reported_once(
         assert (run.info.status, run.data.tags["mlflow.parentRunId"]) == ("FINISHED", lab.projection.run_id(None))
         assert run.data.params == trial_params(CONFIG, CHOICES, 2)
         assert run.data.metrics["val/accuracy"] == 0.75
-        assert run.inputs is not None
-        assert run.inputs.dataset_inputs[0].dataset.digest == "0123456789abcdef"
         assert [item.path for item in client.list_artifacts(run.info.run_id)] == ["model.pt"]
         assert problems == []
         end(process)
