@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -144,6 +146,21 @@ def missing_files(page: str) -> list[str]:
 
 def test_pages_for_developers_name_files_that_exist():
     assert {page: missing for page in PAGES if (missing := missing_files(page))} == {}
+
+
+def test_what_a_package_exports_has_a_docstring():
+    packages = [module_of(file) for file in FILES if file.name == "__init__.py" and "hydra_plugins" not in file.parts]
+    exported = {
+        f"{package}.{name}": getattr(module, name)
+        for package in [*packages, "fsdp_lab.api"]
+        for module in [importlib.import_module(package)]
+        for name in getattr(module, "__all__", [])
+    }
+    named = {name: thing for name, thing in exported.items() if inspect.isclass(thing) or inspect.isfunction(thing)}
+    assert len(named) >= 20
+    assert [
+        name for name, thing in named.items() if (thing.__doc__ or f"{name}(").startswith(name.split(".")[-1])
+    ] == []
 
 
 def module_of(file: Path) -> str:
