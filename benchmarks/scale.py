@@ -71,7 +71,7 @@ def pretend(config: dict[str, Any]) -> None:
     progress.reported()
     write_progress(folder, progress.content)
     tune.report(metrics)
-    write_outcome(folder, Outcome(TrialStatus.finished, None, time.time() - begun), job.others_cpu)
+    write_outcome(folder, Outcome(TrialStatus.finished, None, time.time() - begun))
 
 
 class Marks(Listener):

@@ -78,7 +78,7 @@ class Metric:
         form: a format for `value / scale`.
         scale: how many of `unit` are one of the unit that is shown.
         objective: an objective or a scheduler may name it.
-        is_speed: it is a speed of training, or follows from one: it is excluded with the timing.
+        is_speed: it is a speed of training, or follows from one: nights on two machines do not share it.
         mib_key: under this key MLflow also gets the value in MiB, because its pages show bytes with all their digits.
         csv: its column of `results.csv`; None: it has none.
         terminal: its column of the terminal's table; None: it has none.
@@ -326,9 +326,6 @@ METRICS = (
 )  # fmt: skip
 
 
-_SPEEDS = frozenset(metric.key for metric in METRICS if metric.is_speed)
-
-
 def declared(key: str) -> Metric:
     """Return the declaration of a metric, or of its family.
 
@@ -340,11 +337,6 @@ def declared(key: str) -> Metric:
         if metric.matches(key):
             return metric
     raise KeyError(f"{key} is not declared in fsdp_lab.metrics")
-
-
-def is_timing(key: str) -> bool:
-    """Return whether a metric is excluded with the timing of a trial."""
-    return key in _SPEEDS
 
 
 def table_columns(table: Table) -> list[Metric]:

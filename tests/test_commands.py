@@ -28,7 +28,7 @@ _TRACKING, _SLURM = "tests/cluster/test_tracking.py", "tests/cluster/test_slurm.
 # What a test here appends to a command, in the place of the page's own values: one worker in this process, one step.
 QUICK = {
     "engine": "inline", "cluster.num_workers": "1", "training.max_steps": "1", "training.epochs": "1",
-    "training.timing_warmup_steps": "0", "data.num_train": "128", "data.num_val": "32", "report.others_cpu": "1",
+    "training.timing_warmup_steps": "0", "data.num_train": "128", "data.num_val": "32",
     "training.global_batch_size": "32",
 }  # fmt: skip
 OUT = ("hydra.run.dir=out", "hydra.sweep.dir=out")

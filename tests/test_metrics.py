@@ -83,7 +83,7 @@ def test_an_added_metric_is_in_the_report(added: Metric):
 
 def test_an_added_metric_is_judged_at_night(added: Metric):
     before, now = (
-        judged_columns(pd.DataFrame([{"setting": "a", "status": "finished", "timing_excluded": False, KEY: seconds}]))
+        judged_columns(pd.DataFrame([{"setting": "a", "status": "finished", KEY: seconds}]))
         for seconds in (0.010, 0.020)
     )
     collected = [row(f) for f in judge(now, [("before", True, before)], ToleranceConfig(), 0.005) if f.is_regression]

@@ -24,7 +24,7 @@ AXES = ("precision=fp32,bf16", "optimizer.lr=0.001,1e-09")  # with a rate of 1e-
 COUNT = 4
 SWEEP = (
     "-m", *(word for word in INLINE if not word.startswith("precision=")), *AXES,
-    "report.loss_tolerance=0.03", "report.others_cpu=1",
+    "report.loss_tolerance=0.03",
 )  # fmt: skip
 
 
@@ -70,10 +70,6 @@ def plant(trial: Path, **metrics: float) -> None:
     file = trial / "metrics.jsonl"
     epochs = [json.loads(line) for line in file.read_text().splitlines()]
     file.write_text("".join(f"{json.dumps({**epoch, **metrics})}\n" for epoch in epochs))
-    outcome = json.loads((trial / "outcome.json").read_text())
-    if (others := metrics.get("perf/others_cpu")) is not None:  # as would have been decided when the trial ended
-        outcome["timing_excluded"] = "others_cpu" if others > outcome["others_cpu"] else None
-        (trial / "outcome.json").write_text(json.dumps(outcome))
 
 
 def _rename_in_texts(folder: Path, old: str, new: str) -> None:

@@ -248,8 +248,6 @@ class ReportConfig:
     """A setting qualifies if its loss is within this ratio of the best."""
     speed_tolerance: float = key(0.03, below_one)
     """Settings within this ratio of the fastest tie; the simplest wins."""
-    others_cpu: float = key(0.25, not_negative)
-    """On a CPU, a timing is excluded if other processes used more than this share of all cores."""
 
 
 # The search and the forecast change no trial, but another search makes another sweep and another study.
@@ -278,7 +276,7 @@ class SweepConfig(TrialConfig):
     resume: Optional[str] = key(None, may_differ=EVERYWHERE, is_param=False)
     """Sweep to continue: its folder, or `last`."""
     resume_failed: bool = key(False, may_differ=EVERYWHERE, is_param=False)
-    """Also rerun failed trials, and measure trials again whose timing is excluded."""
+    """Also rerun failed trials."""
     resume_anyway: bool = key(False, may_differ=EVERYWHERE, is_param=False)
     """Resume although configuration, code or data changed."""
     cluster: ClusterConfig = group(ClusterConfig, may_differ=_IS_WHERE)

@@ -18,9 +18,7 @@ from fsdp_lab.record.trial_files import Progress
 from fsdp_lab.storage import Storage
 
 
-def run_inline(
-    config: TrialConfig, folder: Path, others_cpu: float, on_epoch: Callable[[], None], storage: str | None = None
-) -> None:
+def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], storage: str | None = None) -> None:
     """Train with one worker, and write `outcome.json` as a trial in separate processes does.
 
     There is no second attempt, and nothing ends a trial that hangs.
@@ -28,7 +26,6 @@ def run_inline(
     Args:
         config: the trial.
         folder: the trial's.
-        others_cpu: `report.others_cpu`.
         on_epoch: called when the folder has the metrics of another epoch.
         storage: the trial's address in object storage, which also gets its checkpoints and files; None: only the
             folder.
@@ -60,4 +57,4 @@ def run_inline(
         from fsdp_lab.training.distributed import leave_process_group
 
         leave_process_group()  # a forecast in this process needs a group of its own
-    end_trial(folder, time.monotonic() - begun, others_cpu, failure)
+    end_trial(folder, time.monotonic() - begun, failure)

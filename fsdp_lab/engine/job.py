@@ -47,7 +47,6 @@ class Job:
         wait_timeout_s: `cluster.wait_timeout_s`.
         max_failures: `cluster.max_failures`.
         ray_is_ours: the driver started Ray, which ends with the driver.
-        others_cpu: `report.others_cpu`.
         storage: the trial's address in object storage; None: the folder is shared.
         nodes: ids of the nodes that the sweep has seen alive.
         placement: a name of `Placement`.
@@ -64,7 +63,6 @@ class Job:
     wait_timeout_s: float
     max_failures: int
     ray_is_ours: bool
-    others_cpu: float
     storage: str | None = None
     nodes: Sequence[str] = ()
     placement: str = Placement.pack.name
@@ -105,7 +103,6 @@ def run_job(job: Job, report: Callable[[dict[str, Any]], None]) -> None:
     end_trial(
         folder,
         time.monotonic() - begun,
-        job.others_cpu,
         failed,
         lambda error: why(error, job.each, job.num_workers, job.wait_timeout_s, job.nodes),
     )

@@ -78,7 +78,6 @@ class Reports:
 def end_trial(
     folder: Path,
     seconds: float,
-    others_cpu: float,
     error: Exception | None,
     reason_of: Callable[[Exception], Reason] | None = None,
 ) -> None:
@@ -87,7 +86,6 @@ def end_trial(
     Args:
         folder: the trial's, with the failures of its ranks.
         seconds: how long it took.
-        others_cpu: `report.others_cpu`.
         error: that ended it; None: none did.
         reason_of: returns the reason for an error that no rank recorded, other than a `RankFailure`.
     """
@@ -98,4 +96,4 @@ def end_trial(
     if reason is None and error is not None and reason_of is not None:
         reason = reason_of(error)
     with suppress(OSError):
-        write_outcome(folder, Outcome(reason.status if reason else TrialStatus.finished, reason, seconds), others_cpu)
+        write_outcome(folder, Outcome(reason.status if reason else TrialStatus.finished, reason, seconds))

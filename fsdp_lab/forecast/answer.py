@@ -146,7 +146,7 @@ def _frame(rows: Sequence[Row], swept: Sequence[str]) -> pd.DataFrame:
         f"{PREDICTED_SPEED}_high": samples / frame["step_low_s"],
         RATIO_ERROR: frame["ratio_error_p90"],
     }
-    named = {"status": TrialStatus.finished, "timing_excluded": None, RATIO_GROUP: frame["ratio_group"].fillna("")}
+    named = {"status": TrialStatus.finished, RATIO_GROUP: frame["ratio_group"].fillna("")}
     return frame[[*swept, "device"]].assign(**{key: values.astype(float) for key, values in figures.items()}, **named)
 
 

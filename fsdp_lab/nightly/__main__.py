@@ -13,7 +13,6 @@ Its own keys:
                          speed_forecast_error: differences
   nightly.significance   how often noise may pass for a regression of one setting and metric (0.005)
   nightly.folder         outputs/nightly
-On a CPU, speeds of trials in which other processes used more than report.others_cpu of the cores are not judged.
 FSDP_LAB_WEBHOOK         an address in the environment that gets each verdict as JSON
 
 Exits with 0: good; 1: nothing finished; 2: bad input; 3: a regression; 130: interrupted, the night is incomplete.

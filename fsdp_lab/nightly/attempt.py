@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_lab.config import UserError
 from fsdp_lab.config.key_value_args import quoted
-from fsdp_lab.nightly.gate import EXCLUDED, STATUS
+from fsdp_lab.nightly.gate import STATUS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,7 +26,7 @@ _END_LIMIT_S = 60.0  # of a sweep that was told to end, and that takes some seco
 def frame_of(folder: Path) -> pd.DataFrame:
     """Return the sweep in a folder as a frame: a row a trial; none, if it ended before its first trial.
 
-    It has the columns of `SweepRecord.frame`, with the name of each setting, and whether its timing is excluded.
+    It has the columns of `SweepRecord.frame`, with the name of each setting.
     """
     import pandas as pd
 
@@ -36,10 +36,10 @@ def frame_of(folder: Path) -> pd.DataFrame:
     try:
         sweep = sweep_in(folder)[0]
     except UserError:
-        return pd.DataFrame(columns=["setting", STATUS, EXCLUDED])
+        return pd.DataFrame(columns=["setting", STATUS])
     frame = sweep.frame()
     names = {number: setting.name for number, setting in Settings(frame, sweep.rules).of_trial.items()}
-    return frame.assign(**{"setting": frame.index.map(names), EXCLUDED: frame[EXCLUDED].notna()})
+    return frame.assign(setting=frame.index.map(names))
 
 
 def run_sweep(arguments: Sequence[str], folder: Path) -> int:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 STATUS = "status"  # the column with how a trial ended, and the subject of such a finding
 LOSS = "loss"  # the validation loss, or the training loss where there is none
-EXCLUDED = "timing_excluded"
 _ENOUGH_NIGHTS = 5  # from so many on, how much nights differ from one another is known
 _LATEST = 10  # by so many, at most
 _MEDIAN_OF_NORMAL = 0.6745  # the median of the absolute value, over the standard deviation
@@ -42,8 +41,7 @@ class Outcome(StrEnum):
     unfinished = "unfinished"  # fewer trials finish
     lost = "lost"  # no longer measured
     new = "new"  # a setting that the last good night did not have
-    excluded = "excluded"  # other processes used the cores in all of the setting's trials
-    unmatched = "unmatched"  # no good night on this machine has measured it with its timing included
+    unmatched = "unmatched"  # no good night on this machine has measured it
 
 
 _REGRESSIONS = (Outcome.regression, Outcome.drift, Outcome.unfinished, Outcome.lost)
@@ -122,7 +120,7 @@ class Scale:
 def judged_columns(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the columns of a sweep's frame by which its night is judged, with its loss under `LOSS`."""
     frame = frame.assign(**{LOSS: frame.get(loss_metric(frame))})
-    return frame.reindex(columns=["setting", STATUS, EXCLUDED, LOSS_EPS, *(metric.key for metric in gated())])
+    return frame.reindex(columns=["setting", STATUS, LOSS_EPS, *(metric.key for metric in gated())])
 
 
 def judge(
@@ -146,7 +144,6 @@ def judge(
         for setting, before in ended_before.items()
         if _share(now := ended.get(setting, [])) < _share(before)
     ]
-    excluded = set(tonight.loc[tonight[EXCLUDED].astype(bool), "setting"])
     values, nights = measured(tonight), [(night, measured(frame, same)) for night, same, frame in past]
     for setting, now in ended.items():
         if setting not in ended_before:
@@ -162,10 +159,9 @@ def judge(
                 findings.append(_compare(setting, metric, values[at], earlier, limit, rounding, chance))
             elif not _share(now):
                 continue  # which is a finding already, or no news
-            elif metric.is_speed and (at in values or setting in excluded):
-                outcome, value = (Outcome.unmatched, median(values[at])) if at in values else (Outcome.excluded, None)
+            elif metric.is_speed and at in values:
                 if metric.key == SPEED:  # it speaks for all timings
-                    findings.append(Finding(setting, SPEED, outcome, tonight=value))
+                    findings.append(Finding(setting, SPEED, Outcome.unmatched, tonight=median(values[at])))
             elif earlier:
                 night, before = earlier[-1]
                 findings.append(Finding(setting, metric.key, Outcome.lost, night, median(before)))
@@ -173,12 +169,12 @@ def judge(
 
 
 def measured(frame: pd.DataFrame, same_machine: bool = True) -> dict[tuple[str, str], list[float]]:
-    """Return setting and metric -> its values in finished trials, without timings that are excluded or of elsewhere."""
+    """Return setting and metric -> its values in finished trials, without timings of another machine."""
     keys = [LOSS_EPS, *(metric.key for metric in gated())]
-    finished = frame[frame[STATUS] == TrialStatus.finished].reindex(columns=["setting", EXCLUDED, *keys])
+    finished = frame[frame[STATUS] == TrialStatus.finished].reindex(columns=["setting", *keys])
     finished = finished.astype(dict.fromkeys(keys, float)).replace([math.inf, -math.inf], math.nan)
-    timings = [metric.key for metric in gated() if metric.is_speed]
-    finished.loc[finished[EXCLUDED].astype(bool) | (not same_machine), timings] = math.nan
+    if not same_machine:
+        finished[[metric.key for metric in gated() if metric.is_speed]] = math.nan
     values = finished.melt(["setting"], keys).dropna()
     return dict(values.groupby(["setting", "variable"])["value"].agg(list).items())
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import Metric, gated
-from fsdp_lab.nightly.gate import EXCLUDED, STATUS
+from fsdp_lab.nightly.gate import STATUS
 from fsdp_lab.nightly.nights import Night, Verdict, changes
 from fsdp_lab.nightly.texts import regressions_line, say, template
 from fsdp_lab.report.page import page
@@ -51,7 +51,7 @@ def frame_of_nights(nights: Sequence[Night]) -> pd.DataFrame:
     import pandas as pd
 
     rows = [{**trial, "at": night.begun * 1000, "night": night.id} for night in nights for trial in night.trials]
-    frame = pd.DataFrame(rows, columns=["at", "night", "setting", STATUS, EXCLUDED] if not rows else None)
+    frame = pd.DataFrame(rows, columns=["at", "night", "setting", STATUS] if not rows else None)
     return frame[frame[STATUS] == TrialStatus.finished]
 
 
@@ -59,7 +59,6 @@ def chart(metric: Metric, nights: Sequence[Night], rows: pd.DataFrame, limit: fl
     """Return the figure of a metric; None if no night has measured it."""
     import plotly.express as px
 
-    rows = rows[~rows[EXCLUDED].astype(bool)] if metric.is_speed else rows
     rows = rows.dropna(subset=metric.key) if metric.key in rows else rows[:0]
     if rows.empty:
         return None

@@ -7,29 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from fsdp_lab.metrics import OTHERS_CPU, SPEED
 from fsdp_lab.status import TrialStatus
-
-
-class TimingExcluded(StrEnum):
-    """Why the speed of a trial may not be used. Files and MLflow have its name."""
-
-    others_cpu = "others_cpu"
-    """On a CPU, other processes used more of the cores than `report.others_cpu` allows."""
-
-
-def why_timing_is_excluded(
-    facts: Mapping[str, Any], figures: Mapping[str, float], others_cpu: float
-) -> TimingExcluded | None:
-    """Return why the speed of a trial that has ended may not be used; None: it may, or there is none.
-
-    Args:
-        facts: of the trial; one whose device is not known counts as on a CPU.
-        figures: its latest metrics.
-        others_cpu: `report.others_cpu`.
-    """
-    by_others = facts.get("device", "cpu") == "cpu" and figures.get(OTHERS_CPU, 0.0) > others_cpu
-    return TimingExcluded.others_cpu if by_others and figures.get(SPEED, 0.0) > 0 else None
 
 
 class Code(StrEnum):

@@ -27,7 +27,7 @@ def write_results(folder: Path, axes: Sequence[str], rows: Iterable[Mapping[str,
         OSError: the disk is full, or the folder is gone.
     """
     measured = [column.key for column in table_columns("csv")]
-    last = ("pareto", "seconds", "error", "run_id", "folder", "timing_excluded")
+    last = ("pareto", "seconds", "error", "run_id", "folder")
     text = io.StringIO(newline="")
     table = csv.DictWriter(text, ["trial", "status", *axes, *measured, *last], extrasaction="ignore")
     table.writeheader()

@@ -33,13 +33,10 @@ class SweepRecord:
         speed_tolerance: settings within this ratio of the fastest tie.
         runs_url: address of an MLflow UI's runs, to which `/<run id>` is added; None: no server is known.
         about: more lines for its head, as (name, text).
-        others_cpu: `report.others_cpu`, above which the timing of a trial on a CPU is excluded.
         objectives: `(metric, "min" or "max")` of each objective, the most important first; empty: the fastest setting
             that qualifies is recommended.
         study: the name of the study, such as the preset's; "" for a sweep without one.
         log_axes: the axes that were searched on a logarithmic scale.
-        resume: the command that resumes it; "": there is none.
-        report: the command that reports on it.
     """
 
     name: str
@@ -50,12 +47,9 @@ class SweepRecord:
     speed_tolerance: float
     runs_url: str | None = None
     about: Sequence[tuple[str, str]] = ()
-    others_cpu: float = 0.25
     objectives: Sequence[tuple[str, str]] = ()
     study: str = ""
     log_axes: Sequence[str] = ()
-    resume: str = ""
-    report: str = "python -m fsdp_lab.report sweep=last"
 
     @property
     def statuses(self) -> list[TrialStatus]:
@@ -65,13 +59,13 @@ class SweepRecord:
     def frame(self) -> pd.DataFrame:
         """Return a row a trial, indexed by its number: what it was, how it ended, its latest metrics.
 
-        The columns are `status`, `reason` (its code), `timing_excluded`, `run_id`, `seconds`, `device` and
+        The columns are `status`, `reason` (its code), `run_id`, `seconds`, `device` and
         `predicted_by`, then the axes as typed, then the metrics under their keys, as float64; NaN where a trial has
         none.
         """
         import pandas as pd
 
-        head = ("status", "reason", "timing_excluded", "run_id", "seconds", "device", "predicted_by")
+        head = ("status", "reason", "run_id", "seconds", "device", "predicted_by")
         rows = [
             {
                 "trial": trial.number,

@@ -9,8 +9,8 @@ from typing import Any
 
 from fsdp_lab.compose import with_typed
 from fsdp_lab.config import NightlyConfig, SweepConfig, UserError, from_dict, part, to_dict
-from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, PREDICTED_BY, PREDICTED_SPEED, SPEED, is_timing
-from fsdp_lab.record.reasons import Reason, TimingExcluded
+from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, PREDICTED_BY, PREDICTED_SPEED, SPEED
+from fsdp_lab.record.reasons import Reason
 from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import TrialStatus
 
@@ -31,7 +31,6 @@ class TrialRecord:
         seconds: that it took; None: not known.
         facts: what rank 0 reported before its first step: its device, data and layout.
         forecast_words: what of its forecast is no number (`fsdp_lab.metrics.FORECAST_WORDS`).
-        timing_excluded: why its speed may not be used; None: it may. Decided once, when the trial ends.
         config: typed; None: of another version.
         choices: group -> option.
         folder: that the trial's processes wrote to.
@@ -49,7 +48,6 @@ class TrialRecord:
     seconds: float | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     forecast_words: dict[str, str] = field(default_factory=dict)
-    timing_excluded: TimingExcluded | None = None
     config: SweepConfig | None = None
     choices: Mapping[str, str] = field(default_factory=dict)
     folder: Path | None = None
@@ -75,13 +73,6 @@ class TrialRecord:
         """The basis of the predicted speed (`fsdp_lab.speed.device.Basis`); "" without one."""
         return self.forecast_words.get(PREDICTED_BY, "")
 
-    @property
-    def usable(self) -> dict[str, float]:
-        """The figures that may be used: without speeds if its timing is excluded."""
-        if self.timing_excluded is None:
-            return self.figures
-        return {key: value for key, value in self.figures.items() if not is_timing(key)}
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, without passwords."""
         values = {key: value for key, value in vars(self).items() if key in _PLAIN}
@@ -106,14 +97,12 @@ class TrialRecord:
             "folder": Path(values["folder"]) if values["folder"] else None,
             "reason": Reason.read(values["reason"]),
         }
-        excluded = values["timing_excluded"]
-        given["timing_excluded"] = TimingExcluded(excluded) if excluded else None
         return cls(**given, overrides=list(values["overrides"]), config=_config_of(values["config"]))
 
 
 _PLAIN = (
     "number", "setting", "status", "figures", "epochs", "run_id", "seconds", "facts",
-    "forecast_words", "timing_excluded", "choices",
+    "forecast_words", "choices",
 )  # fmt: skip
 
 

@@ -8,12 +8,11 @@
 | `metrics.jsonl` | the trial's own process | a line of metrics an epoch, as rank 0 reports them |
 | `error.txt` | the trial's own process | the traceback and the end of the log, if the reason does not say it all |
 | `failures/rank<r>.json` | the trial's own process | reason, traceback; `failures.<n>/`: those of an earlier attempt |
-| `outcome.json` | the trial's own process, or the driver | its result: how it ended, why, and if timing is excluded |
+| `outcome.json` | the trial's own process, or the driver | its result: how it ended, and why |
 | `forecast.json` | the driver | its forecast |
 | `logs/rank<r>.log` | every rank | its output; its stacks, if a phase or a step lasted unusually long |
 | `memory_*_rank<r>.*` | every rank | the profile of a step: peaks, with `timeline` also a page and a snapshot |
 | `trace_rank0.json.gz` | rank 0 | with `profile_trace=true` three steps, for Perfetto or chrome://tracing |
-| `excluded.<n>/` | the driver | these files of an attempt whose timing was excluded |
 | `.alive` | every rank | locked while a process of the trial lives |
 """
 
@@ -33,7 +32,7 @@ from typing import Any
 from fsdp_lab.files import read_json, report_damaged, sync, write_json, write_text
 from fsdp_lab.locks import InUse, exclusive, share_until_exit
 from fsdp_lab.metrics import FORECAST_WORDS
-from fsdp_lab.record.reasons import Code, Reason, TimingExcluded, why_timing_is_excluded
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.status import TrialStatus
 
 _ENDS_AGAIN = "the trial counts as unfinished; a resume finishes it from its last checkpoint"
@@ -48,16 +47,12 @@ class Outcome:
         reason: why it did not finish; None: it did, or the scheduler stopped it.
         seconds: from its begin to its end; None: not known.
         epochs: the last epoch in `metrics.jsonl` at the end; None: not known.
-        timing_excluded: why its speed may not be used; None: it may.
-        others_cpu: `report.others_cpu`, by which that was decided; None: it was not.
     """
 
     status: TrialStatus
     reason: Reason | None = None
     seconds: float | None = None
     epochs: int | None = None
-    timing_excluded: TimingExcluded | None = None
-    others_cpu: float | None = None
 
 
 def append_line(path: Path, text: str) -> None:
@@ -129,21 +124,13 @@ def metrics_in(line: str | bytes) -> dict[str, float] | None:
     return metrics if known and isfinite(metrics["epoch"]) else None
 
 
-def write_outcome(folder: Path, outcome: Outcome, others_cpu: float) -> None:
-    """Write how a trial ended, with the last epoch that it has reported, and whether its speed may be used.
-
-    Args:
-        folder: the trial's.
-        outcome: of the trial.
-        others_cpu: `report.others_cpu`.
-    """
-    figures = {key: value for metrics in read_metrics(folder) for key, value in metrics.items()}
-    if figures:  # before the outcome, which says that they are there
+def write_outcome(folder: Path, outcome: Outcome) -> None:
+    """Write how a trial ended, with the last epoch that it has reported."""
+    epochs = [int(metrics["epoch"]) for metrics in read_metrics(folder)]
+    if epochs:  # before the outcome, which says that they are there
         sync(folder / "metrics.jsonl")
-    excluded = why_timing_is_excluded(read_any_facts(folder) or {}, figures, others_cpu)
-    epochs = int(figures.get("epoch", 0))
-    decided = replace(outcome, epochs=epochs, timing_excluded=excluded, others_cpu=others_cpu)
-    write_json(folder / "outcome.json", asdict(decided), durable=True, parents=False)
+    content = asdict(replace(outcome, epochs=max(epochs, default=0)))
+    write_json(folder / "outcome.json", content, durable=True, parents=False)
 
 
 def read_outcome(folder: Path) -> Outcome | None:
@@ -156,13 +143,8 @@ def read_outcome(folder: Path) -> Outcome | None:
     if status not in TrialStatus.__members__ or not TrialStatus(status).is_result:
         report_damaged(path, f"status={status} is not a result", _ENDS_AGAIN)
         return None
-    others: dict[str, Any] = {"seconds": (int, float), "epochs": int, "others_cpu": (int, float)}
+    others: dict[str, Any] = {"seconds": (int, float), "epochs": int}
     known = {key: content[key] for key, types in others.items() if isinstance(content.get(key), types)}
-    excluded = content.get("timing_excluded", "")
-    if excluded in list(TimingExcluded):
-        known["timing_excluded"] = TimingExcluded(excluded)
-    elif excluded is not None:  # another version wrote it, which decided nothing, or by another rule
-        known["others_cpu"] = None
     return Outcome(TrialStatus(status), Reason.read(content.get("reason")), **known)
 
 

@@ -1,4 +1,4 @@
-"""Which files of a trial are in its folder, and which of them a start removes, sets aside, stores or logs."""
+"""Which files of a trial are in its folder, and which of them a start removes, stores or logs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ class TrialFile:
         pattern: of the names.
         of_ranks: ranks write them, and put them into object storage if the sweep has any.
         artifact: their folder among the artifacts of its run; "": the one that they are in; None: they are none.
-        of_attempt: they are set aside when the trial is measured again.
     """
 
     pattern: str
     of_ranks: bool = False
     artifact: str | None = None
-    of_attempt: bool = True
 
     def find(self, folder: Path) -> list[Path]:
         """Return those in a trial's folder, or the inner folders of those."""
@@ -34,9 +32,9 @@ class TrialFile:
 TRIAL_FILES = (
     TrialFile("places.json"),
     TrialFile("facts.before.json"),
-    TrialFile("forecast.json", of_attempt=False),
-    TrialFile("model.pt", of_ranks=True, artifact="model", of_attempt=False),
-    TrialFile("model/*", of_ranks=True, artifact="", of_attempt=False),
+    TrialFile("forecast.json"),
+    TrialFile("model.pt", of_ranks=True, artifact="model"),
+    TrialFile("model/*", of_ranks=True, artifact=""),
     TrialFile("logs/rank*.log", of_ranks=True),
     TrialFile("memory_*_rank*", of_ranks=True, artifact="memory"),
     TrialFile("trace_rank*", of_ranks=True, artifact="trace"),

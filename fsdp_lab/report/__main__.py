@@ -6,7 +6,6 @@ python -m fsdp_lab.report sweep=<folder of a sweep, or the MLflow id of its pare
 Writes report.html, report.md and report.csv into the sweep's folder and to its run in MLflow. Other options:
   report.loss_tolerance    a setting qualifies if its loss is within this ratio of the best (0.02)
   report.speed_tolerance   settings within this ratio of the fastest tie, and the simplest wins (0.03)
-  report.others_cpu        on a CPU a timing is excluded if other processes used more of the cores (0.25)
   tracking.uri             the store that holds the run
   tracking.ui              the address of an MLflow UI on it: a click on a point opens the run there
   out                      another folder for the files
@@ -36,7 +35,7 @@ from fsdp_lab.report.write import FILES, write_report
 if TYPE_CHECKING:
     from fsdp_lab.record.sweep_json import SweepStart
 
-TOLERANCES = ("loss_tolerance", "speed_tolerance", "others_cpu")
+TOLERANCES = ("loss_tolerance", "speed_tolerance")
 KEYS = ("sweep", *map("report.{}".format, TOLERANCES), "tracking.uri", "tracking.ui", "out", "trust", "use", "trial")
 
 
@@ -89,7 +88,7 @@ def run(options: dict[str, str]) -> None:
         which, is_run = str(here), False
     if is_run:
         recorded = sweep_stored(tracking, which)
-        sweep = dataclasses.replace(with_tolerances(recorded, options), resume="")  # by its folder, which is elsewhere
+        sweep = with_tolerances(recorded, options)
     else:
         folder, own = find_trusted(which, "sweep", trust)
         recorded, record, config = sweep_in(folder)
@@ -134,12 +133,6 @@ def script(sweep: SweepData, number: str | None = None) -> str:
         if recommendation.trial is None:
             raise UserError(f"use=pytorch: {recommendation.sentence} Choose a trial with trial=<number>.")
         trial = recommendation.trial
-        if not recommendation.recommendation.is_by_speed:  # beside what use=pytorch prints
-            print(
-                f"fsdp_lab.report: no setting is recommended: timings are excluded; this is trial {trial.number}, with "
-                "the least memory. trial=<number> chooses another.",
-                file=sys.stderr,
-            )
     else:
         by_number = {str(trial.number): trial for trial in sweep.trials}
         if number not in by_number:
@@ -199,10 +192,6 @@ def with_tolerances(sweep: SweepData, options: dict[str, str]) -> SweepData:
         except ValueError:
             raise ConfigError(f"report.{key}={text} is not a number; use for example 0.05.") from None
     check_ranges(ReportConfig(**given), "report.")
-    if sweep.resume and "report.others_cpu" in options:  # a resume is to judge by the same limit
-        given["resume"] = f"{sweep.resume} report.others_cpu={options['report.others_cpu']}"
-    if "report.others_cpu" in options:
-        sweep = sweep.judged_by(given["others_cpu"])
     return dataclasses.replace(sweep, **given)
 
 

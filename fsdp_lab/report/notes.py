@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from fsdp_lab.config.sweep import ReportConfig
 from fsdp_lab.metrics import OTHERS_CPU
 from fsdp_lab.report.settings import Setting, Settings, column
 from fsdp_lab.report.speed import Basis
 from fsdp_lab.report.statements import Statement
 
 _CLEARLY = 0.02  # a loss that is lower by less may be chance
+_BUSY = 0.25  # of the cores: the share from which other processes are named
 
 
 def notes_on(settings: Settings, able: Sequence[Setting], raced: bool) -> list[Statement]:
@@ -27,14 +27,10 @@ def notes_on(settings: Settings, able: Sequence[Setting], raced: bool) -> list[S
 
 def _on_speeds(settings: Settings, able: Sequence[Setting], raced: bool) -> Iterator[Statement]:
     rules = settings.rules
-    excluded = [share for s in settings.all for share in s.excluded]
-    if excluded and rules.by_speed:
-        yield Statement("excluded", {"count": len(excluded), "share": max(excluded), "compared": raced})
-    on_cpu = settings.compared[settings.compared["device"] == "cpu"]
-    others = column(on_cpu, OTHERS_CPU)
-    beyond = others[others > ReportConfig().others_cpu]  # only a raised limit includes these
-    if raced and len(beyond):
-        yield Statement("limit_raised", {"count": len(beyond), "share": beyond.max()})
+    others = column(settings.compared[settings.compared["device"] == "cpu"], OTHERS_CPU)
+    busy = others[others > _BUSY]
+    if raced and len(busy):
+        yield Statement("others_cpu", {"trials": list(busy.index), "share": busy.max(), "limit": _BUSY})
     if raced and len({s.group for s in able}) > 1 and settings.speeds.basis is Basis.nothing:
         tried = any(len(s.trials) > 1 for s in settings.all)
         yield Statement("one_run", {"tried": tried, "grid": not rules.objectives})

@@ -28,7 +28,6 @@ _LISTED = 4  # values of an axis of numbers that may be a list
 _SAME = 1e-3  # figures that differ by less than this ratio are one
 _STOPPED = "stopped early"
 _WIDEST = 3.0  # times the highest speed: an interval that reaches further runs out of the picture
-_CHOSEN = {"yes": "recommended", "by memory": "least memory", "by loss": "by loss alone"}
 _CATEGORY_COLORS = {
     "param": "#0072B2", "optimizer": "#D55E00", "buffer": "#000000", "input": "#8C6D31", "grad": "#009E73",
     "unsharded_param": "#56B4E9", "all_gather": "#3B4CC0", "activation": "#E69F00", "unsharded_grad": "#7FC97F",
@@ -89,7 +88,7 @@ def main_chart(sweep: SweepRecord, answer: Answer) -> Chart | None:
     chosen = points[points["chosen"]]
     if len(chosen):
         figure.add_scatter(
-            x=chosen[x], y=chosen[y], mode="markers", marker=marker, name=_CHOSEN[r.basis], hoverinfo="skip"
+            x=chosen[x], y=chosen[y], mode="markers", marker=marker, name="recommended", hoverinfo="skip"
         )
     if has_bars and (points["above"] + points[y]).max() > _WIDEST * points[y].max():
         figure.update_yaxes(range=[0, _WIDEST * points[y].max()])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 
 from fsdp_lab.metrics import SPEED
 from fsdp_lab.report.settings import Setting, Settings
@@ -59,15 +58,3 @@ def _loss_too_high(settings: Settings, setting: Setting, best: Setting) -> State
     if loss <= least + settings.rules.loss_tolerance * abs(least) + setting.rounding(best, metric):
         return None
     return Statement("loss_too_high", {"metric": metric, "above": (loss - least) / max(abs(least), 1e-12)})
-
-
-def not_compared(setting: Setting) -> Statement:
-    """Return why a setting has no speed that is compared with others."""
-    return Statement("timing_excluded", {"share": max(setting.excluded)}) if setting.excluded else Statement("untimed")
-
-
-def only_one_counts(able: Sequence[Setting]) -> bool:
-    """Return whether all timings but one are excluded: that one would be the fastest only for it."""
-    excluded = {s.group for s in able if s.excluded}
-    counted = {s.group for s in able if s.speed}
-    return len(counted) == 1 and bool(excluded - counted)

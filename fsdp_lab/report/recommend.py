@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fsdp_lab.metrics import MEMORY, SPEED, declared
 from fsdp_lab.report.choice import SAME_MEMORY, pareto_front
 from fsdp_lab.report.notes import notes_on
-from fsdp_lab.report.qualify import does_not_fit, not_compared, only_one_counts, qualify
+from fsdp_lab.report.qualify import does_not_fit, qualify
 from fsdp_lab.report.settings import Rules, Setting, Settings
 from fsdp_lab.report.speed import Interval
 from fsdp_lab.report.statements import Statement, TieBreak
@@ -54,7 +54,7 @@ class Recommendation:
         settings: all of the sweep.
         setting: the recommended one; None: none qualifies.
         why: why it is the one, or why there is none.
-        no_speeds: why speeds are not compared, though they were asked for; None: they are.
+        no_speeds: no step was timed, so speeds are not compared, though they were asked for.
         why_not: name of a setting -> why it does not qualify.
         axes: `(metric, "min" or "max")` of the main picture.
         front: the settings that no other beats in one of `axes` without being worse in another.
@@ -67,7 +67,7 @@ class Recommendation:
     settings: Settings = field(repr=False)
     setting: Setting | None
     why: Statement
-    no_speeds: Statement | None
+    no_speeds: bool
     why_not: dict[str, Statement]
     axes: list[tuple[str, str]]
     front: list[Setting]
@@ -81,19 +81,6 @@ class Recommendation:
         """The settings that qualify."""
         return self.settings.without(self.why_not)
 
-    @property
-    def is_by_speed(self) -> bool:
-        """Whether the setting may be called recommended: not where speeds alone should decide and are not known."""
-        without = self.no_speeds is not None and self.no_speeds.code != "too_short"
-        return not (without and all(metric == SPEED for metric, _ in self.settings.rules.objectives))
-
-    @property
-    def basis(self) -> str:
-        """The basis of the recommendation, as in `report.csv`: `yes`, or `by memory` or `by loss` without speeds."""
-        if self.is_by_speed or self.setting is None:
-            return "yes"
-        return "by memory" if MEMORY in self.setting.figures else "by loss"
-
 
 def recommend(frame: pd.DataFrame, rules: Rules) -> Recommendation:
     """Choose a setting of a sweep.
@@ -104,12 +91,10 @@ def recommend(frame: pd.DataFrame, rules: Rules) -> Recommendation:
     """
     settings = Settings(frame, rules)
     why_not = qualify(settings)
-    no_speeds = _no_speeds(settings, settings.without(why_not))
-    if no_speeds and no_speeds.code == "only_one":
-        settings = Settings(frame.drop(columns=SPEED), rules)  # there is nothing to compare it with
     able = settings.without(why_not)
-    if rules.by_speed and any(s.speed for s in able):
-        why_not |= {s.name: not_compared(s) for s in able if not s.speed}
+    no_speeds = rules.by_speed and bool(able) and not any(s.speed for s in able)
+    if rules.by_speed and not no_speeds:
+        why_not |= {s.name: Statement("untimed") for s in able if not s.speed}
         able = settings.without(why_not)
     axes = _axes(rules)
     front = _front(settings, axes)
@@ -136,17 +121,6 @@ def recommend(frame: pd.DataFrame, rules: Rules) -> Recommendation:
         [_compare(settings, s, chosen, s in tied, why_not.get(s.name)) for s in settings.all if s is not chosen],
         notes_on(settings, able, bool(raced)),
     )
-
-
-def _no_speeds(settings: Settings, able: Sequence[Setting]) -> Statement | None:
-    counted = [s for s in able if s.speed]
-    alone = only_one_counts(able)
-    if not settings.rules.by_speed or not able or (counted and not alone):
-        return None
-    if not any(s.excluded for s in able):
-        return Statement("too_short")
-    share = max(share for s in settings.all for share in s.excluded)  # as in the note, which counts every trial
-    return Statement("only_one" if alone else "excluded", {"share": share, "counted": counted})
 
 
 def _axes(rules: Rules) -> list[tuple[str, str]]:

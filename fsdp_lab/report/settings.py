@@ -12,7 +12,6 @@ from fsdp_lab.config import may_change_speed
 from fsdp_lab.metrics import (
     LOSS_EPS,
     MEMORY,
-    OTHERS_CPU,
     PREDICTED_SPEED,
     RATIO_ERROR,
     RATIO_GROUP,
@@ -70,7 +69,6 @@ class Setting:
         group: of the settings that cannot differ in speed.
         speed: of the group, in samples/s; None: it is not compared.
         peak: the median peak memory of the group, which nothing in it changes; infinite without one.
-        excluded: the shares of the cores that other processes used, of the trials whose timing is excluded.
         figures: metric -> its median over the finished trials, for speed the estimate; only what is known.
     """
 
@@ -80,7 +78,6 @@ class Setting:
     group: int
     speed: Interval | None
     peak: float
-    excluded: tuple[float, ...]
     figures: Mapping[str, float]
 
     @property
@@ -143,14 +140,13 @@ class Settings:
         places = combinations(self.frame, self.axes)
         medians = finished.groupby(places).median().to_dict("index")
         peaks = column(finished, MEMORY).groupby(self.groups).median().fillna(math.inf)
-        others = column(self.frame, OTHERS_CPU)[self.frame["timing_excluded"].notna()]
         settings = []
         for place, trials in self.frame.groupby(places).groups.items():
             rows = self.frame.loc[trials]
             group = int(self.groups[trials[0]])
             speed = self._speed(group)
             known = {key: median for key, median in medians.get(place, {}).items() if not math.isnan(median)}
-            known.pop(SPEED, None)  # of the trials alone, and of excluded ones too
+            known.pop(SPEED, None)  # of the trials alone
             settings.append(
                 Setting(
                     {axis: rows[axis].iat[0] for axis in self.axes},
@@ -159,7 +155,6 @@ class Settings:
                     group,
                     speed,
                     peaks.get(group, math.inf),
-                    tuple(others[others.index.isin(trials)]),
                     {**known, SPEED: speed.value} if speed else known,
                 )
             )
@@ -186,16 +181,11 @@ class Settings:
         return loss_metric(self.frame)
 
     @cached_property
-    def timed(self) -> pd.DataFrame:
-        """The trials whose steps were timed, whether the timing is excluded or not."""
-        speeds = column(self.frame, SPEED)
-        return self.frame[(speeds > 0) & (speeds < math.inf)]
-
-    @cached_property
     def compared(self) -> pd.DataFrame:
-        """The trials whose speeds are compared: timed, finished or stopped early, and not excluded."""
-        has_ended = self.timed["status"].isin([TrialStatus.finished, TrialStatus.stopped])
-        return self.timed[has_ended & self.timed["timing_excluded"].isna()]
+        """The trials whose speeds are compared: timed, and finished or stopped early."""
+        speeds, status = column(self.frame, SPEED), self.frame["status"]
+        has_ended = status.isin([TrialStatus.finished, TrialStatus.stopped])
+        return self.frame[has_ended & (speeds > 0) & (speeds < math.inf)]
 
     def _measured(self) -> Speeds:
         by_group = column(self.compared, SPEED).groupby(self.groups)

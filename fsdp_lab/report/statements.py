@@ -9,20 +9,19 @@ from typing import Any, Literal
 from fsdp_lab.status import TrialStatus
 
 # Why a setting does not qualify, besides the statuses in which its trials ended.
-WhyNot = Literal["no_result", "too_large", "tight", "no_figure", "loss_too_high", "timing_excluded", "untimed"]
+WhyNot = Literal["no_result", "too_large", "tight", "no_figure", "loss_too_high", "untimed"]
 # Why the recommended setting is the one, or why there is none.
 Why = Literal[
     "no_trial", "none_qualifies", "only", "pending", "alone", "tied", "fastest", "same_speed", "objectives",
     "least_memory", "lowest_loss",
 ]  # fmt: skip
-NoSpeeds = Literal["excluded", "only_one", "too_short"]
 TieBreak = Literal["memory", "simplicity", "loss", "speed", "order"]
-Note = Literal["excluded", "limit_raised", "one_run", "nothing_learned", "idle", "auto"]
+Note = Literal["others_cpu", "one_run", "nothing_learned", "idle"]
 
 
 @dataclass(frozen=True)
 class Statement:
     """A code, and the values that its text needs."""
 
-    code: WhyNot | TrialStatus | Why | NoSpeeds | Note
+    code: WhyNot | TrialStatus | Why | Note
     values: Mapping[str, Any] = field(default_factory=dict)

@@ -24,8 +24,7 @@ def trials_table(sweep: SweepRecord, r: Recommendation) -> dict[str, Any]:
     decided = [metric for metric, _ in r.axes]
     columns = sorted((c for c in table_columns("report") if c.key in frame), key=lambda c: c.key not in decided)
     finished = frame[frame["status"] == TrialStatus.finished]
-    timed = finished[finished["timing_excluded"].isna()]
-    known = {c.key: (timed if c.is_speed else finished)[c.key].replace(math.inf, math.nan).dropna() for c in columns}
+    known = {c.key: finished[c.key].replace(math.inf, math.nan).dropna() for c in columns}
     best = {column.key: column.best_of(list(known[column.key])) for column in columns}
     return {
         "heads": ["trial", *sweep.axes, "status", *(column.label for column in columns)],
@@ -33,7 +32,6 @@ def trials_table(sweep: SweepRecord, r: Recommendation) -> dict[str, Any]:
         "best": best,
         "url": partial(url_of, sweep),
         "trials": shown_trials(sweep, r),
-        "is_excluded": lambda trial, column: column.is_speed and trial.timing_excluded is not None,
     }
 
 

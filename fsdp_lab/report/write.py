@@ -43,7 +43,7 @@ def to_csv(sweep: SweepData) -> str:
     r = sweep.recommendation.recommendation
     settings = [r.settings.of_trial[trial.number] for trial in sweep.trials]
     frame = sweep.frame().assign(
-        recommended=[r.basis if setting is r.setting else "" for setting in settings],
+        recommended=["yes" if setting is r.setting else "" for setting in settings],
         pareto=["yes" if setting in r.front else "" for setting in settings],
         why_not=[sweep.recommendation.why_not.get(setting.name, "") for setting in settings],
         error=[reason_text(trial.reason) for trial in sweep.trials],

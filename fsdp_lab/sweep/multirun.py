@@ -134,8 +134,6 @@ def _how_many(plan: SweepPlan) -> str:
     text = f"{up_to}{count(number, 'trial')}"
     if plan.resumed:
         text = f"resumes: {number - sum(state.ended for state in trials)} of {text} left"
-        again = sum(state.again for state in trials)
-        text += f", {again} of them to be measured again" if again else ""
     return text
 
 
@@ -215,7 +213,7 @@ class Command:
         states = resumed_states(trials, self.folder, config)
         check_unchanged(record, states, self.folder, config, typed_now)
         if search is not None:
-            search.resume([(state.trial, state.status, state.usable) for state in states])
+            search.resume([(state.trial, state.status, state.figures) for state in states])
         return replace(self._plan(states, swept, record, search), resumed=True)
 
     def _plan(

@@ -36,7 +36,6 @@ from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.search import OptunaSearch
 from fsdp_lab.sweep.shutdown import interruptible
 from fsdp_lab.sweep.state import SweepState, TrialState
-from fsdp_lab.sweep.store.set_aside import set_aside
 
 _CHANGES = ("began", "facts", "forecast", "epoch", "ended")  # events of a trial
 
@@ -267,9 +266,6 @@ class SweepRun:
         except UserError:
             self._opened = False
             raise
-        for number, state in enumerate(self.states):  # after MLflow: a kill leaves a trial that has its result
-            if state.again:
-                set_aside(self.folder_of(number), self.address_of(number))
 
     @property
     def has_folder(self) -> bool:
@@ -425,14 +421,13 @@ class SweepRun:
         state = self.states[number]
         self.publish("ended", number)
         if self.plan.search is not None:
-            self.plan.search.report_result(state.trial, state.status, state.usable)
+            self.plan.search.report_result(state.trial, state.status, state.figures)
 
     def _write_outcome(self, number: int) -> None:
         state, folder = self.states[number], self.folder_of(number)
         if read_outcome(folder) is None:
             try:
-                outcome = Outcome(state.status, state.reason, state.seconds)
-                write_outcome(folder, outcome, state.trial.config.report.others_cpu)
+                write_outcome(folder, Outcome(state.status, state.reason, state.seconds))
             except OSError:
                 self.log_once(f"{folder} cannot be written: a resume will retry this trial")
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from fsdp_lab.compose import Trial, variables_in
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.metrics import PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
-from fsdp_lab.record.reasons import why_timing_is_excluded
 from fsdp_lab.record.trial import TrialRecord, with_forecast
 from fsdp_lab.record.trial_files import Outcome
 from fsdp_lab.report.choice import pareto_front
@@ -22,7 +21,6 @@ class TrialState(TrialRecord):
         trial: as composed.
         begun: when it began to run, in seconds since 1970.
         resuming: an earlier start has left files of it.
-        again: it has a result, and is measured again because its timing is excluded (`resume_failed`).
         epochs_before: the epochs that an earlier start has trained.
         forecast: of this start; None: none yet.
     """
@@ -41,7 +39,7 @@ class TrialState(TrialRecord):
         self._metrics, self._forecast_figures = dict(metrics or {}), dict[str, float]()
         self._update()
         self.begun: float | None = None
-        self.resuming = self.again = False
+        self.resuming = False
         self.epochs_before = 0
         if forecast is not None:
             self.take_forecast(forecast)
@@ -98,11 +96,6 @@ class TrialState(TrialRecord):
     def end(self, outcome: Outcome, now: float) -> None:
         """Record the end of the trial, by its status and its reason. `now`: in seconds since 1970."""
         self.status, self.reason = outcome.status, outcome.reason
-        self.timing_excluded = (
-            why_timing_is_excluded(self.facts, self.figures, self.trial.config.report.others_cpu)
-            if outcome.others_cpu is None
-            else outcome.timing_excluded
-        )
         self.seconds = now - self.begun if self.begun else self.seconds
 
 
@@ -181,7 +174,7 @@ class SweepState:
         if len(self.objectives) < 2:
             return set()
         finished = [i for i, state in enumerate(self.trials) if state.status is TrialStatus.finished]
-        return {finished[i] for i in pareto_front([self.trials[i].usable for i in finished], self.objectives)}
+        return {finished[i] for i in pareto_front([self.trials[i].figures for i in finished], self.objectives)}
 
     def exit_code(self, interrupted: bool, error: BaseException | None) -> ExitCode:
         """Return how the sweep ends: finished if every trial has a result, failed if one failed.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,11 +23,11 @@ from fsdp_lab.record.results_csv import read_run_ids
 from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trials_jsonl import read_trials
-from fsdp_lab.redact import redact, redact_typed
+from fsdp_lab.redact import redact_typed
 from fsdp_lab.report import data
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import swept_keys, unescaped
-from fsdp_lab.sweep.names import OF_A_NIGHT, report_command, resume_command, setting_text
+from fsdp_lab.sweep.names import setting_text
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.resume import read_state
 from fsdp_lab.sweep.store.trust import find_trusted
@@ -74,12 +73,9 @@ def sweep_of(
             *([("workers", ", ".join(map(str, sorted(sizes))))] if sizes else []),
             *([("MLflow run", parent)] if parent else []),
         ],
-        config.report.others_cpu,
         asked_for(config.search, config.objective, record.arguments),
         study_of(record.arguments),
         log_axes(record.arguments),
-        resume_command(folder, record.arguments) if OF_A_NIGHT not in os.environ else "",
-        report_command(folder),
     )
 
 
@@ -172,9 +168,7 @@ def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.SweepData:
     absent = f"sweep={run_id} has no record.json: its sweep has not ended yet, so report on its folder"
     with TemporaryDirectory() as folder:
         read = data.SweepData.read(fetch_artifact(tracking, run_id, RECORD, Path(folder), absent))
-    store = [f"tracking.uri={redact(tracking.uri)}"] if tracking.uri != TrackingConfig().uri else []
-    report = shlex.join(["python", "-m", "fsdp_lab.report", f"sweep={run_id}", *store])
-    return replace(read, runs_url=runs_url(tracking), report=report)
+    return replace(read, runs_url=runs_url(tracking))
 
 
 def require_results(sweep: data.SweepData, which: str) -> None:

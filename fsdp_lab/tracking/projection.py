@@ -21,7 +21,7 @@ from fsdp_lab.redact import redact
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking import writes
 from fsdp_lab.tracking.store import is_away, open_store, reason_of, refusals, runs_of, runs_url
-from fsdp_lab.tracking.tags import RECORDED_TAG, REPLACED_TAG, SWEEP_TAG, TRIAL_TAG, fact_tags, one_line, shortened
+from fsdp_lab.tracking.tags import RECORDED_TAG, SWEEP_TAG, TRIAL_TAG, fact_tags, one_line, shortened
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -137,12 +137,11 @@ class Projection:
         self._last_success = 0.0
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
 
-    def open(self, resumed: bool = False, again: Sequence[int] = ()) -> None:
+    def open(self, resumed: bool = False) -> None:
         """Make the store's schema and the experiment, find the runs of an earlier start, and start the thread.
 
         Args:
             resumed: an earlier start may have made runs.
-            again: trials that are measured again: their runs are kept, as none of the sweep's trials any more.
 
         Raises:
             TrackingError: the store is missing, cannot be written, or is of another version of MLflow.
@@ -151,10 +150,6 @@ class Projection:
         if resumed:
             with refusals(self._tracking):
                 self._stored = self._runs()
-                for number in again:
-                    if stored := self._stored.pop(number, None):
-                        self._client.set_tag(stored.run_id, REPLACED_TAG, "true")
-                        self._client.update_run(stored.run_id, name=shortened(f"{stored.name} (timing excluded)"))
         self._last_success = time.monotonic()
         self._thread.start()
 

@@ -16,7 +16,7 @@ from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.locks import InUse, exclusive
 from fsdp_lab.redact import redact
-from fsdp_lab.tracking.tags import NAME_LENGTH, REPLACED_TAG, SWEEP_TAG, how_to_read, one_line
+from fsdp_lab.tracking.tags import NAME_LENGTH, SWEEP_TAG, how_to_read, one_line
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -169,7 +169,7 @@ def runs_of(client: MlflowClient, experiment_id: str, sweep_id: str) -> list[Run
         page = client.search_runs([experiment_id], chosen, max_results=500, page_token=token)
         runs += page
         token = page.token or ""
-    return [run for run in runs if REPLACED_TAG not in run.data.tags]
+    return list(runs)
 
 
 def _ensure_experiment(client: MlflowClient, name: str, artifacts: Path | None) -> str:

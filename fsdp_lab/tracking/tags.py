@@ -59,7 +59,6 @@ def how_to_read() -> str:
 SWEEP_TAG, TRIAL_TAG, RECORDED_TAG = "fsdp_lab.sweep", "fsdp_lab.trial", "fsdp_lab.recorded"
 FOLDER_TAG = "fsdp_lab.folder"
 RECOMMENDED_TAG = "fsdp_lab.recommended"  # of the sweep, the number of the trial; of that trial, true
-REPLACED_TAG = "fsdp_lab.replaced"  # of a run whose trial was measured again, in another run
 COMMAND_TAG, ANSWER_TAG, _NOTE_TAG = "fsdp_lab.command", "fsdp_lab.answer", "mlflow.note.content"
 _FACTS = ("device", "world_size", "num_params", "data_digest", "resumed_from", PREDICTED_BY)
 _LIBRARIES = ("torch", "torchvision", "ray", "mlflow", "hydra-core", "omegaconf")

@@ -8,7 +8,6 @@ import pytest
 from s3fs import S3FileSystem
 
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
-from fsdp_lab.sweep.store.set_aside import set_aside
 from tests.s3 import ALL_OF_THEM, Faults
 
 pytestmark = pytest.mark.cluster
@@ -32,21 +31,6 @@ def test_objects_come_back_as_they_were_put(address: str, tmp_path: Path):
     with pytest.raises(FileNotFoundError):
         storage.get("x/b", tmp_path / "c")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b"], "nothing half is left"
-
-
-def test_a_record_that_is_set_aside_stays_in_storage_and_its_checkpoints_go(address: str, tmp_path: Path):
-    storage, record = Storage(address), ("outcome.json", "metrics.jsonl", "logs/rank0.log")
-    for name in (*record, ".hydra/config.yaml"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-        storage.put(tmp_path / name, name)
-    for name in ("checkpoints/step_00000004.json", "checkpoints/step_00000004.x/.metadata", "model.pt", "sweep.json"):
-        storage.write(name, b"")
-    set_aside(tmp_path, address)
-    set_aside(tmp_path, address)  # a second time there is nothing
-    here = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    assert here == [".hydra/config.yaml", *sorted(f"excluded.1/{name}" for name in record)]
-    assert sorted(storage.files()) == [*here, "sweep.json"], "and what belongs to the sweep"
 
 
 def test_a_store_that_fails_now_and_then_or_is_away_for_a_while_is_asked_again(address: str, faults: Faults):

@@ -139,7 +139,7 @@ def test_two_nodes_write_into_one_experiment_at_the_same_time(shared: Shared, tm
 
 @pytest.mark.full
 def test_a_killed_sweep_is_resumed_and_reported_from_another_node(shared: Shared, tmp_path: Path):
-    sweep = shared.start(0, tmp_path, "fsdp_lab", *SWEEP, "tracking.experiment=killed", "report.others_cpu=0.5", *SEEDS)
+    sweep = shared.start(0, tmp_path, "fsdp_lab", *SWEEP, "tracking.experiment=killed", *SEEDS)
     until = time.monotonic() + _LIMIT_S
     while not (tmp_path / "out" / "1" / "outcome.json").exists():
         assert sweep.poll() is None and time.monotonic() < until
@@ -161,7 +161,7 @@ def test_a_killed_sweep_is_resumed_and_reported_from_another_node(shared: Shared
 @pytest.mark.full
 def test_a_night_is_compared_with_the_last_one_and_reported_to_the_store(shared: Shared, tmp_path: Path):
     words = ("--once", *TINY, "precision=fp32,bf16", "tracking.experiment=nights", "nightly.folder=nights")
-    loose = ("nightly.repeats=1", "nightly.tolerance.samples_per_s=1", "report.others_cpu=1")
+    loose = ("nightly.repeats=1", "nightly.tolerance.samples_per_s=1")
     for _ in range(2):
         shared.run(0, tmp_path, "fsdp_lab.nightly", *words, *loose)
     tags = [run["tags"] for run in shared.runs("nights") if "nightly.verdict" in run["tags"]]

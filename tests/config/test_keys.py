@@ -149,7 +149,6 @@ tracking.patience_s                  cells param
 tracking.ui                          cells param
 report.loss_tolerance
 report.speed_tolerance
-report.others_cpu
 nightly.cron
 nightly.timezone
 nightly.repeats

@@ -111,7 +111,7 @@ def test_out_of_memory_is_an_outcome_of_its_own(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(job, "fit", fit)
     config = to_dict(TrialConfig())
-    job.run_job(job.Job(config, str(tmp_path), 2, 1.0, False, ".", None, 600.0, 1, True, 0.25), lambda metrics: None)
+    job.run_job(job.Job(config, str(tmp_path), 2, 1.0, False, ".", None, 600.0, 1, True), lambda metrics: None)
     outcome = read_outcome(tmp_path)
     assert outcome is not None
     assert outcome.status == "oom" and outcome.reason is not None and outcome.reason.code is Code.out_of_memory
@@ -162,7 +162,7 @@ def test_an_inline_trial_asks_whether_pytorch_sees_the_gpu(
 ):
     fake_gpus(1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    run_inline(TrialConfig(), tmp_path, 0.25, lambda: None)
+    run_inline(TrialConfig(), tmp_path, lambda: None)
     outcome = read_outcome(tmp_path)
     assert outcome is not None and outcome.status == "failed"
     assert "was given a GPU and PyTorch sees none" in reason_text(outcome.reason)
@@ -173,7 +173,7 @@ def test_an_inline_error_outside_of_the_training_has_its_traceback(monkeypatch: 
         raise RuntimeError("no uploads")
 
     monkeypatch.setattr("fsdp_lab.engine.inline.Uploads", refuse)
-    run_inline(TrialConfig(), tmp_path, 0.25, lambda: None, storage=str(tmp_path / "storage"))
+    run_inline(TrialConfig(), tmp_path, lambda: None, storage=str(tmp_path / "storage"))
     outcome = read_outcome(tmp_path)
     assert outcome is not None and outcome.status == "failed"
     written = (tmp_path / "error.txt").read_text()

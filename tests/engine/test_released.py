@@ -65,8 +65,7 @@ class Runner:
     def run(self, folder: Path, config: dict[str, Any], num_workers: int = 2, meeting: str | None = None) -> None:
         """Run a trial in a folder, and wait until all cores are free."""
         job = Job(
-            config, str(folder), num_workers, 1.0, False, str(ROOT), 100.0, 3.0 if num_workers > 2 else 60.0, 0, False,
-            0.25,
+            config, str(folder), num_workers, 1.0, False, str(ROOT), 100.0, 3.0 if num_workers > 2 else 60.0, 0, False
         )  # fmt: skip
         assert self._process.stdin and self._process.stdout
         print(json.dumps([asdict(job), meeting]), file=self._process.stdin, flush=True)

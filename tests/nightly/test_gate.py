@@ -13,14 +13,14 @@ from scipy.stats import ttest_ind
 
 from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import DATA_WAIT, FORECAST_ERROR, LOSS_EPS, MEMORY, SPEED
-from fsdp_lab.nightly.gate import EXCLUDED, LOSS, STATUS, Finding, Outcome, judge, judged_columns
+from fsdp_lab.nightly.gate import LOSS, STATUS, Finding, Outcome, judge, judged_columns
 
 TOLERANCE = ToleranceConfig()
 SPEED_ERROR = "perf/forecast_error"
 
 
 def rows(
-    speed: Sequence[float] = (1000, 1010, 990), setting: str = "a", status: Sequence[str] = (), excluded: bool = False,
+    speed: Sequence[float] = (1000, 1010, 990), setting: str = "a", status: Sequence[str] = (),
     **metrics: float | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each speed; `memory`, `loss`, `eps`, `wait`, `error` and `speed_error` are those of all."""
@@ -29,10 +29,7 @@ def rows(
     values = {"memory": 100.0, "loss": 1.0, "wait": 0.1, "error": 0.0, **metrics}
     same = {keys[name]: value for name, value in values.items()}
     statuses = status or ["finished"] * len(speed)
-    return [
-        {"setting": setting, STATUS: one, EXCLUDED: excluded, SPEED: value, **same}
-        for value, one in zip(speed, statuses, strict=True)
-    ]
+    return [{"setting": setting, STATUS: one, SPEED: value, **same} for value, one in zip(speed, statuses, strict=True)]
 
 
 Rows = list[dict[str, Any]]
@@ -122,25 +119,10 @@ def test_a_loss_within_its_rounding_is_no_regression():
     assert bad(found(rows(loss=1.009, eps=0.0078), rows(), tolerance=strict)) == [(LOSS, Outcome.regression)]
 
 
-def test_a_speed_whose_timing_is_excluded_is_not_judged():
-    slow = rows((100, 100, 100), excluded=True, wait=0.9, speed_error=-0.9, memory=200.0)
-    findings = found(slow, rows(speed_error=0.0))
-    assert bad(findings) == [(MEMORY, Outcome.regression)]
-    assert of(findings, SPEED).outcome is Outcome.excluded
-    assert {DATA_WAIT, SPEED_ERROR}.isdisjoint(f.metric for f in findings)
-    # a single excluded repeat is left out, and the others are judged
-    one = [*rows((990, 1000)), *rows((100,), excluded=True)]
-    assert of(found(one, rows()), SPEED).tonight == 995.0
-    assert bad(found([*rows((690, 700)), *rows((990,), excluded=True)], rows())) == [(SPEED, Outcome.regression)]
-
-
-def test_an_excluded_timing_and_another_machine_lend_no_speed_and_hide_no_later_slowdown():
-    busy, slow = rows((50, 50, 50), excluded=True), rows((600, 610, 590))
-    finding = of(found(slow, rows(), busy), SPEED)
-    assert (finding.outcome, finding.against) == (Outcome.regression, "night 0")
+def test_another_machine_lends_no_speed_and_hides_no_later_slowdown():
+    slow = rows((600, 610, 590))
     assert of(found(slow, rows(), rows((70, 70, 70)), machines=" x"), SPEED).against == "night 0"
     assert of(found(slow, rows(), machines="x"), SPEED).outcome is Outcome.unmatched
-    assert of(found(slow, busy), SPEED).outcome is Outcome.unmatched
     assert of(found(rows(memory=200.0), rows(), machines="x"), MEMORY).outcome is Outcome.regression
 
 
@@ -217,7 +199,7 @@ def test_a_loss_that_is_not_positive_is_judged_in_shares():
 
 
 def test_the_loss_is_that_of_validation_where_there_is_one():
-    trained = {"setting": "a", STATUS: "finished", EXCLUDED: False, "train/loss": 2.0}
+    trained = {"setting": "a", STATUS: "finished", "train/loss": 2.0}
     both = pd.DataFrame([{**trained, "val/loss": 1.0}])
     assert list(judged_columns(both)[LOSS]) == [1.0]
     assert list(judged_columns(pd.DataFrame([trained]))[LOSS]) == [2.0]
@@ -231,7 +213,7 @@ def test_noise_alone_raises_an_alarm_seldom_and_half_the_speed_does_mostly(known
     def night(level: float, noise: float) -> Rows:
         levels = [level * rng.gauss(1, noise) for _ in range(100)]
         return [
-            {"setting": str(number), STATUS: "finished", EXCLUDED: False, SPEED: own * rng.gauss(1, noise)}
+            {"setting": str(number), STATUS: "finished", SPEED: own * rng.gauss(1, noise)}
             for number, own in enumerate(levels)
             for _ in range(3)
         ]

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.ci
 INLINE = (
     *(w for w in trained.INLINE if not w.startswith(("precision=", "hydra."))), "training.epochs=2",
     "precision=fp32,bf16", "nightly.folder=nights", "nightly.repeats=2", "nightly.tolerance.samples_per_s=0.99",
-    "nightly.tolerance.data_wait_share=1", "report.others_cpu=1", *IN_TWELVE_HOURS,
+    "nightly.tolerance.data_wait_share=1", *IN_TWELVE_HOURS,
 )  # fmt: skip
 STORED = (*INLINE, "nightly.keep=1", "cluster.storage_path=shared")
 # Two threads that wait for each other lose a factor of ten when something else takes a core for a moment.

@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, MIB, SPEED, gated
-from fsdp_lab.nightly.gate import EXCLUDED, LOSS, STATUS, Finding, Outcome
+from fsdp_lab.nightly.gate import LOSS, STATUS, Finding, Outcome
 from fsdp_lab.nightly.nights import Night, Verdict, night_id
 from fsdp_lab.nightly.page import chart, frame_of_nights, nights_page
 
@@ -17,13 +17,13 @@ JUDGED = {metric.key: metric for metric in gated()}
 SETTINGS = ("sharding=ddp", "sharding=per_block")
 
 
-def made_up_nights(count: int = 34, excluded: int = -1) -> list[Night]:
+def made_up_nights(count: int = 34) -> list[Night]:
     """One a day; the tenth is a regression, the eleventh accepted; a new commit every week, torch anew at the 20th."""
     nights = []
     for number in range(count):
         moment = 1.78e9 + number * 86400
         trials = [
-            {"setting": setting, STATUS: "finished", EXCLUDED: number == excluded, SPEED: speed + place,
+            {"setting": setting, STATUS: "finished", SPEED: speed + place,
              MEMORY: (4.0 + place) * MIB, LOSS: 1.2, FORECAST_ERROR: 0.0}
             for place, setting in enumerate(SETTINGS) for speed in (500.0, 510.0, 520.0)
         ]  # fmt: skip
@@ -63,11 +63,6 @@ def test_a_line_has_the_range_of_its_repeats_and_marks_what_was_bad():
     assert len(figure.layout.shapes) == 1  # the commit of the second week
     nothing = replace(JUDGED[SPEED], key="nothing")
     assert chart(nothing, nights, frame_of_nights(nights), 0.1) is None
-
-
-def test_an_excluded_timing_is_no_point():
-    nights = made_up_nights(4, excluded=2)
-    assert [len(drawn(key, nights).data[0].x) for key in (SPEED, MEMORY)] == [3, 4]
 
 
 def test_an_axis_shows_at_least_what_is_tolerated():

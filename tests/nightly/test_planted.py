@@ -121,26 +121,6 @@ def test_a_drift_of_three_nights_is_named_and_what_changed_in_the_users_code(
     assert "your code (my_model)" in (nights.folder / "nights.html").read_text()
 
 
-def test_a_night_of_excluded_timings_lends_and_gets_no_speed(nights: PlantedNights):
-    """The copied sweep judges speeds up to a share of 1."""
-
-    def excluded(folder: Path) -> int:
-        trained.copy_sweep(folder, {"fp32": 10.0, "bf16": 10.0})
-        for number in range(trained.COUNT):
-            trained.plant(folder / str(number), **{"perf/others_cpu": 1.5})
-        return 0
-
-    assert nights("--once", *WORDS).returncode == 0
-    copy, nights.sweep = nights.sweep, excluded
-    done = nights("--once", *WORDS)
-    assert done.returncode == 0
-    assert "nothing got worse; speed was not judged: other processes used the cores" in done.stdout
-    nights.sweep, nights.speeds["bf16"] = copy, 500.0
-    assert nights("--once", *WORDS).returncode == 3
-    first, busy, slow = nights.all
-    assert slow.baseline == busy.id and {f.against for f in slow.regressions} == {first.id}
-
-
 @pytest.mark.ci
 def test_a_night_that_was_interrupted_is_shown_as_incomplete_and_the_next_one_starts(nights: PlantedNights):
     def interrupted(folder: Path) -> int:

@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 
 from fsdp_lab.config import SweepConfig, UserError
-from fsdp_lab.metrics import MEMORY, MIB, OTHERS_CPU, SPEED
-from fsdp_lab.record.reasons import Code, Reason, TimingExcluded, why_timing_is_excluded
+from fsdp_lab.metrics import MEMORY, MIB, SPEED
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord, with_forecast
 from fsdp_lab.report.data import SweepData
@@ -34,7 +34,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path):
     first, *others = sweep().trials
     first = dataclasses.replace(
         first, config=SweepConfig(), facts={"device": "cpu"}, folder=tmp_path,
-        timing_excluded=TimingExcluded.others_cpu, choices={"sharding": "ddp"},
+        choices={"sharding": "ddp"},
     )  # fmt: skip
     written = SweepRecord("a/sweep", "python -m fsdp_lab -m", ["sharding", "precision"], [first, *others], 0.02, 0.03)
     written.write(tmp_path)
@@ -82,25 +82,6 @@ def test_a_damaged_record_is_named(tmp_path: Path, keys: list[str | int]):
         path.write_text(text)
         with pytest.raises(UserError, match=str(path)):
             SweepRecord.read(path)
-
-
-def test_a_timing_is_excluded_where_others_used_the_cores():
-    busy = {SPEED: 9.0, OTHERS_CPU: 0.3}
-    assert why_timing_is_excluded({"device": "cpu"}, busy, 0.25) is TimingExcluded.others_cpu
-    assert why_timing_is_excluded({"device": "cpu"}, busy, 0.3) is None
-    assert why_timing_is_excluded({"device": "NVIDIA H200"}, busy, 0.25) is None
-    assert why_timing_is_excluded({"device": "cpu"}, {OTHERS_CPU: 0.3}, 0.25) is None, "nothing was timed"
-
-
-def test_an_excluded_timing_is_no_usable_figure():
-    others = {"step": 4.0, "epoch": 1.0, "memory/rank0/peak_bytes": 5.0, "perf/timed_steps": 8.0, "theirs": 2.0}
-    speeds = ["samples_per_s", "tokens_per_s", "tokens_per_s_per_device", "tflops_per_device", "mfu",
-              "step_time_p50_s", "step_time_p95_s", "data_wait_share", "forecast_error"]  # fmt: skip
-    figures = {**others, **{f"perf/{name}": 3.0 for name in speeds}}
-    trial = TrialRecord(0, {}, TrialStatus.finished, figures)
-    assert trial.usable == figures
-    trial.timing_excluded = TimingExcluded.others_cpu
-    assert trial.usable == others
 
 
 def test_the_errors_of_a_forecast_stand_beside_it():

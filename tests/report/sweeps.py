@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from fsdp_lab.metrics import MIB, OTHERS_CPU, SPEED
-from fsdp_lab.record.reasons import Code, Reason, why_timing_is_excluded
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.status import TrialStatus
@@ -48,10 +48,9 @@ def sweep(trials: Sequence[TrialRecord] | None = None, **changed: object) -> Swe
 
 
 def on_cpu(number: int, row: int, others: float, speed: float) -> TrialRecord:
-    """A trial on a CPU of which other processes used a share; above a quarter its timing is excluded."""
+    """A trial on a CPU of which other processes used a share."""
     one = trial(number, ROWS[row], **{SPEED: speed, OTHERS_CPU: others})
-    facts = {"device": "cpu"}
-    return dataclasses.replace(one, facts=facts, timing_excluded=why_timing_is_excluded(facts, one.figures, 0.25))
+    return dataclasses.replace(one, facts={"device": "cpu"})
 
 
 def rounds(row: int, *speeds: float, **figures: float) -> list[TrialRecord]:

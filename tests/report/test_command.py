@@ -135,8 +135,6 @@ def test_it_is_written_again_from_the_store_where_the_folder_is_not(folder: Path
         assert float(mine["val/loss"]) == float(theirs["val/loss"])
         assert float(mine["memory/peak_bytes"]) == float(theirs["memory/peak_bytes"])
     assert "is within 0.03 of the best" in (written / "report.md").read_text()
-    excluded = report(store_alone, f"sweep={parent}", STORE, "report.others_cpu=0")
-    assert "resume=" not in excluded.stdout and "when the machine is free" in excluded.stdout, excluded.stderr
     with closing(sqlite3.connect(store_alone / "mlflow.db")) as database:  # a store that fails after it was opened
         database.execute("DROP TABLE runs")
         database.commit()

@@ -13,7 +13,7 @@ from fsdp_lab.report.answer import answer
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.plots import GREY, Chart, figures, main_chart
 from fsdp_lab.status import TrialStatus
-from tests.report.sweeps import ROWS, on_cpu, sweep, trial
+from tests.report.sweeps import ROWS, sweep, trial
 
 
 def plot_of(made: SweepData) -> Chart:
@@ -132,16 +132,6 @@ def test_the_picture_and_its_front_follow_the_objectives():
     assert list(front.x) == [1.0, 1.01] and list(front.y) == pytest.approx([1000.0, 1980.0])
     least = dataclasses.replace(made, objectives=[("val/loss", "min"), ("memory/peak_bytes", "min")])
     assert plot_of(least).note.startswith("Down and to the left is better.")
-
-
-def test_an_excluded_timing_is_no_point():
-    trials = [on_cpu(i, i, 0.44 if i == 3 else 0.05, float(row[4])) for i, row in enumerate(ROWS) if i != 4]
-    result = traces(sweep(trials))
-    assert sorted(x for name, t in result.items() if "=" in name for x in t.x) == [40.0, 60.0, 80.0, 100.0]
-    memory = plot_of(sweep(trials).judged_by(0.0))  # where all are excluded, memory is drawn over the first axis
-    assert memory.heading == "Peak memory against sharding" and memory.note.startswith("Down is better.")
-    drawn = {trace.name: trace for trace in memory.figure.data}
-    assert set(drawn) == {"precision=fp32", "precision=bf16", "least memory"}
 
 
 def test_a_hover_has_four_digits_and_the_interval():

@@ -21,7 +21,7 @@ from fsdp_lab.report.page import to_html, to_markdown
 from fsdp_lab.report.plots import COLORS, figures
 from fsdp_lab.report.write import write_report
 from fsdp_lab.status import TrialStatus
-from tests.report.sweeps import ROWS, on_cpu, sweep, trial
+from tests.report.sweeps import ROWS, sweep, trial
 
 
 def test_every_chart_that_has_something_to_show_is_there():
@@ -194,16 +194,6 @@ def test_the_table_of_the_page_marks_the_best_and_the_recommended(whole_page: st
     assert len(rows) == 6
     assert ['class="chosen"' in row for row in rows] == [False, False, False, True, False, False]
     assert [">1980.0<" in cell for cell in re.findall(r'<td class="number best"[^<]*<', page)].count(True) == 1
-
-
-def test_an_excluded_timing_is_marked_and_never_the_best(plain_page: str):
-    trials = [on_cpu(i, i, 0.44 if i == 3 else 0.05, float(row[4])) for i, row in enumerate(ROWS) if i != 4]
-    made = sweep(trials)
-    page, text = own_html(made), to_markdown(made)
-    assert re.findall(r'<td class="number excluded" data-value="([0-9.]+)"', page) == ["1980.0"]
-    assert re.findall(r'<td class="number best" data-value="1950.0"', page)
-    assert "| 1980.0 † |" in text and "| **1950.0** |" in text
-    assert "† Timing excluded: other processes used more than 25 %" in page and "†" not in plain_page
 
 
 def test_markdown_and_csv_state_the_same(tmp_path: Path):

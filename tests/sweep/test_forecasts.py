@@ -113,7 +113,6 @@ def test_only_the_most_promising_settings_are_measured_and_the_prediction_stands
         "forecast.keep=1",
         "reshard_after_forward=always",
         "model=mlp",
-        "report.others_cpu=1",
     )
     done = run_cli(tmp_path, *AXES[:-1], *words, *sizes, *keep, "-m", timeout=390)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from fsdp_lab.compose import Trial
 from fsdp_lab.files import write_json
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.hydra_folder import write_hydra_folder
-from fsdp_lab.record.reasons import Code, Reason, TimingExcluded
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_files import Outcome, append_line
 from fsdp_lab.status import TrialStatus
@@ -183,7 +183,6 @@ def test_the_answer_is_data_of_the_sweeps_run(planned: Callable[[], SweepPlan]):
             super().run(sweep)
             sweep.states[1].setting = {"training.seed": "1"}
             sweep.states[0].setting = {"training.seed": "0"}
-            sweep.states[1].timing_excluded = TimingExcluded.others_cpu
             runs_of.describe("Recommended: `training.seed=0`", 0)
             runs_of.describe("Recommended: `training.seed=1`", 1)
 

@@ -55,7 +55,7 @@ ENDS = {
 SWEEP = (
     "-m", "engine=inline", "model._target_=fates.Fate", "model.mark=x", f"model.fate={','.join(ENDS)}", *PLAIN,
     "training.epochs=2", "data.num_train=128", "data.num_val=32", "training.global_batch_size=32",
-    "training.timing_warmup_steps=1", "report.others_cpu=1", "hydra.sweep.dir=out", STORE,
+    "training.timing_warmup_steps=1", "hydra.sweep.dir=out", STORE,
 )  # fmt: skip
 
 

@@ -258,7 +258,7 @@ def test_a_search_whose_record_lost_a_trial_with_a_result_is_refused(tmp_path: P
         trial = compose_trial(["sharding=root"], number)
         add_trial(tmp_path, trial)
         trial.folder.mkdir()
-        write_outcome(trial.folder, Outcome(TrialStatus.finished), 0.25)
+        write_outcome(trial.folder, Outcome(TrialStatus.finished))
     assert len(read_trials(tmp_path)) == 2
     path = tmp_path / "trials.jsonl"
     path.write_text(path.read_text().splitlines(keepends=True)[0])

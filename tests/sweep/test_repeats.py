@@ -67,7 +67,7 @@ def test_what_repeats_has_no_meaning_with(search: str, words: list[str], message
 
 @pytest.mark.ci
 def test_each_setting_is_trained_so_often_round_by_round_and_a_resume_goes_on(tmp_path: Path):
-    done = run_cli(tmp_path, "-m", *INLINE, "training.grad_accum_steps=1,2", "repeats=2", "report.others_cpu=1")
+    done = run_cli(tmp_path, "-m", *INLINE, "training.grad_accum_steps=1,2", "repeats=2")
     assert done.returncode == 0, output_of(done)
     assert "4 trials: training.grad_accum_steps × repeat" in done.stdout
     trials = [json.loads(line) for line in (tmp_path / "out" / "trials.jsonl").read_text().splitlines()]

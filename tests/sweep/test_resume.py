@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked, trained
+from tests import trained
 from tests.conftest import STORE, run_cli
 from tests.folders import Store, SweepFolder
 from tests.sweep.conftest import has_trained_an_epoch, started, wait_for
@@ -123,48 +123,6 @@ def test_a_failed_trial_has_a_result_and_is_tried_again_when_requested(folder: P
     assert "resume_failed=true" in done.stdout
     done = run_cli(folder, "resume=out", "resume_failed=true")
     assert done.returncode == 0 and "trial 0 finished" in done.stdout, output_of(done)
-
-
-def disturb(folder: Path, by: float, numbers: range = range(trained.COUNT)) -> None:
-    """As if others had used so much of the cores while these trials were timed; the limit is the default."""
-    for number in numbers:
-        trained.plant(folder / "out" / str(number), **{"perf/others_cpu": by})
-
-
-LIMIT = ("report.others_cpu=0.25", "resume_anyway=true")
-
-
-@pytest.mark.ci
-def test_a_trial_with_excluded_timing_is_measured_again_and_its_record_kept(folder: Path):
-    disturb(folder, 0.0)
-    disturb(folder, 0.9, range(1, 2))
-    trial = folder / "out" / "1"
-    first, before = (trial / "metrics.jsonl").read_text(), run_ids(folder)
-    again = (f"resume={folder / 'out'}", "resume_failed=true", *LIMIT)
-    done = run_cli(folder, *again)
-    assert done.returncode == 0, output_of(done)
-    assert "1 of 4 trials left, 1 of them to be measured again" in done.stdout
-    assert begun(done) == [1] and "trial 1 starts: " in done.stdout, "from its first step"
-    assert (trial / "excluded.1/metrics.jsonl").read_text() == first != (trial / "metrics.jsonl").read_text()
-    assert not SweepFolder(folder / "out").trials[1].facts["resumed_from"], "no checkpoint is there any more"
-    after, store = run_ids(folder), Store(folder)
-    assert [old != new for old, new in zip(before, after, strict=True)] == [False, True, False, False]
-    old = next(run for run in store.trials if run.info.run_id == before[1])
-    assert old.info.run_name.endswith(" (timing excluded)") and old.data.metrics["train/loss"]
-    by_id = forked.run(folder, "fsdp_lab.report", f"sweep={store.parents[0].info.run_id}", STORE, "out=again")
-    assert by_id.returncode == 0 and ", 4 trials" in (folder / "again" / "report.md").read_text()
-    disturb(folder, 0.0, range(1, 2))
-    assert "nothing is left to do: all 4 trials have a result" in run_cli(folder, *again).stdout
-
-
-@pytest.mark.ci
-def test_a_disturbed_sweep_prints_what_measures_it_again(folder: Path):
-    disturb(folder, 0.9)
-    done = forked.run(folder, "fsdp_lab.report", "sweep=out", "report.others_cpu=0.25")
-    assert done.returncode == 0, output_of(done)
-    for output in (done.stdout, *((folder / "out" / f"report.{kind}").read_text() for kind in ("md", "html"))):
-        assert "python -m fsdp_lab resume=out report.others_cpu=0.25 resume_failed=true" in output
-        assert "No setting is recommended" in output and "Recommended:" not in output
 
 
 @pytest.mark.ci

@@ -269,6 +269,22 @@ def test_keep_chooses_for_each_number_of_workers(
 
 
 @pytest.mark.usefixtures("no_gpus")
+def test_keep_and_prune_skip_what_is_slow_and_what_does_not_fit(
+    keeping: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch
+):
+    """The forecasts are made by hand: by them the last two shardings are slower, and the last one does not fit."""
+    plan, forecasts = keeping("1"), of_speeds(1.0, 1.0, 1.7, 1.7, 1.7, 1.7)
+    for n, state in enumerate(plan.state.trials):
+        state.trial.config.forecast.prune = True
+        state.trial.folder.mkdir(exist_ok=True)
+        if n in (4, 5):
+            forecasts[n] = replace(forecasts[n], capacity_bytes=5)
+    monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: forecasts)
+    run_sweep(plan, Rests(), [Forecasts(plan)])
+    assert [n for n, state in enumerate(plan.state.trials) if state.status is TrialStatus.skipped] == [2, 3, 4, 5]
+
+
+@pytest.mark.usefixtures("no_gpus")
 @pytest.mark.parametrize("ended", [TrialStatus.finished, TrialStatus.skipped])
 def test_keep_chooses_once(keeping: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch, ended: TrialStatus):
     """A resume runs what is left of the choice; only a kill while it skipped leaves more to choose from."""
@@ -278,25 +294,6 @@ def test_keep_chooses_once(keeping: Callable[..., SweepPlan], monkeypatch: pytes
     run_sweep(plan, Rests(), [Forecasts(plan)])
     skipped = [state.status for state in plan.state.trials].count(TrialStatus.skipped)
     assert skipped == 1 if ended is TrialStatus.finished else skipped > 2
-
-
-@pytest.mark.usefixtures("no_gpus")
-@pytest.mark.parametrize("again", [False, True])
-def test_keep_and_prune_skip_nothing_that_is_measured_again(
-    keeping: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch, again: bool
-):
-    """The forecasts are made by hand: by them the last two shardings are slower, and the last one does not fit."""
-    plan, forecasts = keeping("1"), of_speeds(1.0, 1.0, 1.7, 1.7, 1.7, 1.7)
-    for n, state in enumerate(plan.state.trials):
-        state.trial.config.forecast.prune = True
-        state.again = again and n in (2, 4)
-        state.trial.folder.mkdir(exist_ok=True)
-        if n in (4, 5):
-            forecasts[n] = replace(forecasts[n], capacity_bytes=5)
-    monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: forecasts)
-    run_sweep(plan, Rests(), [Forecasts(plan)])
-    skipped = [n for n, state in enumerate(plan.state.trials) if state.status is TrialStatus.skipped]
-    assert skipped == ([5] if again else [2, 3, 4, 5]), "a resume has chosen before"
 
 
 @pytest.mark.usefixtures("no_gpus")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fsdp_lab.record.reasons import TimingExcluded
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.listeners.table import how_far, trial_table
@@ -72,13 +71,6 @@ def test_what_failed_is_no_result(sweep: SweepState):
     sweep.trials[2].status = TrialStatus.failed
     assert how_far(sweep) == "2 of 5 trials have a result, 1 failed"
     assert how_far(SweepState(sweep.trials[2:3], [])) == "0 of 1 trial has a result, 1 failed"
-
-
-def test_a_speed_beside_others_is_marked_and_never_the_best(sweep: SweepState):
-    sweep.trials[1].timing_excluded = TimingExcluded.others_cpu
-    shown = show(sweep, 200)
-    assert "18836†" in shown and "*18836" not in shown
-    assert "*2335" not in shown, "it is the only one that counts"
 
 
 def test_values_that_look_the_same_are_none_the_best(sweep: SweepState):

@@ -78,7 +78,7 @@ def lay_sweep(compose_trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         folder.mkdir(mode=0o755)
         begin_folder(folder, [trial])
         write_hydra_folder(trial)
-        write_outcome(where, Outcome(TrialStatus.finished, None, 1.0), 0.25)
+        write_outcome(where, Outcome(TrialStatus.finished, None, 1.0))
         metrics = {"epoch": 1, "step": 4, "val/loss": 1.5, "memory/peak_bytes": 1.0, "perf/samples_per_s": 9.0}
         append_line(where / "metrics.jsonl", json.dumps(metrics))
         add_trial(folder, trial)
@@ -196,7 +196,7 @@ def test_a_relative_path_to_the_shared_disk_is_meant_where_the_sweep_was_started
     add_trial(tmp_path / "out", trial)
     SweepStart.of(words, multirun, trial.config).write(tmp_path / "out")
     (shared,) = (tmp_path / "disk").iterdir()
-    write_outcome(shared / ("0" if multirun else ""), Outcome(TrialStatus.finished), 0.25)
+    write_outcome(shared / ("0" if multirun else ""), Outcome(TrialStatus.finished))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert sweep_in(tmp_path / "out")[0].statuses == [TrialStatus.finished]

@@ -28,8 +28,6 @@ from fsdp_lab.tracking import Projection, TrackingError, WantedRun
 from fsdp_lab.tracking.tags import (
     COMMAND_TAG,
     RECORDED_TAG,
-    REPLACED_TAG,
-    TRIAL_TAG,
     one_line,
     sweep_tags,
     trial_params,
@@ -413,20 +411,6 @@ def test_a_later_start_finds_the_runs_and_sends_what_they_lack(
     assert [key for key in run.data.metrics if key.endswith("_mib")] == ["forecast/peak_mib", "memory/peak_mib"]
     assert (run.info.status, run.data.tags["status"]) == ("FINISHED", "finished")
     assert problems == []
-
-
-def test_a_trial_that_is_measured_again_leaves_its_first_run(lab: Lab, store: TrackingConfig) -> None:
-    first = lab.sent(0, status=TrialStatus.finished)
-    again = Lab(store, [])
-    again.projection.open(resumed=True, again=[0])
-    second = again.sent(0)
-    again.projection.stop()
-    assert first.info.run_id != second.info.run_id
-    aside = read(first.info.run_id)
-    assert (aside.data.tags[TRIAL_TAG], aside.data.tags[REPLACED_TAG]) == ("0", "true")
-    assert aside.info.run_name == "root fp16 (timing excluded)"
-    with lab_of(store, [], resumed=True) as third:
-        assert third.projection.run_id(0) == second.info.run_id
 
 
 def test_what_comes_first_is_memory_in_mib_or_the_loss(lab: Lab) -> None:

@@ -33,7 +33,7 @@ POINT = "#main .trace.scatter .point"
 
 def written(lab: Lab) -> str:
     """The address of the report's file, written again with a server known."""
-    words = ["sweep=out", f"tracking.ui={lab.address}", "report.others_cpu=1"]  # whatever else runs here
+    words = ["sweep=out", f"tracking.ui={lab.address}"]
     command = [sys.executable, "-m", "fsdp_lab.report", *words]
     subprocess.run(command, cwd=lab.folder, check=True, capture_output=True, timeout=100)
     return (lab.folder / "out/report.html").as_uri()

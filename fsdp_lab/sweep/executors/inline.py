@@ -27,7 +27,7 @@ class InlineExecutor:
             sweep.begin(number)
             config = sweep.states[number].trial.config
             on_epoch = partial(sweep.look, number)
-            run_inline(part(config, TrialConfig), folder, config.report.others_cpu, on_epoch, sweep.address_of(number))
+            run_inline(part(config, TrialConfig), folder, on_epoch, sweep.address_of(number))
             sweep.end(number, read_outcome(folder) or Outcome(TrialStatus.failed, why_unwritten(folder)))
 
     def stop(self) -> None:

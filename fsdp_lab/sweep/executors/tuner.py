@@ -170,7 +170,6 @@ def job_of(config: SweepConfig, folder: str, watch: NodeWatch, address: str | No
         max_failures=config.cluster.max_failures,
         placement=config.cluster.placement.name,
         ray_is_ours=config.cluster.address is None,
-        others_cpu=config.report.others_cpu,
         storage=address,
         nodes=sorted(watch.known),
         workers_per_node=workers_per_node(config),

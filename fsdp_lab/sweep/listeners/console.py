@@ -21,7 +21,7 @@ from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.listeners.pace import Pace
 from fsdp_lab.sweep.listeners.progress import Watch, share_done
-from fsdp_lab.sweep.listeners.table import epoch_line, excluded_note, how_far, trial_table
+from fsdp_lab.sweep.listeners.table import epoch_line, how_far, trial_table
 from fsdp_lab.sweep.names import label, relative, resume_command, resume_lines, run_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import SweepState
@@ -92,10 +92,7 @@ class Console(Listener):
         if len(begun) > MOST_ROWS:
             begun = sorted(begun, key=lambda row: row[0] not in chosen)[:_FEW_ROWS]
             title += f"; {_FEW_ROWS} are below, the recommended ones first; all are in results.csv"
-        marked = chosen if answer and answer.recommendation.is_by_speed else ()
-        self.rich.print(trial_table(self._state, self._swept, begun, marked, title))
-        if note := excluded_note(self._state):
-            self.rich.print(Text(note, style="dim"), soft_wrap=True)
+        self.rich.print(trial_table(self._state, self._swept, begun, chosen, title))
         if answer is not None:
             sentence, *rest = plain_text(answer)
             self.rich.print(Text(sentence, style="bold"))

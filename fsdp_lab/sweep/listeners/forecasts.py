@@ -90,7 +90,7 @@ class Forecasts(Listener):
         requests = _requests(list(wanted.values()), resources.num_gpus() > 0, workers)
         self._known = {request.key: forecast for request, forecast in zip(requests, result, strict=True)}
         # else `forecast.keep` has chosen before; a kill while it skipped leaves the fastest to choose from
-        is_new = not any(s.again or (s.ended and s.status is not TrialStatus.skipped) for s in sweep.states)
+        is_new = not any(s.ended and s.status is not TrialStatus.skipped for s in sweep.states)
         if self._early is not None and result and all(f.error and f.error.code == "user_error" for f in result):
             _fail(sweep, dict(zip(wanted, result, strict=True)))
             return
@@ -177,7 +177,7 @@ class Forecasts(Listener):
     def _take(self, sweep: SweepRun, number: int, forecast: Forecast) -> None:
         """Publish a forecast, and skip the trial if it cannot fit."""
         name, state = label(number, sweep.states), sweep.states[number]
-        prune = state.trial.config.forecast.prune and not state.again  # which ran before
+        prune = state.trial.config.forecast.prune
         if forecast.error:
             sweep.log_once(f"no forecast: {no_forecast_text(forecast.error)}")
         elif forecast.capacity_bytes is None and prune:

@@ -61,8 +61,7 @@ class MlflowRuns(Listener):
         record, states = sweep.plan.started, sweep.states
         self._sweep = sweep
         self._projection = Projection(self._tracking, record.id, self._wanted, self._log)
-        again = [number for number, state in enumerate(states) if state.again]
-        self._projection.open(sweep.plan.resumed, again)
+        self._projection.open(sweep.plan.resumed)
         ended = [n for n, state in enumerate(states) if state.ended and not self._has_tag(n, RECORDED_TAG)]
         own = self._projection.stored(None)
         ended_before = own is not None and own.ended is not None and not sweep.has_more()
@@ -175,8 +174,7 @@ class MlflowRuns(Listener):
         )
 
     def _tags_of(self, state: TrialState, number: int) -> dict[str, str]:
-        tags = {"timing_excluded": str(state.timing_excluded)} if state.timing_excluded else {}
-        tags |= {"reason": str(state.reason.code)} if state.reason else {}
+        tags = {"reason": str(state.reason.code)} if state.reason else {}
         if self._recommended == number:
             return tags | {RECOMMENDED_TAG: "true"}
         return tags | ({RECOMMENDED_TAG: "false"} if number in self._replaced else {})
@@ -194,7 +192,7 @@ class MlflowRuns(Listener):
 
 def _answer_figures(best: TrialState) -> dict[str, float]:
     """Return the figures of the recommended trial, which are comparable with what the store has."""
-    return {key: value for key, value in best.usable.items() if key not in ("epoch", "step") and isfinite(value)}
+    return {key: value for key, value in best.figures.items() if key not in ("epoch", "step") and isfinite(value)}
 
 
 def _answer_tags(best: TrialState) -> dict[str, str]:

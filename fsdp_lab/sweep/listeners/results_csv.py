@@ -86,5 +86,4 @@ def rows_of(
             "error": reason_text(state.reason),
             "run_id": run_id(number),
             "folder": state.trial.folder,
-            "timing_excluded": state.timing_excluded,
         }

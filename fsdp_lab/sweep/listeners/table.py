@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from rich.text import Text
 
 from fsdp_lab.metrics import MEMORY, SPEED, TRAIN_LOSS, VAL_LOSS, Metric, declared, same_loss, table_columns
-from fsdp_lab.record.reasons import TimingExcluded
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.names import setting_text
 from fsdp_lab.sweep.state import SweepState, TrialState
@@ -41,8 +40,7 @@ def trial_table(
 ) -> FittingTable:
     """Return a table with a row for each of the given trials.
 
-    `*` marks the best of a column, `>` the recommended trials, `†` an excluded timing, because other processes used the
-    cores. A trial without a status has finished.
+    `*` marks the best of a column, `>` the recommended trials. A trial without a status has finished.
 
     Args:
         sweep: of the trials.
@@ -77,15 +75,6 @@ def trial_table(
     if len(sweep.objectives) > 1:
         columns.append(Column("pareto", ["yes" if n in front else "" for n, _ in rows]))
     return FittingTable(columns, title, elsewhere="results.csv")
-
-
-def excluded_note(sweep: SweepState) -> str | None:
-    """Return the meaning of `†`; None if no trial has it."""
-    marked = [state for state in sweep.trials if state.timing_excluded is TimingExcluded.others_cpu]
-    if not marked:
-        return None
-    limit = marked[0].trial.config.report.others_cpu
-    return f"† Timing excluded: other processes used more than {limit * 100:.3g} % of the cores."
 
 
 def how_far(sweep: SweepState) -> str:
@@ -126,16 +115,12 @@ def _best(
     best = {}
     for column in columns:
         key = column.key
-        having = [each for state, each in finished if key in each and not _excluded(column, state)]
+        having = [each for state, each in finished if key in each]
         highest = column.best_of([each[key] for each in having])
         holder = next((each for each in having if each[key] == highest), None)
         if holder is not None and not all(same_loss(key, each, holder) for each in having):
             best[key] = holder
     return best
-
-
-def _excluded(metric: Metric, state: TrialState) -> bool:
-    return metric.is_speed and state.timing_excluded is not None
 
 
 def _cell(
@@ -144,8 +129,6 @@ def _cell(
     key, value = metric.key, figures.get(metric.key)
     if value is None:
         return Text(metric.text(value))
-    if _excluded(metric, state):
-        return Text(f"{metric.text(value)}†")
     if state.status is TrialStatus.finished and key in best:
         highest = best[key]
         if metric.text(value) == metric.text(highest[key]) or same_loss(key, figures, highest):

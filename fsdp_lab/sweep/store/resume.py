@@ -14,7 +14,6 @@ from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.engine.ray_private import RUNTIME_ENV_FOLDER
 from fsdp_lab.record.paths import storage
-from fsdp_lab.record.reasons import why_timing_is_excluded
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trial_files import read_any_facts, read_forecast, read_metrics, read_whole_outcome
 from fsdp_lab.record.trials_jsonl import lines_of
@@ -24,8 +23,6 @@ from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers
 from fsdp_lab.sweep.store.trust import check_keys, find_trusted, read_trust
 from fsdp_lab.wording import count
-
-_MEASURED = (TrialStatus.finished, TrialStatus.stopped)
 
 
 def resume_arguments(arguments: Sequence[str]) -> list[str]:
@@ -78,10 +75,8 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -
         state = TrialState(trial)
         state.resuming = True
         read_state(state, storage(trial, folder))
-        excluded = state.timing_excluded is not None and state.status in _MEASURED
-        state.again = config.resume_failed and excluded
-        if config.resume_failed and (excluded or state.status is TrialStatus.failed):  # its outcome is removed later
-            state.status, state.reason, state.seconds, state.timing_excluded = TrialStatus.waiting, None, None, None
+        if config.resume_failed and state.status is TrialStatus.failed:  # its outcome is removed later
+            state.status, state.reason, state.seconds = TrialStatus.waiting, None, None
         if not state.ended:  # it reports its epochs again
             state.metrics, state.epochs, state.facts = {}, [], {}
         states.append(state)
@@ -97,9 +92,6 @@ def read_state(state: TrialState, folder: Path) -> TrialState:
     state.metrics = {key: value for epoch in state.epochs for key, value in epoch.items()}
     if outcome is not None:
         state.status, state.reason, state.seconds = outcome.status, outcome.reason, outcome.seconds
-        state.timing_excluded = outcome.timing_excluded
-        if outcome.others_cpu != (others_cpu := state.trial.config.report.others_cpu):  # typed for this start
-            state.timing_excluded = why_timing_is_excluded(state.facts, state.metrics, others_cpu)
     return state
 
 
