@@ -75,14 +75,11 @@ class Console(Listener):
             print_to_reader(f"[{time.time() - self._begun:6.1f} s] {text}")
 
     def update(self, sweep: SweepRun) -> None:
-        """Draw the bar, over the trials and their epochs, at a limited rate."""
-        if not self._draws.is_due:
-            return
-        with self._draws.kept():
-            search = sweep.config.search
-            total = max(len(self._state.trials), search.num_trials if search.samples else 0)
-            done = sum(map(share_done, self._state.trials))
-            self._bar.update(self._task, description=how_far(self._state), completed=done, total=total, refresh=True)
+        """Draw the bar, over the trials and their epochs."""
+        search = sweep.config.search
+        total = max(len(self._state.trials), search.num_trials if search.samples else 0)
+        done = sum(map(share_done, self._state.trials))
+        self._bar.update(self._task, description=how_far(self._state), completed=done, total=total, refresh=True)
 
     def final(self, answer: Answer | None = None) -> None:
         """Print the table of all trials that began, best values marked, and below it the report's recommendation."""
@@ -100,8 +97,10 @@ class Console(Listener):
                 self.rich.print(Text(line), soft_wrap=True)
 
     def changed(self, sweep: SweepRun, number: int) -> None:
-        """Draw the bar."""
-        self.update(sweep)
+        """Draw the bar, at a limited rate."""
+        if self._draws.is_due:
+            with self._draws.kept():
+                self.update(sweep)
 
     def began(self, sweep: SweepRun, number: int) -> None:
         """Log the start of a trial."""
@@ -133,9 +132,9 @@ class Console(Listener):
 
     def tick(self, sweep: SweepRun) -> None:
         """Draw the bar, and log once what lasts unusually long in a running trial."""
-        self.update(sweep)
         if self._looks.is_due:
             with self._looks.kept():
+                self.update(sweep)
                 self._look(sweep)
 
     def _look(self, sweep: SweepRun) -> None:
@@ -151,6 +150,7 @@ class Console(Listener):
         if ending.early and sweep.has_folder:  # at once: a store that hangs may be all that follows
             for line in resume_lines(sweep.folder):
                 self.log(line)
+        self.update(sweep)
 
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
         """Log how to repeat failed trials."""
