@@ -121,19 +121,13 @@ def end_interrupted() -> NoReturn:
 def run_single(cfg: Any) -> None:
     """Run one trial: Hydra's function without -m."""
     from fsdp_lab.sweep.alone import list_alone, run_alone
-    from fsdp_lab.sweep.submit import submit_sweep
 
     try:
         trial = single_trial(cfg)
         check(trial.config)
         if trial.config.repeats > 1:
             raise ConfigError(f"repeats={trial.config.repeats} is for sweeps; add -m.")
-        if trial.config.dry_run:
-            code = list_alone(trial)
-        elif trial.config.cluster.job.has_manager:
-            code = submit_sweep(trial.config, trial.folder, trial.hydra_config.hydra, multirun=False)
-        else:
-            code = run_alone(trial)
+        code = list_alone(trial) if trial.config.dry_run else run_alone(trial)
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
         leave(error)  # here already: Hydra would print a line of its own first
     if code:

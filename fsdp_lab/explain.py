@@ -116,8 +116,6 @@ def wrong_value(key: str, value: str, cause: str) -> str:
         cause: OmegaConf's message.
     """
     remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "").format(example=_example(key))
-    if "is not a ListConfig" in cause:
-        return f"{key}={value} is not a list; put the items into brackets: {key}=[{value}]."
     if not value:
         remedy += "; it is empty: put a value with a $ into single quotes, or the shell expands it"
     return f"{key}={value}: {_cut(cause).rstrip('.')}{remedy}."

@@ -74,23 +74,7 @@ sharding=size_based                     | sharding=size_based sharding.min_num_p
 sharding=ddp offload=cpu                | sharding=ddp offload=cpu
 reshard_after_forward=to_size           | reshard_after_forward.size=null
 reshard_after_forward=to_size reshard_after_forward.size=3 | reshard_after_forward.size=3
-cluster=slum                            | cluster=slum slurm
-cluster=slurm cluster.job.gpus=8        | cluster.job.gpus cluster.job.gpus_per_node
-cluster=slurm cluster.job.image=x:1     | cluster.job.image cluster=kuberay
-cluster=slurm cluster.job.volume=c:/s   | cluster.job.volume cluster=kuberay
-cluster=slurm cluster.job.sbatch=[--gpu]       | cluster.job.sbatch='--gpu'
-cluster=slurm cluster.job.sbatch=[nodes:3]     | cluster.job.sbatch=[nodes:3] cluster.job.nodes
-cluster=slurm cluster.job.sbatch=[qos:a,qos:b] | cluster.job.sbatch qos
-cluster=slurm cluster.job.sbatch=qos:a         | cluster.job.sbatch=qos:a cluster.job.sbatch=[qos:a]
-cluster=slurm cluster.job.gpus_per_node=8 cluster.job.sbatch=[gres:gpu:a100:8] | cluster.job.gpus_per_node=8 gres
-cluster=slurm cluster.job.gpus_per_node=8 cluster.num_workers=16 | cluster.num_workers=16 cluster.job.nodes=2
-cluster=slurm cluster.num_workers=32 cluster.job.nodes=2 cluster.job.cpus_per_node=4 | cluster.job.cpus_per_node=16
-cluster=slurm cluster.num_workers=3 training.global_batch_size=66 cluster.cpus_per_worker=4 cluster.job.nodes=2 \
-    cluster.job.cpus_per_node=5         | cluster.job.cpus_per_node=5 cluster.job.cpus_per_node=8
-cluster=kuberay                         | cluster=kuberay cluster.job.image cluster.job.cpus_per_node
-cluster=kuberay cluster.job.sbatch=[time:60]   | cluster.job.sbatch cluster=slurm
-cluster=kuberay cluster.job.image=x:1 cluster.job.cpus_per_node=4 cluster.job.memory_gib_per_node=8 \
-    cluster.job.volume=claim            | cluster.job.volume=claim
+cluster=adress                          | cluster=adress address
 --config-dir=mine task=tab              | mine/task/tab.yaml:2
 --config-dir=mine experiment=no_package | @package /model
 --config-dir=mine experiment=no_override | fractions.Fraction /model
@@ -101,16 +85,12 @@ optimizer.lr=choice(1,2)                | optimizer.lr=choice(1,2) -m
 """
 _WHERE_IT_RUNS = """
 cluster.num_workers=5000                | cluster.num_workers=5000
-cluster.job.nodes=2                     | cluster.job.nodes=2 cluster=local
 data=fashion_mnist data.download=false data.root=nowhere | data.root=nowhere data=digits
 nightly.repeats=2                       | nightly.repeats fsdp_lab.nightly
 """
 _BY_A_TRIAL = """
 hydra.run.dir=/proc/nope/x              | /proc/nope hydra.run.dir
-cluster=slurm                           | cluster=slurm sbatch
-SLURM_JOB_ID=7 cluster=slurm            | cluster=slurm 7
-cluster=slurm tracking.uri=http://me:pass4711@host | tracking.uri ${oc.env:NAME}
-cluster=kuberay cluster.job.image=x:1 cluster.job.cpus_per_node=4 cluster.job.memory_gib_per_node=8 | cluster.job.volume
+tracking.uri=http://me:pass4711@host     | tracking.uri ${oc.env:NAME}
 resume=s3://me:pass4711@bucket/x        | resume
 --keys cluster.num_worker_              | cluster.num_worker_ cluster.num_workers
 doctor tracking.url=x                   | tracking.url
@@ -263,13 +243,12 @@ def answers(rows: Iterable[Refusal], commands: Sequence[str]) -> list[Answer]:
 
 
 def _answer_all(asked: Sequence[Sequence[str]]) -> Iterator[Answer]:
-    """Answer in this process, as on a machine with 64 cores, without GPUs and without Slurm."""
+    """Answer in this process, as on a machine with 64 cores, without GPUs."""
     with ExitStack() as patched:
         for module in (hardware, machine):
             patched.enter_context(mock.patch.multiple(module, num_cpus=lambda: 64, num_gpus=lambda: 0))
         folder = patched.enter_context(tempfile.TemporaryDirectory())
         patched.enter_context(chdir(folder))
-        os.environ.pop("SLURM_JOB_ID", None)
         for name, text in _FILES.items():
             file = Path("mine", name)
             file.parent.mkdir(parents=True, exist_ok=True)

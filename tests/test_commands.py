@@ -18,7 +18,6 @@ import yaml
 from tests import forked
 from tests.conftest import ROOT, STORE, run_cli
 from tests.pages import Command, all_commands, is_in, marks
-from tests.servers import lay_store
 from tests.test_docs import BLOCKS
 from tests.workloads.hf.cases import plain_model
 
@@ -94,8 +93,8 @@ RUN = {
     "ray job submit --address=http://<head>:8265 --working-dir=. -- python -m fsdp_lab resume=/shared/fsdp_lab/monday":
         _STOPPED,
     # Slurm
+    "sbatch slurm.sbatch": _CANCELLED,
     "scancel <job>": _CANCELLED,
-    "sbatch <sweep>/job/job.sbatch": _CANCELLED,
     # a shared store
     "mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri "
     "postgresql+psycopg://mlflow:<password>@127.0.0.1/mlflow --artifacts-destination s3://bucket/mlflow":
@@ -129,8 +128,6 @@ def owner(command: Command) -> str:
         return f"tests/test_docs.py::{_YOUR_MODEL[place]}" if place < len(_YOUR_MODEL) else ""
     if command.page == "docs/settings.md" and command.text.startswith("python -c "):
         return f"{HERE}::test_the_entropy_is_that_of_the_page"
-    if re.search(r"^\S*python -m fsdp_lab(\.nightly)? .*cluster=(slurm|kuberay)", command.text):
-        return f"{HERE}::test_a_job_of_a_page_is_written"
     if command.text.startswith("python -m fsdp_lab.forecast "):
         return f"{HERE}::test_a_forecast_of_a_page_runs"
     if f"{command.text} ".startswith("python -m fsdp_lab ") and "<" not in command.text:
@@ -245,19 +242,6 @@ def test_a_trial_or_sweep_of_a_page_runs(command: Command, tmp_path: Path):
     with results.open() as lines:
         assert {row["status"] for row in csv.DictReader(lines)} <= {"finished", "stopped"}
     assert is_in(command.output, done.stdout, numbers=False), f"{command.place} prints:\n{done.stdout}"
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("command", run_by("test_a_job_of_a_page_is_written"))
-def test_a_job_of_a_page_is_written(command: Command, tmp_path: Path):
-    """As it stands; only that Slurm, which tests/cluster has, is not asked."""
-    module, *words = command.words[2:]
-    submitted = ["cluster.job.submit=false"] if "cluster=slurm" in words else []
-    lay_store(tmp_path)
-    done = forked.run(tmp_path, module, *words, *submitted, STORE)
-    assert done.returncode == 0, done.stderr
-    written = "job.sbatch" if submitted else "rayjob.yaml" if module == "fsdp_lab" else "raycronjob.yaml"
-    assert len(list(tmp_path.glob(f"outputs/**/job/{written}"))) == 1
 
 
 @pytest.mark.ci

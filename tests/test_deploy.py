@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import configparser
+import importlib.metadata
+import json
 import os
 import re
 import shlex
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 from fsdp_lab.nightly.__main__ import read_words
 from fsdp_lab.nightly.read_study import read_study
@@ -87,7 +90,27 @@ def test_the_lines_for_cron():
     check_schedule(options[0][0])
 
 
-def test_the_job_for_kubernetes():
+def test_the_sweep_for_slurm():
+    """What a shell makes of it; tests/cluster/test_slurm.py runs it."""
+    script = DEPLOY / "slurm.sbatch"
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", str(script)], check=True, timeout=60)
+
+
+def test_the_sweep_for_kubernetes_is_what_the_operator_takes():
+    """tests/cluster/test_jobs.py runs its command."""
+    job = yaml.safe_load((DEPLOY / "rayjob.yaml").read_text())
+    Draft202012Validator(json.loads((ROOT / "tests" / "rayjob.schema.json").read_text())).validate(job)
+    spec = job["spec"]["rayClusterSpec"]
+    assert spec["rayVersion"] == importlib.metadata.version("ray"), "that of constraints.txt, as in the image"
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        limits, given = container["resources"]["limits"], group["rayStartParams"]
+        assert (given["num-cpus"], given["num-gpus"]) == (limits["cpu"], limits["nvidia.com/gpu"])
+
+
+def test_the_night_for_kubernetes():
     (job,) = yaml.safe_load_all((DEPLOY / "kuberay-cronjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("batch/v1", "CronJob")
     spec = job["spec"]
@@ -110,10 +133,8 @@ def test_the_job_for_kubernetes():
 
 
 def test_the_night_for_slurm():
-    """What is typed by hand; tests/cluster runs one. And the line for scrontab, where it is a job already."""
-    (block,) = (block for block in blocks() if "scrontab" in block)
-    by_hand, nightly = block.splitlines()
-    check_command(shlex.split(by_hand))
+    """The line for scrontab, whose entries are jobs."""
+    (nightly,) = (block for block in blocks() if "scrontab" in block)
     assert "--signal=B:TERM@120" in nightly  # without B: it goes to steps, of which there are none
     (command,) = re.findall(r"exec (\S+ -m fsdp_lab.nightly --once)", nightly)  # else Slurm's signal ends at the shell
     check_command(shlex.split(command))
@@ -137,7 +158,8 @@ def blocks() -> list[str]:
 
 
 def test_each_is_installed_by_two_lines():
-    assert len(blocks()) == 5 and all(len(block.splitlines()) == 2 for block in blocks())
-    named = set(re.findall(r"deploy/([\w.-]+)", "".join(blocks()).replace("nightly.*", "nightly.service")))
+    assert len(blocks()) == 4 and all(len(block.splitlines()) <= 2 for block in blocks())
+    sweeps = (ROOT / "docs" / "clusters.md").read_text()
+    named = set(re.findall(r"deploy/([\w.-]+)", sweeps + "".join(blocks()).replace("nightly.*", "nightly.service")))
     assert all((DEPLOY / name).exists() for name in named)
     assert {f.name for f in DEPLOY.iterdir()} == {*named, "fsdp-lab-nightly.timer", "README.md"}

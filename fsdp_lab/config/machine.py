@@ -123,7 +123,7 @@ def _check_float8_gpus() -> None:
 
 
 def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
-    """Refuse more workers, or nodes, than a Ray on this machine could ever have. Does nothing for a running cluster.
+    """Refuse more workers than a Ray on this machine could ever have. Does nothing for a running cluster.
 
     Args:
         cluster: the request.
@@ -134,11 +134,6 @@ def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
     """
     if not cluster.is_here:
         return  # another machine's resources are known when it has been reached
-    if cluster.job.nodes > 1:  # whoever forgets cluster=slurm is not to train on the login node
-        raise ConfigError(
-            f"cluster.job.nodes={cluster.job.nodes} with cluster=local, which is this machine alone; add "
-            "cluster=slurm, cluster=kuberay or cluster.address=<head>:6379, or leave cluster.job.nodes out."
-        )
     gpus = num_gpus()
     if 0 < gpus < num_workers:
         raise ConfigError(
@@ -152,7 +147,7 @@ def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
         fewer = f"cluster.num_workers={fits}, or " if fits else ""
         sharing = ", so that workers share cores" if share < 1 else ""
         if "SLURM_JOB_ID" in os.environ:
-            fewer = f"cluster.job.cpus_per_node={math.ceil(needed)} for the Slurm job, {fewer or 'or '}"
+            fewer = f"sbatch --cpus-per-task={math.ceil(needed)}, {fewer or 'or '}"
         raise ConfigError(
             f"cluster.num_workers={num_workers} needs {needed:g} CPUs (cluster.cpus_per_worker={each:g} each), this "
             f"machine has {cores}; use {fewer}cluster.cpus_per_worker={share:g}{sharing}."

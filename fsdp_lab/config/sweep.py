@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import List, Optional  # OmegaConf reads these on every Python that this project supports
@@ -10,7 +9,6 @@ from typing import List, Optional  # OmegaConf reads these on every Python that 
 from fsdp_lab.config.address import check_address, is_address
 from fsdp_lab.config.conf import device_file, is_device, known_devices
 from fsdp_lab.config.errors import CombinationError, ConfigError
-from fsdp_lab.config.job import JobConfig, Manager
 from fsdp_lab.config.key import (
     EVERYWHERE,
     Between,
@@ -164,9 +162,6 @@ class Placement(Enum):
     strict_pack = "STRICT_PACK"
 
 
-_ROUNDING = 1e-9  # of quotients of cores
-
-
 @dataclass
 class ClusterConfig:
     """Where workers run."""
@@ -185,19 +180,17 @@ class ClusterConfig:
     """Restarts of a failed trial from its last checkpoint."""
     wait_timeout_s: float = key(600.0, positive, may_differ=Between.STARTS)
     """Seconds that a trial waits for free resources before it fails."""
-    job: JobConfig = group(JobConfig, may_differ=EVERYWHERE, is_param=False)
 
     @property
     def is_here(self) -> bool:
         """Whether Ray is started on this machine, so that trials use its cores and GPUs."""
-        return self.address is None and self.job.manager is Manager.none
+        return self.address is None
 
     def check(self) -> None:
-        """Check the addresses of Ray and of object storage, and the job.
+        """Check the addresses of Ray and of object storage.
 
         Raises:
-            ConfigError: the address is Ray Client's or the job server's, the storage is unknown, or a trial needs more
-                GPUs or cores than the job has; see also `JobConfig.check`.
+            ConfigError: the address is Ray Client's or the job server's, or the storage is unknown.
         """
         if self.address is not None and self.address.startswith(("ray://", "http://", "https://")):
             raise ConfigError(
@@ -208,22 +201,6 @@ class ClusterConfig:
             )
         if self.storage_path is not None and is_address(self.storage_path):
             check_address("cluster.storage_path", self.storage_path)
-        self.job.check()
-        workers, nodes, gpus = self.num_workers, self.job.nodes, self.job.gpus_per_node
-        if workers is not None and gpus is not None and workers > nodes * gpus:
-            raise ConfigError(
-                f"cluster.num_workers={workers} needs {workers} GPUs, and the job has {nodes * gpus} "
-                f"(cluster.job.nodes={nodes} × cluster.job.gpus_per_node={gpus}); set "
-                f"cluster.job.nodes={-(-workers // gpus)} or fewer workers."
-            )
-        cpus, each = self.job.cpus_per_node, self.cpus_per_worker or 1.0
-        if workers is not None and cpus is not None and workers > nodes * int(cpus / each + _ROUNDING):
-            on_a_node = math.ceil(workers / nodes) * each
-            raise ConfigError(
-                f"cluster.num_workers={workers} needs {on_a_node:g} cores on each node "
-                f"(cluster.cpus_per_worker={each:g}), and the job has cluster.job.cpus_per_node={cpus}; set "
-                f"cluster.job.cpus_per_node={math.ceil(on_a_node - _ROUNDING)} or fewer workers."
-            )
 
 
 @dataclass

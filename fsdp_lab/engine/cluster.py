@@ -9,7 +9,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -66,7 +65,7 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
     """Start Ray on this machine, or connect to the cluster at `cluster.address`. Does nothing if connected.
 
     Args:
-        cluster: its address, and how long to wait.
+        cluster: its address.
         code: dotted paths to the user's code, which is copied to a cluster's nodes. Processes on this machine import it
             from its place.
 
@@ -83,7 +82,7 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         set_own_token()
     else:
-        probe(cluster.address, cluster.wait_timeout_s if cluster.job.nodes > 1 else 0.0)
+        probe(cluster.address)
         # else Ray asks once a second, twenty times, also one that answers and refuses the token, or wants one
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "8")
     import ray
@@ -114,7 +113,6 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             refused = any(sign in printed() + str(error) for sign in _REFUSED)
             raise (wrong_token(cluster.address) if refused else no_ray(cluster.address, error)) from error
-    wait_for_nodes(cluster)
 
 
 def set_own_token() -> None:
@@ -126,25 +124,6 @@ def set_own_token() -> None:
     if "ray" not in sys.modules:  # else it has read the mode, and from 2.59 on asks for tokens by itself
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ["RAY_AUTH_TOKEN"] = _own_token  # it comes before a path
-
-
-def wait_for_nodes(cluster: ClusterConfig) -> None:
-    """Wait until the cluster has the nodes that its job takes, which join one by one.
-
-    Raises:
-        UserError: not within `cluster.wait_timeout_s`.
-    """
-    import ray
-
-    end = time.monotonic() + cluster.wait_timeout_s
-    while (there := sum(node["Alive"] for node in ray.nodes())) < cluster.job.nodes:
-        if time.monotonic() > end:
-            raise UserError(
-                f"cluster.address={cluster.address}: {there} of cluster.job.nodes={cluster.job.nodes} nodes joined "
-                f"within cluster.wait_timeout_s={cluster.wait_timeout_s:g}; the logs of the others say why they did "
-                "not."
-            )
-        time.sleep(0.5)
 
 
 def code_environment(code: Sequence[str]) -> dict[str, Any] | None:
@@ -184,12 +163,11 @@ def kept_stderr() -> Iterator[Callable[[], str]]:
             os.close(shown)
 
 
-def probe(address: str, seconds: float = 0.0) -> None:
+def probe(address: str) -> None:
     """Connect to `host:port` once, because Ray itself would try for minutes.
 
     Args:
         address: of the cluster; one without a port is not probed.
-        seconds: how long it may take to start.
 
     Raises:
         UserError: nothing listens there.
@@ -197,15 +175,10 @@ def probe(address: str, seconds: float = 0.0) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return  # `auto`, for which Ray looks on this machine, and whatever else it understands
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection((host, int(port)), _PROBE_TIMEOUT_S).close()
-            return
-        except OSError as error:
-            if time.monotonic() >= end:
-                raise no_ray(address, error) from error
-        time.sleep(0.5)
+    try:
+        socket.create_connection((host, int(port)), _PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        raise no_ray(address, error) from error
 
 
 def no_ray(address: str, error: Exception) -> UserError:

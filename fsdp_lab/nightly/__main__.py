@@ -31,9 +31,6 @@ from datetime import UTC, datetime
 from apscheduler.triggers.cron import CronTrigger
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.config.job import Manager
-from fsdp_lab.deploy.job import Job, job_words
-from fsdp_lab.deploy.launch import launch
 from fsdp_lab.explain import explain
 from fsdp_lab.locks import holder, locked
 from fsdp_lab.nightly.nights import Night, Verdict, read_nights
@@ -63,8 +60,6 @@ def main() -> int:
         elif option == "--accept":
             with locked(study.folder, "nightly.folder"):
                 accept(study, reason, log)
-        elif study.config.cluster.job.has_manager:
-            return submit_night(study, option, overrides)
         elif option == "--once":
             return run_once(study)
         else:
@@ -93,26 +88,6 @@ def run_once(study: Study) -> int:
     except KeyboardInterrupt:
         log("fsdp_lab.nightly: interrupted during a night, which stays incomplete; the next start runs another one")
         return 130
-
-
-def submit_night(study: Study, option: str | None, overrides: Sequence[str]) -> int:
-    """Hand a night to its cluster manager; without an option the schedule of all nights. Return the exit status.
-
-    Raises:
-        ConfigError: the manager has no schedules.
-        UserError: see `launch`.
-    """
-    job = study.config.cluster.job
-    if option is None and job.manager is Manager.slurm:
-        raise ConfigError(
-            "cluster=slurm submits one night: add --once, and let scrontab or cron run the command every night."
-        )
-    words = ["-m", "fsdp_lab.nightly", option or "--once", *job_words(overrides, study.config.cluster)]
-    schedule = (study.config.nightly.cron, study.config.nightly.timezone) if option is None else None
-    code = launch(Job(words, words, "", study.folder.absolute(), job, schedule))
-    if schedule is None and job.submit:
-        print(f"  verdict: the end of the job's log, and gate.md in {study.folder}/<night>; a regression exits with 3")
-    return code
 
 
 def run_every_night(study: Study, trigger: CronTrigger, overrides: Sequence[str]) -> int:

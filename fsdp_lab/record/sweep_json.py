@@ -108,10 +108,6 @@ def read_start(folder: Path, key: str = "resume") -> SweepStart:
     try:
         return from_dict(SweepStart, json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        if (job := folder / "job" / "job.sbatch").exists():
-            raise UserError(
-                f"{key}={folder}: its job has not started a sweep yet; submit it with sbatch {job}."
-            ) from None
         raise UserError(
             f"{key}={folder}: no sweep was started there (there is no {path.name}); give the folder that holds "
             f"results.csv, or {key}=last."

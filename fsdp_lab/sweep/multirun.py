@@ -32,7 +32,6 @@ from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.find import last_folder, remember_last
 from fsdp_lab.sweep.store.folder import new_folder
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
-from fsdp_lab.sweep.submit import submit_sweep
 from fsdp_lab.terminal import print_to_reader
 from fsdp_lab.wording import count
 
@@ -54,11 +53,7 @@ def run_multirun(
             plan, notes = command.resumed_sweep(), []
         print_to_reader(_first_line(plan), *notes, *trial_lines(plan))
         return
-    if command.common.config.cluster.job.has_manager:
-        if command.common.config.resume is None:
-            _print_plan(plan, notes)
-        code = submit_sweep(command.common.config, command.folder, config.hydra, multirun=True)
-    elif command.common.config.resume is None:
+    if command.common.config.resume is None:
         reach_cluster(plan)
         with new_folder(command.folder, "hydra.sweep.dir", config.hydra) as folder:
             if folder != command.folder:
@@ -83,15 +78,11 @@ def _run(plan: SweepPlan, notes: Sequence[str]) -> ExitCode:
         plan: of the sweep.
         notes: lines for the user about the plan.
     """
-    _print_plan(plan, notes)
+    print_to_reader(_first_line(plan), *notes)
 
     from fsdp_lab.sweep.start import start_sweep
 
     return start_sweep(plan)
-
-
-def _print_plan(plan: SweepPlan, notes: Sequence[str]) -> None:
-    print_to_reader(_first_line(plan), *notes)
 
 
 def _first_line(plan: SweepPlan) -> str:
@@ -119,8 +110,7 @@ def axes_notes(
     typed = {word.lstrip("+~").partition("=")[0] for word in arguments}
     axes = [f"{key}={defaults[key]}" for key in swept if key not in typed and defaults.get(key)]
     notes = [f"swept by default: {' '.join(axes)}; type one value to fix an axis"] if axes else []
-    is_here = config.cluster.address is None and not config.cluster.job.has_manager
-    if is_here and "offload" in swept and not num_gpus():
+    if config.cluster.is_here and "offload" in swept and not num_gpus():
         notes.append("without a GPU offload changes nothing: its trials run, and count as repeats")
     return notes
 

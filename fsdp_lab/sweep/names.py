@@ -11,7 +11,6 @@ from typing import Any
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config.convert import value_text
-from fsdp_lab.deploy.job import resume_by
 from fsdp_lab.redact import redact
 from fsdp_lab.sweep.state import TrialState
 
@@ -81,11 +80,11 @@ def command_line() -> str:
 def resume_lines(folder: Path) -> list[str]:
     """Return the line with the command that resumes an interrupted sweep.
 
-    The sweep of a night has none: another night begins. For a manager's job it is its script or manifest.
+    The sweep of a night has none: another night begins.
     """
     if OF_A_NIGHT in os.environ:
         return []
-    return [f"to resume: {resume_by() or resume_command(folder)}"]
+    return [f"to resume: {resume_command(folder)}"]
 
 
 def folder_key(multirun: bool) -> str:

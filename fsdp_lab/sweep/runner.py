@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError
-from fsdp_lab.deploy.job import note_progress
 from fsdp_lab.files import sync
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.failures import RankFailure, record_failure
@@ -373,8 +372,6 @@ class SweepRun:
             self.publish("facts", number, facts)
         for metrics in read_metrics(folder):
             if state.record_epoch(metrics):
-                if metrics["epoch"] > state.epochs_before:
-                    note_progress()
                 self.publish("epoch", number, metrics)
 
     def tick(self) -> None:
@@ -392,7 +389,6 @@ class SweepRun:
         state.end(outcome, time.time())
         if outcome.status.is_result:
             self._write_outcome(number)
-            note_progress()
         self._publish_end(number)
 
     def skip(self, number: int, reason: Reason) -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -51,10 +50,6 @@ class Slurm:
             timeout=seconds, check=False,
         )  # fmt: skip
 
-    def type(self, folder: Path, *arguments: str, module: str = "fsdp_lab") -> subprocess.CompletedProcess[str]:
-        """A command of ours, on the login node."""
-        return self.run(folder, sys.executable, "-m", module, *arguments)
-
     def state(self, job: str) -> str:
         """As `COMPLETED`, `RUNNING`, `CANCELLED`."""
         shown = self.run(self.folder, "scontrol", "--oneliner", "show", "job", job).stdout
@@ -72,7 +67,7 @@ class Slurm:
         end = time.monotonic() + seconds
         while (state := self.state(job)) not in states:
             output = log.read_text() if log.exists() else "no log"
-            assert time.monotonic() < end, f"job {job} is {state} after {seconds:g} s: {output}"
+            assert time.monotonic() < end and state != "FAILED", f"job {job} is {state}: {output}"
             time.sleep(0.3)
 
 

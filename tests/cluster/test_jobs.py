@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import yaml
 
 from tests.cluster.namespaces import Cluster
 from tests.cluster.test_nodes import addresses
-from tests.conftest import run_cli
+from tests.conftest import ROOT
 from tests.s3 import held_in
 from tests.servers import lay_store
 from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, runs
@@ -97,22 +98,21 @@ def test_a_job_says_with_its_status_how_the_sweep_ended(cluster: Cluster, projec
     assert (project.parent / "finished" / "outcome.json").exists()
 
 
-def test_the_command_of_a_manifest_for_kubernetes_runs_and_then_resumes(cluster: Cluster, tmp_path: Path):
+def test_the_command_of_the_manifest_for_kubernetes_runs_and_then_resumes(cluster: Cluster, tmp_path: Path):
     """As KubeRay submits it: a line for a shell. The volume is a folder here. The second time all is done already."""
     lay_store(tmp_path)
-    pod = ("cluster=kuberay", "cluster.job.image=lab", "cluster.job.cpus_per_node=2",
-           "cluster.job.memory_gib_per_node=1", f"cluster.job.volume=claim:{tmp_path}")  # fmt: skip
     small = (*PLAIN, *TINY, "engine=inline", "cluster.num_workers=1", "training.max_steps=1", "model=mlp")
-    done = run_cli(tmp_path, *small, *pod)
-    assert done.returncode == 0, done.stderr
-    line = yaml.safe_load((tmp_path / "out" / "job" / "rayjob.yaml").read_text())["spec"]["entrypoint"]
+    line = yaml.safe_load((ROOT / "deploy" / "rayjob.yaml").read_text())["spec"]["entrypoint"]
+    before, mark, after = line.partition("-m sharding=ddp,per_block cluster.num_workers=16 ")
+    assert mark
+    line = f"{before}{shlex.join(small)} {after}".replace("/shared", str(tmp_path))
     path = json.dumps({"env_vars": {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}})
     for name in ("applied", "again"):
         job(cluster, tmp_path, "submit", f"--submission-id={name}", "--no-wait", f"--runtime-env-json={path}", "--",
             "sh", "-c", line)  # fmt: skip
         assert "succeeded" in ended(cluster, tmp_path, name), job(cluster, tmp_path, "logs", name)
         assert "1 of 1 trial has a result" in job(cluster, tmp_path, "logs", name)
-    assert (tmp_path / "out" / "outcome.json").exists()
+    assert (tmp_path / "monday" / "outcome.json").exists()
 
 
 def test_a_job_that_is_stopped_leaves_a_sweep_that_another_job_resumes(cluster: Cluster, project: Path):

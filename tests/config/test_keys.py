@@ -134,15 +134,6 @@ cluster.address                      cells param
 cluster.storage_path                 cells starts param
 cluster.max_failures                 cells param
 cluster.wait_timeout_s               cells param
-cluster.job.manager
-cluster.job.submit
-cluster.job.nodes
-cluster.job.cpus_per_node
-cluster.job.gpus_per_node
-cluster.job.memory_gib_per_node
-cluster.job.sbatch
-cluster.job.image
-cluster.job.volume
 tracking.uri                         cells starts param
 tracking.experiment                  cells starts param
 tracking.patience_s                  cells param

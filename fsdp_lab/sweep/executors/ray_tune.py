@@ -28,8 +28,6 @@ def reach_cluster(plan: SweepPlan) -> None:
     has_more = plan.state.open or (search is not None and search.has_more())
     if config.engine is Engine.ray and config.cluster.address is not None and has_more:
         print("connecting to Ray", flush=True)
-        if (nodes := config.cluster.job.nodes) > 1:
-            print(f"waiting for {nodes} nodes, up to {config.cluster.wait_timeout_s:g} s", flush=True)
         engine.start_ray(config.cluster, _code_of(plan))
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from fsdp_lab.config import UserError
-from fsdp_lab.deploy.job import in_job_of
 from fsdp_lab.locks import InUse, locked
 from fsdp_lab.sweep.names import relative, resume_command
 
@@ -53,10 +52,6 @@ def new_folder(planned: Path, key: str, hydra: DictConfig) -> Iterator[Path]:
 
 def _check_free(folder: Path, key: str) -> None:
     """Check that a folder holds no sweep. One that was refused at its start has left only files that are rewritten."""
-    if (folder / "job").exists() and not in_job_of(folder):
-        raise Occupied(
-            f"{key}={relative(folder)} is a job's folder; to start a new sweep, name another folder: {key}=..."
-        )
     if not any((folder / name).exists() for name in ("results.csv", "facts.json")) and not any(
         folder.glob("*/facts.json")
     ):
