@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# isort: split
 import atexit
 import io
 import os

@@ -86,13 +86,12 @@ def holder(path: Path) -> str:
 
 
 @contextmanager
-def locked(folder: Path, key: str, name: str = ".lock", private: bool = False) -> Iterator[None]:
+def locked(folder: Path, key: str, private: bool = False) -> Iterator[None]:
     """Reserve a folder for this process.
 
     Args:
         folder: to reserve.
         key: the key that sets the folder on the command line; `resume` takes no other.
-        name: of the file that is locked.
         private: make a missing folder for this user alone. An existing one is not changed, unless it is empty, because
             Hydra has made it.
 
@@ -104,7 +103,7 @@ def locked(folder: Path, key: str, name: str = ".lock", private: bool = False) -
         try:
             if private:
                 _make_private(folder)
-            stack.enter_context(exclusive(folder / name))
+            stack.enter_context(exclusive(folder / ".lock"))
         except InUse as error:
             instead = "" if key == "resume" else f", or use another folder: {key}=..."
             raise InUse(

@@ -11,7 +11,6 @@ outputs/data). Paths of images and tokenizers in the model's file are not used.
 
 from __future__ import annotations
 
-# isort: split
 import dataclasses
 import json
 import math

@@ -43,10 +43,6 @@ class Storage:
         with _translated_errors(address):
             self._fs, self._root = url_to_fs(address, **options(address))
 
-    def below(self, name: str) -> Storage:
-        """Return the objects whose names begin with `name/`; "." for all."""
-        return self if name == "." else Storage(f"{self.address}/{name}")
-
     def put(self, file: Path, name: str) -> None:
         """Make a local file an object; a large one comes to be there when all of it has arrived."""
         with _translated_errors(self.address):

@@ -39,7 +39,6 @@ Memory columns that are zero in every row are left out; the CSV has all of them.
 
 from __future__ import annotations
 
-# isort: split
 import signal
 import sys
 

@@ -21,7 +21,6 @@ On its schedule it runs until it is stopped; SIGTERM between nights exits with 0
 
 from __future__ import annotations
 
-# isort: split
 import shlex
 import signal
 import sys

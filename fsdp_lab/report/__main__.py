@@ -16,7 +16,6 @@ Writes report.html, report.md and report.csv into the sweep's folder and to its 
 
 from __future__ import annotations
 
-# isort: split
 import dataclasses
 import re
 import sys

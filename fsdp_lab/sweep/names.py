@@ -94,15 +94,9 @@ def folder_key(multirun: bool) -> str:
     return "hydra.sweep.dir" if multirun else "hydra.run.dir"
 
 
-def resume_command(folder: Path, arguments: Sequence[str] | None = None) -> str:
-    """Return the command that resumes a sweep, with the arguments that a resume does not read from the folder.
-
-    Args:
-        folder: the sweep's.
-        arguments: of the sweep; None: of this process.
-    """
-    typed = sys.argv[1:] if arguments is None else arguments
-    return shlex.join(["python", "-m", "fsdp_lab", f"resume={relative(folder)}", *config_dir_words(typed)])
+def resume_command(folder: Path) -> str:
+    """Return the command that resumes this process's sweep, with what a resume does not read from the folder."""
+    return shlex.join(["python", "-m", "fsdp_lab", f"resume={relative(folder)}", *config_dir_words(sys.argv[1:])])
 
 
 def report_command(folder: Path) -> str:

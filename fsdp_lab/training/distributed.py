@@ -34,7 +34,7 @@ def sees_cuda() -> tuple[bool, str | None]:
     return torch.cuda.is_available(), torch.version.cuda
 
 
-def setup_distributed(offload: OffloadConfig | None = None, timeout_s: float = 1800.0) -> DistributedContext:
+def setup_distributed(offload: OffloadConfig | None = None) -> DistributedContext:
     """Join the process group that torchrun's variables describe, or the one that a launcher made already.
 
     Without such variables this is a group of one, so a plain `python -m fsdp_lab.training` works. A group of one uses a
@@ -42,14 +42,13 @@ def setup_distributed(offload: OffloadConfig | None = None, timeout_s: float = 1
 
     Args:
         offload: of the trial, which decides the backends; None: those of any trial.
-        timeout_s: of collectives.
     """
     cuda = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in str(dist.get_backend_config()))
     if not dist.is_initialized():
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         offload = offload or OffloadConfig(OffloadTarget.cpu)
-        backend, limit = offload.backend(cuda), timedelta(seconds=timeout_s)
+        backend, limit = offload.backend(cuda), timedelta(minutes=30)  # of collectives
         if os.environ.get("WORLD_SIZE", "1") == "1":
             make_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         else:

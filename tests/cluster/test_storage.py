@@ -21,7 +21,7 @@ def test_objects_come_back_as_they_were_put(address: str, tmp_path: Path):
     storage.write("x/b", b"22")
     first = storage.files()
     assert {name: stamp[0] for name, stamp in first.items()} == {"x/a.json": 1, "x/b": 2}
-    assert list(storage.below("x").files()) == ["a.json", "b"] and list(storage.files("x/b")) == ["x/b"]
+    assert list(Storage(f"{storage.address}/x").files()) == ["a.json", "b"] and list(storage.files("x/b")) == ["x/b"]
     storage.write("x/b", b"33")
     assert storage.files()["x/b"] != first["x/b"], "another content has another stamp"
     storage.get("x/b", tmp_path / "b")

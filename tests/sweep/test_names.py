@@ -52,4 +52,4 @@ def test_commands_name_a_folder_that_is_there_where_they_are_typed(monkeypatch: 
     folder = tmp_path / "outputs" / "1"
     assert resume_lines(folder) == ["to resume: python -m fsdp_lab resume=outputs/1"]
     assert report_command(folder) == "python -m fsdp_lab.report sweep=outputs/1"
-    assert resume_command(tmp_path.parent, []) == f"python -m fsdp_lab resume={tmp_path.parent}"
+    assert resume_command(tmp_path.parent) == f"python -m fsdp_lab resume={tmp_path.parent}"
