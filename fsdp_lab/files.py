@@ -1,36 +1,69 @@
-"""Files that are either whole or absent, and the handling of damaged ones."""
+"""Files that are either whole or absent."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-_reported: set[Path] = set()
+from fsdp_lab.config import UserError
+
+RESTORE = "restore it from a copy, or remove it"
 
 
-def report_damaged(path: Path, why: object, what_now: str = "it is treated as missing") -> None:
-    """Warn on standard error, once for each file."""
-    if path not in _reported:
-        _reported.add(path)
-        print(f"fsdp_lab: warning: {path} is damaged ({why}); {what_now}", file=sys.stderr, flush=True)
+def read_json(path: Path, remedy: str = RESTORE) -> Any:
+    """Return the content; None for no file.
 
+    Args:
+        path: of the file.
+        remedy: for a file that cannot be read.
 
-def read_json(path: Path, what_now: str = "it is treated as missing") -> Any:
-    """Return the content; None for no file, or, with a warning, for one that is no JSON."""
+    Raises:
+        UserError: the file holds no JSON.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:
-        report_damaged(path, error if path.stat().st_size else "it is empty", what_now)
-        return None
+        raise UserError(f"{path} cannot be read ({error}); {remedy}.") from None
+
+
+def read_lines(path: Path, *required: str, remedy: str = RESTORE) -> Iterator[dict[str, Any]]:
+    """Yield the object in each line, but not in a last line that a kill cut short; nothing for no file.
+
+    Args:
+        path: of the file.
+        *required: the keys that each object must have.
+        remedy: for a file that cannot be read.
+
+    Raises:
+        UserError: a line cannot be read.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for number, line in enumerate(text.split("\n")[:-1], 1):
+        try:
+            content = json.loads(line)
+            if not isinstance(content, dict) or not content.keys() >= {*required}:
+                raise ValueError(f"it is no object with {', '.join(required)}")
+        except ValueError as error:
+            raise UserError(f"{path}: line {number} cannot be read ({error}); {remedy}.") from None
+        yield content
+
+
+def append_line(path: Path, text: str) -> None:
+    """Append a line, in place of a partial one that a kill left."""
+    with path.open("ab+") as lines:
+        if lines.tell() > 0:
+            lines.seek(-1, os.SEEK_END)
+            if lines.read(1) != b"\n":
+                lines.truncate(path.read_bytes().rfind(b"\n") + 1)
+        lines.write(f"{text}\n".encode())
 
 
 @contextmanager

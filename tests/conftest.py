@@ -85,7 +85,7 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
 
 # The files that take longest start first, so that no worker of pytest waits for one at the end.
 LONGEST = (
-    "sweep/test_chaos.py", "sweep/test_fates.py", "sweep/test_damage_round.py", "nightly/test_night.py",
+    "sweep/test_chaos.py", "sweep/test_fates.py", "nightly/test_night.py",
     "sweep/test_outcomes.py", "training/test_parity.py", "sweep/test_kills.py", "test_presets.py",
     "sweep/test_forecasts.py", "engine/test_cluster.py", "test_commands.py", "test_refusals.py",
     "forecast/test_forecast.py", "training/test_checkpoint.py", "workloads/user/test_command.py",

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "reference": {"config"},
     "api": {"config", "explain", "forecast", "report", "sweep", "terminal"},
     "doctor": {"hardware", "config", "tracking"},
-    "files": set(),
+    "files": {"config"},
     "locks": {"config"},
     "private": set(),
     "storage": {"config"},

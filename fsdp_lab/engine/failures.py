@@ -6,7 +6,6 @@ import re
 import sys
 import traceback
 from contextlib import suppress
-from pathlib import Path
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.target import user_line
@@ -18,17 +17,14 @@ PLAIN = (Code.user_error, Code.diverged)
 _RAISED = re.compile(r"^[\w.]+Error: ", re.MULTILINE)  # before the message in Python's traceback
 
 
-def failure_of(error: BaseException, rank: int, code: Code, folder: Path) -> RankFailure:
+def failure_of(error: BaseException, rank: int, code: Code) -> RankFailure:
     """Return the failure of a rank that raised an error.
 
     Args:
         error: that was raised.
         rank: of this process.
         code: why.
-        folder: the trial's, for a full disk.
     """
-    if "No space left on device" in str(error):  # the system's words, whichever class carries them
-        return RankFailure(Reason.of(Code.disk_full, rank=rank, folder=str(folder)), _traceback(error))
     if code is Code.user_error:
         # a process that loads data gives back a whole traceback, with the message at its end
         from_loader = str(error).startswith("Caught ")

@@ -51,7 +51,7 @@ def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], 
             train_rank(config, folder, 0, reporter, storage=storage, join=join)
         reports.finish()
     except Exception as error:  # noqa: BLE001 - any end is a result of the trial
-        failure = error if isinstance(error, RankFailure) else failure_of(error, 0, code_of(error), folder)
+        failure = error if isinstance(error, RankFailure) else failure_of(error, 0, code_of(error))
         record_failure(folder, failure)
     finally:
         from fsdp_lab.training.distributed import leave_process_group

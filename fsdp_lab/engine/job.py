@@ -82,9 +82,7 @@ def trial_function(config: dict[str, Any]) -> None:
 
 
 def run_job(job: Job, report: Callable[[dict[str, Any]], None]) -> None:
-    """Train to the end, including restarts, and write `outcome.json` in the trial's folder, whatever happens.
-
-    If the disk is full or missing, or the folder was removed, the driver finds no outcome and looks at the disk.
+    """Train to the end, including restarts, and write `outcome.json` in the trial's folder if that can be written.
 
     Args:
         job: the trial.

@@ -84,16 +84,15 @@ def train_rank(
     try:
         keep_threads()
         join()
-        if not folder.is_dir():  # `train` would make it again
-            raise FileNotFoundError(f"{folder} is gone: it was removed or moved before the training began")
+        folder.stat()  # `train` would make it again
         train(config, folder, reporter, storage=storage)
         leave_process_group()
     except (RankFailure, KeyboardInterrupt):
         raise
     except DivergedError as error:
-        raise failure_of(error, rank, Code.diverged, folder) from error
+        raise failure_of(error, rank, Code.diverged) from error
     except BaseException as error:
-        raise failure_of(error, rank, code_of(error), folder) from error
+        raise failure_of(error, rank, code_of(error)) from error
 
 
 def check_gpu(rank: int, wanted: bool) -> None:

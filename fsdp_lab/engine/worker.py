@@ -53,7 +53,7 @@ def train_worker(job: dict[str, Any]) -> None:
     except RankFailure:
         raise
     except BaseException as error:
-        raise failure_of(error, rank, code_of(error), Path(job["folder"])) from error
+        raise failure_of(error, rank, code_of(error)) from error
 
 
 def report(content: dict[str, Any], uploads: Uploads | None) -> None:

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.files import read_json, report_damaged, write_json
+from fsdp_lab.files import write_json
 from fsdp_lab.locks import exclusive
+from fsdp_lab.record.trial_files import read_object
 from fsdp_lab.speed.predict import Parts
 from fsdp_lab.speed.refine import Observation
 
 _FOLDER = Path("outputs/devices/trials")
 _MOST = 500  # that are kept of a device, the newest
-_WITHOUT = "it is ignored: finished trials do not correct predictions; delete it, the next trial writes a new one"
 _WAIT_S = 10.0  # for another sweep that writes
 
 
@@ -58,11 +58,4 @@ def read_observations(device: str, torch: str, digest: str) -> list[Observation]
 
 
 def _content(file: Path) -> dict[str, Any]:
-    try:
-        content = read_json(file, _WITHOUT)
-    except OSError as error:
-        report_damaged(file, error.strerror, _WITHOUT)
-        return {}
-    if content is not None and not isinstance(content, dict):
-        report_damaged(file, "it is not a JSON object", _WITHOUT)
-    return content if isinstance(content, dict) else {}
+    return read_object(file, "remove it: the next trial writes a new one") or {}

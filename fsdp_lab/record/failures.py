@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp_lab.files import report_damaged, write_json
+from fsdp_lab.files import write_json
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import read_object
 
@@ -36,8 +36,8 @@ class RankFailure(Exception):
 
 
 def record_failure(folder: Path, failure: RankFailure) -> None:
-    """Write `failures/rank<r>.json`; does nothing if the disk is full or the folder is gone."""
-    with suppress(OSError):  # the driver looks at the disk when it finds no outcome
+    """Write `failures/rank<r>.json`; does nothing if the folder cannot be written."""
+    with suppress(OSError):  # the outcome cannot be written either, and the driver logs why
         (folder / "failures").mkdir(exist_ok=True)
         content = {"reason": failure.reason.to_dict(), "traceback": failure.traceback, "time": failure.time}
         write_json(folder / "failures" / f"rank{failure.rank}.json", content, parents=False)
@@ -51,13 +51,8 @@ def read_failures(folder: Path) -> list[RankFailure]:
 
 def _read(path: Path) -> RankFailure | None:
     content = read_object(path, reason=dict, traceback=str, time=(int, float))
-    if content is None:
-        return None
-    reason = Reason.read(content["reason"])
-    if reason is None or not isinstance(reason.values.get("rank"), int):
-        report_damaged(path, "it has no valid `reason`")
-        return None
-    return RankFailure(reason, content["traceback"], content["time"])
+    reason = Reason.read(content["reason"]) if content else None
+    return RankFailure(reason, content["traceback"], content["time"]) if content and reason else None
 
 
 def set_aside_failures(folder: Path) -> None:

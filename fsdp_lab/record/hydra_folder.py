@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import NightlyConfig, SweepConfig, from_dict, part, to_dict
-from fsdp_lab.files import report_damaged, write_text
+from fsdp_lab.config import NightlyConfig, SweepConfig, UserError, from_dict, part, to_dict
+from fsdp_lab.files import write_text
 from fsdp_lab.redact import has_password, redact, redact_strings
 
 _ADDRESSES = ("uri", "ui")  # of `tracking`
@@ -18,26 +17,24 @@ _ADDRESSES = ("uri", "ui")  # of `tracking`
 _LAST_KEYS = {"config.yaml": "report", "hydra.yaml": "verbose"}
 
 
-def read_hydra_file(trial_folder: Path, name: str) -> dict[str, Any] | None:
+def read_hydra_file(trial_folder: Path, name: str) -> dict[str, Any]:
     """Return the content of `.hydra/config.yaml`, or of `hydra.yaml` below its only key.
 
-    None for no file, or, with a warning, for a damaged one.
+    Raises:
+        UserError: the file is missing, or cannot be read.
     """
     path = trial_folder / ".hydra" / name
     try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.load(text, Loader=yaml.CSafeLoader)
-    except FileNotFoundError:
-        return None
-    except (ValueError, yaml.YAMLError) as error:
-        report_damaged(path, " ".join(str(error).split()))
-        return None
-    if name == "hydra.yaml" and isinstance(content, dict):
-        content = content.get("hydra")
-    if not isinstance(content, dict) or _LAST_KEYS[name] not in content or not text.endswith("\n"):
-        report_damaged(path, "it is cut short")
-        return None
-    return content
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+        values: dict[str, Any] = content["hydra"] if name == "hydra.yaml" else content
+        values[_LAST_KEYS[name]]
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise UserError(
+            f"{path} cannot be read ({type(error).__name__}: {why}); restore it from a copy, or remove it and resume "
+            "the sweep with resume_anyway=true, which writes it again."
+        ) from None
+    return values
 
 
 def saved_config(values: dict[str, Any]) -> SweepConfig:
@@ -82,8 +79,7 @@ def _write_yaml(path: Path, content: Any) -> None:
     write_text(path, yaml.dump(content, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True))
 
 
-def restore_hydra_folder(trial: Trial) -> None:
-    """Write damaged or missing files of `.hydra/` again, as the trial is composed now."""
-    if not all(read_hydra_file(trial.folder, name) for name in _LAST_KEYS):
-        with suppress(OSError):  # the folder cannot be written: what needs it says so
-            write_hydra_folder(trial)
+def write_missing_hydra_folder(trial: Trial) -> None:
+    """Write `.hydra/` again if one of its files was removed, as the trial is composed now."""
+    if not all((trial.folder / ".hydra" / name).exists() for name in _LAST_KEYS):
+        write_hydra_folder(trial)

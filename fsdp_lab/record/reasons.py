@@ -36,8 +36,6 @@ class Code(StrEnum):
     """The process ended without an error."""
     node_lost = "node_lost"
     """The `node` of the process went down."""
-    disk_full = "disk_full"
-    """The disk of `folder` has no room; without a rank if the driver found it."""
 
     # Of the whole trial.
     no_place = "no_place"
@@ -46,10 +44,6 @@ class Code(StrEnum):
     """A worker ended while it started; `nodes` that died."""
     job_failed = "job_failed"
     """Ray's own error: `text`."""
-    folder_gone = "folder_gone"
-    """`folder` was removed or moved while the trial ran."""
-    unwritable = "unwritable"
-    """`folder` cannot be written: `error`, the system's."""
     no_outcome = "no_outcome"
     """Its process ended and left nothing."""
     sweep_failed = "sweep_failed"

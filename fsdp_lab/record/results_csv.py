@@ -24,7 +24,7 @@ def write_results(folder: Path, axes: Sequence[str], rows: Iterable[Mapping[str,
         rows: one a trial, in the order of their numbers, by column; a value that no column has is left out.
 
     Raises:
-        OSError: the disk is full, or the folder is gone.
+        OSError: the folder cannot be written.
     """
     measured = [column.key for column in table_columns("csv")]
     last = ("pareto", "seconds", "error", "run_id", "folder")

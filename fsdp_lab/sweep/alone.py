@@ -34,8 +34,7 @@ def run_alone(trial: Trial) -> ExitCode:
         with locked(trial.folder, "resume"):
             record = read_start(trial.folder)
             states = resumed_states([trial], trial.folder, trial.config)
-            typed_now = [word for word in trial.overrides if word not in record.arguments]
-            check_unchanged(record, states, trial.folder, trial.config, typed_now)
+            check_unchanged(record, states, trial.folder, trial.config)
             plan = _plan(states, record, resumed=True)
             reach_cluster(plan)
             remember_last(trial.folder)

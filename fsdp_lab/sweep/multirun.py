@@ -201,7 +201,7 @@ class Command:
             raise ConfigError(f"resume={self.folder}: no trial is recorded there yet; start a new sweep.")
         config = trials[0].config if trials else self.common.config
         states = resumed_states(trials, self.folder, config)
-        check_unchanged(record, states, self.folder, config, typed_now)
+        check_unchanged(record, states, self.folder, config)
         if search is not None:
             search.resume([(state.trial, state.status, state.figures) for state in states])
         return replace(self._plan(states, swept, record, search), resumed=True)

@@ -15,7 +15,7 @@ from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.files import sync
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.failures import RankFailure, record_failure
-from fsdp_lab.record.hydra_folder import restore_hydra_folder, write_hydra_folder
+from fsdp_lab.record.hydra_folder import write_hydra_folder, write_missing_hydra_folder
 from fsdp_lab.record.paths import make_storage, storage, trial_address
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep_json import SweepStart
@@ -60,10 +60,6 @@ class SweepPlan:
     started: SweepStart
     search: OptunaSearch | None = None
     resumed: bool = False
-
-
-class FolderGone(UserError):
-    """The sweep's folder was removed or moved while it ran."""
 
 
 class Listener:
@@ -181,7 +177,6 @@ def run_sweep(plan: SweepPlan, executor: Executor, listeners: Sequence[Listener]
                 sweep.publish("ready")
                 if sweep.has_more():
                     executor.run(sweep)
-                    sweep.check_folder()
             else:
                 what = "the trial has" if len(sweep.states) == 1 else f"all {len(sweep.states)} trials have"
                 sweep.log(f"nothing is left to do: {what} a result")
@@ -189,9 +184,6 @@ def run_sweep(plan: SweepPlan, executor: Executor, listeners: Sequence[Listener]
             interrupted = True
             lost = executor.interrupted_by
             sweep.log(f"{lost} has ended: it was killed" if lost else "interrupted")
-        except FolderGone as gone:
-            error = gone
-            sweep.log(str(gone))
         except BaseException as caught:
             error = caught
             raise
@@ -211,8 +203,7 @@ class SweepRun:
         self.plan, self.config, self.folder = plan, plan.config, plan.folder
         self.state = plan.state
         self.closed = False
-        # What is there as long as the folder is; processes of a trial may make a folder of its name again.
-        self._mark = [path for path in (self.folder / "sweep.json",) if path.exists()]
+        self._is_recorded = (self.folder / "sweep.json").exists()
         self._listeners = listeners
         self._opened = False
         self._logged: set[str] = set()
@@ -258,7 +249,7 @@ class SweepRun:
         """
         if self.plan.resumed:
             for state in self.states:
-                restore_hydra_folder(state.trial)
+                write_missing_hydra_folder(state.trial)
         self._opened = True  # already: an interrupt in the middle of it closes what is open
         try:
             self.publish("opened")
@@ -266,30 +257,17 @@ class SweepRun:
             self._opened = False
             raise
 
-    @property
-    def has_folder(self) -> bool:
-        """Whether the folder is the one that the sweep was started in."""
-        return all(path.exists() for path in self._mark)
-
-    def check_folder(self) -> None:
-        """Check that the sweep's folder still exists.
-
-        Raises:
-            FolderGone: it was removed or moved.
-        """
-        if not self.has_folder:
-            raise FolderGone(
-                f"{self.folder} is gone: it was removed or moved while the sweep ran, so the sweep ends. What its "
-                "trials reported is in MLflow. If you moved the folder, resume it there; else start a new sweep."
-            )
-
     def has_more(self) -> bool:
         """Whether a trial is still to be begun."""
         return self.state.open or (self.plan.search is not None and self.plan.search.has_more())
 
     def next(self) -> int | None:
-        """Return the number of the trial to begin next; None if there is none now."""
-        self.check_folder()
+        """Return the number of the trial to begin next; None if there is none now.
+
+        Raises:
+            OSError: the sweep's folder was removed.
+        """
+        self._check_folder()
         while True:
             number = self.state.next_waiting()
             if number is None:
@@ -375,9 +353,13 @@ class SweepRun:
                 self.publish("epoch", number, metrics)
 
     def tick(self) -> None:
-        """Let time pass for the listeners: called repeatedly while trials run. Raises as `check_folder`."""
-        self.check_folder()
+        """Let time pass for the listeners: called repeatedly while trials run. Raises as `next`."""
+        self._check_folder()
         self.publish("tick")
+
+    def _check_folder(self) -> None:
+        if self._is_recorded:
+            (self.folder / "sweep.json").stat()  # Ray makes a removed folder again, without this file
 
     def end(self, number: int, outcome: Outcome) -> None:
         """End a trial. An interrupted one has no result yet."""
@@ -424,8 +406,8 @@ class SweepRun:
         if read_outcome(folder) is None:
             try:
                 write_outcome(folder, Outcome(state.status, state.reason, state.seconds))
-            except OSError:
-                self.log_once(f"{folder} cannot be written: a resume will retry this trial")
+            except OSError as error:
+                self.log_once(f"{folder} cannot be written ({error.strerror}): a resume will retry this trial")
 
     def close(self, interrupted: bool, error: BaseException | None = None) -> ExitCode:
         """End trials that still run, and close the listeners; only the first call does."""
@@ -435,8 +417,6 @@ class SweepRun:
         self.closed = True
         self.publish("closing", ending)
         reason = Reason.of(Code.sweep_failed, text=str(error)) if error else None
-        if isinstance(error, FolderGone):
-            reason = Reason.of(Code.folder_gone, folder=str(self.folder))
         for number, state in enumerate(self.states):
             if state.status is TrialStatus.running:
                 self.end(number, Outcome(TrialStatus.interrupted, reason))

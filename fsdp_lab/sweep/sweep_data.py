@@ -188,14 +188,9 @@ def _trial_in(folder: Path, number: int, overrides: Sequence[str], launched_in: 
     Its files on a shared disk are found from any folder.
 
     Raises:
-        UserError: a file is damaged or missing.
+        UserError: a file is missing, or cannot be read.
     """
     values, hydra = (read_hydra_file(folder, name) for name in ("config.yaml", "hydra.yaml"))
-    if values is None or hydra is None:
-        raise UserError(
-            f"{folder / '.hydra' / ('config.yaml' if values is None else 'hydra.yaml')} is damaged or missing, so "
-            "this trial's settings are unknown; `python -m fsdp_lab resume=<the sweep's folder>` writes the file again."
-        )
     options = hydra["runtime"]["choices"].items()
     choices = {k: str(v) for k, v in options if v and not k.startswith("hydra/")}
     config = saved_config(values)

@@ -14,7 +14,7 @@ import torch
 from ray.exceptions import OutOfMemoryError, RayActorError
 from torch.utils.data import DataLoader
 
-from fsdp_lab.config import ConfigError, TrialConfig, to_dict
+from fsdp_lab.config import ConfigError, TrialConfig, UserError, to_dict
 from fsdp_lab.engine import job
 from fsdp_lab.engine.attempts import Attempts
 from fsdp_lab.engine.failures import code_of, failure_of
@@ -23,15 +23,10 @@ from fsdp_lab.engine.inline import run_inline
 from fsdp_lab.engine.rank import RankReporter, train_rank
 from fsdp_lab.engine.reports import Reports
 from fsdp_lab.engine.worker import join_ranks
+from fsdp_lab.files import append_line
 from fsdp_lab.record.failures import RankFailure, read_failures, record_failure
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial_files import (
-    Progress,
-    append_line,
-    read_metrics,
-    read_outcome,
-    why_unwritten,
-)
+from fsdp_lab.record.trial_files import Progress, read_metrics, read_outcome
 from fsdp_lab.record.trial_folder import clear_left_over
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.storage import Storage, StorageAway
@@ -46,13 +41,16 @@ def reporter_of(folder: Path) -> RankReporter:
     return RankReporter("digits", Progress(), reports.receive, reports.progress)
 
 
-@pytest.mark.parametrize(
-    "line", ["{}", "[1]", '{"epoch": null}', '{"epoch": NaN}', '{"epoch": Infinity}', '{"epoch": 2']
-)
-def test_a_line_without_an_epoch_is_none(line: str, tmp_path: Path):
-    append_line(tmp_path / "metrics.jsonl", '{"epoch": 1, "loss": NaN}')
-    append_line(tmp_path / "metrics.jsonl", line)
+def test_a_line_that_cannot_be_read_is_named_and_one_that_a_kill_cut_is_dropped(tmp_path: Path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"epoch": 1, "loss": NaN}\n{"epoch": 2')
     assert [metrics["epoch"] for metrics in read_metrics(tmp_path)] == [1]
+    append_line(file, '{"epoch": 3}')
+    assert [metrics["epoch"] for metrics in read_metrics(tmp_path)] == [1, 3]
+    for line in ("{}", "[1]", '{"epoch": 4', ""):
+        file.write_text(f'{{"epoch": 1}}\n{line}\n{{"epoch": 3}}\n')
+        with pytest.raises(UserError, match=f"{file}: line 2 cannot be read .*; restore it from a copy, or remove it"):
+            list(read_metrics(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -103,10 +101,8 @@ def test_out_of_memory_is_an_outcome_of_its_own(tmp_path: Path, monkeypatch: pyt
     """Ray's part stands in: what is looked at is what is made of the failures that it leaves."""
 
     def fit(*_: object) -> None:
-        record_failure(tmp_path, failure_of(RuntimeError("Connection reset by peer"), 1, Code.peer_lost, tmp_path))
-        record_failure(
-            tmp_path, failure_of(torch.OutOfMemoryError("CUDA out of memory"), 0, Code.out_of_memory, tmp_path)
-        )
+        record_failure(tmp_path, failure_of(RuntimeError("Connection reset by peer"), 1, Code.peer_lost))
+        record_failure(tmp_path, failure_of(torch.OutOfMemoryError("CUDA out of memory"), 0, Code.out_of_memory))
         raise RuntimeError("a worker failed")
 
     monkeypatch.setattr(job, "fit", fit)
@@ -210,7 +206,7 @@ def test_a_folder_that_is_removed_before_the_training_is_not_made_again(tmp_path
     """While the ranks meet: until then PyTorch is imported, for a second or more."""
     folder = tmp_path / "trial"
     folder.mkdir()
-    with pytest.raises(RankFailure, match="trial is gone: it was removed or moved before the training began"):
+    with pytest.raises(RankFailure, match="No such file or directory"):
         train_rank(TrialConfig(), folder, 0, reporter_of(folder), join=folder.rmdir)
     assert not folder.exists()
 
@@ -228,7 +224,7 @@ def test_an_epoch_that_is_reported_again_stands_in_the_file_once(tmp_path: Path)
     again = reporter_of(tmp_path)
     for epoch in (1, 2):
         again.epoch({"epoch": epoch, "perf/step_seconds": 0.5 + epoch, "val/loss": math.inf}, None)
-        assert file.read_bytes() == before
+        assert file.read_bytes().startswith(before)
     for epoch in (3, 4):
         again.epoch({"epoch": epoch, "perf/step_seconds": 9.0}, None)
     output = [json.loads(line) for line in file.read_text().splitlines()]
@@ -242,15 +238,6 @@ def test_a_lost_epoch_that_is_reported_again_comes_back_to_its_place(tmp_path: P
     for epoch in (1, 2, 3):
         reporter.epoch({"epoch": epoch}, None)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"epoch": 1}\n{"epoch": 2}\n{"epoch": 3}\n'
-
-
-def test_only_a_disk_without_room_is_to_be_freed(tmp_path: Path):
-    """A folder that is gone, or not ours, is another matter; `tests/sweep/test_kills.py` fills a real disk."""
-    (tmp_path / "file").write_text("")
-    observed = reason_text(why_unwritten(tmp_path / "file"))
-    assert "cannot be written (Not a directory); make it writable, or set hydra.run.dir" in observed
-    assert "free" not in observed
-    assert "without an error" in reason_text(why_unwritten(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -376,4 +363,4 @@ def test_the_message_of_a_users_error_comes_back_from_a_process_that_loads_data(
     with pytest.raises(ConfigError) as caught:
         next(iter(loader))
     assert str(caught.value).startswith("Caught "), "else the test shows nothing"
-    assert failure_of(caught.value, 0, code_of(caught.value), tmp_path).reason.values["text"] == message
+    assert failure_of(caught.value, 0, code_of(caught.value)).reason.values["text"] == message

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fsdp_lab.config import UserError
 from fsdp_lab.forecast.devices import data_sheet, refined
 from fsdp_lab.forecast.observations import observations_file, read_observations, record_observation
 from fsdp_lab.forecast.run import Request, forecast_one
@@ -44,12 +45,12 @@ def test_they_are_kept_by_device_version_and_the_figures_that_predicted_them():
 @pytest.mark.parametrize(
     "content",
     [
-        "[", "[]", '{"a": 1}', '{"a": {"measured_s": 1}}', '{"a": {"parts": null}}',
+        '{"a": 1}', '{"a": {"measured_s": 1}}', '{"a": {"parts": null}}',
         json.dumps({"a": asdict(observations(1, Factors())[0]) | {"measured_s": float("inf")}}),
         json.dumps({"a": asdict(observations(1, Factors())[0]) | {"measured_s": "fast"}}),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_counts_as_absent(content: str):
+def test_what_another_version_wrote_counts_as_absent(content: str):
     file = observations_file(CPU)
     file.parent.mkdir(parents=True)
     file.write_text(content)
@@ -57,26 +58,12 @@ def test_what_cannot_be_read_counts_as_absent(content: str):
 
 
 @pytest.mark.parametrize("content", ["[", "[]", ""])
-def test_a_damaged_file_is_reported_with_what_to_do_and_written_anew(
-    content: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("fsdp_lab.files._reported", set())  # each file is told once in a process
+def test_a_file_that_cannot_be_read_is_named(content: str):
     file = observations_file(CPU)
     file.parent.mkdir(parents=True)
     file.write_text(content)
-    assert read_observations(CPU, "2.15.0", "d") == []
-    output = capsys.readouterr().err
-    assert output.count(file.name) == 1 and output.endswith(
-        "); it is ignored: finished trials do not correct predictions; delete it, the next trial writes a new one\n"
-    )
-    (one,) = observations(1, Factors())
-    record_observation(CPU, "a/0", one)
-    assert read_observations(CPU, "2.15.0", "d") == [one]
-
-
-def test_a_folder_in_its_place_counts_as_absent():
-    observations_file(CPU).mkdir(parents=True)
-    assert read_observations(CPU, "2.15.0", "d") == []
+    with pytest.raises(UserError, match=f"{file} cannot be read .*; remove it: the next trial writes a new one"):
+        read_observations(CPU, "2.15.0", "d")
 
 
 def test_the_oldest_leave():

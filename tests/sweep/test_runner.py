@@ -12,12 +12,12 @@ from typing import Any, cast
 import pytest
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.files import write_json
+from fsdp_lab.files import append_line, write_json
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.failures import read_failures
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep_json import SweepStart
-from fsdp_lab.record.trial_files import Outcome, append_line, read_forecast, read_outcome
+from fsdp_lab.record.trial_files import Outcome, read_forecast, read_outcome
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import Speed

@@ -6,7 +6,8 @@ from functools import partial
 
 from fsdp_lab.config import TrialConfig, part
 from fsdp_lab.engine.inline import run_inline
-from fsdp_lab.record.trial_files import Outcome, read_outcome, why_unwritten
+from fsdp_lab.record.reasons import Code, Reason
+from fsdp_lab.record.trial_files import Outcome, read_outcome
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.runner import SweepRun
 
@@ -28,7 +29,7 @@ class InlineExecutor:
             config = sweep.states[number].trial.config
             on_epoch = partial(sweep.look, number)
             run_inline(part(config, TrialConfig), folder, on_epoch, sweep.address_of(number))
-            sweep.end(number, read_outcome(folder) or Outcome(TrialStatus.failed, why_unwritten(folder)))
+            sweep.end(number, read_outcome(folder) or Outcome(TrialStatus.failed, Reason.of(Code.no_outcome)))
 
     def stop(self) -> None:
         """Do nothing."""

@@ -26,7 +26,7 @@ from fsdp_lab.engine.files_of_ranks import receive
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.engine.nodes import NodeWatch, nodes
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial_files import Outcome, read_outcome, read_progress, why_unwritten
+from fsdp_lab.record.trial_files import Outcome, read_outcome, read_progress
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.storage import Storage, StorageRefused
 from fsdp_lab.sweep.executors.resource_catalog import LOOK_S, ResourceCatalog, workers_per_node
@@ -288,7 +288,7 @@ class TuneCallback(TrialProgressCallback):
                 through = self._sweep.is_through(number)
                 outcome = Outcome(TrialStatus.finished if through else TrialStatus.stopped)
             else:
-                outcome = Outcome(TrialStatus.failed, why_unwritten(folder))
+                outcome = Outcome(TrialStatus.failed, Reason.of(Code.no_outcome))
         self._sweep.end(number, outcome)
 
 

@@ -31,7 +31,7 @@ from fsdp_lab.wording import duration
 MOST_ROWS = 500  # of the last table; of more trials it has a few
 _FEW_ROWS = 50
 # The rank has printed its traceback, see `print_failure`.
-_PRINTED = (Code.out_of_memory, Code.peer_lost, Code.error, Code.disk_full)
+_PRINTED = (Code.out_of_memory, Code.peer_lost, Code.error)
 
 
 class Console(Listener):
@@ -147,7 +147,7 @@ class Console(Listener):
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
         """Log how to resume an interrupted sweep, before anything that may hang."""
-        if ending.early and sweep.has_folder:  # at once: a store that hangs may be all that follows
+        if ending.early:  # at once: a store that hangs may be all that follows
             for line in resume_lines(sweep.folder):
                 self.log(line)
         self.update(sweep)

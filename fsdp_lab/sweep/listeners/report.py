@@ -24,7 +24,7 @@ class Report(Listener):
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
         """Write the report of a sweep that was not interrupted. An error is logged with the command to try again."""
         plan = sweep.plan
-        if not sweep.has_folder or not sweep.states:
+        if not sweep.states:
             return
         try:
             data = sweep_of(

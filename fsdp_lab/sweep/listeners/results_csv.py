@@ -49,17 +49,15 @@ class ResultsCsv(Listener):
         self._write(sweep)
 
     def _write(self, sweep: SweepRun) -> None:
-        """Write the file. A full disk is reported once, because MLflow may lie on another disk and continue."""
+        """Write the file. An error is reported once, because MLflow may continue."""
         self._stale = False
-        if not sweep.folder.is_dir():  # the sweep says so, and ends
-            return
         try:
             with self._pace.kept():
                 swept = sweep.plan.swept
                 write_results(sweep.folder, swept, rows_of(sweep.states, swept, sweep.state.front(), self._run_id))
         except OSError as error:
             if not self._unwritable:
-                sweep.log(f"{error.filename} is not up to date: {error.strerror}; free the disk")
+                sweep.log(f"{error.filename} is not up to date: {error.strerror}")
             self._unwritable = True
 
 

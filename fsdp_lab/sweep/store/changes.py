@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.compose import with_variables
-from fsdp_lab.config import Between, ConfigError, SweepConfig, settings, workers_of
+from fsdp_lab.config import Between, SweepConfig, UserError, settings, workers_of
 from fsdp_lab.config.code import code_digest, commit
-from fsdp_lab.config.conf import groups
 from fsdp_lab.config.key import keys_of
-from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.record.sweep_json import SweepStart, versions
 from fsdp_lab.redact import redact
@@ -44,27 +41,12 @@ def changes_of_workers(record: SweepStart, config: SweepConfig) -> list[str]:
     return [f"cluster.num_workers=null was {record.num_workers} workers and is {workers}"]
 
 
-def changes_of_config(trial_folder: Path, config: SweepConfig, typed: Sequence[str] = ()) -> list[str]:
-    """Return the differences between a trial's saved config and `config`, in words.
-
-    Nothing for a trial that was never set up.
-
-    Args:
-        trial_folder: the trial's.
-        config: as composed now.
-        typed: overrides for the resume. If the saved config is lost, `config` without them is taken for it.
-    """
-    path = trial_folder / ".hydra" / "config.yaml"
-    values = read_hydra_file(trial_folder, path.name)
-    if values is None:
-        unknown = {*_settings(config), *groups()} if path.parent.is_dir() else set()
-        return [
-            f"{path}, which had the value of {key_of(w)}, is damaged or missing" for w in typed if key_of(w) in unknown
-        ]
+def changes_of_config(trial_folder: Path, config: SweepConfig) -> list[str]:
+    """Return the differences between a trial's saved config and `config`, in words."""
     try:
-        before = with_variables(saved_config(values))
-    except ConfigError as error:
-        return [f"{path}: {error}"]
+        before = with_variables(saved_config(read_hydra_file(trial_folder, "config.yaml")))
+    except UserError as error:
+        return [f"{trial_folder / '.hydra/config.yaml'}: {error}"]
     there, here = _settings(before), _settings(config)
     return [
         f"{key} was {there.get(key)} and is {here.get(key)}"

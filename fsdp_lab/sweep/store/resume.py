@@ -15,7 +15,7 @@ from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.engine.ray_private import RUNTIME_ENV_FOLDER
 from fsdp_lab.record.paths import storage
 from fsdp_lab.record.sweep_json import SweepStart, read_start
-from fsdp_lab.record.trial_files import read_any_facts, read_forecast, read_metrics, read_whole_outcome
+from fsdp_lab.record.trial_files import read_any_facts, read_forecast, read_metrics, read_outcome
 from fsdp_lab.record.trials_jsonl import lines_of
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import with_overrides
@@ -85,7 +85,7 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -
 
 def read_state(state: TrialState, folder: Path) -> TrialState:
     """Fill in what a trial's folder records, and return the same."""
-    outcome = read_whole_outcome(folder)
+    outcome = read_outcome(folder)
     state.forecast_figures, state.forecast_words = read_forecast(folder)
     state.facts = read_any_facts(folder) or {}
     state.epochs = list(read_metrics(folder))
@@ -95,9 +95,7 @@ def read_state(state: TrialState, folder: Path) -> TrialState:
     return state
 
 
-def check_unchanged(
-    record: SweepStart, states: Sequence[TrialState], folder: Path, config: SweepConfig, typed: Sequence[str]
-) -> None:
+def check_unchanged(record: SweepStart, states: Sequence[TrialState], folder: Path, config: SweepConfig) -> None:
     """Refuse to resume with other settings, code or data than the sweep was started with.
 
     Args:
@@ -105,7 +103,6 @@ def check_unchanged(
         states: of its trials.
         folder: the sweep's.
         config: as composed now.
-        typed: overrides for the resume only.
 
     Raises:
         UserError: with the differences, unless `resume_anyway`; or a trial cannot run here.
@@ -114,7 +111,7 @@ def check_unchanged(
         changes = {"": changes_of_code(record)}
         for number, state in enumerate(states):
             changes[f"trial {number}" if record.multirun else "the trial"] = changes_of_config(
-                state.trial.folder, state.trial.config, typed
+                state.trial.folder, state.trial.config
             )
         changes["workers"] = changes_of_workers(record, config)
         changes["data"] = _changes_of_data(states, folder)

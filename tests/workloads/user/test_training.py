@@ -335,7 +335,7 @@ def test_an_item_that_a_loaders_process_cannot_read_is_one_message(tmp_path: Pat
     loader = torch.utils.data.DataLoader(split, sampler=[torch.tensor([9])], batch_size=None, num_workers=1)
     with pytest.raises(UserError) as caught:
         next(iter(loader))
-    failure = failure_of(caught.value, 0, Code.user_error, tmp_path)
+    failure = failure_of(caught.value, 0, Code.user_error)
     assert failure.reason.values["text"].startswith("data: item 9 cannot be read: ValueError: item 9 is broken (")
 
 
