@@ -33,7 +33,6 @@ class ConsoleReporter:
         self.speaks = int(os.environ.get("RANK", 0)) == 0
 
     def facts(self, facts: dict[str, Any]) -> None:
-        """Print the facts."""
         if self.speaks:
             print(json.dumps(facts), flush=True)
 
@@ -46,7 +45,6 @@ class ConsoleReporter:
         pass
 
     def epoch(self, metrics: Metrics, checkpoint: Path | str | None) -> None:
-        """Print the metrics, rounded to six decimals."""
         if self.speaks:
             print(json.dumps({key: round(value, 6) for key, value in metrics.items()}), flush=True)
 
@@ -80,10 +78,6 @@ def read_config(base: Path | None, overrides: list[str]) -> NightlyConfig:
 
 def read_option(group: Path, option: str) -> Any:
     """Return the values of a group's option.
-
-    Args:
-        group: the folder of its options.
-        option: the name of one.
 
     Raises:
         ConfigError: the group has no such option.
@@ -121,7 +115,6 @@ def resolved(value: Any, root: dict[str, Any]) -> Any:
 
 
 def merge(base: dict[str, Any], on_top: dict[str, Any]) -> dict[str, Any]:
-    """Return `base` with the leaves of `on_top` in place of its own."""
     merged = dict(base)
     for key, value in on_top.items():
         old = merged.get(key)
@@ -130,7 +123,6 @@ def merge(base: dict[str, Any], on_top: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Train the trial that the command line describes, and return the exit status."""
     parser = argparse.ArgumentParser(
         "fsdp_lab.training", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

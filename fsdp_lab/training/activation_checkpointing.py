@@ -36,10 +36,6 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], config: TrialConfig) -> list[
 def check_no_unit_inside(model: nn.Module, units: Sequence[nn.Module]) -> None:
     """Check that no wrapped block has a sharding unit inside, whose gathering would count among its operators.
 
-    Args:
-        model: with wrapped blocks.
-        units: the sharding units.
-
     Raises:
         UserError: a block has one.
     """

@@ -32,7 +32,6 @@ class AllocatorRecorder:
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """Record the step of `model` inside."""
         mark = model.register_forward_pre_hook(_mark_forward)
         try:
             with allocator_changes(self._changes):
@@ -46,7 +45,6 @@ class AllocatorRecorder:
         return Profile([*self._before.events[:begun], *self._events()], begun).with_peaks()
 
     def _events(self) -> Iterator[Event]:
-        """Yield an event for each allocation, and for each free of one of these."""
         numbers: dict[tuple[str, int], int] = {}
         phase = "forward"
         for number, change in enumerate(self._changes):

@@ -48,7 +48,6 @@ def check_blocks(model: nn.Module, blocks: BlockClasses, config: TrialConfig) ->
     Args:
         model: before it is sharded.
         blocks: the classes of its blocks; empty: none were found.
-        config: the trial.
 
     Raises:
         UserError: it has none of these classes, or fewer blocks than `activation_checkpointing_every`.
@@ -76,11 +75,6 @@ def check_blocks(model: nn.Module, blocks: BlockClasses, config: TrialConfig) ->
 
 
 def _check_every(num_blocks: int, config: TrialConfig) -> None:
-    """Check that there is an n-th block to checkpoint.
-
-    Raises:
-        UserError: there are fewer blocks than n.
-    """
     every = config.activation_checkpointing_every
     if config.activation_checkpointing is ActivationCheckpointing.every_n and every > num_blocks:
         raise UserError(

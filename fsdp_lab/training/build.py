@@ -38,10 +38,7 @@ def build(
     """Build, shard and materialise the model, then make its optimizer, loss scaler and learning-rate schedule.
 
     Args:
-        spec: how to build the model.
-        config: the trial.
         dims: how the ranks divide the work; needs a mesh.
-        device: where the model computes.
         materialize: gives the parameters of a model on `meta` their storage and values, in place.
         steps_per_epoch: of the learning-rate schedule.
         total_steps: of the learning-rate schedule.

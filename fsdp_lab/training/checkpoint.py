@@ -69,10 +69,7 @@ class TrainState(Stateful):
 
     Attributes:
         model: sharded.
-        optimizer: of the sharded parameters.
         scaler: of the loss; disabled without loss scaling.
-        lr_schedule: of the learning rate.
-        layout: how the model was divided.
         epoch: finished epochs.
         step: optimizer steps so far.
         epoch_step: optimizer steps of an epoch that is not finished.
@@ -144,11 +141,6 @@ class _AsSaved(dcp.DefaultLoadPlanner):
 
 class Checkpoints:
     """The checkpoints of one trial, in a folder that all ranks see or at an address in object storage.
-
-    Args:
-        place: the folder or the address.
-        config: the trial.
-        ranks: this process.
 
     Attributes:
         notes: sentences about the checkpoint that was loaded.
@@ -338,11 +330,6 @@ def is_of_the_machine(error: BaseException) -> bool:
 def check_meta(meta: dict[str, Any], source: Where, config: TrialConfig) -> None:
     """Refuse a checkpoint of another model, optimizer or PyTorch, naming the difference.
 
-    Args:
-        meta: the checkpoint's metadata.
-        source: the checkpoint, for messages.
-        config: the trial that is to load it.
-
     Raises:
         CheckpointError: they differ. DCP promises nothing between PyTorch versions.
     """
@@ -369,17 +356,11 @@ def check_meta(meta: dict[str, Any], source: Where, config: TrialConfig) -> None
 
 
 def trial_identity(config: TrialConfig) -> dict[str, Any]:
-    """Return the settings that identify a trial: its checkpoints are of no other."""
     return settings(config, Between.CHECKPOINT)
 
 
 def check_same_trial(meta: dict[str, Any], source: Where, config: TrialConfig) -> None:
     """Refuse to resume in a folder in which another trial was trained.
-
-    Args:
-        meta: the checkpoint's metadata.
-        source: the checkpoint, for messages.
-        config: the trial that is to load it.
 
     Raises:
         CheckpointError: with the settings that differ.

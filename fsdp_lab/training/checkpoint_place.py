@@ -139,7 +139,6 @@ class Place(ABC):
         return [each for each in every if each not in keep and str(each) <= str(whole[-1])]
 
     def prune(self, keep_last: int, keep_best: bool) -> None:
-        """Remove what is outdated."""
         self.remove(self.outdated(keep_last, keep_best))
 
 
@@ -149,12 +148,10 @@ def place_of(checkpoints: Where) -> Place:
 
 
 def step_of(checkpoint: Where) -> int:
-    """Return the optimizer step in a checkpoint's name."""
     return int(str(checkpoint).rpartition("step_")[2])
 
 
 def writer(making: Where, **settings: Any) -> StorageWriter:
-    """Return DCP's writer for a new checkpoint."""
     if isinstance(making, Path):
         return dcp.FileSystemWriter(making, **settings)
     # An object that was put is durable: without a file to sync, DCP would sync every disk of the machine.
@@ -162,7 +159,6 @@ def writer(making: Where, **settings: Any) -> StorageWriter:
 
 
 def reader(place: Place, checkpoint: Where) -> StorageReader:
-    """Return DCP's reader for a checkpoint."""
     if isinstance(checkpoint, Path):
         return dcp.FileSystemReader(checkpoint)
     data = f"{checkpoint.rpartition('/')[0]}/{place.meta(checkpoint)['data']}"
@@ -170,11 +166,7 @@ def reader(place: Place, checkpoint: Where) -> StorageReader:
 
 
 def _checked(text: str | bytes, *keys: str) -> dict[str, Any]:
-    """Return the metadata of a checkpoint, which has `history`, `files` and these keys.
-
-    Raises:
-        ValueError: the text is not JSON, or lacks a key.
-    """
+    """Return the metadata of a checkpoint, which has `history`, `files` and these keys."""
     meta = json.loads(text)
     for key in ("history", "files", *keys):
         if not isinstance(meta, dict) or key not in meta:
@@ -197,33 +189,23 @@ class OnDisk(Place):
         return sorted(f for f in self.folder.glob("step_*") if f.is_dir()) if self.folder.is_dir() else []
 
     def meta(self, checkpoint: Where) -> dict[str, Any]:
-        """Return what `publish` wrote."""
         return _checked((Path(checkpoint) / META).read_text())
 
     def meta_file(self, checkpoint: Where) -> str:
-        """Return the name that is the same for all."""
         return META
 
     def file_size(self, checkpoint: Where, meta: dict[str, Any], name: str) -> int | None:
-        """Return the bytes of a file, None if it is missing."""
         with suppress(FileNotFoundError):
             return (Path(checkpoint) / name).stat().st_size
         return None
 
     def has(self, checkpoint: Where) -> bool:
-        """Return whether a checkpoint is directly in this folder."""
         return isinstance(checkpoint, Path) and checkpoint.parent.absolute() == self.folder.absolute()
 
     def named(self, step: int) -> Path:
-        """Return the folder of the checkpoint of a step."""
         return self.folder / f"step_{step:08d}"
 
     def begin(self, step: int) -> Path:
-        """See `Place`.
-
-        Raises:
-            FileNotFoundError: the trial's folder is gone.
-        """
         for stale in self.folder.glob(".step_*"):
             shutil.rmtree(stale, ignore_errors=True)
         self.folder.mkdir(exist_ok=True)  # not its parents: where the trial's folder was removed, it has failed
@@ -232,7 +214,6 @@ class OnDisk(Place):
         return making
 
     def size(self, making: Where) -> int:
-        """Return the bytes of all files below a folder."""
         return sum(_sizes(Path(making)).values())
 
     def publish(self, making: Where, step: int, meta: dict[str, Any]) -> Path:
@@ -251,7 +232,6 @@ class OnDisk(Place):
         return target
 
     def remove(self, checkpoints: Iterable[Where]) -> None:
-        """Rename the folders, then delete them."""
         for checkpoint in map(Path, checkpoints):
             trash = checkpoint.with_name(f".{checkpoint.name}.trash")
             checkpoint.rename(trash)
@@ -293,20 +273,16 @@ class InStorage(Place):
         return self._known[name, stamp]
 
     def meta_file(self, checkpoint: Where) -> str:
-        """Return the name of the object that makes it a checkpoint."""
         return f"{str(checkpoint).rpartition('/')[2]}.json"
 
     def file_size(self, checkpoint: Where, meta: dict[str, Any], name: str) -> int | None:
-        """Return the bytes of a listed object, None if it is missing."""
         size, _ = self._there.get(f"{meta['data']}/{name}", (None, ""))
         return size
 
     def has(self, checkpoint: Where) -> bool:
-        """Return whether a checkpoint is directly below this address."""
         return str(checkpoint).rpartition("/")[0] == self.address
 
     def named(self, step: int) -> str:
-        """Return the address of the checkpoint of a step."""
         return f"{self.address}/step_{step:08d}"
 
     def begin(self, step: int) -> str:
@@ -314,7 +290,6 @@ class InStorage(Place):
         return f"{self.named(step)}.{uuid.uuid4().hex[:12]}"
 
     def size(self, making: Where) -> int:
-        """Return the bytes of all objects below an address."""
         return sum(self._sizes(str(making).rpartition("/")[2]).values())
 
     def publish(self, making: Where, step: int, meta: dict[str, Any]) -> str:

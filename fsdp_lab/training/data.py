@@ -43,11 +43,6 @@ class TrainOrder(Sampler[Tensor]):
     global batch is cut by microbatch first and rank second, so the samples of an optimizer step are the same for every
     number of workers.
 
-    Args:
-        count: training samples.
-        training: batch size, accumulation and seed.
-        dims: this rank's part.
-
     Raises:
         ConfigError: a global batch is larger than the split.
     """
@@ -89,7 +84,6 @@ class ValOrder(Sampler[Tensor]):
     Args:
         count: validation samples.
         batch_size: samples of a microbatch.
-        dims: this rank's part.
     """
 
     def __init__(self, count: int, batch_size: int, dims: ParallelDims) -> None:
@@ -175,8 +169,6 @@ def build_loader(
     """Return a loader of whole microbatches.
 
     Args:
-        dataset: serves batches by the indices of their items.
-        order: the indices of each batch.
         loader_workers: processes that prepare batches; None: as many as suit the device.
         device: batches are pinned if it is a GPU.
         seed: of the data set's random numbers.

@@ -16,8 +16,6 @@ from fsdp_lab.config.parallel import Granularity, OffloadConfig, OffloadTarget, 
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """The rank of this process, and the device it computes on."""
-
     rank: int
     local_rank: int
     world_size: int
@@ -25,7 +23,6 @@ class DistributedContext:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0."""
         return self.rank == 0
 
 
@@ -72,10 +69,7 @@ def join_by_file_store(path: str, backend: str, rank: int, world_size: int, time
     """Join the process group of ranks on one machine that all name the same new file.
 
     Args:
-        path: of the file.
         backend: see `OffloadConfig.backend`.
-        rank: of this process.
-        world_size: number of ranks.
         timeout_s: of joining and of collectives.
     """
     store = dist.FileStore(path, world_size)
@@ -88,13 +82,9 @@ def join_by_tcp_store(
     """Join the process group of ranks that meet at a port of rank 0's host.
 
     Args:
-        host: of rank 0.
-        port: of the store.
         listener: the file descriptor of rank 0's listening socket, which the store closes at the end; None on other
             ranks.
         backend: see `OffloadConfig.backend`.
-        rank: of this process.
-        world_size: number of ranks.
         timeout_s: of joining and of collectives.
     """
     limit, first = timedelta(seconds=timeout_s), listener is not None
@@ -133,10 +123,6 @@ class ParallelDims:
     data-parallel degree and rank, not the world's size.
 
     Attributes:
-        dp_replicate: replicas of the sharded model.
-        dp_shard: shards of the model.
-        tp: tensor-parallel ranks of a shard.
-        rank: of this process.
         mesh: the divided axes: `(dp_shard,)`, `(dp_replicate, dp_shard)` or, for DDP, `(dp_replicate,)`. None: only the
             numbers are needed.
         dp_group: the ranks that hold the other samples of a batch; None: all ranks.

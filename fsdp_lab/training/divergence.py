@@ -36,20 +36,13 @@ class LossCheck:
 
         Args:
             loss: of the next step, this rank's part, on the device.
-
-        Raises:
-            DivergedError: a loss of an earlier step is not finite.
         """
         self._losses.append(loss)
         if len(self._losses) == _EVERY:
             self._exchange()
 
     def finish(self) -> None:
-        """Check all losses so far.
-
-        Raises:
-            DivergedError: one is not finite.
-        """
+        """Check all losses so far."""
         if self._losses:
             self._exchange()
         if self._sent is not None:

@@ -45,10 +45,6 @@ def export_model(
     a format of its own becomes a folder `model` instead, which also names the data that it was trained on.
 
     Args:
-        model: sharded.
-        config: the trial.
-        ranks: this process.
-        folder: the trial's.
         step: the optimizer step of these weights; recorded in such a folder.
         save: writes such a folder; None: write `model.pt`.
     """

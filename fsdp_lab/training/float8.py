@@ -21,8 +21,6 @@ def apply_float8(model: nn.Module, block_classes: BlockClasses, device: torch.de
 
     Args:
         model: before it is sharded.
-        block_classes: the classes of its blocks.
-        device: where the model computes.
         emulate: compute on any device what a GPU would compute in float8.
 
     Raises:

@@ -17,9 +17,7 @@ def describe_layout(
     """Return how a model was divided.
 
     Args:
-        model: sharded.
         units: the modules that `apply_fully_shard` sharded, without the root.
-        blocks: the classes of the repeating blocks.
         find_unused: whether DDP looks for parameters without a gradient.
     """
     names = {id(module): name.replace(f".{WRAPPED}", "") for name, module in model.named_modules()}

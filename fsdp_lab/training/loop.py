@@ -35,10 +35,7 @@ def train_step(
 
     Args:
         state: changed in place.
-        task: the loss.
         microbatches: of this rank, on any device.
-        config: the trial.
-        device: where the model computes.
 
     Returns:
         this rank's part of the loss, whose mean over the ranks is that of the global batch, and the norm of all
@@ -107,7 +104,6 @@ class Watch:
     """Times the steps of a trial, profiles some, and reports the beginning of each.
 
     Attributes:
-        timer: of steps.
         memory: profiles the first steps.
         trace: records the steps after these.
         on_step: called with the step's number, counted from 1.
@@ -156,12 +152,6 @@ def train_epoch(
 
     Args:
         state: changed in place.
-        task: the loss.
-        loader: microbatches of this rank.
-        config: the trial.
-        device: where the model computes.
-        dims: how the ranks divide the work.
-        watch: times and profiles the steps.
 
     Returns:
         metrics over the global batch, and the loss of every step averaged over all ranks.
@@ -211,11 +201,6 @@ def evaluate(
 
     Args:
         state: its model is set to eval mode.
-        task: the metrics.
-        loader: microbatches of this rank.
-        config: the trial.
-        device: where the model computes.
-        dims: how the ranks divide the work.
 
     Raises:
         DivergedError: the loss is not finite.

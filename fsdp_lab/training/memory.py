@@ -70,7 +70,6 @@ class _Recorder(Tracker):
         self._serials: dict[int, int] = {}
 
     def changed(self, storage: int, freed: bool, device: torch.device, category: str, num_bytes: int) -> None:
-        """Add an event, unless the step is over."""
         if self.over:
             return
         serial = self._serials.setdefault(storage, len(self.profile.events))  # an event's index: used once only
@@ -97,7 +96,6 @@ class _Recorder(Tracker):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record no changes inside."""
         self.over = True
         yield
         self.over, self._phase = False, "forward"
@@ -160,7 +158,6 @@ class SynchronousGlooMode(TorchDispatchMode):
 
 
 def _wait(result: Any) -> Any:
-    """Wait for a collective, and return its work."""
     work = result[1]
     dist.Work.unbox(work).wait()
     return work
@@ -178,8 +175,6 @@ def record_step(
     """Follow every tensor of the step inside.
 
     Args:
-        model: sharded or not.
-        optimizer: of the model.
         batch: the step's tensors, which exist before it.
         device: tensors on it count as `device`, all others as `host`.
         buffer_bytes: the bytes that an operator's kernel asks for while it runs, by the operator and its arguments.
@@ -233,10 +228,7 @@ class MemoryProfiler:
     a snapshot.
 
     Args:
-        config: the trial.
         model: in a few words, for the page.
-        ranks: this process.
-        folder: to write to.
     """
 
     def __init__(self, config: TrialConfig, model: str, ranks: DistributedContext, folder: Path) -> None:

@@ -59,7 +59,6 @@ class ModuleNames:
         return next(chain(by_user, the_models), shared_name.rpartition(".")[2])
 
     def _of(self, full: str) -> str:
-        """Return a full name without the model's own class and wrappers."""
         if full not in self._plain:
             self._plain[full] = plain_name(full.partition(".")[2])
         return self._plain[full]

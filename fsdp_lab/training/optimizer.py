@@ -23,8 +23,6 @@ def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> to
     """Return the optimizer of the sharded parameters.
 
     Args:
-        model: sharded.
-        config: the trial.
         dp_degree: the factor of the learning rate with `optimizer.scale_lr`.
     """
     optimizer = config.optimizer
@@ -55,7 +53,6 @@ def build_scaler(precision: PrecisionConfig, device: torch.device) -> torch.amp.
     """Return the dynamic loss scaler for float16; a disabled one passes everything through.
 
     Args:
-        precision: its first scale and growth interval, and whether it is enabled.
         device: where the gradients are, and therefore the scale. GradScaler copies its tensors to the gradients' device
             without waiting, and a CPU would read them before they arrive.
     """
@@ -77,7 +74,6 @@ def gradient_device(config: TrialConfig, device: torch.device) -> torch.device:
 def build_lr_schedule(
     optimizer: torch.optim.Optimizer, config: LrScheduleConfig, steps_per_epoch: int, total_steps: int
 ) -> LambdaLR:
-    """Return a schedule with a factor on the learning rate for each optimizer step."""
     return LambdaLR(optimizer, lambda step: lr_factor(config, step, steps_per_epoch, total_steps))
 
 

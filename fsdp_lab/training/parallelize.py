@@ -74,9 +74,6 @@ def apply_fully_shard(
 
     Args:
         model: on `meta`.
-        block_classes: the classes of its blocks.
-        config: the trial.
-        mesh: of the data-parallel ranks.
 
     Returns:
         the modules that are units, alone or together with their neighbours; without the root.
@@ -265,8 +262,6 @@ def apply_ddp(model: nn.Module, config: TrialConfig, device: torch.device, find_
 
     Args:
         model: with its weights.
-        config: the trial.
-        device: where the model computes.
         find_unused: whether some parameters get no gradient, for which DDP would wait.
     """
     if config.sharding.granularity is not Granularity.ddp:

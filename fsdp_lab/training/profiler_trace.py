@@ -24,9 +24,7 @@ class ProfilerTrace:
     """Records the first steps that are not followed for memory. They are slow, so no rank times them.
 
     Args:
-        config: the trial.
         ranks: this process; rank 0 records.
-        folder: to write to.
     """
 
     def __init__(self, config: TrialConfig, ranks: DistributedContext, folder: Path) -> None:

@@ -55,7 +55,6 @@ class StepTimer:
 
     Args:
         warmup_steps: steps at the start of the run that are not timed.
-        ranks: this process.
 
     Attributes:
         waited_s: seconds that this process waited for batches within the steps that `take` returned last.
@@ -75,7 +74,6 @@ class StepTimer:
         self._waiting = 0.0
 
     def step_done(self) -> None:
-        """End a step of the current chain."""
         self._chains[-1].append(self._mark())
         self._waits.append(self._waiting)
         self._waiting = 0.0
@@ -118,8 +116,6 @@ class Timed:
     """The timed steps of a run so far, over its epochs and starts.
 
     Attributes:
-        steps: how many.
-        seconds: their sum.
         variance: of `seconds`, as far as the steps of each epoch show it, by batch means.
         others_cpu: the share of the machine's cores that other processes used meanwhile.
     """
@@ -143,7 +139,6 @@ class Timed:
 
         Args:
             times: of its steps, in seconds.
-            others_cpu: the share of the machine's cores that other processes used.
         """
         if not times:
             return self
@@ -191,8 +186,6 @@ def speed_metrics(
 
     Args:
         times: of the epoch's steps, in seconds.
-        config: the trial.
-        ranks: this process.
         flops_per_sample: None: not known.
         waited_s: the part of the times spent waiting for batches; None: not known.
         tokens_per_sample: None: samples are counted.

@@ -27,9 +27,6 @@ def write_timeline(profile: Profile, path: Path, title: str, facts: Mapping[str,
     """Write a page that shows what the step held over time, and what held the peak.
 
     Args:
-        profile: of the step.
-        path: of the HTML file.
-        title: of the page.
         facts: name -> value, for its head.
     """
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)

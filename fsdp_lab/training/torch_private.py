@@ -248,7 +248,6 @@ def kernels_planned(device: torch.device, on_kernel: OnKernel) -> Iterator[None]
     Compiled code then allocates and frees the tensors that it does in training, and calls kernels that do nothing.
 
     Args:
-        device: of the tensors.
         on_kernel: called with the name, the inputs and the outputs of each fused kernel.
     """
     from torch._dynamo import config as dynamo_config
@@ -351,7 +350,6 @@ class Change(NamedTuple):
     Attributes:
         name: of what begins; "" for memory.
         device: of the memory; None for what begins.
-        address: of the memory.
         num_bytes: negative: they are freed.
     """
 
@@ -398,7 +396,6 @@ def write_allocator_history(path: Path) -> None:
 
 
 def stop_allocator_history() -> None:
-    """Stop recording."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
@@ -440,8 +437,6 @@ class Tracker(MemTracker):
 
         Args:
             storage: its number, which is used again once it is freed.
-            freed: whether it was freed.
-            device: where it is.
             category: one of `profile.CATEGORIES`.
             num_bytes: the bytes that were requested; 0 once freed.
         """
@@ -452,11 +447,9 @@ class Tracker(MemTracker):
         return self._mod_tracker.parents - {"Global"}
 
     def in_backward(self) -> bool:
-        """Return whether a backward pass is running."""
         return self._mod_tracker.is_bw
 
     def in_optimizer(self) -> bool:
-        """Return whether the optimizer is stepping."""
         return self._in_opt
 
     def follow(self, tensors: Sequence[Tensor]) -> None:
@@ -548,14 +541,12 @@ class FsdpTracker(Tracker, FSDPMemTracker):
             _hook_together(state, state._pre_forward, state._post_forward)
 
     def _shared_units(self) -> list[Any]:
-        """Return the states of the units of several modules."""
         states = {
             id(s): s for m in self._root_mod.modules() if isinstance(m, FSDPModule) and (s := m._get_fsdp_state())
         }
         return [state for state in states.values() if len(state._modules) > 1]
 
     def follow(self, tensors: Sequence[Tensor]) -> None:
-        """Count tensors that exist already, as inputs."""
         for tensor in tensors:
             self._update_and_maybe_create_winfos(tensor, _FSDPRefType.INP)
 

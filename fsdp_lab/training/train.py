@@ -51,7 +51,6 @@ class Reporter(Protocol):
         After a resume the earlier epochs are reported again, so nothing is lost between a checkpoint and its report.
 
         Args:
-            metrics: of the epoch.
             checkpoint: the newest finished one; None: none yet.
         """
 
@@ -66,10 +65,8 @@ def train(
     """Train one trial; every rank calls this.
 
     Args:
-        config: what to train.
         folder: the trial's own folder, seen by all ranks, for `checkpoints/` and `model.pt`. A run that was stopped
             resumes from the last checkpoint in it.
-        reporter: where results go.
         on_step_losses: called with the loss of every step of an epoch, over the global batch.
         storage: the trial's address in object storage. Checkpoints are written there, and the folder is each rank's
             own. None: everything goes to the folder.

@@ -59,10 +59,6 @@ def init_weights(
     its parameters (`construct.GROUP_BYTES`), with `init=device` on the device.
 
     Args:
-        model: sharded.
-        blueprint: of the same model.
-        config: the trial.
-        device: where the model computes.
         load: puts values other than the constructor's into this rank's part; None: the constructor's values.
     """
     home = gradient_device(config, device)
@@ -104,7 +100,6 @@ def materialize(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
     Tied parameters stay tied, which PyTorch's own `to_empty` does not ensure.
 
     Args:
-        model: sharded.
         fresh: gets parameters on `meta`, and real buffers.
     """
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -131,7 +126,6 @@ def _fill(parameter: Tensor, value: Tensor | None, source: int | None) -> None:
     """Copy this rank's part of a value.
 
     Args:
-        parameter: sharded or not.
         value: the whole value; None: another rank sends it.
         source: the rank that sends it; None: every rank has it.
     """
