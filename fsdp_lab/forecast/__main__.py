@@ -80,7 +80,6 @@ def main() -> int:
 
 
 def run(plan: Plan, swept: list[str]) -> int:
-    """Forecast, print, write, and return the exit status."""
     result = forecast_grid(plan, swept, open_console(), here=True)
     for reason in result.reasons:
         print(f"fsdp_lab.forecast: {reason}", file=sys.stderr)

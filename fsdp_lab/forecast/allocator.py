@@ -80,7 +80,6 @@ class CachingAllocator:
         self.peak_active = max(self.peak_active, self.active)
 
     def free(self, key: Hashable) -> None:
-        """Return the block that `key` holds to the allocator, which caches it."""
         block, num_bytes = self._blocks.pop(key)
         self.requested -= num_bytes
         self.active -= block.size
@@ -177,7 +176,6 @@ def allocator_peaks(
     free. So the step is replayed twice.
 
     Args:
-        profile: of the step.
         sharded: by FSDP2, which uses its own streams even with a single worker.
         workspaces: sizes that are allocated before the first step and never freed.
         streams: category -> the stream that allocates it, of sharded models.

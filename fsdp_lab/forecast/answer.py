@@ -47,7 +47,6 @@ class ForecastAnswer(Answer):
 
     @classmethod
     def of(cls, r: Recommendation, rows: list[Row], where: dict[str, str], remedies: Sequence[str]) -> ForecastAnswer:
-        """Return the answer with its sentences."""
         bare = cls(r, "", [], [], [], {}, [], "", None, where, rows, remedies)
         words, report = words_of_forecasts(), words_of_a_report()
         details, notes = [], [report.note(note, None) for note in r.notes]
@@ -66,7 +65,6 @@ class ForecastAnswer(Answer):
         )
 
     def row(self, setting: Setting) -> Row:
-        """Return the forecast of a setting."""
         return self.rows[setting.trials[0]]
 
     @cached_property
@@ -97,7 +95,6 @@ class ForecastAnswer(Answer):
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of a text, without empty ones, each with single blanks."""
     return [" ".join(line.split()) for line in text.split("\n") if line.strip()]
 
 
@@ -108,7 +105,6 @@ def answers(
 
     Args:
         rows: the forecasts; those with an error are left out.
-        swept: the keys that differ.
         tolerance: `report.speed_tolerance`: what the fastest may be given up for if it nearly fills its GPU.
         remedies: overrides that leave more room on a GPU.
     """
@@ -156,10 +152,7 @@ def sentences(
     """Return what fits, the answers, and what more workers bring, a line each.
 
     Args:
-        rows: the forecasts.
-        swept: the keys that differ.
         items: the noun for the samples of a batch.
-        made: the answers.
         tolerance: `report.speed_tolerance`.
     """
     texts, having = words_of_forecasts(), [row for row in rows if not row.forecast.error]

@@ -48,8 +48,6 @@ class Forecast:
     """The memory of one worker, in bytes, and its speed.
 
     Attributes:
-        cuda: whether it is for a GPU.
-        num_workers: of the trial.
         peaks: place -> category -> bytes, with `total`, as in `fsdp_lab.profile`.
         active_bytes: the peak in the allocator's blocks on a GPU; None for a CPU.
         reserved_bytes: what the allocator takes from the GPU; None for a CPU.
@@ -85,7 +83,6 @@ class Forecast:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of all tensors on the device."""
         return self.peaks["device"]["total"]
 
     @property
@@ -174,7 +171,6 @@ def allowances(
     """Return what a GPU holds in addition to the tensors of the peak, by name.
 
     Args:
-        peak_bytes: of all tensors.
         reserved_bytes: what the allocator is forecast to take from the GPU, including `WORKSPACE_BYTES`.
         num_communicators: see `communicators`.
         compressed_bytes: of the gradients that DDP compresses for the wire. PyTorch frees what NCCL has sent when its

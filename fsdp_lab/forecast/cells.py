@@ -42,10 +42,6 @@ def hydra_as_it_was() -> Iterator[None]:
 def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str]]:
     """Return the configurations to forecast, and the keys in which they differ.
 
-    Args:
-        overrides: of the command line.
-        multirun: whether they describe a grid.
-
     Raises:
         Exception: Hydra or the checks refuse the overrides.
     """

@@ -59,7 +59,6 @@ _corrected: dict[tuple[str, tuple[Observation, ...]], Device] = {}  # a grid ask
 
 
 def _in_file(config: SweepConfig) -> Device | None:
-    """Return the device as its file describes it."""
     file = device_file(config.forecast.device)
     if file is not None:
         return _load(file)
@@ -104,22 +103,13 @@ def check_device(config: SweepConfig, num_workers: int) -> None:
 
 
 def check_sweep(config: SweepConfig) -> None:
-    """Call `check_here` for trials on this machine; those of a running cluster are not known yet.
-
-    Raises:
-        ConfigError: see `check_here`.
-    """
+    """Call `check_here` for trials on this machine; those of a running cluster are not known yet."""
     if config.engine is Engine.ray and config.cluster.is_here:
         check_here(config, workers_of(config), num_gpus() > 0)
 
 
 def check_here(config: SweepConfig, num_workers: int, cuda: bool) -> None:
     """Check that a forecast can select among trials that run here.
-
-    Args:
-        config: the sweep.
-        num_workers: of a trial.
-        cuda: whether trials run on GPUs.
 
     Raises:
         ConfigError: see `check_device`; or trials would be selected by predictions for another device.

@@ -39,8 +39,6 @@ def fake_world(world_size: int, device: torch.device, rank: int = 0) -> Iterator
     No message is sent: a collective leaves its output unchanged.
 
     Args:
-        world_size: number of ranks.
-        device: where the model computes.
         rank: of this process; the first rank holds the largest shard of every parameter.
     """
     assert not dist.is_initialized(), "a forecast needs a process without a process group"

@@ -72,9 +72,6 @@ def forecast(
     """Forecast the memory and speed of one worker. The range of its speed is for a device with room: see `on_capacity`.
 
     Args:
-        config: the trial.
-        num_workers: of the trial.
-        cuda: forecast for GPUs; otherwise for CPUs.
         capacity_bytes: of one device; None: not known.
         largest: also find the most samples that it can take at once.
         page: where to write the timeline of the step; None: nowhere.
@@ -107,11 +104,7 @@ def forecast(
 def _price(
     program: Sequence[Operator], config: TrialConfig, num_workers: int, sheet: Device, workload: Workload
 ) -> Speed:
-    """Return the speed of a program's step, with the model's MFU.
-
-    Raises:
-        ConfigError: see `predict`.
-    """
+    """Return the speed of a program's step, with the model's MFU."""
     differs = unlike(config, num_workers, sheet)
     speed = predict(program, sheet, config.sharding.separate_reduce_scatter_group, not differs)
     samples = config.training.global_batch_size
@@ -157,10 +150,6 @@ def weigh(
     """Return what the device needs for a profile. A CPU's allocator is the system's: nothing is set aside.
 
     Args:
-        profile: of the step.
-        config: the trial.
-        num_workers: of the trial.
-        cuda: for GPUs.
         capacity: of the device, in bytes; None: not known.
         streams: see `allocator_peaks`.
         expandable: see `CachingAllocator`.
@@ -190,7 +179,6 @@ def pinned_rounding(profile: Profile, pinned: Collection[str]) -> int:
     PyTorch's pinned allocator rounds each up to a power of two.
 
     Args:
-        profile: of the step.
         pinned: the categories. The loader pins batches; `offload=cpu` pins parameters and gradients, not the
             optimizer's state.
     """
@@ -247,7 +235,6 @@ class Step(NamedTuple):
     """The second optimizer step of one rank.
 
     Attributes:
-        profile: its memory.
         program: its operators, if it was traced.
         upper_bound: see `Forecast`.
         num_params: of the whole model, and of the rank's part.
@@ -270,10 +257,7 @@ def forecast_step(
     """Follow one rank of `num_workers` through its second optimizer step.
 
     Args:
-        config: the trial.
-        num_workers: of the trial.
         cuda: for GPUs: device and host apart, and the attention of a GPU. Otherwise for CPUs.
-        rank: to follow.
         traced: also record the program, which is empty otherwise.
         gpu: the GPU; ignored for CPUs.
 

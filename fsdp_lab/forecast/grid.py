@@ -33,9 +33,6 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
     """Forecast, write the files, and print all but why settings have no forecast.
 
     Args:
-        plan: the configurations.
-        swept: the keys in which they differ.
-        console: to print on.
         here: forecast a single configuration in this process, which is faster, and leaves it unfit for another group of
             processes.
 
@@ -77,7 +74,6 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
 
 
 def _print(console: Console, result: ForecastResult) -> None:
-    """Print the table, what it includes, the written files, and the answers."""
     forecasts = [row.forecast for row in result.rows]
     console.print(forecast_table(result.shown, result.axes))
     if held := allowances_note(forecasts):

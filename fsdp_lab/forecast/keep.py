@@ -120,7 +120,6 @@ def number_kept(keep: str, settings: int) -> int:
 
     Args:
         keep: a number, or a share such as `20%`.
-        settings: how many there are.
     """
     if keep.endswith("%"):
         return max(1, math.ceil(Fraction(keep[:-1]) / 100 * settings))

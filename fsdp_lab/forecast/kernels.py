@@ -63,7 +63,6 @@ def cuda_kernels(gpu: Gpu = HOPPER, on_kernel: OnKernel = lambda name, reads, wr
     """Let `F.scaled_dot_product_attention`, `F.rms_norm` and `F.layer_norm` keep the tensors that they keep on a GPU.
 
     Args:
-        gpu: which.
         on_kernel: called with the name, the inputs and the outputs of a kernel that is not called here.
     """
     rms_norm = F.rms_norm
@@ -202,5 +201,4 @@ def _column_sum_bytes(gpu: Gpu, matrix: Tensor, dims: Sequence[int]) -> int:
 
 
 def _power(number: int, most: int) -> int:
-    """Return the largest power of two that does not exceed a number, and at most another one."""
     return 1 << (number.bit_length() - 1) if number < most else most

@@ -16,8 +16,6 @@ def network_sentences(rows: Sequence[Row], swept: Sequence[str], tolerance: floa
     Settings of one device, number of workers and global batch size are compared.
 
     Args:
-        rows: the forecasts.
-        swept: the keys that differ.
         tolerance: `report.speed_tolerance`: the share by which the fastest setting of a network has to be faster.
     """
     groups: dict[tuple[str, int, int], list[Row]] = {}

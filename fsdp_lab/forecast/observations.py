@@ -20,7 +20,6 @@ _WAIT_S = 10.0  # for another sweep that writes
 
 
 def observations_file(device: str) -> Path:
-    """Return the file with the finished trials of a device."""
     slug = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
     return _FOLDER / f"{slug}.json"
 
@@ -29,9 +28,7 @@ def record_observation(device: str, name: str, one: Observation) -> None:
     """Add a finished trial to those of a device.
 
     Args:
-        device: its name.
         name: an identifier of the trial; an earlier entry of the same name is replaced.
-        one: the trial's step.
 
     Raises:
         OSError: the folder cannot be written.

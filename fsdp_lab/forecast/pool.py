@@ -129,7 +129,6 @@ class _Child:
 
 
 def _how(exit_code: int | None) -> str:
-    """Say how a process ended."""
     if exit_code == -signal.SIGKILL:
         return "was killed, most likely because memory ran out"
     with suppress(ValueError):

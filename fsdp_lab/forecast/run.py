@@ -32,9 +32,6 @@ class Request:
     """One trial to forecast.
 
     Attributes:
-        config: of the trial.
-        num_workers: of the trial.
-        cuda: for GPUs.
         capacity_bytes: of one device; None: not known.
         page: where to write its timeline; None: nowhere.
         sheet: the device whose speed to forecast; None: only the memory.
@@ -97,7 +94,6 @@ def forecast_all(
     An interrupt ends this early: the forecasts that were not made are `cancelled`.
 
     Args:
-        requests: the trials.
         on_done: called with the number of distinct forecasts that are done, and of all.
         stop: set by another thread to end this early.
 
@@ -155,7 +151,6 @@ def _undone(request: Request, reason: str | None) -> Forecast:
     """Return a forecast with an error.
 
     Args:
-        request: that was not answered.
         reason: what happened to its process; None: the forecast was cancelled.
     """
     error = NoForecast("cancelled") if reason is None else NoForecast("lost", reason)

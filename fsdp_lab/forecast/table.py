@@ -53,7 +53,6 @@ class Row:
 
     Attributes:
         settings: the values of the swept keys.
-        forecast: of the configuration.
         page: its timeline; None: none was written.
         microbatch: samples that a worker takes at once.
     """
@@ -144,7 +143,6 @@ def unit_of(having: Sequence[Forecast]) -> tuple[str, int]:
 
 
 def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:
-    """Write the frame as CSV."""
     with whole(path) as making:
         forecasts_frame(rows, swept).to_csv(making, index=False)
 

@@ -53,9 +53,6 @@ class StepTrace(TorchDispatchMode):
 
     Args:
         host: the device that is the host and not the accelerator; None: they are the same.
-
-    Attributes:
-        program: the operators.
     """
 
     def __init__(self, host: torch.device | None) -> None:
@@ -197,7 +194,6 @@ class StepTrace(TorchDispatchMode):
         self.program.append(operator)
 
     def _sizes(self, tensors: Sequence[Tensor]) -> dict[int, int]:
-        """Return the bytes of the tensors, by the numbers of their storages."""
         sizes: dict[int, int] = {}
         for tensor in tensors:
             number = self._number(tensor)
@@ -244,7 +240,6 @@ def _world() -> tuple[int, ...]:
 
 
 def _ranks(args: Any) -> tuple[int, ...]:
-    """Return the ranks of a collective's process group, which is among its arguments."""
     for value in args:
         if (group := process_group(value)) is not None:
             return tuple(dist.get_process_group_ranks(group))
