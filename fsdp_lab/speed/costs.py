@@ -88,7 +88,6 @@ def occupied(shape: tuple[int, int, int, int], num_cores: int) -> float:
 
     Args:
         shape: (batch, rows, columns, inner size).
-        num_cores: of the device.
     """
     batch, rows, columns, _ = shape
     if not batch * rows * columns:

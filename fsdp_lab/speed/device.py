@@ -106,8 +106,6 @@ class Device:
 
     Attributes:
         name: as CUDA or the operating system reports it.
-        kind: `cuda` or `cpu`.
-        basis: where its efficiencies come from.
         memory_gib: GiB, as CUDA reports it.
         peak_flops: dtype -> dense peak in FLOP/s.
         memory_bandwidth: bytes/s.
@@ -121,14 +119,11 @@ class Device:
         latency_s: seconds before a collective sends.
         link_latency_s: seconds of a message from device to device within a node.
         network_latency_s: the same between nodes.
-        reached: the shares of the peaks that microbenchmarks reach.
-        efficiency: the shares of these that a training step reaches.
         error: of predictions for this device on this basis, for validated steps: sharded in blocks, in bfloat16, on one
             node.
         error_elsewhere: of predictions of any other step.
         relative: of the ratio of two predictions of validated steps, for one model on this device. An error common to
             all of them, such as the level of a machine, cancels. None: not known.
-        source: where the figures are from.
         factors: corrections by trials that ran on the device; in no file.
         network_known: `network_bandwidth` is the user's network, not what the file assumes; in no file.
     """
@@ -160,7 +155,6 @@ class Device:
 
     @property
     def network_gbit(self) -> float:
-        """Gbit/s that one node sends to others."""
         return self.network_bandwidth / _BYTES_OF_GBIT
 
     def peak(self, dtype: str) -> float:

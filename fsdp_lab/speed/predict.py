@@ -54,15 +54,12 @@ class Speed:
     """A predicted optimizer step of one worker; the others take as long.
 
     Attributes:
-        step_s: seconds of the step.
         shares: each of `BOUNDS` -> how much shorter the step would be, as a share of it, if the bound took no time,
             extrapolated from a small change. They add up to 1.
         low_s: the lower end of a 90 % range of the measured step, by the errors of predictions on this basis. Where the
             network is assumed, the range covers half and twice of it.
         high_s: its upper end.
         error: of such a prediction, as a share of the measured time; nine of ten do not exceed it.
-        basis: where the device's figures are from.
-        device: its name.
         samples: that all workers train on in the step.
         tokens: of a sample; None: samples are counted.
         mfu: the model's FLOPs over the device's peak during the step; None: one of them is not known.
@@ -116,8 +113,6 @@ def predict(
     """Predict the step of a program on a device.
 
     Args:
-        program: the operators of a step.
-        device: to predict for.
         separate_scatter: reductions have a communicator of their own.
         looked_at: the step is of the kind that the device's error is known for.
 
@@ -187,7 +182,6 @@ def _hidden(durations: Sequence[float], launches: Sequence[float], synchronous: 
 
 
 def _bound_of(operator: Operator) -> str:
-    """Return which of `BOUNDS` an operator's duration counts towards."""
     if operator.kind is Kind.gather:
         return "gather"
     if operator.kind.is_collective:

@@ -20,7 +20,6 @@ class Kind(StrEnum):
 
     @property
     def is_collective(self) -> bool:
-        """Whether ranks exchange data."""
         return self in _COLLECTIVES
 
 
@@ -48,8 +47,6 @@ class Operator:
 
     Attributes:
         name: PyTorch's, such as `aten.mm`.
-        kind: what bounds it.
-        stream: the queue it runs on.
         phase: forward, backward or optimizer.
         module: the innermost active one; "" outside of all.
         flops: of a matrix product or of attention, multiplications and additions counted separately; masked parts of
@@ -60,7 +57,6 @@ class Operator:
         shape: of a matrix product, (batch, rows, columns, inner size); of attention, (heads of all samples, queries,
             keys, size of a head).
         reads: storages that it reads, as numbers. The schedule derives dependencies from them.
-        writes: storages that it writes.
         sizes: bytes that are read and written of each of these storages, in their order.
     """
 

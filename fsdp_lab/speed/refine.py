@@ -24,7 +24,6 @@ class Observation:
         setting: an identifier, equal for runs of one setting.
         parts: of the step as predicted, uncorrected.
         measured_s: its seconds, without waiting for data.
-        torch: the version of PyTorch.
         device: the digest of the figures that it was predicted by.
     """
 
@@ -66,7 +65,6 @@ def _within(error: float) -> float:
 
 
 def _settings(observations: Iterable[Observation]) -> list[Observation]:
-    """Return one observation for each setting, with the median of its runs."""
     runs: dict[str, list[Observation]] = defaultdict(list)
     for one in observations:
         runs[one.setting].append(one)

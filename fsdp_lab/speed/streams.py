@@ -54,7 +54,6 @@ def schedule(
     - One scatter runs at a time, and the next unit's gradients are copied into its buffer after it.
 
     Args:
-        program: the operators of a step.
         durations: seconds of each operator.
         launches: seconds that the host takes to issue each operator.
         separate_scatter: reductions have a communicator of their own.
