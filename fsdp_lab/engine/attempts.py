@@ -30,7 +30,6 @@ class Attempts:
     """The attempts of one trial. Plain calls, whoever runs Ray Train's controller.
 
     Args:
-        folder: the trial's.
         begins: called when the workers of an attempt are about to start.
 
     Attributes:
@@ -73,7 +72,6 @@ class Attempts:
         return bool(failures and failures[0].reason.code in _FINAL) or failed_to_be_placed(error)
 
     def retry(self) -> None:
-        """Prepare for another attempt."""
         set_aside_failures(self.folder)
 
     def note_deaths(self, errors: Mapping[int, Exception]) -> None:
@@ -133,10 +131,7 @@ def why(
     """Return the meaning of Ray's error.
 
     Args:
-        error: Ray's.
         each: resources of a worker.
-        num_workers: of the trial.
-        wait_timeout_s: `cluster.wait_timeout_s`.
         known: ids of the nodes that the sweep has seen.
     """
     if failed_to_be_placed(error):

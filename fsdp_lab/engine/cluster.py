@@ -65,7 +65,6 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
     """Start Ray on this machine, or connect to the cluster at `cluster.address`. Does nothing if connected.
 
     Args:
-        cluster: its address.
         code: dotted paths to the user's code, which is copied to a cluster's nodes. Processes on this machine import it
             from its place.
 
@@ -182,7 +181,6 @@ def probe(address: str) -> None:
 
 
 def no_ray(address: str, error: Exception) -> UserError:
-    """Return the error for an address at which no Ray answers."""
     return UserError(
         f"cluster.address={address}: no Ray cluster answers there ({str(error).splitlines()[0]}); start one with `ray "
         "start --head`, or use cluster.address=null to start one here."
@@ -190,7 +188,6 @@ def no_ray(address: str, error: Exception) -> UserError:
 
 
 def wrong_token(address: str) -> UserError:
-    """Return the error for a cluster that refused this process."""
     return UserError(
         f"cluster.address={address}: this Ray cluster asks for an authentication token, and none was given, or the one "
         "that was given does not match; set RAY_AUTH_MODE=token, and put the cluster's token into RAY_AUTH_TOKEN, the "

@@ -18,13 +18,7 @@ _RAISED = re.compile(r"^[\w.]+Error: ", re.MULTILINE)  # before the message in P
 
 
 def failure_of(error: BaseException, rank: int, code: Code) -> RankFailure:
-    """Return the failure of a rank that raised an error.
-
-    Args:
-        error: that was raised.
-        rank: of this process.
-        code: why.
-    """
+    """Return the failure of a rank that raised an error."""
     if code is Code.user_error:
         # a process that loads data gives back a whole traceback, with the message at its end
         from_loader = str(error).startswith("Caught ")
@@ -56,7 +50,6 @@ def print_failure(failure: RankFailure) -> None:
 
 
 def code_of(error: BaseException) -> Code:
-    """Return why a rank failed that raised an error."""
     if isinstance(error, UserError):
         return Code.user_error
     if is_out_of_memory(error):

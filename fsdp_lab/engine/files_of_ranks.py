@@ -88,8 +88,6 @@ def receive(storage: Storage, folder: Path, patience_s: float = _PATIENCE_S) -> 
     """Get the files of ranks into the trial's folder.
 
     Args:
-        storage: the trial's.
-        folder: the trial's.
         patience_s: how long to wait for a store that is away.
 
     Raises:

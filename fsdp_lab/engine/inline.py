@@ -24,8 +24,6 @@ def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], 
     There is no second attempt, and nothing ends a trial that hangs.
 
     Args:
-        config: the trial.
-        folder: the trial's.
         on_epoch: called when the folder has the metrics of another epoch.
         storage: the trial's address in object storage, which also gets its checkpoints and files; None: only the
             folder.

@@ -41,11 +41,8 @@ class Job:
         folder: the trial's. Every node sees it, or, with `storage`, only the driver's.
         num_workers: the resolved `cluster.num_workers`.
         cpus_per_worker: the resolved `cluster.cpus_per_worker`.
-        use_gpu: a GPU for each worker.
         launched_in: the working directory of the command, so that relative paths mean the same in every process.
         timeout_s: `trial_timeout_s`; None: never.
-        wait_timeout_s: `cluster.wait_timeout_s`.
-        max_failures: `cluster.max_failures`.
         ray_is_ours: the driver started Ray, which ends with the driver.
         storage: the trial's address in object storage; None: the folder is shared.
         nodes: ids of the nodes that the sweep has seen alive.
@@ -85,7 +82,6 @@ def run_job(job: Job, report: Callable[[dict[str, Any]], None]) -> None:
     """Train to the end, including restarts, and write `outcome.json` in the trial's folder if that can be written.
 
     Args:
-        job: the trial.
         report: gets the metrics of each epoch once, when the folder has them; not called again after it has raised.
     """
     folder, begun, failed = Path(job.folder), time.monotonic(), None
@@ -111,11 +107,6 @@ def fit(job: Job, backend: str, reports: Reports) -> None:
 
     Ray Train's controller runs in this process, Tune's own, because another process would import all of Ray Train anew
     for each trial (`ray_private.fit_here`).
-
-    Args:
-        job: the trial.
-        backend: of its process group.
-        reports: of the ranks.
 
     Raises:
         StorageRefused, StorageAway: the files of ranks cannot be read.
@@ -186,7 +177,6 @@ class Watch:
     may be set, and a trial on a suspended machine is not stuck.
 
     Args:
-        folder: the trial's.
         timeout_s: the limit; None: none.
         wait_timeout_s: added before the first step of an attempt, when workers may wait for resources.
 
@@ -249,6 +239,5 @@ class Watch:
 
 
 def _begun(progress: Mapping[str, float | str]) -> dict[str, Any]:
-    """Return the phase or the step that a rank has begun."""
     name = "phase" if "phase" in progress else "step"
     return {name: progress[name]} if name in progress else {}

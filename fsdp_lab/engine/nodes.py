@@ -21,10 +21,8 @@ class Node:
 
     Attributes:
         id: Ray's.
-        address: of the node.
         port: of its raylet.
         host: its name.
-        alive: whether it answers.
         resources: by Ray's names.
     """
 

@@ -38,21 +38,17 @@ class RankReporter:
         self._data_name, self._progress, self._report, self._moved = data_name, progress, report, moved
 
     def phase(self, name: str) -> None:
-        """Record the phase."""
         self._progress.phase(name)
         self._moved(self._progress.content)
 
     def step(self, step: int) -> None:
-        """Record the step."""
         self._progress.step(step)
         self._moved(self._progress.content)
 
     def facts(self, facts: dict[str, Any]) -> None:
-        """Report the facts, with the name of the data set."""
         self._report({"facts": {**facts, "data": self._data_name}, "progress": self._progress.content})
 
     def epoch(self, metrics: dict[str, float], checkpoint: Path | str | None) -> None:
-        """Report the metrics of an epoch."""
         self._progress.reported()
         self._report({"metrics": metrics, "progress": self._progress.content})
 
@@ -68,10 +64,7 @@ def train_rank(
     """Train one rank of a trial in this process.
 
     Args:
-        config: the trial.
         folder: the trial's, or this rank's own.
-        rank: of this process.
-        reporter: where results go.
         storage: the trial's address in object storage, see `train`.
         join: makes the process group; by default `train` does.
 

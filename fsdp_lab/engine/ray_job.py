@@ -27,8 +27,6 @@ def check_job(config: SweepConfig, folder: Path, key: str) -> None:
     """Refuse a sweep that leaves its cluster unused, or whose results would be deleted with the job's files.
 
     Args:
-        config: of the sweep.
-        folder: the sweep's.
         key: the key that sets the folder on the command line.
 
     Raises:

@@ -30,7 +30,6 @@ def backend_config(folder: Path, backend_name: str) -> Any:
 
     Args:
         folder: the trial's, which gets the nodes of its ranks.
-        backend_name: of the process group.
     """
     from ray.train.backend import Backend, BackendConfig
 
@@ -78,7 +77,6 @@ def meet(place: Place, backend: str) -> None:
 
 
 def join() -> None:
-    """Join the process group of this worker's trial."""
     from fsdp_lab.training.distributed import join_by_file_store, join_by_tcp_store
 
     meeting = dict(_meeting, timeout_s=_JOIN_S)
@@ -90,11 +88,7 @@ def join() -> None:
 
 
 def gpu_index() -> int:
-    """Return the index of this worker's GPU among those that it sees: Ray shows it all of the trial's on this node.
-
-    Raises:
-        RuntimeError: it does not see its GPU.
-    """
+    """Return the index of this worker's GPU among those that it sees: Ray shows it all of the trial's on this node."""
     import ray
 
     own = str(ray.get_gpu_ids()[0])

@@ -26,7 +26,6 @@ class Reports:
     model.
 
     Args:
-        folder: the trial's.
         training: how many epochs and steps it trains.
         pass_on: gets the metrics of an epoch, when the folder has them.
     """
@@ -61,7 +60,6 @@ class Reports:
             self._write_progress(content)
 
     def finish(self) -> None:
-        """Pass on the last epoch."""
         if self._last is not None:
             self._pass_on_once(self._last)
 
@@ -85,7 +83,6 @@ def end_trial(
 
     Args:
         folder: the trial's, with the failures of its ranks.
-        seconds: how long it took.
         error: that ended it; None: none did.
         reason_of: returns the reason for an error that no rank recorded, other than a `RankFailure`.
     """

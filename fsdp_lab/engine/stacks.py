@@ -39,10 +39,6 @@ def dump_stacks() -> list[Frame]:
 def find_stuck(folder: Path, stacks: Mapping[int, list[Frame]]) -> dict[str, Any] | None:
     """Return the first rank that stands outside of a collective, while others wait for it.
 
-    Args:
-        folder: the trial's.
-        stacks: of the ranks that answer.
-
     Returns:
         Its `rank`, `place` ("net.py:31 in init_weights") and `log`. The first rank if all wait; None for no stack.
     """

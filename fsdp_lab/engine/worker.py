@@ -84,11 +84,7 @@ def prepare_process(job: dict[str, Any], folder: Path, rank: int) -> None:
 
 
 def join_ranks(job: dict[str, Any], rank: int) -> None:
-    """Choose the GPU that Ray gave to this rank, and join the process group.
-
-    Raises:
-        UserError: see `check_gpu`.
-    """
+    """Choose the GPU that Ray gave to this rank, and join the process group."""
     from fsdp_lab.training.distributed import choose_gpu
 
     check_gpu(rank, job["use_gpu"])
@@ -112,11 +108,7 @@ def redirect_output(path: Path) -> None:
 
 @contextmanager
 def own_folder(job: dict[str, Any], rank: int) -> Iterator[tuple[Path, Uploads | None]]:
-    """Yield the folder that a rank writes into, and what sends its files if it is not the trial's.
-
-    Raises:
-        FileNotFoundError: the trial's folder is not on this node.
-    """
+    """Yield the folder that a rank writes into, and what sends its files if it is not the trial's."""
     if job["storage"] is not None:
         scratch = scratch_folder()
         try:
