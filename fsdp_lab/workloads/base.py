@@ -54,8 +54,6 @@ class Data:
     """Both splits.
 
     Attributes:
-        train: the training split.
-        val: the validation split.
         digest: differs if an item does.
         bytes_per_token: of the validation split; None: no text.
         vocab_size: every token is less; None: not known.
@@ -116,9 +114,6 @@ class Workload:
     """A model, a data set and a task.
 
     Attributes:
-        model: how to build the model.
-        data: where batches come from.
-        task: what the model learns from a batch.
         flops_per_unit: FLOPs of training on one of the task's units; None: counted.
     """
 
@@ -172,7 +167,6 @@ class Workload:
         return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
     def _on_meta(self) -> tuple[nn.Module, Batch]:
-        """Return the model, and a batch of one sample."""
         model = Blueprint(self.model.build, seed=0).model.to("meta")
         return model, self._meta_batch()
 

@@ -18,8 +18,6 @@ def build_workload(model: ModelConfig, data: DataConfig, task: TaskConfig | None
     """Compose the workload of a config. Reads no data and allocates no parameter.
 
     Args:
-        model: one of our models or the user's.
-        data: one of our data sets or the user's.
         task: None: classification.
 
     Raises:

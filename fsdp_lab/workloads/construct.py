@@ -54,7 +54,6 @@ class Blueprint:
     original.
 
     Args:
-        build: the constructor.
         seed: of all generators while it runs.
         whole: build all values in one piece, for a constructor that reads them. Without it, reading them is an error.
         group_bytes: the most bytes of values at a time.
@@ -88,9 +87,6 @@ class Blueprint:
 
         Args:
             device: where the constructor computes. Its generator decides the values.
-
-        Raises:
-            ValuesNeeded: see the class.
         """
         for number, group in enumerate(self._groups()):
             # a seed of its own, or equal layers in two groups would be equal
@@ -118,9 +114,7 @@ class Blueprint:
         """Return the model, its parameters, and whether no module has registered some of them.
 
         Args:
-            seed: of all generators.
             real: the parameters that keep their values, by number; None: all.
-            device: where the constructor computes.
         """
         with seeded(seed), device, _registering(real) as registration:
             try:

@@ -70,12 +70,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU.
-
-    Args:
-        dim: of the residual stream.
-        ffn_dim: of the hidden layer.
-    """
+    """SwiGLU."""
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
@@ -89,8 +84,6 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer of the decoder."""
-
     def __init__(self, dim: int, attention: Attention, ffn_dim: int, norm_eps: float) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
@@ -110,7 +103,6 @@ class Llama(nn.Module):
     Args:
         vocab_size: every token is less.
         dim: of the residual stream.
-        num_layers: blocks.
         num_heads: query heads; divides `dim`.
         num_kv_heads: heads of keys and values; divides `num_heads`.
         ffn_dim: the width of the feed-forward layers.

@@ -21,7 +21,6 @@ class PydocTokens(PackedTokens):
 
 
 def read(split: SplitName) -> str:
-    """Return the text of a split."""
     from pydoc_data.topics import topics
 
     seen: set[str] = set()

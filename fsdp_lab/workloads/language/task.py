@@ -12,7 +12,6 @@ from fsdp_lab.workloads.language.chunks import IGNORED
 
 
 def build_task(config: TaskConfig, model: ModelConfig) -> Language:
-    """Return the task, with the configured number of chunks."""
     return Language(config.loss_chunks)
 
 
@@ -44,12 +43,10 @@ class Language:
         return model(tokens, labels=batch[:, 1:], loss_chunks=self.loss_chunks)
 
     def loss(self, outputs: Any, batch: Tensor) -> Tensor:
-        """Return the mean cross entropy of the labels that count."""
         total, count = self._sum_and_count(outputs, batch)
         return total / count
 
     def metrics(self, outputs: Any, batch: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the sum of the cross entropy and the number of labels that count, as `loss`."""
         return {"loss": self._sum_and_count(outputs, batch)}
 
     def _sum_and_count(self, outputs: Any, batch: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,8 +27,6 @@ class TextTokens(PackedTokens):
     order of their names, from all folders below `root`. The last tenth of the characters is the validation split.
 
     Args:
-        split: `train` or `val`.
-        root: the folder.
         seq_len: tokens of a row, without the last label.
         tokenizer: a `tokenizer.json`, which needs the package `tokenizers`; special tokens of its post-processor are
             kept. None: tokens are bytes, and an empty line separates documents.
@@ -125,11 +123,7 @@ def part_of(documents: list[str], split: SplitName) -> list[str]:
 
 
 def encode(documents: list[str], tokenizer: str) -> tuple[Tensor, int]:
-    """Return the tokens of all documents as int32 `(N,)`, and the size of the vocabulary.
-
-    Raises:
-        UserError: see `read_tokenizer`.
-    """
+    """Return the tokens of all documents as int32 `(N,)`, and the size of the vocabulary."""
     made = read_tokenizer(tokenizer)
     made.no_truncation()  # many files have the limits of a model: documents would be cut, or filled up with padding
     made.no_padding()
@@ -144,9 +138,6 @@ def vocab_size_of(tokenizer: Tokenizer) -> int:
 
 def read_tokenizer(tokenizer: str) -> Tokenizer:
     """Return the tokenizer of a `tokenizer.json`, which is shared by all callers.
-
-    Args:
-        tokenizer: the path of the file.
 
     Raises:
         UserError: the package or the file is missing, or the file is no tokenizer's.

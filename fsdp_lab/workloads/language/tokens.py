@@ -60,7 +60,6 @@ class SyntheticTokens(Dataset[Tensor]):
     Items are int64 `(seq_len + 1,)`, drawn on request from the seed, the split and their index.
 
     Args:
-        split: `train` or `val`.
         vocab_size: every token is less.
         seq_len: tokens of a row, without the last label.
         num_rows: items of the split.
@@ -75,7 +74,6 @@ class SyntheticTokens(Dataset[Tensor]):
 
     @staticmethod
     def least_vocab_size(vocab_size: int, **_: Any) -> int:
-        """Return the number of tokens that a model must know."""
         return vocab_size
 
     @property

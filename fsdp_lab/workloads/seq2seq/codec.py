@@ -60,12 +60,10 @@ class FromFile:
         self._made.no_truncation()
 
     def encode(self, text: str, most: int) -> list[int]:
-        """Return at most so many ids, including special tokens."""
         self._made.enable_truncation(most)
         return self._made.encode(text).ids  # type: ignore[no-any-return]
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text without special tokens."""
         return str(self._made.decode(ids))
 
 

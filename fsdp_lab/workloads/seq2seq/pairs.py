@@ -29,7 +29,6 @@ class Pairs(Dataset[dict[str, Tensor]]):
     and encoded when they are requested; padding has the label -100.
 
     Args:
-        pairs: the texts.
         source_len: the most tokens of a source.
         target_len: the most tokens of a target.
         tokenizer: a `tokenizer.json`; None: bytes, as in ByT5.
@@ -46,7 +45,6 @@ class Pairs(Dataset[dict[str, Tensor]]):
 
     @staticmethod
     def least_vocab_size(tokenizer: str | None = None, **_: Any) -> int:
-        """Return the number of tokens that a model must know."""
         return build_codec(tokenizer).vocab_size
 
     @property

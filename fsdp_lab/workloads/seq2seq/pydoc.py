@@ -30,11 +30,7 @@ class PydocSummaries(Pairs):
 
     @staticmethod
     def check_files(source_len: int = 512, target_len: int = 150, **_: Any) -> None:
-        """Check the lengths; no file is needed.
-
-        Raises:
-            UserError: see `check_lengths`.
-        """
+        """Check the lengths; no file is needed."""
         check_lengths(source_len, target_len)
 
 

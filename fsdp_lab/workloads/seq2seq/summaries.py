@@ -39,7 +39,6 @@ def read_val(data: DataConfig, files: Mapping[str, str]) -> Pairs:
     """Return the validation split that a model was scored on.
 
     Args:
-        data: the group `data` of the training.
         files: `root` (the folder of the data) and `tokenizer`, if the data need them. Recorded paths are not used,
             because anyone may have chosen them.
 
@@ -67,7 +66,6 @@ def summarise(model: Any, data: Pairs, count: int) -> list[Summary]:
 
     Args:
         model: of transformers, on any device.
-        data: the validation split.
         count: the number of articles, spread over the whole split.
     """
     indices = torch.linspace(0, len(data) - 1, min(count, len(data))).long().tolist()

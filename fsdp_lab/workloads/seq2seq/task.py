@@ -49,16 +49,13 @@ class Seq2Seq:
         return logits
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the mean cross entropy of the labels that count."""
         total, count = self._sum_and_count(outputs, batch)
         return total / count.clamp(min=1)
 
     def metrics(self, outputs: Tensor, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the sum of the cross entropy and the number of labels that count, as `loss`."""
         return {"loss": self._sum_and_count(outputs, batch)}
 
     def num_labels(self, batch: Batch) -> Tensor:
-        """Return the number of labels that count, a scalar tensor on the batch's device."""
         return (batch["labels"] != IGNORED).sum()
 
     def units(self, batch: Batch) -> int:

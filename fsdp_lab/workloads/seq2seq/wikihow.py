@@ -31,8 +31,6 @@ class WikiHow(Pairs):
     Scale Text Summarization Dataset", arXiv 1810.09305, and its `process.py`).
 
     Args:
-        split: `train` or `val`.
-        root: the folder.
         source_len: the most tokens of an article.
         target_len: the most tokens of a summary.
         tokenizer: a `tokenizer.json`; None: bytes, as in ByT5.
@@ -72,7 +70,6 @@ class WikiHow(Pairs):
 
 
 def _without_articles(root: str, file: Path, whole: bool, split: SplitName) -> str:
-    """Return a sentence about why a split is empty."""
     titles = 0 if whole else len({_article(title) for title, _ in read(file)})
     if not titles:
         return (

@@ -50,11 +50,9 @@ class Classification:
         return F.cross_entropy(outputs.float(), labels)
 
     def units(self, batch: ImageBatch) -> int:
-        """Return the number of samples in a batch."""
         return len(batch[1])
 
     def metrics(self, outputs: Tensor, batch: ImageBatch) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the sum and count of `loss` and `accuracy`, without padding."""
         _, labels = batch
         logits = outputs.float()
         count = (labels >= 0).sum()

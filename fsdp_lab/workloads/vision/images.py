@@ -34,7 +34,6 @@ class Images:
     def example_batch(
         cls, size: int, *, image_size: int | None = None, num_channels: int | None = None, **_: Any
     ) -> ImageBatch:
-        """Return a batch of a given size from uninitialised memory."""
         import torch
 
         channels, height = num_channels or cls.shape[0], image_size or cls.shape[1]
@@ -42,7 +41,6 @@ class Images:
 
     @classmethod
     def least_num_classes(cls, *, num_classes: int | None = None, **_: Any) -> int:
-        """Return the number of classes that a model must know."""
         return num_classes or cls.num_classes
 
     @property

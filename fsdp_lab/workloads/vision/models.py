@@ -26,7 +26,6 @@ class ImageClassifier(ModelSource):
                 raise ConfigError(f"model.{name}={size} {wrong}.")
 
     def image_sizes(self, *, image_size: int, num_channels: int, num_classes: int, **_: Any) -> dict[str, int]:
-        """Return the sizes of its images."""
         return {"image_size": image_size, "num_channels": num_channels, "num_classes": num_classes}
 
 

@@ -13,8 +13,6 @@ class SyntheticImages(Images):
     Args:
         split: `train` or `val`.
         image_size: height and width.
-        num_channels: channels of an image.
-        num_classes: classes of the labels.
         num_images: items of the split.
     """
 
