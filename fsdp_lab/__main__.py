@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import io
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import hydra
@@ -21,7 +18,7 @@ from fsdp_lab.config.options import names_code
 from fsdp_lab.config.target import import_from
 from fsdp_lab.engine.cluster import stop_ray
 from fsdp_lab.explain import explain
-from fsdp_lab.reference import commented, keys_text, versions
+from fsdp_lab.reference import keys_text, versions
 from fsdp_lab.status import ExitCode
 
 _SHOWS = ("--cfg", "-c", "--info", "-i")  # Hydra's options that print instead of running
@@ -56,8 +53,7 @@ def main() -> None:
     register_schema()
     app = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(run_single)
     try:
-        with with_comments() if shows_trial(sys.argv[1:]) else nullcontext():
-            app()
+        app()
     except KeyboardInterrupt:
         end_interrupted()
     except SystemExit as end:
@@ -85,24 +81,6 @@ def information(arguments: Sequence[str]) -> str | None:
     if "--keys" in arguments:
         return keys_text([word for word in arguments if not word.startswith("-")], shutil.get_terminal_size().columns)
     return None
-
-
-def shows_trial(arguments: Sequence[str]) -> bool:
-    """Return whether Hydra is asked for the whole configuration of a trial, by `--cfg job`."""
-    words = " ".join(arguments).replace("=", " ").split()
-    asked = any(option in ("--cfg", "-c") and shown == "job" for option, shown in pairwise(words))
-    return asked and not {"--package", "-p"} & set(words)
-
-
-@contextmanager
-def with_comments() -> Iterator[None]:
-    """Print what is printed meanwhile, a configuration in YAML, with the meaning of its keys."""
-    printed = io.StringIO()
-    try:
-        with redirect_stdout(printed):
-            yield
-    finally:
-        print(commented(printed.getvalue()), end="", flush=True)
 
 
 def end_interrupted() -> NoReturn:

@@ -8,9 +8,7 @@ import platform
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import fsdp_lab
 from fsdp_lab.config import ConfigError, all_keys
@@ -21,7 +19,6 @@ from fsdp_lab.metrics import METRICS, Metric
 
 _PACKAGE = Path(__file__).parent
 _LIBRARIES = ("torch", "ray", "mlflow", "hydra-core")  # what a report of a bug should name
-_COMMENT_COLUMN, _WIDTH = 36, 120  # of the comments in a configuration
 _TABLE = re.compile(r"^\|.*\|$(\n^\|.*\|$)+", re.MULTILINE)
 
 
@@ -59,72 +56,6 @@ def _key_lines(key: KeyDescription, width: int) -> Iterator[str]:
 
 def _values(key: KeyDescription) -> str:
     return f"{key.kind}: {key.takes}" if key.takes else key.kind
-
-
-def commented(text: str) -> str:
-    """Return a configuration in YAML with what its groups and keys mean, as comments; the values stay the same.
-
-    Text that is no mapping in YAML is returned as it is.
-    """
-    import yaml  # of this module only this function needs it
-
-    try:
-        root = yaml.compose(text)
-    except yaml.YAMLError:
-        return text
-    if not isinstance(root, yaml.MappingNode):
-        return text
-    comments = dict(_comments_of(root, ""))
-    lines = [
-        "# The configuration of one trial. A group, such as sharding, has the values that its option sets.",
-        "# python -m fsdp_lab --keys <part of a name> explains a key and lists the values that it takes.",
-    ]
-    for number, line in enumerate(text.splitlines()):
-        above, beside = comments.get(number, (None, ""))
-        if above is not None:
-            lines += ["", *([f"# {above}"] if above else [])]
-        lines += list(_with_comment(line, beside)) if beside else [line]
-    return "\n".join(lines) + "\n"
-
-
-def _with_comment(line: str, text: str) -> Iterator[str]:
-    """Give a line with a comment beside it, which goes on below it where it is long."""
-    start = f"{line:<{_COMMENT_COLUMN}}  "
-    first, *more = textwrap.wrap(text, max(_WIDTH - len(start), 40), initial_indent="# ", subsequent_indent="# ")
-    yield f"{start}{first}"
-    yield from (" " * len(start) + rest for rest in more)
-
-
-def _comments_of(root: Any, prefix: str) -> Iterator[tuple[int, tuple[str | None, str]]]:
-    """Give the number of a line, the comment above it and the comment beside it, for each group and key.
-
-    Above, None stands for nothing and "" for an empty line.
-    """
-    about, meaning = _descriptions()
-    after_group = False
-    for key, value in root.value:
-        name, line = f"{prefix}{key.value}", key.start_mark.line
-        if value.id == "mapping":
-            sentence = _first_sentence(about.get(name, ""))
-            yield line, (None, sentence) if prefix else (sentence, "")
-            yield from _comments_of(value, f"{name}.")
-        elif value.id == "sequence" or value.start_mark.line == value.end_mark.line:  # not in a text of several lines
-            yield line, ("" if after_group and not prefix else None, _first_sentence(meaning.get(name, "")))
-        after_group = value.id == "mapping"
-
-
-@cache
-def _descriptions() -> tuple[dict[str, str], dict[str, str]]:
-    """Return what each group is about, and what each key means."""
-    groups = describe_keys()
-    keys = [key for group in groups for key in group.keys]
-    return {group.name: group.about for group in groups}, {key.name: key.meaning for key in keys}
-
-
-def _first_sentence(markdown: str) -> str:
-    """Return the first sentence of a text, without its Markdown and without what follows a colon."""
-    sentence = re.split(r"(?<=\w[.]) ", markdown.replace("`", ""))[0].rstrip(".")
-    return sentence if sentence.startswith("For ") else re.split(r": |; ", sentence)[0]
 
 
 def keys_page() -> str:

@@ -202,16 +202,9 @@ def lay_project(folder: Path) -> None:
 
 
 def lay_models(folder: Path) -> None:
-    """Write what docs/hugging-face.md has downloaded: tiny models, one with weights, a tokenizer and a text."""
-    import tokenizers
-
+    """Write what docs/hugging-face.md has downloaded: tiny models, one with weights."""
     for name in ("gpt2", "llama", "vit"):
         plain_model(name).save_pretrained(folder / "my_models" / name)  # type: ignore[operator]
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"red": 0, "blue": 1, "?": 2}, unk_token="?"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(folder / "my_models" / "gpt2" / "tokenizer.json"))
-    (folder / "my_text").mkdir()
-    (folder / "my_text" / "a.txt").write_text("red blue " * 3000)
 
 
 @pytest.mark.timeout(1600)

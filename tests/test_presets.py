@@ -50,7 +50,6 @@ NEEDS = {
     "data=pydoc_summaries": SUMMARISER,
     "data=wikihow": [*SUMMARISER, f"data.root={WIKIHOW}"],
     "task=seq2seq": SUMMARISER,
-    "data=text": [f"data.root={ROOT / 'experiments'}", "data.seq_len=64"],
     "model=llama3_1b": SMALL_LLAMA,
     "model=llama3_8b": SMALL_LLAMA,
     "model=llama3_70b": SMALL_LLAMA,

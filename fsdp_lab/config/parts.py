@@ -43,7 +43,7 @@ def check_parts(model: ModelConfig, data: DataConfig, task: TaskConfig) -> None:
         raise CombinationError(
             f"{', '.join(f'{typed} is for {of}' for typed, of in known)}: these do not fit together. Images: "
             "data=digits, fashion_mnist or synthetic, model=vit_tiny or mlp, task=classification. Tokens: "
-            "data=pydoc, text or synthetic_tokens, model=lm_tiny or llama3_1b, task=language. Pairs of texts: "
+            "data=pydoc or synthetic_tokens, model=lm_tiny or llama3_1b, task=language. Pairs of texts: "
             "data=pydoc_summaries or wikihow, model=hf_seq2seq, task=seq2seq.",
         )
 

@@ -112,7 +112,7 @@ def test_the_command_of_the_manifest_for_kubernetes_runs_and_then_resumes(cluste
             "sh", "-c", line)  # fmt: skip
         assert "succeeded" in ended(cluster, tmp_path, name), job(cluster, tmp_path, "logs", name)
         assert "1 of 1 trial has a result" in job(cluster, tmp_path, "logs", name)
-    assert (tmp_path / "monday" / "outcome.json").exists()
+    assert (tmp_path / "monday" / "results.csv").exists()
 
 
 def test_a_job_that_is_stopped_leaves_a_sweep_that_another_job_resumes(cluster: Cluster, project: Path):

@@ -19,15 +19,14 @@ class PackedTokens(Dataset[Tensor]):
     So each token but the first is predicted once, and only a rest shorter than a row is left out.
 
     Args:
-        tokens: of any integer type, `(N,)`.
+        tokens: bytes, of any integer type, `(N,)`.
         seq_len: tokens of a row, without the last label.
-        vocab_size: every token is less; 256 for bytes.
-        bytes_per_token: of the text, for bits per byte.
     """
 
-    def __init__(self, tokens: Tensor, seq_len: int, vocab_size: int = 256, bytes_per_token: float = 1.0) -> None:
+    vocab_size, bytes_per_token = 256, 1.0
+
+    def __init__(self, tokens: Tensor, seq_len: int) -> None:
         self.tokens, self.seq_len = tokens, seq_len
-        self.vocab_size, self.bytes_per_token = vocab_size, bytes_per_token
 
     @staticmethod
     def least_vocab_size(**_: Any) -> int:

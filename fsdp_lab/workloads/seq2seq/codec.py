@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from fsdp_lab.workloads.language.text import read_tokenizer, vocab_size_of
+from fsdp_lab.config.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PAD = 0  # of T5 and ByT5; the attention mask leaves it out, so another tokenizer's meaning of 0 does not matter
 
@@ -54,7 +59,7 @@ class FromFile:
 
     def __init__(self, file: str) -> None:
         made = read_tokenizer(file)
-        self.vocab_size = vocab_size_of(made)
+        self.vocab_size = max(made.get_vocab().values(), default=-1) + 1  # some vocabularies have gaps
         self._made = type(made).from_str(made.to_str())  # the other one is shared, and limits would be, too
         self._made.no_padding()
         self._made.no_truncation()
@@ -77,3 +82,32 @@ def build_codec(tokenizer: str | None) -> Codec:
         UserError: the file cannot be read.
     """
     return Bytes() if tokenizer is None else FromFile(tokenizer)
+
+
+def read_tokenizer(tokenizer: str) -> Tokenizer:
+    """Return the tokenizer of a `tokenizer.json`, which is shared by all callers.
+
+    Raises:
+        UserError: the package or the file is missing, or the file is no tokenizer's.
+    """
+    try:
+        import tokenizers  # noqa: F401 (whether it is there)
+    except ImportError as error:
+        raise UserError(
+            f"data.tokenizer={tokenizer} needs the package tokenizers: pip install tokenizers, or leave "
+            "data.tokenizer=null for bytes."
+        ) from error
+    if not Path(tokenizer).is_file():
+        raise UserError(f"data.tokenizer={tokenizer} is not a file; give the path of a tokenizer.json.")
+    try:
+        return _tokenizer(tokenizer, Path(tokenizer).stat().st_mtime)
+    except Exception as error:  # the package raises nothing narrower
+        raise UserError(f"data.tokenizer={tokenizer} is not a tokenizer.json: {error}") from error
+
+
+@cache
+def _tokenizer(file: str, changed: float) -> Tokenizer:
+    """Return the tokenizer of a file, once for each state of it: each trial of a sweep needs it."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(file)

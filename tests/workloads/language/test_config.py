@@ -23,7 +23,7 @@ from fsdp_lab.workloads.build import build_model_spec, build_workload
     [
         ("task=language", "model=lm_tiny data=pydoc"),
         ("model=lm_tiny", "task=language data=pydoc"),
-        ("data=text", "task=language model=lm_tiny"),
+        ("data=pydoc", "task=language model=lm_tiny"),
         ("model=llama3_8b", "task=language data=synthetic_tokens"),
         ("-m model=llama3_1b,llama3_8b sharding=root", "task=language data=synthetic_tokens"),
         ("model=llama3_8b data=pydoc task=language", ""),
@@ -52,7 +52,7 @@ def composed(*words: str) -> SweepConfig:
         return typed_config(compose("config", with_custom(words)))
 
 
-@pytest.mark.parametrize("word", ["task=language", "model=llama3_1b", "data=text"])
+@pytest.mark.parametrize("word", ["task=language", "model=llama3_1b", "data=pydoc"])
 def test_torchrun_reads_what_hydra_composes(word: str) -> None:
     ours, hydras = (to_dict(config) for config in (read_config(None, [word]), composed(word)))
     assert [ours[group] for group in ("model", "data", "task")] == [hydras[g] for g in ("model", "data", "task")]
@@ -111,13 +111,14 @@ def test_a_grid_leaves_out_the_cells_that_mix_them() -> None:
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("red blue " * 9000)
     words = {f"w{i}": i for i in range(299)} | {"red": 299, "blue": 300, "?": 301}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "t.json"))
-    text = ("data=text", f"data.root={tmp_path}", f"data.tokenizer={tmp_path}/t.json")
+    model = "model._target_=tests.workloads.seq2seq.net.Summariser"
+    text = ("data=pydoc_summaries", model, f"data.tokenizer={tmp_path}/t.json")
     check(composed(*text, "model.vocab_size=302"))
+    text = (*text, "model.vocab_size=256")
     for typed, (has, needed, of) in {
         text: (256, 302, f"data.tokenizer={tmp_path}/t.json"),
         ("task=language", "model.vocab_size=255"): (255, 256, "data._target_=fsdp_lab.workloads.language.pydoc.Pydoc"),
@@ -134,22 +135,15 @@ def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path) -> None:
         assert str(late.value) == str(early.value)
 
 
-def test_a_folder_without_text_is_one_message(tmp_path: Path) -> None:
-    config = read_config(None, ["data=text", f"data.root={tmp_path}"])
+def test_a_folder_without_texts_is_one_message(tmp_path: Path) -> None:
+    words = ["data=wikihow", f"data.root={tmp_path}", "model._target_=tests.workloads.seq2seq.net.Summariser"]
+    config = read_config(None, words)
     with pytest.raises(UserError) as caught:
         build_workload(config.model, config.data, config.task).data.prepare()
-    assert str(caught.value).startswith(f"data.root={tmp_path} has no text; point it at a folder with .txt")
     with pytest.raises(UserError) as early:
-        check(composed("data=text", f"data.root={tmp_path}"))
+        check(composed(*words))
     assert str(early.value) == str(caught.value), "what a worker would say is said before Ray starts"
-    (tmp_path / "a.md").write_text("text")
-    check(composed("data=text", f"data.root={tmp_path}"))
-    with pytest.raises(UserError, match=r"no\.json is not a file"):
-        check(composed("data=text", f"data.root={tmp_path}", "data.tokenizer=no.json"))
-
-
-def test_the_files_of_a_cluster_are_looked_for_on_its_nodes(tmp_path: Path) -> None:
-    check(composed("data=text", f"data.root={tmp_path}/there", "cluster.address=127.0.0.1:6379"))
+    check(composed(*words, "cluster.address=127.0.0.1:6379"))  # there the files are looked for on its nodes
 
 
 def test_a_vocabulary_that_is_not_known_is_asked_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,21 @@ def test_a_tokenizers_end_is_kept_when_a_text_is_cut(tmp_path: Path) -> None:
     codec = build_codec(word_tokenizer(tmp_path / "t.json"))
     assert codec.encode("red blue green", 9) == [3, 4, 2, 1] and codec.encode("red blue green", 3) == [3, 4, 1]
     assert (codec.vocab_size, codec.decode([3, 4, 1, 0])) == (5, "red blue")
+
+
+def test_a_tokenizer_that_is_none_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("{}")
+    for file, message in (
+        ("no.json", "is not a file; give the path of a tokenizer.json"),
+        ("a.txt", "is not a tokenizer"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build_codec(str(tmp_path / file))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(
+        UserError, match=r"data\.tokenizer=t\.json needs the package tokenizers: pip install tokenizers"
+    ):
+        build_codec("t.json")
 
 
 def test_the_digest_differs_when_a_text_or_a_length_does(tmp_path: Path) -> None:

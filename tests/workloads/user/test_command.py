@@ -179,8 +179,8 @@ WRONG_LOSS = (*NET, *DATA, "task.loss=my_project.net.of_each_item")
 OF_LOSS = "of_each_item is a tensor of 64; it must be the"
 WRONG_BATCH = "data.collate_fn=my_project.data.collate_wrongly"
 OF_BATCH = "the forward pass fails in first (Linear) on a batch of {x: 64x2 float32, y: 64 float"
-NO_TEXT = ("task=language", "data=text", "data.root=conf_of_mine")
-OF_TEXT = "data.root=conf_of_mine has no text"
+NO_FILES = ("data=fashion_mnist", "data.download=false", "data.root=conf_of_mine")
+OF_FILES = "data.root=conf_of_mine: "
 OF_VALUES = "_local_scalar_dense.default needs one in the forward pass of the model"
 
 
@@ -221,8 +221,8 @@ def test_the_printed_command_tries_mended_code_again(project: Path, refusal: Cal
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(WRONG_LOSS, OF_LOSS), ((*THEIRS, WRONG_BATCH), OF_BATCH), (NO_TEXT, OF_TEXT), (ASKS, OF_VALUES)],
-    ids=["loss", "batch", "no text", "values"],
+    [(WRONG_LOSS, OF_LOSS), ((*THEIRS, WRONG_BATCH), OF_BATCH), (NO_FILES, OF_FILES), (ASKS, OF_VALUES)],
+    ids=["loss", "batch", "no files", "values"],
 )
 def test_what_a_forecast_finds_is_one_message(project: Path, words: tuple[str, ...], message: str) -> None:
     done = forecast_here(project, *words, "cluster.num_workers=1", "forecast.folder=f")
@@ -250,7 +250,7 @@ REFUSED = [
     (["model.num_layers=many"], ["model.num_layers=many", "use a whole number"]),
     (["--config-dir=nowhere", "model=mine"], ["nowhere", "not found"]),
     (["--config-dir=conf_of_mine", "model=mien"], ["model=mien is not an option", "mine", "vit_tiny"]),
-    (NO_TEXT, [OF_TEXT, "point it at a folder with .txt, .md, .parquet files"]),
+    (NO_FILES, [OF_FILES, "lacks Fashion-MNIST's train-images"]),
 ]
 
 
