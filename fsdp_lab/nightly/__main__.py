@@ -44,7 +44,6 @@ _NIGHTS_SHOWN = 3
 
 
 def main() -> int:
-    """Run what the command line says, and return the exit status."""
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
         print(__doc__)
@@ -147,7 +146,6 @@ def print_plan(study: Study, trigger: CronTrigger) -> None:
 
 
 def log(text: str) -> None:
-    """Print a line at once."""
     print(text, flush=True)
 
 

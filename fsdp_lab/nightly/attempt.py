@@ -43,7 +43,6 @@ def frame_of(folder: Path) -> pd.DataFrame:
 
 
 def run_sweep(arguments: Sequence[str], folder: Path) -> int:
-    """Run the sweep of a command line in a folder, and return its exit status."""
     from fsdp_lab.sweep.names import OF_A_NIGHT
 
     words = ["-m", *arguments, "hydra.sweep.dir=" + quoted(folder.absolute())]

@@ -54,10 +54,7 @@ class Finding:
     Attributes:
         setting: by its values.
         metric: the key of the metric in the rows of a night, or `STATUS`.
-        outcome: see `Outcome`.
         against: the night that it was compared with; "": none.
-        before: that night's median.
-        tonight: this night's median.
         change: from one to the other: a ratio minus 1, or in the metric's unit.
         tolerance: the largest change that is tolerated, as `change`.
         noise: the largest change that noise explains, as `change`; 0: it is not known.
@@ -101,7 +98,6 @@ class Scale:
         self._sign = -1 if metric.better == "max" or metric.gate.kind == "fall" else 1
 
     def of(self, value: float) -> float:
-        """Return the position of a value."""
         if self._is_log:
             return self._sign * math.log(value)
         return self._sign * (abs(value) if self._is_distance else value) / self._unit
@@ -113,7 +109,6 @@ class Scale:
         return self._sign * math.log1p(self._sign * tolerance) if self._sign > 0 or tolerance < 1 else math.inf
 
     def change(self, distance: float) -> float:
-        """Return a distance as a change of the metric."""
         return math.expm1(self._sign * distance) if self._is_log else self._sign * distance
 
 
@@ -132,7 +127,6 @@ def judge(
         tonight: a row for each trial, with `judged_columns`.
         past: the good nights since the last accepted one, the oldest first: the name of each, whether it ran on the
             same machine, so that its timings can be compared, and its rows.
-        tolerance: how much worse a metric may be.
         chance: the probability of taking noise for a regression, for one setting and metric.
     """
     if not past:

@@ -32,8 +32,6 @@ _DOCUMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ\.json")
 
 
 class Verdict(StrEnum):
-    """The verdict on a night."""
-
     incomplete = "incomplete"  # it runs, or was interrupted
     good = "good"
     regression = "regression"
@@ -48,14 +46,12 @@ class Night:
     Attributes:
         id: when it began; the name of its document and of its folder.
         begun: seconds since 1970.
-        verdict: see `Verdict`.
         study: the settings that all its trials share, which identify the study.
         origin: what it ran: `machine` (host, device and workers: what speeds depend on), `commit` and `code` (a digest)
             of fsdp_lab, `library <name>` (a version), and of packages that targets name `user code <name>` (a digest).
         trials: a row for each trial, with the columns of `gate.judged_columns`.
         baseline: the last good night, with which it was compared; None: there was none.
         changed: what changed since the baseline: see `changes`.
-        findings: what the gate found.
         run_id: of its sweep's MLflow run; "": none.
         accepted: reason, by whom and when, of a night that was made the baseline by hand.
         note: why the webhook did not get the verdict; "": it did, or there is none.
@@ -81,12 +77,10 @@ class Night:
 
     @property
     def regressions(self) -> list[Finding]:
-        """What got worse."""
         return [finding for finding in self.findings if finding.is_regression]
 
     @property
     def frame(self) -> pd.DataFrame:
-        """Its trials, a row each."""
         import pandas as pd
 
         return pd.DataFrame(self.trials)
@@ -99,9 +93,6 @@ def night_id(moment: float) -> str:
 
 def read_nights(folder: Path) -> list[Night]:
     """Return all nights of a study that began, the oldest first.
-
-    Args:
-        folder: the study's.
 
     Raises:
         UserError: a document cannot be read.

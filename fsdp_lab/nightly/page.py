@@ -26,8 +26,6 @@ def nights_page(study: str, nights: Sequence[Night], tolerance: ToleranceConfig)
     """Return the page of the latest nights.
 
     Args:
-        study: its name.
-        nights: in order.
         tolerance: no axis shows less than twice the change that is tolerated.
     """
     shown = nights[-_MOST_NIGHTS:]
@@ -56,7 +54,7 @@ def frame_of_nights(nights: Sequence[Night]) -> pd.DataFrame:
 
 
 def chart(metric: Metric, nights: Sequence[Night], rows: pd.DataFrame, limit: float) -> Any | None:
-    """Return the figure of a metric; None if no night has measured it."""
+    """None if no night has measured the metric."""
     import plotly.express as px
 
     rows = rows.dropna(subset=metric.key) if metric.key in rows else rows[:0]

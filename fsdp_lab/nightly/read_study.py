@@ -43,7 +43,6 @@ class Study:
     """The sweep that runs every night.
 
     Attributes:
-        name: of the study.
         folder: its own, below `nightly.folder`.
         config: of its first setting.
         arguments: of its sweep. All axes are named, the repeats first, so that they are as far apart in time as

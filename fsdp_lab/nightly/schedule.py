@@ -80,10 +80,7 @@ def run_schedule(trigger: CronTrigger, overrides: Sequence[str], waits: bool, lo
     Each night is a process of its own, so it has the code as it is then.
 
     Args:
-        trigger: of the nights.
-        overrides: of the command.
         waits: a night was missed, see `is_due`; it runs at once.
-        log: logs a message.
 
     Returns:
         130 if the interrupt interrupted a night; else 0.

@@ -15,8 +15,6 @@ from fsdp_lab.terminal import Column, FittingTable
 
 
 class Row(NamedTuple):
-    """A line of the table, as text."""
-
     setting: str
     metric: str
     before: str
@@ -31,12 +29,10 @@ def template(name: str) -> Any:
 
 
 def say(macro: str, *values: Any) -> str:
-    """Return the text of a macro of `sentences.j2`."""
     return str(getattr(template("sentences.j2").module, macro)(*values)).strip()
 
 
 def row(finding: Finding) -> Row:
-    """Return the line of a finding."""
     if finding.metric == STATUS:
         tonight, before = (say("ended", statuses) for statuses in finding.ended)
         return Row(finding.setting, "result", before, tonight, "", say("reason", finding, "", "", ""))
@@ -59,7 +55,6 @@ def regressions_line(night: Night) -> str:
 
 
 def markdown(night: Night) -> str:
-    """Return gate.md."""
     text: str = template("gate.md").render(title=title(night), said=say("said", night), rows=_rows(night))
     return text.rstrip() + "\n"
 
