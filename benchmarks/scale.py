@@ -158,7 +158,7 @@ def cost(count: int, folder: Path) -> int:
     growth = max(after[1] for after in blocks) - marks["first"][1]
     rest = marks["finish"][0] - blocks[-1][0]
     print(f"\nthe rest, with the report: {rest:.1f} s of CPU; at most {growth:.0f} MiB more than after the first trial")
-    for name in ("results.csv", "report.html", "report.md"):
+    for name in ("results.csv", "report.html"):
         path = folder / "out" / name
         print(f"{name}: {path.stat().st_size / 2**20:.1f} MiB" if path.exists() else f"{name}: none")
     print(f"asked for: at most {MOST_COST_MS:.0f} ms a trial and {MOST_GROWTH_MIB:.0f} MiB")

@@ -7,7 +7,9 @@ changes, this file changes, not the tests.
 from __future__ import annotations
 
 import csv
+import html
 import json
+import re
 import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
@@ -181,3 +183,15 @@ def _parsed(text: str) -> Any:
 def _object(path: Path) -> dict[str, Any] | None:
     content = _parsed(path.read_text(errors="replace")) if path.exists() else None
     return content if isinstance(content, dict) else None
+
+
+def page_rows(page: Path) -> list[dict[str, str]]:
+    """The table of trials in a report's page by its heads, figures with all digits; `recommended`: `yes` or empty."""
+    table = page.read_text().partition('<table class="sortable">')[2].partition("</table>")[0]
+    heads = [html.unescape(head.replace("<wbr>", "")) for head in re.findall("<button[^>]*>(.*?)</button>", table)]
+    rows = []
+    for chosen, row in re.findall('<tr( class="chosen")? data-words=(.*?)</tr>', table, re.DOTALL):
+        cells = re.findall('<td(?:[^>]*data-value="([^"]*)")?[^>]*>(.*?)</td>', row, re.DOTALL)
+        values = [exact or html.unescape(text) for exact, text in cells]
+        rows.append({**dict(zip(heads, values, strict=True)), "recommended": "yes" if chosen else ""})
+    return rows

@@ -10,7 +10,7 @@ from functools import cache
 
 from tests.conftest import ROOT
 
-# Every page of the site and of the repository. `docs/screenshots/report.md` is itself an output.
+# Every page of the site and of the repository.
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/README.md", "benchmarks/README.md", "docs/*.md",
          "docs/reference/*.md", "experiments/*/README.md")  # fmt: skip
 # The programs that a command begins with, after the variables that it sets.

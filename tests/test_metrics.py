@@ -23,11 +23,11 @@ from fsdp_lab.nightly.gate import LOSS, judge, judged_columns
 from fsdp_lab.nightly.texts import row
 from fsdp_lab.record.results_csv import write_results
 from fsdp_lab.report.answer import answer
-from fsdp_lab.report.page import to_markdown
+from fsdp_lab.report.page import to_html
 from fsdp_lab.report.plots import figures
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
-from fsdp_lab.sweep.listeners.results_csv import rows_of
+from fsdp_lab.sweep.listeners.results_csv import results_of
 from fsdp_lab.sweep.listeners.table import epoch_line
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.tracking.tags import how_to_read
@@ -56,7 +56,7 @@ def finished(number: int, figures: dict[str, float]) -> TrialState:
 
 def test_an_added_metric_is_in_the_table_of_results(added: Metric, tmp_path: Path):
     states = [finished(0, {KEY: 0.0123, "perf/undeclared": 1.0})]
-    write_results(tmp_path, [], rows_of(states, [], (), lambda number: ""))
+    write_results(tmp_path, [], results_of(states, [], (), lambda number: ""))
     (row,) = csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text()))
     assert row[KEY] == "0.0123" and "perf/undeclared" not in row
     columns = list(row)
@@ -75,8 +75,9 @@ def test_an_added_metric_is_on_the_terminal(added: Metric):
 
 def test_an_added_metric_is_in_the_report(added: Metric):
     made = sweep([trial(i, ROWS[i], **{KEY: 0.01 * (i + 1)}) for i in (0, 2)])
-    table = to_markdown(made).partition("## Trials")[2]
-    assert "| forecast error | stalled ms |" in table and "| **10.0** |" in table and "| 30.0 |" in table
+    table = to_html(made).partition('class="sortable"')[2].partition("</table>")[0]
+    assert '>forecast error</button></th><th><button type="button">stalled ms</button>' in table
+    assert re.search(r'class="number best"[^>]*>10\.0<', table) and ">30.0<" in table
     points = {chart.name: chart.figure for chart in figures(made, answer(made))}["main"].data[0]
     assert "stall 10.0" in points.customdata[0][1]
 

@@ -3,7 +3,7 @@
 python -m fsdp_lab.report sweep=last
 python -m fsdp_lab.report sweep=<folder of a sweep, or the MLflow id of its parent run>
 
-Writes report.html, report.md and report.csv into the sweep's folder and to its run in MLflow. Other options:
+Writes report.html into the sweep's folder and to its run in MLflow. Other options:
   report.loss_tolerance    a setting qualifies if its loss is within this ratio of the best (0.02)
   report.speed_tolerance   settings within this ratio of the fastest tie, and the simplest wins (0.03)
   tracking.uri             the store that holds the run
@@ -114,7 +114,7 @@ def run(options: dict[str, str]) -> None:
     except UserError as error:
         print(f"fsdp_lab.report: the report is not in MLflow: {error}", file=sys.stderr)
     print(*plain_text(recommendation), sep="\n")
-    print(f"report: {out}/report.html   also: report.md, report.csv")
+    print(f"report: {out}/report.html")
 
 
 def script(sweep: SweepData, number: str | None = None) -> str:

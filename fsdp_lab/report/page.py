@@ -1,9 +1,8 @@
-"""A report as one HTML page that needs no network, and as Markdown: the same content in the same order."""
+"""A report as one HTML page that needs no network."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -23,34 +22,24 @@ if TYPE_CHECKING:
 
 def to_html(sweep: SweepData, script: bool = False) -> str:
     """Return the page; `script`: its folder has the setting as `use_pytorch.py`."""
-    charts = figures(sweep, sweep.recommendation)
-    return _with_plotly("report.html.j2", {c.name: c.figure for c in charts}, charts=charts, **_content(sweep, script))
-
-
-def to_markdown(sweep: SweepData, script: bool = False) -> str:
-    """Return the report without its pictures; `script`: see `to_html`."""
-    ticks = max(map(len, re.findall("`+", sweep.recommendation.command)), default=0)
-    text = environment(False).get_template("report.md.j2")
-    return (
-        re.sub(r"\n{3,}", "\n\n", text.render(fence="`" * max(3, 1 + ticks), **_content(sweep, script))).rstrip() + "\n"
-    )
-
-
-def _content(sweep: SweepData, script: bool) -> dict[str, Any]:
     answer = sweep.recommendation
+    charts = figures(sweep, answer)
     kept = (TrialStatus.finished, TrialStatus.stopped)
     described = {other.setting.name for other in with_a_line(answer.recommendation)}
-    return {
-        "sweep": sweep,
-        "answer": answer,
-        "script": script,
-        "table": trials_table(sweep, answer.recommendation),
-        "most": MOST,
-        "failed": [trial for trial in sweep.trials if trial.status.ended and trial.status not in kept],
-        "reason": reason_text,
-        "forecast_errors": _forecast_errors(sweep.frame()),
-        "not_qualified": answer.why_not if answer.why_not.keys() - described else {},
-    }
+    return _with_plotly(
+        "report.html.j2",
+        {chart.name: chart.figure for chart in charts},
+        charts=charts,
+        sweep=sweep,
+        answer=answer,
+        script=script,
+        table=trials_table(sweep, answer.recommendation),
+        most=MOST,
+        failed=[trial for trial in sweep.trials if trial.status.ended and trial.status not in kept],
+        reason=reason_text,
+        forecast_errors=_forecast_errors(sweep.frame()),
+        not_qualified=answer.why_not if answer.why_not.keys() - described else {},
+    )
 
 
 def _forecast_errors(frame: pd.DataFrame) -> pd.Series[float]:

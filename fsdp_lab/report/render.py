@@ -30,13 +30,11 @@ def environment(html: bool, package: str = "fsdp_lab.report") -> Any:
     made = Environment(loader=PackageLoader(package), autoescape=html, trim_blocks=True, lstrip_blocks=True)
     made.filters |= {
         "breakable": lambda name: Markup(str(escape(name)).replace("_", "_<wbr>")),
-        "cell": lambda text: as_line(text).replace("|", "\\|"),
         "change": ratio_text,
         "code": code,
         "count": count,
         "figures": figures_text,
         "is_known": math.isfinite,
-        "line": as_line,
         "memory": memory_text,
         "mib": mib,
         "metric": lambda value, metric: declared(metric).text(value),
@@ -49,8 +47,3 @@ def environment(html: bool, package: str = "fsdp_lab.report") -> Any:
     made.globals |= {"gib": lambda size: f"{size / MIB / 1024:.4g}", "size": memory_text}
     made.globals |= {"plain": words(PLAIN), "steps_to_time": _STEPS_TO_TIME}
     return made
-
-
-def as_line(text: str) -> str:
-    """Return text on one line of Markdown, without elements: Markdown passes HTML through."""
-    return " ".join(str(text).split()).replace("<", "&lt;")

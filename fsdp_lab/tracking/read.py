@@ -122,5 +122,5 @@ def _open_run(tracking: TrackingConfig, run_id: str, key: str = "run") -> tuple[
     except MlflowException as error:
         raise TrackingError(
             f"{key}={run_id} is not in tracking.uri={redact(tracking.uri)} ({one_line(str(error), 200)}); copy it from "
-            "the MLflow UI, a sweep's from its last line or report.md, a trial's from the column run_id of results.csv."
+            "the MLflow UI, a sweep's from its last line, a trial's from the column run_id of results.csv."
         ) from None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import csv
+import html
 import json
 import os
+import re
 import shlex
 import shutil
 import sqlite3
@@ -17,7 +18,7 @@ import pytest
 from fsdp_lab.report.__main__ import main
 from tests import forked, trained
 from tests.conftest import STORE, run_cli
-from tests.folders import Store
+from tests.folders import Store, page_rows
 
 pytestmark = pytest.mark.ci
 
@@ -31,9 +32,14 @@ def described(folder: Path) -> str:
     return Store(folder).parents[0].data.tags["mlflow.note.content"].splitlines()[0]
 
 
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open() as file:
-        return list(csv.DictReader(file))
+def sentence_of(page: Path) -> str:
+    """The recommendation on a page, with its names in backticks as in MLflow's note."""
+    text = re.sub("</?code>", "`", page.read_text().partition('<div id="answer">')[2].partition("</div>")[0])
+    return html.unescape(text)
+
+
+def command_of(page: Path) -> str:
+    return html.unescape(page.read_text().partition('<pre id="command">')[2].partition("</pre>")[0])
 
 
 @pytest.fixture(scope="module")
@@ -54,31 +60,30 @@ def store_alone(folder: Path, tmp_path: Path) -> Path:
 
 
 def test_a_sweep_ends_with_its_report(folder: Path):
-    printed, reported = trained.printed(), rows(folder / "out/report.csv")
+    page = folder / "out/report.html"
+    printed, reported = trained.printed(), page_rows(page)
     assert [(row["precision"], row["optimizer.lr"]) for row in reported] == [
         ("fp32", "0.001"), ("fp32", "1e-09"), ("bf16", "0.001"), ("bf16", "1e-09"),
     ]  # fmt: skip
-    assert [bool(row["why_not"]) for row in reported] == [False, True, False, True]
+    assert "val/loss too high" in printed and "val/loss too high" in page.read_text()
     (recommended,) = [row for row in reported if row["recommended"] == "yes"]
     assert recommended["optimizer.lr"] == "0.001"
-    sentence = (folder / "out/report.md").read_text().splitlines()[2].strip("*").replace("`", "")
-    assert " ".join(sentence.split()) in " ".join(printed.split())
+    assert sentence_of(page).replace("`", "") in " ".join(printed.split())
     assert "report: out/report.html" in printed
     assert f"> {recommended['trial']} " in printed
     store = Store(folder)
     (parent,) = store.parents
-    assert described(folder) == (folder / "out/report.md").read_text().splitlines()[2].strip("*")
+    assert described(folder) == sentence_of(page)
     assert printed.splitlines()[-1].endswith(parent.info.run_id)
     note = parent.data.tags["mlflow.note.content"]
     assert "Started 20" in note and f"    {parent.data.tags['fsdp_lab.command']}\n" in note
-    assert {"report.html", "report.md", "report.csv", "use_pytorch.py"} <= set(store.artifacts(parent))
-    got = Path(store.client.download_artifacts(parent.info.run_id, "report.md"))
-    assert got.read_text() == (folder / "out/report.md").read_text()
+    assert {"report.html", "results.csv", "use_pytorch.py"} <= set(store.artifacts(parent))
+    got = Path(store.client.download_artifacts(parent.info.run_id, "report.html"))
+    assert got.read_text() == page.read_text()
 
 
 def test_the_recommended_command_trains_that_setting(folder: Path):
-    command = next(line for line in (folder / "out/report.md").read_text().splitlines() if line.startswith("python -m"))
-    arguments = shlex.split(command)[3:]
+    arguments = shlex.split(command_of(folder / "out/report.html"))[3:]
     assert "precision=fp32" in arguments or "precision=bf16" in arguments
     again = run_cli(folder, *arguments, "hydra.run.dir=again", "--cfg", "job")
     assert again.returncode == 0, again.stderr
@@ -86,7 +91,7 @@ def test_the_recommended_command_trains_that_setting(folder: Path):
 
 
 def test_the_setting_can_be_taken_home(folder: Path):
-    chosen = next(row for row in rows(folder / "out/report.csv") if row["recommended"] == "yes")
+    chosen = next(row for row in page_rows(folder / "out/report.html") if row["recommended"] == "yes")
     text = (folder / "out/use_pytorch.py").read_text()
     assert f"precision={chosen['precision']}" in text.splitlines()[0]
     before = sorted((folder / "out").iterdir())
@@ -106,20 +111,18 @@ def test_the_setting_can_be_taken_home_from_the_store_alone(folder: Path, store_
 
 
 def test_it_is_written_again_from_the_folder_by_any_name_it_has(folder: Path):
-    def read() -> list[dict[str, str]]:  # a trial's seconds are its own, those of the driver at the end are a bit more
-        return [{**row, "seconds": ""} for row in rows(folder / "out/report.csv")]
-
-    first = read()
+    page = folder / "out/report.html"
+    first = page_rows(page)
     for named in ("out", "last"):
-        (folder / "out/report.csv").unlink()
+        page.unlink()
         done = report(folder, f"sweep={named}", "tracking.ui=http://127.0.0.1:5999")
         assert done.returncode == 0, done.stderr
-        assert read() == first
-        assert "http://127.0.0.1:5999/#/runs/" in (folder / "out/report.html").read_text()
+        assert [{**row, "trial": ""} for row in page_rows(page)] == [{**row, "trial": ""} for row in first]
+        assert "http://127.0.0.1:5999/#/runs/" in page.read_text()
     strict = report(folder, "sweep=out", "out=strict", "report.loss_tolerance=1000")
     assert strict.returncode == 0, strict.stderr
-    assert [row["why_not"] for row in rows(folder / "strict/report.csv")] == [""] * trained.COUNT
-    assert described(folder) == (folder / "strict/report.md").read_text().splitlines()[2].strip("*")
+    assert "val/loss too high" not in (folder / "strict/report.html").read_text()
+    assert described(folder) == sentence_of(folder / "strict/report.html")
 
 
 def test_it_is_written_again_from_the_store_where_the_folder_is_not(folder: Path, store_alone: Path):
@@ -127,14 +130,8 @@ def test_it_is_written_again_from_the_store_where_the_folder_is_not(folder: Path
     done = report(store_alone, f"sweep={parent}", STORE)
     assert done.returncode == 0, done.stderr
     written = store_alone / "outputs/report" / parent
-    there, here = rows(folder / "out/report.csv"), rows(written / "report.csv")
-    assert set(here[0]) == set(there[0]), "the same columns"
-    for mine, theirs in zip(here, there, strict=True):
-        assert (mine["epoch"], mine["step"]) == (theirs["epoch"], theirs["step"])
-        assert mine["recommended"] == theirs["recommended"] and mine["precision"] == theirs["precision"]
-        assert float(mine["val/loss"]) == float(theirs["val/loss"])
-        assert float(mine["memory/peak_bytes"]) == float(theirs["memory/peak_bytes"])
-    assert "is within 0.03 of the best" in (written / "report.md").read_text()
+    assert page_rows(written / "report.html") == page_rows(folder / "out/report.html")
+    assert "is within 0.03 of the best" in (written / "report.html").read_text()
     with closing(sqlite3.connect(store_alone / "mlflow.db")) as database:  # a store that fails after it was opened
         database.execute("DROP TABLE runs")
         database.commit()
@@ -148,11 +145,11 @@ def test_a_run_finds_its_folder(tmp_path: Path):
     parent = Store(tmp_path).parents[0].info.run_id
     for record in (tmp_path / "mlartifacts").rglob("record.json"):
         record.unlink()
-    (tmp_path / "out/report.csv").unlink()
+    (tmp_path / "out/report.html").unlink()
     done = report(tmp_path, f"sweep={parent}", STORE)
     assert done.returncode == 0, done.stderr
     assert f"report: {tmp_path}/out/report.html" in done.stdout
-    assert len(rows(tmp_path / "out/report.csv")) == trained.COUNT and not (tmp_path / "outputs/report").exists()
+    assert len(page_rows(tmp_path / "out/report.html")) == trained.COUNT and not (tmp_path / "outputs/report").exists()
     assert "record.json" in Store(tmp_path).artifacts(Store(tmp_path).parents[0])
 
 

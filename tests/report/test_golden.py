@@ -1,4 +1,4 @@
-"""What a sweep leaves to read, of sweeps made by hand: the terminal's text, `report.md` and `results.csv`.
+"""What a sweep leaves to read, of sweeps made by hand: the terminal's text, the words of the page, and `results.csv`.
 
 Each is compared as a whole. A sweep's `results.csv` is written from the same trials as its report.
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import html
 import io
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,9 +25,9 @@ from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.results_csv import write_results
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.data import SweepData
-from fsdp_lab.report.page import to_markdown
+from fsdp_lab.report.page import to_html
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.listeners.results_csv import rows_of
+from fsdp_lab.sweep.listeners.results_csv import results_of
 from fsdp_lab.sweep.state import SweepState, TrialState
 from tests.conftest import ROOT
 from tests.report.sweeps import REPEATED, ROWS, on_cpu, rounds, sweep, trial
@@ -92,7 +94,15 @@ CASES = {
 def written(made: SweepData) -> str:
     recommendation = answer(made)
     terminal = "\n".join(plain_text(recommendation))
-    return f"{terminal}\n\n{'=' * 80}\n\n{to_markdown(made)}"
+    return f"{terminal}\n\n{'=' * 80}\n\n{page_words(made)}"
+
+
+def page_words(made: SweepData) -> str:
+    """The page as text: a line for each paragraph, item and row."""
+    body = to_html(made).partition("<body>")[2].partition("<script>")[0]
+    lines = re.sub(r"</(p|h1|h2|li|tr|pre|div|summary|details)>|<br>", "\n", re.sub("</t[dh]>", " | ", body))
+    text = html.unescape(re.sub("<[^>]+>", "", lines))
+    return "".join(f"{line.strip()}\n" for line in text.split("\n") if line.strip())
 
 
 def table(made: SweepData) -> str:
@@ -108,13 +118,13 @@ def table(made: SweepData) -> str:
 
 def csv_of(states: Sequence[TrialState], axes: Sequence[str], front: set[int], run_id: Callable[[int], str]) -> str:
     with TemporaryDirectory() as folder:
-        write_results(Path(folder), axes, rows_of(states, axes, front, run_id))
+        write_results(Path(folder), axes, results_of(states, axes, front, run_id))
         return Path(folder, "results.csv").read_text()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_report_says_what_it_said(name: str):
-    assert written(CASES[name]) == (FOLDER / f"{name}.md").read_text()
+    assert written(CASES[name]) == (FOLDER / f"{name}.txt").read_text()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -123,7 +133,7 @@ def test_the_table_of_a_sweep_is_what_it_was(name: str):
 
 
 def test_each_file_has_its_case():
-    assert {path.stem for path in FOLDER.glob("*.md")} == set(CASES)
+    assert {path.stem for path in FOLDER.glob("*.txt")} == set(CASES)
     assert {path.stem for path in FOLDER.glob("*.csv")} == {*CASES, RESULTS.stem}
 
 
@@ -166,8 +176,6 @@ def test_each_column_of_the_table_is_documented():
 @pytest.mark.parametrize("name", CASES)
 def test_a_line_of_the_answer_has_three_figures_at_most(name: str):
     """Names of settings, shares of a tolerance and the confidence aside, which are no measurements."""
-    import re
-
     recommendation = answer(CASES[name])
     lines = [recommendation.sentence, *recommendation.details, *recommendation.lines, *recommendation.notes]
     for line in (part for text in lines for part in text.split("\n")):
@@ -178,6 +186,6 @@ def test_a_line_of_the_answer_has_three_figures_at_most(name: str):
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for case, planted in CASES.items():
-        (FOLDER / f"{case}.md").write_text(written(planted))
+        (FOLDER / f"{case}.txt").write_text(written(planted))
         (FOLDER / f"{case}.csv").write_text(table(planted))
     RESULTS.write_text(results())

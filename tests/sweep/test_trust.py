@@ -246,7 +246,7 @@ def test_a_report_sends_the_token_to_no_address_of_somebody_elses_folder(
     assert report(tmp_path, "sweep=out").returncode == 2
     done = report(tmp_path, "sweep=out", "trust=true")
     assert done.returncode == 0 and f"tracking.uri={uri} is from another user's folder" in done.stderr
-    assert (folder / "report.md").exists()
+    assert (folder / "report.html").exists()
     assert run_cli(tmp_path, "resume=out").returncode == 2
     assert heard == []
     assert report(tmp_path, "sweep=out", "trust=true", f"tracking.uri={uri}").returncode == 0

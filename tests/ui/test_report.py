@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +14,6 @@ import pytest
 from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.nightly.page import nights_page
 from fsdp_lab.report.write import write_report
-from tests.conftest import ROOT
 from tests.ui.conftest import Lab
 
 if TYPE_CHECKING:
@@ -57,8 +54,6 @@ def test_the_page_answers_first_and_its_controls_work(
     page.emulate_media(color_scheme="dark")
     shoot("report-dark")
     page.emulate_media(color_scheme="light")
-    if shots := os.environ.get("FSDP_LAB_SCREENSHOTS"):  # the README has the figures of the sweep that it shows
-        shutil.copy(lab.folder / "out/report.md", ROOT / shots)
 
     # a hover shows the trial
     box = page.locator(POINT).first.bounding_box()
