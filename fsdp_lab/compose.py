@@ -35,6 +35,7 @@ from fsdp_lab.config import (
 from fsdp_lab.config.conf import OPEN_GROUPS, groups, options_of
 from fsdp_lab.config.key_value_args import check_passwords
 from fsdp_lab.config.machine import check_local_capacity
+from fsdp_lab.config.training import OptimizerConfig
 from fsdp_lab.config.workload import DataConfig, ModelConfig, known_vocab_size
 from fsdp_lab.explain import valid_keys
 
@@ -104,11 +105,12 @@ def with_typed(values: dict[str, Any], typed: Mapping[str, str]) -> dict[str, An
 class Schema(NightlyConfig):
     """The schema of a composed config.
 
-    `model` and `data` take the keys of their option and any typed below them. `objective` is a list, or one word.
+    Groups that take any key have those of their option and those typed below them. `objective` is a list, or one word.
     """
 
     model: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
     data: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
+    optimizer: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
     objective: Any = field(default_factory=lambda: NightlyConfig().objective)
 
 
@@ -170,14 +172,15 @@ def typed_and_used_up(own: DictConfig, check_keys: bool) -> SweepConfig:
 def _typed(own: DictConfig, check_keys: bool) -> NightlyConfig:
     with open_dict(own):
         _fill_vocab_size(own)
-    opened = {
-        group: kind.of_keys(OmegaConf.to_container(own[group], resolve=True), f"{group}.")  # type: ignore[arg-type]
-        for group, kind in (("model", ModelConfig), ("data", DataConfig))
-    }
     if check_keys:
-        unknown = [key for key in _leaves(own) if key not in _KEYS and key.partition(".")[0] not in OPEN_GROUPS]
+        open_groups = [group for group in OPEN_GROUPS if group != "optimizer" or own.optimizer.get("_target_")]
+        unknown = [key for key in _leaves(own) if key not in _KEYS and key.partition(".")[0] not in open_groups]
         if unknown:
             raise ConfigError(f"{unknown[0]} is not a key, and nothing would read it. {valid_keys(unknown[0])}")
+    opened = {
+        group: kind.of_keys(OmegaConf.to_container(own[group], resolve=True), f"{group}.")  # type: ignore[arg-type, attr-defined]
+        for group, kind in (("model", ModelConfig), ("data", DataConfig), ("optimizer", OptimizerConfig))
+    }
     config = OmegaConf.to_object(own)
     assert isinstance(config, NightlyConfig)
     values = {f.name: getattr(config, f.name) for f in fields(NightlyConfig)}

@@ -19,6 +19,10 @@ GRID = [
     "sharding=ddp",
     *(f"{' '.join(SHARDINGS[s])} {reshard}" for s, reshard in product(SHARDINGS, RESHARDS) if s != "ddp"),
 ]
+OWN = "optimizer=custom optimizer._target_="
+RADAM = f"{OWN}torch.optim.RAdam optimizer.lr=0.01 optimizer.betas=[0.8,0.95] optimizer.weight_decay=0.1"
+ADAGRAD = f"{OWN}torch.optim.Adagrad optimizer.lr=0.01 optimizer.initial_accumulator_value=0.1"
+LION = f"{OWN}tests.workloads.user.optim.Lion optimizer.lr=0.001 optimizer.weight_decay=0.3"
 HALF = {s: [f"sharding={s} precision={p} {SGD}" for p in PRECISIONS] for s in ("per_block", "per_layer", "ddp")}
 SETTINGS = (
     "sharding=per_block init=meta",
@@ -49,6 +53,7 @@ IN_MAKE_TEST: Cells = {
         f"sharding=per_layer {RESHARDS[4]} training.sync_each_microbatch=true {ACCUMULATE}",
         f"{SIZE_BASED} {RESHARDS[3]} init=meta optimizer=adamw optimizer.lr=0.01 optimizer.weight_decay=0.3 "
         "optimizer.implementation=for_loop",
+        f"sharding=ddp {RADAM}", f"sharding=per_block {RADAM} {CLIP}", f"sharding=per_layer {LION} {ACCUMULATE}",
     ),
     "wide mlp": HALF["per_block"],
     "vit": (
@@ -95,6 +100,8 @@ LATER: Cells = {
     "mlp": (
         *GRID,
         *(" ".join(overrides(case)) for case in pairwise()),
+        *(f"{' '.join(SHARDINGS[s])} {own}" for s, own in product(SHARDINGS, (RADAM, ADAGRAD, LION))),
+        f"sharding=per_block precision=fp16 offload=cpu {LION} {CLIP}",
     ),
     "language": (
         f"sharding=per_block compile=true {ACCUMULATE}",

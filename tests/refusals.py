@@ -152,6 +152,7 @@ sharding=ddp sharding.separate_reduce_scatter_group=true | sharding=ddp sharding
 sharding=per_layer activation_checkpointing=selective | sharding=per_layer activation_checkpointing=selective
 precision.float8=true                   | precision.float8=true precision=float8
 optimizer.momentum=0.9                  | optimizer.momentum=0.9 optimizer=adam optimizer=sgd
+optimizer=sgd optimizer._target_=fractions.Fraction | optimizer._target_=fractions.Fraction optimizer=sgd custom
 optimizer=sgd optimizer.implementation=fused | optimizer.implementation=fused optimizer=sgd foreach
 optimizer.implementation=fused precision.loss_scaling=true precision.param_dtype=float16 | \
     optimizer.implementation=fused precision.loss_scaling=true

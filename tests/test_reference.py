@@ -29,7 +29,7 @@ def test_every_key_has_a_meaning():
 
 
 def test_every_key_that_can_be_typed_is_described():
-    assert set(KEYS) - set(all_keys()) == {"model.<argument>", "data.<argument>"}
+    assert set(KEYS) - set(all_keys()) == {"model.<argument>", "data.<argument>", "optimizer.<argument>"}
     assert set(all_keys()) - set(KEYS) == set()
 
 

@@ -8,7 +8,7 @@ from fsdp_lab.config.suggest import closest
 
 # Devices without a data sheet; `auto`: GPUs if this machine has any, else CPUs.
 DEVICE_KINDS = ("auto", "cpu", "cuda")
-OPEN_GROUPS = ("model", "data")  # they take a user's class, and with it any key
+OPEN_GROUPS = ("model", "data", "optimizer")  # they take a user's class, and with it any key
 _DEVICES = "device"  # the folder of data sheets
 
 

@@ -18,7 +18,7 @@ _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true 
 def to_dict(config: Any) -> dict[str, Any]:
     """Return a nested dictionary of plain values; enums become the names that users type."""
     if hasattr(config, "to_keys"):  # a group that takes any key
-        return config.to_keys()
+        return {name: _plain(value) for name, value in config.to_keys().items()}
     return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
 
 

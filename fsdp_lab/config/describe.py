@@ -78,7 +78,7 @@ def _keys(config_class: type, prefix: str) -> list[KeyDescription]:
         known: Key = each.metadata["key"]
         if dataclasses.is_dataclass(each.default_factory):
             continue
-        if each.name == "arguments":
+        if each.name == "arguments" and values[each.name]:
             keys += _arguments(values["target"], values[each.name], prefix)
         name = "<argument>" if each.name == "arguments" else known.named or each.name
         hint, optional = _without_none(hints[each.name])

@@ -121,7 +121,7 @@ def keys_of(config: Any) -> dict[str, Key]:
 def _open_keys(group: Any) -> dict[str, Key]:
     """Return the metadata of the keys that an open group has now: of its own, and of its arguments."""
     own = {f.metadata["key"].named or f.name: f.metadata["key"] for f in dataclasses.fields(group)}
-    return {name: own.get(name, own["arguments"]) for name in flatten(group)}
+    return {n: own["arguments"] if n in group.arguments else own.get(n, own["arguments"]) for n in flatten(group)}
 
 
 def _within(inner: Key, group: Key) -> Key:

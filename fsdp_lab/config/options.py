@@ -22,7 +22,7 @@ def all_keys() -> list[str]:
 CODE_KEYS = ("model.block_classes", "data.collate_fn", "task.loss", "task.metrics")
 _CONFIG_DIR = ("--config-dir", "-cd")
 # A key that only the option `custom` of its group has -> the group.
-_CUSTOM = {"model._target_": "model", "data._target_": "data", "task.loss": "task"}
+_CUSTOM = {"model._target_": "model", "data._target_": "data", "optimizer._target_": "optimizer", "task.loss": "task"}
 
 
 _CHOSEN = ("task", "model", "data")
@@ -41,10 +41,11 @@ def with_custom(words: Sequence[str]) -> list[str]:
     Without it the sizes of the default model would become arguments of the user's callable.
     """
     typed = [word.partition("=")[0].lstrip("+") if not word.endswith("=null") else "" for word in words]
-    implied = {typed.index(key): group for key, group in _CUSTOM.items() if key in typed and group not in typed}
-    return with_task(
-        [each for i, word in enumerate(words) for each in ((f"{implied[i]}=custom", word) if i in implied else (word,))]
-    )
+    implied = [(typed.index(key), group) for key, group in _CUSTOM.items() if key in typed and group not in typed]
+    first = [f"{group}=custom" for _, group in implied if group == "optimizer"]  # before an `optimizer.lr`
+    others = {at: group for at, group in implied if group != "optimizer"}
+    rest = [[f"{others[i]}=custom", word] if i in others else [word] for i, word in enumerate(words)]
+    return with_task([*first, *(each for some in rest for each in some)])
 
 
 def with_task(words: Sequence[str]) -> list[str]:
@@ -110,7 +111,7 @@ def names_code(words: Sequence[str]) -> bool:
 
 def may_name_code(key: str) -> bool:
     """Return whether the values of a key, or the options of a group, may name the user's code."""
-    return key in (*_CHOSEN, "experiment") or names_code([f"{key}="])
+    return key in (*_CHOSEN, "optimizer", "experiment") or names_code([f"{key}="])
 
 
 def option_values(group: str, option: str) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.suggest import closest
 
 _PLAIN = {"int": int, "float": float, "bool": bool, "str": str}  # annotations of our own targets
-_CALLED_WITH = {"split": 'split="train" and then split="val"'}  # what fsdp_lab adds to the user's arguments
+# What fsdp_lab adds to the user's arguments.
+_CALLED_WITH = {"split": 'split="train" and then split="val"', "params": "params=<parameters of the model>"}
 
 
 def import_callable(path: str, key: str) -> Any:

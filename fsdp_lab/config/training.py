@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Optional  # OmegaConf reads this on every Python that this project supports
+from typing import Any, Optional, Self  # OmegaConf reads this on every Python that this project supports
 
-from fsdp_lab.config.errors import CombinationError
+from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.key import Between, Memory, at_least_one, below_one, key, not_negative, positive
+from fsdp_lab.config.open import OpenGroup
+from fsdp_lab.config.target import check_arguments, check_nested, import_callable, nested
 
 
 class OptimizerName(Enum):
@@ -16,6 +18,7 @@ class OptimizerName(Enum):
     adam = "adam"
     adamw = "adamw"
     sgd = "sgd"
+    custom = "custom"
 
 
 class OptimizerImplementation(Enum):
@@ -141,9 +144,13 @@ class TrainingConfig:
 
 
 @dataclass
-class OptimizerConfig:
-    """The optimizer."""
+class OptimizerConfig(OpenGroup):
+    """The optimizer: one of ours, or yours: `_target_` is called with `params`, `lr` and its arguments."""
 
+    target: Optional[str] = key(None, named="_target_", memory=Memory.VALUE)
+    """For `custom`: import path of your class, or of a callable that returns a torch.optim.Optimizer."""
+    arguments: dict[str, Any] = key(dict, memory=Memory.VALUE)
+    """For `custom`, every key below `optimizer` but `lr` and `scale_lr`: an argument of the class."""
     name: OptimizerName = key(OptimizerName.adam, named_by_option=True, memory=Memory.VALUE)
     """Algorithm."""
     lr: float = key(1e-3, positive, changes_speed=False)
@@ -160,6 +167,43 @@ class OptimizerConfig:
     """PyTorch's implementation; `auto`: fused if supported, else foreach."""
     scale_lr: bool = key(False, changes_speed=False)
     """Multiply `lr` by the number of workers."""
+
+    @classmethod
+    def of_keys(cls, values: dict[str, Any], prefix: str) -> Self:
+        """Build the group from the values typed below it; those of ours are arguments of the user's class.
+
+        Raises:
+            ConfigError: a key has a value of another type, or is unknown and there is no `_target_`.
+        """
+        users = values.get("_target_") is not None
+        own = {"name": "custom", **values} if users else values
+        made = super().of_keys({name: value for name, value in own.items() if not users or name in _OF_ALL}, prefix)
+        if users:
+            made.arguments = {str(name): value for name, value in values.items() if name not in _OF_ALL}
+        elif made.arguments:
+            unknown, known = next(iter(made.arguments)), ", ".join(cls().to_keys())
+            raise ConfigError(f"{prefix}{unknown} is not a key. The keys here are: {known}.")
+        return made
+
+    def to_keys(self) -> dict[str, Any]:
+        """Return the plain values, as they are typed."""
+        keys = super().to_keys()
+        return keys if self.target is None else {name: keys[name] for name in _OF_ALL} | self.arguments
+
+    @property
+    def kind(self) -> str:
+        """The name of ours, or the path of the user's."""
+        return self.target or self.name.name
+
+    @property
+    def users_arguments(self) -> dict[str, Any]:
+        """The arguments of the user's class, without the parameters."""
+        return {"lr": self.lr, **self.arguments}
+
+    def paths(self) -> list[str]:
+        """Return the dotted paths of the target and of nested targets."""
+        inner = (str(value["_target_"]) for _, value in nested(self.arguments, "optimizer"))
+        return [path for path in (self.target, *inner) if path]
 
     def chosen_implementation(self, loss_scaling: bool) -> OptimizerImplementation:
         """Return the implementation, with `auto` resolved to fused where PyTorch supports it, else foreach.
@@ -180,13 +224,28 @@ class OptimizerConfig:
         """Check that the optimizer has what the settings change.
 
         Raises:
-            CombinationError: momentum with an optimizer other than SGD.
+            ConfigError: the user's class cannot be imported, or does not take the arguments.
+            CombinationError: momentum with an optimizer other than SGD, or `_target_` with one of ours.
         """
+        if self.target is None and self.name is OptimizerName.custom:
+            raise ConfigError("optimizer=custom: optimizer._target_ is not set; write package.module.name.")
+        if self.target is not None:
+            if self.name is not OptimizerName.custom:
+                raise CombinationError(
+                    f"optimizer._target_={self.target} with optimizer={self.name.name}: use optimizer=custom."
+                )
+            function = import_callable(self.target, "optimizer._target_")
+            check_arguments(function, self.target, "optimizer", self.users_arguments, given=("params",))
+            check_nested(self.arguments, "optimizer")
+            return
         if self.name is not OptimizerName.sgd and self.momentum:
             raise CombinationError(
                 f"optimizer.momentum={self.momentum} with optimizer={self.name.name}: momentum belongs to "
                 "sgd; use optimizer=sgd, or optimizer.beta1 for Adam.",
             )
+
+
+_OF_ALL = ("_target_", "name", "lr", "scale_lr")  # keys that are no arguments of the user's class
 
 
 @dataclass

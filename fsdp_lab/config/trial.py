@@ -96,7 +96,7 @@ class TrialConfig:
 
     def code(self) -> list[str]:
         """Return the dotted paths to the user's code that this trial calls."""
-        paths = (*self.model.paths(), *self.data.paths(), *self.task.paths())
+        paths = (*self.model.paths(), *self.data.paths(), *self.task.paths(), *self.optimizer.paths())
         return [path for path in paths if not path.startswith("fsdp_lab.")]
 
     def _check_selective(self) -> None:

@@ -29,9 +29,9 @@ class NoForecast:
     """Why there is no forecast, as a code with values.
 
     Attributes:
-        code: `user_error`: training would end with the same error; `needs_values`: the model reads a value, which
-            training has; `error`: any other exception; `lost`: its process ended or was late; `cancelled`: it was
-            interrupted before it was made.
+        code: `user_error`: training would end with the same error; `needs_values`: the model or the optimizer reads
+            a value, which training has; `error`: any other exception; `lost`: its process ended or was late;
+            `cancelled`: it was interrupted before it was made.
         text: of an error as raised; of `lost` what happened to the process.
         error: the class of the error.
         at: the line that raised it: of the user's code if there is one.

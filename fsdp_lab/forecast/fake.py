@@ -101,7 +101,8 @@ def _with_workspace(results: tuple[Tensor, ...], args: tuple[Any, ...]) -> tuple
 class ValuesOnRequest(TorchDispatchMode):
     """Answers if the training step, not the model, reads a tensor's value: a loss scale, a step count.
 
-    Inside a model's forward pass it does not answer, because the computation may depend on the value.
+    Inside a model's forward pass, and for other values that an optimizer reads, it does not answer, because the
+    computation may depend on the value.
     """
 
     def __init__(self) -> None:
@@ -112,8 +113,10 @@ class ValuesOnRequest(TorchDispatchMode):
         if func is DEVICE:
             return args[0].device
         if func is ITEM and not self.in_model and type(args[0]) is not torch.Tensor:
+            name, asks = _asking()
             # 1 is a step count and a loss scale that can be divided by; 0 is "no gradient was infinite"
-            return 0.0 if _asking() == STEP_IF_FINITE else 1.0
+            if not isinstance(asks, torch.optim.Optimizer) or _is_step_count(args[0], asks):
+                return 0.0 if name == STEP_IF_FINITE else 1.0
         if func is FLOAT8_PRODUCT:  # it has no fake result: a product of zeros would be computed
             return (kwargs or {})["out"]
         if func in _MADE_WHOLE:
@@ -137,12 +140,19 @@ class ValuesOnRequest(TorchDispatchMode):
         return bool(tensors) and all(type(t) is torch.Tensor and t.dtype is torch.int32 for t in tensors)
 
 
-def _asking() -> str:
-    """Return the function of a loss scaler or an optimizer that reads a value: the innermost one with such a name."""
+def _is_step_count(tensor: Tensor, optimizer: torch.optim.Optimizer) -> bool:
+    return any(state.get("step") is tensor for state in optimizer.state.values())
+
+
+def _asking() -> tuple[str, Any]:
+    """Return the method of a loss scaler or an optimizer that reads a value, and its object.
+
+    It is the innermost function with such a name.
+    """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name not in (STEP_IF_FINITE, "step", "get_scale"):
         frame = frame.f_back
-    return frame.f_code.co_name if frame else ""
+    return (frame.f_code.co_name, frame.f_locals.get("self")) if frame else ("", None)
 
 
 @contextmanager

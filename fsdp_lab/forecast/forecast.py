@@ -13,6 +13,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ _MICROBATCH_LIMIT = 2**20  # where memory does not stop it, the search does
 
 
 class NeedsValuesError(UserError):
-    """The model's forward pass reads a tensor's value, and a fake tensor has none."""
+    """The model's forward pass or the optimizer's step reads a tensor's value, and a fake tensor has none."""
 
 
 def forecast(
@@ -276,11 +277,13 @@ def forecast_step(
         try:
             return _follow_as_trained(workload, config, dims, device, gpu if cuda else None, traced)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            line = user_line(error)
+            line, part = user_line(error), "the forward pass of the model"
+            if any(isinstance(f.f_locals.get("self"), torch.optim.Optimizer) for f, _ in walk_tb(error.__traceback__)):
+                part = f"the step of optimizer={config.optimizer.kind}"
             raise NeedsValuesError(
-                f"a forecast runs on tensors without values, but {error.func} needs one in the forward pass of the "
-                f"model{f', at {line}' if line else ''}; measure this model with memory_profile=peaks, or remove the "
-                "decision that depends on a value (.item(), if tensor:, nonzero) from the forward pass."
+                f"a forecast runs on tensors without values, but {error.func} needs one in {part}"
+                f"{f', at {line}' if line else ''}; measure this trial with memory_profile=peaks, or remove the "
+                "decision that depends on a value (.item(), if tensor:, nonzero)."
             ) from error
 
 

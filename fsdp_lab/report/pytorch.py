@@ -7,11 +7,13 @@ from typing import Any
 
 from fsdp_lab.config import TrialConfig, part
 from fsdp_lab.config.parallel import Dtype, Granularity, ReshardPolicy
+from fsdp_lab.config.target import nested
 from fsdp_lab.config.training import (
     MATRIX_PRODUCTS,
     SAVED_OPERATORS,
     ActivationCheckpointing,
     LrScheduleName,
+    OptimizerConfig,
     OptimizerImplementation,
     OptimizerName,
 )
@@ -41,7 +43,8 @@ def setting_of(trial: TrialRecord) -> str | None:
 def to_pytorch(title: str, config: TrialConfig, layout: Layout, world_size: int, torch_version: str) -> str:
     """Return a module of plain PyTorch with a function `parallelize(model)`, and a step in its docstring.
 
-    It imports only PyTorch, and torchao for float8. Nothing that the config names is imported here.
+    It imports only PyTorch, torchao for float8, and the class of the user's optimizer. Nothing that the config names is
+    imported here.
 
     Args:
         title: of the trial, for people.
@@ -104,22 +107,33 @@ def _pattern(names: Sequence[str]) -> str:
 def _training(config: TrialConfig, world_size: int) -> dict[str, Any]:
     optimizer, training, precision = config.optimizer, config.training, config.precision
     scaled = precision.loss_scaling
-    kind = _OPTIMIZERS[optimizer.name]
-    lr = optimizer.lr * (world_size if optimizer.scale_lr else 1)
-    own = f"betas=({optimizer.beta1}, {optimizer.beta2})" if kind != "SGD" else f"momentum={optimizer.momentum}"
-    kernels = _IMPLEMENTATIONS[optimizer.chosen_implementation(scaled)]
     place = "device" if config.offload.target.name == "none" else '"cpu"'
     schedule = config.lr_schedule
     constant = schedule.name is LrScheduleName.constant and not schedule.warmup_steps
+    objects = [key for key, _ in nested(optimizer.arguments, "optimizer")]
     return {
         "scaled": scaled,
         "scaler": f"{place}, init_scale={precision.init_scale}, growth_interval={precision.growth_interval}",
         "backward": "scaler.scale(loss).backward()" if scaled else "loss.backward()",
-        "optimizer": f"torch.optim.{kind}",
-        "optimizer_options": f"lr={lr}, {own}, weight_decay={optimizer.weight_decay}, {kernels}",
+        **_optimizer(optimizer, optimizer.lr * (world_size if optimizer.scale_lr else 1), scaled),
         "accum": training.grad_accum_steps,
         "sync_each": training.sync_each_microbatch,
         "microbatch_size": training.global_batch_size // world_size // training.grad_accum_steps,
         "max_grad_norm": training.max_grad_norm,
-        "left_out": "" if constant else f"lr_schedule={schedule.name.name}",
+        "left_out": ", ".join([*objects, *([] if constant else [f"lr_schedule={schedule.name.name}"])]),
+    }
+
+
+def _optimizer(optimizer: OptimizerConfig, lr: float, scaled: bool) -> dict[str, str]:
+    if optimizer.target is not None:
+        module, _, name = optimizer.target.rpartition(".")
+        options = {"lr": lr, **optimizer.arguments}
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items() if not isinstance(value, dict))
+        return {"optimizer": name, "optimizer_options": given, "optimizer_import": f"from {module} import {name}"}
+    kind = _OPTIMIZERS[optimizer.name]
+    own = f"betas=({optimizer.beta1}, {optimizer.beta2})" if kind != "SGD" else f"momentum={optimizer.momentum}"
+    kernels = _IMPLEMENTATIONS[optimizer.chosen_implementation(scaled)]
+    return {
+        "optimizer": f"torch.optim.{kind}",
+        "optimizer_options": f"lr={lr}, {own}, weight_decay={optimizer.weight_decay}, {kernels}",
     }

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_lab.compose import Trial, group_choices, plain, typed_and_used_up
 from fsdp_lab.config import all_keys
+from fsdp_lab.config.conf import OPEN_GROUPS
 
 _KEYS = frozenset(all_keys())
 
@@ -123,7 +124,7 @@ def _with_parts_of(before: dict[str, Any], values: dict[str, Any]) -> dict[str, 
 
 def _is_value(key: str) -> bool:
     """Whether an override of this key sets a value, one of ours or an argument of the user's, and chooses no option."""
-    return key in _KEYS or key.startswith(("model.", "data."))
+    return key in _KEYS or key.partition(".")[0] in OPEN_GROUPS
 
 
 def dirname(overrides: Sequence[Override], item_sep: str, kv_sep: str) -> str:

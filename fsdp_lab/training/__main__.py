@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_lab.config import ConfigError, NightlyConfig, TrialConfig, UserError, conf_dir, from_dict, part, to_dict
-from fsdp_lab.config.conf import group_dirs
+from fsdp_lab.config.conf import OPEN_GROUPS, group_dirs
 from fsdp_lab.config.options import with_custom
 from fsdp_lab.config.workload import known_vocab_size
 from fsdp_lab.training.checkpoint import Metrics
@@ -63,12 +63,13 @@ def read_config(base: Path | None, overrides: list[str]) -> NightlyConfig:
 
     values = to_dict(NightlyConfig())
     if base is not None:
-        values = merge(values, yaml.safe_load(base.read_text()) or {})
+        composed = yaml.safe_load(base.read_text()) or {}
+        values = merge(values, composed) | {group: composed[group] for group in OPEN_GROUPS if group in composed}
     for override in with_custom(overrides):
         key, _, text = override.partition("=")
         group = conf_dir() / key
         value = read_option(group, text) if group in group_dirs() else yaml.safe_load(text)
-        if key in ("model", "data"):  # the arguments of another callable are none of this one's
+        if key in OPEN_GROUPS and "_target_" in value:  # the arguments of another callable are none of this one's
             values = {**values, key: {}}
         for name in reversed(key.split(".")):
             value = {name: value}

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_lab.config.compare import settings
+from fsdp_lab.config.conf import OPEN_GROUPS
 from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.key import Between, keys_of
@@ -313,7 +314,7 @@ class Checkpoints:
         return {
             "torch_version": torch.__version__,
             "model": to_dict(self.config.model),
-            "optimizer": self.config.optimizer.name.name,
+            "optimizer": self.config.optimizer.kind,
             "trial": trial_identity(self.config),
             "world_size": self.ranks.world_size,
             "epoch": state.epoch,
@@ -340,8 +341,8 @@ def check_meta(meta: dict[str, Any], source: Where, config: TrialConfig) -> None
         for k in keys
         if there.get(k) != wanted.get(k)
     ]
-    if meta["optimizer"] != config.optimizer.name.name:
-        other.append(f"optimizer={meta['optimizer']} in the checkpoint, {config.optimizer.name.name} now")
+    if meta["optimizer"] != config.optimizer.kind:
+        other.append(f"optimizer={meta['optimizer']} in the checkpoint, {config.optimizer.kind} now")
     if other:
         raise CheckpointError(
             f"the checkpoint {source} has another model or optimizer: {'; '.join(other)}; use the same values, "
@@ -370,7 +371,7 @@ def check_same_trial(meta: dict[str, Any], source: Where, config: TrialConfig) -
     gone = [
         k
         for k in meta["trial"]
-        if k.startswith(("model.", "data."))
+        if k.partition(".")[0] in OPEN_GROUPS
         and k not in here
         and (k not in known or Between.CHECKPOINT not in known[k].may_differ)
     ]  # arguments of another callable

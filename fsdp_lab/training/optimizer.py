@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from fsdp_lab.config.parallel import OffloadTarget, PrecisionConfig
+from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.parallel import Granularity, OffloadTarget, PrecisionConfig
+from fsdp_lab.config.target import import_callable, in_words, instantiate, parameters
 from fsdp_lab.config.training import (
     LrScheduleConfig,
     LrScheduleName,
@@ -24,20 +26,49 @@ def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> to
 
     Args:
         dp_degree: the factor of the learning rate with `optimizer.scale_lr`.
+
+    Raises:
+        UserError: the user's class refuses its arguments or the parameters.
     """
     optimizer = config.optimizer
     lr = optimizer.lr * (dp_degree if optimizer.scale_lr else 1)
+    params = [p for p in model.parameters() if p.requires_grad]
+    if optimizer.target is not None:
+        return _users(config, optimizer.target, params, lr)
     kwargs: dict[str, Any] = {"lr": lr, "weight_decay": optimizer.weight_decay, **implementation(config)}
-    parameters = [p for p in model.parameters() if p.requires_grad]
     match optimizer.name:
         case OptimizerName.adam:
-            return torch.optim.Adam(parameters, betas=(optimizer.beta1, optimizer.beta2), **kwargs)
+            return torch.optim.Adam(params, betas=(optimizer.beta1, optimizer.beta2), **kwargs)
         case OptimizerName.adamw:
-            return torch.optim.AdamW(parameters, betas=(optimizer.beta1, optimizer.beta2), **kwargs)
+            return torch.optim.AdamW(params, betas=(optimizer.beta1, optimizer.beta2), **kwargs)
         case OptimizerName.sgd:
-            return torch.optim.SGD(parameters, momentum=optimizer.momentum, **kwargs)
+            return torch.optim.SGD(params, momentum=optimizer.momentum, **kwargs)
         case _:
             raise ValueError(f"optimizer.name={optimizer.name} is not known")
+
+
+def _users(config: TrialConfig, target: str, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """Build the user's optimizer.
+
+    Raises:
+        UserError: the callable fails, or returns no optimizer.
+    """
+    function = import_callable(target, "optimizer._target_")
+    arguments = {**instantiate(config.optimizer.arguments, "optimizer"), "lr": lr}
+    foreach = (parameters(function) or {}).get("foreach")
+    if foreach is not None and foreach.default is None and not arguments.keys() & {"foreach", "fused"}:
+        # what PyTorch chooses on a GPU; a forecast is made on a CPU, where it chooses otherwise
+        arguments["foreach"] = config.sharding.granularity is Granularity.ddp
+    try:
+        made = function(params=params, **arguments)
+    except (TypeError, ValueError, KeyError, AttributeError, AssertionError, OSError, ImportError) as error:
+        shown = ", ".join(f"optimizer.{name}={value}" for name, value in config.optimizer.users_arguments.items())
+        raise UserError(f"optimizer._target_={target} with {shown} fails: {in_words(error)}") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UserError(
+            f"optimizer._target_={target} returns a {type(made).__name__}; it must return a torch.optim.Optimizer."
+        )
+    return made
 
 
 def implementation(config: TrialConfig) -> dict[str, bool]:

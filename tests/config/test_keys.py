@@ -26,6 +26,7 @@ from fsdp_lab.config.key import Secret, key, keys_of
 from fsdp_lab.config.nightly import NightConfig
 from fsdp_lab.config.options import values_implied_by_option
 from fsdp_lab.config.sweep import ReportConfig
+from fsdp_lab.config.training import OptimizerConfig
 from fsdp_lab.config.workload import DataConfig, ModelConfig
 
 # Another value makes another trial of a grid (cells), is refused by a resume (starts) and by the trial's own checkpoint
@@ -68,6 +69,7 @@ task.loss                            cells starts checkpoint nights memory param
 task.metrics                         cells starts checkpoint nights param
 task.unit                            cells starts checkpoint nights param
 task.loss_chunks                     cells starts checkpoint nights memory param
+optimizer._target_                   cells starts checkpoint nights memory param
 optimizer.name                       cells starts checkpoint nights memory param
 optimizer.lr                         cells starts checkpoint nights param
 optimizer.weight_decay               cells starts checkpoint nights memory param
@@ -265,5 +267,6 @@ def test_hydra_sees_types_and_defaults_alone():
     values = OmegaConf.to_container(node, enum_to_str=True)
     values["model"] = to_dict(ModelConfig(**values["model"]))  # groups that take any key
     values["data"] = to_dict(DataConfig(**values["data"]))
+    values["optimizer"] = to_dict(OptimizerConfig(**values["optimizer"]))
     assert values == to_dict(NightlyConfig())
     assert OmegaConf.get_type(node) is NightlyConfig

@@ -228,6 +228,14 @@ def test_a_model_that_needs_real_values_is_shown_the_operation(monkeypatch: pyte
     assert forecast_profile(config("model=mlp"), 2, cuda=False).peaks
 
 
+def test_an_optimizer_that_reads_a_value_has_no_forecast():
+    own = "tests.workloads.user.optim"
+    message = rf"in the step of optimizer={own}\.Cautious, at tests/.*/optim\.py:\d+;"
+    with pytest.raises(NeedsValuesError, match=message):
+        forecast_profile(config("model=mlp", f"optimizer._target_={own}.Cautious"), 2, cuda=False)
+    assert forecast_profile(config("model=mlp", f"optimizer._target_={own}.Lion"), 2, cuda=True).peaks
+
+
 @pytest.mark.parametrize(
     ("words", "workers", "named"),
     [

@@ -59,6 +59,10 @@ CASES: dict[str, Case] = {
     ),
     "selective": (*SHARDINGS["per_block"], "activation_checkpointing=selective"),
     "compile": (*SHARDINGS["per_block"], "compile=true"),
+    "own optimizer": (
+        *SHARDINGS["per_block"], "optimizer._target_=torch.optim.RAdam", "optimizer.betas=[0.8,0.9]",
+        "optimizer.scale_lr=true",
+    ),
 }  # fmt: skip
 HYBRID = {
     "hybrid": (*SHARDINGS["per_block"], "sharding.dp_replicate=2", "reshard_after_forward=always"),

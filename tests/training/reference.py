@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from fsdp_lab.config import TrialConfig
+from fsdp_lab.config.target import import_callable
 from fsdp_lab.workloads.build import build_model_spec
 
 # A mistake to make on purpose -> the gradients that it takes: those of two ranks added up instead of averaged, of the
@@ -156,6 +157,9 @@ def first_weights(config: TrialConfig) -> dict[str, Tensor]:
 
 def build_optimizer(model: nn.Module, config: TrialConfig) -> torch.optim.Optimizer:
     o = config.optimizer
+    if o.target is not None:
+        kind = import_callable(o.target, "optimizer._target_")
+        return kind(model.parameters(), lr=o.lr, **o.arguments)  # type: ignore[no-any-return]
     if o.name.name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[o.name.name]

@@ -44,11 +44,14 @@ SAME_RANKS: dict[str, list[str]] = {
     "cosine_accumulate_clip": [SYNC, *COSINE, "training.grad_accum_steps=2", "training.max_grad_norm=0.5"],
     "fp16_mixed_offload": [ASYNC, "precision=fp16_mixed", "offload=cpu", "init=meta", "sharding=root"],
     "ddp": [*ADAM, "sharding=ddp"],
+    "own_radam": [ASYNC, "optimizer._target_=torch.optim.RAdam", "optimizer.betas=[0.8,0.9]", *COSINE],
+    "own_lion": [SYNC, "optimizer._target_=tests.workloads.user.optim.Lion", *SCALER, "optimizer.lr=0.001"],
 }
 OTHER_RANKS: dict[str, list[str]] = {
     "per_layer_cosine": [*ADAM, "sharding=per_layer", *COSINE],
     "momentum_async": [ASYNC, "optimizer=sgd", "optimizer.lr=0.01"],
     "ddp": [*ADAM, "sharding=ddp"],
+    "own_adagrad": [SYNC, "optimizer._target_=torch.optim.Adagrad", "optimizer.lr=0.01", "sharding=per_layer"],
 }
 # Seven epochs of one step; each epoch's learning rate is four times the last one's.
 SEVEN = ("training.epochs=7", "data.num_train=32")
@@ -142,7 +145,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     "same",
     cases(
         ["adam", "fp16_scaler_cosine"],
-        ["async", "ddp", "fp16_mixed_offload"],
+        ["async", "ddp", "fp16_mixed_offload", "own_radam", "own_lion"],
         ["sgd_momentum", "cosine_accumulate_clip"],
     ),
 )
@@ -164,7 +167,7 @@ def test_stopped_and_resumed_is_uninterrupted(runs: Runs, same: str) -> None:
     "other",
     cases(
         ["per_layer_cosine on 1"],
-        ["per_layer_cosine on 4", "ddp on 4", "momentum_async on 1"],
+        ["per_layer_cosine on 4", "ddp on 4", "momentum_async on 1", "own_adagrad on 4"],
         ["ddp on 1", "momentum_async on 4"],
     ),
 )

@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_lab.config import UserError, to_dict
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device, lr_factor
 from tests.ranks import config, run_ranks, train_all
 
@@ -88,6 +89,57 @@ def test_values_reach_the_optimizer() -> None:
     trial = config("optimizer=sgd", "optimizer.momentum=0.7", "optimizer.lr=0.02", "optimizer.scale_lr=true")
     group = build_optimizer(nn.Linear(2, 2), trial, 4).param_groups[0]
     assert (group["lr"], group["momentum"]) == (0.08, 0.7)
+
+
+OWN = "tests.workloads.user.optim"
+
+
+def build_own(*words: str) -> torch.optim.Optimizer:
+    trial = config(*words)
+    trial.check(2)
+    return build_optimizer(nn.Linear(2, 2), trial, 4)
+
+
+def test_an_own_class_gets_the_parameters_and_its_arguments() -> None:
+    words = ["optimizer.lr=0.02", "optimizer._target_=torch.optim.RAdam", "optimizer.betas=[0.8,0.9]"]
+    words += ["optimizer.weight_decay=0.3", "optimizer.scale_lr=true"]
+    optimizer = build_own(*words)
+    group = optimizer.param_groups[0]
+    assert type(optimizer) is torch.optim.RAdam and len(group["params"]) == 2
+    assert (group["lr"], group["betas"], group["weight_decay"], group["eps"]) == (0.08, [0.8, 0.9], 0.3, 1e-8)
+    assert to_dict(config(*words))["optimizer"] == {
+        "_target_": "torch.optim.RAdam", "name": "custom", "lr": 0.02, "scale_lr": True, "betas": [0.8, 0.9],
+        "weight_decay": 0.3,
+    }  # fmt: skip
+    # PyTorch's own choice on a GPU, which forecasts on a CPU must know: foreach for plain tensors alone
+    for words, foreach in ((["sharding=ddp"], True), (["sharding=root"], False)):
+        assert build_own("optimizer._target_=torch.optim.Adagrad", *words).param_groups[0]["foreach"] is foreach
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["_target_=torch.optim.RAdam", "beta1=0.8"],
+            r"\.beta1=0\.8: torch\.optim\.RAdam has no parameter beta1\. .*lr",
+        ),
+        (["_target_=torch.optim.RAdam", "lr=fast"], r"optimizer\.lr=fast is a str; use a number"),
+        (["_target_=torch.optim.RAdams"], r"torch\.optim has no RAdams\. Did you mean RAdam\?"),
+        (["_target_=torch.pi"], r"is a float, which cannot be called; name a class"),
+        (["_target_=torch.nn.ReLU"], r"torch\.nn\.ReLU has no parameter params; fsdp_lab calls it with params="),
+        (["_target_=null"], r"optimizer=custom: optimizer\._target_ is not set"),
+        (["betas=[0.8,0.9]"], r"optimizer\.betas is not a key\. The keys here are: _target_, name, lr"),
+        (
+            [f"_target_={OWN}.Picky"],
+            r"Picky with optimizer\.lr=0\.001 fails: ValueError: .* \(tests/.*/optim\.py:\d+\)",
+        ),
+        ([f"_target_={OWN}.no_optimizer"], r"returns a Identity; it must return a torch\.optim\.Optimizer"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(words: list[str], message: str) -> None:
+    option = ["optimizer=custom"] if words == ["_target_=null"] else []
+    with pytest.raises(UserError, match=message):
+        build_own(*option, *(f"optimizer.{word}" for word in words))
 
 
 MLP = ["model=mlp", "optimizer=sgd", "sharding=per_block"]

@@ -102,6 +102,21 @@ def test_a_sweep_of_their_arguments_and_its_resume(project: Path, refusal: Calla
 
 
 @pytest.mark.ci
+def test_a_sweep_of_an_own_optimizers_arguments(project: Path, refusal: Callable[..., str]) -> None:
+    shutil.copy(Path(__file__).with_name("optim.py"), project / "their_optim.py")
+    own = ("optimizer._target_=their_optim.Lion", "optimizer.lr=0.01")
+    words = (*NET, *DATA, *LOSS, *own, "optimizer.betas=[0.8,0.9],[0.9,0.99]", *ONE_CELL, *HERE, "training.epochs=4")
+    assert "optimizer.beta=0.8: their_optim.Lion has no parameter beta. " in refusal(
+        *THEIRS, *own, "optimizer.beta=0.8"
+    )
+    done = run_cli(project, *words, "-m", timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (project / "out" / "results.csv").open() as lines:
+        losses = {row["optimizer.betas"]: float(row["val/loss"]) for row in csv.DictReader(lines)}
+    assert losses.keys() == {"[0.8,0.9]", "[0.9,0.99]"} and max(losses.values()) < 1 and len({*losses.values()}) == 2
+
+
+@pytest.mark.ci
 def test_a_search_knows_the_code_of_the_trials_to_come(project: Path) -> None:
     """Of its two models it has tried one. A resume after a change of the other would train another one."""
     shutil.copytree(project / "my_project", project / "other_project")

@@ -1,0 +1,53 @@
+"""Optimizers of a user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Lion(torch.optim.Optimizer):
+    """Steps of one length, by the sign of a momentum (arXiv 2302.06675)."""
+
+    def __init__(
+        self, params: Iterable[Tensor], lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    momentum = state.setdefault("momentum", torch.zeros_like(parameter))
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(momentum.lerp(parameter.grad, 1 - beta1).sign_(), alpha=-group["lr"])
+                    momentum.lerp_(parameter.grad, 1 - beta2)
+
+
+class Cautious(torch.optim.SGD):
+    """Takes no step of a gradient that is too large."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if all(parameter.grad.abs().max() < 100 for parameter in self.param_groups[0]["params"]):
+            super().step(closure)
+
+
+class Picky(torch.optim.SGD):
+    """Takes no vectors."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        params = list(params)
+        if any(parameter.ndim != 2 for parameter in params):
+            raise ValueError("Picky takes matrices only")
+        super().__init__(params, lr=lr)
+
+
+def no_optimizer(params: Iterable[Tensor], lr: float) -> nn.Module:
+    return nn.Identity()
