@@ -55,6 +55,8 @@ class Finding:
         setting: by its values.
         metric: the key of the metric in the rows of a night, or `STATUS`.
         against: the night that it was compared with; "": none.
+        before: that night's median.
+        tonight: this night's median.
         change: from one to the other: a ratio minus 1, or in the metric's unit.
         tolerance: the largest change that is tolerated, as `change`.
         noise: the largest change that noise explains, as `change`; 0: it is not known.
