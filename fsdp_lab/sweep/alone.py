@@ -52,7 +52,6 @@ def run_alone(trial: Trial) -> ExitCode:
 
 
 def list_alone(trial: Trial) -> ExitCode:
-    """Print a trial that would run."""
     print(f"1 trial: {run_name(trial, [])}", flush=True)
     _remove_empty(trial.folder)
     return ExitCode.finished

@@ -48,10 +48,6 @@ class Composer:
     def __call__(self, overrides: Sequence[str], number: int) -> Trial:
         """Return the trial of a cell.
 
-        Args:
-            overrides: of the cell.
-            number: of the trial.
-
         Raises:
             HydraException: an override is invalid.
             OmegaConfBaseException: an override is invalid.

@@ -37,10 +37,6 @@ def enumerate_grid(
 def repeat_axis(config: SweepConfig, arguments: Sequence[str]) -> list[str]:
     """Return the axis that `repeats` stands for: `repeat=range(3)` for `repeats=3`.
 
-    Args:
-        config: of the sweep.
-        arguments: the command line's overrides.
-
     Raises:
         ConfigError: the sweep is a search, or `repeat` was typed.
     """

@@ -72,12 +72,7 @@ def run_multirun(
 
 
 def _run(plan: SweepPlan, notes: Sequence[str]) -> ExitCode:
-    """Print the plan and run it.
-
-    Args:
-        plan: of the sweep.
-        notes: lines for the user about the plan.
-    """
+    """Print the plan and run it."""
     print_to_reader(_first_line(plan), *notes)
 
     from fsdp_lab.sweep.start import start_sweep
@@ -105,7 +100,6 @@ def axes_notes(
         defaults: `hydra.sweeper.params`.
         arguments: the command line's overrides.
         swept: the keys that differ between trials.
-        config: what all trials share.
     """
     typed = {word.lstrip("+~").partition("=")[0] for word in arguments}
     axes = [f"{key}={defaults[key]}" for key in swept if key not in typed and defaults.get(key)]
@@ -213,14 +207,6 @@ class Command:
         record: SweepStart,
         search: OptunaSearch | None = None,
     ) -> SweepPlan:
-        """Return the plan for these trials.
-
-        Args:
-            states: of the known trials.
-            swept: the keys that differ between trials.
-            record: of the sweep.
-            search: suggests more trials; None: a grid.
-        """
         config = states[0].trial.config if states else self.common.config
         state = SweepState(states, objectives(config))
         return SweepPlan(state, config, self.folder, swept, record, search)

@@ -47,7 +47,6 @@ def plan_sweep(
     """Compose and check every cell.
 
     Args:
-        grid: the overrides of each cell.
         compose: makes the trial of a cell from its overrides and its number.
         check: raises for an invalid config; by default also for one that cannot run here.
         fold: keep only the first of cells with the same effect.

@@ -46,7 +46,6 @@ class SweepPlan:
     Attributes:
         state: the trials that are known at first; a search adds its own.
         config: of any trial, for the keys that all share.
-        folder: of the sweep.
         swept: the keys that differ between trials.
         started: what its start was given, and the code then.
         search: suggests more trials; None: a grid.
@@ -211,7 +210,6 @@ class SweepRun:
 
     @property
     def states(self) -> list[TrialState]:
-        """The states of all trials."""
         return self.state.trials
 
     def publish(self, event: str, *details: Any) -> None:
@@ -222,7 +220,6 @@ class SweepRun:
                 listener.changed(self, details[0])
 
     def log(self, text: str) -> None:
-        """Log a message for the user."""
         for listener in self._listeners:
             listener.log(text)
 
@@ -319,7 +316,6 @@ class SweepRun:
         self.publish("began", number)
 
     def forecast(self, number: int, forecast: Forecast) -> None:
-        """Keep the forecast of a trial."""
         state = self.states[number]
         state.take_forecast(forecast)
         if state.begun is not None:

@@ -65,7 +65,6 @@ def read_space(parser: OverridesParser, defaults: Mapping[str, str | None], argu
     Args:
         parser: see `grid.enumerate_grid`.
         defaults: see `grid.enumerate_grid`.
-        arguments: see `grid.enumerate_grid`.
 
     Raises:
         ConfigError: an interval is empty, or not positive on a logarithmic scale; or there is nothing to search.
@@ -152,11 +151,7 @@ class OptunaSearch:
                     compose([*space.fixed, value], 0)
 
     def _sampler(self, known: int) -> BaseSampler:
-        """Return the sampler.
-
-        Args:
-            known: trials of an earlier start, whose suggestions must not be repeated.
-        """
+        """The suggestions of so many known trials, of an earlier start, must not be repeated."""
         module = importlib.import_module(module_of("search.name", self._settings.name))
         sampler: BaseSampler = module.build_sampler(self._settings.seed + 1_000_003 * known)
         return sampler

@@ -18,8 +18,6 @@ _LIMIT_S = 8.0  # then what hangs is left behind
 
 
 class Closable(Protocol):
-    """A sweep that can be closed."""
-
     @property
     def closed(self) -> bool:
         """Whether the sweep was closed."""

@@ -18,7 +18,6 @@ class TrialState(TrialRecord):
     """A trial of this driver: its record while it grows.
 
     Attributes:
-        trial: as composed.
         begun: when it began to run, in seconds since 1970.
         resuming: an earlier start has left files of it.
         epochs_before: the epochs that an earlier start has trained.
@@ -138,7 +137,6 @@ class SweepState:
     """The trials of a sweep in their order.
 
     Args:
-        trials: the known ones.
         objectives: `(metric, "min" or "max")` of each.
     """
 
@@ -180,7 +178,6 @@ class SweepState:
         """Return how the sweep ends: finished if every trial has a result, failed if one failed.
 
         Args:
-            interrupted: whether the user ended it.
             error: that ended the sweep early, other than an interrupt; None: none did.
         """
         if interrupted or (self.open and error is None):

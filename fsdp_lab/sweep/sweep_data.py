@@ -47,8 +47,6 @@ def sweep_of(
     Args:
         states: of the trials, in the order of their numbers.
         swept: the keys that differ between trials.
-        folder: the sweep's.
-        record: of the sweep.
         run_id: returns the id of a trial's run by its number.
         parent: the id of the sweep's own run; "": not known.
     """
@@ -85,9 +83,7 @@ def asked_for(search: SearchConfig, words: list[str], arguments: Sequence[str]) 
     Empty for a grid without any, whose answer is the fastest setting that qualifies.
 
     Args:
-        search: of the sweep.
         words: the objectives in the config.
-        arguments: the command line.
     """
     typed = any(word.lstrip("+").startswith("objective=") for word in arguments)
     if not search.samples and not typed and words == SweepConfig().objective:

@@ -21,7 +21,6 @@ class InlineExecutor:
         """Do nothing: this process is ready."""
 
     def run(self, sweep: SweepRun) -> None:
-        """Run the trials one after the other."""
         while (number := sweep.next()) is not None:
             folder = sweep.folder_of(number)
             sweep.prepare(number)

@@ -32,28 +32,18 @@ def reach_cluster(plan: SweepPlan) -> None:
 
 
 def _code_of(plan: SweepPlan) -> list[str]:
-    """Return the dotted paths to the user's code."""
     trials = (path for state in plan.state.trials for path in state.trial.config.code())
     return sorted({*trials, *(plan.search.code() if plan.search is not None else ())})
 
 
 class RayTuneExecutor:
-    """The executor of `engine=ray`.
-
-    Attributes:
-        interrupted_by: Ray's server that ended by itself, and with it the sweep; None: none did.
-    """
+    """The executor of `engine=ray`."""
 
     def __init__(self) -> None:
         self.interrupted_by: str | None = None
         self._stopped = threading.Event()
 
     def start(self, sweep: SweepRun) -> None:
-        """Start or reach Ray.
-
-        Raises:
-            UserError: no Ray answers at `cluster.address`.
-        """
         cluster = sweep.config.cluster
         if cluster.address is None:
             sweep.log("Ray starts")
@@ -71,7 +61,6 @@ class RayTuneExecutor:
                 return
 
     def run(self, sweep: SweepRun) -> None:
-        """Hand the trials to Ray Tune and wait for them."""
         from fsdp_lab.sweep.executors.tuner import MAX_STARTING, build_tuner
 
         # Of Tune's own state on disk, which nothing here reads, it need not tell that it could not be written.

@@ -137,11 +137,9 @@ class NextTrial(Searcher):
         return True
 
     def set_search_properties(self, *args: Any, **kwargs: Any) -> bool:
-        """Accept Tune's properties, which are not used."""
         return True
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
-        """Release the resources of a trial."""
         self._catalog.taken.pop(trial_id, None)
 
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
@@ -153,9 +151,6 @@ def job_of(config: SweepConfig, folder: str, watch: NodeWatch, address: str | No
     """Return the job of a trial.
 
     Args:
-        config: of the trial.
-        folder: the trial's.
-        watch: of the cluster's nodes.
         address: the trial's in object storage; None: none.
     """
     return Job(
@@ -195,7 +190,6 @@ class TuneCallback(TrialProgressCallback):
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Begin a trial."""
         number = trial.config["number"]
         self._sweep.begin(number)
         self._speak_at[number] = time.monotonic() + _QUIET_S
@@ -211,7 +205,6 @@ class TuneCallback(TrialProgressCallback):
         self._sweep.look(number)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """End a trial."""
         self._end(trial)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:

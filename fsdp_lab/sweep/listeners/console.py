@@ -38,7 +38,6 @@ class Console(Listener):
     """Prints the sweep's events.
 
     Args:
-        state: of the sweep.
         swept: the keys that differ between trials.
         rich: where to print; None: standard output.
         ticks: whether the bar is drawn every second; otherwise a debugger has the terminal for itself between events.
@@ -103,7 +102,6 @@ class Console(Listener):
                 self.update(sweep)
 
     def began(self, sweep: SweepRun, number: int) -> None:
-        """Log the start of a trial."""
         state = self._state.trials[number]
         from_epoch = f", from epoch {state.epochs_before}" if state.epochs_before else ""
         self.log(f"{label(number, self._state.trials)} starts{from_epoch}: {run_name(state.trial, self._swept)}")
@@ -114,7 +112,6 @@ class Console(Listener):
             sweep.log_once(f"note: {note}")  # each trial's run is tagged with its own
 
     def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
-        """Log a new epoch."""
         state = self._state.trials[number]
         if metrics["epoch"] > state.epochs_before:
             shown = None if state.trial.index is None else number
@@ -122,7 +119,6 @@ class Console(Listener):
             self.log(epoch_line(shown, metrics, training.epochs if training.max_steps is None else None))
 
     def ended(self, sweep: SweepRun, number: int) -> None:
-        """Log the end of a trial."""
         state = self._state.trials[number]
         took = f" after {duration(state.seconds)}" if state.seconds is not None else ""
         why = f": {reason_text(state.reason)}" if state.reason else ""

@@ -141,7 +141,6 @@ class Forecasts(Listener):
             self._pending[number] = (future, request)
 
     def tick(self, sweep: SweepRun) -> None:
-        """Take the forecasts that are done."""
         for number, (future, request) in list(self._pending.items()):
             if future.done():
                 del self._pending[number]
@@ -206,7 +205,6 @@ def ran_there(request: Request, device: str) -> bool:
     """Return whether a trial ran on the device of its prediction, in a way that predictions cover.
 
     Args:
-        request: of the trial.
         device: rank 0's; "": not known.
     """
     assert request.sheet is not None
@@ -223,9 +221,7 @@ def reliable_step_s(metrics: Mapping[str, float], samples: int, cuda: bool) -> f
     them.
 
     Args:
-        metrics: of the trial.
         samples: of a step.
-        cuda: whether it ran on a GPU.
     """
     speed, waited = metrics.get(SPEED), metrics.get(DATA_WAIT, 0.0)
     if not speed or metrics.get(OTHERS_CPU, 0.0) > MAX_OTHERS_CPU or (cuda and waited > _WAITED):
@@ -267,7 +263,6 @@ def _requests(states: Sequence[TrialState], cuda: bool, num_workers: int) -> lis
     """Return a request for each trial.
 
     Args:
-        states: of the trials.
         cuda: whether the trials will run on GPUs, whatever `forecast.device` says.
         num_workers: the number of ranks that `cluster.num_workers=null` stands for.
     """

@@ -27,13 +27,7 @@ class Watch:
         self._reported: set[tuple[int, str]] = set()
 
     def unusual(self, number: int, folder: Path, timeout_s: float | None) -> str | None:
-        """Return what lasts unusually long, and where its rank is; once for each phase, and once for all steps.
-
-        Args:
-            number: of the trial.
-            folder: the trial's.
-            timeout_s: `trial_timeout_s`.
-        """
+        """Return what lasts unusually long, and where its rank is; once for each phase, and once for all steps."""
         progress, now = read_progress(folder), time.monotonic()
         doing = progress.phase or progress.step
         if self._since.get(number, (None, 0.0))[0] != doing:

@@ -20,36 +20,27 @@ if TYPE_CHECKING:
 
 
 class ResultsCsv(Listener):
-    """Keeps the file up to date, at most a second late, or with thousands of trials some: a resume makes it anew.
-
-    Args:
-        run_id: the id of a trial's MLflow run, by its number.
-    """
+    """Keeps the file up to date, at most a second late, or with thousands of trials some: a resume makes it anew."""
 
     def __init__(self, run_id: Callable[[int], str]) -> None:
         self._run_id = run_id
         self._pace, self._stale, self._unwritable = Pace(), False, False
 
     def opened(self, sweep: SweepRun) -> None:
-        """Write the file."""
         self._write(sweep)
 
     def changed(self, sweep: SweepRun, number: int) -> None:
-        """Update the file, at a limited rate."""
         self._stale = True
         self.tick(sweep)
 
     def tick(self, sweep: SweepRun) -> None:
-        """Update a stale file, at a limited rate."""
         if self._stale and self._pace.is_due:
             self._write(sweep)
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
-        """Write the file."""
         self._write(sweep)
 
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
-        """Write the file."""
         self._write(sweep)
 
     def _write(self, sweep: SweepRun) -> None:

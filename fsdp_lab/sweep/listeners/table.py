@@ -43,11 +43,8 @@ def trial_table(
     `*` marks the best of a column, `>` the recommended trials. A trial without a status has finished.
 
     Args:
-        sweep: of the trials.
         swept: the keys that differ between trials.
-        rows: numbers and states of the trials to show.
         chosen: numbers of the recommended trials.
-        title: of the table.
     """
     figures = [state.figures for state in sweep.trials]
     metrics = _metrics(sweep, figures)
@@ -92,7 +89,6 @@ def _drop(key: str) -> int:
 
 
 def _metrics(sweep: SweepState, figures: Sequence[Mapping[str, float]]) -> list[Metric]:
-    """Return the metrics that trials have reported, and the objectives."""
     known = {key for each in figures for key in each}
     metrics = [metric for metric in table_columns("terminal") if metric.key in known]
     of_table = {metric.key for metric in table_columns("terminal")}

@@ -6,5 +6,4 @@ from optuna.samplers import BaseSampler, RandomSampler
 
 
 def build_sampler(seed: int) -> BaseSampler:
-    """Return a sampler of random values."""
     return RandomSampler(seed)

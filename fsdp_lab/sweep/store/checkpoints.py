@@ -19,9 +19,6 @@ def drop_checkpoints(folder: Path) -> None:
 
     Reads only `trials.jsonl`: the configs may be of other code.
 
-    Args:
-        folder: the sweep's.
-
     Raises:
         OSError: a file cannot be removed, or does not belong to the sweep; then nothing of it is touched.
     """

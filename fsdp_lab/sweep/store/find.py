@@ -31,7 +31,6 @@ def find_folder(named: str, key: str = "resume") -> Path:
 
     Args:
         named: a folder, or `last`.
-        key: the key on the command line.
 
     Raises:
         UserError: it stands for none.

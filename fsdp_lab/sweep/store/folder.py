@@ -26,7 +26,6 @@ def new_folder(planned: Path, key: str, hydra: DictConfig) -> Iterator[Path]:
     `14-05-09-2`.
 
     Args:
-        planned: the folder.
         key: the key that sets the folder on the command line.
         hydra: Hydra's own part of the config.
 

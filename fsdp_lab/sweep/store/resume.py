@@ -98,12 +98,6 @@ def read_state(state: TrialState, folder: Path) -> TrialState:
 def check_unchanged(record: SweepStart, states: Sequence[TrialState], folder: Path, config: SweepConfig) -> None:
     """Refuse to resume with other settings, code or data than the sweep was started with.
 
-    Args:
-        record: of the sweep.
-        states: of its trials.
-        folder: the sweep's.
-        config: as composed now.
-
     Raises:
         UserError: with the differences, unless `resume_anyway`; or a trial cannot run here.
     """

@@ -39,7 +39,6 @@ def find_trusted(named: str, key: str, trust: bool) -> tuple[Path, bool]:
     """Return the folder of a sweep, and whether it is this user's own.
 
     Args:
-        named: see `find_folder`.
         key: the key that names the sweep on the command line.
         trust: `trust=true` was typed.
 
