@@ -20,7 +20,6 @@ def effective_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
     """Return the settings that distinguish a trial within its sweep: two trials with equal values train identically.
 
     Args:
-        config: the trial.
         num_workers: the number of ranks that `cluster.num_workers` stands for.
     """
     return settings(config, Between.CELLS) | _effective(config, num_workers)
@@ -30,7 +29,6 @@ def memory_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
     """Return the settings that change the memory of an optimizer step: trials with equal values share one forecast.
 
     Args:
-        config: the trial.
         num_workers: the number of ranks that `cluster.num_workers` stands for.
     """
     keys = keys_of(config)

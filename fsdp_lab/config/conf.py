@@ -38,7 +38,6 @@ def data_sheets() -> list[Path]:
 
 
 def known_devices() -> list[str]:
-    """Return the names of these data sheets."""
     return [file.stem for file in data_sheets()]
 
 
@@ -61,10 +60,8 @@ def _is_path(name: str) -> bool:
 
 
 def options_of(group: str) -> list[str]:
-    """Return the options of a config group, by its files."""
     return sorted(f.stem for f in (conf_dir() / group).glob("*.yaml"))
 
 
 def groups() -> list[str]:
-    """Return the names of the config groups."""
     return [folder.name for folder in group_dirs()]

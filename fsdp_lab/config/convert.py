@@ -59,7 +59,6 @@ def from_dict(cls: type[T], values: dict[str, Any], prefix: str = "") -> T:
     """Build a dataclass from plain values.
 
     Args:
-        cls: the dataclass.
         values: key -> plain value; groups are dictionaries.
         prefix: the dotted path of `cls` on the command line, such as `report.`, for messages.
 
@@ -77,7 +76,6 @@ def typed(hint: Any, value: Any, key: str) -> Any:
     """Return a plain value as the type of its key.
 
     Args:
-        hint: the type.
         value: a group is a dictionary.
         key: dotted, for messages.
 

@@ -80,7 +80,6 @@ def key(default: Any, rule: Rule | None = None, **metadata: Any) -> Any:
 
     Args:
         default: the value, or a function that makes it.
-        rule: see `Key.rule`.
         **metadata: the other attributes of `Key`.
     """
     known = {"key": Key(rule, **metadata)}
@@ -155,7 +154,6 @@ def check_ranges(config: Any, prefix: str = "") -> None:
     """Apply the rule of each key.
 
     Args:
-        config: a dataclass of keys.
         prefix: the dotted path of `config` on the command line, such as `report.`.
 
     Raises:

@@ -17,11 +17,6 @@ def key_of(word: str) -> str:
 def read_words(arguments: Sequence[str], keys: Sequence[str], usage: str) -> dict[str, str]:
     """Return the `key=value` arguments as a dictionary; with `--help`, or without arguments, print the usage instead.
 
-    Args:
-        arguments: of the command line.
-        keys: the known ones.
-        usage: the text to print.
-
     Raises:
         ConfigError: an unknown key.
         SystemExit: the usage was printed.

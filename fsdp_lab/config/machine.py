@@ -107,11 +107,6 @@ def check_storage(config: SweepConfig) -> None:
 
 
 def _check_float8_gpus() -> None:
-    """Check the GPUs of this machine.
-
-    Raises:
-        UserError: there is no GPU, or one without float8.
-    """
     capability, needs = least_capability(), "a GPU of compute capability 8.9 (Ada, Hopper or newer)"
     if not num_gpus():
         raise UserError(f"precision=float8 needs {needs}, and this machine has no GPU; use precision=bf16_mixed.")
@@ -126,7 +121,6 @@ def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
     """Refuse more workers than a Ray on this machine could ever have. Does nothing for a running cluster.
 
     Args:
-        cluster: the request.
         num_workers: the number of ranks that `cluster.num_workers` stands for.
 
     Raises:

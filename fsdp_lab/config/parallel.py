@@ -67,9 +67,6 @@ class ShardingConfig:
     def check(self, num_workers: int) -> None:
         """Check the combination of sharding settings.
 
-        Args:
-            num_workers: the number of ranks.
-
         Raises:
             ConfigError: `size_based` has no size.
             CombinationError: DDP has a setting that needs sharding, `blocks_per_unit` is set without `per_block`, or
@@ -189,10 +186,6 @@ class ReshardConfig:
 
     def check(self, sharding: ShardingConfig, num_workers: int) -> None:
         """Check the size of `to_size`.
-
-        Args:
-            sharding: the sharding of the same trial.
-            num_workers: the number of ranks.
 
         Raises:
             ConfigError: `to_size` has no size.

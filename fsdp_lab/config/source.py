@@ -12,7 +12,6 @@ class ModelSource:
     """
 
     def __call__(self, *args: Any, **arguments: Any) -> Any:
-        """Return the model."""
         raise NotImplementedError
 
     def check(self, *args: Any, **arguments: Any) -> None:

@@ -33,7 +33,6 @@ def import_callable(path: str, key: str) -> Any:
 
     Args:
         path: such as `my_project.net.Net`.
-        key: the configuration key of the path, for messages.
 
     Raises:
         ConfigError: the module cannot be imported, lacks the name, or the object cannot be called.
@@ -52,7 +51,6 @@ def import_object(path: str, key: str) -> Any:
 
     Args:
         path: such as `my_project.net.Net`.
-        key: the configuration key of the path, for messages.
 
     Raises:
         ConfigError: the module cannot be imported or lacks the name.
@@ -109,7 +107,6 @@ def check_arguments(
 
     Args:
         function: the callable. One without a readable signature, such as some builtins, is not checked.
-        path: the dotted path that named `function`.
         group: the config group whose keys the arguments are.
         arguments: by name, as typed.
         given: the names of the arguments that fsdp_lab adds.
@@ -168,10 +165,6 @@ def parameters(function: Any) -> Mapping[str, inspect.Parameter] | None:
 
 def check_loss(path: str, key: str) -> None:
     """Check that a callable takes a model and a batch, as a loss does.
-
-    Args:
-        path: its dotted path.
-        key: the configuration key of the path, for messages.
 
     Raises:
         ConfigError: it cannot be imported, is a class, or takes other arguments.
@@ -233,10 +226,6 @@ def nested(value: Any, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def check_nested(arguments: Mapping[str, Any], group: str) -> None:
     """Check each `_target_` among arguments as that of a group.
-
-    Args:
-        arguments: by name, as typed.
-        group: the config group whose keys the arguments are.
 
     Raises:
         ConfigError: see `import_callable` and `check_arguments`.

@@ -13,8 +13,6 @@ from fsdp_lab.config.target import check_arguments, check_nested, import_callabl
 
 
 class OptimizerName(Enum):
-    """The optimizers that a trial can use."""
-
     adam = "adam"
     adamw = "adamw"
     sgd = "sgd"
@@ -117,9 +115,6 @@ class TrainingConfig:
     def check(self, num_workers: int) -> None:
         """Check that the workers and their microbatches divide the global batch.
 
-        Args:
-            num_workers: the number of ranks.
-
         Raises:
             CombinationError: they do not; the message suggests the nearest sizes.
         """
@@ -211,9 +206,6 @@ class OptimizerConfig(OpenGroup):
         Fused also keeps offloaded Adam from a loop over the parameters (pytorch#187615). Foreach is used with loss
         scaling, because fused kernels unscale by themselves, on plain tensors only, and for SGD, whose fused kernel
         DTensor does not know.
-
-        Args:
-            loss_scaling: whether the loss is scaled dynamically.
         """
         if self.implementation is not OptimizerImplementation.auto:
             return self.implementation

@@ -59,9 +59,6 @@ class TrialConfig:
     def check(self, num_workers: int) -> None:
         """Check every value and combination that determines the training.
 
-        Args:
-            num_workers: the number of ranks.
-
         Raises:
             ConfigError: a value that is wrong alone.
             CombinationError: values that are invalid together.

@@ -65,7 +65,6 @@ class ModelConfig(OpenGroup):
                 raise ConfigError(f"model.block_classes={path} is not a class; name the class of the repeated block.")
 
     def function(self) -> Any:
-        """Return the callable that `_target_` names."""
         return import_callable(needed_target(self.target, "model"), "model._target_")
 
     def check_files(self) -> None:
@@ -178,7 +177,6 @@ class DataConfig(OpenGroup):
         """Return what a static method of the target returns for the arguments; None without that method.
 
         Args:
-            method: its name.
             model: gives the sizes that nobody typed; None: the target's defaults.
         """
         asked = getattr(self.function(), method, None)
@@ -212,10 +210,6 @@ def known_vocab_size(values: dict[str, Any]) -> int | None:
 
 def needed_target(target: str | None, group: str) -> str:
     """Return the target of a group.
-
-    Args:
-        target: of the group; None: not given.
-        group: `model` or `data`, for the message.
 
     Raises:
         ConfigError: the target is None.
