@@ -27,7 +27,6 @@ def read_config(config: Config | None, overrides: Mapping[str, Any]) -> Any:
 
     Args:
         config: where the configuration is, or its values.
-        overrides: key -> value, as typed.
 
     Raises:
         UserError: it cannot be read, transformers has no such model, or the configuration has no such key.
@@ -67,7 +66,6 @@ def check_values(values: Mapping[str, Any], typed: str) -> None:
     """Check that a configuration can be trained without running code of the hub.
 
     Args:
-        values: of a configuration.
         typed: the source of the values, for messages.
 
     Raises:
@@ -147,11 +145,7 @@ def _read(config: str) -> dict[str, Any]:
 
 
 def _class_of(values: dict[str, Any], config: Config | None) -> Any:
-    """Return the configuration's class by its `model_type`.
-
-    Raises:
-        ConfigError: transformers has no such model.
-    """
+    """Return the configuration's class by its `model_type`."""
     mapping = transformers().CONFIG_MAPPING
     name = str(values.get("model_type"))
     if name in mapping:
@@ -165,11 +159,6 @@ def _class_of(values: dict[str, Any], config: Config | None) -> Any:
 
 
 def _check_keys(config: Any, overrides: Mapping[str, Any], typed: Config | None) -> None:
-    """Check that the configuration has the typed keys.
-
-    Raises:
-        ConfigError: it lacks one.
-    """
     known = (set(config.to_dict()) | set(config.attribute_map) | _ALSO_KEYS) - _NOT_KEYS
     for name, value in overrides.items():
         if name in known:
@@ -195,7 +184,6 @@ def with_layers(merged: dict[str, Any], typed: Collection[str]) -> dict[str, Any
     """Return values whose list of layer types fits the number of layers: cut, or left to the configuration's class.
 
     Args:
-        merged: the values of a configuration.
         typed: the keys that were typed; a typed list stays.
     """
     count, types = merged.get("num_hidden_layers"), merged.get("layer_types")

@@ -27,7 +27,6 @@ NAMES = (
 
 
 def attention_of(model: Any) -> str:
-    """Return the name of the attention that a model uses."""
     return str(model.config._attn_implementation)
 
 

@@ -23,7 +23,6 @@ class HuggingFace(ModelSource):
     """Models of one of transformers' auto classes.
 
     Attributes:
-        auto_class: the name of the class.
         mapping: the name of its table, configuration class -> model class.
         kind: for messages.
         prepare: changes a model after it was built.
@@ -42,18 +41,12 @@ class HuggingFace(ModelSource):
         Args:
             config: a folder with a config.json, such a file, a name on the hub, or the values themselves.
             pretrained: ignored: weights are loaded after the model was sharded.
-            **overrides: values of the configuration.
         """
         made: nn.Module = self._plain(config, overrides)
         self.prepare(made)
         return made
 
     def check(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> None:
-        """Check the configuration.
-
-        Raises:
-            UserError: see `read_config`, or the configuration is of another kind of model.
-        """
         hf_config = read_config(config, overrides)
         if type(hf_config) in (classes := getattr(transformers(), self.mapping)):
             if self.method is not None and not hasattr(classes[type(hf_config)], self.method):
@@ -116,11 +109,7 @@ class HuggingFace(ModelSource):
         return lambda state, folder: weights.save(self._on_meta(config, overrides), state, folder)
 
     def _stored(self, config: Config) -> dict[str, torch.Size]:
-        """Return the shapes of the tensors in the folder's weights.
-
-        Raises:
-            UserError: the folder has no weights, or they are damaged.
-        """
+        """Return the shapes of the tensors in the folder's weights."""
         if not isinstance(config, str):
             raise ConfigError(
                 "model.pretrained=true reads weights from the folder that model.config names, but model.config "
@@ -139,7 +128,6 @@ class HuggingFace(ModelSource):
         )
 
     def vocab_size(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> int | None:
-        """Return the number of tokens that the model knows; None for a model without tokens."""
         size = getattr(read_config(config, overrides).get_text_config(), "vocab_size", None)
         return size if isinstance(size, int) else None
 
@@ -149,7 +137,6 @@ class HuggingFace(ModelSource):
         return count if isinstance(count, int) else None
 
     def image_sizes(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> dict[str, int]:
-        """Return the size, channels and classes of the images that the model takes; nothing for other models."""
         if self != image_classification:
             return {}
         hf_config = read_config(config, overrides)

@@ -101,7 +101,6 @@ def places(model: Any, stored: Mapping[str, torch.Size], config: str) -> dict[st
 
     Args:
         model: on `meta`.
-        stored: the shapes of the tensors in the files.
         config: `model.config` as typed, for messages.
 
     Raises:
@@ -166,11 +165,6 @@ def _check(
     unexpected: list[str],
     config: str,
 ) -> None:
-    """Compare the names and shapes of stored tensors with the model's.
-
-    Raises:
-        UserError: names or shapes differ.
-    """
     shapes = [
         f"{name} is {list(stored[name])} there and {list(state[place].shape)} in the model"
         for name, place in keys.items()
@@ -195,8 +189,6 @@ def load(folder: Path, places: Mapping[str, str], state: Mapping[str, Tensor]) -
     """Read this rank's part of each tensor, in place. Ranks do not communicate.
 
     Args:
-        folder: of the weights.
-        places: see `places`.
         state: the parameters and buffers of the model by their names, sharded or not.
     """
     wanted: dict[str, Any] = {name: state[place] for name, place in places.items()}
@@ -210,7 +202,6 @@ def save(model: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
     Args:
         model: on `meta`.
         weights: whole tensors by name; names that `model` lacks are ignored.
-        folder: to write to.
     """
     kept = {*_first_names(model).values()} & model.state_dict().keys()
     with _silent():

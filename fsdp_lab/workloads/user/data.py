@@ -46,7 +46,6 @@ class Collated:
     """Whole batches of a map-style data set by the indices of their items, without padding.
 
     Args:
-        items: the data set.
         collate: makes a batch of a list of items.
         count: use only the first so many items; None: all.
         name: of the data set, for messages.
@@ -141,7 +140,6 @@ def build_data(config: DataConfig, model: ModelConfig, build_model: Callable[[],
     """Return the data of a map-style data set, or of `data=example`. Reads nothing yet.
 
     Args:
-        config: the group `data`.
         model: its sizes are arguments of the data set.
         build_model: the model's constructor, which makes the batches of `data=example`.
     """
@@ -174,11 +172,6 @@ def build_data(config: DataConfig, model: ModelConfig, build_model: Callable[[],
 
 
 def _digest(train: Collated, val: Collated, target: str) -> str:
-    """Return a digest of both splits.
-
-    Raises:
-        UserError: an item cannot be read.
-    """
     try:
         return digest_of([train.items, val.items])
     except UserError:
@@ -194,8 +187,6 @@ def make_split(function: Any, target: str, name: str, arguments: dict[str, Any])
     """Return a split that is the same on every rank and in every trial, even if its items are drawn at random.
 
     Args:
-        function: the callable.
-        target: its dotted path.
         name: `train` or `val`.
         arguments: of the callable, without the split.
 
@@ -239,7 +230,6 @@ def like(read: Callable[[int], Batch], size: int) -> Batch:
 
     Args:
         read: returns a batch of the first items.
-        size: items of the batch.
     """
     if size <= _MEASURED:
         return read(size)

@@ -15,7 +15,6 @@ from fsdp_lab.workloads.base import ModelSpec
 
 
 def build_model_spec(config: ModelConfig) -> ModelSpec:
-    """Return the spec of the configured model."""
     target = needed_target(config.target, "model")
     function = import_callable(target, "model._target_")
     blocks = [import_object(path, "model.block_classes") for path in config.block_classes or ()]
@@ -31,11 +30,6 @@ def build_model_spec(config: ModelConfig) -> ModelSpec:
 
 
 def _call(function: Any, target: str, arguments: dict[str, Any]) -> nn.Module:
-    """Build the user's module.
-
-    Raises:
-        UserError: the callable fails, or returns no module.
-    """
     try:
         model = function(**instantiate(arguments, "model"))  # anew: it runs more than once, and may change a list
     except UserError:  # our own say it in one message

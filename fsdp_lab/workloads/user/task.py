@@ -85,7 +85,6 @@ class OnlyCalled:
         self._model, self._user = model, user
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's outputs."""
         return self._model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -156,11 +155,7 @@ class UserLoss:
         return next((tensor.numel() for tensor in whole), num_items(batch))
 
     def _scalar(self, loss: Any) -> Tensor:
-        """Return the loss if it is a scalar floating-point tensor.
-
-        Raises:
-            UserError: it is not.
-        """
+        """Return the loss if it is a scalar floating-point tensor."""
         if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
             return loss
         what, remedy = f"a {type(loss).__name__}", "return the tensor itself, without .item(), to keep its gradients"
@@ -171,11 +166,7 @@ class UserLoss:
 
 
 def _sums_and_counts(named: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the user's metrics as a dictionary of pairs.
-
-    Raises:
-        UserError: they are no named pairs.
-    """
+    """Return the user's metrics as a dictionary of pairs."""
     if isinstance(named, dict) and all(isinstance(v, tuple | list) and len(v) == 2 for v in named.values()):
         return {str(name): (total, count) for name, (total, count) in named.items()}
     raise UserError("task.metrics must return {name: (sum, count)}: the sum over the batch, and its divisor.")
@@ -222,7 +213,6 @@ class AroundUser:
             raise UserError(f"{what} on a batch of {describe(batch)}: {reason}{line}") from error
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the task's loss of an unmarked batch."""
         return self.task.loss(outputs, _unmarked(batch))
 
     def metrics(self, outputs: Any, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
@@ -233,7 +223,6 @@ class AroundUser:
         return {name: (_if_real(batch, total), _if_real(batch, count)) for name, (total, count) in named.items()}
 
     def units(self, batch: Batch) -> int:
-        """Return the task's units of an unmarked batch."""
         return self.task.units(_unmarked(batch))
 
 
