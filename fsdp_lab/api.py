@@ -114,7 +114,6 @@ def report(which: Path | str = "last", *, trust: bool = False) -> SweepResult:
 
 
 def _words(overrides: Any) -> list[str]:
-    """Return overrides as they are typed."""
     if isinstance(overrides, str):
         return [overrides]
     if isinstance(overrides, Mapping):

@@ -48,10 +48,8 @@ class Trial:
 
     Attributes:
         index: its number in the sweep; None: alone.
-        config: typed.
         choices: group -> option.
         overrides: its command line.
-        folder: its own.
         composed: the composed config, with Hydra's part, as plain values before interpolation. Trials of a sweep share
             equal parts, so it must not be changed.
     """

@@ -111,7 +111,6 @@ def wrong_value(key: str, value: str, cause: str) -> str:
     """Return the message for a value that OmegaConf refused.
 
     Args:
-        key: of the value.
         value: as typed.
         cause: OmegaConf's message.
     """

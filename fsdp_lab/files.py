@@ -20,7 +20,6 @@ def read_json(path: Path, remedy: str = RESTORE) -> Any:
     """Return the content; None for no file.
 
     Args:
-        path: of the file.
         remedy: for a file that cannot be read.
 
     Raises:
@@ -38,7 +37,6 @@ def read_lines(path: Path, *required: str, remedy: str = RESTORE) -> Iterator[di
     """Yield the object in each line, but not in a last line that a kill cut short; nothing for no file.
 
     Args:
-        path: of the file.
         *required: the keys that each object must have.
         remedy: for a file that cannot be read.
 
@@ -73,7 +71,6 @@ def whole(path: Path, durable: bool = False, parents: bool = True) -> Iterator[P
     If the block raises, nothing is left.
 
     Args:
-        path: of the file.
         durable: return when the file and its name are on the disk, so that they survive a power cut: for files that a
             resume needs.
         parents: make its folder. Not for files in a trial's or a sweep's folder, which must not be made again if it was

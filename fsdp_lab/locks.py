@@ -38,8 +38,6 @@ def exclusive(path: Path, limit_s: float = 0.0, parents: bool = True) -> Iterato
     """Hold the lock of a file exclusively, and write the holder into it. The file is made.
 
     Args:
-        path: of the file.
-        limit_s: how long to wait for it.
         parents: make its folder, see `files.whole`.
 
     Raises:
@@ -90,7 +88,6 @@ def locked(folder: Path, key: str, private: bool = False) -> Iterator[None]:
     """Reserve a folder for this process.
 
     Args:
-        folder: to reserve.
         key: the key that sets the folder on the command line; `resume` takes no other.
         private: make a missing folder for this user alone. An existing one is not changed, unless it is empty, because
             Hydra has made it.

@@ -83,7 +83,6 @@ class Metric:
         csv: its column of `results.csv`; None: it has none.
         terminal: its column of the terminal's table; None: it has none.
         report: its column of the report's table; None: it has none.
-        gate: how the nightly gate judges it.
     """
 
     key: str
@@ -103,7 +102,6 @@ class Metric:
 
     @property
     def is_family(self) -> bool:
-        """Whether it is a family of metrics."""
         return "<" in self.key
 
     def matches(self, key: str) -> bool:

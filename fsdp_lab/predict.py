@@ -31,7 +31,6 @@ _SUMMARIES = 3
 
 
 def main() -> int:
-    """Do what the command line says, and return the exit status."""
     try:
         options = read_options(sys.argv[1:])
         file = Path(options["file"]) if "file" in options else fetch(options)
@@ -146,7 +145,6 @@ def device_type(wanted: str, cuda: bool) -> str:
 
     Args:
         wanted: `auto`, `cpu` or `cuda`.
-        cuda: whether PyTorch sees a GPU.
 
     Raises:
         UserError: a GPU is wanted and there is none.

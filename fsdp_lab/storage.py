@@ -49,12 +49,6 @@ class Storage:
             self._fs.put_file(str(file), f"{self._root}/{name}")
 
     def write(self, name: str, content: bytes) -> None:
-        """Put an object.
-
-        Raises:
-            StorageRefused: see there.
-            StorageAway: see there.
-        """
         try:
             with _translated_errors(self.address):
                 self._fs.pipe_file(f"{self._root}/{name}", content)

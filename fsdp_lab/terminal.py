@@ -61,7 +61,6 @@ class Column:
         drop: 0: it stays at any width. Of the others, the highest is dropped first.
         is_axis: its cells are the values of a key. Axes that do not fit side by side become one text, `setting`.
         is_text: its cells wrap between words. Those of other columns take one line.
-        justify: of its cells.
     """
 
     name: str
@@ -97,7 +96,6 @@ class FittingTable:
     """A table as wide as the terminal that it is printed on, with a line about the columns that are left out.
 
     Attributes:
-        columns: all of them.
         title: "": none.
         elsewhere: the file that has all columns; "": none.
     """

@@ -34,7 +34,6 @@ class FsdpLabSweeper(Sweeper):
         self.params = dict(params)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep what Hydra passes, for `sweep`."""
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def sweep(self, arguments: list[str]) -> Any:
