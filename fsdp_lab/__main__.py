@@ -13,7 +13,7 @@ import hydra
 
 from fsdp_lab.compose import check, check_overrides, register_schema, search_path, single_trial
 from fsdp_lab.config import ConfigError, conf_dir, split_config_dir, with_custom
-from fsdp_lab.config.key_value_args import check_repeat
+from fsdp_lab.config.key_value_args import check_repeat, check_words
 from fsdp_lab.config.options import names_code
 from fsdp_lab.config.target import import_from
 from fsdp_lab.engine.cluster import stop_ray
@@ -36,6 +36,7 @@ def main() -> None:
         if nightly := [a for a in sys.argv[1:] if a.lstrip("+~").startswith("nightly.")]:
             key = nightly[0].partition("=")[0]
             raise ConfigError(f"{key} is a key of python -m fsdp_lab.nightly; leave it out here, or use it there.")
+        check_words(sys.argv[1:])
         arguments = resume_first(sys.argv[1:])
         config_dir, words = split_config_dir(arguments)
         if {"-h", "--help"} & set(words):

@@ -32,8 +32,9 @@ from fsdp_lab.config import (
     to_dict,
     workers_of,
 )
+from fsdp_lab.config.address import check_credentials
 from fsdp_lab.config.conf import OPEN_GROUPS, groups, options_of
-from fsdp_lab.config.key_value_args import check_passwords
+from fsdp_lab.config.key_value_args import check_words
 from fsdp_lab.config.machine import check_local_capacity
 from fsdp_lab.config.training import OptimizerConfig
 from fsdp_lab.config.workload import DataConfig, ModelConfig, known_vocab_size
@@ -88,7 +89,7 @@ def variables_in(composed: Mapping[str, Any], within: str = "") -> dict[str, str
     return found
 
 
-def with_typed(values: dict[str, Any], typed: Mapping[str, str]) -> dict[str, Any]:
+def with_typed(values: dict[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
     """Set values by their dotted keys, and return the same."""
     for key, value in typed.items():
         *groups_, name = key.split(".")
@@ -146,7 +147,7 @@ def nightly_config(cfg: DictConfig) -> NightlyConfig:
     """Return the dataclasses behind a composed config, without Hydra's own node.
 
     Raises:
-        ConfigError: a key that no dataclass has: `+key=value` gets it past Hydra.
+        ConfigError: a key that no dataclass has: `+key=value` gets it past Hydra; or credentials in an address.
     """
     own = OmegaConf.create(cfg)
     with open_dict(own):
@@ -183,7 +184,10 @@ def _typed(own: DictConfig, check_keys: bool) -> NightlyConfig:
     assert isinstance(config, NightlyConfig)
     values = {f.name: getattr(config, f.name) for f in fields(NightlyConfig)}
     objective = from_dict(SweepConfig, {"objective": config.objective}).objective
-    return NightlyConfig(**{**values, **opened, "objective": objective})
+    typed = NightlyConfig(**{**values, **opened, "objective": objective})
+    for key, value in flatten(typed).items():
+        check_credentials(key, str(value))
+    return typed
 
 
 def _fill_vocab_size(own: DictConfig) -> None:
@@ -232,16 +236,16 @@ def search_path(config_dir: str | None) -> list[str]:
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
-    """Refuse passwords, and values that are no option's name for a group: Hydra would end with a traceback.
+    """Refuse credentials, and values that are no option's name for a group: Hydra would end with a traceback.
 
     Args:
         arguments: of the command line; options such as `-m` are ignored.
 
     Raises:
-        ConfigError: an argument holds a password, or none of the options of its group.
+        ConfigError: an argument has credentials in it, or none of the options of its group.
         OverrideParseException: an override cannot be parsed.
     """
-    check_passwords(arguments)
+    check_words(arguments)
     known = groups()
     words = [a for a in arguments if not a.startswith("-") and a.partition("=")[0].lstrip("+~") in known]
     for override in OverridesParser.create().parse_overrides(words):
@@ -259,14 +263,14 @@ def check_overrides(arguments: Sequence[str]) -> None:
 
 
 def with_variables(saved: SweepConfig) -> SweepConfig:
-    """Return a saved config with the variables in its addresses; one that is not set stays as typed."""
-    if "${" not in f"{saved.tracking.uri} {saved.tracking.ui}":
-        return saved
+    """Return a saved config with the variables in the arguments of its model and its data, if they are set."""
     content = to_dict(saved)
-    known = OmegaConf.create(content)  # an address may name other keys
-    for name in ("uri", "ui"):
+    if not (named := variables_in(content)):
+        return saved
+    known = OmegaConf.create(content)  # an argument may name other keys
+    for key in named:
         with suppress(OmegaConfBaseException):
-            content["tracking"][name] = OmegaConf.select(known, f"tracking.{name}")
+            with_typed(content, {key: OmegaConf.select(known, key)})
     return from_dict(SweepConfig, content)
 
 
@@ -304,7 +308,7 @@ def single_trial(cfg: DictConfig) -> Trial:
         None,
         typed_config(cfg),
         group_choices(cfg),
-        composed["hydra"]["overrides"]["task"],  # as typed: a variable in it may be a password
+        composed["hydra"]["overrides"]["task"],  # as typed: a variable in it may be a secret
         Path(hydra.runtime.output_dir),
         composed,
     )

@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 from fsdp_lab.config import UserError, read_words
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.redact import redact
 from fsdp_lab.status import ExitCode
 
 _GIB = 2**30
@@ -104,8 +103,8 @@ def _store(remedy: str, uri: str) -> Finding:
         with closing(sqlite3.connect(file, timeout=2, isolation_level=None)) as database:
             database.execute("BEGIN IMMEDIATE")
     else:  # MLflow would create it
-        return Finding(f"{redact(uri)} does not exist yet; the first trial creates it")
-    return Finding(f"{redact(uri)} answers")
+        return Finding(f"{uri} does not exist yet; the first trial creates it")
+    return Finding(f"{uri} answers")
 
 
 def _gib(num_bytes: float) -> str:
@@ -136,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             finding = check(remedy)
         except Exception as error:  # noqa: BLE001 - whatever a broken installation, device or store raises
             remedy = "" if isinstance(error, UserError) else remedy  # which the message has
-            finding = Finding(redact(f"{type(error).__name__}: {error}".partition("\n")[0]), remedy, fails=True)
+            finding = Finding(f"{type(error).__name__}: {error}".partition("\n")[0], remedy, fails=True)
         level = "wrong" if finding.fails else "note" if finding.remedy else "ok"
         print(f"{level:<7}{subject:<15}{finding.observation}", flush=True)
         if finding.remedy:

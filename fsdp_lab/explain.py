@@ -14,7 +14,6 @@ from fsdp_lab.config import NightlyConfig, UserError, all_keys, flatten
 from fsdp_lab.config.conf import OPEN_GROUPS, groups, options_of
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.suggest import closest
-from fsdp_lab.redact import redact
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.ENOENT)
 _HYBRID = ("hybrid", "hybrid_shard", "hsdp")  # what others call it
@@ -26,12 +25,7 @@ _REMEDIES = {
 
 
 def explain(error: BaseException) -> str | None:
-    """Return the message for an error that the command line caused, without passwords; None for any other error."""
-    message = _explain(error)
-    return None if message is None else redact(message)
-
-
-def _explain(error: BaseException) -> str | None:
+    """Return the message for an error that the command line caused; None for any other error."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error.__cause__, UserError):  # OmegaConf's words around ours

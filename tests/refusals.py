@@ -90,7 +90,7 @@ nightly.repeats=2                       | nightly.repeats fsdp_lab.nightly
 """
 _BY_A_TRIAL = """
 hydra.run.dir=/proc/nope/x              | /proc/nope hydra.run.dir
-tracking.uri=http://me:pass4711@host     | tracking.uri ${oc.env:NAME}
+tracking.uri=http://me:pass4711@host     | tracking.uri MLFLOW_TRACKING_PASSWORD
 resume=s3://me:pass4711@bucket/x        | resume
 --keys cluster.num_worker_              | cluster.num_worker_ cluster.num_workers
 doctor tracking.url=x                   | tracking.url

@@ -1,4 +1,4 @@
-"""Addresses of object storage, as `cluster.storage_path` takes them. Pure: nothing is reached."""
+"""Addresses of object storage, and credentials in any address. Pure: nothing is reached."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import re
 
 from fsdp_lab.config.errors import ConfigError
 
+# `scheme://user@`, `scheme://user:password@`, and a secret's name in a query. A colon before digits may start a port.
+# Hydra writes `:` and `=` of an override as `\\:` and `\\=`.
+_CREDENTIALS = re.compile(
+    r"\w\\?://(?:[^\s/]*(?::(?!\d+/)\S*)?@"
+    r"|\S*[?&#;][\w.~%+-]*(?:(?:pass|pwd|token|secret|key|auth|sig|cred)[\w.~%+-]*|connect)\\?=)",
+    re.IGNORECASE,
+)
 # What reads and writes an address, as fsspec knows it: scheme -> (module, extra that installs it).
 SCHEMES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs")}
 _ADDRESS = re.compile(r"\w+://[\w.-]+(/[\w.=+-]+)*")  # a bucket and folders; no user, no query, no `//`
@@ -14,6 +21,24 @@ _ADDRESS = re.compile(r"\w+://[\w.-]+(/[\w.=+-]+)*")  # a bucket and folders; no
 def is_address(place: str | None) -> bool:
     """Return whether a storage location is an address such as `s3://bucket/prefix`, not a folder. False for None."""
     return place is not None and "://" in place
+
+
+def check_credentials(key: str, text: str) -> None:
+    """Check that no address in a text has a user, a password or a token in it: files, logs and MLflow show addresses.
+
+    Args:
+        key: the configuration key of the text, for the message.
+        text: a value, or a word of a command line.
+
+    Raises:
+        ConfigError: with the key, not the value.
+    """
+    if _CREDENTIALS.search(text) and key != "cluster.storage_path":  # `check_address` has a rule for that one
+        raise ConfigError(
+            f"{key}: its address has a user, a password or a token in it, which files and MLflow would show; leave "
+            "that out, and set it in the environment: MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD or "
+            "MLFLOW_TRACKING_TOKEN, PGUSER and PGPASSWORD for PostgreSQL, RAY_AUTH_TOKEN."
+        )
 
 
 def scheme_of(address: str) -> str:

@@ -36,12 +36,6 @@ class Memory(Enum):
     WHETHER = auto()  # only whether it is set: neither null nor zero
 
 
-class Secret(Enum):
-    """Which part of a value must not be shown."""
-
-    CREDENTIALS = auto()  # the user and password of an address
-
-
 # Returns what is wrong with a value, to stand after `key=value`; None for a valid value. The reference shows its
 # docstring, `Take ...`, as the key's values.
 Rule = Callable[[Any], str | None]
@@ -55,7 +49,6 @@ class Key:
         rule: the values that it takes; null is always allowed where the type allows it.
         may_differ: the comparisons in which it does not count.
         memory: the aspect that counts in a memory forecast; None: the key does not count.
-        secret: the part that must not be shown; None: nothing is secret.
         changes_speed: whether another value may change the speed or the peak memory of a step.
         named_by_option: the name of a group's option implies the value, as `sharding=ddp` implies
             `sharding.granularity`.
@@ -67,7 +60,6 @@ class Key:
     rule: Rule | None = None
     may_differ: Between = NOWHERE
     memory: Memory | None = None
-    secret: Secret | None = None
     changes_speed: bool = True
     named_by_option: bool = False
     is_param: bool = True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from fsdp_lab.config.address import check_credentials
 from fsdp_lab.config.errors import ConfigError
-from fsdp_lab.redact import has_password, names_password
 
 
 def key_of(word: str) -> str:
@@ -18,12 +18,13 @@ def read_words(arguments: Sequence[str], keys: Sequence[str], usage: str) -> dic
     """Return the `key=value` arguments as a dictionary; with `--help`, or without arguments, print the usage instead.
 
     Raises:
-        ConfigError: an unknown key.
+        ConfigError: an unknown key, or credentials in an address.
         SystemExit: the usage was printed.
     """
     if not arguments or {"-h", "--help"} & set(arguments):
         print(usage)
         raise SystemExit(0 if arguments else 2)
+    check_words(arguments)
     options = dict(argument.partition("=")[::2] for argument in arguments)
     for key in options:
         if key not in keys:
@@ -31,24 +32,11 @@ def read_words(arguments: Sequence[str], keys: Sequence[str], usage: str) -> dic
     return options
 
 
-_OF_STORAGE = ("resume", "cluster.storage_path")  # their addresses hold no credentials, by a rule of their own
-
-
-def check_passwords(words: Sequence[str]) -> None:
-    """Check that no argument holds a password: a sweep's folder keeps the command line, and others may see it.
-
-    Raises:
-        ConfigError: with the key, not the value.
-    """
+def check_words(words: Sequence[str]) -> None:
+    """Check that no argument has credentials in it. Raises as `check_credentials`."""
     for word in words:
         key = key_of(word)
-        is_held = has_password(word) if key.startswith("tracking.") else names_password(word)
-        if key not in _OF_STORAGE and is_held:
-            by_mlflow = " MLflow also reads MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
-            raise ConfigError(
-                f"{key}=... holds a password, which the sweep's folder would keep; export the value as a variable, and "
-                f"write '{key}=${{oc.env:NAME}}'.{by_mlflow if key == 'tracking.uri' else ''}"
-            )
+        check_credentials("an argument" if "://" in key else key, word)
 
 
 def quoted(value: object) -> str:

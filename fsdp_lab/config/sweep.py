@@ -12,7 +12,6 @@ from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.key import (
     EVERYWHERE,
     Between,
-    Secret,
     at_least_one,
     below_one,
     group,
@@ -24,7 +23,6 @@ from fsdp_lab.config.registry import module_of
 from fsdp_lab.config.suggest import closest
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.metrics import can_be_objective, objective_keys
-from fsdp_lab.redact import redact
 
 
 class Engine(Enum):
@@ -194,7 +192,7 @@ class ClusterConfig:
         """
         if self.address is not None and self.address.startswith(("ray://", "http://", "https://")):
             raise ConfigError(
-                f"cluster.address={redact(self.address)}: Ray Tune and Ray Train do not run through Ray Client or the "
+                f"cluster.address={self.address}: Ray Tune and Ray Train do not run through Ray Client or the "
                 "job server. Run the command on a node of the cluster with cluster.address=<head>:6379, or submit it "
                 "there with `ray job submit --address=http://<head>:8265 --working-dir=. -- python -m fsdp_lab ... "
                 "cluster.address=auto`."
@@ -207,13 +205,13 @@ class ClusterConfig:
 class TrackingConfig:
     """Where MLflow writes."""
 
-    uri: str = key("sqlite:///outputs/mlflow.db", secret=Secret.CREDENTIALS)
+    uri: str = key("sqlite:///outputs/mlflow.db")
     """MLflow's tracking store: sqlite:///<file>, or the address of a server."""
     experiment: str = key("fsdp_lab")
     """Name of the MLflow experiment."""
     patience_s: float = key(60.0, not_negative, may_differ=Between.STARTS)
     """Seconds that the end of a sweep waits for an unreachable store."""
-    ui: Optional[str] = key(None, may_differ=Between.STARTS, secret=Secret.CREDENTIALS)
+    ui: Optional[str] = key(None, may_differ=Between.STARTS)
     """Address of an MLflow UI on the store, for links in reports; null: `uri` if that is a server."""
 
 

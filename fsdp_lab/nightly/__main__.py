@@ -37,7 +37,6 @@ from fsdp_lab.nightly.read_study import Study, read_study
 from fsdp_lab.nightly.run import accept, good_nights, run_night
 from fsdp_lab.nightly.schedule import cron_trigger, is_due, night_after, run_schedule
 from fsdp_lab.nightly.texts import regressions_line
-from fsdp_lab.redact import redact
 
 _OPTIONS = ("--once", "--check", "--accept")
 _NIGHTS_SHOWN = 3
@@ -133,7 +132,7 @@ def print_plan(study: Study, trigger: CronTrigger) -> None:
     past = good_nights(study, nights)
     print(f"study:    {study.name}, in {study.folder}")
     shown = [word for word in study.arguments if not word.startswith("hydra.sweeper.params.")]  # null: no axis
-    print(f"sweep:    {redact(shlex.join(['python', '-m', 'fsdp_lab', '-m', *shown]))}")
+    print(f"sweep:    {shlex.join(['python', '-m', 'fsdp_lab', '-m', *shown])}")
     print(f"baseline: {_named(past[-1]) if past else 'none yet: the first good night becomes it'}")
     if at_work := holder(study.folder / ".lock"):
         print(f"now:      a night runs here ({at_work})")

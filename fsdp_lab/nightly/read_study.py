@@ -28,7 +28,6 @@ from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.config.machine import loader_workers_of
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.nightly.nights import Night
-from fsdp_lab.redact import redact
 from fsdp_lab.sweep.grid import all_overrides, discrete_values, fixed_words
 
 _NOT_HERE = {  # keys that a night sets itself
@@ -57,12 +56,12 @@ class Study:
     settings: dict[str, Any]
 
     def differences(self, night: Night) -> list[str]:
-        """Return how it differs from a night's study, such as `training.epochs was 3 and is 2`; no passwords."""
+        """Return how it differs from a night's study, such as `training.epochs was 3 and is 2`."""
         here, there = self.settings, night.study
         # a key that one of them does not have is of other code, but for an axis: that one varied nothing
         keys = [k for k in sorted(here.keys() | there.keys()) if (k in here and k in there) or k.startswith("axis ")]
         return [
-            redact(f"{k} was {value_text(there.get(k, 'one value'))} and is {value_text(here.get(k, 'one value'))}")
+            f"{k} was {value_text(there.get(k, 'one value'))} and is {value_text(here.get(k, 'one value'))}"
             for k in keys
             if there.get(k) != here.get(k)
         ]

@@ -84,8 +84,8 @@ def good_nights(study: Study, nights: Sequence[Night]) -> list[Night]:
         UserError: the baseline is of another study, or the webhook in the environment is no address. No message shows
             that one, since it may be a secret.
     """
-    if (address := os.environ.get(WEBHOOK)) and not re.match(r"https?://[\w.-]", address):
-        raise ConfigError(f"{WEBHOOK} is not an http or https address; set another one, or unset it.")
+    if (address := os.environ.get(WEBHOOK)) and not re.match(r"https?://[\w.:\[\]-]+([/?]|$)", address):
+        raise ConfigError(f"{WEBHOOK} is not an http or https address without a user; set another one, or unset it.")
     past = since_accepted(nights)
     if past and (others := study.differences(past[-1])):
         raise UserError(
@@ -217,7 +217,7 @@ def notify(study: Study, night: Night) -> str | None:
             return None
     except Exception as error:  # noqa: BLE001 - a night is not lost over a webhook, whatever it does
         reason = getattr(error, "code", None) or getattr(error, "reason", None) or type(error).__name__
-        host = urlsplit(address).netloc.rpartition("@")[2]
+        host = urlsplit(address).netloc
         return f"{WEBHOOK}: {host} did not accept the verdict ({reason}); gate.md and MLflow have it"
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import yaml
 
-from fsdp_lab.compose import Trial
+from fsdp_lab.compose import Trial, variables_in, with_typed
 from fsdp_lab.config import NightlyConfig, SweepConfig, UserError, from_dict, part, to_dict
+from fsdp_lab.config.conf import OPEN_GROUPS
 from fsdp_lab.files import write_text
-from fsdp_lab.redact import has_password, redact, redact_strings
 
-_ADDRESSES = ("uri", "ui")  # of `tracking`
 # Each of Hydra's files has this key near its end, whatever version wrote it: a file that was cut short lacks it.
 _LAST_KEYS = {"config.yaml": "report", "hydra.yaml": "verbose"}
 
@@ -47,22 +46,19 @@ def saved_config(values: dict[str, Any]) -> SweepConfig:
 
 
 def _as_typed(trial: Trial) -> dict[str, Any]:
-    """Return a trial's config in plain values, with the variables in its addresses, which may be passwords."""
-    content, typed = to_dict(trial.config), trial.composed["tracking"]
-    for name in _ADDRESSES:  # a file of the user's own may hold a password
-        value = typed[name]
-        content["tracking"][name] = redact(value) if isinstance(value, str) and has_password(value) else value
-    return content
+    """Return a trial's config in plain values, with the variables in the user's own keys, which may be secrets."""
+    own = {group: trial.composed[group] for group in OPEN_GROUPS}
+    return with_typed(to_dict(trial.config), variables_in(own))
 
 
 def write_hydra_folder(trial: Trial) -> None:
-    """Write `.hydra/` of a trial, as Hydra's own launcher does, but without passwords."""
+    """Write `.hydra/` of a trial, as Hydra's own launcher does."""
     hydra_folder = trial.folder / ".hydra"
     trial.folder.mkdir(0o700, parents=True, exist_ok=True)
     hydra_folder.mkdir(exist_ok=True)
     contents = {
         "config": _as_typed(trial),
-        "hydra": {"hydra": redact_strings(trial.composed["hydra"])},  # what was typed is in it more than once
+        "hydra": {"hydra": trial.composed["hydra"]},
         "overrides": trial.overrides,
     }
     for name, content in contents.items():
@@ -70,8 +66,8 @@ def write_hydra_folder(trial: Trial) -> None:
 
 
 def write_multirun_yaml(folder: Path, config: Any) -> None:
-    """Write `multirun.yaml`, the composed configuration of a sweep in plain values, without passwords."""
-    _write_yaml(folder / "multirun.yaml", redact_strings(config))
+    """Write `multirun.yaml`, the composed configuration of a sweep in plain values."""
+    _write_yaml(folder / "multirun.yaml", config)
 
 
 def _write_yaml(path: Path, content: Any) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 from fsdp_lab.config import UserError
 from fsdp_lab.files import write_text
 from fsdp_lab.record.trial import TrialRecord
-from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:
@@ -81,10 +80,10 @@ class SweepRecord:
         return frame.astype(dict.fromkeys(["seconds", *metrics], "float64")).set_index("trial")
 
     def write(self, folder: Path) -> None:
-        """Write `record.json`, which every sweep logs: all of this, without passwords."""
+        """Write `record.json`, which every sweep logs: all of this."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         plain["trials"] = [trial.to_dict() for trial in self.trials]
-        write_text(folder / RECORD, json.dumps(redact_strings(plain)), parents=False)
+        write_text(folder / RECORD, json.dumps(plain), parents=False)
 
     @classmethod
     def read(cls, path: Path) -> Self:

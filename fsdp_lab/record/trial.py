@@ -11,7 +11,6 @@ from fsdp_lab.compose import with_typed
 from fsdp_lab.config import NightlyConfig, SweepConfig, UserError, from_dict, part, to_dict
 from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, PREDICTED_BY, PREDICTED_SPEED, SPEED
 from fsdp_lab.record.reasons import Reason
-from fsdp_lab.redact import redact_strings
 from fsdp_lab.status import TrialStatus
 
 
@@ -74,15 +73,14 @@ class TrialRecord:
         return self.forecast_words.get(PREDICTED_BY, "")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, without passwords."""
+        """Return plain values."""
         values = {key: value for key, value in vars(self).items() if key in _PLAIN}
         others = {
             "config": with_typed(to_dict(self.config), self.variables) if self.config else None,
             "folder": str(self.folder) if self.folder else None,
             "reason": self.reason.to_dict() if self.reason else None,
         }
-        plain: dict[str, Any] = redact_strings({**values, "overrides": list(self.overrides), **others})
-        return plain
+        return {**values, "overrides": list(self.overrides), **others}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrialRecord:

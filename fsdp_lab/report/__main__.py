@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, read_words
 from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
 from fsdp_lab.record.sweep import RECORD
-from fsdp_lab.redact import redact
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.pytorch import SCRIPT, setting_of
@@ -158,16 +157,9 @@ def store_of(record: SweepStart, config: SweepConfig, own: bool) -> str:
     Raises:
         ConfigError: the user has to type the address.
     """
-    from fsdp_lab.compose import with_variables
-
     uri = config.tracking.uri
     if not own:
-        raise ConfigError(
-            f"tracking.uri={redact(uri)} is from another user's folder; to use it, add it to the command."
-        )
-    uri = with_variables(config).tracking.uri
-    if "${" in uri or "***" in uri:
-        raise ConfigError(f"tracking.uri={redact(uri)}: its variable is not set here; add tracking.uri=...")
+        raise ConfigError(f"tracking.uri={uri} is from another user's folder; to use it, add it to the command.")
     return seen_from(uri, record.launched_in)
 
 

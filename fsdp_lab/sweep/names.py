@@ -11,7 +11,6 @@ from typing import Any
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config.convert import value_text
-from fsdp_lab.redact import redact
 from fsdp_lab.sweep.state import TrialState
 
 OF_A_NIGHT = "FSDP_LAB_OF_A_NIGHT"  # set by a night for its sweep
@@ -111,7 +110,7 @@ def ui_command(uri: str) -> str:
         path, mark, query = rest.partition("?")
         uri = f"{scheme}:///{relative(Path(path))}{mark}{query}"
     is_server = uri.startswith(("http://", "https://"))
-    return redact(uri if is_server else shlex.join(["python", "-m", "mlflow", "ui", "--backend-store-uri", uri]))
+    return uri if is_server else shlex.join(["python", "-m", "mlflow", "ui", "--backend-store-uri", uri])
 
 
 def config_dir_words(words: Sequence[str]) -> list[str]:

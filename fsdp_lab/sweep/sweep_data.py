@@ -23,7 +23,6 @@ from fsdp_lab.record.results_csv import read_run_ids
 from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trials_jsonl import read_trials
-from fsdp_lab.redact import redact_typed
 from fsdp_lab.report import data
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import swept_keys, unescaped
@@ -54,13 +53,11 @@ def sweep_of(
     sizes = {size for state in states if isinstance(size := state.facts.get("world_size"), int)}
     for number, state in enumerate(states):
         state.setting = {key: setting_text(state.trial, key) for key in swept}
-        state.overrides = [redact_typed(unescaped(override)) for override in state.trial.overrides]
+        state.overrides = [unescaped(override) for override in state.trial.overrides]
         state.folder, state.run_id = storage(state.trial, folder), run_id(number)
     return data.SweepData(
         "/".join(folder.absolute().parts[-2:]),
-        shlex.join(
-            ["python", "-m", "fsdp_lab", *(["-m"] if record.multirun else []), *map(redact_typed, record.arguments)]
-        ),
+        shlex.join(["python", "-m", "fsdp_lab", *(["-m"] if record.multirun else []), *record.arguments]),
         list(swept),
         list(states),
         config.report.loss_tolerance,

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.redact import redact
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking import writes
 from fsdp_lab.tracking.store import is_away, open_store, reason_of, refusals, runs_of, runs_url
@@ -126,7 +125,7 @@ class Projection:
         on_problem: Callable[[str], None],
     ) -> None:
         self._tracking, self._sweep_id, self._wanted = tracking, sweep_id, wanted
-        self._uri, self._on_problem = redact(tracking.uri), on_problem
+        self._uri, self._on_problem = tracking.uri, on_problem
         self._experiment_id = ""
         self._stored: dict[int | None, Stored] = {}
         self._unsure: set[int | None] = set()  # a write of these may have got through
@@ -269,7 +268,7 @@ class Projection:
             tags[TRIAL_TAG] = str(number)
             if parent := self.run_id(None):
                 tags["mlflow.parentRunId"] = parent
-        name, now = shortened(redact(wanted.name)), int(time.time() * 1000)
+        name, now = shortened(wanted.name), int(time.time() * 1000)
         run = self._client.create_run(self._experiment_id, now, tags=tags, run_name=name)
         return Stored(str(run.info.run_id), name, dict(tags), steps=set())
 
@@ -280,7 +279,7 @@ class Projection:
             self._try("a run", stored, writes.reopen, client, run_id, [tag for tag in _END_TAGS if tag in stored.tags])
             stored.ended = None
             stored.tags = {key: value for key, value in stored.tags.items() if key not in _END_TAGS}
-        if (name := shortened(redact(wanted.name))) != stored.name:
+        if (name := shortened(wanted.name)) != stored.name:
             self._try("tags", stored, client.update_run, run_id, None, name)
             stored.name = name
         tags = {**wanted.tags, **fact_tags(wanted.facts)}
@@ -308,7 +307,7 @@ class Projection:
                 path.open("rb").close()
                 status = path.stat()
                 item = (str(path), inside, status.st_mtime_ns, status.st_size)
-                self._once("files", stored, item, writes.log_file, client, run_id, path, inside)
+                self._once("files", stored, item, client.log_artifact, run_id, str(path), inside or None)
         if number is not None and wanted.status is not None and wanted.status.is_result and not stored.refused:
             self._send_tags(stored, {RECORDED_TAG: "true"})  # last of all
 

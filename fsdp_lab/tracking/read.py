@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.redact import redact
 from fsdp_lab.tracking.store import TrackingError, open_store, refusals, runs_of, sqlite_path
 from fsdp_lab.tracking.tags import FOLDER_TAG, SWEEP_TAG, one_line, shortened
-from fsdp_lab.tracking.writes import log_file, set_answer
+from fsdp_lab.tracking.writes import set_answer
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -81,13 +80,13 @@ def annotate(
     client, _ = _open_run(tracking, run_id)
     with refusals(tracking):
         for key, value in tags.items():
-            client.set_tag(run_id, key, redact(value))
+            client.set_tag(run_id, key, value)
         if name:
-            client.update_run(run_id, name=shortened(redact(name)))
+            client.update_run(run_id, name=shortened(name))
         if answer:
             set_answer(client, run_id, answer)
         for file in files:
-            log_file(client, run_id, file)
+            client.log_artifact(run_id, str(file))
 
 
 def find_sweep_run(tracking: TrackingConfig, sweep_id: str) -> str:
@@ -106,8 +105,7 @@ def _open(tracking: TrackingConfig) -> tuple[MlflowClient, str]:
     """Open a store that exists; see `open_store`."""
     if tracking.uri.startswith("sqlite") and not sqlite_path(tracking.uri).exists():
         raise TrackingError(
-            f"tracking.uri={redact(tracking.uri)}: this store does not exist yet; run a trial first, or name another "
-            "store."
+            f"tracking.uri={tracking.uri}: this store does not exist yet; run a trial first, or name another store."
         )
     return open_store(tracking, to_write=False)
 
@@ -121,6 +119,6 @@ def _open_run(tracking: TrackingConfig, run_id: str, key: str = "run") -> tuple[
         return client, client.get_run(run_id).data.tags
     except MlflowException as error:
         raise TrackingError(
-            f"{key}={run_id} is not in tracking.uri={redact(tracking.uri)} ({one_line(str(error), 200)}); copy it from "
+            f"{key}={run_id} is not in tracking.uri={tracking.uri} ({one_line(str(error), 200)}); copy it from "
             "the MLflow UI, a sweep's from its last line, a trial's from the column run_id of results.csv."
         ) from None

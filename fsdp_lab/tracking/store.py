@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.locks import InUse, exclusive
-from fsdp_lab.redact import redact
 from fsdp_lab.tracking.tags import NAME_LENGTH, SWEEP_TAG, how_to_read, one_line
 
 if TYPE_CHECKING:
@@ -30,8 +29,7 @@ _AWAY = (401, 403, 408, 429)
 _SQLITE_TIMEOUT_S = 10.0
 _SCHEMA_LIMIT_S = 600.0  # for others to make the schema of a fresh store: some ten seconds each
 # A server that stops answering costs (1 + retries) * timeout a write. MLflow's own defaults allow 16 minutes,
-# and it would sleep for as long as a proxy's Retry-After header says. The URL that it prints at the end of
-# every run would show the credentials in tracking.uri.
+# and it would sleep for as long as a proxy's Retry-After header says.
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "8",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -105,7 +103,7 @@ def _check_uri(uri: str) -> tuple[str, Path | None]:
     try:
         parts = urlsplit(uri)
         port = parts.port
-    except ValueError:  # whose words quote a part of it, which may be one of a password
+    except ValueError:
         raise _error(uri, "its host or port cannot be read", "write a server as http://host:5000") from None
     kind = parts.scheme.partition("+")[0]
     if kind == "sqlite":
@@ -195,7 +193,7 @@ def _ensure_experiment(client: MlflowClient, name: str, artifacts: Path | None) 
 
 
 def _error(uri: str, reason: str, remedy: str) -> TrackingError:
-    return TrackingError(f"tracking.uri={redact(uri)}: {reason}; {remedy}.")
+    return TrackingError(f"tracking.uri={uri}: {reason}; {remedy}.")
 
 
 def reason_of(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The content of a run besides its metrics: parameters, tags, and no secrets. Imports no MLflow."""
+"""The content of a run besides its metrics: parameters and tags. Imports no MLflow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.options import values_implied_by_option
 from fsdp_lab.config.sweep import SweepConfig
 from fsdp_lab.metrics import PREDICTED_BY
-from fsdp_lab.redact import redact, redact_typed
 
 _FOR_SAMPLERS = ("search.num_trials", "search.seed")  # a grid has all its cells
 _HOW_TO_READ = """\
@@ -75,8 +74,8 @@ def shortened(name: str, length: int = NAME_LENGTH) -> str:
 
 
 def one_line(text: str, length: int) -> str:
-    """Return text redacted, without line breaks, cut to `length` characters."""
-    text = " ".join(redact(text).split())
+    """Return text without line breaks, cut to `length` characters."""
+    text = " ".join(text.split())
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
@@ -101,7 +100,7 @@ def trial_params(
         k: v for group, option in chosen.items() if group != "experiment" for k, v in _implied(group, option).items()
     }
     values = {**chosen, **{k: v for k, v in own.items() if k not in chosen and (k not in implied or implied[k] != v)}}
-    return {shortened(key): shortened(redact_typed(value_text(value)), _PARAM_LENGTH) for key, value in values.items()}
+    return {shortened(key): shortened(value_text(value), _PARAM_LENGTH) for key, value in values.items()}
 
 
 def _implied(group: str, option: str) -> dict[str, Any]:
@@ -124,7 +123,7 @@ def answer_tags(tags: Mapping[str, str], answer: str) -> dict[str, str]:
         tags: the current ones; text that people added to the description stays.
         answer: of the sweep.
     """
-    answer = redact(answer)[:_ANSWER_LENGTH]
+    answer = answer[:_ANSWER_LENGTH]
     note = tags.get(_NOTE_TAG, "").removeprefix(tags.get(ANSWER_TAG, "")).lstrip("\n")
     return _cut({ANSWER_TAG: answer, _NOTE_TAG: f"{answer}\n\n{note}"})
 
@@ -152,7 +151,7 @@ def _origin(folder: Path, command: str) -> dict[str, Any]:
 
 
 def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
-    return {shortened(key): redact_typed(str(value))[:_TAG_LENGTH] for key, value in tags.items()}
+    return {shortened(key): str(value)[:_TAG_LENGTH] for key, value in tags.items()}
 
 
 @cache

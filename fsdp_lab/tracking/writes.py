@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_lab.metrics import TRAIN_LOSS, VAL_LOSS, mib_figures
-from fsdp_lab.redact import redacted_file
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking.tags import answer_tags, shortened
 
@@ -27,7 +25,6 @@ RUN_STATUS = {
 }
 # MLflow's page that compares runs opens on the metric that was written first.
 _FIRST = (VAL_LOSS, TRAIN_LOSS, "forecast/peak_mib")
-_TEXTS = (".yaml", ".csv", ".txt", ".json", ".jsonl", ".log", ".md", ".py", ".toml")
 _MOST = 100  # parameters in one request
 
 
@@ -74,11 +71,3 @@ def log_epoch(client: MlflowClient, run_id: str, metrics: Mapping[str, float], s
     now = int(time.time() * 1000)
     ordered = sorted(names, key=lambda key: key not in _FIRST)
     client.log_batch(run_id, metrics=[Metric(shortened(key), names[key], now, step) for key in ordered])
-
-
-def log_file(client: MlflowClient, run_id: str, path: Path, folder: str = "") -> None:
-    """Copy a file into a run's artifacts, below `folder`; texts without credentials."""
-    if path.suffix in _TEXTS:  # a config, a command or a traceback may name a server with its password
-        client.log_text(run_id, redacted_file(path), "/".join(part for part in (folder, path.name) if part))
-    else:
-        client.log_artifact(run_id, str(path), folder or None)

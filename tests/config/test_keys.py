@@ -22,7 +22,7 @@ from fsdp_lab.config import (
     speed_settings,
     to_dict,
 )
-from fsdp_lab.config.key import Secret, key, keys_of
+from fsdp_lab.config.key import key, keys_of
 from fsdp_lab.config.nightly import NightConfig
 from fsdp_lab.config.options import values_implied_by_option
 from fsdp_lab.config.sweep import ReportConfig
@@ -204,14 +204,6 @@ def test_forecasts_of_speed_are_shared_only_by_trials_that_agree_in_all_that_cha
 
 def test_what_is_a_parameter():
     assert {name for name, known in KEYS.items() if known.is_param} == {k for k, v in EXPECTED.items() if "param" in v}
-
-
-def test_secrets_are_no_trials():
-    assert {name: known.secret for name, known in KEYS.items() if known.secret} == {
-        "tracking.uri": Secret.CREDENTIALS,
-        "tracking.ui": Secret.CREDENTIALS,
-    }
-    assert not any(known.secret for known in keys_of(TrialConfig).values())
 
 
 def test_a_key_of_a_sweep_does_not_keep_a_trial_from_its_checkpoint():

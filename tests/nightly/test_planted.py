@@ -223,10 +223,11 @@ def test_a_webhook_that_is_down_or_refuses_is_a_note_and_changes_no_verdict(
     note = f"{WEBHOOK}: 127.0.0.1:9 did not accept the verdict"
     assert done.returncode == 0 and done.stdout.count(note) == 1 and nights.last.verdict == "good"
     assert nights.last.note.startswith(note) and note in (nights.folder / "nights.html").read_text()
-    monkeypatch.setenv(WEBHOOK, "ftp://x/t0psecret")
-    refused = nights("--once", *WORDS)
-    assert refused.returncode == 2 and f"{WEBHOOK} is not an http or https address" in refused.stderr
-    assert "t0psecret" not in refused.stderr
+    for address in ("ftp://x/t0psecret", "http://me:t0psecret@x/"):
+        monkeypatch.setenv(WEBHOOK, address)
+        refused = nights("--once", *WORDS)
+        assert refused.returncode == 2 and f"{WEBHOOK} is not an http or https address" in refused.stderr
+        assert "t0psecret" not in refused.stderr
 
 
 @pytest.mark.ci

@@ -12,9 +12,8 @@ import pytest
 
 from fsdp_lab.config import SweepConfig, UserError
 from fsdp_lab.metrics import MEMORY, MIB, SPEED
-from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep import SweepRecord
-from fsdp_lab.record.trial import TrialRecord, with_forecast
+from fsdp_lab.record.trial import with_forecast
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.write import write_report
 from fsdp_lab.status import TrialStatus
@@ -42,16 +41,6 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path):
     assert read.trials[0].config == first.config
     assert read == dataclasses.replace(written, about=[], objectives=[], log_axes=[])
     pd.testing.assert_frame_equal(read.frame(), written.frame())
-
-
-def test_a_record_holds_no_password(tmp_path: Path):
-    secret = "sqlserver://me:s3cr3t@host/db"
-    reason = Reason.of(Code.user_error, text=f"no {secret}")
-    trial = TrialRecord(0, {}, TrialStatus.failed, reason=reason, overrides=[f"tracking.uri={secret}"])
-    trial.config = SweepConfig()
-    trial.config.tracking.uri = secret
-    SweepRecord("a", f"python tracking.uri={secret}", [], [trial], 0.02, 0.03).write(tmp_path)
-    assert "s3cr3t" not in (tmp_path / "record.json").read_text()
 
 
 def test_a_record_is_data_and_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

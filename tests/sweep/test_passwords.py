@@ -1,28 +1,22 @@
-"""Passwords in an address: in no file and on no screen; from the environment, for a resume too."""
+"""Credentials in an address are refused; those of the environment are in no file and on no screen."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import re
 import stat
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-import yaml
 
-from fsdp_lab.config import ConfigError, SweepConfig, to_dict
-from fsdp_lab.config.key_value_args import check_passwords
-from fsdp_lab.config.sweep import TrackingConfig
+from fsdp_lab.compose import Trial
+from fsdp_lab.config import ConfigError
+from fsdp_lab.config.address import check_credentials
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder
 from fsdp_lab.record.trials_jsonl import add_trial
-from fsdp_lab.redact import redacted_file
-from fsdp_lab.report.__main__ import store_of
-from fsdp_lab.sweep.listeners.console import Console
-from fsdp_lab.sweep.state import SweepState
+from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.changes import changes_of_config
-from fsdp_lab.tracking.tags import fact_tags, one_line, sweep_tags, trial_params, trial_tags
+from fsdp_lab.tracking.tags import trial_params
 from tests import forked
 from tests.conftest import run_cli
 from tests.servers import mlflow_server
@@ -30,15 +24,24 @@ from tests.sweep.conftest import PLAIN, TINY
 
 PASSWORD = "hunter2"
 TYPED = f"http://me:{PASSWORD}@host:5000"
-NAMES = ("access_token", "client_secret", "auth", "passphrase", "X-Amz-Signature", "unheard_of")
+NAMES = ("access_token", "client_secret", "auth", "passphrase", "X-Amz-Signature")
 ADDRESSES = [
     TYPED,
     TYPED.replace(":", "\\:"),
+    f"http://{PASSWORD}@host",
+    f"http://me:pass/{PASSWORD}@host",
+    f"http://me:{PASSWORD}${{oc.env:X}}@host",
+    "http://me:${oc.env:X}@host",
+    f"https://host/#access_token={PASSWORD}",
     *(f"http://host:5000/?{name}={PASSWORD}&page=2" for name in NAMES),
     rf"http\://host\:5000/?token\={PASSWORD}",
     f"mssql+pyodbc:///?odbc_connect=DRIVER%3DX%3BPWD%3D{PASSWORD}%3B",
     f"mssql+pyodbc:///?odbc_connect=DRIVER={{ODBC 18}};PWD={PASSWORD};Encrypt=yes",
 ]  # fmt: skip
+HARMLESS = (
+    "http://10.0.0.1:5000", "sqlite:////home/me@lab/mlflow.db", "postgresql://host/db?sslmode=require&timeout=30",
+    "hf://datasets/org/name@rev", "http://host:5000/name@rev", "'tag(log,interval(1e-4,1e-2))' # a=b", "${oc.env:X}",
+)  # fmt: skip
 
 
 def holding(folder: Path) -> list[str]:
@@ -47,109 +50,63 @@ def holding(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in files if PASSWORD.encode() in path.read_bytes())
 
 
-FROM_A_FILE = (TYPED, f"${{oc.env:NO_SUCH,'{TYPED}'}}")  # of the user's own, for --config-dir
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_an_address_with_credentials_is_refused_without_repeating_them(address: str):
+    with pytest.raises(ConfigError, match=r"^tracking\.uri: .*MLFLOW_TRACKING_PASSWORD.*PGPASSWORD") as caught:
+        check_credentials("tracking.uri", address)
+    assert PASSWORD not in str(caught.value)
 
 
-@pytest.mark.parametrize("uri", ["${oc.env:MLFLOW_URL}", "http://me:${oc.env:MLFLOW_PASSWORD}@host:5000", *FROM_A_FILE])
-def test_a_trials_files_hold_no_password(uri: str, compose_trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MLFLOW_URL", TYPED)
-    monkeypatch.setenv("MLFLOW_PASSWORD", PASSWORD)
-    monkeypatch.chdir(tmp_path)
-    word = f"tracking.uri='{uri}'" if "'" not in uri else f"tracking.uri={uri}"
-    trial = compose_trial([word], 0)
-    assert trial.config.tracking.uri == TYPED
-    words = [] if uri in FROM_A_FILE else [word]
-    object.__setattr__(trial, "overrides", words)
+def test_other_addresses_are_taken():
+    for address in HARMLESS:
+        check_credentials("tracking.uri", address)
+
+
+@pytest.mark.parametrize("key", ["tracking.uri", "tracking.ui", "cluster.address", "+data.index"])
+def test_credentials_that_come_by_a_variable_are_refused(
+    key: str, compose_trial: Callable[[Sequence[str], int], Trial], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ADDRESS", TYPED)
+    with pytest.raises(ConfigError, match=f"{key.lstrip('+')}: its address") as caught:
+        compose_trial([f"{key}='${{oc.env:ADDRESS}}'"], 0)
+    assert PASSWORD not in str(caught.value)
+
+
+def test_a_variable_in_a_key_of_the_users_own_is_kept_as_typed(
+    compose_trial: Callable[[Sequence[str], int], Trial], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TOKEN", PASSWORD)
+    word = "+data.token='${oc.env:TOKEN}'"
+    trial = compose_trial(["data._target_=collections.OrderedDict", word], 0)
+    assert trial.values["data.token"] == PASSWORD
     begin_folder(tmp_path / "out", [trial])
     write_hydra_folder(trial)
     add_trial(tmp_path, trial)
-    record = SweepStart.of(words, True, trial.config)
-    record.write(tmp_path)
+    SweepStart.of([word], True, trial.config).write(tmp_path)
     assert holding(tmp_path) == []
     assert stat.S_IMODE((tmp_path / "sweep.json").stat().st_mode) == 0o600
     assert stat.S_IMODE(trial.folder.stat().st_mode) == 0o700
-    saved = yaml.safe_load((trial.folder / ".hydra/config.yaml").read_text())
-    assert saved["tracking"]["uri"] == uri.replace(f"me:{PASSWORD}", "***")
-    assert {**saved, "tracking": 0} == {**to_dict(trial.config), "tracking": 0}, "all else as it is"
-
     assert changes_of_config(trial.folder, trial.config) == []
-    tracking = dataclasses.replace(trial.config.tracking, uri="http://elsewhere")
-    other = dataclasses.replace(trial.config, tracking=tracking)
-    assert changes_of_config(trial.folder, other) == ["tracking.uri was http://***@host:5000 and is http://elsewhere"]
-    config = dataclasses.replace(trial.config, tracking=TrackingConfig(**saved["tracking"]))
-    if uri in FROM_A_FILE:
-        with pytest.raises(ConfigError, match=r"is not set here; add tracking\.uri="):
-            store_of(record, config, own=True)
-        return
-    assert store_of(record, config, own=True) == TYPED
-    monkeypatch.delenv("MLFLOW_URL")
-    monkeypatch.delenv("MLFLOW_PASSWORD")
-    with pytest.raises(ConfigError, match=r"is not set here; add tracking\.uri="):
-        store_of(record, config, own=True)
-
-
-KEPT_APART = (
-    "tracking.uri=${oc.env:X}", "tracking.uri='http://me:${oc.env:X}@host'", "tracking.uri=http://${oc.env:X}@host",
-    "tracking.uri='http://${oc.env:U}:${oc.env:X}@host'", "tracking.uri='http://host/?token=${oc.env:X}&page=2'",
-)  # fmt: skip
-TYPED_ALL_THE_SAME = (
-    *(f"tracking.uri={address}" for address in (*ADDRESSES, *FROM_A_FILE)), f"+data.index={TYPED}",
-    f"tracking.uri=http://me:{PASSWORD}${{oc.env:X}}@host", f"tracking.uri=http://me:${{oc.env:X}}{PASSWORD}@host",
-    f"tracking.uri=http://me:{PASSWORD}@${{oc.env:X}}", f"tracking.uri=http://host/?token={PASSWORD}${{oc.env:X}}",
-)  # fmt: skip
-
-
-def test_only_what_the_environment_gives_may_be_typed():
-    assert check_passwords(KEPT_APART) is None
-    for word in TYPED_ALL_THE_SAME:
-        key = word.partition("=")[0].lstrip("+")
-        with pytest.raises(ConfigError, match=re.escape(f"write '{key}=${{oc.env:NAME}}'")) as caught:
-            check_passwords([word])
-        assert PASSWORD not in str(caught.value)
-
-
-@pytest.mark.parametrize("uri", ADDRESSES)
-def test_it_is_redacted_wherever_it_can_appear(uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """What goes to MLflow, the report's files, and what is printed."""
-    error = f"could not reach {uri} at all"
-    config = SweepConfig(tracking=TrackingConfig(uri=uri))
-    output = [
-        str(trial_params(config, {}, 2)),
-        str(sweep_tags(tmp_path, f"python -m fsdp_lab -m tracking.uri={uri}")),
-        str(trial_tags(tmp_path, [f"tracking.uri={uri}"])),
-        str(fact_tags({"notes": [error], "device": "cpu"})),
-        one_line(error, 500),
-    ]
-    (tmp_path / "failures").mkdir()
-    (tmp_path / "failures/rank0.json").write_text(json.dumps({"message": error, "traceback": [error]}))
-    (tmp_path / "error.txt").write_text(error)
-    (tmp_path / "results.csv").write_text(f"trial,error\n0,{error}\n")
-    (tmp_path / "rank0.log").write_text(error)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"uri": uri}))
-    output += [redacted_file(tmp_path / name) for name in holding(tmp_path)]
-    assert len(output) == 10
-    console = Console(SweepState([], [("val/loss", "min")]), [])
-    console.log(error)
-    output.append(capsys.readouterr().out)
-    # each names the host, or shows that something was left out
-    assert [text for text in output if PASSWORD in text or not ("host" in text or "***" in text)] == []
-
-
-def test_a_refusal_shows_no_password(tmp_path: Path):
-    for uri in ADDRESSES[:2]:
-        done = run_cli(tmp_path, f"tracking.uri='{uri}'", "nonsense=1", timeout=60)
-        assert done.returncode == 2 and PASSWORD not in done.stdout + done.stderr, done.stderr
-        done = run_cli(tmp_path, f"tracking.uir='{uri}'", timeout=60)
-        assert done.returncode == 2 and PASSWORD not in done.stdout + done.stderr
+    state = TrialState(trial)
+    assert trial_params(trial.config, {}, 2, state.variables)["data.token"] == "${oc.env:TOKEN}"
 
 
 @pytest.mark.parametrize("program", ["fsdp_lab", "fsdp_lab.forecast", "fsdp_lab.nightly", "fsdp_lab.report"])
-def test_no_program_shows_the_password_in_a_word_that_cannot_be_read(tmp_path: Path, program: str):
+def test_no_program_shows_a_typed_password(tmp_path: Path, program: str):
     words = (f"tracking.uri=http://bob:{PASSWORD}@127.0.0.1:9/?api_key={PASSWORD}", "sweep=last")
     done = forked.run(tmp_path, program, *words[: 2 if program == "fsdp_lab.report" else 1])
     assert done.returncode == 2 and PASSWORD not in done.stdout + done.stderr, done.stdout + done.stderr
-    assert program == "fsdp_lab.report" or "write 'tracking.uri=${oc.env:NAME}'" in done.stderr
+    assert "tracking.uri: its address has a user, a password or a token" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_option_of_the_users_own_with_a_password_is_refused_and_not_copied(tmp_path: Path):
+    (tmp_path / "mine/experiment").mkdir(parents=True)
+    (tmp_path / "mine/experiment/theirs.yaml").write_text(f"# @package _global_\ntracking:\n  uri: {TYPED}\n")
+    done = run_cli(tmp_path, "--config-dir=mine", "experiment=theirs")
+    assert done.returncode == 2 and "tracking.uri: its address" in done.stderr, done.stderr
+    assert PASSWORD not in done.stdout + done.stderr
+    assert holding(tmp_path) == ["mine/experiment/theirs.yaml"]
 
 
 INLINE = (
@@ -159,26 +116,18 @@ INLINE = (
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("how", "multirun"),
-    [
-        ("address", True),
-        pytest.param("address", False, marks=pytest.mark.full),
-        pytest.param("password", True, marks=pytest.mark.full),
-        pytest.param("password", False, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("multirun", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_sweep_with_a_password_leaves_it_nowhere_and_goes_on(
-    how: str, multirun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    multirun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """With a real server, which asks for none."""
     folder = tmp_path / "here"
     folder.mkdir()
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", PASSWORD)
     with mlflow_server(tmp_path) as (address, _):
-        monkeypatch.setenv("SECRET", address.replace("://", f"://me:{PASSWORD}@") if how == "address" else PASSWORD)
-        uri = "${oc.env:SECRET}" if how == "address" else address.replace("://", "://me:${oc.env:SECRET}@")
-        word = f"tracking.uri='{uri}'"
-        done = run_cli(folder, *(["-m", "optimizer.lr=1e-3,1e-2"] if multirun else []), *INLINE, word)
+        axis = ["-m", "optimizer.lr=1e-3,1e-2"] if multirun else []
+        done = run_cli(folder, *axis, *INLINE, f"tracking.uri={address}")
         output = done.stdout + done.stderr
         assert done.returncode == 0, output
         trial = folder / "out" / ("1" if multirun else "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -22,13 +21,11 @@ from mlflow.entities import Run
 from fsdp_lab.config.parallel import Granularity, ShardingConfig
 from fsdp_lab.config.sweep import SearchConfig, SweepConfig, TrackingConfig
 from fsdp_lab.config.training import OptimizerConfig
-from fsdp_lab.redact import redact
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking import Projection, TrackingError, WantedRun
 from fsdp_lab.tracking.tags import (
     COMMAND_TAG,
     RECORDED_TAG,
-    one_line,
     sweep_tags,
     trial_params,
     trial_tags,
@@ -160,37 +157,6 @@ def test_opening_twice_keeps_the_experiment_and_what_was_written_about_it(store:
     assert (again.experiment_id, again.tags["mlflow.note.content"]) == (experiment.experiment_id, "ours")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("http://me:pw@host:5000/x", "http://***@host:5000/x"),
-        ("a https://me:p@w/d@host b", "a https://***@host b"),
-        ("postgresql://host/db?password=pw&x=1", "postgresql://host/db?password=***&x=1"),
-        ("sqlite:////home/me@lab/mlflow.db", "sqlite:////home/me@lab/mlflow.db"),
-        ("http://host:5000", "http://host:5000"),
-        *(
-            (f"https://host/x?a=1&{name}=s3+/cr.t&y=2", f"https://host/x?a=1&{name}=***&y=2")
-            for name in ("access_token", "client_secret", "auth", "passphrase", "X-Amz-Signature", "sig", "unheard_of")
-        ),
-        ("https://host/#access_token=abc", "https://host/#access_token=***"),
-        ("postgresql://host/db?sslmode=require&timeout=30", "postgresql://host/db?sslmode=require&timeout=30"),
-        ("mssql+pyodbc:///?odbc_connect=DRIVER%3DX%3BPWD%3Dpw%3B", "mssql+pyodbc:///?odbc_connect=***"),
-        (
-            "mssql+pyodbc:///?odbc_connect=DRIVER={ODBC Driver 18};SERVER=h;UID=sa; PWD=pw;Encrypt=yes",
-            "mssql+pyodbc:///?odbc_connect=*** Driver 18};SERVER=h;UID=sa; PWD=***;Encrypt=yes",
-        ),
-        ("DRIVER=x;PWD={p w;1&2};y", "DRIVER=x;PWD=***;y"),
-        (
-            "'https://host/x?token=12' and (https://host/?key=34)",
-            "'https://host/x?token=***' and (https://host/?key=***",
-        ),
-        ("optimizer.lr='tag(log,interval(1e-4,1e-2))' # a=b", "optimizer.lr='tag(log,interval(1e-4,1e-2))' # a=b"),
-    ],
-)
-def test_redact(text: str, expected: str) -> None:
-    assert redact(text) == expected
-
-
 @pytest.fixture
 def strict(store: TrackingConfig) -> TrackingConfig:
     """SQLite takes texts of any length; with triggers it refuses what is longer than MLflow's column, as PostgreSQL
@@ -215,10 +181,6 @@ def test_an_experiment_with_a_name_that_is_too_long_is_refused(store: TrackingCo
         open_once(dataclasses.replace(store, experiment="x" * 300))
 
 
-def test_one_line_redacts_before_it_cuts() -> None:
-    assert one_line("ab\n http://me:password@host", 14) == "ab http://***…"
-
-
 @contextmanager
 def silent_server() -> Iterator[int]:
     """A port that takes connections and never answers."""
@@ -231,16 +193,14 @@ def silent_server() -> Iterator[int]:
 def refused(uri: str) -> str:
     with pytest.raises(TrackingError) as caught:
         open_once(TrackingConfig(uri))
-    assert f"tracking.uri={redact(uri)}" in str(caught.value)
-    assert "\n" not in str(caught.value) and "'se'" not in str(caught.value)
+    assert f"tracking.uri={uri}" in str(caught.value) and "\n" not in str(caught.value)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("silent", [False, pytest.param(True, marks=pytest.mark.ci)])
 def test_an_absent_server_is_reported_with_the_remedy(silent: bool) -> None:
     with silent_server() as port:
-        message = refused(f"http://me:pw@127.0.0.1:{port if silent else free_port()}")
-    assert "http://***@127.0.0.1" in message
+        message = refused(f"http://127.0.0.1:{port if silent else free_port()}")
     assert ("timed out" if silent else "Connection refused") in message
     assert "start the server, set MLFLOW_TRACKING_USERNAME" in message
     assert "tracking.uri=sqlite:///outputs/mlflow.db" in message
@@ -251,12 +211,10 @@ REFUSED = {
     "sqlite://outputs/mlflow.db": "three slashes",
     "sqlite:///:memory:": "three slashes",
     "sqlite:////proc/nowhere/mlflow.db": "No such file or directory: '/proc/nowhere'",
-    "postgresql://me:pw@127.0.0.1:1/db": "MLflow cannot use the store (",
-    "postgresql://me:se/cret@host/db": "***@host/db: its host or port cannot be read",
+    "postgresql://127.0.0.1:1/db": "MLflow cannot use the store (",
     "http://[::1": "host or port cannot be read",
     "http://host:50x0": "host or port cannot be read",
     "http:///path": "Invalid url",
-    "http://me:pw@/path": "Invalid url: http://***@/path",
     "sqlite:///text.db": "file is not a database",
     "sqlite:///folder.db": "unable to open database file",
 }
@@ -339,8 +297,8 @@ def test_the_description_of_a_sweep_begins_with_its_answer(lab: Lab, tmp_path: P
     now = note(answer="So far, with 3 of 12 results: Recommended: `a=1`.")
     reader().set_tag(lab.projection.run_id(None), "mlflow.note.content", now + "\nOf the new disk.")  # by hand
     for _ in range(2):
-        answered = note(answer="Recommended: `a=2` on mysql://me:hunter2@host.")
-        assert answered == f"Recommended: `a=2` on mysql://***@host.\n\n{started}\nOf the new disk."
+        answered = note(answer="Recommended: `a=2`.")
+        assert answered == f"Recommended: `a=2`.\n\n{started}\nOf the new disk."
 
 
 def test_the_command_of_a_sweep_is_a_tag_and_in_its_description(lab: Lab, tmp_path: Path) -> None:
@@ -442,40 +400,14 @@ def kept(run: Run) -> Path:
     return Path(str(run.info.artifact_uri).removeprefix("file://"))
 
 
-def test_artifacts_are_without_credentials_and_json_stays_json(lab: Lab, tmp_path: Path, problems: list[str]) -> None:
-    """Failures are kept with their tracebacks, which may quote an address."""
-    uri = "http://me:s3cr3t@host:5000/x?access_token=s3cr3t"
-    failure = {"message": f"lost {uri}", "traceback": f'get("{uri}")\n  raise Lost("{uri}")\n', "rank": 0}
-    texts = {
-        "config.yaml": f"tracking:\n  uri: {uri}\n".encode(), "rank0.json": json.dumps(failure).encode(),
-        "rank0.log": f"asked {uri}\n".encode() + b"\xff", "cut.json": f'{{"uri": "{uri}"'.encode(),
-        "picture.png": b"\xff\x00", "a.html": b"plot",
-    }  # fmt: skip
-    for name, text in texts.items():
-        (tmp_path / name).write_bytes(text)
-    run = lab.sent(0, files=[(tmp_path / name, "of") for name in (*texts, "no_such")], status=TrialStatus.finished)
-    assert kept(run).is_relative_to(tmp_path / "outputs" / "mlartifacts")
+def test_artifacts_are_the_files_as_they_are(lab: Lab, tmp_path: Path, problems: list[str]) -> None:
+    files = {"config.yaml": b"a: 1\n", "rank0.log": b"text\n\xff", "cut.json": b'{"uri": "', "picture.png": b"\xff\x00"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    run = lab.sent(0, files=[(tmp_path / name, "of") for name in (*files, "no_such")], status=TrialStatus.finished)
+    assert kept(run).is_relative_to(tmp_path / "outputs" / "mlartifacts") and not problems
     collected = {str(p.relative_to(kept(run))): p.read_bytes() for p in kept(run).rglob("*") if p.is_file()}
-    assert set(collected) == {f"of/{name}" for name in texts}
-    assert not problems and all(b"s3cr3t" not in content for content in collected.values())
-    shown = "http://***@host:5000/x?access_token=***"
-    assert json.loads(collected["of/rank0.json"]) == {
-        "message": f"lost {shown}", "traceback": f'get("{shown}")\n  raise Lost("{shown}")\n', "rank": 0,
-    }  # fmt: skip
-    assert collected["of/picture.png"] == b"\xff\x00"
-
-
-def test_credentials_are_shown_nowhere(lab: Lab, tmp_path: Path) -> None:
-    uri = "http://me:s3cr3t@host:5000"
-    config = dataclasses.replace(CONFIG, tracking=TrackingConfig(uri))
-    override = f"tracking.uri={uri}"
-    sweep = lab.sent(None, first_tags=sweep_tags(tmp_path, f"python -m fsdp_lab {override} -m"), name=override)
-    trial = lab.sent(
-        0, first_tags=trial_tags(tmp_path, [override]), params=trial_params(config, CHOICES, 2),
-        status=TrialStatus.failed, error=f"lost {uri}",
-    )  # fmt: skip
-    assert trial.data.params["tracking.uri"] == "http://***@host:5000"
-    assert "s3cr3t" not in repr([run.to_dictionary() for run in (sweep, trial)])
+    assert collected == {f"of/{name}": content for name, content in files.items()}
 
 
 def test_names_and_values_of_any_length_fit_a_strict_database(strict: TrackingConfig, problems: list[str]) -> None:
@@ -609,11 +541,13 @@ def test_a_write_that_hangs_ends_no_wait_late(lab: Lab) -> None:
 @pytest.mark.ci
 def test_a_server_is_written_to_and_its_death_is_reported_once(
     server: tuple[str, subprocess.Popen[bytes]], tmp_path: Path, problems: list[str],
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     uri, process = server
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "hunter2")
     (tmp_path / "model.pt").write_bytes(b"weights")
-    with lab_of(TrackingConfig(uri.replace("://", "://me:pw@"), "lab"), problems) as lab:
+    with lab_of(TrackingConfig(uri, "lab"), problems) as lab:
         lab.want(None)
         lab.want(
             0, params=trial_params(CONFIG, CHOICES, 2), facts=FACTS, epochs={1: METRICS | {"train/loss": float("inf")}},
@@ -635,7 +569,7 @@ def test_a_server_is_written_to_and_its_death_is_reported_once(
         assert lab.projection.run_id(1) == ""
     (problem, *_) = problems
     assert sum("does not answer" in text for text in problems) == 1
-    assert f"tracking.uri={uri.replace('://', '://***@')}" in problem
+    assert f"tracking.uri={uri}" in problem
     assert "Connection refused" in problem
-    assert "pw" not in "".join(problems)
+    assert "hunter2" not in "".join(problems)
     assert capfd.readouterr() == ("", "")

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from fsdp_lab.record.failures import read_failures
 from fsdp_lab.record.reasons import Code
-from fsdp_lab.redact import redact
 from fsdp_lab.report.answer import Answer, plain_text
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.status import ExitCode, TrialStatus
@@ -66,8 +65,7 @@ class Console(Listener):
         self._bar.stop()
 
     def log(self, text: str) -> None:
-        """Print an event on a line of its own, without passwords."""
-        text = redact(text)
+        """Print an event on a line of its own."""
         if self.rich.is_terminal:
             self.rich.print(text, highlight=False, markup=False)
         else:

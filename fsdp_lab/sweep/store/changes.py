@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from fsdp_lab.compose import with_variables
 from fsdp_lab.config import Between, SweepConfig, UserError, settings, workers_of
 from fsdp_lab.config.code import code_digest, commit
-from fsdp_lab.config.key import keys_of
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.record.sweep_json import SweepStart, versions
-from fsdp_lab.redact import redact
 
 
 def changes_of_code(record: SweepStart) -> list[str]:
@@ -47,16 +44,9 @@ def changes_of_config(trial_folder: Path, config: SweepConfig) -> list[str]:
         before = with_variables(saved_config(read_hydra_file(trial_folder, "config.yaml")))
     except UserError as error:
         return [f"{trial_folder / '.hydra/config.yaml'}: {error}"]
-    there, here = _settings(before), _settings(config)
+    there, here = settings(before, Between.STARTS), settings(config, Between.STARTS)
     return [
         f"{key} was {there.get(key)} and is {here.get(key)}"
         for key in dict.fromkeys([*here, *there])
         if there.get(key) != here.get(key)
     ]
-
-
-def _settings(config: SweepConfig) -> dict[str, Any]:
-    """Return what a resume must not change. A password may change, and is not shown."""
-    keys = keys_of(config)
-    counting = settings(config, Between.STARTS)
-    return {key: redact(str(value)) if keys[key].secret else value for key, value in counting.items()}
