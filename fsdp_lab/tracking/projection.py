@@ -36,7 +36,6 @@ class WantedRun:
     """What the store should hold of the sweep, or of one trial.
 
     Attributes:
-        name: of the run.
         first_tags: those that it is created with; people may change them later.
         tags: those that are kept as they are here.
         params: the parameters. MLflow changes none, so differences go to the tag `resumed_with`.
@@ -69,10 +68,6 @@ class Stored:
     """What is known of a run in the store.
 
     Attributes:
-        run_id: of the run.
-        name: that it has.
-        tags: that it has.
-        params: that it has.
         ended: when, in milliseconds since 1970; None: it runs.
         steps: of the metrics that it has; None: not known, so that the store has to be asked.
         figures: the latest values of its metrics, except of those sent as epochs since.
@@ -109,10 +104,8 @@ class Projection:
     kind, and dropped. While the store does not answer, everything stays wanted.
 
     Args:
-        tracking: the store.
         sweep_id: by which a later start finds the runs.
         wanted: returns what the run of a trial should hold, or with None that of the sweep; called from the thread.
-        on_problem: gets a message about a problem.
     """
 
     _client: MlflowClient

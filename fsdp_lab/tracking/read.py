@@ -21,10 +21,6 @@ def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path, a
     """Copy an artifact of a run, a file or a folder, into the folder `to`, and return its path.
 
     Args:
-        tracking: the store.
-        run_id: of the run.
-        path: of the artifact.
-        to: the folder.
         absent: the message of a run without it.
 
     Raises:
@@ -67,10 +63,6 @@ def annotate(
     """Add tags and artifacts to a run that has ended.
 
     Args:
-        tracking: the store.
-        run_id: of the run.
-        tags: to set.
-        files: to add.
         answer: the new beginning of its description; "": unchanged.
         name: the new name; "": unchanged.
 

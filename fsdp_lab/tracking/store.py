@@ -55,7 +55,6 @@ def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowC
     """Return a client of the store, and the id of the experiment.
 
     Args:
-        tracking: the store.
         to_write: make a missing schema and experiment; otherwise the id may be "".
 
     Raises:
@@ -119,7 +118,6 @@ def _check_uri(uri: str) -> tuple[str, Path | None]:
 
 
 def sqlite_path(uri: str) -> Path:
-    """Return the file of a store in SQLite."""
     parts = urlsplit(uri)
     if parts.netloc or not parts.path.strip("/") or ":memory:" in parts.path:
         raise _error(uri, "the path of an sqlite file follows three slashes", f"use {_LOCAL}")

@@ -121,7 +121,6 @@ def answer_tags(tags: Mapping[str, str], answer: str) -> dict[str, str]:
 
     Args:
         tags: the current ones; text that people added to the description stays.
-        answer: of the sweep.
     """
     answer = answer[:_ANSWER_LENGTH]
     note = tags.get(_NOTE_TAG, "").removeprefix(tags.get(ANSWER_TAG, "")).lstrip("\n")

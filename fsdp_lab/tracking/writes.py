@@ -44,7 +44,6 @@ def log_params(client: MlflowClient, run_id: str, params: Mapping[str, str]) -> 
 
 
 def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
-    """Set tags."""
     from mlflow.entities import RunTag
 
     client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
