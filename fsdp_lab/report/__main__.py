@@ -38,7 +38,6 @@ KEYS = ("sweep", *map("report.{}".format, TOLERANCES), "tracking.uri", "tracking
 
 
 def main() -> int:
-    """Write a report again as the command line says, and return the exit status."""
     try:
         options = read_options(sys.argv[1:])
         run(options)
@@ -120,7 +119,6 @@ def script(sweep: SweepData, number: str | None = None) -> str:
     """Return a trial's setting as Python code.
 
     Args:
-        sweep: with its trials.
         number: of the trial; None: the recommended one.
 
     Raises:
@@ -150,8 +148,6 @@ def store_of(record: SweepStart, config: SweepConfig, own: bool) -> str:
     """Return the tracking store that a folder names.
 
     Args:
-        record: of the folder.
-        config: of the sweep.
         own: whether the folder is this user's. A report opens no store because of another folder.
 
     Raises:

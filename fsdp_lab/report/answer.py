@@ -54,7 +54,6 @@ class Answer:
 
 
 def words_of_a_report() -> Any:
-    """Return the template of a report's sentences."""
     return environment(False).get_template("words.j2").module
 
 
@@ -83,7 +82,6 @@ def _line(text: str) -> str:
 
 
 def rules_of(sweep: SweepRecord) -> Rules:
-    """Return how a setting of the sweep is chosen."""
     trivial = {_guessing_loss(trial.config) for trial in sweep.trials if trial.config is not None}
     return Rules(
         tuple(sweep.axes),
@@ -130,8 +128,6 @@ def _command(sweep: SweepRecord, setting: Setting, trial: TrialRecord) -> str:
 
     Args:
         sweep: whose command may name a folder of the user's options.
-        setting: to train.
-        trial: that represents it.
     """
     try:
         folders = [word for word in shlex.split(sweep.command) if word.startswith("--config-dir=")]

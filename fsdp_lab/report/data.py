@@ -12,14 +12,10 @@ from fsdp_lab.report.settings import Rules
 
 @dataclass(frozen=True)
 class SweepData(SweepRecord):
-    """A sweep to report on."""
-
     @property
     def rules(self) -> Rules:
-        """How a setting is chosen."""
         return rules_of(self)
 
     @cached_property
     def recommendation(self) -> Answer:
-        """The answer of the report."""
         return answer(self)

@@ -18,7 +18,6 @@ def notes_on(settings: Settings, able: Sequence[Setting], raced: bool) -> list[S
     """Return the notes below a recommendation.
 
     Args:
-        settings: of the sweep.
         able: the settings that qualify.
         raced: whether speeds were compared.
     """

@@ -64,14 +64,11 @@ class PredictedSpeeds:
         self._by_group = by_group
 
     def has(self, group: int) -> bool:
-        """Whether the group has a prediction."""
         return group in self._by_group
 
     def speed(self, group: int) -> Interval:
-        """Return the group's predicted speed and its range."""
         one = self._by_group[group]
         return Interval(one.speed, one.low, one.high)
 
     def ratio(self, a: int, b: int) -> Interval:
-        """Return the predicted speed of a group over that of another, and its interval."""
         return self._by_group[a].ratio(self._by_group[b])

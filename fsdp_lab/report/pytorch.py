@@ -47,11 +47,8 @@ def to_pytorch(title: str, config: TrialConfig, layout: Layout, world_size: int,
     imported here.
 
     Args:
-        title: of the trial, for people.
-        config: of the trial.
         layout: how the model was divided.
         world_size: the number of ranks.
-        torch_version: of the trial.
     """
     from jinja2 import Environment, PackageLoader
 

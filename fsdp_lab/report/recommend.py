@@ -87,7 +87,6 @@ def recommend(frame: pd.DataFrame, rules: Rules) -> Recommendation:
 
     Args:
         frame: a row a trial, as of `SweepRecord.frame`.
-        rules: of the choice.
     """
     settings = Settings(frame, rules)
     why_not = qualify(settings)

@@ -113,15 +113,12 @@ class Settings:
 
     Args:
         frame: a row a trial, as of `SweepRecord.frame`.
-        rules: name its axes.
 
     Attributes:
         axes: those that distinguish settings.
         idle_axes: those that change nothing on this device.
         speed_axes: those of `axes` that may change speed.
         groups: the number of each trial's group, whose settings cannot differ in speed.
-        speeds: of the groups.
-        all: the settings.
     """
 
     def __init__(self, frame: pd.DataFrame, rules: Rules) -> None:
@@ -172,7 +169,6 @@ class Settings:
 
     @cached_property
     def of_trial(self) -> dict[int, Setting]:
-        """Trial -> its setting."""
         return {number: setting for setting in self.all for number in setting.trials}
 
     @cached_property

@@ -73,7 +73,6 @@ class Speeds:
 
     @property
     def basis(self) -> Basis:
-        """The source of the intervals."""
         return Basis.repeats if self._freedom > 0 else Basis.nothing
 
     def speed(self, group: int) -> Interval:

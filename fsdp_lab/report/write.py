@@ -20,7 +20,6 @@ def write_report(sweep: SweepData, folder: Path) -> Answer:
     Each file is written under a temporary name first.
 
     Args:
-        sweep: to report on.
         folder: an existing one.
 
     Raises:
