@@ -30,7 +30,6 @@ class RankFailure(Exception):
 
     @property
     def rank(self) -> int:
-        """The rank that failed."""
         rank: int = self.reason.values["rank"]
         return rank
 

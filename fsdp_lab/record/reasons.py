@@ -88,7 +88,6 @@ class Reason:
         return cls(Code(content["code"]), content["values"]) if known else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
         return asdict(self)
 
     @property

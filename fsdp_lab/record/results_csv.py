@@ -21,7 +21,6 @@ def write_results(folder: Path, axes: Sequence[str], frame: pd.DataFrame) -> Non
     """Write the table of a sweep.
 
     Args:
-        folder: the sweep's.
         axes: the keys that differ between trials.
         frame: a row a trial, indexed by its number; what no column of the file has is left out.
 

@@ -24,8 +24,6 @@ class SweepRecord:
     """A sweep and its trials. Everything that shows or judges results reads this.
 
     Attributes:
-        name: of the sweep.
-        command: that started it.
         axes: the keys that differ between its trials, in the order of the command line.
         trials: in the order of their numbers.
         loss_tolerance: a setting qualifies if its loss is within this ratio of the best.
@@ -52,7 +50,6 @@ class SweepRecord:
 
     @property
     def statuses(self) -> list[TrialStatus]:
-        """The status of each trial."""
         return [trial.status for trial in self.trials]
 
     def frame(self) -> pd.DataFrame:

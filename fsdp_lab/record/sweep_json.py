@@ -33,7 +33,6 @@ class SweepStart:
     """The content of `sweep.json`.
 
     Attributes:
-        id: of the sweep.
         arguments: as typed, without `-m`.
         multirun: whether it was started with `-m`.
         launched_in: the working directory of the start.
@@ -98,7 +97,6 @@ def read_start(folder: Path, key: str = "resume") -> SweepStart:
     """Return the record in a folder's `sweep.json`.
 
     Args:
-        folder: the sweep's.
         key: the key that names the folder on the command line.
 
     Raises:

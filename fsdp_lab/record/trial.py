@@ -21,7 +21,6 @@ class TrialRecord:
     Attributes:
         number: of the trial in its sweep, from 0.
         setting: its value for each axis of the sweep, as typed.
-        status: of the trial.
         figures: metric key -> its latest value, with the forecast's beside it; bytes, samples/s, seconds.
         epochs: the metrics of each epoch, in order; `epoch` is one of the keys.
         overrides: the command line that trains it again, alone.
@@ -117,7 +116,6 @@ def with_forecast(
     """Return metrics of an epoch with the forecast, and its errors, beside them.
 
     Args:
-        measured: the metrics.
         forecast: its figures; empty without one.
         workspace_bytes: of cuBLAS, in the forecast apart from the peak.
     """

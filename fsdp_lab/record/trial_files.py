@@ -42,7 +42,6 @@ class Outcome:
     """How a trial ended.
 
     Attributes:
-        status: its last one.
         reason: why it did not finish; None: it did, or the scheduler stopped it.
         seconds: from its begin to its end; None: not known.
     """
@@ -56,7 +55,6 @@ def read_object(path: Path, remedy: str = RESTORE, **required: Any) -> dict[str,
     """Return the object in a file; None for no file.
 
     Args:
-        path: of the JSON file.
         remedy: for a file that cannot be read.
         **required: the keys that it must have, with the types of their values, as `isinstance` takes them.
 
@@ -99,7 +97,6 @@ def read_metrics(folder: Path) -> Iterator[dict[str, float]]:
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """Write how a trial ended."""
     if (folder / "metrics.jsonl").exists():  # before the outcome, which says that its epochs are there
         sync(folder / "metrics.jsonl")
     write_json(folder / "outcome.json", asdict(outcome), durable=True, parents=False)
@@ -132,7 +129,6 @@ class TrialWriter:
         self._reported: dict[int, dict[str, float]] | None = None
 
     def facts(self, facts: dict[str, Any]) -> None:
-        """Write `facts.json`."""
         write_json(self._folder / "facts.json", facts, parents=False)
 
     def epoch(self, metrics: dict[str, float]) -> None:
@@ -180,7 +176,6 @@ class Progress:
 
 
 def write_progress(folder: Path, content: dict[str, Any]) -> None:
-    """Write `progress.json`."""
     with suppress(OSError):  # a full disk ends a trial where it loses results, not here
         write_json(folder / "progress.json", content, parents=False)
 
@@ -203,7 +198,6 @@ class TrialProgress:
 
 
 def read_progress(folder: Path) -> TrialProgress:
-    """Return the progress of a trial."""
     content = read_object(folder / "progress.json") or {}
     return TrialProgress(**{name: content[name] for name in TrialProgress.__annotations__ if name in content})
 
@@ -212,7 +206,6 @@ def write_places(folder: Path, nodes: Sequence[Mapping[str, str]]) -> None:
     """Write `places.json`.
 
     Args:
-        folder: the trial's.
         nodes: that of each rank: its `node`, which is Ray's name, and its `address`.
     """
     content = {"nodes": [node["node"] for node in nodes], "addresses": [node["address"] for node in nodes]}
@@ -226,7 +219,6 @@ def read_places(folder: Path) -> list[str]:
 
 
 def write_error(folder: Path, text: str) -> None:
-    """Write `error.txt`."""
     with suppress(OSError):  # the outcome cannot be written either, and the driver logs why
         write_text(folder / "error.txt", text, parents=False)
 

@@ -29,7 +29,6 @@ def read_trials(folder: Path, num_trials: int | None = None, key: str = "resume"
     """Return the overrides and the folder of each trial, in order.
 
     Args:
-        folder: the sweep's.
         num_trials: how many there are; None: not known.
         key: the key that names the folder on the command line.
 
