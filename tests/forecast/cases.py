@@ -12,7 +12,7 @@ AXES: dict[str, Sequence[str]] = {
     "precision": ("fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed", "grad_bf16"),
     "offload": ("none", "cpu"),
     "reshard_after_forward": ("always", "never", "default", "to_size"),
-    "optimizer": ("adam", "adamw", "sgd"),
+    "optimizer": ("adam", "adamw", "sgd", "custom"),
     "training.grad_accum_steps": ("1", "2"),
     "activation_checkpointing": ("none", "full", "every_n", "selective"),
     "training.max_grad_norm": ("null", "0.1"),
@@ -62,6 +62,7 @@ def overrides(case: Case) -> list[str]:
         "size_based": ["sharding.min_num_params=1000"],
         "adam": ["optimizer.lr=0.01"],
         "adamw": ["optimizer.lr=0.01"],
+        "custom": ["optimizer._target_=torch.optim.RAdam", "optimizer.lr=0.01"],
         "to_size": ["reshard_after_forward.size=2"],
     }
     return [f"{key}={value}" for key, value in case.items()] + [
