@@ -88,6 +88,9 @@ cluster.num_workers=5000                | cluster.num_workers=5000
 data=fashion_mnist data.download=false data.root=nowhere | data.root=nowhere data=digits
 nightly.repeats=2                       | nightly.repeats fsdp_lab.nightly
 """
+_BY_FORECASTS = """
+forecast.largest_microbatch=true        | forecast.largest_microbatch=true forecast.capacity_gib=24
+"""
 _BY_A_TRIAL = """
 hydra.run.dir=/proc/nope/x              | /proc/nope hydra.run.dir
 tracking.uri=http://me:pass4711@host     | tracking.uri MLFLOW_TRACKING_PASSWORD
@@ -105,6 +108,10 @@ precision=16,32                         | precision=16,32 bf16_mixed
 training.epochs=1,0                     | training.epochs=0
 repeat=3                                | repeat=3 repeats=3
 hydra.sweep.dir=/proc/nope/x            | hydra.sweep.dir=/proc/nope/x
+forecast.prune=true                     | forecast.prune=true forecast.capacity_gib=24
+forecast.prune=true forecast.capacity_gib=1 forecast.enabled=false | forecast.prune=true forecast.enabled=true
+forecast.prune=true forecast.device=h200       | forecast.prune=true forecast.device=h200
+forecast.keep=5                         | forecast.keep=5 forecast.device
 forecast.keep=5 forecast.device=mi300x  | forecast.keep=5 forecast.device=mi300x
 """
 
@@ -121,12 +128,19 @@ data.loader_workers=-1 training.timing_warmup_steps=-2 training.seed=-1 optimize
 optimizer.momentum=-0.5 lr_schedule.warmup_steps=-1 lr_schedule.min_lr_ratio=-0.2 cluster.max_failures=-1
 sharding.forward_prefetch=-1 sharding.backward_prefetch=-3 optimizer.lr=0.0 optimizer.lr=-0.1 optimizer.lr=inf
 optimizer.lr=nan training.max_grad_norm=0.0 precision.init_scale=0.0 cluster.cpus_per_worker=0.0
+forecast.capacity_gib=0.0 forecast.capacity_gib=-1.0
 cluster.wait_timeout_s=-1.0 lr_schedule.gamma=0.0 optimizer.beta1=1.0 optimizer.beta2=1.5 optimizer.beta1=-0.1
 """
 _MISSING = """
 model.num_heads=null                    | model.num_heads=null
 model.patch_size=null                   | model.patch_size=null
 model.mlp_dim=null                      | model.mlp_dim=null
+forecast.device=a10080                  | forecast.device=a10080 a100_80gb
+forecast.device=tpu                     | forecast.device=tpu auto cpu cuda a100_40gb
+forecast.device=mine/gpu.yaml           | forecast.device=mine/gpu.yaml
+forecast.keep="'0'"                     | forecast.keep=0
+forecast.keep=0%                        | forecast.keep=0% 20%
+forecast.keep=some                      | forecast.keep=some
 cluster.storage_path=file:///mnt/x      | cluster.storage_path=file:///mnt/x
 cluster.storage_path=memory://x         | cluster.storage_path=memory://x s3://bucket/prefix
 cluster.storage_path=http://host/x      | cluster.storage_path=http://host/x s3://
@@ -157,6 +171,8 @@ optimizer=sgd optimizer.implementation=fused | optimizer.implementation=fused op
 optimizer.implementation=fused precision.loss_scaling=true precision.param_dtype=float16 | \
     optimizer.implementation=fused precision.loss_scaling=true
 precision.loss_scaling=true precision.param_dtype=bfloat16 | precision.loss_scaling=true precision.param_dtype=bfloat16
+search=random forecast.device=h100_sxm forecast.keep="'5'" | search=random forecast.keep=5
+cluster.num_workers=1 engine=inline forecast.device=h100_sxm forecast.keep="'5'" | engine=inline forecast.keep=5
 cluster.num_workers=8 sharding.dp_replicate=3 | sharding.dp_replicate=3 cluster.num_workers=8
 cluster.num_workers=2 training.global_batch_size=65 | training.global_batch_size=65 cluster.num_workers=2
 cluster.num_workers=4 training.global_batch_size=30 training.grad_accum_steps=2 | \
@@ -188,6 +204,7 @@ def refusals() -> Iterator[Refusal]:
     yield from _rows(_BY_EACH, TRIAL, FORECAST, SWEEP)
     yield from _rows(_UNLESS_SWEPT, TRIAL, FORECAST)
     yield from _rows(_WHERE_IT_RUNS, TRIAL, SWEEP)
+    yield from _rows(_BY_FORECASTS, FORECAST, SWEEP)
     yield from _rows(_BY_A_TRIAL, TRIAL)
     yield from _rows(_BY_A_SWEEP, SWEEP)
 

@@ -72,6 +72,20 @@ def over_workers() -> list[Row]:
     ]
 
 
+def some_of_few_workers() -> list[Row]:
+    """Six settings: four and one more fit 4 workers, one none, and of one only an upper bound is known."""
+    rows = [fast(row((f"s{n}", str(m)), 80 / m), 1.0, m) for n in range(7) for m in (2, 4)]
+    rows[1] = fast(row(("s0", "4"), 99), 1.0, 4)
+    rows[3] = fast(row(("s1", "4"), 99, upper_bound="compile=true"), 1.0, 4)
+    return rows
+
+
+def on_cpus(rows: Sequence[Row]) -> list[Row]:
+    """One sample at once, and no capacity."""
+    here = [replace(each.forecast, cuda=False, capacity_bytes=None) for each in rows]
+    return [replace(each, forecast=forecast, microbatch=1) for each, forecast in zip(rows, here, strict=True)]
+
+
 TIGHT = {"active_bytes": 20 * GIB, "reserved_bytes": 30 * GIB}
 NETWORK = {400.0: 2.0, 800.0: 1.0, 1600.0: 0.5}
 CASES: dict[str, tuple[list[Row], list[str]]] = {
@@ -95,11 +109,35 @@ CASES: dict[str, tuple[list[Row], list[str]]] = {
         ],
         ["cluster.num_workers"],
     ),
+    "of_some_settings_few_workers": (some_of_few_workers(), ["sharding", "cluster.num_workers"]),
+    "each_of_many_numbers_of_workers": (
+        [fast(row(("full", str(n)), 64 / n), 1.0, n) for n in (4, 8, 16, 32)],
+        ["activation_checkpointing", "cluster.num_workers"],
+    ),
+    "smaller_batches_of_more_workers": (
+        [replace(each, microbatch=32 if each.settings[1] == "16" else 64) for each in over_workers()],
+        ["activation_checkpointing", "cluster.num_workers"],
+    ),
+    "each_batch_size": (
+        [
+            fast(row((name, str(samples)), 9), step_s, samples=samples)
+            for name, samples, step_s in (("root", 8, 1.0), ("ddp", 8, 1.5), ("root", 16, 1.9), ("ddp", 16, 1.6))
+        ],
+        ["sharding", "training.global_batch_size"],
+    ),
+    "nearly_full": two(fast(row([], 22), 1.0), fast(row([], 9), 1.5)),
+    "no_room_anywhere": two(fast(row([], 22), 1.0), fast(row([], 22), 1.5)),
+    "bound_by_launches": ([fast(row([], 9), 1.0, bound_unseen=True, shares={"launch": 0.7, "compute": 0.3})], []),
+    "on_cpus": (on_cpus(ROWS[:2]), AXES),
+    # full sharding is slower by 0.8 s at 400 Gbit/s and faster by 0.1 at 800: equal at 800 - 400 / 9 = 755.6
     "network": two(
         fast(row([], 9), 1.0, network=Network(800, NETWORK)),
         fast(row([], 9), 1.1, network=Network(800, {400.0: 1.2, 800.0: 1.1, 1600.0: 1.1})),
     ),
 }  # fmt: skip
+
+
+REMEDIES = {"nearly_full": ["activation_checkpointing=full", "a smaller training.global_batch_size"]}
 
 
 def said(rows: Sequence[Row], swept: Sequence[str], remedies: Sequence[str] = ()) -> str:
@@ -108,36 +146,11 @@ def said(rows: Sequence[Row], swept: Sequence[str], remedies: Sequence[str] = ()
 
 @pytest.mark.parametrize("name", CASES)
 def test_forecasts_answer_as_they_did(name: str):
-    assert said(*CASES[name]) + "\n" == (FOLDER / f"{name}.txt").read_text()
+    assert said(*CASES[name], REMEDIES.get(name, ())) + "\n" == (FOLDER / f"{name}.txt").read_text()
 
 
 def test_each_file_has_its_case():
     assert {path.stem for path in FOLDER.glob("*.txt")} == set(CASES)
-
-
-def test_one_sample_is_one_and_on_a_cpu_the_capacity_that_is_suggested_is_a_gpus():
-    assert said([replace(ROWS[0], microbatch=1)], AXES).startswith("8 × 24 GiB, 1 image per GPU: ")
-    on_cpu = [replace(each, forecast=replace(each.forecast, cuda=False, capacity_bytes=None)) for each in ROWS[:2]]
-    assert "; add forecast.device=cuda forecast.capacity_gib=<GiB of your GPU> to see what fits." in said(on_cpu, AXES)
-
-
-def test_what_more_gpus_bring_names_the_smaller_batch_of_each():
-    rows = over_workers()
-    halved = [replace(each, microbatch=32 if each.settings[1] == "16" else 64) for each in rows]
-    (gain,) = [line for line in said(halved, CASES["workers"][1]).split("\n") if line.startswith("16 instead of 4")]
-    assert ", each with 32 samples at once instead of 64; bound by" in gain
-    assert "at once" not in said(rows, CASES["workers"][1])
-
-
-def test_the_fewest_gpus_name_some_settings_and_count_the_others():
-    rows = [fast(row((f"s{n}", str(m)), 80 / m), 1.0, m) for n in range(6) for m in (2, 4)]
-    head = said(rows, ["sharding", "cluster.num_workers"]).split("\n")[1:3]
-    held = ["  4: sharding=s0, sharding=s1, sharding=s2, sharding=s3 and 2 more"]
-    assert head == ["Fewest GPUs that hold each:", *held]
-    rows[1] = fast(row(("s0", "4"), 99), 1.0, 4)
-    assert said(rows, ["sharding", "cluster.num_workers"]).split("\n")[3] == "  none of these: sharding=s0"
-    rows[3] = fast(row(("s1", "4"), 99, upper_bound="compile=true"), 1.0, 4)
-    assert said(rows, ["sharding", "cluster.num_workers"]).split("\n")[3] == "  tight, or not known: sharding=s1"
 
 
 def test_other_numbers_of_workers_are_those_that_can_answer():
@@ -152,12 +165,6 @@ def test_other_numbers_of_workers_are_those_that_can_answer():
     )
     assert hint(fits, 2) == "cluster.num_workers=1,2" and hint(does_not, 1) == "cluster.num_workers=1,2,4"
     assert "cluster.num_workers" not in hint(fits, 1), "there are no fewer"
-
-
-def test_of_many_numbers_of_workers_each_has_a_line_and_no_comparison():
-    rows = [fast(row(("full", str(n)), 64 / n), 1.0, n) for n in (4, 8, 16, 32)]
-    text = said(rows, CASES["workers"][1])
-    assert text.count("Recommended: ") + text.count("Forecast: ") == 4 and "Compared with it" not in text
 
 
 def test_a_table_has_the_unit_of_its_largest_value():
@@ -183,4 +190,4 @@ def test_the_table_at_this_width(width: int):
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for case, planted in CASES.items():
-        (FOLDER / f"{case}.txt").write_text(said(*planted) + "\n")
+        (FOLDER / f"{case}.txt").write_text(said(*planted, REMEDIES.get(case, ())) + "\n")

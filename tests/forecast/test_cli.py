@@ -80,16 +80,13 @@ def test_a_setting_fits_where_its_batch_is_no_larger_than_the_largest_microbatch
 
 
 def test_a_grid_is_sorted_by_peak_and_says_what_fits(forecast: Command, tmp_path: Path):
+    """Without speeds, as here, forecast.keep is no error."""
     done = forecast(
         "sharding=ddp,per_block", "precision=fp32", "model=mlp", "optimizer.lr=0.1,0.2", "forecast.device=cuda",
-        "forecast.capacity_gib=1.2", "forecast.folder=here", "-m",
+        "forecast.capacity_gib=1.2", "forecast.folder=here", "forecast.keep=2", "-m",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert (
-        "for GPUs" in done.stdout
-        and "left out" in done.stdout
-        and "512 NCCL buffers + 64 kernel workspaces (assumed)" in done.stdout
-    )
+    assert "for GPUs" in done.stdout and "left out" in done.stdout
     rows = written(tmp_path / "here")
     assert len(rows) == 2 * 2 * 2 + 2 * 2  # per_block: offload x reshard x lr; ddp: reshard x lr
     peaks = [int(row["peak_bytes"]) for row in rows]
@@ -115,9 +112,7 @@ def test_speeds_of_a_grid(forecast: Command, tmp_path: Path):
     assert len(rows) == 4 and all(float(row["samples_per_s_per_device"]) > 0 for row in rows)
     shown = [line.split()[:2] for line in done.stdout.splitlines()]
     assert [words for words in shown if words[:1] == ["ddp"]] == [["ddp", "any"]]
-    text = " ".join(done.stdout.split())
-    assert "forecast peak of one of 8 workers, MiB" in text
-    assert "gathers block by block" in text and "better" not in text
+    assert "gathers block by block" in " ".join(done.stdout.split())
 
 
 def test_the_fastest_is_the_fastest_though_a_plainer_setting_is_within_the_tolerance(forecast: Command, tmp_path: Path):
@@ -135,19 +130,6 @@ def test_the_fastest_is_the_fastest_though_a_plainer_setting_is_within_the_toler
     assert f"Recommended: reshard_after_forward={fastest}: " in text
     assert f"May be as fast: reshard_after_forward={slower}; this one is predicted fastest." in text
     assert f" reshard_after_forward={slower}: {steps[fastest] / steps[slower]:.2f}" in text
-
-
-def test_without_speeds_a_keep_is_no_error(forecast: Command, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    words = [
-        "model=mlp",
-        "sharding=ddp",
-        "precision=fp32,bf16",
-        "reshard_after_forward=always",
-        "cluster.num_workers=2",
-    ]
-    done = forecast("-m", *words, "forecast.keep=2")
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_grid_of_devices_says_that_it_is_for_both(monkeypatch: pytest.MonkeyPatch):
@@ -202,26 +184,12 @@ def test_the_page_of_a_large_model_is_small(forecast: Command, tmp_path: Path):
     assert page.stat().st_size < 2_000_000
 
 
-REFUSED = [
-    ("forecast.capacity_gib=0", "forecast.capacity_gib=0.0 is not above 0"),
-    ("sharding.dp_replicate=3 cluster.num_workers=8", "does not divide cluster.num_workers=8; use one of"),
-    ("shardin=root", "Did you mean sharding?"),
-    ("sharding=half", "Choose one of: ddp"),
-    ("sharding=ddp offload=cpu", "there is nothing to offload"),
-    ("sharding=root,ddp", "add -m"),
-    ("forecast.largest_microbatch=true forecast.device=cpu", "set forecast.capacity_gib"),
-    ("cluster.num_workers=1024", "training.global_batch_size=64 is not divisible by cluster.num_workers=1024"),
-    ("--capacity=3", "--capacity=3 is not an option"),
-    ("forecast.folder=/proc/nowhere", "forecast.folder=/proc/nowhere"),
-]
-
-
-def test_bad_input_is_reported_with_its_key_and_remedy(forecast: Command, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for words, message in REFUSED:
-        done = forecast(*words.split())
-        assert done.returncode == 2 and message in done.stderr, (words, done.stderr)
-        assert len(done.stderr.splitlines()) == 1, done.stderr
+@pytest.mark.parametrize("word", ["--capacity=3", "forecast.folder=/proc/nowhere"])
+def test_what_only_forecasts_are_asked_is_refused_in_one_line(forecast: Command, word: str):
+    """What every command refuses is in `tests/refusals.py`."""
+    done = forecast(word)
+    assert done.returncode == 2 and word in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_help_names_its_own_keys(forecast: Command):

@@ -111,16 +111,6 @@ def test_alone_nothing_is_sent():
     assert seconds(gather(8e9, 1), ROUND) == 0.0
 
 
-@pytest.mark.parametrize("name", ["memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth"])
-def test_more_bandwidth_is_never_slower(name: str):
-    faster = replace(ROUND, **{name: 2 * getattr(ROUND, name)})
-    for one in (
-        operator(Kind.memory, num_bytes=1e9), gather(1e9, 8), gather(1e9, 64), operator(Kind.transfer, num_bytes=1e9),
-        operator(Kind.matmul, flops=1e9, num_bytes=1e9, dtype="bfloat16"),
-    ):  # fmt: skip
-        assert seconds(one, faster) <= seconds(one, ROUND)
-
-
 def test_a_dtype_without_a_peak_names_those_that_have_one():
     with pytest.raises(ConfigError, match="round has no peak for float64; its data sheet has bfloat16, float32"):
         seconds(operator(Kind.matmul, flops=1.0, dtype="float64"), ROUND)

@@ -10,7 +10,7 @@ import yaml
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.conf import known_devices
 from fsdp_lab.config.parallel import Dtype
-from fsdp_lab.speed.device import Basis, load_device
+from fsdp_lab.speed.device import KnownError, load_device
 from fsdp_lab.training.speed import PEAK_FLOPS
 
 MISSING = object()
@@ -46,6 +46,8 @@ def test_training_knows_the_same_peaks_without_reading_yaml():
         ("memory_gib", "much", "memory_gib=much is not a positive number"),
         ("node_size", 0, "node_size=0 is not a positive number"),
         ("node_size", MISSING, r"missing \['node_size'\], unknown \[\]"),
+        ("relative", {"median": 0.01}, "relative is not a data sheet of a device: missing"),
+        ("relative", {"median": 0.01, "p90": 1.5}, "relative.p90=1.5 is a share of a step's time"),
         ("peak_flops", {"bfloat16": "312e12"}, r"peak_flops\.bfloat16=312e12 .*; YAML writes 1\.0e\+12"),
     ],
 )
@@ -54,4 +56,10 @@ def test_a_wrong_data_sheet_says_what_is_wrong(tmp_path: Path, key: str, value: 
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({k: v for k, v in content.items() if v is not MISSING}))
     with pytest.raises(ConfigError, match=message):
         load_device(tmp_path / "mine.yaml")
-    assert load_device(SHEETS[0]).basis in Basis
+
+
+@pytest.mark.parametrize(("value", "expected"), [({"median": 0.01, "p90": 0.05}, KnownError(0.01, 0.05)), (None, None)])
+def test_a_data_sheet_may_have_the_error_of_ratios(tmp_path: Path, value: object, expected: KnownError | None):
+    content = {**yaml.safe_load(SHEETS[0].read_text()), "relative": value}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
+    assert load_device(tmp_path / "mine.yaml").relative == expected

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from itertools import combinations
-from pathlib import Path
 
 import pytest
-import yaml
 
-from fsdp_lab.config import ConfigError
-from fsdp_lab.config.conf import device_file
-from fsdp_lab.speed.device import KnownError, load_device
+from fsdp_lab.speed.device import KnownError
 from fsdp_lab.speed.pairs import pair_error
 
 RATIOS = [0.9, 0.95, 1.0, 1.0, 1.05, 1.1, 1.2]
@@ -33,23 +29,3 @@ def test_only_settings_of_one_model_are_compared():
 
 def test_few_pairs_report_nothing():
     assert pair_error([]) is None and pair_error([RATIOS[:6]]) is None and pair_error([[1.0]] * 100) is None
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ({"median": 0.01, "p90": 0.05}, KnownError(0.01, 0.05)),
-        (None, None),
-        ({"median": 0.01}, "relative is not a data sheet of a device: missing"),
-        ({"median": 0.01, "p90": 1.5}, "relative.p90=1.5 is a share of a step's time"),
-    ],
-)
-def test_a_device_file_may_have_it(tmp_path: Path, value: object, expected: KnownError | str | None):
-    content = yaml.safe_load((device_file("l40s") or Path()).read_text())
-    file = tmp_path / "mine.yaml"
-    file.write_text(yaml.safe_dump({**content, "relative": value}))
-    if isinstance(expected, str):
-        with pytest.raises(ConfigError, match=expected):
-            load_device(file)
-    else:
-        assert load_device(file).relative == expected

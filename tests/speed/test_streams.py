@@ -79,13 +79,6 @@ def test_the_host_that_issues_too_slowly_is_waited_for():
     assert made.seconds >= 0.1 * len(made.slots) - 1e-9
 
 
-def test_busy_times_add_up_to_what_was_given():
-    timed = forward(5)
-    made = run(*timed)
-    assert sum(busy(made).values()) == pytest.approx(sum(duration for _, duration in timed))
-    assert busy(made)[Stream.gather] == pytest.approx(10.0)
-
-
 def collective(kind: Kind, stream: Stream, group: tuple[int, ...], storage: int) -> Operator:
     return Operator(kind.value, kind, stream, "backward", "", reads=(storage,), writes=(storage + 1,), group=group)
 
