@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import csv
-import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from fsdp_lab.forecast.answer import answers
 from fsdp_lab.forecast.capacity import NEARLY_FULL, NEARLY_FULL_ERROR, Forecast, NoForecast, on_capacity
 from fsdp_lab.forecast.notes import allowances_note
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
-from tests.forecast.planted import PEAK, forecast_of
+from tests.forecast.planted import forecast_of
 
 ROWS = [
     Row([name], forecast_of(verdict, step_s), None, 64)
@@ -100,28 +98,6 @@ def test_a_step_on_a_nearly_full_gpu_may_be_slower_and_the_fastest_with_room_is_
     assert answer.best is rows[0] and answer.roomy and answer.row(answer.roomy) is rows[1]
     (alone,) = answers(rows[:1] * 2, ["sharding"], 0.0)
     assert alone.roomy is None
-
-
-def test_the_table_has_for_what_is_tight_the_least_that_may_do_and_no_column_of_zeros():
-    def shown(*forecasts: Forecast) -> list[str]:
-        out = io.StringIO()
-        rows = [Row([str(n)], each, None, 64) for n, each in enumerate(forecasts)]
-        Console(file=out, width=200).print(forecast_table(rows, ["sharding"]))
-        return out.getvalue().splitlines()
-
-    def larger(forecast: Forecast) -> Forecast:
-        sizes = {name: size * 2**20 for name, size in forecast.allowances.items()}
-        assert forecast.active_bytes and forecast.reserved_bytes and forecast.capacity_bytes
-        return replace(
-            forecast, peaks={"device": {"total": PEAK * 2**20}}, allowances=sizes,
-            active_bytes=forecast.active_bytes * 2**20, reserved_bytes=forecast.reserved_bytes * 2**20,
-            capacity_bytes=forecast.capacity_bytes * 2**20,
-        )  # fmt: skip
-
-    lines = shown(larger(forecast_of("yes")), larger(forecast_of("tight")))
-    assert " 900.00 " in lines[-2] and " 1,000.00 to 1,001.00 " in lines[-1]
-    head = " ".join(lines[:4])
-    assert "peak" in head and "host" not in head and "params" not in head
 
 
 def test_what_is_assumed_is_a_range_where_settings_differ():
