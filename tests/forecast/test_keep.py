@@ -11,6 +11,7 @@ from fsdp_lab.config import ConfigError, check_forecast
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.keep import number_kept, passed_over, ratio_group, why_all
 from fsdp_lab.record.reasons import Code
+from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.speed.device import DeviceKind
 from tests.forecast.planted import forecast_of, row
 from tests.forecast.test_speed import LANGUAGE, sheet
@@ -54,8 +55,12 @@ def test_what_is_common_to_all_predictions_keeps_no_setting():
     alone, related = of_seconds(*seconds, error=0.4), of_seconds(*seconds, error=0.4, relative=0.08)
     assert left_out(alone) == {4}
     assert left_out(related) == {2, 3, 4}
-    why = passed_over(dict(enumerate(related)), dict(enumerate("abcde")), "1")[2].values
-    assert (why["share"], why["error"]) == (pytest.approx(1 / 1.2), 0.08)
+    why = passed_over(dict(enumerate(related)), dict(enumerate("abcde")), "1")[2]
+    assert (why.values["share"], why.values["error"]) == (pytest.approx(1 / 1.2), 0.08)
+    assert reason_text(why) == (
+        "predicted 83.3 samples/s, 83.3% of the last of the most promising. Less than 1 / 1.08 = 92.6% is too "
+        "slow: predicted ratios have an error of up to ±8%; forecast.keep=1 does not start it"
+    )
     assert left_out([*related[:2], alone[2], *related[3:]]) == {3, 4}, "of one the ratio is not known"
 
 
