@@ -22,7 +22,7 @@ from fsdp_lab.sweep.listeners.forecasts import Forecasts, ran_there, reliable_st
 from tests.ranks import config
 from tests.speed.test_costs import ROUND
 from tests.speed.test_refine import observations
-from tests.sweep.test_forecasts import CPU as TWO_CORES
+from tests.sweep.planted import CPU as TWO_CORES
 
 CPU = "A CPU, 2 cores"
 

@@ -58,6 +58,12 @@ def compose_trial(composer: Composer, tmp_path: Path) -> Callable[[Sequence[str]
     return compose
 
 
+@pytest.fixture
+def no_gpus(monkeypatch: pytest.MonkeyPatch):
+    """A planted executor needs no Ray, which would count them."""
+    monkeypatch.setattr("fsdp_lab.engine.resources.num_gpus", lambda: 0)
+
+
 # Four steps an epoch; everything in the test's own folder.
 TINY = (
     "data.num_train=128", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=1",

@@ -14,6 +14,7 @@ from fsdp_lab.sweep.listeners.forecasts import MAX_OTHERS_CPU
 from fsdp_lab.training.__main__ import read_config
 from tests.conftest import run_cli
 from tests.sweep.conftest import TINY, artifacts, results, runs
+from tests.sweep.planted import CPU
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
@@ -75,31 +76,6 @@ def test_the_timelines_are_artifacts(pruned: Pruned):
     names = {f"memory/memory_{what}_rank{rank}.{kind}" for rank in (0, 1) for what, kind in
              (("peaks", "json"), ("timeline", "html"))}  # fmt: skip
     assert names <= set(artifacts(pruned.folder, always))
-
-
-CPU = """
-name: two cores
-kind: cpu
-basis: data sheet
-memory_gib: 4
-peak_flops: {float32: 50.0e+9, float16: 50.0e+9}
-memory_bandwidth: 10.0e+9
-num_cores: 2
-link_bandwidth: 1.0e+9
-node_size: 8
-network_bandwidth: 1.0e+9
-host_bandwidth: 10.0e+9
-host_memory_bandwidth: 10.0e+9
-launch_s: 20.0e-6
-latency_s: 50.0e-6
-link_latency_s: 20.0e-6
-network_latency_s: 20.0e-6
-reached: {matmul: 1.0, attention: 1.0, memory: 1.0}
-efficiency: {matmul: 0.7, attention: 0.5, memory: 0.7, link: 0.7, network: 0.7}
-error: {median: 0.1, p90: 0.2}
-error_elsewhere: {median: 0.1, p90: 0.2}
-source: made up
-"""
 
 
 @pytest.mark.full

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from mlflow.entities import Run
 
-from fsdp_lab.compose import Trial
 from fsdp_lab.files import append_line, write_json
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.hydra_folder import write_hydra_folder
@@ -25,9 +24,8 @@ from fsdp_lab.sweep.store.resume import resumed_states
 from fsdp_lab.tracking.tags import RECOMMENDED_TAG, RECORDED_TAG
 from tests.servers import lay_store
 from tests.sweep.conftest import artifacts, history, runs, store
-from tests.sweep.test_runner import Acts
+from tests.sweep.planted import LOSS, Acts, Compose
 
-Compose = Callable[[Sequence[str], int], Trial]
 FACTS = {
     "data": "digits", "data_digest": "0123456789abcdef", "data_num_train": 128, "device": "cpu", "world_size": 8,
     "notes": ["offload=cpu has no effect on a CPU."],
@@ -40,26 +38,30 @@ REASON = Reason.of(Code.job_failed, text="broken")
 class Trains(Acts):
     """Three trials of three epochs; the last one fails, and the second epoch alone measures `checkpoint/save_s`."""
 
-    def run(self, sweep: SweepRun) -> None:
-        while (number := sweep.next()) is not None:
-            folder = sweep.folder_of(number)
-            sweep.prepare(number)
-            sweep.forecast(number, FORECAST)
-            sweep.begin(number)
-            write_json(folder / "facts.json", FACTS)
-            for epoch in range(1, LAST + 1):
-                metrics = {"epoch": epoch, "step": 4 * epoch, "val/loss": 1.0 / epoch, "memory/peak_bytes": 9}
-                saved = {"checkpoint/save_s": 0.5} if epoch == 2 else {}
-                append_line(folder / "metrics.jsonl", json.dumps({**metrics, **saved}))
-                sweep.look(number)
-            if self.raises is not None and number == 1:
-                raise self.raises
-            failed = number == 2
-            if failed:
-                (folder / "error.txt").write_text("broken")
-                for attempt in ("failures.1", "failures"):
-                    write_json(folder / attempt / "rank0.json", {"attempt": attempt})
-            sweep.end(number, Outcome(TrialStatus.failed, REASON) if failed else Outcome(TrialStatus.finished))
+    def __init__(self, interrupted: bool = False) -> None:
+        super().__init__()
+        self._interrupted = interrupted
+
+    def act(self, sweep: SweepRun, number: int) -> None:
+        folder = sweep.folder_of(number)
+        sweep.prepare(number)
+        sweep.forecast(number, FORECAST)
+        sweep.begin(number)
+        write_json(folder / "facts.json", FACTS)
+        for epoch in range(1, LAST + 1):
+            metrics = {"epoch": epoch, "step": 4 * epoch, "val/loss": 1.0 / epoch, "memory/peak_bytes": 9}
+            saved = {"checkpoint/save_s": 0.5} if epoch == 2 else {}
+            append_line(folder / "metrics.jsonl", json.dumps({**metrics, **saved}))
+            sweep.look(number)
+            sweep.look(number)  # a second report of the same epoch
+        if self._interrupted and number == 1:
+            raise KeyboardInterrupt
+        failed = number == 2
+        if failed:
+            (folder / "error.txt").write_text("broken")
+            for attempt in ("failures.1", "failures"):
+                write_json(folder / attempt / "rank0.json", {"attempt": attempt})
+        sweep.end(number, Outcome(TrialStatus.failed, REASON) if failed else Outcome(TrialStatus.finished))
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def planned(compose_trial: Compose, tmp_path: Path) -> Callable[[], SweepPlan]:
         resumed = (tmp_path / "0" / "outcome.json").exists()
         states = resumed_states(trials, tmp_path, config) if resumed else [TrialState(trial) for trial in trials]
         records.append(records[0] if records else SweepStart.of([], True, config))
-        state = SweepState(states, [("val/loss", "min")])
+        state = SweepState(states, LOSS)
         return SweepPlan(state, config, tmp_path, ["training.seed"], records[0], resumed=resumed)
 
     return plan
@@ -120,7 +122,7 @@ def test_a_run_says_how_its_trial_ended(planned: Callable[[], SweepPlan]):
 
 
 def test_a_run_that_was_interrupted_goes_on_in_a_resume(planned: Callable[[], SweepPlan], tmp_path: Path):
-    _, children = ran(planned(), Trains(KeyboardInterrupt()))
+    _, children = ran(planned(), Trains(interrupted=True))
     assert [run.data.tags["status"] for run in children] == ["finished", "interrupted"]
     assert RECORDED_TAG not in children[1].data.tags
     _, children = ran(planned())
@@ -143,9 +145,8 @@ def test_a_trial_that_has_not_trained_has_no_number_of_workers(planned: Callable
     """MLflow changes no parameter: one that was sent before the workers have started could be another."""
 
     class Skips(Acts):
-        def run(self, sweep: SweepRun) -> None:
-            while (number := sweep.next()) is not None:
-                sweep.skip(number, REASON)
+        def act(self, sweep: SweepRun, number: int) -> None:
+            sweep.skip(number, REASON)
 
     _, children = ran(planned(), Skips())
     assert len(children) == 3 and all("cluster.num_workers" not in run.data.params for run in children)

@@ -5,22 +5,19 @@ from __future__ import annotations
 import csv
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from fsdp_lab.compose import Trial
 from fsdp_lab.forecast.cells import hydra_as_it_was
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.sweep_json import SweepStart
-from fsdp_lab.record.trial_files import Outcome, read_outcome
-from fsdp_lab.status import ExitCode, TrialStatus
+from fsdp_lab.record.trial_files import read_outcome
+from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.listeners.forecasts import Forecasts
 from fsdp_lab.sweep.listeners.results_csv import ResultsCsv
-from fsdp_lab.sweep.runner import Listener, SweepPlan, SweepRun, run_sweep
-from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.runner import Listener, SweepPlan, run_sweep
 from fsdp_lab.tracking.tags import ANSWER_TAG, RECOMMENDED_TAG
 from tests import forked
 from tests.conftest import ROOT, STORE
@@ -30,11 +27,10 @@ from tests.other_words import other_words
 from tests.servers import lay_store
 from tests.sweep import fates
 from tests.sweep.conftest import PLAIN
-from tests.sweep.test_forecasts import CPU
+from tests.sweep.planted import CPU, Acts, Compose, Hears, plan_of
 
 pytestmark = pytest.mark.timeout(300)
 
-LOSS = [("val/loss", "min")]
 CAPACITY_MIB = 20
 
 SCRIPT = f"""
@@ -87,26 +83,6 @@ def test_other_words_change_nothing_but_what_people_read(tmp_path: Path):
     assert re.findall(r'<tr class="chosen" [^>]*><td[^>]*data-value="(\d+)"', page) == ["0"]
 
 
-class Acts:
-    """An executor that trains nothing: its trials end by these reasons, by their number."""
-
-    interrupted_by: str | None = None
-
-    def __init__(self, reasons: Sequence[Reason | None]) -> None:
-        self._reasons = reasons
-
-    def start(self, sweep: SweepRun) -> None: ...
-
-    def run(self, sweep: SweepRun) -> None:
-        while (number := sweep.next()) is not None:
-            reason = self._reasons[number]
-            sweep.prepare(number)
-            sweep.begin(number)
-            sweep.end(number, Outcome(reason.status if reason else TrialStatus.finished, reason))
-
-    def stop(self) -> None: ...
-
-
 def swept(
     plan: SweepPlan, reasons: Sequence[Reason | None], *listeners: Listener
 ) -> tuple[ExitCode, list[Code | None]]:
@@ -119,46 +95,32 @@ def swept(
     return code, codes
 
 
-@pytest.fixture
-def planned(compose_trial: Callable[..., Trial], tmp_path: Path) -> Callable[..., SweepPlan]:
-    def plan(common: Sequence[str], cells: Sequence[Sequence[str]]) -> SweepPlan:
-        trials = [compose_trial([*common, *cell], number) for number, cell in enumerate(cells)]
-        states, config = SweepState([TrialState(trial) for trial in trials], LOSS), trials[0].config
-        return SweepPlan(states, config, tmp_path, [], SweepStart.of([], True, config))
-
-    return plan
-
-
-@pytest.fixture
-def no_gpus(monkeypatch: pytest.MonkeyPatch):
-    """The executor needs no Ray, which would count them."""
-    monkeypatch.setattr("fsdp_lab.engine.resources.num_gpus", lambda: 0)
-
-
 @pytest.mark.usefixtures("no_gpus")
-def test_forecasts_skip_what_is_too_slow_and_what_does_not_fit(planned: Callable[..., SweepPlan], tmp_path: Path):
+def test_forecasts_skip_what_is_too_slow_and_what_does_not_fit(compose_trial: Compose, tmp_path: Path):
     (tmp_path / "cpu.yaml").write_text(CPU.replace("p90: 0.2", "p90: 0.02"))
     common = [
         "model=mlp", "model.hidden_dim=512", "cluster.num_workers=2", "forecast.keep='1'", "forecast.prune=true",
         f"forecast.device={tmp_path}/cpu.yaml", f"forecast.capacity_gib={CAPACITY_MIB / 1024}",
     ]  # fmt: skip
-    plan = planned(common, [[], ["training.grad_accum_steps=2"], ["model.hidden_dim=2048"]])
+    cells = [[], ["training.grad_accum_steps=2"], ["model.hidden_dim=2048"]]
+    plan = plan_of(compose_trial, tmp_path, cells, common)
     expected = [None, Code.too_slow, Code.does_not_fit]
-    assert swept(plan, [None] * 3, Forecasts(plan)) == (ExitCode.finished, expected)
+    assert swept(plan, [], Forecasts(plan)) == (ExitCode.finished, expected)
 
 
 NET = "tests.workloads.user.my_project.net"
 
 
 @pytest.mark.usefixtures("no_gpus")
-def test_trials_whose_forecasts_fail_refer_to_the_first_of_the_same_error(planned: Callable[..., SweepPlan]):
+def test_trials_whose_forecasts_fail_refer_to_the_first_of_the_same_error(compose_trial: Compose, tmp_path: Path):
     """The last one's model refuses; the others' loss is no mean. By their texts the two would be the same here."""
     common = ["task=custom", "model=custom", "data=example", "+model.width=8", "cluster.num_workers=2"]
     cells = [("Net", "of_each_item", 0.1), ("Net", "of_each_item", 0.2), ("Refuses", "loss", 0.1)]
     words = [[f"+model._target_={NET}.{m}", f"task.loss={NET}.{loss}", f"optimizer.lr={lr}"] for m, loss, lr in cells]
-    plan = planned(common, words)
+    plan, hears = plan_of(compose_trial, tmp_path, words, common), Hears()
     expected = [Code.forecast_failed, Code.same_as, Code.forecast_failed]
-    assert swept(plan, [], Forecasts(plan)) == (ExitCode.failed, expected)
+    assert swept(plan, [], Forecasts(plan), hears) == (ExitCode.failed, expected)
+    assert hears.begun == [], "they would fail in training, too"
 
 
 def test_the_command_of_forecasts_ends_as_it_does_with_words(tmp_path: Path):
@@ -181,10 +143,10 @@ VALUES = {
 }  # fmt: skip
 
 
-def test_a_trial_that_ends_for_any_reason_is_recorded_and_counted_by_its_code(planned: Callable[..., SweepPlan]):
+def test_a_trial_that_ends_for_any_reason_is_recorded_and_counted_by_its_code(compose_trial: Compose, tmp_path: Path):
     """Also for those that only Ray has: a worker that is killed, a node that is lost, no place."""
     reasons = [Reason.of(code, **VALUES) for code in Code]
-    plan = planned([], [[f"training.seed={number}"] for number in range(len(reasons))])
+    plan = plan_of(compose_trial, tmp_path, [[f"training.seed={number}"] for number in range(len(reasons))])
     assert swept(plan, reasons) == (ExitCode.failed, list(Code))
     others = {Code.out_of_memory: "oom", Code.host_out_of_memory: "oom", Code.diverged: "diverged"}
     assert SweepFolder(plan.folder).statuses == [others.get(code, "failed") for code in Code]

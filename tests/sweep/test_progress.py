@@ -5,22 +5,19 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console as RichConsole
 
-from fsdp_lab.compose import Trial
-from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_files import Progress, write_progress
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.progress import Watch, share_done
-from fsdp_lab.sweep.runner import SweepPlan, SweepRun
-from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.runner import SweepRun
+from tests.sweep.planted import Compose, plan_of
 
-Compose = Callable[[Sequence[str], int], Trial]
 STUCK = {"rank": 0, "place": "/home/me/net.py:9 in init", "log": "logs/rank0.log"}
 
 
@@ -40,11 +37,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 @pytest.fixture
 def sweep(compose_trial: Compose, tmp_path: Path) -> SweepRun:
     """Four trials, of which the first runs."""
-    trials = [compose_trial([f"training.seed={seed}", "trial_timeout_s=100"], seed) for seed in range(4)]
-    state, config = SweepState([TrialState(t) for t in trials], [("val/loss", "min")]), trials[0].config
-    run = SweepRun(SweepPlan(state, config, tmp_path, ["training.seed"], SweepStart.of([], True, config)), [])
+    cells = [[f"training.seed={seed}"] for seed in range(4)]
+    run = SweepRun(plan_of(compose_trial, tmp_path, cells, ["trial_timeout_s=100"], ["training.seed"]), [])
     run.prepare(0)
-    state.trials[0].status = TrialStatus.starting
+    run.states[0].status = TrialStatus.starting
     run.begin(0)
     return run
 

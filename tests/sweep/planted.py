@@ -1,0 +1,95 @@
+"""Sweeps that train nothing: their plans, an executor that ends each trial as it is told, and what a listener hears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fsdp_lab.compose import Trial
+from fsdp_lab.record.reasons import Reason
+from fsdp_lab.record.sweep_json import SweepStart
+from fsdp_lab.record.trial_files import Outcome
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.runner import Listener, SweepPlan, SweepRun
+from fsdp_lab.sweep.state import SweepState, TrialState
+
+Compose = Callable[[Sequence[str], int], Trial]
+LOSS = [("val/loss", "min")]
+# The data sheet of a machine.
+CPU = """
+name: two cores
+kind: cpu
+basis: data sheet
+memory_gib: 4
+peak_flops: {float32: 50.0e+9, float16: 50.0e+9}
+memory_bandwidth: 10.0e+9
+num_cores: 2
+link_bandwidth: 1.0e+9
+node_size: 8
+network_bandwidth: 1.0e+9
+host_bandwidth: 10.0e+9
+host_memory_bandwidth: 10.0e+9
+launch_s: 20.0e-6
+latency_s: 50.0e-6
+link_latency_s: 20.0e-6
+network_latency_s: 20.0e-6
+reached: {matmul: 1.0, attention: 1.0, memory: 1.0}
+efficiency: {matmul: 0.7, attention: 0.5, memory: 0.7, link: 0.7, network: 0.7}
+error: {median: 0.1, p90: 0.2}
+error_elsewhere: {median: 0.1, p90: 0.2}
+source: made up
+"""
+
+
+def plan_of(
+    compose: Compose,
+    folder: Path,
+    cells: Sequence[Sequence[str]],
+    common: Sequence[str] = (),
+    swept: Sequence[str] = (),
+) -> SweepPlan:
+    """The plan of a sweep with a trial for each cell, which has not started."""
+    trials = [compose([*common, *cell], number) for number, cell in enumerate(cells)]
+    states, config = SweepState([TrialState(trial) for trial in trials], LOSS), trials[0].config
+    return SweepPlan(states, config, folder, list(swept), SweepStart.of([], True, config))
+
+
+class Acts:
+    """An executor that trains nothing.
+
+    Args:
+        reasons: why each trial ends, by its number; those beyond the end of the list finish.
+    """
+
+    interrupted_by: str | None = None
+
+    def __init__(self, reasons: Sequence[Reason | None] = ()) -> None:
+        self._reasons = reasons
+
+    def start(self, sweep: SweepRun) -> None: ...
+
+    def run(self, sweep: SweepRun) -> None:
+        while (number := sweep.next()) is not None:
+            self.act(sweep, number)
+
+    def act(self, sweep: SweepRun, number: int) -> None:
+        sweep.prepare(number)
+        sweep.begin(number)
+        reason = self._reasons[number] if number < len(self._reasons) else None
+        sweep.end(number, Outcome(reason.status if reason else TrialStatus.finished, reason))
+
+    def stop(self) -> None: ...
+
+
+class Hears(Listener):
+    """Records which trials begin and what is logged."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.logged: list[str] = []
+
+    def began(self, sweep: SweepRun, number: int) -> None:
+        self.begun.append(number)
+
+    def log(self, text: str) -> None:
+        self.logged.append(text)
