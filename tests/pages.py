@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from tests.conftest import ROOT
 
@@ -65,6 +66,16 @@ class Mark:
     def is_for(self, command: str) -> bool:
         """Return whether a command of the block has this mark."""
         return command.startswith(self.named)
+
+
+def lay_project(folder: Path) -> None:
+    """Write the files of docs/your-model.md where their first lines say: a project with a model, and its options."""
+    for language, block in re.findall(r"```(\w+)\n(.*?)```", (ROOT / "docs" / "your-model.md").read_text(), re.DOTALL):
+        if language in ("python", "yaml"):
+            name = next(line for line in block.splitlines() if not line.startswith("# @")).removeprefix("# ")
+            file = folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(block)
 
 
 def all_pages() -> list[str]:

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests import forked
 from tests.conftest import ROOT, STORE, run_cli
-from tests.pages import Command, all_commands, is_in, marks
-from tests.test_docs import BLOCKS
+from tests.pages import Command, all_commands, is_in, lay_project, marks
 from tests.workloads.hf.cases import plain_model
 
 HERE = "tests/test_commands.py"
@@ -44,8 +42,7 @@ SMALLER = {
     "experiment=precision_and_offload": {"precision": "fp32,bf16"},
 }
 
-_LAST = f"{HERE}::test_the_last_sweep_is_resumed_and_reported"
-_PRINTED = f"{HERE}::test_keys_and_the_configuration_are_printed"
+_REFERENCE, _REPORT = "tests/test_reference.py", "tests/report/test_command.py"
 _COMPLETION = "tests/test_cli.py::test_a_shell_completes_groups_and_options"
 _ACCEPTED = "tests/nightly/test_planted.py::test_a_slower_setting_is_reported_everywhere_until_it_is_accepted"
 _STOPPED = f"{_JOBS}::test_a_job_that_is_stopped_leaves_a_sweep_that_another_job_resumes"
@@ -59,12 +56,12 @@ RUN = {
     'eval "$(fsdp-lab -sc install=bash)"': _COMPLETION,
     "fsdp-lab sharding=<Tab>": _COMPLETION,
     "python -m fsdp_lab doctor": "tests/test_doctor.py::test_the_command_has_the_status_of_what_it_found",
-    "python -m fsdp_lab --keys": _PRINTED,
-    "python -m fsdp_lab --keys cluster": _PRINTED,
-    "python -m fsdp_lab --cfg job": _PRINTED,
-    "python -m fsdp_lab resume=last": _LAST,
-    "python -m fsdp_lab.report sweep=last": _LAST,
-    "python -m fsdp_lab.report sweep=last use=pytorch": _LAST,
+    "python -m fsdp_lab --keys": f"{_REFERENCE}::test_a_reader_may_close_the_pipe_before_the_last_key",
+    "python -m fsdp_lab --keys cluster": f"{_REFERENCE}::test_keys_are_shown_with_their_meanings",
+    "python -m fsdp_lab --cfg job": f"{_REFERENCE}::test_defaults_are_those_of_a_trial_that_names_nothing",
+    "python -m fsdp_lab resume=last": "tests/sweep/test_resume.py::test_nothing_left_says_so_and_trains_nothing",
+    "python -m fsdp_lab.report sweep=last": f"{_REPORT}::test_it_is_written_again_from_the_folder_by_any_name_it_has",
+    "python -m fsdp_lab.report sweep=last use=pytorch": f"{_REPORT}::test_the_setting_can_be_taken_home",
     # with Ray, which a scheduler and forecasts of trials need
     "python -m fsdp_lab -m optimizer.lr='tag(log,interval(1e-4,1e-2))' search=optuna search.num_trials=20 "
     "scheduler=asha sharding=per_block precision=fp32 offload=none reshard_after_forward=always training.epochs=9":
@@ -115,17 +112,10 @@ RUN = {
 }  # fmt: skip
 
 
-# Those of docs/your-model.md, in their order.
-_YOUR_MODEL = ("test_the_sweep_runs", "test_the_forecast_runs", "test_the_option_runs", "test_the_preset_runs")
-
-
 def owner(command: Command) -> str:
     """Return the test that runs a command; "" where none does."""
     if command.text in RUN:
         return RUN[command.text]
-    if command.page == "docs/your-model.md":
-        place = [each.text for each in all_commands() if each.page == command.page].index(command.text)
-        return f"tests/test_docs.py::{_YOUR_MODEL[place]}" if place < len(_YOUR_MODEL) else ""
     if command.page == "docs/settings.md" and command.text.startswith("python -c "):
         return f"{HERE}::test_the_entropy_is_that_of_the_page"
     if command.text.startswith("python -m fsdp_lab.forecast "):
@@ -161,17 +151,10 @@ def test_every_test_that_is_named_exists():
     for test in {owner(command) for command in all_commands()} - {""} | set(RUN.values()):
         file, _, function = test.partition("::")
         if not ((ROOT / file).exists() and re.search(rf"^def {function}\(", (ROOT / file).read_text(), re.MULTILINE)):
-            gone.append(f"{test} {_where_now(function)}")
+            gone.append(test)
     assert not gone, "\n".join(
-        [f"name in RUN or owner(), in {HERE}, the tests that run these commands now:", *sorted(gone)]
+        [f"name in RUN or owner(), in {HERE}, the tests that run these commands now, instead of:", *sorted(gone)]
     )
-
-
-def _where_now(function: str) -> str:
-    """Return where a test of this name is, for a message."""
-    files = [file for file in (ROOT / "tests").rglob("test_*.py") if f"\ndef {function}(" in file.read_text()]
-    places = ", ".join(str(file.relative_to(ROOT)) for file in files)
-    return f"is in {places}" if places else "has another name, or none"
 
 
 def test_no_test_is_named_for_a_command_that_is_on_no_page():
@@ -192,15 +175,6 @@ def made_small(command: Command) -> list[str]:
     return replaced(command.words[2:], values)
 
 
-def lay_project(folder: Path) -> None:
-    """Write the project that docs/your-model.md has, for the commands that name it."""
-    for language, block in BLOCKS:
-        if language == "python":
-            file = folder / block.splitlines()[0].removeprefix("# ")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(block)
-
-
 def lay_models(folder: Path) -> None:
     """Write what docs/hugging-face.md has downloaded: tiny models, one with weights."""
     for name in ("gpt2", "llama", "vit"):
@@ -212,6 +186,7 @@ def lay_models(folder: Path) -> None:
 @pytest.mark.parametrize("command", run_by("test_a_forecast_of_a_page_runs"))
 def test_a_forecast_of_a_page_runs(command: Command, tmp_path: Path):
     """One whose output the page shows as it is printed: six and twelve large settings take minutes."""
+    lay_project(tmp_path)
     if "my_models" in command.text:
         lay_models(tmp_path)
     words = command.words[2:] if command.output else made_small(command)
@@ -252,37 +227,6 @@ def test_make_ui_prints_the_view_of_training_runs():
     typed = subprocess.run(["make", "-n", "ui", "PORT=5012"], cwd=ROOT, capture_output=True, text=True, timeout=20)
     assert "http://127.0.0.1:5012/#/experiments?workflowType=machine_learning" in typed.stdout
     assert "mlflow ui" in typed.stdout and "--port 5012" in typed.stdout
-
-
-def test_keys_and_the_configuration_are_printed(tmp_path: Path):
-    printed = {}
-    for command in all_commands():
-        if owner(command).endswith("::test_keys_and_the_configuration_are_printed"):
-            done = run_cli(tmp_path, *command.words[3:])
-            assert done.returncode == 0, done.stderr
-            printed[command.words[-1]] = done.stdout
-    assert "sharding.dp_replicate" in printed["--keys"]
-    assert "cluster.num_workers" in printed["cluster"] and "sharding.dp_replicate" not in printed["cluster"]
-    assert yaml.safe_load(printed["job"])["sharding"]["granularity"] == "per_block"
-
-
-@pytest.mark.full
-def test_the_last_sweep_is_resumed_and_reported(tmp_path: Path):
-    """The sweep of the quickstart, in a folder of its own, whatever its time."""
-    (sweep,) = (c for c in all_commands() if c.page == "docs/quickstart.md" and "sharding=ddp,root,per_block" in c.text)
-    done = run_cli(tmp_path, *replaced(made_small(sweep)[1:], QUICK), STORE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (report,) = tmp_path.glob("outputs/**/report.html")
-    report.unlink()
-    printed = {}
-    for command in all_commands():
-        if owner(command).endswith("::test_the_last_sweep_is_resumed_and_reported"):
-            done = forked.run(tmp_path, *command.words[2:])
-            assert done.returncode == 0, done.stderr
-            printed[command.text] = done.stdout
-    assert report.exists()
-    assert "6 of 6 trials have a result" in printed["python -m fsdp_lab resume=last"]
-    assert "fully_shard" in printed["python -m fsdp_lab.report sweep=last use=pytorch"]
 
 
 @pytest.mark.full

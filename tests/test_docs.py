@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -14,71 +12,21 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.forecast.__main__ import plan_forecasts
-from tests import forked
-from tests.conftest import ROOT, STORE, run_cli
-from tests.pages import all_commands
+from tests.conftest import ROOT
+from tests.pages import all_commands, lay_project
 
 # Pages whose commands are composed, checked and laid out as a grid, but not run.
 COMPOSED = ("quickstart", "concepts", "recipes")
 _NOT_COMPOSED = ("resume=", "doctor", "--keys", "--version", "my_project")  # other tests run these
 
-PAGE = (ROOT / "docs" / "your-model.md").read_text()
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
-COMMANDS = [shlex.split(block.replace("\\\n", " "))[3:] for language, block in BLOCKS if language == "sh"]
-INLINE = ("engine=inline", "cluster.num_workers=1", "hydra.run.dir=out", "hydra.sweep.dir=out", STORE)
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """The files of the page, where it says."""
-    for language, block in BLOCKS:
-        if language in ("python", "yaml"):
-            file = tmp_path / next(line for line in block.splitlines() if not line.startswith("# @")).removeprefix("# ")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(block)
-    return tmp_path
-
 
 @pytest.mark.full
-def test_the_script_runs(project: Path) -> None:
+def test_the_script_runs(tmp_path: Path) -> None:
+    """That of docs/your-model.md; tests/test_commands.py runs the commands of the page."""
+    lay_project(tmp_path)
     command = [sys.executable, "train.py"]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.full
-def test_the_sweep_runs(project: Path) -> None:
-    done = run_cli(project, *COMMANDS[0], *INLINE, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    with (project / "out" / "results.csv").open() as lines:
-        assert [(row["sharding"], row["status"]) for row in csv.DictReader(lines)].count(("ddp", "finished")) == 2
-
-
-@pytest.mark.full
-def test_the_option_runs(project: Path) -> None:
-    done = run_cli(project, *COMMANDS[2], *INLINE, "training.max_steps=1")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.full
-def test_the_preset_runs(project: Path) -> None:
-    done = run_cli(project, *COMMANDS[3], *INLINE, "training.max_steps=1", timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    with (project / "out" / "results.csv").open() as lines:
-        collected = [(row["model.width"], row["sharding"], row["status"]) for row in csv.DictReader(lines)]
-    assert sorted(collected) == [
-        (width, sharding, "finished") for width in ("256", "64") for sharding in ("ddp", "per_block")
-    ]
-    lines = done.stdout.splitlines()
-    command = lines[next(i for i, line in enumerate(lines) if line.startswith("report: ")) - 1]
-    assert command.lstrip().removeprefix("to train it: ").startswith("python -m fsdp_lab --config-dir=conf_of_mine ")
-
-
-@pytest.mark.full
-def test_the_forecast_runs(project: Path) -> None:
-    done = forked.run(project, "fsdp_lab.forecast", *COMMANDS[1], "forecast.folder=f")
-    assert done.returncode == 0, done.stderr
-    assert len((project / "f" / "forecast.csv").read_text().splitlines()) == 5
 
 
 def commands_of(page: str) -> list[tuple[str, list[str]]]:

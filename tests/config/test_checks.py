@@ -13,25 +13,16 @@ from fsdp_lab.config import (
     SweepConfig,
     cpu_notes,
     effective_settings,
-    from_dict,
     machine,
     sharding_notes,
 )
 from fsdp_lab.config.machine import check_local_capacity, loader_workers_of
 from fsdp_lab.config.sweep import ClusterConfig
+from tests.ranks import read_config
 
 
 def trial(*overrides: str) -> SweepConfig:
-    """`a.b=text` on top of the defaults: texts, whole numbers, decimals and null as YAML has them."""
-    import yaml
-
-    values: dict[str, dict[str, object]] = {}
-    for override in overrides:
-        key, _, text = override.partition("=")
-        section, _, leaf = key.partition(".")
-        place, name = (values.setdefault(section, {}), leaf) if leaf else (values, section)
-        place[name] = yaml.safe_load(text)
-    return from_dict(SweepConfig, values)
+    return read_config(None, list(overrides))
 
 
 @pytest.mark.parametrize("overrides", [[], ["training.seed=0"], ["data.num_train=null"], ["optimizer.beta1=0.0"]])
