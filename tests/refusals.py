@@ -95,6 +95,10 @@ _BY_A_TRIAL = """
 hydra.run.dir=/proc/nope/x              | /proc/nope hydra.run.dir
 tracking.uri=http://me:pass4711@host     | tracking.uri MLFLOW_TRACKING_PASSWORD
 resume=s3://me:pass4711@bucket/x        | resume
+resume=last                             | resume=last
+resume=nowhere                          | resume=nowhere
+resume=mine                             | sweep.json
+repeats=3                               | repeats=3 -m
 --keys cluster.num_worker_              | cluster.num_worker_ cluster.num_workers
 doctor tracking.url=x                   | tracking.url
 --multirun optimizer.lr=interval(0,1) training.epochs=1 | optimizer.lr=interval(0,1)
@@ -107,6 +111,16 @@ optimizer.lr=interval(0,1)              | optimizer.lr=interval(0,1)
 precision=16,32                         | precision=16,32 bf16_mixed
 training.epochs=1,0                     | training.epochs=0
 repeat=3                                | repeat=3 repeats=3
+++repeat=1                              | repeat=1 repeats=2
+repeats=3 search=random                 | repeats=3
+repeats=3 repeat=0,1                    | repeats=3 repeat
+search=random optimizer.lr=interval(0.5,0.1)         | optimizer.lr=interval(0.5,0.1)
+search=random "optimizer.lr=tag(log,interval(0,1))"  | optimizer.lr
+search=random "optimizer.lr=tag(loud,interval(1,2))" | loud
+search=random optimizer.lr=0.1          | interval
+sharding=ddp offload=cpu,cpu_unpinned   | offload=cpu offload=cpu_unpinned
+sharding=ddp,root training.global_batch_size=63 | training.global_batch_size=63
+sharding=ddp,root sharding.dp_replicate=3 | sharding.dp_replicate=3
 hydra.sweep.dir=/proc/nope/x            | hydra.sweep.dir=/proc/nope/x
 forecast.prune=true                     | forecast.prune=true forecast.capacity_gib=24
 forecast.prune=true forecast.capacity_gib=1 forecast.enabled=false | forecast.prune=true forecast.enabled=true

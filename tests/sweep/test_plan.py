@@ -1,22 +1,25 @@
-"""Cells of a grid -> the trials that are run."""
+"""Cells of a grid -> the trials that are run, which `dry_run=true` lists."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import open_dict
 
 from fsdp_lab.compose import plain, typed_config
-from fsdp_lab.config import ConfigError
+from fsdp_lab.config import ConfigError, SweepConfig
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.grid import enumerate_grid
+from fsdp_lab.sweep.multirun import axes_notes
 from fsdp_lab.sweep.plan import Plan, plan_sweep
+from tests.conftest import run_cli
 
 
 @pytest.fixture
@@ -43,49 +46,48 @@ def test_ddp_with_offload_is_left_out_once_with_its_reason(plan):
     assert "use offload=none" in notes[0]
 
 
-def test_ddp_is_held_once_under_each_reshard_after_forward(plan):
-    made = plan("sharding=ddp,per_block", "reshard_after_forward=always,never,default")
-    assert short(made) == [
-        "sharding=ddp reshard_after_forward=always",
-        "sharding=per_block reshard_after_forward=always",
-        "sharding=per_block reshard_after_forward=never",
-        "sharding=per_block reshard_after_forward=default",
-    ]
+POLICIES = "reshard_after_forward=always,never,default"
+# What is typed; the trials that are kept, by the values that differ, in order.
+KEPT = {
+    "ddp has one way to reshard": (
+        ["sharding=ddp,per_block", POLICIES],
+        ["ddp always", "per_block always", "per_block never", "per_block default"],
+    ),
+    "for root default is never": (
+        ["sharding=root,per_block", "reshard_after_forward=default,never"],
+        ["root default", "per_block default", "per_block never"],
+    ),
+    "a size of one is never, and of all always": (
+        ["reshard_after_forward=never,always,to_size", "reshard_after_forward.size=1,2"],
+        ["never 1", "always 1"],
+    ),
+    "what is named twice": (["training.seed=1,1,2"], ["1", "2"]),
+    "values that make a difference": (
+        ["sharding=ddp,root", "optimizer.lr=1e-3,1e-2", "training.seed=0,1"],
+        [f"{sharding} {lr} {seed}" for sharding in ("ddp", "root") for lr in (0.001, 0.01) for seed in (0, 1)],
+    ),
+    "loss scaling with bfloat16": (["precision=fp16,bf16", "precision.loss_scaling=true"], ["fp16 True"]),
+    "a size that does not divide the workers": (
+        ["sharding=ddp,per_block", "reshard_after_forward=to_size", "reshard_after_forward.size=3"], ["ddp to_size 3"],
+    ),
+    "a batch that does not divide": (["training.global_batch_size=63,64"], ["64"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_equal_settings_run_once_and_those_without_a_meaning_are_left_out(plan, name: str):
+    arguments, kept = KEPT[name]
+    made = plan(*arguments)
+    assert [" ".join(re.findall("=([^ ]*)", trial)) for trial in short(made)] == kept
+    assert bool(made.notes()) == (len(made.folded) + sum(map(len, made.left_out.values())) > 0)
+
+
+def test_duplicates_are_counted_in_a_note_that_has_what_differs(plan):
+    made = plan("sharding=ddp,per_block", POLICIES, "precision=bf16", "optimizer.lr=0.1")
     assert [number for _, number in made.folded] == [0, 0]
     (note,) = made.notes()
     assert note.startswith("2 duplicates left out (sharding=ddp reshard_after_forward=never")
     assert note.endswith("= trial 0)")
-
-
-def test_what_is_the_same_in_all_cells_is_not_reported_of_one(plan):
-    made = plan("sharding=ddp,per_block", "reshard_after_forward=always,never", "precision=bf16", "optimizer.lr=0.1")
-    (note,) = made.notes()
-    assert note.endswith("(sharding=ddp reshard_after_forward=never = trial 0)")
-
-
-def test_for_root_default_is_never_by_another_name(plan):
-    made = plan("sharding=root,per_block", "reshard_after_forward=default,never")
-    assert short(made) == [
-        "sharding=root reshard_after_forward=default",
-        "sharding=per_block reshard_after_forward=default",
-        "sharding=per_block reshard_after_forward=never",
-    ]
-
-
-def test_to_size_of_one_is_never_and_of_all_is_always(plan):
-    made = plan("reshard_after_forward=never,always,to_size", "reshard_after_forward.size=1,2")
-    kept = {(t.config.reshard_after_forward.policy.name, t.config.reshard_after_forward.size) for t in made.trials}
-    assert {policy for policy, _ in kept} == {"never", "always"}
-
-
-def test_what_is_named_twice_is_run_once(plan):
-    assert len(plan("training.seed=1,1,2").trials) == 2
-
-
-def test_values_that_make_a_difference_are_never_folded(plan):
-    made = plan("sharding=ddp,root", "optimizer.lr=1e-3,1e-2", "training.seed=0,1", "precision=fp32,bf16")
-    assert len(made.trials) == 16
-    assert made.folded == []
 
 
 def test_folder_numbers_run_without_gaps(plan):
@@ -94,43 +96,6 @@ def test_folder_numbers_run_without_gaps(plan):
     assert [trial.index for trial in made.trials] == list(range(len(made.trials)))
     assert [trial.folder.name for trial in made.trials] == [str(n) for n in range(len(made.trials))]
     assert [number for _, number in made.folded] == [0, 1, 2]  # the trial that stands for each
-
-
-def test_a_grid_in_which_nothing_has_a_meaning_is_an_error(plan):
-    with pytest.raises(ConfigError, match=r"sharding=ddp with offload=cpu: .* / sharding=ddp with offload=cpu_unp"):
-        plan("sharding=ddp", "offload=cpu,cpu_unpinned")
-
-
-def test_a_bad_value_in_a_grid_is_an_error_and_not_left_out(plan):
-    with pytest.raises(ConfigError, match=r"training\.epochs=0 is below 1"):
-        plan("training.epochs=1,0")
-
-
-def test_images_that_are_not_there_are_an_error_before_anything_starts(plan, tmp_path):
-    with pytest.raises(Exception, match=r"data\.root=.*FashionMNIST.*data=digits"):
-        plan("data=fashion_mnist", f"data.root={tmp_path}", "data.download=false")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["training.global_batch_size=63"], r"^training\.global_batch_size=63 is not divisible"),
-        (["sharding.dp_replicate=3"], r"sharding\.dp_replicate=3 does not divide"),
-    ],
-)
-def test_what_makes_every_cell_invalid_is_an_error(plan, arguments: list[str], reason: str):
-    with pytest.raises(ConfigError, match=reason):
-        plan("sharding=ddp,root", "offload=none,cpu", *arguments)
-
-
-def test_what_makes_some_cells_invalid_is_left_out(plan):
-    made = plan("precision=fp16,bf16", "precision.loss_scaling=true")
-    assert [trial.choices["precision"] for trial in made.trials] == ["fp16"]
-    assert "precision.loss_scaling=true with precision.param_dtype=bfloat16" in made.notes()[0]
-    made = plan("sharding=ddp,per_block", "reshard_after_forward=to_size", "reshard_after_forward.size=3")
-    assert [trial.choices["sharding"] for trial in made.trials] == ["ddp"]
-    made = plan("training.global_batch_size=63,64")
-    assert [trial.config.training.global_batch_size for trial in made.trials] == [64]
 
 
 CELLS = (
@@ -156,15 +121,6 @@ def test_cells_composed_by_parts_are_what_hydra_composes(parser: OverridesParser
         assert trial.folder == tmp_path / whole.hydra.job.override_dirname
 
 
-def test_a_key_that_is_none_is_reported_by_hydra(parser: OverridesParser, tmp_path):
-    loader = GlobalHydra.instance().config_loader()
-    master = loader.load_configuration("config", [], RunMode.MULTIRUN)
-    composer = Composer(HydraContext(loader, Callbacks()), master, parser, tmp_path)
-    for cell in (["optimizer.l=1"], ["optimizer.lr=fast"]):
-        with pytest.raises(HydraException):
-            composer(cell, 0)
-
-
 def test_a_key_that_nothing_reads_is_an_error_of_every_cell(parser: OverridesParser, tmp_path):
     """Cells with the same options are checked once; what a check refuses was not checked."""
     loader = GlobalHydra.instance().config_loader()
@@ -174,3 +130,33 @@ def test_a_key_that_nothing_reads_is_an_error_of_every_cell(parser: OverridesPar
     for cell in (["+optimizer.speed=1", "optimizer.lr=0.5"], ["+optimizer.speed=1", "optimizer.lr=0.25"]):
         with pytest.raises(ConfigError, match=r"optimizer\.speed is not a key"):
             composer(cell, 0)
+
+
+AXES = {"precision": "fp32,fp16", "offload": "none,cpu"}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("words", [("-m", "sharding=root,ddp", "precision=fp32", "offload=none"), ()])
+def test_it_lists_the_trials_and_leaves_nothing(tmp_path: Path, words: tuple[str, ...]):
+    done = run_cli(tmp_path, *words, "dry_run=true")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    if words:
+        assert lines[0] == "3 trials: sharding × reshard_after_forward", "DDP has one way to reshard"
+        cells = (("root", "always"), ("root", "never"), ("ddp", "always"))
+        assert lines[-3:] == [f"  {n}  sharding={s} reshard_after_forward={r}" for n, (s, r) in enumerate(cells)]
+    else:
+        assert len(lines) == 1 and lines[0].startswith("1 trial: sharding=per_block")
+    assert not any(tmp_path.iterdir())
+
+
+def test_axes_that_nobody_typed_are_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fsdp_lab.sweep.multirun.num_gpus", lambda: 0)
+    swept = ["precision", "offload"]
+    first, second = axes_notes(AXES, ["offload=none,cpu"], swept, SweepConfig())
+    assert "precision=fp32,fp16" in first and "offload=none,cpu" not in first
+    assert "offload" in second and "repeats" in second
+    assert axes_notes(AXES, ["precision=fp16,fp32"], ["precision"], SweepConfig()) == []
+    there = SweepConfig()
+    there.cluster.address = "head:6379"
+    assert axes_notes(AXES, swept, swept, there) == [], "what devices are there is not known here"

@@ -12,17 +12,15 @@ import pytest
 from omegaconf import DictConfig
 
 from fsdp_lab.compose import Trial
-from fsdp_lab.config import ConfigError, SweepConfig
+from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.key_value_args import check_repeat
-from fsdp_lab.config.sweep import SearchConfig
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import repeat_axis
 from fsdp_lab.sweep.state import SweepState, TrialState
 from tests.conftest import run_cli
-from tests.sweep.conftest import PLAIN, TINY
 from tests.sweep.test_resume import forget, output_of
-from tests.trained import INLINE
+from tests.trained import INLINE, PLAIN, TINY
 
 
 def compose(overrides: Sequence[str], number: int) -> Trial:
@@ -56,15 +54,6 @@ def test_a_number_of_repeats_is_an_axis_of_the_grid():
     assert repeat_axis(SweepConfig(repeats=3), ["sharding=ddp,root"]) == ["repeat=range(3)"]
 
 
-@pytest.mark.parametrize(
-    ("search", "words", "message"),
-    [("random", [], "repeats=3 needs a grid"), ("grid", ["repeat=0,1"], "leave out repeat")],
-)
-def test_what_repeats_has_no_meaning_with(search: str, words: list[str], message: str):
-    with pytest.raises(ConfigError, match=message):
-        repeat_axis(SweepConfig(repeats=3, search=SearchConfig(name=search)), words)
-
-
 @pytest.mark.ci
 def test_each_setting_is_trained_so_often_round_by_round_and_a_resume_goes_on(tmp_path: Path):
     done = run_cli(tmp_path, "-m", *INLINE, "training.grad_accum_steps=1,2", "repeats=2")
@@ -91,12 +80,6 @@ def test_under_ray_a_search_that_has_tried_everything_ends(tmp_path: Path):
     assert done.stdout.count("the search ends after 2 of search.num_trials=6") == 1
 
 
-@pytest.mark.parametrize(("word", "count"), [("repeat=3", 3), ("++repeat=1", 2), ("repeat=20", 20)])
-def test_the_number_of_a_run_is_not_taken_for_how_many_there_are(word: str, count: int):
-    with pytest.raises(ConfigError, match=rf"names one run, not a number of runs; .* use repeats={count}\."):
-        check_repeat(["sharding=ddp", word])
-
-
 def test_the_first_run_and_several_are_no_mistake():
     check_repeat(["repeat=0", "repeat=0,1,2", "repeat='range(20)'", "repeats=3"])
 
@@ -105,9 +88,3 @@ def test_the_first_run_and_several_are_no_mistake():
 def test_a_trial_alone_may_be_any_repeat(tmp_path: Path):
     alone = run_cli(tmp_path, "repeat=3", "--cfg", "job")
     assert alone.returncode == 0 and re.search(r"^repeat: 3 ", alone.stdout, re.MULTILINE), output_of(alone)
-
-
-def test_one_trial_has_nothing_to_repeat(tmp_path: Path):
-    done = run_cli(tmp_path, *INLINE, "repeats=3")
-    assert done.returncode == 2
-    assert "repeats=3" in done.stderr and "-m" in done.stderr
