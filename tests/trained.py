@@ -14,12 +14,14 @@ from pathlib import Path
 from tests import forked
 from tests.conftest import STORE, run_cli
 
-# One trial in the sweep's own process; everything in the test's own folder.
-INLINE = (
-    "engine=inline", "model=mlp", "data.num_train=128", "data.num_val=32", "training.global_batch_size=32",
-    "training.timing_warmup_steps=1", "sharding=per_block", "precision=fp32", "offload=none",
-    "reshard_after_forward=always", "forecast.enabled=false", STORE, "hydra.run.dir=out", "hydra.sweep.dir=out",
-)  # fmt: skip
+PLAIN = ("sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=always")
+# Four steps an epoch.
+SIZES = ("data.num_train=128", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=1")
+# Everything in the test's own folder.
+HERE = (STORE, "hydra.run.dir=out", "hydra.sweep.dir=out")
+TINY = (*SIZES, "cluster.num_workers=2", *HERE)
+# One trial in the sweep's own process.
+INLINE = ("engine=inline", "model=mlp", *SIZES, *PLAIN, "forecast.enabled=false", *HERE)
 AXES = ("precision=fp32,bf16", "optimizer.lr=0.001,1e-09")  # with a rate of 1e-9 a trial learns nothing
 COUNT = 4
 SWEEP = (

@@ -21,7 +21,8 @@ from tests.cluster.test_nodes import addresses
 from tests.conftest import ROOT
 from tests.s3 import held_in
 from tests.servers import lay_store
-from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, runs
+from tests.sweep.conftest import has_trained_an_epoch, runs
+from tests.trained import PLAIN, TINY
 from tests.workloads.user.project import write_project
 
 pytestmark = [

@@ -11,7 +11,8 @@ import pytest
 
 from tests.cluster.namespaces import ONE_NODE, TWO_NODES_AND_ONE, Cluster
 from tests.servers import lay_store
-from tests.sweep.conftest import PLAIN, TINY, results
+from tests.sweep.conftest import results
+from tests.trained import PLAIN, TINY
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

@@ -9,8 +9,10 @@ import pytest
 
 from fsdp_lab.storage import Storage
 from tests.conftest import run_cli
+from tests.folders import Store
 from tests.s3 import KEY_ID, SECRET, Faults, held_in
-from tests.sweep.conftest import PLAIN, TINY, history, runs, started, wait_for
+from tests.sweep.conftest import runs, started, wait_for
+from tests.trained import PLAIN, TINY
 
 pytestmark = pytest.mark.cluster
 
@@ -67,7 +69,7 @@ def test_a_sweep_that_was_killed_resumes_with_the_checkpoints_in_storage(address
     assert "trial 0 starts, from epoch" in done.stdout
     assert [epochs(out / number) for number in "01"] == [[*range(1, 9)]] * 2
     for run in runs(tmp_path)[1]:
-        assert [step for step, _ in history(tmp_path, run, "train/loss")] == [*range(1, 9)]
+        assert [step for step, _ in Store(tmp_path).history(run, "train/loss")] == [*range(1, 9)]
     resumed_from = json.loads((out / "0" / "facts.json").read_text())["resumed_from"]
     assert f"{address_of(out, address)}/0/checkpoints/step_" in resumed_from
     assert not list(out.glob("*/checkpoints")), "checkpoints are in storage alone"

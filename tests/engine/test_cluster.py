@@ -22,7 +22,8 @@ from fsdp_lab.hardware import WORKER_CPUS
 from tests.conftest import ROOT
 from tests.engine.ray_cluster import process_tree, ray_head
 from tests.servers import free_port
-from tests.sweep.conftest import PLAIN, TINY, results, started, wait_for
+from tests.sweep.conftest import results, started, wait_for
+from tests.trained import PLAIN, TINY
 from tests.workloads.user.project import write_project
 
 

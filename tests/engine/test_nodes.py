@@ -11,7 +11,7 @@ from fsdp_lab.engine.nodes import Node, NodeWatch, answers, groups_that_fit, los
 from fsdp_lab.engine.rendezvous import gpu_index
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.reason_texts import reason_text
-from tests.sweep.conftest import PLAIN, TINY
+from tests.trained import PLAIN, TINY
 
 A = Node("a", "10.0.0.1", 1, "head", True, {"CPU": 4.0, "memory": 1e9})
 B = Node("b", "10.0.0.2", 1, "other", True, {"CPU": 96.0, "GPU": 8.0})

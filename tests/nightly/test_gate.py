@@ -151,11 +151,6 @@ def test_nights_that_differ_among_themselves_count_as_noise():
     assert bad(found(slow, *steady)) == [(SPEED, Outcome.regression)]
 
 
-def test_a_single_repeat_has_only_the_tolerance():
-    assert bad(found(rows((840,)), rows((1000,)))) == [(SPEED, Outcome.regression)]
-    assert bad(found(rows((860,)), rows((1000,)))) == []
-
-
 def test_a_setting_that_does_not_finish_as_before_is_a_regression():
     broken = rows((1000, 1000, 1000), status=["finished", "oom", "oom"])
     (finding,) = [f for f in found(broken, rows()) if f.is_regression]
@@ -192,10 +187,18 @@ def test_what_is_not_measured_any_more_is_a_regression():
     assert (finding.metric, finding.outcome, finding.before) == (MEMORY, Outcome.lost, 100.0)
 
 
-def test_a_loss_that_is_not_positive_is_judged_in_shares():
-    assert bad(found(rows(loss=-1.9), rows(loss=-2.0))) == [(LOSS, Outcome.regression)]
-    assert bad(found(rows(loss=-2.1), rows(loss=-2.0))) == []
-    assert bad(found(rows(loss=0.0), rows(loss=0.0))) == []
+@pytest.mark.parametrize(
+    ("tonight", "before", "expected"),
+    [
+        (rows((840,)), rows((1000,)), [SPEED]),  # a single repeat has only the tolerance
+        (rows((860,)), rows((1000,)), []),
+        (rows(loss=-1.9), rows(loss=-2.0), [LOSS]),  # what is not positive is judged in shares
+        (rows(loss=-2.1), rows(loss=-2.0), []),
+        (rows(loss=0.0), rows(loss=0.0), []),
+    ],
+)
+def test_exactly_what_is_worse_than_another_night_is_named(tonight: Rows, before: Rows, expected: list[str]):
+    assert bad(found(tonight, before)) == [(metric, Outcome.regression) for metric in expected]
 
 
 def test_the_loss_is_that_of_validation_where_there_is_one():

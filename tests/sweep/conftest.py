@@ -18,7 +18,6 @@ from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext, RunMode
-from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from fsdp_lab.compose import Trial, register_schema
@@ -64,32 +63,14 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fsdp_lab.engine.resources.num_gpus", lambda: 0)
 
 
-# Four steps an epoch; everything in the test's own folder.
-TINY = (
-    "data.num_train=128", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=1",
-    "cluster.num_workers=2", STORE, "hydra.run.dir=out", "hydra.sweep.dir=out",
-)  # fmt: skip
 # What runs a command that kills itself, see there.
 KILLED = (Path(__file__).parents[1] / "killed.py").read_text()
-PLAIN = ("sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=always")
-
-
-def store(folder: Path) -> MlflowClient:
-    return Store(folder).client
 
 
 def runs(folder: Path) -> tuple[list[Run], list[Run]]:
     """`(parents and single trials, children in the order of their folders)`."""
     read = Store(folder)
     return read.parents, read.trials
-
-
-def history(folder: Path, run: Run, key: str) -> list[tuple[int, float]]:
-    return Store(folder).history(run, key)
-
-
-def artifacts(folder: Path, run: Run, below: str | None = None) -> list[str]:
-    return Store(folder).artifacts(run, below)
 
 
 def results(folder: Path) -> list[dict[str, str]]:
@@ -130,7 +111,7 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 400) -> Any:
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[Any], seconds: float = 400) -> Any:
     """What the condition gives, as soon as it is something."""
     end = time.monotonic() + seconds
     while not (result := condition()):

@@ -18,10 +18,10 @@ from tests.conftest import command_line
 from tests.folders import SweepFolder
 from tests.processes import called, marked
 from tests.sweep import gated
+from tests.trained import PLAIN, SIZES
 
 MODEL = "model._target_=gated.Gated"
-SETTINGS = ("data.num_train=128", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=1",
-            "precision=fp32", "sharding=per_block", "offload=none", "reshard_after_forward=always")  # fmt: skip
+SETTINGS = (*SIZES, *PLAIN)
 LIMIT_S = 600  # for a state to be reached, on the slowest machine: beyond it something hangs
 _MARK = "FSDP_LAB_GATED"  # in the environment of the sweep's processes
 

@@ -7,7 +7,21 @@ from typing import Any
 import optuna
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
+from tests.conftest import ROOT
+
 LIMIT = 1e3
+
+
+def registering(key: str, name: str) -> str:
+    """The code of `python -m fsdp_lab` where this module is registered as an option."""
+    return f"""
+import sys
+sys.path.append({str(ROOT)!r})
+from fsdp_lab.__main__ import main
+from fsdp_lab.config.registry import register
+register({key!r}, {name!r}, "tests.sweep.outside")
+main()
+"""
 
 
 class Counts(optuna.samplers.BaseSampler):

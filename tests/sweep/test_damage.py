@@ -14,12 +14,8 @@ from fsdp_lab.sweep.sweep_data import sweep_in
 from tests import forked, trained
 from tests.conftest import command_line, run_cli
 from tests.servers import lay_store
-from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, results, started, wait_for
-
-INLINE = (
-    *(word for word in TINY if not word.startswith("cluster.num_workers")), *PLAIN, "engine=inline", "model=mlp",
-    "forecast.enabled=false", "export=false",
-)  # fmt: skip
+from tests.sweep.conftest import has_trained_an_epoch, results, started, wait_for
+from tests.trained import INLINE
 
 pytestmark = pytest.mark.timeout(400)
 

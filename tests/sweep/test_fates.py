@@ -24,12 +24,13 @@ from mlflow.entities import Run
 from fsdp_lab.config import NightlyConfig, from_dict
 from fsdp_lab.metrics import METRICS, declared
 from tests import forked
-from tests.conftest import ROOT, STORE
 from tests.folders import Store, SweepFolder, TrialFolder
 from tests.processes import marked, still_running
 from tests.ranks import Memo, run_ranks
 from tests.servers import lay_store
 from tests.sweep import fates
+from tests.sweep.outside import registering
+from tests.trained import PLAIN, TINY
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -45,21 +46,11 @@ RARE = {
 }  # fmt: skip
 STATUS = COMMON | RARE
 SWEEP = (
-    "-m", "model._target_=fates.Fate", f"model.mark={MARK}", "sharding=per_block",
-    "precision=fp32", "offload=none", "reshard_after_forward=always", f"training.epochs={EPOCHS}",
-    f"data.num_train={STEPS * 32}", "data.num_val=32", "training.global_batch_size=32",
-    "training.timing_warmup_steps=1", "cluster.num_workers=2", "cluster.cpus_per_worker=0.5", "cluster.max_failures=1",
-    f"trial_timeout_s={TIMEOUT_S}", "scheduler.name=strict", "scheduler.metric=train/loss:min",
-    "forecast.enabled=false", "hydra.sweep.dir=out", STORE,
+    "-m", "model._target_=fates.Fate", f"model.mark={MARK}", *PLAIN, *TINY, f"training.epochs={EPOCHS}",
+    "cluster.cpus_per_worker=0.5", "cluster.max_failures=1", f"trial_timeout_s={TIMEOUT_S}", "scheduler.name=strict",
+    "scheduler.metric=train/loss:min", "forecast.enabled=false",
 )  # fmt: skip
-SCRIPT = f"""
-import sys
-sys.path.append({str(ROOT)!r})
-from fsdp_lab.__main__ import main
-from fsdp_lab.config.registry import register
-register("scheduler.name", "strict", "tests.sweep.outside")
-main()
-"""
+SCRIPT = registering("scheduler.name", "strict")
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 

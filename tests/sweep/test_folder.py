@@ -11,12 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from fsdp_lab.locks import InUse
 from fsdp_lab.sweep.store.folder import Occupied, new_folder
 from tests.conftest import run_cli
-from tests.sweep.conftest import PLAIN, TINY, has_trained_an_epoch, results, started, wait_for
+from tests.sweep.conftest import has_trained_an_epoch, results, started, wait_for
+from tests.trained import INLINE
 
-INLINE = (
-    *(word for word in TINY if not word.startswith("cluster.num_workers")), *PLAIN, "engine=inline", "model=mlp",
-    "forecast.enabled=false",
-)  # fmt: skip
 KEY = "hydra.sweep.dir"
 
 

@@ -13,8 +13,10 @@ from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.sweep.listeners.forecasts import MAX_OTHERS_CPU
 from fsdp_lab.training.__main__ import read_config
 from tests.conftest import run_cli
-from tests.sweep.conftest import TINY, artifacts, results, runs
+from tests.folders import Store
+from tests.sweep.conftest import results, runs
 from tests.sweep.planted import CPU
+from tests.trained import TINY
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 
@@ -75,7 +77,7 @@ def test_the_timelines_are_artifacts(pruned: Pruned):
     _, (always, _) = runs(pruned.folder)
     names = {f"memory/memory_{what}_rank{rank}.{kind}" for rank in (0, 1) for what, kind in
              (("peaks", "json"), ("timeline", "html"))}  # fmt: skip
-    assert names <= set(artifacts(pruned.folder, always))
+    assert names <= set(Store(pruned.folder).artifacts(always))
 
 
 @pytest.mark.full

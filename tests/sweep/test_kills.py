@@ -19,13 +19,14 @@ from tests.folders import Store, SweepFolder
 from tests.forked import Commands, Done
 from tests.processes import called, descendants, still_running
 from tests.servers import lay_store
-from tests.sweep.conftest import KILLED, PLAIN, TINY, has_trained_an_epoch, history, results, runs, started, wait_for
+from tests.sweep.conftest import KILLED, has_trained_an_epoch, results, runs, started, wait_for
+from tests.trained import HERE, PLAIN, TINY
 
 SWEEP = (
     "fsdp_lab", "-m", "optimizer.lr=1e-3,1e-2", *PLAIN, "data.num_train=64", "data.num_val=32",
     "training.global_batch_size=32", "training.timing_warmup_steps=0", "training.epochs=2", "engine=inline",
     "model=mlp", "model.hidden_dim=4", "memory_profile=off", "forecast.enabled=false",
-    "tracking.uri=sqlite:///mlflow.db", "hydra.sweep.dir=out",
+    *HERE,
 )  # fmt: skip
 # The figures that are the same each time, to the last digit.
 EXACT = ("epoch", "train/loss", "val/loss", "val/accuracy")
@@ -242,4 +243,4 @@ def test_a_full_disk_is_reported_and_ends_the_run(small_disk: Path, words: tuple
     assert "Traceback" not in output
     (run,), _ = runs(small_disk.parent)
     assert run.info.status == "FAILED"
-    assert history(small_disk.parent, run, "train/loss"), "what was recorded before stays"
+    assert Store(small_disk.parent).history(run, "train/loss"), "what was recorded before stays"

@@ -22,8 +22,9 @@ from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun, run_swe
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.resume import resumed_states
 from fsdp_lab.tracking.tags import RECOMMENDED_TAG, RECORDED_TAG
+from tests.folders import Store
 from tests.servers import lay_store
-from tests.sweep.conftest import artifacts, history, runs, store
+from tests.sweep.conftest import runs
 from tests.sweep.planted import LOSS, Acts, Compose
 
 FACTS = {
@@ -89,20 +90,20 @@ def ran(plan: SweepPlan, executor: Acts | None = None) -> tuple[Run, list[Run]]:
     """The run of a sweep, and those of its trials."""
     run_sweep(plan, executor or Trains(), [MlflowRuns(plan.config.tracking, Console(plan.state, plan.swept))])
     (parent,), children = runs(plan.folder)
-    return parent, [store(plan.folder).get_run(run.info.run_id) for run in children]
+    return parent, [Store(plan.folder).client.get_run(run.info.run_id) for run in children]
 
 
 def steps(folder: Path, run: Run, key: str) -> list[int]:
-    return [step for step, _ in history(folder, run, key)]
+    return [step for step, _ in Store(folder).history(run, key)]
 
 
 def test_a_run_has_every_epoch_and_the_files_of_its_trial(planned: Callable[[], SweepPlan], tmp_path: Path):
     _, children = ran(planned())
     for run in children:
         assert steps(tmp_path, run, "val/loss") == [1, 2, 3] and steps(tmp_path, run, "forecast/peak_bytes")[0] == 0
-        assert {"config/config.yaml", "config/overrides.yaml", "metrics.jsonl"} <= set(artifacts(tmp_path, run))
+        assert {"config/config.yaml", "config/overrides.yaml", "metrics.jsonl"} <= set(Store(tmp_path).artifacts(run))
         assert RECORDED_TAG in run.data.tags
-    of_failed = set(artifacts(tmp_path, children[2]))
+    of_failed = set(Store(tmp_path).artifacts(children[2]))
     assert {"error.txt", "failures/rank0.json", "failures.1/rank0.json"} <= of_failed, "each attempt's"
 
 
@@ -133,8 +134,8 @@ def test_a_run_that_was_interrupted_goes_on_in_a_resume(planned: Callable[[], Sw
 
 def test_a_run_that_the_store_lacks_is_sent_by_a_resume(planned: Callable[[], SweepPlan], tmp_path: Path):
     _, children = ran(planned())
-    store(tmp_path).delete_run(children[0].info.run_id)
-    store(tmp_path).delete_tag(children[1].info.run_id, RECORDED_TAG)
+    Store(tmp_path).client.delete_run(children[0].info.run_id)
+    Store(tmp_path).client.delete_tag(children[1].info.run_id, RECORDED_TAG)
     _, children = ran(planned())
     for run in children:
         assert steps(tmp_path, run, "val/loss") == [1, 2, 3] and RECORDED_TAG in run.data.tags
@@ -171,7 +172,7 @@ def test_a_sweep_that_ends_again_sends_only_figures_that_have_changed(planned: C
 
     end()
     parent, folder = end(), planned().folder
-    assert sorted(history(folder, parent, "val/loss")) == [*([(0, 0.25)] if changed else []), (0, 1 / LAST)]
+    assert Store(folder).history(parent, "val/loss") == [*([(0, 0.25)] if changed else []), (0, 1 / LAST)]
     assert parent.data.metrics["val/loss"] == (0.25 if changed else 1 / LAST)
 
 

@@ -1,7 +1,8 @@
-"""What trials and sweeps are called in MLflow's lists."""
+"""What a sweep and its trials are called, what a report takes from the words, and how long a trial may take."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,15 @@ from omegaconf import DictConfig
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, from_dict
+from fsdp_lab.record.sweep import RECORD, SweepRecord
+from fsdp_lab.record.sweep_json import SweepStart
+from fsdp_lab.record.trial import TrialRecord
+from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.how_long import how_long
 from fsdp_lab.sweep.names import report_command, resume_command, resume_lines, short_name, sweep_name, ui_command
+from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.store.find import last_folder, remember_last
+from fsdp_lab.sweep.sweep_data import log_axes, study_of, sweep_of
 
 
 def trial(choices: dict[str, str] | None = None, **values: dict[str, object]) -> Trial:
@@ -53,3 +62,62 @@ def test_commands_name_a_folder_that_is_there_where_they_are_typed(monkeypatch: 
     assert resume_lines(folder) == ["to resume: python -m fsdp_lab resume=outputs/1"]
     assert report_command(folder) == "python -m fsdp_lab.report sweep=outputs/1"
     assert resume_command(tmp_path.parent) == f"python -m fsdp_lab resume={tmp_path.parent}"
+
+
+def recorded(number: int, seconds: float | None, status: TrialStatus = TrialStatus.finished) -> TrialRecord:
+    return TrialRecord(number, {}, status, seconds=seconds, config=SweepConfig())
+
+
+def test_trials_of_the_last_sweep_that_trained_the_same_tell_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert last_folder() is None and how_long(SweepConfig(), None) is None
+    trials = [
+        recorded(0, 11.0),
+        recorded(1, 13.0),
+        recorded(2, 90.0),
+        recorded(3, 2.0, TrialStatus.failed),
+        recorded(4, None),
+    ]
+    SweepRecord("a", "", [], trials, 0.02, 0.03).write(tmp_path)
+    remember_last(tmp_path)
+    note = how_long(SweepConfig(), last_folder())
+    assert note is not None and note.endswith("about 13 s")
+    other = SweepConfig()
+    other.training = replace(other.training, epochs=other.training.epochs + 1)
+    assert how_long(other, last_folder()) is None
+    (tmp_path / RECORD).write_text((tmp_path / RECORD).read_text()[:-20])
+    assert how_long(SweepConfig(), last_folder()) is None, "a damaged record tells nothing"
+
+
+@pytest.mark.parametrize(
+    ("word", "is_log"),
+    [
+        ("optimizer.lr=tag(log,interval(1e-4,1e-2))", True),
+        ("model.hidden_dim=tag(log,int(interval(16,64)))", True),
+        ("optimizer.lr=interval(1e-4,1e-2)", False),
+        ("optimizer.lr=1e-4,1e-3,1e-2", True),
+        ("optimizer.lr=1e-3,3e-3", False),
+        ("optimizer.weight_decay=0,1e-3,1", False),  # zero has no logarithm
+        ("training.seed=range(20)", False),
+        ("sharding=root,per_block", False),
+        ("sharding=glob(*)", False),
+        ("~optimizer.lr", False),
+        ("optimizer.lr=[", False),  # a line that was cut
+    ],
+)
+def test_an_axis_is_logarithmic_where_it_was_searched_so(word: str, is_log: bool):
+    assert log_axes(["sharding=root", word]) == ([word.partition("=")[0]] if is_log else [])
+
+
+def test_the_workers_are_those_that_trained(compose_trial, tmp_path: Path):
+    trials = [compose_trial(["cluster.num_workers=null", f"training.seed={i}"], i) for i in range(3)]
+    states = [TrialState(trial) for trial in trials]
+    record = SweepStart.of([], True, SweepConfig())
+    assert "workers" not in dict(sweep_of(states, [], tmp_path, record, lambda number: "").about), "none has started"
+    states[1].facts, states[2].facts = {"world_size": 8}, {"world_size": 4}
+    assert dict(sweep_of(states, [], tmp_path, record, lambda number: "").about)["workers"] == "4, 8"
+
+
+def test_the_study_is_the_preset():
+    assert study_of(["sharding=root", "experiment=zero2_zero3"]) == "zero2_zero3"
+    assert study_of(["sharding=root"]) == study_of(["experiment=zero2_zero3,nightly"]) == study_of([]) == ""

@@ -20,14 +20,14 @@ from fsdp_lab.sweep.listeners.results_csv import ResultsCsv
 from fsdp_lab.sweep.runner import Listener, SweepPlan, run_sweep
 from fsdp_lab.tracking.tags import ANSWER_TAG, RECOMMENDED_TAG
 from tests import forked
-from tests.conftest import ROOT, STORE
+from tests.conftest import ROOT
 from tests.folders import Store, SweepFolder
 from tests.forecast.command import answered_here, forecast_here
 from tests.other_words import other_words
 from tests.servers import lay_store
 from tests.sweep import fates
-from tests.sweep.conftest import PLAIN
 from tests.sweep.planted import CPU, Acts, Compose, Hears, plan_of
+from tests.trained import HERE, PLAIN, SIZES
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -50,9 +50,8 @@ ENDS = {
     "diverges": ("diverged", "diverged", False),
 }
 SWEEP = (
-    "-m", "engine=inline", "model._target_=fates.Fate", "model.mark=x", f"model.fate={','.join(ENDS)}", *PLAIN,
-    "training.epochs=2", "data.num_train=128", "data.num_val=32", "training.global_batch_size=32",
-    "training.timing_warmup_steps=1", "hydra.sweep.dir=out", STORE,
+    "-m", "engine=inline", "model._target_=fates.Fate", "model.mark=x", f"model.fate={','.join(ENDS)}", *PLAIN, *SIZES,
+    "training.epochs=2", *HERE,
 )  # fmt: skip
 
 

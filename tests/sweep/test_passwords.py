@@ -18,9 +18,9 @@ from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.changes import changes_of_config
 from fsdp_lab.tracking.tags import trial_params
 from tests import forked
-from tests.conftest import run_cli
+from tests.conftest import STORE, run_cli
 from tests.servers import mlflow_server
-from tests.sweep.conftest import PLAIN, TINY
+from tests.trained import INLINE
 
 PASSWORD = "hunter2"
 TYPED = f"http://me:{PASSWORD}@host:5000"
@@ -109,12 +109,6 @@ def test_an_option_of_the_users_own_with_a_password_is_refused_and_not_copied(tm
     assert holding(tmp_path) == ["mine/experiment/theirs.yaml"]
 
 
-INLINE = (
-    *(word for word in TINY if not word.startswith(("cluster.num_workers", "tracking.uri"))), *PLAIN, "engine=inline",
-    "model=mlp", "forecast.enabled=false", "export=false",
-)  # fmt: skip
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("multirun", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_sweep_with_a_password_leaves_it_nowhere_and_goes_on(
@@ -127,7 +121,7 @@ def test_a_sweep_with_a_password_leaves_it_nowhere_and_goes_on(
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", PASSWORD)
     with mlflow_server(tmp_path) as (address, _):
         axis = ["-m", "optimizer.lr=1e-3,1e-2"] if multirun else []
-        done = run_cli(folder, *axis, *INLINE, f"tracking.uri={address}")
+        done = run_cli(folder, *axis, *(word for word in INLINE if word != STORE), f"tracking.uri={address}")
         output = done.stdout + done.stderr
         assert done.returncode == 0, output
         trial = folder / "out" / ("1" if multirun else "")

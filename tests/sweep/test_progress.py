@@ -1,4 +1,4 @@
-"""The bar of a sweep, and what lasts unusually long in a trial."""
+"""What the terminal shows of a sweep: its bar, what lasts unusually long, its last table, and failed trials."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
+from fsdp_lab.record.failures import RankFailure, record_failure
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import Progress, write_progress
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.listeners.console import Console
+from fsdp_lab.sweep.listeners.console import MOST_ROWS, Console, _where_traced
 from fsdp_lab.sweep.listeners.progress import Watch, share_done
+from fsdp_lab.sweep.listeners.table import trial_table
 from fsdp_lab.sweep.runner import SweepRun
+from fsdp_lab.sweep.state import SweepState, TrialState
 from tests.sweep.planted import Compose, plan_of
 
 STUCK = {"rank": 0, "place": "/home/me/net.py:9 in init", "log": "logs/rank0.log"}
@@ -130,3 +134,30 @@ def test_the_clock_ticks_while_nothing_happens_and_leaves_a_debugger_alone(sweep
         while ticks and "0:00:02" not in shown.getvalue():
             assert time.monotonic() < until
             time.sleep(0.05)
+
+
+def test_the_table_has_no_column_that_no_trial_fills(compose_trial: Callable[..., object]):
+    state = TrialState(compose_trial([], 0))  # type: ignore[arg-type]
+    state.metrics = {"epoch": 1, "train/loss": 0.5, "perf/samples_per_s": 9.0}
+    heads = [column.name for column in trial_table(SweepState([state], []), [], [(0, state)]).columns]
+    assert {"epoch", "train loss", "samples/s"} <= {*heads}
+    assert not {"tokens/s", "bits/byte"} & {*heads}
+
+
+def test_of_many_trials_the_last_table_has_a_few(compose_trial: Callable[..., object]):
+    trial = compose_trial([], 0)
+    states = [TrialState(trial, TrialStatus.failed) for _ in range(MOST_ROWS + 100)]  # type: ignore[arg-type]
+    shown = io.StringIO()
+    Console(SweepState(states, []), [], RichConsole(file=shown, width=160)).final()
+    assert "50 are below, the recommended ones first; all are in results.csv" in shown.getvalue()
+    assert " 49 failed" in shown.getvalue() and " 50 failed" not in shown.getvalue()
+
+
+@pytest.mark.parametrize(("code", "named"), [("error", "logs/rank1.log"), ("killed", "failures/rank1.json")])
+def test_a_failed_trial_names_the_file_that_has_its_traceback(code: str, named: str, tmp_path: Path):
+    """A rank's log lacks what Ray reports."""
+    record_failure(tmp_path, RankFailure(Reason.of(Code(code), rank=1), "Traceback"))
+    assert _where_traced(tmp_path).endswith("failures/rank1.json]"), "there is no log"
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank1.log").write_text("Traceback")
+    assert _where_traced(tmp_path).endswith(f"{named}]")

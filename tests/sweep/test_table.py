@@ -62,15 +62,11 @@ def test_objectives_stay_at_any_width_and_have_a_column(sweep: SweepState):
     assert "12.34" in text and "0.875" in text and "pareto" in text
 
 
-def test_one_trial_is_counted_as_one(sweep: SweepState):
+def test_trials_with_a_result_are_counted(sweep: SweepState):
     assert how_far(SweepState(sweep.trials[:1], [])) == "1 of 1 trial has a result"
     assert show(sweep, 80).startswith("3 of 5 trials have a result\n")
-
-
-def test_what_failed_is_no_result(sweep: SweepState):
     sweep.trials[2].status = TrialStatus.failed
     assert how_far(sweep) == "2 of 5 trials have a result, 1 failed"
-    assert how_far(SweepState(sweep.trials[2:3], [])) == "0 of 1 trial has a result, 1 failed"
 
 
 def test_values_that_look_the_same_are_none_the_best(sweep: SweepState):

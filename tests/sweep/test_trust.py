@@ -31,6 +31,7 @@ from fsdp_lab.sweep.sweep_data import sweep_in
 from tests import forked
 from tests.conftest import STORE, run_cli
 from tests.servers import lay_store
+from tests.sweep.planted import Compose
 
 SOMEBODY = 54321
 
@@ -151,34 +152,41 @@ def test_another_users_folder_runs_no_code_unless_trusted(lay_sweep, tmp_path: P
 
 
 @needs_root
-def test_another_users_folder_resumes_if_trusted(lay_sweep, tmp_path: Path):
-    os.chown(lay_sweep(), SOMEBODY, SOMEBODY)
-    done = run_cli(tmp_path, "resume=out", "trust=true")
-    assert done.returncode == 0 and "nothing is left to do" in done.stdout, done.stdout + done.stderr
-
-
-@needs_root
-def test_trust_is_no_word_of_a_file(lay_sweep, tmp_path: Path):
+def test_another_users_folder_resumes_if_trust_is_typed(lay_sweep, tmp_path: Path):
+    """A word of its own file does not count."""
     folder = lay_sweep(["trust=true"])
     os.chown(folder, SOMEBODY, SOMEBODY)
     assert "belongs to user" in run_cli(tmp_path, "resume=out").stderr
     os.chown(folder, 0, 0)
     assert "sweep.json holds trust," in run_cli(tmp_path, "resume=out").stderr
+    shutil.rmtree(folder)
+    os.chown(lay_sweep(), SOMEBODY, SOMEBODY)
+    done = run_cli(tmp_path, "resume=out", "trust=true")
+    assert done.returncode == 0 and "nothing is left to do" in done.stdout, done.stdout + done.stderr
+
+
+def lay_shared(compose_trial: Compose, cwd: Path, multirun: bool) -> Path:
+    """A sweep of one trial with files on a shared disk, `cwd/disk`, whose relative path was typed in `cwd`."""
+    words = [STORE, "cluster.storage_path=disk"]
+    trial = compose_trial(words, 0)
+    object.__setattr__(trial, "folder", cwd / "out" / ("0" if multirun else ""))
+    begin_folder(cwd / "out", [trial])
+    write_hydra_folder(trial)
+    add_trial(cwd / "out", trial)
+    SweepStart.of(words, multirun, trial.config).write(cwd / "out")
+    (shared,) = (cwd / "disk").iterdir()
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o700
+    return shared / "0" if multirun else shared
 
 
 @pytest.mark.parametrize("multirun", [True, False])
 @needs_root
-def test_what_another_user_wrote_on_the_shared_disk_is_refused(multirun: bool, tmp_path: Path, compose_trial):
-    trial = compose_trial([f"cluster.storage_path={tmp_path}/disk"], 0)
-    object.__setattr__(trial, "folder", tmp_path / "out" / ("0" if multirun else ""))
-    begin_folder(tmp_path / "out", [trial])
-    write_hydra_folder(trial)
-    add_trial(tmp_path / "out", trial)
-    SweepStart.of([], multirun, trial.config).write(tmp_path / "out")
-    (shared,) = (tmp_path / "disk").iterdir()
-    assert stat.S_IMODE(shared.stat().st_mode) == 0o700
+def test_what_another_user_wrote_on_the_shared_disk_is_refused(
+    multirun: bool, tmp_path: Path, compose_trial, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    where = lay_shared(compose_trial, tmp_path, multirun)
     assert trust.why_foreign(tmp_path / "out") is None
-    where = shared / "0" if multirun else shared
     os.chown(where, SOMEBODY, SOMEBODY)
     assert trust.why_foreign(tmp_path / "out") == f"{where} belongs to user {SOMEBODY}"
 
@@ -189,15 +197,7 @@ def test_a_relative_path_to_the_shared_disk_is_meant_where_the_sweep_was_started
 ):
     """From elsewhere, a report found no results."""
     monkeypatch.chdir(tmp_path)
-    words = [STORE, "cluster.storage_path=disk"]
-    trial = compose_trial(words, 0)
-    object.__setattr__(trial, "folder", tmp_path / "out" / ("0" if multirun else ""))
-    begin_folder(tmp_path / "out", [trial])
-    write_hydra_folder(trial)
-    add_trial(tmp_path / "out", trial)
-    SweepStart.of(words, multirun, trial.config).write(tmp_path / "out")
-    (shared,) = (tmp_path / "disk").iterdir()
-    write_outcome(shared / ("0" if multirun else ""), Outcome(TrialStatus.finished))
+    write_outcome(lay_shared(compose_trial, tmp_path, multirun), Outcome(TrialStatus.finished))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert sweep_in(tmp_path / "out")[0].statuses == [TrialStatus.finished]
