@@ -40,16 +40,12 @@ def test_a_refusal_is_raised_with_its_message(
         api.forecast({"optimizer.rate": 1}, quiet=True)
     with pytest.raises(api.UserError, match="sweep=last: no sweep was started"):
         api.report()
+    with pytest.raises(api.UserError, match="dry_run=true runs no trial"):
+        api.sweep({"sharding": "root", "dry_run": True}, quiet=True)
     for wrong in (3, {"optimizer.lr": {"a": 1}}, {5: 1}):
         with pytest.raises(api.UserError, match="is no override"):
             api.sweep(wrong)
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_dry_run_has_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(api.UserError, match="dry_run=true runs no trial"):
-        api.sweep({"sharding": "root", "dry_run": True}, quiet=True)
 
 
 def test_an_interrupted_command_is_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

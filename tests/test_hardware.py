@@ -100,16 +100,6 @@ def test_default_cpus_per_worker(cpus: float, gpu_count: int, expected: float):
     assert result == expected and isinstance(result, float)
 
 
-@pytest.mark.parametrize(
-    ("cuda", "cpus", "expected"),
-    [(False, 1, 0), (False, 16, 0), (True, 0.5, 0), (True, 1, 0), (True, 2, 1), (True, 3.5, 2), (True, 5, 4),
-     (True, 16, 4)],
-)  # fmt: skip
-def test_default_loader_workers(cuda: bool, cpus: float, expected: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hardware, "shared_memory", lambda: 2**30)
-    assert default_loader_workers(cuda, cpus) == expected
-
-
 def test_without_shared_memory_no_process_hands_over_images(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hardware, "shared_memory", lambda: 64 * 2**20)  # Docker's default
     assert default_loader_workers(True, 16) == 0

@@ -48,7 +48,6 @@ for name in [n for n in sys.modules if n.partition(".")[0] not in ours]:
 
 _SCRIPT = f"""{_HOOK}
 import importlib
-from pathlib import Path
 
 for name in ("yaml", "ray", "psutil"):
     try:
@@ -58,46 +57,19 @@ for name in ("yaml", "ray", "psutil"):
     sys.exit(f"{{name}} can be imported: this test shows nothing")
 for name in {MODULES!r}:
     importlib.import_module(name)
-
-from dataclasses import replace
-from fsdp_lab.config import TrialConfig, conf_dir
-from fsdp_lab.config.training import TrainingConfig
-from fsdp_lab.config.workload import DataConfig
-from fsdp_lab.training import train
-
-class Memo:
-    def facts(self, facts): pass
-    def phase(self, name): pass
-    def step(self, step): print("step", step)
-    def epoch(self, metrics, checkpoint): print("loss", metrics["train/loss"])
-
-TrialConfig().check(1)
-data = DataConfig("fsdp_lab.workloads.vision.synthetic.SyntheticImages", num_train=16, num_val=8)
-trial = replace(TrialConfig(), data=data, training=TrainingConfig(epochs=1, max_steps=1, global_batch_size=8))
-trial.check(1)
-train(trial, Path(sys.argv[1]), Memo())
-print("brought:", sorted({{n.partition(".")[0] for n in sys.modules}} & {{"yaml", "ray", "hydra", "mlflow", "psutil"}}))
-sys.stdout.flush()
-import os
-os._exit(0)  # gloo's threads may outlive the interpreter
 """
 
 
-@pytest.mark.ci
-def test_one_step_with_torch_and_torchvision_alone(tmp_path: Path) -> None:
+def test_training_and_forecasts_are_imported_with_torch_and_torchvision_alone() -> None:
     """An import hook stands for an environment that has only these two: nothing else is found."""
-    command = [sys.executable, "-c", _SCRIPT, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    step, loss, brought = done.stdout.splitlines()
-    assert (step, brought) == ("step 1", "brought: []")
-    assert 0 < float(loss.removeprefix("loss ")) < 5
-    assert (tmp_path / "model.pt").is_file()
 
 
 @pytest.mark.ci
 def test_the_gpu_suite_runs_with_pytorch_and_pytest_alone(tmp_path: Path) -> None:
-    """On the CPU, where none of it may fail. The processes that it starts have the hook, too."""
+    """On the CPU, where none of it may fail: it trains, forecasts and exports. The processes that it starts have the
+    hook, too."""
     hidden = ("jaraco", "more_itertools", "backports", "platformdirs", "wheel", "tomli")  # in setuptools, PyTorch's own
     allowed = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments", "setuptools",
                "_distutils_hack", *hidden, "tests", "sitecustomize")  # fmt: skip

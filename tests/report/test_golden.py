@@ -98,8 +98,8 @@ def written(made: SweepData) -> str:
 
 
 def page_words(made: SweepData) -> str:
-    """The page as text: a line for each paragraph, item and row."""
-    body = to_html(made).partition("<body>")[2].partition("<script>")[0]
+    """The page as text: a line for each paragraph, item and row; `> ` stands before what is folded."""
+    body = to_html(made).partition("<body>")[2].partition("<script>")[0].replace("<summary>", "&gt; ")
     lines = re.sub(r"</(p|h1|h2|li|tr|pre|div|summary|details)>|<br>", "\n", re.sub("</t[dh]>", " | ", body))
     text = html.unescape(re.sub("<[^>]+>", "", lines))
     return "".join(f"{line.strip()}\n" for line in text.split("\n") if line.strip())

@@ -29,7 +29,8 @@ from tests.sweep.planted import LOSS, Acts, Compose
 
 FACTS = {
     "data": "digits", "data_digest": "0123456789abcdef", "data_num_train": 128, "device": "cpu", "world_size": 8,
-    "notes": ["offload=cpu has no effect on a CPU."],
+    "num_params": 137546, "resumed_from": None,
+    "notes": ["offload=cpu has no effect on a CPU.", "sharding=root makes one unit."],
 }  # fmt: skip
 FORECAST = Forecast(False, 2, {"device": {"total": 10}})
 LAST = 3
@@ -38,10 +39,6 @@ REASON = Reason.of(Code.job_failed, text="broken")
 
 class Trains(Acts):
     """Three trials of three epochs; the last one fails, and the second epoch alone measures `checkpoint/save_s`."""
-
-    def __init__(self, interrupted: bool = False) -> None:
-        super().__init__()
-        self._interrupted = interrupted
 
     def act(self, sweep: SweepRun, number: int) -> None:
         folder = sweep.folder_of(number)
@@ -55,8 +52,6 @@ class Trains(Acts):
             append_line(folder / "metrics.jsonl", json.dumps({**metrics, **saved}))
             sweep.look(number)
             sweep.look(number)  # a second report of the same epoch
-        if self._interrupted and number == 1:
-            raise KeyboardInterrupt
         failed = number == 2
         if failed:
             (folder / "error.txt").write_text("broken")
@@ -113,23 +108,14 @@ def test_a_run_says_how_its_trial_ended(planned: Callable[[], SweepPlan]):
         tags = run.data.tags
         assert tags["status"] == ("failed" if number == 2 else "finished")
         assert (tags.get("reason"), tags.get("error")) == (("job_failed", "broken") if number == 2 else (None, None))
-        assert (tags["device"], tags["note"]) == ("cpu", "offload=cpu has no effect on a CPU.")
-        assert tags["data_digest"] == "0123456789abcdef"
+        assert tags["note"] == "offload=cpu has no effect on a CPU. sharding=root makes one unit."
+        assert (tags["device"], tags["world_size"], tags["num_params"]) == ("cpu", "8", "137546")
+        assert tags["data_digest"] == "0123456789abcdef" and "resumed_from" not in tags
         assert (run.data.params["training.seed"], run.data.params["sharding"]) == (str(number), "per_block")
         assert run.data.params["cluster.num_workers"] == "8", "as resolved, on a node with more GPUs than the driver's"
         assert run.data.metrics["forecast/error"] == 10 / 9 - 1
     assert [run.info.status for run in children] == ["FINISHED", "FINISHED", "FAILED"]
     assert parent.info.status == "FAILED" and all(run.info.end_time for run in (parent, *children))
-
-
-def test_a_run_that_was_interrupted_goes_on_in_a_resume(planned: Callable[[], SweepPlan], tmp_path: Path):
-    _, children = ran(planned(), Trains(interrupted=True))
-    assert [run.data.tags["status"] for run in children] == ["finished", "interrupted"]
-    assert RECORDED_TAG not in children[1].data.tags
-    _, children = ran(planned())
-    assert [run.data.tags["status"] for run in children] == ["finished", "finished", "failed"]
-    for run in children:
-        assert steps(tmp_path, run, "val/loss") == [1, 2, 3] and RECORDED_TAG in run.data.tags
 
 
 def test_a_run_that_the_store_lacks_is_sent_by_a_resume(planned: Callable[[], SweepPlan], tmp_path: Path):

@@ -277,11 +277,13 @@ def test_a_parameter_that_changed_in_a_resume_stands_in_a_tag(lab: Lab) -> None:
 def test_a_trial_of_a_sweep_is_its_child_and_a_trial_alone_is_not(
     lab: Lab, store: TrackingConfig, tmp_path: Path
 ) -> None:
-    tags = sweep_tags(tmp_path, "python -m fsdp_lab -m")
+    command = "python -m fsdp_lab -m sharding=root,ddp data.root=/data/x 'objective=[val/loss:min]'"
+    tags = sweep_tags(tmp_path, command)
     lab.want(0)
     sweep = lab.sent(None, name="night", first_tags=tags, tags={"num_trials": "12"})
     assert (sweep.info.run_name, sweep.data.tags["num_trials"]) == ("night", "12")
-    assert "Started 20" in sweep.data.tags["mlflow.note.content"]
+    note = sweep.data.tags["mlflow.note.content"]
+    assert "Started 20" in note and sweep.data.tags[COMMAND_TAG] == command and command in note
     sweep = lab.sent(None, name="lr (random, 13 trials)", tags={"num_trials": "13"})
     assert (sweep.info.run_name, sweep.data.tags["num_trials"]) == ("lr (random, 13 trials)", "13")
     assert lab.sent(1).data.tags["mlflow.parentRunId"] == sweep.info.run_id
@@ -301,12 +303,6 @@ def test_the_description_of_a_sweep_begins_with_its_answer(lab: Lab, tmp_path: P
         assert answered == f"Recommended: `a=2`.\n\n{started}\nOf the new disk."
 
 
-def test_the_command_of_a_sweep_is_a_tag_and_in_its_description(lab: Lab, tmp_path: Path) -> None:
-    command = "python -m fsdp_lab -m sharding=root,ddp data.root=/data/x 'objective=[val/loss:min]'"
-    tags = lab.sent(None, first_tags=sweep_tags(tmp_path, command)).data.tags
-    assert tags[COMMAND_TAG] == command and command in tags["mlflow.note.content"]
-
-
 def test_tags_state_who_where_and_with_which_code(lab: Lab, tmp_path: Path) -> None:
     words = ["sharding=root", "precision=fp16"]
     tags = lab.sent(0, first_tags=trial_tags(tmp_path / "trial", words)).data.tags
@@ -322,17 +318,6 @@ def test_tags_state_who_where_and_with_which_code(lab: Lab, tmp_path: Path) -> N
     assert tags["mlflow.user"]
     assert tags["mlflow.source.name"] == "python -m fsdp_lab"
     assert tags["fsdp_lab.folder"] == str(tmp_path / "trial")
-
-
-def test_facts_become_tags(lab: Lab) -> None:
-    lab.sent(0, facts=FACTS)
-    run = lab.sent(0)
-    text = {key: run.data.tags[key] for key in ("device", "world_size", "num_params", "data_digest", "note")}
-    assert text == {
-        "device": "cpu", "world_size": "2", "num_params": "137546", "data_digest": "0123456789abcdef",
-        "note": "offload=cpu has no effect on a CPU. sharding=root makes one unit.",
-    }  # fmt: skip
-    assert "resumed_from" not in run.data.tags
 
 
 def test_metrics_stand_at_their_epoch_once_whatever_is_compared_again(lab: Lab, problems: list[str]) -> None:
