@@ -13,6 +13,7 @@ from fsdp_lab.config import (
     SweepConfig,
     cpu_notes,
     effective_settings,
+    is_address,
     machine,
     sharding_notes,
 )
@@ -25,11 +26,6 @@ def trial(*overrides: str) -> SweepConfig:
     return read_config(None, list(overrides))
 
 
-@pytest.mark.parametrize("overrides", [[], ["training.seed=0"], ["data.num_train=null"], ["optimizer.beta1=0.0"]])
-def test_what_is_in_range_passes(overrides: list[str]) -> None:
-    trial(*overrides).check(2)
-
-
 DDP = "sharding.granularity=ddp"
 TO_SIZE = "reshard_after_forward.policy=to_size"
 
@@ -37,6 +33,10 @@ TO_SIZE = "reshard_after_forward.policy=to_size"
 @pytest.mark.parametrize(
     ("overrides", "workers"),
     [
+        ([], 2),
+        (["training.seed=0"], 2),
+        (["data.num_train=null"], 2),
+        (["optimizer.beta1=0.0"], 2),
         (["sharding.dp_replicate=4"], 8),
         ([TO_SIZE, "reshard_after_forward.size=2", "sharding.dp_replicate=2"], 4),
         ([DDP, TO_SIZE], 2),  # DDP reshards nothing: the size is not looked at
@@ -141,3 +141,15 @@ def test_loader_workers_of_this_machine(
         monkeypatch.setattr(module, "num_gpus", lambda: gpus)
         monkeypatch.setattr(module, "num_cpus", lambda: cores)
     assert loader_workers_of(trial(*settings)) == workers
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("s3://bucket", True), ("s3://my.bucket-1/a/b_c=1", True), ("gs://bucket/prefix", True), (None, False),
+        ("shared", False), ("/mnt/shared", False),
+    ],
+)  # fmt: skip
+def test_a_bucket_with_a_prefix_is_an_address_and_a_folder_is_none(place: str | None, expected: bool):
+    ClusterConfig(storage_path=place).check()
+    assert is_address(place) is expected

@@ -15,7 +15,9 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import jinja2
 import pytest
 
 from fsdp_lab.compose import Trial
@@ -26,6 +28,7 @@ from fsdp_lab.record.results_csv import write_results
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html
+from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.results_csv import results_of
 from fsdp_lab.sweep.state import SweepState, TrialState
@@ -181,6 +184,26 @@ def test_a_line_of_the_answer_has_three_figures_at_most(name: str):
     for line in (part for text in lines for part in text.split("\n")):
         bare = re.sub(r"`[^`]*`|\([^()]*(limit|=)[^()]*\)|95 %|repeat=\S+|[0-9]+ of [0-9]+", "", line)
         assert len(re.findall(r"(?<![\w.])[+-]?\d[\d,.]*", bare)) <= 3, line
+
+
+def test_a_trial_that_fails_as_another_names_its_own_error_if_it_differs():
+    assert reason_text(Reason.of(Code.same_as, trial=3)) == "for the same reason as trial 3"
+    other = Reason.of(Code.same_as, trial=3, text="/nowhere_b is not a folder")
+    assert reason_text(other) == "for the same reason as trial 3: /nowhere_b is not a folder"
+
+
+def test_hundreds_of_reasons_compile_their_template_once(monkeypatch: pytest.MonkeyPatch):
+    compiled: list[object] = []
+    as_it_is: Callable[..., Any] = jinja2.Environment.compile
+
+    def compile_(self: jinja2.Environment, *args: Any, **settings: Any) -> Any:
+        compiled.append(self)
+        return as_it_is(self, *args, **settings)
+
+    monkeypatch.setattr(jinja2.Environment, "compile", compile_)
+    for number in range(10):
+        reason_text(Reason.of(Code.same_as, trial=number))
+    assert len(compiled) <= 1
 
 
 if __name__ == "__main__":
