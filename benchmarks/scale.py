@@ -3,8 +3,8 @@
 python -m benchmarks.scale cost [trials]
 python -m benchmarks.scale slots [side by side]
 
-The whole command runs: Hydra, Ray Tune, the trials' folders, MLflow (SQLite), forecasts, the live table, `results.csv`
-and the report. In the place of Ray Train and its workers stands `pretend`: it writes what a trial writes, and sleeps.
+The whole command runs: Hydra, Ray Tune, the trials' folders, MLflow (SQLite), forecasts, the progress bar,
+`results.csv` and the report. `pretend` replaces Ray Train and its workers: it writes what a trial writes, and sleeps.
 The driver's own CPU seconds are counted: other work on the machine matters less than to a clock.
 """
 

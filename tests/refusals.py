@@ -114,6 +114,7 @@ repeat=3                                | repeat=3 repeats=3
 ++repeat=1                              | repeat=1 repeats=2
 repeats=3 search=random                 | repeats=3
 repeats=3 repeat=0,1                    | repeats=3 repeat
+repeats=2,3                             | repeats=2,3
 search=random optimizer.lr=interval(0.5,0.1)         | optimizer.lr=interval(0.5,0.1)
 search=random "optimizer.lr=tag(log,interval(0,1))"  | optimizer.lr
 search=random "optimizer.lr=tag(loud,interval(1,2))" | loud

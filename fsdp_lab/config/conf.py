@@ -13,7 +13,7 @@ _DEVICES = "device"  # the folder of data sheets
 
 
 def conf_dir() -> Path:
-    """Return the folder of YAML values: inside the package in a wheel, beside it in a checkout."""
+    """Return the folder of YAML values: inside the package in a wheel, next to it in a checkout."""
     package = Path(__file__).resolve().parent.parent
     return next(d for d in (package / "conf", package.parent / "conf") if d.is_dir())
 

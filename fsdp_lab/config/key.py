@@ -1,4 +1,4 @@
-"""The metadata of a configuration field beside its type and default: allowed values, and where the key counts."""
+"""The metadata of a configuration field: its allowed values, and where the key counts."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def all_keys() -> list[str]:
     return list(keys_of(NightlyConfig))
 
 
-# Keys whose value names code to import, beside the `_target_` of those groups.
+# Keys whose value names code to import, in addition to the `_target_` of those groups.
 CODE_KEYS = ("model.block_classes", "data.collate_fn", "task.loss", "task.metrics")
 _CONFIG_DIR = ("--config-dir", "-cd")
 # A key that only the option `custom` of its group has -> the group.

@@ -22,7 +22,7 @@ from fsdp_lab.config.target import (
     parameters,
 )
 
-DATA_FILE = "fsdp_lab.json"  # beside an exported model of a format of its own: the data that it was trained on
+DATA_FILE = "fsdp_lab.json"  # next to an exported model of a format of its own: the data that it was trained on
 _CLASSIFIERS = {"fsdp_lab.workloads.vision.models.vit", "fsdp_lab.workloads.vision.models.mlp"}
 _IMAGES = {
     f"fsdp_lab.workloads.vision.{path}"

@@ -65,7 +65,7 @@ class Attempts:
         self.note_deaths(getattr(error, "worker_failures", {}))
         failures = read_failures(self.folder)
         if failures and failures[0].reason.code is Code.peer_lost:
-            # Who lost a peer knows it at once; that the peer was killed, and for want of what, takes Ray a moment.
+            # A rank that lost its peer knows it at once. Ray takes a moment to report why the peer ended.
             time.sleep(_PEER_S)
             self.note_deaths(poll(_PEER_S))
             failures = read_failures(self.folder)

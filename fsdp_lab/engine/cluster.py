@@ -93,7 +93,7 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
         if gpus and cpus >= 2 * gpus:  # a core for each rank's imports is free while the trial before it trains
             os.environ.setdefault("RAY_preload_python_modules", "torchvision.models,fsdp_lab.training")
-        # "local" and not None, which would join a Ray that somebody else started on this machine
+        # "local" and not None, which would join a Ray that another process started on this machine
         # and with our counts: Ray's own takes no notice of an invalid entry in CUDA_VISIBLE_DEVICES
         try:
             context = ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)

@@ -16,7 +16,7 @@ def in_job() -> bool:
 
 
 def is_rays_copy(path: Path) -> bool:
-    """Return whether a path lies in Ray's copy of a `working_dir` or of `py_modules`.
+    """Return whether a path is in Ray's copy of a `working_dir` or of `py_modules`.
 
     Every node has such a copy, and Ray deletes it.
     """

@@ -131,6 +131,6 @@ def _night_in(path: Path) -> Night:
             raise ValueError(f"it is the document of night {night.id!r}")
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path} cannot be read ({error}); repair it, or move it away to compare with an older night."
+            f"{path} cannot be read ({error}); fix it, or move it away to compare with an older night."
         ) from None
     return night

@@ -34,13 +34,16 @@ def enumerate_grid(
     return [list(cell) for cell in itertools.product(*values)]
 
 
-def repeat_axis(config: SweepConfig, arguments: Sequence[str]) -> list[str]:
+def repeat_axis(parser: OverridesParser, config: SweepConfig, arguments: Sequence[str]) -> list[str]:
     """Return the axis that `repeats` stands for: `repeat=range(3)` for `repeats=3`.
 
     Raises:
-        ConfigError: the sweep is a search, or `repeat` was typed.
+        ConfigError: `repeats` has several values, the sweep is a search, or `repeat` was typed.
     """
-    if config.repeats == 1:
+    for override in parser.parse_overrides(list(arguments)):
+        if override.key_or_group == "repeats" and override.is_sweep_override():
+            raise ConfigError(f"{override.input_line} has several values, but is one number: the runs of each setting.")
+    if config.repeats <= 1:  # a trial's own check refuses 0
         return []
     if config.search.samples:
         raise ConfigError(

@@ -145,7 +145,7 @@ class Command:
             ConfigError: a value is invalid, or no trial is valid.
         """
         record = SweepStart.of(sys.argv[1:], True, self.common.config)
-        repeats = repeat_axis(self.common.config, self._arguments)
+        repeats = repeat_axis(self._parser, self.common.config, self._arguments)
         if not self.common.config.search.samples:
             grid = enumerate_grid(self._parser, self._defaults, [*self._arguments, *repeats])
             planned = plan_sweep(grid, self._compose)

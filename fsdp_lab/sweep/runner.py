@@ -178,7 +178,7 @@ def run_sweep(plan: SweepPlan, executor: Executor, listeners: Sequence[Listener]
                     executor.run(sweep)
             else:
                 what = "the trial has" if len(sweep.states) == 1 else f"all {len(sweep.states)} trials have"
-                sweep.log(f"nothing is left to do: {what} a result")
+                sweep.log(f"nothing to do: {what} a result")
         except KeyboardInterrupt:
             interrupted = True
             lost = executor.interrupted_by

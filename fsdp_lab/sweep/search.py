@@ -151,7 +151,7 @@ class OptunaSearch:
                     compose([*space.fixed, value], 0)
 
     def _sampler(self, known: int) -> BaseSampler:
-        """The suggestions of so many known trials, of an earlier start, must not be repeated."""
+        """Return a sampler that does not repeat the suggestions of `known` earlier trials."""
         module = importlib.import_module(module_of("search.name", self._settings.name))
         sampler: BaseSampler = module.build_sampler(self._settings.seed + 1_000_003 * known)
         return sampler

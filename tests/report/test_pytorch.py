@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import runpy
 import subprocess
 import sys
@@ -110,11 +111,13 @@ def bare_losses(code: str, steps: int, trial: TrialConfig) -> list[float]:
 
     once, step = (textwrap.dedent(part) for part in indented_parts(code))
     names: dict[str, Any] = {
-        "torch": torch, "device": torch.device("cpu"), "parallelize": pasted["parallelize"],
+        "torch": torch, "os": os, "device": torch.device("cpu"), "parallelize": pasted["parallelize"],
         "model": bare["build_model"](), "compute_loss": compute_loss,
     }  # fmt: skip
-    with mock.patch.object(dist, "init_process_group"):  # the ranks have joined
+    # the ranks have joined, and have no GPUs
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(torch.cuda, "set_device") as device:
         exec(once, names)
+    device.assert_called_once_with(int(os.environ["LOCAL_RANK"]))
     (images, labels), _ = bare["load_splits"]()
     accum = trial.training.grad_accum_steps
     loader = iter(bare["batches"](torch.utils.data.TensorDataset(images, labels), 0, accum))

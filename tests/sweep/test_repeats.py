@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from fsdp_lab.compose import Trial
@@ -50,8 +51,8 @@ def order(state: SweepState) -> list[str]:
 
 
 def test_a_number_of_repeats_is_an_axis_of_the_grid():
-    assert repeat_axis(SweepConfig(), ["repeat=0,1"]) == []
-    assert repeat_axis(SweepConfig(repeats=3), ["sharding=ddp,root"]) == ["repeat=range(3)"]
+    assert repeat_axis(OverridesParser.create(), SweepConfig(), ["repeat=0,1"]) == []
+    assert repeat_axis(OverridesParser.create(), SweepConfig(repeats=3), ["sharding=ddp,root"]) == ["repeat=range(3)"]
 
 
 @pytest.mark.ci

@@ -62,7 +62,7 @@ def test_nothing_left_says_so_and_trains_nothing(folder: Path):
     for words in (["resume=last"], ["resume=out", STORE, *objective]):
         done = run_cli(folder, *words)
         assert done.returncode == 0, output_of(done)
-        assert "nothing is left to do: all 4 trials have a result" in done.stdout and begun(done) == []
+        assert "nothing to do: all 4 trials have a result" in done.stdout and begun(done) == []
     assert runs() == ended, "a resume with nothing to do changes no duration"
     assert before == [path.stat().st_mtime_ns for path in models]
     rows = SweepFolder(folder / "out").rows
@@ -119,7 +119,7 @@ def test_a_failed_trial_has_a_result_and_is_tried_again_when_requested(folder: P
         json.dumps({"status": "failed", "reason": {"code": "job_failed", "values": {"text": "it fell over"}}})
     )
     done = run_cli(folder, "resume=out")
-    assert done.returncode == 1 and "nothing is left to do" in done.stdout
+    assert done.returncode == 1 and "nothing to do" in done.stdout
     assert "resume_failed=true" in done.stdout
     done = run_cli(folder, "resume=out", "resume_failed=true")
     assert done.returncode == 0 and "trial 0 finished" in done.stdout, output_of(done)

@@ -154,7 +154,7 @@ class Forecasts(Listener):
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
         """End the process of forecasts, which holds PyTorch in memory."""
-        self._forecaster.__exit__()  # its process holds PyTorch in memory
+        self._forecaster.__exit__()
 
     def _remember(self, sweep: SweepRun, number: int, speed: Speed) -> None:
         """Let a trial that was predicted correct later predictions of its device."""
