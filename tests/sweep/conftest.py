@@ -111,12 +111,17 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_for(condition: Callable[[], Any], process: subprocess.Popen[Any], seconds: float = 400) -> Any:
-    """What the condition gives, as soon as it is something."""
+def wait_for(
+    condition: Callable[[], Any],
+    process: subprocess.Popen[Any],
+    seconds: float = 400,
+    explain: Callable[[], object] | None = None,
+) -> Any:
+    """What the condition gives, as soon as it is something; `explain` gives what a process that ended has printed."""
     end = time.monotonic() + seconds
     while not (result := condition()):
-        assert process.poll() is None, f"it ended with {process.returncode}: {process.communicate()}"
-        assert time.monotonic() < end, f"nothing within {seconds} s"
+        assert process.poll() is None, f"it ended with {process.returncode}: {(explain or process.communicate)()}"
+        assert time.monotonic() < end, f"nothing within {seconds} s: {explain() if explain else ''}"
         time.sleep(0.05)
     return result
 

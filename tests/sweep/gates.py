@@ -6,11 +6,9 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -18,21 +16,13 @@ from tests.conftest import command_line
 from tests.folders import SweepFolder
 from tests.processes import called, marked
 from tests.sweep import gated
+from tests.sweep.conftest import wait_for
 from tests.trained import PLAIN, SIZES
 
 MODEL = "model._target_=gated.Gated"
 SETTINGS = (*SIZES, *PLAIN)
 LIMIT_S = 600  # for a state to be reached, on the slowest machine: beyond it something hangs
 _MARK = "FSDP_LAB_GATED"  # in the environment of the sweep's processes
-
-
-def wait_for(condition: Callable[[], Any], explain: Callable[[], str]) -> Any:
-    """What the condition gives, as soon as it is something."""
-    end = time.monotonic() + LIMIT_S
-    while not (result := condition()):
-        assert time.monotonic() < end, explain()
-        time.sleep(0.02)
-    return result
 
 
 class GatedSweep:
@@ -72,7 +62,6 @@ class GatedSweep:
         at = self.folder / "at" / f"{trial}.{epoch}.{rank}"
 
         def begun() -> psutil.Process | None:
-            assert self.driver.poll() is None, self.log()
             text = at.read_text() if at.exists() else ""
             if [number for number, *_ in self.sweep.trials[trial].losses] != list(range(1, epoch)):
                 return None
@@ -80,7 +69,7 @@ class GatedSweep:
                 return psutil.Process(int(text)) if text.endswith("\n") else None
             return None
 
-        process: psutil.Process = wait_for(begun, self.log)
+        process: psutil.Process = wait_for(begun, self.driver, LIMIT_S, self.log)
         return process
 
     def let_go(self, trial: int, *epochs: int) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -17,8 +15,8 @@ from mlflow import MlflowClient
 
 from tests.processes import still_running
 from tests.ranks import Memo, config, run_ranks
-from tests.servers import answers, free_port, lay_store
-from tests.sweep.gates import MODEL, SETTINGS, GatedSweep, gated_sweep, wait_for
+from tests.servers import free_port, lay_store, mlflow_server
+from tests.sweep.gates import MODEL, SETTINGS, GatedSweep, gated_sweep
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(2400)]
 
@@ -37,22 +35,14 @@ class Server:
         self.uri = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        command = [
-            sys.executable, "-m", "mlflow", "server", "--port", str(self.port), "--workers", "1",
-            "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db", "--artifacts-destination",
-            str(self.folder / "kept"),
-        ]  # fmt: skip
-        env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # starts sooner
-        with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=env)
+        store, kept = f"sqlite:///{self.folder}/mlflow.db", str(self.folder / "kept")
+        self._running = ExitStack()
+        start = mlflow_server(self.folder, "--artifacts-destination", kept, store=store, port=self.port)
+        self._running.enter_context(start)
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(timeout=20)
-
-    def wait(self) -> None:
-        wait_for(lambda: answers(self.port), lambda: (self.folder / "server.log").read_text())
+        """Its process group gets SIGKILL."""
+        self._running.close()
 
 
 @pytest.fixture
@@ -70,7 +60,6 @@ def sweep(tmp_path: Path, server: Server) -> Iterator[GatedSweep]:
 
 
 def test_a_sweep_survives_every_kill(sweep: GatedSweep, server: Server):
-    server.wait()
     sweep.start_trials(len(TRIALS), *WORDS, f"tracking.uri={server.uri}")
     _kill_all_of_the_first_trial(sweep, server)
     _kill_ray_and_the_driver_under_the_second(sweep)
@@ -99,7 +88,6 @@ def _kill_all_of_the_first_trial(sweep: GatedSweep, server: Server) -> None:
     sweep.let_go(0, 3)
     sweep.rank(0, 4)  # it has gone on without the store
     server.start()
-    server.wait()
     sweep.kill("controller", sweep.named("ImplicitFunc"))
     sweep.let_go(0, 4)
 

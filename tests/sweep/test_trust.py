@@ -21,6 +21,7 @@ from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.config.options import CODE_KEYS
 from fsdp_lab.files import append_line
 from fsdp_lab.record.hydra_folder import write_hydra_folder
+from fsdp_lab.record.paths import storage
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder
 from fsdp_lab.record.trial_files import Outcome, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial
@@ -31,7 +32,6 @@ from fsdp_lab.sweep.sweep_data import sweep_in
 from tests import forked
 from tests.conftest import STORE, run_cli
 from tests.servers import lay_store
-from tests.sweep.planted import Compose
 
 SOMEBODY = 54321
 
@@ -66,25 +66,31 @@ def test_a_file_sets_keys_of_trials_and_no_others(tmp_path: Path):
 
 @pytest.fixture
 def lay_sweep(compose_trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """The folder of a sweep of one trial that finished, `tmp_path/out`; its words are added to the record's."""
+    """The folder of a sweep of one trial that finished, `tmp_path/out`.
+
+    Its record has the first words, too, its list those of the trial; the trial itself is made of the composed ones.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["fsdp_lab"])
 
-    def lay(words: Sequence[str] = (), trial_words: Sequence[str] = (), multirun: bool = True) -> Path:
+    def lay(
+        words: Sequence[str] = (), trial_words: Sequence[str] = (), multirun: bool = True, composed: Sequence[str] = ()
+    ) -> Path:
         folder = tmp_path / "out"
         lay_store(tmp_path)
-        trial = compose_trial([STORE], 0)
+        trial = compose_trial([STORE, *composed], 0)
         where = folder / "0" if multirun else folder
         object.__setattr__(trial, "folder", where)
-        object.__setattr__(trial, "overrides", [STORE, *trial_words])
+        object.__setattr__(trial, "overrides", [STORE, *composed, *trial_words])
         folder.mkdir(mode=0o755)
         begin_folder(folder, [trial])
         write_hydra_folder(trial)
-        write_outcome(where, Outcome(TrialStatus.finished, None, 1.0))
+        files = storage(trial, folder)
+        write_outcome(files, Outcome(TrialStatus.finished, None, 1.0))
         metrics = {"epoch": 1, "step": 4, "val/loss": 1.5, "memory/peak_bytes": 1.0, "perf/samples_per_s": 9.0}
-        append_line(where / "metrics.jsonl", json.dumps(metrics))
+        append_line(files / "metrics.jsonl", json.dumps(metrics))
         add_trial(folder, trial)
-        SweepStart.of([*words, STORE], multirun, SweepConfig()).write(folder)
+        SweepStart.of([*words, *composed, STORE], multirun, SweepConfig()).write(folder)
         return folder
 
     return lay
@@ -165,42 +171,30 @@ def test_another_users_folder_resumes_if_trust_is_typed(lay_sweep, tmp_path: Pat
     assert done.returncode == 0 and "nothing to do" in done.stdout, done.stdout + done.stderr
 
 
-def lay_shared(compose_trial: Compose, cwd: Path, multirun: bool) -> Path:
-    """A sweep of one trial with files on a shared disk, `cwd/disk`, whose relative path was typed in `cwd`."""
-    words = [STORE, "cluster.storage_path=disk"]
-    trial = compose_trial(words, 0)
-    object.__setattr__(trial, "folder", cwd / "out" / ("0" if multirun else ""))
-    begin_folder(cwd / "out", [trial])
-    write_hydra_folder(trial)
-    add_trial(cwd / "out", trial)
-    SweepStart.of(words, multirun, trial.config).write(cwd / "out")
-    (shared,) = (cwd / "disk").iterdir()
-    assert stat.S_IMODE(shared.stat().st_mode) == 0o700
-    return shared / "0" if multirun else shared
+DISK = ("cluster.storage_path=disk",)
 
 
 @pytest.mark.parametrize("multirun", [True, False])
 @needs_root
-def test_what_another_user_wrote_on_the_shared_disk_is_refused(
-    multirun: bool, tmp_path: Path, compose_trial, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    where = lay_shared(compose_trial, tmp_path, multirun)
-    assert trust.why_foreign(tmp_path / "out") is None
+def test_what_another_user_wrote_on_the_shared_disk_is_refused(lay_sweep, multirun: bool, tmp_path: Path):
+    folder = lay_sweep(composed=DISK, multirun=multirun)
+    (shared,) = (tmp_path / "disk").iterdir()
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o700
+    assert trust.why_foreign(folder) is None
+    where = shared / "0" if multirun else shared
     os.chown(where, SOMEBODY, SOMEBODY)
-    assert trust.why_foreign(tmp_path / "out") == f"{where} belongs to user {SOMEBODY}"
+    assert trust.why_foreign(folder) == f"{where} belongs to user {SOMEBODY}"
 
 
 @pytest.mark.parametrize("multirun", [True, False])
 def test_a_relative_path_to_the_shared_disk_is_meant_where_the_sweep_was_started(
-    multirun: bool, tmp_path: Path, compose_trial, monkeypatch: pytest.MonkeyPatch
+    lay_sweep, multirun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """From elsewhere, a report found no results."""
-    monkeypatch.chdir(tmp_path)
-    write_outcome(lay_shared(compose_trial, tmp_path, multirun), Outcome(TrialStatus.finished))
+    folder = lay_sweep(composed=DISK, multirun=multirun)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert sweep_in(tmp_path / "out")[0].statuses == [TrialStatus.finished]
+    assert sweep_in(folder)[0].statuses == [TrialStatus.finished]
 
 
 def test_what_others_can_write_into_is_foreign(tmp_path: Path):
