@@ -98,8 +98,6 @@ RUN = {
         f"{_TRACKING}::test_two_nodes_write_into_one_experiment_at_the_same_time",
     "python -m fsdp_lab -m sharding=ddp,per_block tracking.uri=https://mlflow.example.org tracking.experiment=team":
         f"{_TRACKING}::test_two_nodes_write_into_one_experiment_at_the_same_time",
-    "python -m fsdp_lab.report sweep=<id of the sweep's run> tracking.uri=https://mlflow.example.org":
-        f"{_TRACKING}::test_a_killed_sweep_is_resumed_and_reported_from_another_node",
     "python -m fsdp_lab.nightly --once tracking.uri=https://mlflow.example.org":
         f"{_TRACKING}::test_a_night_is_compared_with_the_last_one_and_reported_to_the_store",
     # presets and what is made of their models

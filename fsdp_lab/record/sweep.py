@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fsdp_lab.config import UserError
-from fsdp_lab.files import write_text
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:
     import pandas as pd
-
-RECORD = "record.json"
 
 
 @dataclass(frozen=True)
@@ -75,24 +69,3 @@ class SweepRecord:
         metrics = sorted({key for trial in self.trials for key in trial.figures})
         frame = pd.DataFrame(rows, columns=["trial", *head, *self.axes, *metrics])
         return frame.astype(dict.fromkeys(["seconds", *metrics], "float64")).set_index("trial")
-
-    def write(self, folder: Path) -> None:
-        """Write `record.json`, which every sweep logs: all of this."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        plain["trials"] = [trial.to_dict() for trial in self.trials]
-        write_text(folder / RECORD, json.dumps(plain), parents=False)
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Return the sweep in a `record.json`, wherever it came from. It is data: nothing in it is run or composed.
-
-        Raises:
-            UserError: it is damaged, or of another version.
-        """
-        try:
-            values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            trials = [TrialRecord.from_dict(trial) for trial in values.pop("trials")]
-            about, objectives = ([(str(a), str(b)) for a, b in values.pop(key)] for key in ("about", "objectives"))
-            return cls(**values, about=about, objectives=objectives, trials=trials)
-        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}); run the sweep again.") from None

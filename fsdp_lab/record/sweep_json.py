@@ -112,8 +112,7 @@ def read_start(folder: Path, key: str = "resume") -> SweepStart:
         ) from None
     except PermissionError:
         raise UserError(
-            f"{key}={folder}: only its owner may read {path}; ask for a copy of the folder that you may read, or for "
-            "the id of the sweep's run in a shared store."
+            f"{key}={folder}: only its owner may read {path}; ask for a copy of the folder that you may read."
         ) from None
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{key}={folder}: {path} cannot be read ({error}); start a new sweep.") from None

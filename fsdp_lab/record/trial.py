@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.compose import with_typed
-from fsdp_lab.config import NightlyConfig, SweepConfig, UserError, from_dict, part, to_dict
+from fsdp_lab.config import SweepConfig
 from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, PREDICTED_BY, PREDICTED_SPEED, SPEED
 from fsdp_lab.record.reasons import Reason
 from fsdp_lab.status import TrialStatus
@@ -30,9 +29,7 @@ class TrialRecord:
         facts: what rank 0 reported before its first step: its device, data and layout.
         forecast_words: what of its forecast is no number (`fsdp_lab.metrics.FORECAST_WORDS`).
         config: typed; None: of another version.
-        choices: group -> option.
         folder: that the trial's processes wrote to.
-        variables: dotted key -> its value as typed, if that names a variable of the environment.
     """
 
     number: int
@@ -47,9 +44,7 @@ class TrialRecord:
     facts: Mapping[str, Any] = field(default_factory=dict)
     forecast_words: dict[str, str] = field(default_factory=dict)
     config: SweepConfig | None = None
-    choices: Mapping[str, str] = field(default_factory=dict)
     folder: Path | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ended(self) -> bool:
@@ -70,44 +65,6 @@ class TrialRecord:
     def predicted_by(self) -> str:
         """The basis of the predicted speed (`fsdp_lab.speed.device.Basis`); "" without one."""
         return self.forecast_words.get(PREDICTED_BY, "")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        values = {key: value for key, value in vars(self).items() if key in _PLAIN}
-        others = {
-            "config": with_typed(to_dict(self.config), self.variables) if self.config else None,
-            "folder": str(self.folder) if self.folder else None,
-            "reason": self.reason.to_dict() if self.reason else None,
-        }
-        return {**values, "overrides": list(self.overrides), **others}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TrialRecord:
-        """Return what `to_dict` made.
-
-        Raises:
-            KeyError, TypeError, ValueError: they are other values.
-        """
-        given = {key: values[key] for key in _PLAIN}
-        given |= {
-            "status": TrialStatus(values["status"]),
-            "folder": Path(values["folder"]) if values["folder"] else None,
-            "reason": Reason.read(values["reason"]),
-        }
-        return cls(**given, overrides=list(values["overrides"]), config=_config_of(values["config"]))
-
-
-_PLAIN = (
-    "number", "setting", "status", "figures", "epochs", "run_id", "seconds", "facts",
-    "forecast_words", "choices",
-)  # fmt: skip
-
-
-def _config_of(values: Any) -> SweepConfig | None:
-    try:
-        return part(from_dict(NightlyConfig, values), SweepConfig) if isinstance(values, dict) else None
-    except UserError:  # a version with other keys wrote it
-        return None
 
 
 def with_forecast(

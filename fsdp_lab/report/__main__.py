@@ -1,7 +1,7 @@
 """Write the report of a sweep again.
 
 python -m fsdp_lab.report sweep=last
-python -m fsdp_lab.report sweep=<folder of a sweep, or the MLflow id of its parent run>
+python -m fsdp_lab.report sweep=<folder of a sweep>
 
 Writes report.html into the sweep's folder and to its run in MLflow. Other options:
   report.loss_tolerance    a setting qualifies if its loss is within this ratio of the best (0.02)
@@ -17,17 +17,15 @@ Writes report.html into the sweep's folder and to its run in MLflow. Other optio
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, read_words
-from fsdp_lab.config.sweep import ReportConfig, TrackingConfig
-from fsdp_lab.record.sweep import RECORD
+from fsdp_lab.config.sweep import ReportConfig
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.data import SweepData
-from fsdp_lab.report.pytorch import SCRIPT, setting_of
+from fsdp_lab.report.pytorch import setting_of
 from fsdp_lab.report.write import FILES, write_report
 
 if TYPE_CHECKING:
@@ -58,7 +56,7 @@ def read_options(arguments: list[str]) -> dict[str, str]:
     """
     options = read_words(arguments, KEYS, __doc__ or "")
     if not options.get("sweep"):
-        raise ConfigError("give sweep=<folder>, sweep=<MLflow id of a parent run> or sweep=last.")
+        raise ConfigError("give sweep=<folder> or sweep=last.")
     if options.get("use", "pytorch") != "pytorch":
         raise ConfigError(f"use={options['use']} is not an option. Choose one of: pytorch.")
     if "trial" in options and "use" not in options:
@@ -73,39 +71,27 @@ def run(options: dict[str, str]) -> None:
         UserError: there is no such sweep, or none of its trials has finished.
     """
     from fsdp_lab.sweep.store.trust import find_trusted, read_trust
-    from fsdp_lab.sweep.sweep_data import folder_here, require_results, sweep_in, sweep_stored
+    from fsdp_lab.sweep.sweep_data import require_results, sweep_in
     from fsdp_lab.tracking import annotate, find_sweep_run, runs_url
 
     which = options["sweep"].strip("'\"")
-    tracking = TrackingConfig(uri=options.get("tracking.uri", TrackingConfig.uri), ui=options.get("tracking.ui"))
-    is_run = re.fullmatch(r"[0-9a-f]{32}", which) is not None and not Path(which).is_dir()
-    folder: Path | None = None
-    trust = read_trust(options.get("trust"))
-    if is_run and (here := folder_here(tracking, which)) is not None:
-        which, is_run = str(here), False
-    if is_run:
-        recorded = sweep_stored(tracking, which)
-        sweep = with_tolerances(recorded, options)
-    else:
-        folder, own = find_trusted(which, "sweep", trust)
-        recorded, record, config = sweep_in(folder)
-        ui = options.get("tracking.ui", config.tracking.ui)
-        tracking = dataclasses.replace(config.tracking, uri=options.get("tracking.uri", config.tracking.uri), ui=ui)
-        sweep = dataclasses.replace(with_tolerances(recorded, options), runs_url=runs_url(tracking))
+    folder, own = find_trusted(which, "sweep", read_trust(options.get("trust")))
+    recorded, record, config = sweep_in(folder)
+    ui = options.get("tracking.ui", config.tracking.ui)
+    tracking = dataclasses.replace(config.tracking, uri=options.get("tracking.uri", config.tracking.uri), ui=ui)
+    sweep = dataclasses.replace(with_tolerances(recorded, options), runs_url=runs_url(tracking))
     require_results(sweep, which)
     if "use" in options:
         print(script(sweep, options.get("trial")), end="")
         return
-    out = Path(options["out"]) if "out" in options else folder or Path("outputs/report", which)
+    out = Path(options["out"]) if "out" in options else folder
     out.mkdir(parents=True, exist_ok=True)
     recommendation = write_report(sweep, out)
-    recorded.write(out)  # with the sweep's own tolerances
     try:
-        if not is_run and "tracking.uri" not in options:
+        if "tracking.uri" not in options:
             tracking = dataclasses.replace(tracking, uri=store_of(record, config, own))
-        run_id = which if is_run else find_sweep_run(tracking, record.id)
-        if run_id:
-            files = [out / name for name in (RECORD, *FILES) if (out / name).exists()]
+        if run_id := find_sweep_run(tracking, record.id):
+            files = [out / name for name in FILES if (out / name).exists()]
             annotate(tracking, run_id, {}, files, recommendation.sentence)
         else:
             print("fsdp_lab.report: the store has no run of this sweep, so the report is only in its folder")
@@ -137,9 +123,8 @@ def script(sweep: SweepData, number: str | None = None) -> str:
     code = setting_of(trial)
     if code is None:
         raise UserError(
-            f"use=pytorch: the sharding units of trial {trial.number} are not known: it did not start, an earlier "
-            "version ran it, or it was read from the store. Use sweep=<its folder>, or take "
-            f"{SCRIPT} from the artifacts of the sweep's MLflow run."
+            f"use=pytorch: the sharding units of trial {trial.number} are not known: it did not start, or an earlier "
+            "version ran it."
         )
     return code
 

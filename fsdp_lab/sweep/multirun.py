@@ -23,13 +23,12 @@ from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.executors.ray_tune import reach_cluster
 from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, repeat_axis, swept_keys, with_overrides
-from fsdp_lab.sweep.how_long import how_long
 from fsdp_lab.sweep.names import run_name
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.runner import SweepPlan
 from fsdp_lab.sweep.search import OptunaSearch, read_space
 from fsdp_lab.sweep.state import SweepState, TrialState
-from fsdp_lab.sweep.store.find import last_folder, remember_last
+from fsdp_lab.sweep.store.find import remember_last
 from fsdp_lab.sweep.store.folder import new_folder
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
 from fsdp_lab.terminal import print_to_reader
@@ -155,8 +154,6 @@ class Command:
             swept = swept_keys(grid)
             known = axes_notes(self._defaults, self._arguments, swept, self.common.config)
             notes = [*known, *planned.notes(), *self._idle_search_keys()]
-            if (time := how_long(self.common.config, last_folder())) is not None:
-                notes.append(time)
             return self._plan(states, swept, record), notes
         search, swept = self._search([])
         try:

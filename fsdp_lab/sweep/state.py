@@ -18,6 +18,7 @@ class TrialState(TrialRecord):
     """A trial of this driver: its record while it grows.
 
     Attributes:
+        variables: dotted key -> its value as typed, if that names a variable of the environment.
         begun: when it began to run, in seconds since 1970.
         resuming: an earlier start has left files of it.
         epochs_before: the epochs that an earlier start has trained.
@@ -31,7 +32,7 @@ class TrialState(TrialRecord):
         metrics: Mapping[str, float] | None = None,
         forecast: Forecast | None = None,
     ) -> None:
-        super().__init__(trial.index or 0, {}, status, config=trial.config, choices=trial.choices)
+        super().__init__(trial.index or 0, {}, status, config=trial.config)
         self.variables = variables_in(trial.composed)
         self.trial = trial
         self.forecast: Forecast | None = None

@@ -1,4 +1,4 @@
-"""A sweep as its report sees it: from the driver's states, from a folder, or from the store."""
+"""A sweep as its report sees it: from the driver's states, or from a folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,11 +15,10 @@ from hydra.errors import HydraException
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError, is_address
-from fsdp_lab.config.sweep import SearchConfig, TrackingConfig, objectives_in
+from fsdp_lab.config.sweep import SearchConfig, objectives_in
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.record.paths import storage
 from fsdp_lab.record.results_csv import read_run_ids
-from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trials_jsonl import read_trials
 from fsdp_lab.report import data
@@ -29,8 +27,7 @@ from fsdp_lab.sweep.grid import swept_keys, unescaped
 from fsdp_lab.sweep.names import setting_text
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.resume import read_state
-from fsdp_lab.sweep.store.trust import find_trusted
-from fsdp_lab.tracking import fetch_artifact, read_place, runs_url
+from fsdp_lab.tracking import runs_url
 
 
 def sweep_of(
@@ -133,35 +130,6 @@ def sweep_in(folder: Path) -> tuple[data.SweepData, SweepStart, SweepConfig]:
     ids = read_run_ids(folder)
     swept = swept_keys([trial.overrides for trial in trials]) if record.multirun else []
     return sweep_of(states, swept, folder, record, lambda number: ids.get(str(number), "")), record, trials[0].config
-
-
-def folder_here(tracking: TrackingConfig, run_id: str) -> Path | None:
-    """Return the folder of the sweep of a run; None if it is not here, not this user's own, or damaged.
-
-    Somebody else may have set the tag that names it. So it counts for no more than a folder that is typed without
-    `trust=true`. The folder must hold the sweep of the run: another machine or a later sweep may have the same name.
-
-    Raises:
-        TrackingError: there is no such store or run, or it is one trial of a sweep.
-    """
-    place, sweep_id = read_place(tracking, run_id)
-    with suppress(UserError, OSError):
-        if Path(place).is_absolute() and Path(place, "sweep.json").is_file():  # or all in it would be looked at
-            folder, _ = find_trusted(place, "sweep", trust=False)
-            return folder if sweep_in(folder)[1].id == sweep_id else None
-    return None
-
-
-def sweep_stored(tracking: TrackingConfig, run_id: str) -> data.SweepData:
-    """Return a sweep from the `record.json` of its run in the MLflow store, wherever it ran.
-
-    Raises:
-        TrackingError: there is no such store, run or file.
-    """
-    absent = f"sweep={run_id} has no record.json: its sweep has not ended yet, so report on its folder"
-    with TemporaryDirectory() as folder:
-        read = data.SweepData.read(fetch_artifact(tracking, run_id, RECORD, Path(folder), absent))
-    return replace(read, runs_url=runs_url(tracking))
 
 
 def require_results(sweep: data.SweepData, which: str) -> None:

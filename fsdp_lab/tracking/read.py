@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.tracking.store import TrackingError, open_store, refusals, runs_of, sqlite_path
-from fsdp_lab.tracking.tags import FOLDER_TAG, SWEEP_TAG, one_line, shortened
+from fsdp_lab.tracking.tags import one_line, shortened
 from fsdp_lab.tracking.writes import set_answer
 
 if TYPE_CHECKING:
@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 _PARENT = "mlflow.parentRunId"
 
 
-def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path, absent: str = "") -> Path:
+def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path) -> Path:
     """Copy an artifact of a run, a file or a folder, into the folder `to`, and return its path.
-
-    Args:
-        absent: the message of a run without it.
 
     Raises:
         TrackingError: there is no such store, run or artifact.
@@ -30,26 +27,11 @@ def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path, a
     with refusals(tracking):
         if path not in [item.path for item in client.list_artifacts(run_id, path.rpartition("/")[0] or None)]:
             raise TrackingError(
-                absent
-                or f"run={run_id} has no {path}: the trial did not finish, had export=false, or is the parent of a "
+                f"run={run_id} has no {path}: the trial did not finish, had export=false, or is the parent of a "
                 "sweep; give the id of a finished trial."
             )
         to.mkdir(parents=True, exist_ok=True)
         return Path(client.download_artifacts(run_id, path, str(to)))
-
-
-def read_place(tracking: TrackingConfig, run_id: str) -> tuple[str, str]:
-    """Return the folder and the id of a sweep, as the tags of its own run have them, or of a trial alone.
-
-    Anyone with write access to the store may have set them. A missing tag is "".
-
-    Raises:
-        TrackingError: there is no such store or run, or it is one trial of a sweep.
-    """
-    tags = _open_run(tracking, run_id, "sweep")[1]
-    if parent := tags.get(_PARENT):
-        raise TrackingError(f"sweep={run_id} is one trial of a sweep; give its parent's id, {parent}.")
-    return tags.get(FOLDER_TAG, ""), tags.get(SWEEP_TAG, "")
 
 
 def annotate(
@@ -102,8 +84,8 @@ def _open(tracking: TrackingConfig) -> tuple[MlflowClient, str]:
     return open_store(tracking, to_write=False)
 
 
-def _open_run(tracking: TrackingConfig, run_id: str, key: str = "run") -> tuple[MlflowClient, dict[str, str]]:
-    """Return a client of the store, and the tags of the run that a key names."""
+def _open_run(tracking: TrackingConfig, run_id: str) -> tuple[MlflowClient, dict[str, str]]:
+    """Return a client of the store, and the tags of a run."""
     client, _ = _open(tracking)
     from mlflow.exceptions import MlflowException
 
@@ -111,6 +93,6 @@ def _open_run(tracking: TrackingConfig, run_id: str, key: str = "run") -> tuple[
         return client, client.get_run(run_id).data.tags
     except MlflowException as error:
         raise TrackingError(
-            f"{key}={run_id} is not in tracking.uri={tracking.uri} ({one_line(str(error), 200)}); copy it from "
-            "the MLflow UI, a sweep's from its last line, a trial's from the column run_id of results.csv."
+            f"run={run_id} is not in tracking.uri={tracking.uri} ({one_line(str(error), 200)}); copy it from the "
+            "MLflow UI, or from the column run_id of results.csv."
         ) from None

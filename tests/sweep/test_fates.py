@@ -267,7 +267,7 @@ def test_mlflow_has_one_parent_and_a_run_a_trial(swept: Swept):
     assert [run.data.tags["status"] for run in children] == list(COMMON.values())
     assert [run.info.status for run in children] == [ended.get(status, "FAILED") for status in COMMON.values()]
     assert store.artifacts(parent) == [
-        "multirun.yaml", "record.json", "report.html", "results.csv",
+        "multirun.yaml", "report.html", "results.csv",
         "use_pytorch.py",
     ]  # fmt: skip
 

@@ -129,7 +129,7 @@ def test_what_a_resume_needs_is_on_the_disk_before_its_name_and_its_name_after(
 ):
     """A power cut loses what was not synced. What a resume makes anew is whole at any time, and no more."""
     points, _ = undisturbed
-    for name in ("multirun.yaml", "trials.jsonl", "results.csv", "record.json"):
+    for name in ("multirun.yaml", "trials.jsonl", "results.csv"):
         assert f"append after out/{name}" in points or f"rename after out/{name}" in points, name
     for number in ("0", "1"):
         outcome = points.index(f"rename before out/{number}/outcome.json")

@@ -1,8 +1,7 @@
-"""What a sweep and its trials are called, what a report takes from the words, and how long a trial may take."""
+"""What a sweep and its trials are called, and what a report takes from the words."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,9 @@ from omegaconf import DictConfig
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, from_dict
-from fsdp_lab.record.sweep import RECORD, SweepRecord
 from fsdp_lab.record.sweep_json import SweepStart
-from fsdp_lab.record.trial import TrialRecord
-from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.how_long import how_long
 from fsdp_lab.sweep.names import report_command, resume_command, resume_lines, short_name, sweep_name, ui_command
 from fsdp_lab.sweep.state import TrialState
-from fsdp_lab.sweep.store.find import last_folder, remember_last
 from fsdp_lab.sweep.sweep_data import log_axes, study_of, sweep_of
 
 
@@ -62,31 +56,6 @@ def test_commands_name_a_folder_that_is_there_where_they_are_typed(monkeypatch: 
     assert resume_lines(folder) == ["to resume: python -m fsdp_lab resume=outputs/1"]
     assert report_command(folder) == "python -m fsdp_lab.report sweep=outputs/1"
     assert resume_command(tmp_path.parent) == f"python -m fsdp_lab resume={tmp_path.parent}"
-
-
-def recorded(number: int, seconds: float | None, status: TrialStatus = TrialStatus.finished) -> TrialRecord:
-    return TrialRecord(number, {}, status, seconds=seconds, config=SweepConfig())
-
-
-def test_trials_of_the_last_sweep_that_trained_the_same_tell_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    assert last_folder() is None and how_long(SweepConfig(), None) is None
-    trials = [
-        recorded(0, 11.0),
-        recorded(1, 13.0),
-        recorded(2, 90.0),
-        recorded(3, 2.0, TrialStatus.failed),
-        recorded(4, None),
-    ]
-    SweepRecord("a", "", [], trials, 0.02, 0.03).write(tmp_path)
-    remember_last(tmp_path)
-    note = how_long(SweepConfig(), last_folder())
-    assert note is not None and note.endswith("about 13 s")
-    other = SweepConfig()
-    other.training = replace(other.training, epochs=other.training.epochs + 1)
-    assert how_long(other, last_folder()) is None
-    (tmp_path / RECORD).write_text((tmp_path / RECORD).read_text()[:-20])
-    assert how_long(SweepConfig(), last_folder()) is None, "a damaged record tells nothing"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from math import isfinite
 from pathlib import Path
 
 from fsdp_lab.config.sweep import Engine, TrackingConfig
-from fsdp_lab.record.sweep import RECORD
 from fsdp_lab.record.trial_folder import TRIAL_FILES
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.report.write import FILES
@@ -136,7 +135,7 @@ class MlflowRuns(Listener):
 
     def _of_sweep(self, sweep: SweepRun) -> WantedRun:
         trials = [state.trial for state in sweep.states]
-        names: tuple[str, ...] = ("results.csv", "multirun.yaml", RECORD)
+        names: tuple[str, ...] = ("results.csv", "multirun.yaml")
         if self._ending is not None and not self._ending.early:
             names = (*names, *FILES)
         best = sweep.states[self._recommended] if self._recommended >= 0 else None
@@ -186,8 +185,6 @@ class MlflowRuns(Listener):
             for kind in (kind for kind in TRIAL_FILES if kind.artifact is not None):
                 for path in sorted(folder.glob(kind.pattern)):
                     yield path, kind.artifact or ("" if path.parent == folder else path.parent.name)
-        if self._with_files and self._sweep is not None and not self._sweep.plan.started.multirun and number == 0:
-            yield self._sweep.folder / RECORD, ""
 
 
 def _answer_figures(best: TrialState) -> dict[str, float]:

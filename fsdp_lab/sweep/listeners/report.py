@@ -11,7 +11,7 @@ from fsdp_lab.sweep.sweep_data import sweep_of
 
 
 class Report(Listener):
-    """Writes `record.json`; for a sweep that ran to its end also the report, and its answer to MLflow.
+    """Writes the report of a sweep that ran to its end, and its answer to MLflow.
 
     Attributes:
         answer: the recommendation; None: no report was written.
@@ -24,18 +24,16 @@ class Report(Listener):
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
         """Write the report of a sweep that was not interrupted. An error is logged with the command to try again."""
         plan = sweep.plan
-        if not sweep.states:
+        if not sweep.states or not plan.started.multirun or ending.early:
             return
         try:
             data = sweep_of(
                 sweep.states, plan.swept, plan.folder, plan.started, self._runs.run_id, self._runs.parent_id
             )
-            data.write(plan.folder)
-            if plan.started.multirun and not ending.early:
-                for name in FILES:  # of an earlier start: MLflow would get them as this one's
-                    (plan.folder / name).unlink(missing_ok=True)
-                self.answer = write_report(data, plan.folder)
-                chosen = self.answer.trial.number if self.answer.trial else None
-                self._runs.describe(self.answer.sentence, chosen)
+            for name in FILES:  # of an earlier start: MLflow would get them as this one's
+                (plan.folder / name).unlink(missing_ok=True)
+            self.answer = write_report(data, plan.folder)
+            chosen = self.answer.trial.number if self.answer.trial else None
+            self._runs.describe(self.answer.sentence, chosen)
         except Exception as error:  # noqa: BLE001 - the results are there, and the report can be written again
             sweep.log(f"the report could not be written ({error}); to try again: {report_command(plan.folder)}")

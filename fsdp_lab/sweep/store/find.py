@@ -18,7 +18,7 @@ def remember_last(folder: Path) -> None:
         write_text(_LAST, str(folder.absolute()))
 
 
-def last_folder() -> Path | None:
+def _last_folder() -> Path | None:
     """Return the folder that `resume=last` stands for; None if there is none, or it is gone."""
     with suppress(OSError):
         last = Path(_LAST.read_text(errors="replace").strip())
@@ -38,7 +38,7 @@ def find_folder(named: str, key: str = "resume") -> Path:
     if not named:
         raise UserError(f"{key}= is empty; give the sweep's folder, or {key}=last.")
     if named == "last":
-        if (last := last_folder()) is None:
+        if (last := _last_folder()) is None:
             raise UserError(
                 f"{key}=last: no sweep was started from this folder, or {_LAST} is damaged, or the sweep was moved; "
                 "give the sweep's own folder."
