@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,9 +23,12 @@ _VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 # Here PyTorch would take a second to import, and a context on a GPU, with which a process cannot fork.
 _COUNT = """
 import json, warnings, torch
-warnings.simplefilter("error")  # a driver that is too old is only warned about
-seen = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-print(json.dumps([[gpu.name, gpu.total_memory, [gpu.major, gpu.minor]] for gpu in seen]))
+with warnings.catch_warnings(record=True) as caught:  # a driver that is too old is only warned about
+    warnings.simplefilter("always")
+    seen = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+gpus = [[gpu.name, gpu.total_memory, [gpu.major, gpu.minor]] for gpu in seen]
+print()
+print(json.dumps([gpus, [str(warning.message) for warning in caught]]))
 """
 _COUNT_S = 120.0  # for a process that imports PyTorch
 _OWN_GROUPS, _ALL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -64,16 +68,19 @@ def gpu_problem() -> str:
 def _ask_pytorch(visible: tuple[str | None, ...]) -> tuple[tuple[Gpu, ...], str]:
     if not any(map(os.path.exists, _DRIVER_FILES)) or "" in visible:
         return (), ""
-    command = [sys.executable, "-c", _COUNT]
+    command = [sys.executable, "-P", "-c", _COUNT]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COUNT_S, check=False)
     except subprocess.TimeoutExpired:
         return (), f"PyTorch does not answer within {_COUNT_S:g} s"
     if done.returncode:
-        return (), done.stderr.strip().rpartition("\n")[2]
-    seen = [Gpu(name, memory, tuple(capability)) for name, memory, capability in json.loads(done.stdout)]
+        errors = re.findall(r"^[\w.]+: .+", done.stderr, re.MULTILINE)  # the first line of each
+        return (), errors[-1] if errors else f"PyTorch ends with status {done.returncode}"
+    seen, warned = json.loads(done.stdout.splitlines()[-1])
     hidden = any(value is not None for value in visible)
-    return tuple(seen), "" if seen or hidden else f"PyTorch {version('torch')} sees no device"
+    if not seen and (warned or not hidden):
+        return (), warned[-1].strip().partition("\n")[0] if warned else f"PyTorch {version('torch')} sees no device"
+    return tuple(Gpu(name, memory, tuple(capability)) for name, memory, capability in seen), ""
 
 
 def visible_devices() -> str | None:

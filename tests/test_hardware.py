@@ -14,6 +14,7 @@ import pytest
 from fsdp_lab import hardware
 from fsdp_lab.config import UserError
 from fsdp_lab.config.machine import check_float8, check_gpus, check_pytorch
+from fsdp_lab.forecast.devices import for_cuda
 from fsdp_lab.hardware import default_cpus_per_worker, default_loader_workers, worker_cpus
 from tests.cgroups import enter, group
 from tests.conftest import ROOT, FakeGpus
@@ -34,10 +35,11 @@ _COUNT_HERE = """
 import os, sys
 from fsdp_lab import hardware
 from fsdp_lab.config import UserError
-from fsdp_lab.config.machine import check_gpus, default_num_workers
+from fsdp_lab.config.machine import check_local_capacity, default_num_workers
+from fsdp_lab.config.sweep import ClusterConfig
 hardware._DRIVER_FILES = (os.sep,)
 try:
-    check_gpus()
+    check_local_capacity(ClusterConfig(), 1)
 except UserError as error:
     print(error)
 else:
@@ -46,12 +48,12 @@ assert not {"torch", "ray", "numpy", "yaml"} & set(sys.modules)
 """
 
 
-def _count(folder: Path, **variables: str) -> str:
+def _count(folder: Path, cwd: str = ".", **variables: str) -> str:
     """What a process prints about the GPUs that the PyTorch in a folder sees."""
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", **variables}
     environment["ASKED"] = str(folder / "asked")
     command = [sys.executable, "-c", _COUNT_HERE]
-    return subprocess.check_output(command, env=environment, cwd=folder, text=True, timeout=100)
+    return subprocess.check_output(command, env=environment, cwd=folder / cwd, text=True, timeout=100)
 
 
 def test_gpus_are_those_that_pytorch_sees_in_a_process_of_its_own(tmp_path: Path):
@@ -64,15 +66,26 @@ def test_gpus_are_those_that_pytorch_sees_in_a_process_of_its_own(tmp_path: Path
     assert _count(tmp_path, CUDA_VISIBLE_DEVICES="") == "2 []\n", "two workers on the CPU"
 
 
+def test_gpus_are_counted_whatever_else_is_said(tmp_path: Path):
+    """Of a display card, of NVML, by a vendor; and a torch.py in the working folder is not imported."""
+    warns = "import warnings\ncuda.device_count = lambda: warnings.warn('\\nCan\\'t initialize NVML') or 2"
+    (tmp_path / "torch.py").write_text(f"{_PYTORCH}\nprint('Welcome', end='')\n{warns}")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/torch.py").write_text("raise ImportError('of the working folder')")
+    assert _count(tmp_path, "here").startswith("2 [Gpu(name='AMD Instinct MI300X'")
+
+
 @pytest.mark.parametrize(
     ("pytorch", "why"),
     [
         ("raise ImportError('libcudart.so.13: no such file')", "ImportError: libcudart.so.13: no such file"),
         (
-            "import warnings\nclass cuda:\n  device_count = lambda: warnings.warn('The driver is too old')",
-            "UserWarning: The driver is too old",
+            "import warnings\nclass cuda:\n  device_count = lambda: warnings.warn('\\n  The driver is old\\nNew') or 0",
+            "The driver is old",
         ),
         ("class cuda:\n  device_count = lambda: 0", "sees no device"),
+        ("raise RuntimeError('CUDA error: lost\\nCompile with more')", "RuntimeError: CUDA error: lost"),
+        ("import os\nos.abort()", "PyTorch ends with status -6"),
     ],
 )
 def test_gpus_that_pytorch_cannot_use_are_an_error(tmp_path: Path, pytorch: str, why: str):
@@ -80,6 +93,13 @@ def test_gpus_that_pytorch_cannot_use_are_an_error(tmp_path: Path, pytorch: str,
     printed = _count(tmp_path)
     assert printed.startswith("PyTorch cannot use this machine's GPUs (") and f"{why}); update their driver" in printed
     assert _count(tmp_path, CUDA_VISIBLE_DEVICES="") == "2 []\n", "hidden, as the message says"
+
+
+def test_a_forecast_for_this_machine_needs_its_gpus(fake_gpus: FakeGpus):
+    fake_gpus(problem="PyTorch sees no device")
+    assert for_cuda(config("forecast.device=cuda"))
+    with pytest.raises(UserError, match="PyTorch sees no device"):
+        for_cuda(config())
 
 
 def test_without_a_driver_there_is_no_gpu_and_no_error(monkeypatch: pytest.MonkeyPatch):

@@ -57,7 +57,7 @@ def check_gpus() -> None:
     if problem := gpu_problem():
         raise UserError(
             f"PyTorch cannot use this machine's GPUs ({problem}); update their driver, install a PyTorch built for it, "
-            'or hide the GPUs with CUDA_VISIBLE_DEVICES="" to train on the CPU.'
+            'use some with CUDA_VISIBLE_DEVICES=<index>, or hide all with CUDA_VISIBLE_DEVICES="" to train on the CPU.'
         )
 
 
@@ -125,9 +125,11 @@ def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
 
     Raises:
         ConfigError: with the resources that are needed and those that exist.
+        UserError: see `check_gpus`.
     """
     if not cluster.is_here:
         return  # another machine's resources are known when it has been reached
+    check_gpus()
     gpus = num_gpus()
     if 0 < gpus < num_workers:
         raise ConfigError(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fsdp_lab.config import ConfigError, SweepConfig, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS, data_sheets, device_file
+from fsdp_lab.config.machine import check_gpus
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.forecast.capacity import GIB
 from fsdp_lab.forecast.observations import read_observations
@@ -17,8 +18,14 @@ from fsdp_lab.speed.refine import Observation, refine
 
 
 def for_cuda(config: SweepConfig) -> bool:
-    """Return whether the forecast is for GPUs: as `forecast.device` says, or if this machine has one."""
+    """Return whether the forecast is for GPUs: as `forecast.device` says, or if this machine has one.
+
+    Raises:
+        UserError: see `check_gpus`.
+    """
     device = config.forecast.device
+    if device == "auto":
+        check_gpus()
     if device not in DEVICE_KINDS and (sheet := data_sheet(config)) is not None:
         return sheet.kind == "cuda"
     return device == "cuda" or (device == "auto" and num_gpus() > 0)

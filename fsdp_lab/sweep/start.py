@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fsdp_lab.config import is_address
-from fsdp_lab.config.machine import check_gpus
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.engine.ray_job import check_job
 from fsdp_lab.report.write import FILES
@@ -22,12 +21,9 @@ def start_sweep(plan: SweepPlan) -> ExitCode:
     """Run a sweep and print the result.
 
     Raises:
-        UserError: see `run_sweep`; PyTorch cannot use this machine's GPUs; a job of Ray's would lose its results; or
-            object storage refuses, or does not answer.
+        UserError: see `run_sweep`; a job of Ray's would lose its results; object storage refuses, or does not answer.
     """
     check_job(plan.config, plan.folder, folder_key(plan.started.multirun))
-    if plan.config.cluster.address is None:  # another machine's GPUs are for its workers to check
-        check_gpus()
     if (place := plan.config.cluster.storage_path) is not None and is_address(place):
         check_access(place)
     console = Console(plan.state, plan.swept, ticks=plan.config.engine is not Engine.inline)
