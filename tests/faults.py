@@ -247,7 +247,7 @@ FAULTS = (
     Fault("what a store that is away has not taken is forgotten", "fsdp_lab/tracking/projection.py",
           "self._changed.setdefault(number)  # behind the others", "self._changed.pop(number, None)", TRACKING),
     Fault("an address with a password is taken", "fsdp_lab/config/address.py",
-          "if _CREDENTIALS.search(text) and", "if not text and", "sweep/test_passwords.py"),
+          "if found and", "if not found and", "sweep/test_passwords.py"),
     # answers
     Fault("a tie is called faster", "fsdp_lab/report/ties.py",
           " or (ratio.known and ratio.low <= 1 <= ratio.high)", "", "report/test_recommend.py"),

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import unquote
 
 from fsdp_lab.config.errors import ConfigError
 
-# `scheme://user@`, `scheme://user:password@`, and a secret's name in a query. A colon before digits may start a port.
-# Hydra writes `:` and `=` of an override as `\\:` and `\\=`.
-_CREDENTIALS = re.compile(
-    r"\w\\?://(?:[^\s/]*(?::(?!\d+/)\S*)?@"
-    r"|\S*[?&#;][\w.~%+-]*(?:(?:pass|pwd|token|secret|key|auth|sig|cred)[\w.~%+-]*|connect)\\?=)",
-    re.IGNORECASE,
+_USER = re.compile(
+    r"\w://(?!\[[\w:.%]+\](?::\d+)?(?:[/?#,]|$))(?:"  # a host in brackets, IPv6, has colons
+    r"[^\s/?#]*@"  # user@, user:password@
+    r"|[^\s/?#]*:(?!\d*(?:[/?#,'\")\]}]|$))\S*@"  # a password with a slash; a number would be a port
+    r"|[^\s/?#]*:\d+/[^\s?#]*@[\w.-]+[:/])"  # a password that begins like a port, before a host
+)
+# The names of a query's parameters that hold a user or a secret, as letters and digits in lower case.
+_SECRET = re.compile(
+    r"user(name)?|login|pass(word|wd|phrase)?|pwd?|sslpassword|odbcconnect|auth(orization)?|credentials?|sig(nature)?"
+    r"|access|(access|api|auth|id|private|refresh)?token|(aws)?(secret)?accesskey(id)?|(api|private|secret)?key"
+    r"|(client)?secret|x(amz|goog)\w+"
 )
 # What reads and writes an address, as fsspec knows it: scheme -> (module, extra that installs it).
 SCHEMES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs")}
@@ -33,11 +39,20 @@ def check_credentials(key: str, text: str) -> None:
     Raises:
         ConfigError: with the key, not the value.
     """
-    if _CREDENTIALS.search(text) and key != "cluster.storage_path":  # `check_address` has a rule for that one
+    text = re.sub(r"\\(.)", r"\1", text)  # Hydra writes `\:` and `\=`
+    parameters = re.findall(r"[?&#;]([^\s?&#;=]+)=", " ".join(re.findall(r"\w://\S*", text)))
+    names = (re.sub(r"[\W_]", "", unquote(name)).lower() for name in parameters)
+    found = _USER.search(text) or any(map(_SECRET.fullmatch, names))
+    if found and key != "cluster.storage_path":  # `check_address` has a rule for that one
+        remedy = "let the class read it from the environment"
+        if key.partition(".")[0] not in ("model", "data", "optimizer", "task"):
+            remedy = (
+                "set it in the environment: MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD or "
+                "MLFLOW_TRACKING_TOKEN, PGUSER and PGPASSWORD for PostgreSQL, RAY_AUTH_TOKEN"
+            )
         raise ConfigError(
             f"{key}: its address has a user, a password or a token in it, which files and MLflow would show; leave "
-            "that out, and set it in the environment: MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD or "
-            "MLFLOW_TRACKING_TOKEN, PGUSER and PGPASSWORD for PostgreSQL, RAY_AUTH_TOKEN."
+            f"that out, and {remedy}. Write an @ in a path as %40."
         )
 
 
@@ -46,17 +61,13 @@ def scheme_of(address: str) -> str:
     return address.partition("://")[0]
 
 
-def check_address(key: str, address: str) -> None:
-    """Check that an address names a known object storage, with a bucket and folders only.
-
-    Args:
-        key: the configuration key that the address was given to, for messages.
-        address: such as `s3://bucket/prefix`.
+def check_address(address: str) -> None:
+    """Check that `cluster.storage_path=<address>` names a known object storage, with a bucket and folders only.
 
     Raises:
         ConfigError: the scheme is unknown, or the address holds more than a bucket and folders.
     """
-    scheme = scheme_of(address)
+    key, scheme = "cluster.storage_path", scheme_of(address)
     known = ", ".join(f"{name}://bucket/prefix" for name in SCHEMES)
     if scheme in ("file", "local"):
         raise ConfigError(f"{key}={address}: give a mounted folder as its path, without {scheme}://.")

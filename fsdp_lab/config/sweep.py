@@ -198,7 +198,7 @@ class ClusterConfig:
                 "cluster.address=auto`."
             )
         if self.storage_path is not None and is_address(self.storage_path):
-            check_address("cluster.storage_path", self.storage_path)
+            check_address(self.storage_path)
 
 
 @dataclass

@@ -24,12 +24,19 @@ from tests.trained import INLINE
 
 PASSWORD = "hunter2"
 TYPED = f"http://me:{PASSWORD}@host:5000"
-NAMES = ("access_token", "client_secret", "auth", "passphrase", "X-Amz-Signature")
+NAMES = (
+    "access_token", "client_secret", "auth", "passphrase", "X-Amz-Signature", "user", "pw", "access", "API-Key",
+    "%74oken", "AWSAccessKeyId", "X-Goog-Credential",
+)  # fmt: skip
 ADDRESSES = [
     TYPED,
     TYPED.replace(":", "\\:"),
     f"http://{PASSWORD}@host",
     f"http://me:pass/{PASSWORD}@host",
+    f"http://u:12/{PASSWORD}@host/",
+    f"http://[me:{PASSWORD}@host",
+    f"http://me:{PASSWORD}@[::1]:5000",
+    f"http://host/?next=http://me:{PASSWORD}@host",
     f"http://me:{PASSWORD}${{oc.env:X}}@host",
     "http://me:${oc.env:X}@host",
     f"https://host/#access_token={PASSWORD}",
@@ -40,7 +47,9 @@ ADDRESSES = [
 ]  # fmt: skip
 HARMLESS = (
     "http://10.0.0.1:5000", "sqlite:////home/me@lab/mlflow.db", "postgresql://host/db?sslmode=require&timeout=30",
-    "hf://datasets/org/name@rev", "http://host:5000/name@rev", "'tag(log,interval(1e-4,1e-2))' # a=b", "${oc.env:X}",
+    "hf://datasets/org/name@rev", "http://host:5000/name@rev", "http://[::1]:5000/a@b",
+    "http://host/?author=me&design=1&keywords=1&sigma=1&page_token=2&to=me@there", "[http://a:5000,http://b/x@y]",
+    "'tag(log,interval(1e-4,1e-2))' # a=b", "${oc.env:X}",
 )  # fmt: skip
 
 
@@ -55,6 +64,12 @@ def test_an_address_with_credentials_is_refused_without_repeating_them(address: 
     with pytest.raises(ConfigError, match=r"^tracking\.uri: .*MLFLOW_TRACKING_PASSWORD.*PGPASSWORD") as caught:
         check_credentials("tracking.uri", address)
     assert PASSWORD not in str(caught.value)
+
+
+def test_an_address_of_the_users_class_is_for_it_to_read():
+    with pytest.raises(ConfigError, match=r"^data\.url: .* let the class read it from the environment\. ") as caught:
+        check_credentials("data.url", TYPED)
+    assert "MLFLOW" not in str(caught.value)
 
 
 def test_other_addresses_are_taken():
