@@ -26,6 +26,7 @@ from typing import NamedTuple
 from fsdp_lab.config import UserError, read_words
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.status import ExitCode
+from fsdp_lab.wording import count
 
 _GIB = 2**30
 _LEAST_MEMORY = 3 * _GIB  # the driver, Ray and two workers of the default trial had 2.7 GiB to themselves
@@ -55,12 +56,12 @@ def _pytorch(remedy: str) -> Finding:
     devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
     for device in devices:
         torch.ones(2, 2, device=device).matmul(torch.ones(2, 2, device=device)).sum().item()
-    drivers = [file.read_text().strip() for file in Path("/sys/module/nvidia").glob("version")]
-    observation = f"{torch.__version__}, CUDA {torch.version.cuda}, ROCm {torch.version.hip}, NVIDIA's driver {drivers}"
-    for gpu in map(torch.cuda.get_device_properties, devices[1:]):
-        observation += f"; {gpu.name}, {_gib(gpu.total_memory)}"
+    built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    parts = [torch.__version__, *(f"{name} {number}" for name, number in built.items() if number)]
+    parts += [f"NVIDIA's driver {file.read_text().strip()}" for file in Path("/sys/module/nvidia").glob("version")]
+    parts += [f"{gpu.name}, {_gib(gpu.total_memory)}" for gpu in map(torch.cuda.get_device_properties, devices[1:])]
     problem = gpu_problem()
-    return Finding(f"{observation}; {problem}" if problem else observation, remedy if problem else "", bool(problem))
+    return Finding("; ".join(filter(None, [*parts, problem])), remedy if problem else "", bool(problem))
 
 
 def _cores(remedy: str) -> Finding:
@@ -87,11 +88,11 @@ def _shared_memory(remedy: str) -> Finding:
     return Finding(f"{_gib(usage.free)} free of {_gib(usage.total)}", remedy if usage.total < _GIB else "")
 
 
-def _disk(remedy: str, folder: Path) -> Finding:
+def _disk(remedy: str, folder: Path, before: str = "") -> Finding:
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
     with tempfile.TemporaryFile(dir=there):
         free = shutil.disk_usage(there).free
-    return Finding(f"{_gib(free)} free in {there}", remedy if free < _GIB else "", fails=free < _GIB)
+    return Finding(f"{before}{_gib(free)} free in {there}", remedy if free < _GIB else "", fails=free < _GIB)
 
 
 def _store(remedy: str, uri: str) -> Finding:
@@ -103,7 +104,7 @@ def _store(remedy: str, uri: str) -> Finding:
         with closing(sqlite3.connect(file, timeout=2, isolation_level=None)) as database:
             database.execute("BEGIN IMMEDIATE")
     else:  # MLflow would create it
-        return Finding(f"{uri} does not exist yet; the first trial creates it")
+        return _disk(remedy, file.parent, f"the first trial creates {uri}; ")
     return Finding(f"{uri} answers")
 
 
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = 0
     for subject, check, remedy in (
         ("Python", _python, "with Python 3.11 to 3.13 run `make sweep`, or pip install fsdp_lab"),
-        ("PyTorch", _pytorch, 'install one for this driver, or hide the GPUs with CUDA_VISIBLE_DEVICES=""'),
+        ("PyTorch", _pytorch, 'install one for this driver, or set CUDA_VISIBLE_DEVICES=<index> ("" for the CPU)'),
         ("cores", _cores, "set a smaller cluster.num_workers or cluster.cpus_per_worker"),
         ("memory", _memory, "end other programs, or raise the container's limit (docker run --memory=...)"),
         ("shared memory", _shared_memory, "docker run --shm-size=8g; below 1 GiB data.loader_workers is 0"),
@@ -141,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if finding.remedy:
             print(f"{'':22}-> {finding.remedy}", flush=True)
         wrong += finding.fails
-    print(f"{wrong} to repair" if wrong else "sweeps can run here")
+    print(count(wrong, "problem") + " found" if wrong else "sweeps can run here")
     return ExitCode.failed if wrong else ExitCode.finished
 
 

@@ -157,7 +157,7 @@ def runs_url(tracking: TrackingConfig) -> str | None:
 
 
 def runs_of(client: MlflowClient, experiment_id: str, sweep_id: str) -> list[Run]:
-    """Return the runs of a sweep, without those that other runs have replaced: see `Projection.open`."""
+    """Return the runs of a sweep."""
     runs: list[Run] = []
     token = None
     while token != "":
@@ -165,7 +165,7 @@ def runs_of(client: MlflowClient, experiment_id: str, sweep_id: str) -> list[Run
         page = client.search_runs([experiment_id], chosen, max_results=500, page_token=token)
         runs += page
         token = page.token or ""
-    return list(runs)
+    return runs
 
 
 def _ensure_experiment(client: MlflowClient, name: str, artifacts: Path | None) -> str:
