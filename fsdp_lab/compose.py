@@ -175,7 +175,7 @@ def _typed(own: DictConfig, check_keys: bool) -> NightlyConfig:
         open_groups = [group for group in OPEN_GROUPS if group != "optimizer" or own.optimizer.get("_target_")]
         unknown = [key for key in _leaves(own) if key not in _KEYS and key.partition(".")[0] not in open_groups]
         if unknown:
-            raise ConfigError(f"unknown key {unknown[0]}. {valid_keys(unknown[0])}")
+            raise ConfigError(f"{unknown[0]} is not a key. {valid_keys(unknown[0])}")
     opened = {
         group: kind.of_keys(OmegaConf.to_container(own[group], resolve=True), f"{group}.")  # type: ignore[arg-type, attr-defined]
         for group, kind in (("model", ModelConfig), ("data", DataConfig), ("optimizer", OptimizerConfig))
