@@ -18,7 +18,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -28,14 +28,51 @@ from fsdp_lab.config import ConfigError, machine
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).with_name("messages.txt")
 PASSWORD = "pass4711"  # each one in the table: no message repeats it
-SLOW = ("ray", "torch", "mlflow")  # no refusal of the table imports them
+SLOW = ("ray", "torch", "mlflow")  # no refusal of the table imports them, but for `_DATA`
 COMMANDS = TRIAL, FORECAST, SWEEP = "fsdp_lab", "fsdp_lab.forecast", "fsdp_lab -m"
 _ONE_CELL = ("sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=always")
-# What a user's own options lack, for --config-dir=mine.
+# What is in the folder of each command: a user's options that lack something, a project, and files of data.
 _FILES = {
-    "task/tab.yaml": "loss: a.b\n\tunit: samples\n",
-    "experiment/no_package.yaml": "defaults:\n  - override /model: mine\n",
-    "experiment/no_override.yaml": "# @package _global_\nmodel:\n  _target_: fractions.Fraction\n  width: 4\n",
+    "mine/task/tab.yaml": "loss: a.b\n\tunit: samples\n",
+    "mine/experiment/no_package.yaml": "defaults:\n  - override /model: mine\n",
+    "mine/experiment/no_override.yaml": "# @package _global_\nmodel:\n  _target_: fractions.Fraction\n  width: 4\n",
+    "my_project/__init__.py": "",
+    "my_project/broken.py": "def",
+    "my_project/needs.py": "import nowhere_to_be_found",
+    "my_project/net.py": """
+import math as F
+
+a_number = 3
+
+class Block: pass
+
+class Net:
+    def __init__(self, width, depth=2): pass
+
+class Wraps:
+    def __init__(self, inner, others=()): pass
+
+class Linear:
+    def __init__(self, rows, columns): pass
+
+class Summariser:
+    def __init__(self, vocab_size=384): pass
+
+class Corpus:
+    def __init__(self, split, noise=0.0): pass
+
+class Loss:
+    def __init__(self, weight=None): pass
+
+def without_split(noise): pass
+def loss(model, batch): pass
+def loss_of_the_model_alone(model): pass
+""",
+    "two/a.csv": "",
+    "two/b.csv": "",
+    "columns/wikihowAll.csv": "title,summary,text\n",
+    "spaces/wikihowAll.csv": "a b\n",
+    "nothing/wikihowAll.csv": "\n",
 }
 
 _BY_EACH = """
@@ -79,6 +116,37 @@ cluster=adress                          | cluster=adress address
 --config-dir=mine experiment=no_package | @package /model
 --config-dir=mine experiment=no_override | fractions.Fraction /model
 """
+_CODE = """
+model._target_=my_projct.net.Net        | model._target_=my_projct.net.Net my_project
+model._target_=my_project.nte.Net       | model._target_=my_project.nte.Net
+model._target_=my_project.net.Nte       | model._target_=my_project.net.Nte
+model._target_=Net                      | model._target_=Net my_project.net.Net
+model._target_=my_project.net.F         | model._target_=my_project.net.F
+task.loss=my_project.net.a_number       | task.loss=my_project.net.a_number
+model._target_=my_project.broken.Net    | my_project.broken SyntaxError
+model._target_=my_project.needs.Net     | my_project.needs nowhere_to_be_found
+model._target_=my_project.net.Net model.widht=4 | model.widht=4 width depth
+model._target_=my_project.net.Net       | model.width=<value>
+model._target_=my_project.net.Linear    | model.rows model.columns model.rows=<value>
+model._target=my_project.net.Net        | model._target=my_project.net.Net _target_
+model.num_layer=4                       | model.num_layer=4 num_layers
+model.num_layers=many                   | model.num_layers=many
+data._target_=my_project.net.Corpus data.nois=1 | data.nois=1 noise
+data._target_=my_project.net.without_split data.noise=1 | without_split split
+data._target_=my_project.net.Corpus data.split=train | data.split=train
+model._target_=my_project.net.Wraps model.inner._target_=my_project.net.Net model.inner.widht=4 | model.inner.widht=4
+'model.inner=[{_target_: my_project.net.Nte}]' model._target_=my_project.net.Wraps | model.inner.0._target_
+'data.noise={_target_: my_project.net.loss, _partial_: true}' data._target_=my_project.net.Corpus | data.noise._partial_
+model=custom                            | model=custom model._target_
+task=custom                             | task=custom task.loss=null
+task=model_loss task.loss=my_project.net.loss | task=model_loss task.loss=my_project.net.loss
+task.loss=my_project.net.loss_of_the_model_alone | loss_of_the_model_alone(model, batch)
+task.loss=my_project.net.Loss           | task.loss=my_project.net.Loss
+model.block_classes=[my_project.net.Blok] model._target_=my_project.net.Net model.width=4 | my_project.net Blok
+task=language model=mlp data._target_=my_project.net.Corpus | task=language data=digits data=pydoc
+--config-dir=nowhere model=mine         | nowhere
+--config-dir=mine model=mien            | model=mien vit_tiny
+"""
 _UNLESS_SWEPT = """
 optimizer.lr=1e-3,1e-2                  | optimizer.lr=1e-3,1e-2 -m
 optimizer.lr=choice(1,2)                | optimizer.lr=choice(1,2) -m
@@ -87,6 +155,24 @@ _WHERE_IT_RUNS = """
 cluster.num_workers=5000                | cluster.num_workers=5000
 data=fashion_mnist data.download=false data.root=nowhere | data.root=nowhere data=digits
 nightly.repeats=2                       | nightly.repeats fsdp_lab.nightly
+model.num_classes=7                     | model.num_classes=7 model.num_classes=10
+"""
+_DATA = """
+data=synthetic_tokens model=custom      | model.vocab_size
+task=classification model=lm_tiny       | data=digits data=pydoc
+model=vit_tiny data=pydoc               | data=digits data=pydoc
+model=lm_tiny data=digits               | data=digits data=pydoc
+task=language model.vocab_size=255      | model.vocab_size=255 model.vocab_size=256
+model=llama3_1b data.vocab_size=128257  | model.vocab_size=128256 data.vocab_size=128257
+model._target_=my_project.net.Summariser data=wikihow data.root=nowhere | data.root=nowhere wikihowAll.csv
+model._target_=my_project.net.Summariser data=wikihow data.root=two | data.root=two wikihowAll.csv
+model._target_=my_project.net.Summariser data=wikihow data.root=columns | columns/wikihowAll.csv headline
+model._target_=my_project.net.Summariser data=wikihow data.root=spaces | spaces/wikihowAll.csv headline
+model._target_=my_project.net.Summariser data=wikihow data.root=nothing | nothing/wikihowAll.csv headline
+model._target_=my_project.net.Summariser data=pydoc_summaries task=classification | task=classification
+model._target_=my_project.net.Summariser data=pydoc_summaries data.target_len=1 | data.target_len=1
+model._target_=my_project.net.Summariser data=pydoc_summaries data.tokenizer=no.json | data.tokenizer=no.json
+model._target_=my_project.net.Summariser data=pydoc_summaries model.vocab_size=300 | model.vocab_size=300 384
 """
 _BY_FORECASTS = """
 forecast.largest_microbatch=true        | forecast.largest_microbatch=true forecast.capacity_gib=24
@@ -180,6 +266,10 @@ sharding=root sharding.blocks_per_unit=3 | sharding.blocks_per_unit=3 sharding=r
 sharding=ddp sharding.separate_reduce_scatter_group=true | sharding=ddp sharding.separate_reduce_scatter_group=false
 sharding=per_layer activation_checkpointing=selective | sharding=per_layer activation_checkpointing=selective
 precision.float8=true                   | precision.float8=true precision=float8
+task.loss_chunks=4                      | task.loss_chunks=4 task=classification
+checkpoint.export_best=true checkpoint.mode=off | checkpoint.export_best=true checkpoint.mode=off
+checkpoint.mode=sync checkpoint.export_best=true checkpoint.keep_best=false | \
+    checkpoint.export_best=true checkpoint.keep_best=false
 optimizer.momentum=0.9                  | optimizer.momentum=0.9 optimizer=adam optimizer=sgd
 optimizer=sgd optimizer._target_=fractions.Fraction | optimizer._target_=fractions.Fraction optimizer=sgd custom
 optimizer=sgd optimizer.implementation=fused | optimizer.implementation=fused optimizer=sgd foreach
@@ -207,21 +297,25 @@ class Refusal:
         words: as they are typed; variables of the environment come first.
         names: what the message must contain.
         commands: those that refuse the words, with the same message.
+        imports: the slow libraries that reading the data takes.
     """
 
     words: str
     names: list[str]
     commands: tuple[str, ...]
+    imports: tuple[str, ...] = ()
 
 
 def refusals() -> Iterator[Refusal]:
     """Give every row that commands refuse."""
     yield from _rows(_BY_EACH, TRIAL, FORECAST, SWEEP)
+    yield from _rows(_CODE, TRIAL, FORECAST, SWEEP)
     yield from _rows(_UNLESS_SWEPT, TRIAL, FORECAST)
     yield from _rows(_WHERE_IT_RUNS, TRIAL, SWEEP)
     yield from _rows(_BY_FORECASTS, FORECAST, SWEEP)
     yield from _rows(_BY_A_TRIAL, TRIAL)
     yield from _rows(_BY_A_SWEEP, SWEEP)
+    yield from (replace(row, imports=("torch",)) for row in _rows(_DATA, TRIAL))  # the last: no other imports it
 
 
 def rules() -> Iterator[Refusal]:
@@ -283,10 +377,11 @@ def _answer_all(asked: Sequence[Sequence[str]]) -> Iterator[Answer]:
         folder = patched.enter_context(tempfile.TemporaryDirectory())
         patched.enter_context(chdir(folder))
         for name, text in _FILES.items():
-            file = Path("mine", name)
+            file = Path(name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
         os.environ["PATH"] = folder
+        sys.path.insert(0, folder)  # as `python -m` has it
         for words, command in asked:
             yield _answer(words, command)
             shutil.rmtree("outputs", ignore_errors=True)
@@ -320,7 +415,7 @@ def _answer(words: str, command: str) -> Answer:
             traceback.print_exc()
             status = 1
     message = err.getvalue().removeprefix(f"{command.removesuffix(' -m')}: ").replace(folder, "<folder>")
-    left = [] if command == TRIAL else sorted({*os.listdir()} - {"mine"})
+    left = [] if command == TRIAL else sorted({*os.listdir()} - {name.partition("/")[0] for name in _FILES})
     return Answer(words, command, status, out.getvalue(), message, [name for name in SLOW if name in sys.modules], left)
 
 

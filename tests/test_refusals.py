@@ -43,12 +43,13 @@ def in_turn(first: int) -> dict[str, list[Refusal]]:
 
 def check(given: Iterable[Answer]) -> None:
     """Check every answer, and report all that are wrong: each is one line, the same for every command."""
-    names = {row.words: row.names for row in [*refusals(), *rules(), *combinations()]}
+    rows = {row.words: row for row in [*refusals(), *rules(), *combinations()]}
     expected, wrong = whole_messages(), []
     for answer in given:
-        lacks = [name for name in names[answer.words] if name not in answer.message]
+        row = rows[answer.words]
+        lacks = [name for name in row.names if name not in answer.message]
         refused = (answer.status, answer.out, answer.message) == (2, "", f"{expected.get(answer.words)}\n")
-        if lacks or not refused or answer.imported or answer.left:
+        if lacks or not refused or {*answer.imported} - {*row.imports} or answer.left:
             wrong.append(f"{answer}, expected {expected.get(answer.words)}, lacks {lacks}")
     assert not wrong, "\n".join(wrong)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_lab.config import CombinationError, UserError
+from fsdp_lab.config import UserError
 from fsdp_lab.training.export import load_exported
 from tests.ranks import Memo, config, run_ranks, selected
 from tests.training.reference import Run, digits, resize, train_unsharded
@@ -156,11 +156,3 @@ def test_the_weights_of_the_best_epoch_are_exported(trained: Trained, best: str)
     assert one.best.keys() == one.there.keys()
     assert all(torch.equal(one.best[key], one.there[key]) for key in one.there)
     assert not all(torch.equal(one.best[key], one.last[key]) for key in one.last)
-
-
-@pytest.mark.parametrize("lacks", ["checkpoint.mode=off", "checkpoint.keep_best=false"])
-def test_what_is_not_kept_is_not_exported(lacks: str) -> None:
-    with pytest.raises(
-        CombinationError, match=f"checkpoint.export_best=true with {lacks}: there is no best checkpoint"
-    ):
-        config("checkpoint.mode=sync", "checkpoint.export_best=true", lacks).check(2)

@@ -13,6 +13,7 @@ from fsdp_lab.training.parallelize import apply_to_blocks, sharding_units
 from fsdp_lab.workloads.build import build_model_spec
 from fsdp_lab.workloads.construct import Blueprint
 from tests.ranks import config
+from tests.training.units import names_of
 
 
 def build(trial: TrialConfig, device: str = "meta") -> nn.Module:
@@ -105,8 +106,7 @@ def unit_names(*overrides: str) -> list[str]:
     model = build(trial)
     blocks = find_block_classes(model)
     apply_to_blocks(model, blocks, trial)
-    names = {id(module): name for name, module in model.named_modules()}
-    return [names[id(unit)] for unit in sharding_units(model, blocks, trial.sharding)]
+    return names_of(model, sharding_units(model, blocks, trial.sharding))
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.language.llama import Llama, RotaryEmbedding
+from tests.operators import Operators
 
 SMALL: dict[str, Any] = {
     "vocab_size": 50, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 16,
@@ -118,25 +118,14 @@ def test_a_loss_in_parts_has_the_value_and_the_gradients_of_the_whole(chunks: in
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the most elements that a tensor had."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            self.elements = max(self.elements, out.numel())
-        return out
-
-
 @pytest.mark.parametrize(("chunks", "rows"), [(1, 128), (4, 32)])
 def test_a_loss_in_parts_never_holds_all_logits(chunks: int, rows: int):
     tokens = torch.zeros(2, 128, dtype=torch.int64)
     model = small(vocab_size=5000, max_seq_len=128)
-    with Largest() as largest:
+    sizes: list[int] = []
+    with Operators(lambda _, __, result: sizes.append(result.numel() if isinstance(result, torch.Tensor) else 0)):
         model(tokens, labels=tokens, loss_chunks=chunks)[0].backward()
-    assert largest.elements == 2 * rows * 5000
+    assert max(sizes) == 2 * rows * 5000
 
 
 def test_the_tables_of_rotations_are_shared_and_not_saved():

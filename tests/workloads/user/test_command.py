@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -252,29 +252,3 @@ def test_a_forecast_that_fails_prints_its_reason_and_no_table(project: Path) -> 
     assert done.returncode == 1
     assert "boom" in done.stderr and "forecast peak" not in done.stdout and "written" not in done.stdout
     assert not list((project / "failed").iterdir())
-
-
-# What is typed, and what the message must say; tests/workloads/user/test_target.py has all of one kind.
-REFUSED = [
-    (
-        ["model._target_=my_project.net.Net", "model.widht=4"],
-        ["has no parameter widht", "takes: width, depth."],
-    ),
-    (["model.num_layer=4"], ["model.num_layer=4", "Did you mean num_layers?"]),
-    (["model._target=my_project.net.Net"], ["model._target=my_project.net.Net", "Did you mean _target_?"]),
-    (["model.num_layers=many"], ["model.num_layers=many", "use a whole number"]),
-    (["--config-dir=nowhere", "model=mine"], ["nowhere", "not found"]),
-    (["--config-dir=conf_of_mine", "model=mien"], ["model=mien is not an option", "mine", "vit_tiny"]),
-    (NO_FILES, [OF_FILES, "lacks Fashion-MNIST's train-images"]),
-]
-
-
-def test_bad_input_is_reported_before_ray_starts(project: Path, refusal: Callable[..., str]) -> None:
-    def check(rows: Sequence[tuple[Sequence[str], list[str]]], *flag: str) -> None:
-        for words, expected in rows:
-            message = refusal(*words, *ONE_CELL, *flag)
-            assert [each for each in expected if each not in message] == [], message
-
-    check(REFUSED[::2], "-m")
-    assert not (project / "outputs").exists()
-    check(REFUSED[1::2])

@@ -99,10 +99,6 @@ def empty(split):
     return []
 
 
-def without_split(noise):
-    return Corpus("train", noise)
-
-
 class Unreadable(Corpus):
     """Most items cannot be read."""
 

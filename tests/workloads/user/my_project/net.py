@@ -49,10 +49,6 @@ def loss_with_penalty(model, batch):
     return loss(model, batch) + 0.01 * model.head.weight.pow(2).mean()
 
 
-def loss_of_the_model_alone(model):
-    return model.head.weight.mean()
-
-
 def loss_as_a_number(model, batch):
     return loss(model, batch).item()
 
@@ -69,9 +65,6 @@ def labels(model, batch):
 
 def digits(width):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10))
-
-
-a_number = 3
 
 
 class WithLoss(Net):
