@@ -260,17 +260,17 @@ _NO_MATTER = (
 )  # fmt: skip
 
 
-def unsharded(row: Row, wrong: str = "", device: str = "cpu") -> Run:
+def unsharded(row: Row, device: str = "cpu") -> Run:
     """Train a row's workload by its plain script; see `Script.train`."""
     keys = (word for word in row.cell.split() if word.split("=")[0].split(".")[0] in _MATTERS)
-    return _unsharded(row.workload, tuple(word for word in keys if not word.startswith(_NO_MATTER)), wrong, device)
+    return _unsharded(row.workload, tuple(word for word in keys if not word.startswith(_NO_MATTER)), device)
 
 
 @cache
-def _unsharded(workload: str, words: tuple[str, ...], wrong: str, device: str) -> Run:
+def _unsharded(workload: str, words: tuple[str, ...], device: str) -> Run:
     torch.set_num_threads(1)
     known = WORKLOADS[workload]
-    return known.train(config(*known.words, *VIT, *words), wrong, device)
+    return known.train(config(*known.words, *VIT, *words), device)
 
 
 def _close(forecast: Peaks, measured: Peaks) -> bool:

@@ -112,6 +112,19 @@ def train_all(cases: list[list[str]], folder: str = "") -> list[tuple[list[float
     return results
 
 
+def train_leaving(
+    pattern: str, cases: list[list[str]]
+) -> list[tuple[list[float], list[dict[str, float]], dict[str, bytes]]]:
+    """As `train_all`, and for each the files of these names that this rank left in the trial's folder."""
+    results = []
+    for overrides in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            ((losses, reported),) = train_all([overrides], folder)
+            files = {path.name: path.read_bytes() for path in Path(folder).glob(pattern)}
+        results.append((losses, reported, files))
+    return results
+
+
 def selected(request: pytest.FixtureRequest, argument: str) -> list[Any]:
     """Return the values of a parametrised argument with which tests of this file run: a fixture trains no others."""
     own = [item for item in request.session.items if item.path == request.path]

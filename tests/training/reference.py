@@ -21,15 +21,6 @@ from fsdp_lab.config import TrialConfig
 from fsdp_lab.config.target import import_callable
 from fsdp_lab.workloads.build import build_model_spec
 
-# A mistake to make on purpose -> the gradients that it takes: those of two ranks added up instead of averaged, of the
-# first of two ranks alone, of the last of two microbatches alone, and the mean of two ranks' means.
-MISTAKES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "sum": lambda whole, first, last: 2 * whole,
-    "one_rank": lambda whole, first, last: first,
-    "last_microbatch": lambda whole, first, last: last,
-    "mean_of_means": lambda whole, first, last: (first + last) / 2,
-}
-
 
 @dataclass
 class Run:
@@ -57,12 +48,11 @@ class Script:
     loss: Callable[[nn.Module, Any], Tensor]
     accuracy: Callable[[nn.Module, Any], float] | None = None
 
-    def train(self, trial: TrialConfig, wrong: str = "", device: str = "cpu") -> Run:
+    def train(self, trial: TrialConfig, device: str = "cpu") -> Run:
         """Train on one process in float32.
 
         Args:
             trial: its model, data, optimizer and batches count; the rest does not.
-            wrong: a mistake to make on purpose: one of `MISTAKES`, or `no_clip`.
             device: where the model computes. Its first weights are drawn on the CPU.
         """
         items = self.split("train")
@@ -72,23 +62,14 @@ class Script:
         for indices in batches(trial, len(items)):
             batch = _on(device, default_collate([items[i] for i in indices]))
             optimizer.zero_grad()
-            losses.append(self._backward(model, batch, wrong))
-            if trial.training.max_grad_norm is not None and wrong != "no_clip":
+            loss = self.loss(model, batch)
+            loss.backward()
+            losses.append(loss.item())
+            if trial.training.max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), trial.training.max_grad_norm)
             optimizer.step()
         weights = {name: value.detach() for name, value in model.state_dict().items()}
         return Run(losses, weights, *self._validate(model.eval(), trial, device))
-
-    def _backward(self, model: nn.Module, batch: Any, wrong: str) -> float:
-        """Compute the gradients of a batch, and return its loss."""
-        whole = self.loss(model, batch)
-        learned = whole
-        if wrong in MISTAKES:
-            half = len(_first_tensor(batch)) // 2
-            parts = (tree_map(lambda x, part=part: x[part], batch) for part in (slice(half), slice(half, None)))
-            learned = MISTAKES[wrong](whole, *(self.loss(model, part) for part in parts))
-        learned.backward()
-        return whole.item()
 
     def _validate(self, model: nn.Module, trial: TrialConfig, device: str) -> tuple[float, float | None]:
         items = self.split("val")
@@ -110,10 +91,6 @@ def batches(trial: TrialConfig, count: int) -> list[list[int]]:
 
 def _on(device: str, batch: Any) -> Any:
     return tree_map(lambda x: x.to(device), batch)
-
-
-def _first_tensor(batch: Any) -> Tensor:
-    return next(iter(batch.values())) if isinstance(batch, dict) else batch[0] if isinstance(batch, list) else batch
 
 
 @lru_cache(maxsize=1)
@@ -170,14 +147,14 @@ def _share_of_right_answers(model: nn.Module, batch: list[Tensor]) -> float:
     return (model(batch[0]).argmax(1) == batch[1]).float().mean().item()
 
 
-def train_unsharded(config: TrialConfig, wrong: str = "", device: str = "cpu") -> Run:
+def train_unsharded(config: TrialConfig, device: str = "cpu") -> Run:
     """Train one of our image classifiers on one process in float32; see `Script.train`."""
 
     def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
 
     build, split = build_model_spec(config.model).build, partial(Digits, size=config.model.sizes()["image_size"])
-    return Script(build, split, loss, _share_of_right_answers).train(config, wrong, device)
+    return Script(build, split, loss, _share_of_right_answers).train(config, device)
 
 
 def apart(a: list[float], b: list[float]) -> float:

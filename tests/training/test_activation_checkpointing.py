@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.config import UserError
 from fsdp_lab.config.compare import effective_settings
 from fsdp_lab.training.activation_checkpointing import check_no_unit_inside, checkpoint_blocks
 from fsdp_lab.training.blocks import check_blocks
 from fsdp_lab.training.parallelize import apply_to_blocks, sharding_units
+from tests.operators import Operators
 from tests.ranks import config
 
 NUM_BLOCKS = 6
@@ -37,18 +37,6 @@ class Block(nn.Module):
         return F.gelu(x).exp()
 
 
-class Calls(TorchDispatchMode):
-    """Counts the operators that run, by their short names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def twice(mode: str, bias: bool = False) -> dict[str, int]:
     """How often operators of the forward pass of one block run in its backward pass, beyond what runs there anyway."""
     counts = []
@@ -56,9 +44,9 @@ def twice(mode: str, bias: bool = False) -> dict[str, int]:
         torch.manual_seed(0)
         (block,) = checkpoint_blocks([Block(bias)], config(f"activation_checkpointing={each}"))
         out = block(torch.randn(3, 8, requires_grad=True)).sum()
-        with Calls() as calls:
+        with Operators() as operators:
             out.backward()
-        counts.append(calls.count)
+        counts.append(Counter(name.removeprefix("aten::") for name in operators.names))
     plain, result = counts
     return {name: n - plain[name] for name, n in result.items() if n > plain[name]}
 

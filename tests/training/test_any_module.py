@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,21 +15,14 @@ from fsdp_lab.workloads.build import build_model_spec, build_workload
 from fsdp_lab.workloads.construct import Blueprint
 from fsdp_lab.workloads.language.pydoc import PydocTokens
 from tests.parity import WORKLOADS
-from tests.ranks import Memo, config, run_ranks
+from tests.ranks import config, run_ranks, train_all
+from tests.training.units import names_of
 from tests.workloads.user.odd import Block, Odd
 
 HALVES = ("bf16", "bf16_mixed")
 SHARDINGS = ("ddp", "root", "per_block", "per_layer", "size_based sharding.min_num_params=80")
 USER = WORKLOADS["user"].words
 NESTED = (Block, nn.LayerNorm)  # the norm is in the block
-
-
-def test_inner_blocks_come_first() -> None:
-    """FSDP2 shards what is nested from the inside out."""
-    model = Blueprint(Odd, seed=0).model
-    names = {id(module): name for name, module in model.named_modules()}
-    units = [names[id(unit)] for unit in sharding_units(model, NESTED, config("sharding=per_block").sharding)]
-    assert units == [f"blocks.{n}{leaf}" for n in range(3) for leaf in (".norm", "")]
 
 
 class Watched(Odd):
@@ -46,12 +37,9 @@ class Watched(Odd):
 
 def tables(cases: list[list[str]]) -> list[Tensor]:
     """On one rank: what is in the model's buffer in the last forward pass of each case."""
-    from fsdp_lab.training import train
-
     results = []
     for words in cases:
-        with tempfile.TemporaryDirectory() as folder:
-            train(config(*USER, f"model._target_={__name__}.Watched", *words), Path(folder), Memo())
+        train_all([[*USER, f"model._target_={__name__}.Watched", *words]])
         results.append(Watched.last)
     return results
 
@@ -61,16 +49,6 @@ def test_buffers_keep_their_precision() -> None:
     cases.append(["sharding=per_block", "precision=fp16", "precision.init_scale=8", "init=meta"])
     for case, got in zip(cases, run_ranks(1, tables, cases)[0], strict=True):
         assert torch.equal(got, Odd().angles) and got.dtype == torch.float32, case
-
-
-def first_losses(cases: list[tuple[str, ...]]) -> list[float]:
-    from fsdp_lab.training import train
-
-    losses: list[float] = []
-    for case in cases:
-        with tempfile.TemporaryDirectory() as folder:
-            train(config(*LANGUAGE, "training.max_steps=1", *case), Path(folder), Memo(), losses.extend)
-    return losses
 
 
 LANGUAGE = ("task=language", "data.seq_len=1024", "data.num_val=1", "training.global_batch_size=2")
@@ -92,9 +70,10 @@ def test_rotary_tables_are_used_in_float32_under_half_precision() -> None:
             tensor.data = tensor.data.bfloat16()
         logits = model(batch[:, :-1]).float()
         expected.append(nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).item())
-    cases = [(f"sharding={s}", f"precision={p}") for s in ("root", "per_block") for p in HALVES]
-    got = run_ranks(1, first_losses, cases)[0]
-    assert got == [expected[0]] * len(cases)
+    step = (*LANGUAGE, "training.max_steps=1")
+    cases = [[*step, f"sharding={s}", f"precision={p}"] for s in ("root", "per_block") for p in HALVES]
+    got = [losses for losses, _ in run_ranks(1, train_all, cases)[0]]
+    assert got == [[expected[0]]] * len(cases)
     assert expected[0] != expected[1], "the tables matter"
 
 
@@ -102,25 +81,6 @@ def test_the_step_on_meta_finds_what_has_no_gradient() -> None:
     trial = config(*USER)
     workload = build_workload(trial.model, trial.data, trial.task)
     assert workload.parameters_without_gradient() == ["unused.weight", "unused.bias"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["sharding=per_block"], ["blocks.0", "blocks.1", "blocks.2"]),
-        # neither the embedding nor the head, which are one parameter
-        (
-            ["sharding=per_layer"],
-            [*(f"blocks.{n}.{leaf}" for n in range(3) for leaf in ("linear", "norm")), "frozen", "unused"],
-        ),
-        (["sharding=size_based", "sharding.min_num_params=80"], ["blocks.0", "blocks.1", "blocks.2"]),
-    ],
-)
-def test_tied_parameters_lie_in_one_unit(overrides: list[str], expected: list[str]) -> None:
-    model = Blueprint(Odd, seed=0).model
-    names = {id(module): name for name, module in model.named_modules()}
-    units = sharding_units(model, find_block_classes(model), config(*overrides).sharding)
-    assert [names[id(unit)] for unit in units] == expected
 
 
 class Held(nn.Module):
@@ -134,17 +94,30 @@ class Held(nn.Module):
         self.again = self.blocks
 
 
+BLOCKS = [f"blocks.{n}" for n in range(3)]
+LEAVES = [f"{block}.{leaf}" for block in BLOCKS for leaf in ("linear", "norm")]
+
+
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
+    ("model", "blocks", "words", "expected"),
     [
-        (["sharding=per_layer"], ["blocks.0", "blocks.1", "blocks.2", "named.a.0", "named.a.1"]),
-        (["sharding=size_based", "sharding.min_num_params=40"], ["named.a"]),
+        # FSDP2 shards what is nested from the inside out.
+        (Odd, NESTED, "per_block", [f"{block}{leaf}" for block in BLOCKS for leaf in (".norm", "")]),
+        # Tied parameters lie in one unit: neither the embedding nor the head, which are one, are units of their own.
+        (Odd, (Block,), "per_block", BLOCKS),
+        (Odd, (Block,), "per_layer", [*LEAVES, "frozen", "unused"]),
+        (Odd, (Block,), "size_based sharding.min_num_params=80", BLOCKS),
+        # Containers without a forward pass are no units.
+        (Held, (), "per_layer", [*BLOCKS, "named.a.0", "named.a.1"]),
+        (Held, (), "size_based sharding.min_num_params=40", ["named.a"]),
     ],
 )
-def test_containers_without_a_forward_pass_are_no_units(overrides: list[str], expected: list[str]) -> None:
-    model = Held()
-    names = {id(module): name for name, module in model.named_modules()}
-    assert [names[id(unit)] for unit in sharding_units(model, (), config(*overrides).sharding)] == expected
+def test_units_of_nested_blocks_tied_parameters_and_containers(
+    model: type[nn.Module], blocks: tuple[type[nn.Module], ...], words: str, expected: list[str]
+) -> None:
+    made = Blueprint(model, seed=0).model
+    units = sharding_units(made, blocks, config(*f"sharding={words}".split()).sharding)
+    assert names_of(made, units) == expected
 
 
 class Named(nn.Module):

@@ -101,17 +101,6 @@ def test_gloo_is_there_where_tensors_on_the_host_are_reduced(
     assert expected.items() <= backends.items() and (gpus == 0 or backends.keys() == expected.keys())
 
 
-def test_the_group_of_asynchronous_checkpoints_reduces_on_the_host_beside_a_default_that_does_not():
-    """What DCP checks before it saves. `fake` on GPUs only stands for NCCL."""
-    dist.init_process_group("cuda:fake", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        host = torch.device("cpu")
-        assert host not in dist.distributed_c10d._get_default_group()._device_types
-        assert host in dist.new_group(backend="gloo")._device_types
-    finally:
-        dist.destroy_process_group()
-
-
 def test_no_other_code_makes_a_group_on_a_gpu():
     """Each call gives a device, or names a backend that has none."""
     calls = []

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.training import loop
 from fsdp_lab.training.loop import token_metrics
 from fsdp_lab.workloads.base import Task
+from tests.operators import Operators
 from tests.parity import WORKLOADS
 from tests.ranks import config, run_ranks, train_all
 from tests.training.reference import digits, first_weights
@@ -56,28 +57,20 @@ def test_the_norm_of_the_gradients_is_that_before_clipping_over_all_ranks() -> N
     assert all(0 <= reported[-1].get("perf/data_wait_share", 0) <= 1 for reported in results)
 
 
-class Reductions(TorchDispatchMode):
-    """Counts the collectives that reduce gradients: of more than a few numbers, which a loss has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = Counter[str]()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func.name().removeprefix("c10d::")
-        if name in ("allreduce_", "_reduce_scatter_base_"):
-            tensor = args[0][0] if name == "allreduce_" else args[0]
-            self.counts[name] += tensor.numel() > 100
-        return func(*args, **(kwargs or {}))
-
-
 def reductions_of_a_step(cases: list[list[str]]) -> list[dict[str, int]]:
-    results = []
+    """The collectives that reduce gradients: of more than a few numbers, which a loss has."""
+    results: list[Counter[str]] = []
+
+    def note(name: str, args: Any, _: Any) -> None:
+        if name in ("c10d::allreduce_", "c10d::_reduce_scatter_base_"):
+            tensor = args[0][0] if name == "c10d::allreduce_" else args[0]
+            results[-1][name.removeprefix("c10d::")] += tensor.numel() > 100
+
     for case in cases:
-        with Reductions() as reductions:
+        results.append(Counter())
+        with Operators(note):
             train_all([case])
-        results.append(dict(reductions.counts))
-    return results
+    return [dict(counts) for counts in results]
 
 
 def test_replicas_reduce_once_a_step_and_shards_each_microbatch() -> None:

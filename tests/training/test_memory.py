@@ -15,7 +15,7 @@ from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.metrics import declared
 from fsdp_lab.profile import CATEGORIES, Event, Holder, Profile
 from fsdp_lab.training.memory import metrics_of_ranks
-from tests.ranks import Memo, config, run_ranks, selected
+from tests.ranks import Memo, config, run_ranks, selected, train_leaving
 
 
 def profile_of(*events: tuple[int, str, str, int], begun: int = 0) -> Profile:
@@ -78,27 +78,13 @@ LEFT = {
 }
 
 
-def leftover(cases: list[list[str]]) -> list[tuple[list[float], list[dict[str, float]], dict[str, str]]]:
-    """Train each case on this rank; its losses, the metrics told, and the profile's files by name."""
-    from fsdp_lab.training import train
-
-    results = []
-    for words in cases:
-        memo, losses = Memo(), list[float]()
-        with tempfile.TemporaryDirectory() as folder:
-            train(config(*words), Path(folder), memo, losses.extend)
-            files = {path.name: path.read_text() for path in Path(folder).glob("memory_*")}
-        results.append((losses, memo.reported, files))
-    return results
-
-
 @pytest.fixture(scope="module")
 def left(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     """Name of the case -> what each of two ranks is left with."""
     cases = {name: [*STEPS, *words] for name, words in LEFT.items()}
     for name in selected(request, "followed"):
         cases |= {f"{name} {p}": [*STEPS, *FOLLOWED[name], f"memory_profile={p}"] for p in ("off", "peaks")}
-    results = run_ranks(2, leftover, list(cases.values()))
+    results = run_ranks(2, train_leaving, "memory_*", list(cases.values()))
     return {name: list(ranks) for name, *ranks in zip(cases, *results, strict=True)}
 
 
@@ -148,7 +134,7 @@ def test_many_ranks_have_no_metrics_of_their_own(ranks: int, expected: int):
 
 def test_a_timeline_is_a_page_for_every_rank(left: dict[str, list[Any]]):
     for rank, (_, _, files) in enumerate(left["timeline"]):
-        page = files[f"memory_timeline_rank{rank}.html"]
+        page = files[f"memory_timeline_rank{rank}.html"].decode()
         assert "encoder.layers.encoder_layer_1.mlp" in page
         assert f"{rank} of 2" in page
         assert "http" not in page.replace("http://www.w3.org", ""), "no network is needed"

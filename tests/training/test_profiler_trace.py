@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from tests.conftest import STORE, run_cli
 from tests.folders import Store
-from tests.ranks import Memo, config, run_ranks
+from tests.ranks import run_ranks, train_leaving
 
 INLINE = (
     "engine=inline", "model=mlp", "forecast.enabled=false", "export=false", "checkpoint.mode=off", "data.num_train=256",
@@ -31,20 +30,6 @@ CASES = (
 )
 
 
-def traced(cases: list[list[str]]) -> list[tuple[list[float], dict[str, float], dict[str, bytes]]]:
-    """Of each case the losses, the last metrics, and the traces in the folder of this rank."""
-    from fsdp_lab.training import train
-
-    results = []
-    for words in cases:
-        memo, losses = Memo(), list[float]()
-        with tempfile.TemporaryDirectory() as folder:
-            train(config(*words), Path(folder), memo, losses.extend)
-            files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if "trace" in path.name}
-        results.append((losses, memo.reported[-1], files))
-    return results
-
-
 def events_of(content: bytes) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = json.loads(gzip.decompress(content))["traceEvents"]
     return events
@@ -52,7 +37,7 @@ def events_of(content: bytes) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def results() -> tuple[list[Any], list[Any]]:
-    first, second = run_ranks(2, traced, [[*STEPS, *case] for case in CASES])
+    first, second = run_ranks(2, train_leaving, "*trace*", [[*STEPS, *case] for case in CASES])
     return first, second
 
 
@@ -70,7 +55,7 @@ def test_three_steps_of_rank_0_are_recorded(results: tuple[list[Any], list[Any]]
 
 
 def test_recorded_steps_change_no_loss_and_are_not_timed(results: tuple[list[Any], list[Any]]) -> None:
-    (plain, timed, _), (recorded, less, _), *_ = results[0]
+    (plain, (*_, timed), _), (recorded, (*_, less), _), *_ = results[0]
     assert plain == recorded
     assert (timed["perf/timed_steps"], less["perf/timed_steps"]) == (6, 2), "one more starts the profiler"
     assert timed["memory/peak_bytes"] == less["memory/peak_bytes"]

@@ -10,26 +10,15 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.config import UserError
 from fsdp_lab.training.parallelize import in_groups, separate_reduce_scatter_group, sharding_units
+from tests.operators import Operators
 from tests.ranks import config, run_ranks
 from tests.training.test_torch_private import groups_made
+from tests.training.units import names_of
 
 NUM_BLOCKS = 4  # of vit_tiny
-
-
-class Gathers(TorchDispatchMode):
-    """Counts all-gathers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count += func is torch.ops.c10d._allgather_base_.default
-        return func(*args, **(kwargs or {}))
 
 
 def gathers_of_steps(cases: list[list[str]]) -> list[list[int]]:
@@ -51,9 +40,9 @@ def gathers_of_steps(cases: list[list[str]]) -> list[list[int]]:
         batches, counts = [tuple(map(torch.zeros_like, workload.data.example_batch(2)))], []
         for step in range(3):
             followed = record_step(state.model, state.optimizer, tensors_of(batches), ranks.device)
-            with followed if step == 1 else nullcontext(), Gathers() as gathers:
+            with followed if step == 1 else nullcontext(), Operators() as operators:
                 train_step(state, workload.task, batches, trial, ranks.device)
-            counts.append(gathers.count)
+            counts.append(operators.names.count("c10d::_allgather_base_"))
         collected.append(counts)
     return collected
 
@@ -104,7 +93,6 @@ class Holder(Block):
 )
 def test_neighbours_are_children_of_one_module_and_inner_ones_come_first(size: int, groups: list[str]) -> None:
     model = nn.Sequential(Holder(), Holder(), Block())
-    names = {id(module): name for name, module in model.named_modules()}
     units = sharding_units(model, (Block,), config("sharding=per_block").sharding)
-    assert [" ".join(names[id(m)] for m in group) for group in in_groups(model, units, size)] == groups
+    assert [" ".join(names_of(model, group)) for group in in_groups(model, units, size)] == groups
     assert Counter(map(id, units)) == Counter(id(m) for group in in_groups(model, units, size) for m in group)

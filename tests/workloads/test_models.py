@@ -62,18 +62,6 @@ def test_mlp_is_1024_1024_10() -> None:
     torch.testing.assert_close(model(images), by_hand)
 
 
-@pytest.mark.parametrize(
-    ("family", "block", "count"),
-    [("vit_tiny", torchvision.models.vision_transformer.EncoderBlock, 4), ("mlp", nn.Sequential, 1)],
-)
-def test_a_model_names_its_block(family: str, block: type[nn.Module], count: int) -> None:
-    spec = build_model_spec(config(f"model={family}").model)
-    model = spec.build()
-    (block_class,) = find_block_classes(model)
-    assert issubclass(block_class, block)
-    assert sum(isinstance(m, block_class) for m in model.modules()) == count
-
-
 def test_weights_are_those_of_a_plain_script() -> None:
     """With grey images the first convolution is ours, and drawn after all of torchvision's own."""
     for trial in (config("model=vit_tiny", "training.seed=3"), config("model=vit_tiny", "model.num_channels=3")):
