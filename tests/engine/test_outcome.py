@@ -14,8 +14,7 @@ import torch
 from ray.exceptions import OutOfMemoryError, RayActorError
 from torch.utils.data import DataLoader
 
-from fsdp_lab.config import ConfigError, TrialConfig, UserError, to_dict
-from fsdp_lab.engine import job
+from fsdp_lab.config import ConfigError, TrialConfig, UserError
 from fsdp_lab.engine.attempts import Attempts
 from fsdp_lab.engine.failures import code_of, failure_of
 from fsdp_lab.engine.files_of_ranks import at_end, receive
@@ -32,7 +31,11 @@ from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.storage import Storage, StorageAway
 from tests.conftest import FakeGpus
 
-GONE = Reason.of(Code.error, rank=1, error="FileNotFoundError", text="/out/3")
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none to ask for the node of a rank that died."""
+    monkeypatch.setattr("fsdp_lab.engine.attempts.dead_node_of", lambda folder, rank: None)
 
 
 def reporter_of(folder: Path) -> RankReporter:
@@ -95,23 +98,6 @@ def test_cublas_that_did_not_start_is_out_of_memory_where_little_is_left(
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
     assert code_of(error) == code
-
-
-def test_out_of_memory_is_an_outcome_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Ray's part stands in: what is looked at is what is made of the failures that it leaves."""
-
-    def fit(*_: object) -> None:
-        record_failure(tmp_path, failure_of(RuntimeError("Connection reset by peer"), 1, Code.peer_lost))
-        record_failure(tmp_path, failure_of(torch.OutOfMemoryError("CUDA out of memory"), 0, Code.out_of_memory))
-        raise RuntimeError("a worker failed")
-
-    monkeypatch.setattr(job, "fit", fit)
-    config = to_dict(TrialConfig())
-    job.run_job(job.Job(config, str(tmp_path), 2, 1.0, False, ".", None, 600.0, 1, True), lambda metrics: None)
-    outcome = read_outcome(tmp_path)
-    assert outcome is not None
-    assert outcome.status == "oom" and outcome.reason is not None and outcome.reason.code is Code.out_of_memory
-    assert reason_text(outcome.reason) == "rank 0: OutOfMemoryError: CUDA out of memory"
 
 
 def test_a_gpu_that_pytorch_does_not_see_is_reported(
@@ -255,10 +241,7 @@ def test_a_lost_epoch_that_is_reported_again_comes_back_to_its_place(tmp_path: P
     ],
     ids=["raised by a rank", "killed by Ray for lack of memory", "killed"],
 )
-def test_why_a_worker_ended_is_told(
-    error: Exception, code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("fsdp_lab.engine.attempts.dead_node_of", lambda folder, rank: None)  # there is no Ray to ask
+def test_why_a_worker_ended_is_told(error: Exception, code: str, message: str, tmp_path: Path):
     Attempts(tmp_path, lambda: None).note_deaths({1: error})
     (failure,) = read_failures(tmp_path)
     assert (failure.reason.code, reason_text(failure.reason)) == (code, message)
@@ -276,7 +259,6 @@ def test_a_kill_by_the_kernel_counts_for_a_rank_that_ended_then(
     kills: list[int], log: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The kernel's counts are planted, one for each look and the last when the rank has ended."""
-    monkeypatch.setattr("fsdp_lab.engine.attempts.dead_node_of", lambda folder, rank: None)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").write_text(log)
     attempts, counts = Attempts(tmp_path, lambda: None), iter(kills)
@@ -306,7 +288,6 @@ def test_what_would_fail_again_is_not_tried_again(code: Code, final: bool, tmp_p
 
 
 def test_a_crash_of_an_earlier_attempt_is_no_cause_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fsdp_lab.engine.attempts.dead_node_of", lambda folder, rank: None)
     monkeypatch.setattr("fsdp_lab.engine.attempts.release_placement_group", lambda folder: None)
     attempts = Attempts(tmp_path, lambda: None)
     (tmp_path / "logs").mkdir()

@@ -66,6 +66,7 @@ def test_a_rank_that_is_asked_answers_with_its_stack_and_its_place_is_found(stac
 
 
 def test_a_rank_in_a_collective_waits_for_the_stuck_one(stack: list[Frame], tmp_path: Path):
+    assert find_stuck(tmp_path, {}) is None, "without an answer no rank is accused"
     waiting = {10: WAITS, 2: WAITS, 3: []}
     waits = find_stuck(tmp_path, waiting)
     assert waits is not None and (waits["rank"], waits["place"]) == (
@@ -74,10 +75,6 @@ def test_a_rank_in_a_collective_waits_for_the_stuck_one(stack: list[Frame], tmp_
     )
     stuck = find_stuck(tmp_path, {**waiting, 11: stack})
     assert stuck is not None and stuck["rank"] == 11 and stuck["place"].endswith(" in init_weights")
-
-
-def test_without_an_answer_no_rank_is_accused(tmp_path: Path):
-    assert find_stuck(tmp_path, {}) is None
 
 
 def test_stacks_are_dumped_before_a_trial_is_ended_for_want_of_progress():
