@@ -69,7 +69,6 @@ class Trial:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """Every key of the config, dotted."""
         return flatten(self.config)
 
     @property
@@ -299,7 +298,6 @@ def check(config: SweepConfig) -> None:
 
 
 def single_trial(cfg: DictConfig) -> Trial:
-    """Return the trial that Hydra is running."""
     hydra = HydraConfig.get()
     with open_dict(cfg):
         cfg.hydra = hydra

@@ -105,7 +105,6 @@ class Metric:
         return "<" in self.key
 
     def matches(self, key: str) -> bool:
-        """Whether the key is this metric's, or one of this family's."""
         if not self.is_family:
             return key == self.key
         return re.fullmatch(re.sub("<[a-z]+>", "[a-z_]+", self.key.replace("<r>", r"\d+")), key) is not None

@@ -72,7 +72,6 @@ class Column:
 
     @property
     def longest(self) -> int:
-        """The width of its longest cell, in characters."""
         return max((cell_len(str(cell)) for cell in self.cells), default=0)
 
     @property

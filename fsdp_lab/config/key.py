@@ -184,5 +184,4 @@ def below_one(value: float) -> str | None:
 
 
 def divisors(number: int) -> str:
-    """Return the divisors of a number as text, for the remedy of a message."""
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

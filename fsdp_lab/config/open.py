@@ -32,7 +32,6 @@ class OpenGroup:
         return made  # type: ignore[no-any-return]
 
     def to_keys(self) -> dict[str, Any]:
-        """Return the plain values, as they are typed."""
         own = {typed: getattr(self, name) for typed, name in _typed_names(type(self)).items()}
         return {"_target_": own.pop("_target_"), **typing.cast(Any, self).arguments, **own}
 

@@ -70,7 +70,6 @@ def import_object(path: str, key: str) -> Any:
 
 
 def _import_module(parts: list[str], typed: str) -> tuple[Any, list[str]]:
-    """Return the longest prefix that is a module, and the names that remain."""
     for count in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:count])
         try:

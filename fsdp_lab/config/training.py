@@ -181,7 +181,6 @@ class OptimizerConfig(OpenGroup):
         return made
 
     def to_keys(self) -> dict[str, Any]:
-        """Return the plain values, as they are typed."""
         keys = super().to_keys()
         return keys if self.target is None else {name: keys[name] for name in _OF_ALL} | self.arguments
 
@@ -196,7 +195,6 @@ class OptimizerConfig(OpenGroup):
         return {"lr": self.lr, **self.arguments}
 
     def paths(self) -> list[str]:
-        """Return the dotted paths of the target and of nested targets."""
         inner = (str(value["_target_"]) for _, value in nested(self.arguments, "optimizer"))
         return [path for path in (self.target, *inner) if path]
 

@@ -86,7 +86,6 @@ class ModelConfig(OpenGroup):
 
     @property
     def is_image_classifier(self) -> bool:
-        """Whether it is one of our models of images."""
         return self.target in _CLASSIFIERS
 
     def sizes(self) -> dict[str, int]:
@@ -131,7 +130,6 @@ class DataConfig(OpenGroup):
 
     @property
     def has_images(self) -> bool:
-        """Whether it is one of our data sets of images."""
         return self.target in _IMAGES
 
     def function(self) -> Any:
@@ -262,5 +260,4 @@ class TaskConfig:
                 check_loss(path, f"task.{name}")
 
     def paths(self) -> list[str]:
-        """Return the dotted paths of the loss and the metrics."""
         return [path for path in (self.loss, self.metrics) if path]

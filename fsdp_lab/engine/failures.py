@@ -18,7 +18,6 @@ _RAISED = re.compile(r"^[\w.]+Error: ", re.MULTILINE)  # before the message in P
 
 
 def failure_of(error: BaseException, rank: int, code: Code) -> RankFailure:
-    """Return the failure of a rank that raised an error."""
     if code is Code.user_error:
         # a process that loads data gives back a whole traceback, with the message at its end
         from_loader = str(error).startswith("Caught ")

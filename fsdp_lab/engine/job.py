@@ -67,7 +67,6 @@ class Job:
 
     @property
     def each(self) -> dict[str, float]:
-        """Resources of a worker."""
         return worker_resources(self.cpus_per_worker, self.use_gpu)
 
 
@@ -201,7 +200,6 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch in a thread until the block ends."""
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         thread.start()
         try:

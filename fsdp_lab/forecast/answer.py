@@ -75,7 +75,6 @@ class ForecastAnswer(Answer):
 
     @property
     def least(self) -> Row:
-        """The setting that needs the least memory."""
         return min(self.rows, key=lambda row: row.forecast.needed_bytes)
 
     @property

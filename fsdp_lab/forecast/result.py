@@ -58,7 +58,6 @@ class ForecastResult:
 
     @property
     def text(self) -> str:
-        """The sentences that the command prints, a line each."""
         return sentences(self.shown, self.axes, self.items, self.answers, self.speed_tolerance)
 
     @property

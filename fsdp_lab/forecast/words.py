@@ -17,7 +17,6 @@ COMPARED = {
 
 
 def words_of_forecasts() -> Any:
-    """Return the template of a forecast's sentences."""
     from fsdp_lab.report.render import environment  # which imports Hydra: a step is followed without it
 
     return environment(False).get_template("forecast_words.j2", globals={"compared": COMPARED}).module

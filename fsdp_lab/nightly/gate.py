@@ -80,7 +80,6 @@ class Finding:
 
     @property
     def is_regression(self) -> bool:
-        """Whether it makes the night a bad one."""
         return self.outcome in _REGRESSIONS
 
 

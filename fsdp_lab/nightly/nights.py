@@ -72,7 +72,6 @@ class Night:
 
     @property
     def is_good(self) -> bool:
-        """Whether it can be a baseline."""
         return self.verdict in (Verdict.good, Verdict.accepted)
 
     @property

@@ -24,7 +24,6 @@ class Row(NamedTuple):
 
 
 def template(name: str) -> Any:
-    """Return a template of this package. If it is HTML, values are escaped."""
     return environment(name.endswith(".html"), "fsdp_lab.nightly").get_template(name)
 
 
@@ -45,7 +44,6 @@ def row(finding: Finding) -> Row:
 
 
 def title(night: Night) -> str:
-    """Return the verdict on a night in a line."""
     return say("title", night)
 
 

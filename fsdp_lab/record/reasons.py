@@ -92,5 +92,4 @@ class Reason:
 
     @property
     def status(self) -> TrialStatus:
-        """The status of a trial that failed for this reason."""
         return _STATUS.get(self.code, TrialStatus.failed)

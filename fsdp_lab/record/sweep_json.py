@@ -89,7 +89,6 @@ def begin_folder(folder: Path, trials: Sequence[Trial]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the libraries that affect results."""
     return {name: importlib.metadata.version(name) for name in _LIBRARIES}
 
 

@@ -48,12 +48,10 @@ class TrialRecord:
 
     @property
     def ended(self) -> bool:
-        """Whether it has a result."""
         return self.status.ended
 
     @property
     def name(self) -> str:
-        """The trial's name in a chart."""
         return f"trial {self.number}: {words(self.setting)}"
 
     @property

@@ -170,7 +170,6 @@ class Progress:
         self.content = {**before, "step": step, "time": time.time()}
 
     def reported(self) -> None:
-        """Record that an epoch is reported."""
         now = time.time()
         self.content = {**self.content, "reported": now, "time": now}
 

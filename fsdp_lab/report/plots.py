@@ -173,7 +173,6 @@ def _draw_front(figure: Any, front: pd.DataFrame, x: str, y: str, better: str) -
 
 
 def _note(table: pd.DataFrame, better: dict[str, str], x: str, y: str, has_bars: bool) -> str:
-    """Return how to read the main chart."""
     ways = ["up" if better[y] == "max" else "down"]
     ways += ["to the right" if better[x] == "max" else "to the left"] if x in better else []
     bars = "Bars are 95 % intervals of samples/s. " if has_bars else ""

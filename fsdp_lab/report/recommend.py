@@ -78,7 +78,6 @@ class Recommendation:
 
     @property
     def able(self) -> list[Setting]:
-        """The settings that qualify."""
         return self.settings.without(self.why_not)
 
 

@@ -36,7 +36,6 @@ class SweepResult:
 
     @property
     def recommendation(self) -> Answer:
-        """The answer of the report."""
         return self.record.recommendation
 
     def plot(self) -> Any:

@@ -82,12 +82,10 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The values as typed."""
         return words(self.values)
 
     @property
     def is_finished(self) -> bool:
-        """Whether one of its trials finished."""
         return TrialStatus.finished in self.statuses
 
     def apart(self, other: Setting) -> str:
@@ -173,7 +171,6 @@ class Settings:
 
     @cached_property
     def loss_key(self) -> str:
-        """The metric of learning."""
         return loss_metric(self.frame)
 
     @cached_property

@@ -48,7 +48,6 @@ class Interval:
 
     @property
     def known(self) -> bool:
-        """Whether there is an interval."""
         return math.isfinite(self.low)
 
 
@@ -76,11 +75,9 @@ class Speeds:
         return Basis.repeats if self._freedom > 0 else Basis.nothing
 
     def speed(self, group: int) -> Interval:
-        """Return the group's speed and its interval."""
         return self._interval(self._means[group], 1 / self._counts[group], groups=2)  # of two groups it is Student's
 
     def ratio(self, a: int, b: int) -> Interval:
-        """Return the speed of a group over that of another, and its interval."""
         if a == b:
             return Interval(1.0, 1.0, 1.0)
         share = 1 / self._counts[a] + 1 / self._counts[b]

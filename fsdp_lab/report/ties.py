@@ -44,7 +44,6 @@ def is_memory_scarce(tied: Sequence[Setting]) -> bool:
 
 
 def break_tie(settings: Settings, tied: Sequence[Setting], raced: bool) -> tuple[Setting, TieBreak]:
-    """Return one of settings that are equally good, and what decided."""
     left = list(tied)
     decided: TieBreak = "speed" if raced and len(tied) == 1 else "order"
     if not raced or settings.rules.predicted or is_memory_scarce(tied):

@@ -93,7 +93,6 @@ class Speed:
 
     @property
     def bound(self) -> str:
-        """The bound that the step would gain most from."""
         return max(self.shares, key=lambda name: self.shares[name])
 
     @property

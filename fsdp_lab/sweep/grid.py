@@ -73,7 +73,6 @@ def fixed_words(parser: OverridesParser, defaults: Mapping[str, str | None], arg
 
 
 def discrete_values(override: Override) -> list[str]:
-    """Return each value as a separate override."""
     key = override.get_key_element()
     if override.is_delete():
         return [override.input_line or key]

@@ -71,7 +71,6 @@ def run_multirun(
 
 
 def _run(plan: SweepPlan, notes: Sequence[str]) -> ExitCode:
-    """Print the plan and run it."""
     print_to_reader(_first_line(plan), *notes)
 
     from fsdp_lab.sweep.start import start_sweep

@@ -72,7 +72,6 @@ def label(number: int, states: Sequence[TrialState]) -> str:
 
 
 def command_line() -> str:
-    """Return the command as it was typed, for the record."""
     return "python -m fsdp_lab " + " ".join(shlex.quote(argument) for argument in sys.argv[1:])
 
 
@@ -99,7 +98,6 @@ def resume_command(folder: Path) -> str:
 
 
 def report_command(folder: Path) -> str:
-    """Return the command that reports on a sweep from this working directory."""
     return shlex.join(["python", "-m", "fsdp_lab.report", f"sweep={relative(folder)}"])
 
 

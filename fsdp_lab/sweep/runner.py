@@ -255,7 +255,6 @@ class SweepRun:
             raise
 
     def has_more(self) -> bool:
-        """Whether a trial is still to be begun."""
         return self.state.open or (self.plan.search is not None and self.plan.search.has_more())
 
     def next(self) -> int | None:

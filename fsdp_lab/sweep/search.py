@@ -47,7 +47,6 @@ class Space:
     dimensions: dict[str, BaseDistribution]
 
     def overrides(self, params: Mapping[str, Any]) -> list[str]:
-        """Return the overrides of one suggestion, in the order of the command line."""
         made = [f"{key}={value!r}" if _is_number(value) else str(value) for key, value in params.items()]
         return [*self.fixed, *made]
 
@@ -182,7 +181,6 @@ class OptunaSearch:
         return sorted({path for cell in cells for path in self._compose(cell, 0).config.code()})
 
     def _categories(self) -> dict[str, list[str]]:
-        """Return the overrides of each dimension that is a list of values."""
         from optuna.distributions import CategoricalDistribution
 
         return {

@@ -39,7 +39,6 @@ class ShutdownGuard:
 
     @property
     def closing(self) -> bool:
-        """Whether the end has begun."""
         return self.over.is_set() or self._sweep.closed
 
     def begin(self) -> None:

@@ -147,7 +147,6 @@ class SweepState:
         self._queue = deque(_in_rounds(self.trials))
 
     def add(self, trial: Trial) -> int:
-        """Append a trial and return its number."""
         self.trials.append(TrialState(trial))
         self._queue.append(len(self.trials) - 1)
         return len(self.trials) - 1
@@ -165,7 +164,6 @@ class SweepState:
 
     @property
     def open(self) -> bool:
-        """Whether a trial is still to get its result."""
         return any(not state.ended for state in self.trials)
 
     def front(self) -> set[int]:

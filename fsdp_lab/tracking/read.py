@@ -85,7 +85,6 @@ def _open(tracking: TrackingConfig) -> tuple[MlflowClient, str]:
 
 
 def _open_run(tracking: TrackingConfig, run_id: str) -> tuple[MlflowClient, dict[str, str]]:
-    """Return a client of the store, and the tags of a run."""
     client, _ = _open(tracking)
     from mlflow.exceptions import MlflowException
 

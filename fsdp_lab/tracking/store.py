@@ -157,7 +157,6 @@ def runs_url(tracking: TrackingConfig) -> str | None:
 
 
 def runs_of(client: MlflowClient, experiment_id: str, sweep_id: str) -> list[Run]:
-    """Return the runs of a sweep."""
     runs: list[Run] = []
     token = None
     while token != "":

@@ -183,7 +183,6 @@ class OnDisk(Place):
         self.folder = folder
 
     def listed(self) -> list[Path]:
-        """Return the folders in the order of their names, which is that of their steps."""
         if self.folder.name.startswith("step_") and (self.folder / META).exists():
             return [self.folder]
         return sorted(f for f in self.folder.glob("step_*") if f.is_dir()) if self.folder.is_dir() else []

@@ -137,7 +137,6 @@ class ParallelDims:
 
     @property
     def dp_degree(self) -> int:
-        """The number of parts of a global batch."""
         return self.dp_replicate * self.dp_shard
 
     @property

@@ -39,7 +39,6 @@ class ProfilerTrace:
             )
 
     def records(self) -> bool:
-        """Return whether the next step is to be recorded."""
         return self._left > 0
 
     @contextmanager

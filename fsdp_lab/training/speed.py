@@ -80,7 +80,6 @@ class StepTimer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting for the loader."""
         begun = time.perf_counter()
         yield
         self._waiting += time.perf_counter() - begun

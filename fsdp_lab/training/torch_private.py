@@ -453,7 +453,6 @@ class Tracker(MemTracker):
         return self._in_opt
 
     def follow(self, tensors: Sequence[Tensor]) -> None:
-        """Count tensors that exist already, as inputs."""
         for tensor in tensors:
             self._update_and_maybe_create_winfos(tensor, _MemRefType.OTH)
 
@@ -604,7 +603,6 @@ def tracker_hooks_removed() -> Iterator[None]:
 
 
 def finished_work() -> Any:
-    """Return the work of a finished collective, as an operator returns it."""
     return FakeWork().boxed()
 
 

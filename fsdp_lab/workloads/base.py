@@ -181,7 +181,6 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
-    """Return the tensors of a batch, or of a list of batches, in their order."""
     if isinstance(batch, Tensor):
         return [batch]
     parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()

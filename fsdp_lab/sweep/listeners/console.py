@@ -94,7 +94,6 @@ class Console(Listener):
                 self.rich.print(Text(line), soft_wrap=True)
 
     def changed(self, sweep: SweepRun, number: int) -> None:
-        """Draw the bar, at a limited rate."""
         if self._draws.is_due:
             with self._draws.kept():
                 self.update(sweep)

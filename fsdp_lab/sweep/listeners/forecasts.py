@@ -244,7 +244,6 @@ def _fail(sweep: SweepRun, forecasts: Mapping[int, Forecast]) -> None:
 
 
 def _recommended(sweep: SweepRun, forecasts: Mapping[int, Forecast]) -> list[int]:
-    """Return the numbers of the trials that a forecast of these recommends."""
     keys = [*PLAIN, *CONDITIONS, "trial"]
     rows = {
         n: Row([*(str(setting(sweep.states[n].trial, key)) for key in keys[:-1]), str(n)], forecast)

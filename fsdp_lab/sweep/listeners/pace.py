@@ -18,7 +18,6 @@ class Pace:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for the next run."""
         return time.monotonic() >= self._due_at
 
     @contextmanager

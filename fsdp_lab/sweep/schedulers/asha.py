@@ -10,7 +10,6 @@ from fsdp_lab.config import SweepConfig
 
 
 def build_scheduler(config: SweepConfig, watched: dict[str, Any]) -> TrialScheduler:
-    """Return asynchronous successive halving, in epochs."""
     settings = config.scheduler
     return AsyncHyperBandScheduler(
         max_t=max(config.training.epochs, settings.grace_epochs) + 1,

@@ -18,7 +18,6 @@ class Median(MedianStoppingRule):
         return TrialScheduler.CONTINUE if decision == TrialScheduler.PAUSE else decision
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-        """Count a trial that has reported the metric."""
         if self.metric in result:
             super().on_trial_complete(tune_controller, trial, result)
 

@@ -12,7 +12,6 @@ from fsdp_lab.record.sweep_json import SweepStart, versions
 
 
 def changes_of_code(record: SweepStart) -> list[str]:
-    """Return the changes of code and libraries, in words."""
     now = versions()
     libraries = [
         f"{name} was {there} and is {now[name]}"

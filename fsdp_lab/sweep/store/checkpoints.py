@@ -42,7 +42,6 @@ def drop_weights(folder: Path) -> None:
 
 
 def drop_stored_weights(storage: Storage) -> None:
-    """Remove the checkpoints of a trial in object storage."""
     # the markers first: a kill leaves data that nothing names, and no checkpoint without its data
     names = sorted(name for name in storage.files() if name.partition("/")[0] in _WEIGHTS)
     storage.delete(sorted(names, key=lambda name: not name.endswith(".json")))

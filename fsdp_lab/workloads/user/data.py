@@ -35,8 +35,6 @@ class Marked(NamedTuple):
 
 
 class Items(Protocol):
-    """A map-style data set."""
-
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
