@@ -6,6 +6,7 @@ import ast
 import csv
 import dataclasses
 import io
+import math
 import re
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from fsdp_lab.report.page import to_html
 from fsdp_lab.report.plots import figures
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
-from fsdp_lab.sweep.listeners.results_csv import results_of
+from fsdp_lab.sweep.listeners.results_csv import rows_of
 from fsdp_lab.sweep.listeners.table import epoch_line
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.tracking.tags import how_to_read
@@ -56,11 +57,21 @@ def finished(number: int, figures: dict[str, float]) -> TrialState:
 
 def test_an_added_metric_is_in_the_table_of_results(added: Metric, tmp_path: Path):
     states = [finished(0, {KEY: 0.0123, "perf/undeclared": 1.0})]
-    write_results(tmp_path, [], results_of(states, [], (), lambda number: ""))
+    write_results(tmp_path, [], rows_of(states, [], (), lambda number: ""))
     (row,) = csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text()))
     assert row[KEY] == "0.0123" and "perf/undeclared" not in row
     columns = list(row)
     assert columns.index("forecast/largest_microbatch") + 1 == columns.index(KEY) < columns.index("checkpoint/save_s")
+
+
+def test_a_figure_has_one_text_whatever_others_have_and_nan_is_measured(tmp_path: Path):
+    losses: list[dict[str, float]] = [{}, {"val/loss": math.nan}, {"epoch": 2, "val/loss": 1e3}]
+    for more in ([], [{"val/loss": 0.5}]):
+        states = [finished(number, figures) for number, figures in enumerate([*losses, *more])]
+        write_results(tmp_path, [], rows_of(states, [], (), lambda number: ""))
+        rows = csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text()))
+        texts = [(row["epoch"], row["val/loss"]) for row in rows]
+        assert texts[:3] == [("1", ""), ("1", "nan"), ("2", "1000")]
 
 
 def test_an_added_metric_is_on_the_terminal(added: Metric):

@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fsdp_lab.files import write_text
 from fsdp_lab.metrics import table_columns
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 _FILE = "results.csv"
 
 
-def write_results(folder: Path, axes: Sequence[str], frame: pd.DataFrame) -> None:
+def write_results(folder: Path, axes: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """Write the table of a sweep.
 
     Args:
         axes: the keys that differ between trials.
-        frame: a row a trial, indexed by its number; what no column of the file has is left out.
+        rows: one a trial; a value that no column has is left out.
 
     Raises:
         OSError: the folder cannot be written.
     """
     measured = [column.key for column in table_columns("csv")]
-    columns = ["status", *axes, *measured, "pareto", "seconds", "error", "run_id", "folder"]
-    whole = frame.reindex(columns=columns).convert_dtypes()  # else an epoch would be 2.0
-    write_text(folder / _FILE, whole.to_csv(lineterminator="\n"), parents=False)
+    columns = ["trial", "status", *axes, *measured, "pareto", "seconds", "error", "run_id", "folder"]
+    text = io.StringIO()
+    table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    write_text(folder / _FILE, text.getvalue(), parents=False)
 
 
 def read_run_ids(folder: Path) -> dict[str, str]:

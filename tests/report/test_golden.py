@@ -30,7 +30,7 @@ from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.sweep.listeners.results_csv import results_of
+from fsdp_lab.sweep.listeners.results_csv import rows_of
 from fsdp_lab.sweep.state import SweepState, TrialState
 from tests.conftest import ROOT
 from tests.report.sweeps import REPEATED, ROWS, on_cpu, rounds, sweep, trial
@@ -121,7 +121,7 @@ def table(made: SweepData) -> str:
 
 def csv_of(states: Sequence[TrialState], axes: Sequence[str], front: set[int], run_id: Callable[[int], str]) -> str:
     with TemporaryDirectory() as folder:
-        write_results(Path(folder), axes, results_of(states, axes, front, run_id))
+        write_results(Path(folder), axes, rows_of(states, axes, front, run_id))
         return Path(folder, "results.csv").read_text()
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 from fsdp_lab.config.convert import value_text
 from fsdp_lab.record.results_csv import write_results
-from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.pace import Pace
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import TrialState
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 class ResultsCsv(Listener):
@@ -49,17 +45,17 @@ class ResultsCsv(Listener):
         try:
             with self._pace.kept():
                 swept = sweep.plan.swept
-                write_results(sweep.folder, swept, results_of(sweep.states, swept, sweep.state.front(), self._run_id))
+                write_results(sweep.folder, swept, rows_of(sweep.states, swept, sweep.state.front(), self._run_id))
         except OSError as error:
             if not self._unwritable:
                 sweep.log(f"{error.filename} is not up to date: {error.strerror}")
             self._unwritable = True
 
 
-def results_of(
+def rows_of(
     states: Sequence[TrialState], swept: Sequence[str], front: Collection[int], run_id: Callable[[int], str]
-) -> pd.DataFrame:
-    """Return a row for each trial.
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of each trial.
 
     Args:
         states: of the trials, in the order of their numbers.
@@ -67,14 +63,16 @@ def results_of(
         front: the trials of the Pareto front, if there are several objectives.
         run_id: returns the id of a trial's run by its number; "": none.
     """
-    frame = SweepRecord("", "", [], list(states), 0.0, 0.0).frame()
-    columns: dict[str, Any] = {
-        **{key: [value_text(setting(state.trial, key)) for state in states] for key in swept},
-        "status": frame["status"].replace(TrialStatus.starting, TrialStatus.waiting),  # for its workers
-        "pareto": ["yes" if number in front else "" for number in frame.index],
-        "seconds": frame["seconds"].round(2),
-        "error": [reason_text(state.reason) for state in states],
-        "run_id": [run_id(number) for number in frame.index],
-        "folder": [str(state.trial.folder) for state in states],
-    }
-    return frame.assign(**columns)
+    for number, state in enumerate(states):
+        waits = state.status is TrialStatus.starting  # for its workers
+        yield {
+            **{key: str(figure).removesuffix(".0") for key, figure in state.figures.items()},
+            **{key: value_text(setting(state.trial, key)) for key in swept},
+            "trial": number,
+            "status": TrialStatus.waiting if waits else state.status,
+            "pareto": "yes" if number in front else "",
+            "seconds": None if state.seconds is None else round(state.seconds, 2),
+            "error": reason_text(state.reason),
+            "run_id": run_id(number),
+            "folder": state.trial.folder,
+        }
