@@ -15,7 +15,8 @@ from fsdp_lab.config.conf import OPEN_GROUPS, groups, options_of
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.suggest import closest
 
-_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.ENOENT)
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC)
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 _HYBRID = ("hybrid", "hybrid_shard", "hsdp")  # what others call it
 _REMEDIES = {
     "to Float": "; use a number such as {example}",
@@ -44,11 +45,14 @@ def explain(error: BaseException) -> str | None:
             f"{error.override}: {reason}. Quote a value that contains =, commas or brackets, as in '{key}=\"...\"', "
             f"and close every bracket, as in '{key}=choice(1,2)'."
         )
-    if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename:
-        return (
-            f"{error.filename}: {error.strerror}. Nothing can be written there: free the disk, or set hydra.run.dir "
-            "(hydra.sweep.dir with -m) to a folder that can be written."
-        )
+    if isinstance(error, OSError) and error.filename:
+        if error.errno in _NO_FILE:
+            return f"{error.filename}: {error.strerror}."
+        if error.errno in _UNWRITABLE:
+            return (
+                f"{error.filename}: {error.strerror}. Nothing can be written there: free the disk, or set "
+                "hydra.run.dir (hydra.sweep.dir with -m) to a folder that can be written."
+            )
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}"
         return f"{where} is not valid YAML: {error.problem}. Indent with spaces, and quote special characters."

@@ -178,7 +178,7 @@ _BY_FORECASTS = """
 forecast.largest_microbatch=true        | forecast.largest_microbatch=true forecast.capacity_gib=24
 """
 _BY_A_TRIAL = """
-hydra.run.dir=/proc/nope/x              | /proc/nope hydra.run.dir
+hydra.run.dir=/proc/nope/x              | /proc/nope
 tracking.uri=http://me:pass4711@host     | tracking.uri MLFLOW_TRACKING_PASSWORD
 resume=s3://me:pass4711@bucket/x        | resume
 resume=last                             | resume=last
