@@ -12,46 +12,50 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import UserError
+from fsdp_lab.config.convert import typed
 
-RESTORE = "restore it from a copy, or remove it"
+RESTORE = "restore it from a copy, or remove it"  # a message that ends with it says what is lost then
+_REMOVE = "remove it: the next start writes a new one"
+_UNREADABLE = (ValueError, OverflowError, RecursionError)
 
 
-def read_json(path: Path, remedy: str = RESTORE) -> Any:
-    """Return the content; None for no file.
+def read_object(path: Path, remedy: str = _REMOVE, others: Any = None, **types: Any) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None for no file.
 
     Args:
         remedy: for a file that cannot be read.
+        others: the type of every value that `types` does not name; None: any.
+        **types: of the values of keys, as dataclasses declare them; a key whose type is not optional must be there.
 
     Raises:
-        UserError: the file holds no JSON.
+        UserError: the file cannot be read.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return _object(path.read_text(encoding="utf-8"), others, types)
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except _UNREADABLE as error:
         raise UserError(f"{path} cannot be read ({error}); {remedy}.") from None
 
 
-def read_lines(path: Path, *required: str, remedy: str = RESTORE) -> Iterator[dict[str, Any]]:
-    """Yield the object in each line, but not in a last line that a kill cut short; nothing for no file.
-
-    Args:
-        *required: the keys that each object must have.
-        remedy: for a file that cannot be read.
-
-    Raises:
-        UserError: a line cannot be read.
-    """
+def read_lines(path: Path, remedy: str, others: Any = None, **types: Any) -> Iterator[dict[str, Any]]:
+    """Yield the object in each line, but not in a last line that a kill cut short. Arguments and errors as above."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for number, line in enumerate(text.split("\n")[:-1], 1):
         try:
-            content = json.loads(line)
-            if not isinstance(content, dict) or not content.keys() >= {*required}:
-                raise ValueError(f"it is no object with {', '.join(required)}")
-        except ValueError as error:
+            content = _object(line, others, types)
+        except _UNREADABLE as error:
             raise UserError(f"{path}: line {number} cannot be read ({error}); {remedy}.") from None
         yield content
+
+
+def _object(text: str, others: Any, types: dict[str, Any]) -> dict[str, Any]:
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise ValueError("it is not a JSON object")
+    types = {**(dict.fromkeys(content, others) if others else {}), **types}
+    content |= {key: typed(hint, content.get(key), key) for key, hint in types.items()}
+    return {key: value for key, value in content.items() if value is not None or key not in types}
 
 
 def append_line(path: Path, text: str) -> None:

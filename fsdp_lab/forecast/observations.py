@@ -8,9 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.files import write_json
+from fsdp_lab.files import read_object, write_json
 from fsdp_lab.locks import exclusive
-from fsdp_lab.record.trial_files import read_object
 from fsdp_lab.speed.predict import Parts
 from fsdp_lab.speed.refine import Observation
 

@@ -6,9 +6,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp_lab.files import write_json
+from fsdp_lab.files import RESTORE, read_object, write_json
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial_files import read_object
 
 
 class RankFailure(Exception):
@@ -49,7 +48,8 @@ def read_failures(folder: Path) -> list[RankFailure]:
 
 
 def _read(path: Path) -> RankFailure | None:
-    content = read_object(path, reason=dict, traceback=str, time=(int, float))
+    remedy = f"{RESTORE}: why this rank failed is then not known"
+    content = read_object(path, remedy, reason=dict, traceback=str, time=float)
     reason = Reason.read(content["reason"]) if content else None
     return RankFailure(reason, content["traceback"], content["time"]) if content and reason else None
 

@@ -27,7 +27,9 @@ def read_hydra_file(trial_folder: Path, name: str) -> dict[str, Any]:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
         values: dict[str, Any] = content["hydra"] if name == "hydra.yaml" else content
         values[_LAST_KEYS[name]]
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        if name == "hydra.yaml":
+            values["runtime"]["choices"].items()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
         raise UserError(
             f"{path} cannot be read ({type(error).__name__}: {why}); restore it from a copy, or remove it and resume "

@@ -113,5 +113,5 @@ def read_start(folder: Path, key: str = "resume") -> SweepStart:
         raise UserError(
             f"{key}={folder}: only its owner may read {path}; ask for a copy of the folder that you may read."
         ) from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{key}={folder}: {path} cannot be read ({error}); start a new sweep.") from None

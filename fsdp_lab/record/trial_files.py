@@ -27,13 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import UserError
-from fsdp_lab.files import RESTORE, append_line, read_json, read_lines, sync, write_json, write_text
+from fsdp_lab.files import RESTORE, append_line, read_lines, read_object, sync, write_json, write_text
 from fsdp_lab.locks import InUse, exclusive, share_until_exit
 from fsdp_lab.metrics import FORECAST_WORDS
 from fsdp_lab.record.reasons import Reason
 from fsdp_lab.status import TrialStatus
 
 _OF_OUTCOME = f"{RESTORE}: a resume then ends the trial from its last checkpoint"
+_OF_FORECAST = f"{RESTORE}: the trial then has no forecast"
+_OF_FACTS = f"{RESTORE}: its device and data are then not known"
 _OF_METRICS = f"{RESTORE} and outcome.json: a resume then ends the trial from its last checkpoint"
 
 
@@ -51,26 +53,6 @@ class Outcome:
     seconds: float | None = None
 
 
-def read_object(path: Path, remedy: str = RESTORE, **required: Any) -> dict[str, Any] | None:
-    """Return the object in a file; None for no file.
-
-    Args:
-        remedy: for a file that cannot be read.
-        **required: the keys that it must have, with the types of their values, as `isinstance` takes them.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    content = read_json(path, remedy)
-    if content is None:
-        return None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} cannot be read (it is not a JSON object); {remedy}.")
-    if wrong := [key for key, types in required.items() if not isinstance(content.get(key), types)]:
-        raise UserError(f"{path} cannot be read (it has no valid `{wrong[0]}`); {remedy}.")
-    return content
-
-
 def write_forecast(folder: Path, figures: dict[str, float], words: dict[str, str]) -> None:
     """Write the forecast of a trial, if there is one; see `read_forecast`."""
     if figures:
@@ -80,9 +62,9 @@ def write_forecast(folder: Path, figures: dict[str, float], words: dict[str, str
 
 def read_forecast(folder: Path) -> tuple[dict[str, float], dict[str, str]]:
     """Return the forecast of a trial: its figures, and its `FORECAST_WORDS`; both empty without a forecast."""
-    figures = read_object(folder / "forecast.json") or {}
-    words = {key: figures.pop(key) for key in FORECAST_WORDS if isinstance(figures.get(key), str)}
-    return figures, words
+    words: dict[str, Any] = dict.fromkeys(FORECAST_WORDS, str | None)
+    figures = read_object(folder / "forecast.json", _OF_FORECAST, float, **words) or {}
+    return figures, {key: figures.pop(key) for key in FORECAST_WORDS if key in figures}
 
 
 def read_metrics(folder: Path) -> Iterator[dict[str, float]]:
@@ -91,8 +73,8 @@ def read_metrics(folder: Path) -> Iterator[dict[str, float]]:
     Raises:
         UserError: a line cannot be read.
     """
-    lines = read_lines(folder / "metrics.jsonl", "epoch", remedy=_OF_METRICS)
-    epochs = {int(metrics["epoch"]): metrics for metrics in lines}
+    lines = read_lines(folder / "metrics.jsonl", _OF_METRICS, float, epoch=int)
+    epochs = {metrics["epoch"]: metrics for metrics in lines}
     yield from (epochs[epoch] for epoch in sorted(epochs))
 
 
@@ -109,10 +91,10 @@ def read_outcome(folder: Path) -> Outcome | None:
         UserError: the file cannot be read.
     """
     path = folder / "outcome.json"
-    content = read_object(path, _OF_OUTCOME, status=str)
+    content = read_object(path, _OF_OUTCOME, status=str, seconds=float | None)
     if content is None:
         return None
-    status = str(content["status"])
+    status = content["status"]
     if status not in TrialStatus.__members__ or not TrialStatus(status).is_result:
         raise UserError(f"{path} cannot be read (status={status} is not a result); {_OF_OUTCOME}.")
     return Outcome(TrialStatus(status), Reason.read(content.get("reason")), content.get("seconds"))
@@ -213,7 +195,7 @@ def write_places(folder: Path, nodes: Sequence[Mapping[str, str]]) -> None:
 
 def read_places(folder: Path) -> list[str]:
     """Return the node of each rank, by Ray's name; empty: not known."""
-    content = read_object(folder / "places.json", nodes=list)
+    content = read_object(folder / "places.json", nodes=list[str])
     return content["nodes"] if content else []
 
 
@@ -247,9 +229,9 @@ def exported(folder: Path) -> Path | None:
 
 def read_any_facts(folder: Path) -> dict[str, Any] | None:
     """Return the facts of the last start that wrote some; None if none did."""
-    return read_facts(folder) or read_object(folder / "facts.before.json")
+    return read_facts(folder) or read_facts(folder, "facts.before.json")
 
 
-def read_facts(folder: Path) -> dict[str, Any] | None:
+def read_facts(folder: Path, name: str = "facts.json") -> dict[str, Any] | None:
     """Return the facts of the last start; None if it did not write any."""
-    return read_object(folder / "facts.json")
+    return read_object(folder / name, _OF_FACTS, notes=list[str] | None)

@@ -13,6 +13,11 @@ from fsdp_lab.config import UserError
 from fsdp_lab.files import append_line, read_lines
 from fsdp_lab.record.paths import storage, trial_address
 
+_REMEDY = (
+    "restore it from a copy, or write that line again, with the overrides in .hydra/overrides.yaml of its trial; "
+    "without the file the sweep cannot be resumed"
+)
+
 
 def add_trial(folder: Path, trial: Trial) -> None:
     """Append a trial to `trials.jsonl`, before it starts."""
@@ -54,4 +59,4 @@ def lines_of(folder: Path) -> Iterator[dict[str, Any]]:
     Raises:
         UserError: a line cannot be read.
     """
-    return read_lines(folder / "trials.jsonl", "overrides", "folder")
+    return read_lines(folder / "trials.jsonl", _REMEDY, overrides=list[str], folder=str, storage=str | None)

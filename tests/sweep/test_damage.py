@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fsdp_lab.config import UserError
+from fsdp_lab.sweep.store.trust import find_trusted
 from fsdp_lab.sweep.sweep_data import sweep_in
 from tests import forked, trained
 from tests.conftest import command_line, run_cli
@@ -68,6 +71,7 @@ def test_a_folder_that_is_removed_in_mid_sweep_ends_it(tmp_path: Path):
     output = stdout + stderr
     assert process.returncode == 2, output
     assert f"{folder}/sweep.json: No such file or directory" in output and "Traceback" not in output, output
+    assert "free the disk" not in output, output
     assert "trial 1 starts" not in output and not folder.exists()
 
 
@@ -86,6 +90,43 @@ def test_a_file_that_cannot_be_read_is_named_with_the_remedy(tmp_path: Path):
                 sweep_in(folder)
         (folder / name).write_bytes(whole)
     assert len(sweep_in(folder)[0].trials) == trained.COUNT
+
+
+OTHER_TYPES = (
+    *(("0/metrics.jsonl", f'{{"epoch": {epoch}}}') for epoch in ('"x"', "NaN", "null", "1.5", "true", "[1]")),
+    *(("0/metrics.jsonl", f'{{"epoch": 1, "val/loss": {loss}}}') for loss in ('"q"', "null", "[]", "9" * 400)),
+    *(("0/forecast.json", f'{{"forecast/peak_bytes": {peak}}}') for peak in ('"q"', "null", "{}")),
+    ("0/forecast.json", '{"predicted_by": 3}'), ("0/facts.json", '{"notes": 5}'), ("0/facts.json", '{"notes": [5]}'),
+    ("0/outcome.json", '{"status": "finished", "seconds": "q"}'), ("0/outcome.json", '{"status": []}'),
+    *(("0/.hydra/hydra.yaml", f"hydra: {{verbose: 1, {rest}}}") for rest in ("", "runtime: {choices: 5}")),
+    ("sweep.json", "[" * 100_000),
+    *(("trials.jsonl", line) for line in (
+        '{"overrides": 5, "folder": 3, "storage": 7}', '{"overrides": [5], "folder": "0"}',
+        '{"overrides": [], "folder": "0", "storage": 7}', "[" * 100_000,
+    )),
+)  # fmt: skip
+
+
+def test_a_value_of_another_type_is_named_with_the_remedy(tmp_path: Path):
+    folder = trained.copy_trained(tmp_path) / "out"
+    for name, content in OTHER_TYPES:
+        whole = (folder / name).read_bytes() if (folder / name).exists() else b"{}"
+        (folder / name).write_text(f"{content}\n")
+        with pytest.raises(UserError, match=rf"{folder / name}.* cannot be read .*; (restore it|start a new)"):
+            sweep_in(find_trusted(str(folder), "sweep", trust=False)[0])
+        (folder / name).write_bytes(whole)
+    assert len(sweep_in(folder)[0].trials) == trained.COUNT
+
+
+def test_a_line_of_a_trial_is_written_again_as_the_message_says(tmp_path: Path):
+    folder = trained.copy_trained(tmp_path) / "out"
+    first, *others = (folder / "trials.jsonl").read_text().splitlines(keepends=True)
+    (folder / "trials.jsonl").write_text("".join(["garbage\n", *others]))
+    with pytest.raises(UserError, match=r"line 1 .* write that line again, with the overrides in \.hydra/overrides"):
+        sweep_in(folder)
+    again = {"overrides": yaml.safe_load((folder / "0/.hydra/overrides.yaml").read_text()), "folder": "0"}
+    (folder / "trials.jsonl").write_text("".join([f"{json.dumps(again)}\n", *others]))
+    assert json.loads(first) == again and len(sweep_in(folder)[0].trials) == trained.COUNT
 
 
 def test_a_file_that_cannot_be_read_ends_commands_with_2(tmp_path: Path):

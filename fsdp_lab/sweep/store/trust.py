@@ -58,7 +58,7 @@ def find_trusted(named: str, key: str, trust: bool) -> tuple[Path, bool]:
 def why_foreign(folder: Path) -> str | None:
     """Return who else may have written into a sweep's folder, or its trials' on a shared disk; None: only this user."""
     for place in (folder, *(Path(line["storage"]) for line in lines_of(folder) if "storage" in line)):
-        with suppress(OSError):  # it was removed, or is in object storage
+        with suppress(OSError, ValueError):  # it was removed, is in object storage, or no path
             if place.stat().st_uid not in (os.geteuid(), 0):
                 return f"{place} belongs to user {place.stat().st_uid}"
             if place.stat().st_mode & 0o022:
