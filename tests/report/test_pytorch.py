@@ -139,7 +139,7 @@ def indented_parts(code: str) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    names = selected(request, "name") or [*CASES]
+    names = [name for name in selected(request, "name") if name in CASES]
     return dict(zip(names, run_ranks(2, train_and_paste, [CASES[name] for name in names])[0], strict=True))
 
 
