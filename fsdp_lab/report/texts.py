@@ -41,7 +41,8 @@ def speed_text(speed: Interval) -> str:
 
 def memory_text(num_bytes: float) -> str:
     """Return bytes with four digits and their unit."""
-    return f"{num_bytes / MIB:#.4g} MiB" if num_bytes < 999.95 * MIB else f"{num_bytes / MIB / 1024:#.4g} GiB"
+    number, unit = (num_bytes / MIB, "MiB") if num_bytes < 999.95 * MIB else (num_bytes / MIB / 1024, "GiB")
+    return f"{number:#.4g}".rstrip(".") + f" {unit}"
 
 
 def figures_text(number: float) -> str:

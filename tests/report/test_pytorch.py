@@ -111,7 +111,7 @@ def bare_losses(code: str, steps: int, trial: TrialConfig) -> list[float]:
 
     once, step = (textwrap.dedent(part) for part in indented_parts(code))
     names: dict[str, Any] = {
-        "torch": torch, "os": os, "device": torch.device("cpu"), "parallelize": pasted["parallelize"],
+        "torch": torch, "device": torch.device("cpu"), "parallelize": pasted["parallelize"],
         "model": bare["build_model"](), "compute_loss": compute_loss,
     }  # fmt: skip
     # the ranks have joined, and have no GPUs

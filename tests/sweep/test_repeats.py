@@ -88,4 +88,4 @@ def test_the_first_run_and_several_are_no_mistake():
 @pytest.mark.ci
 def test_a_trial_alone_may_be_any_repeat(tmp_path: Path):
     alone = run_cli(tmp_path, "repeat=3", "--cfg", "job")
-    assert alone.returncode == 0 and re.search(r"^repeat: 3 ", alone.stdout, re.MULTILINE), output_of(alone)
+    assert alone.returncode == 0 and re.search(r"^repeat: 3$", alone.stdout, re.MULTILINE), output_of(alone)
