@@ -1,7 +1,6 @@
-"""What MkDocs asks while it builds the site: the pages that lie outside of `docs/`, and the generated parts of pages.
+"""What MkDocs asks while it builds the site: the pages that lie outside of `docs/`.
 
-A file of the repository is the page `repository/<path>`, links between pages of both kinds are put right. A line
-`<!-- generated: name -->` in a page stands for a table of `fsdp_lab.reference`.
+A file of the repository is the page `repository/<path>`, links between pages of both kinds are put right.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
-
-from fsdp_lab import reference
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = "repository"
@@ -27,12 +24,7 @@ BROUGHT = (
     "experiments/**/README.md",
     "experiments/**/*.png",
 )
-GENERATED = {
-    "keys": reference.keys_page,
-    "options": reference.options_page,
-    "metrics": reference.metrics_page,
-}
-_GENERATED = re.compile(r"<!-- generated: (\S+) -->")
+_MARK = re.compile(r"<!-- (?:generated: \S+|end) -->\n")  # around what docs/tables.py writes
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 
 
@@ -45,15 +37,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
-    """Fill the generated parts of a page, and put its links right."""
+    """Put the links of a page right."""
     source = path_of(page.file.src_uri)
-    filled = _GENERATED.sub(lambda found: generated(found[1]), markdown)
-    return _LINK.sub(lambda found: found[1] + moved(found[2], source) + found[3], filled)
-
-
-def generated(name: str) -> str:
-    """Return the table of a name in `GENERATED`, or in the docstring of one of our files."""
-    return GENERATED[name]() if name in GENERATED else reference.table_in(name)
+    return _LINK.sub(lambda found: found[1] + moved(found[2], source) + found[3], _MARK.sub("", markdown))
 
 
 def page_of(path: str) -> str:

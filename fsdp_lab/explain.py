@@ -17,7 +17,15 @@ from fsdp_lab.config.suggest import closest
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC)
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-_HYBRID = ("hybrid", "hybrid_shard", "hsdp")  # what others call it
+_HYBRID = "any of them but ddp with sharding.dp_replicate=<number of replicas>"
+_SHARDINGS = {  # what FSDP1 and DeepSpeed call them
+    "full_shard": "sharding=per_block reshard_after_forward=always",
+    "zero3": "sharding=per_block reshard_after_forward=always",
+    "shard_grad_op": "sharding=per_block reshard_after_forward=never",
+    "zero2": "sharding=per_block reshard_after_forward=never",
+    "no_shard": "sharding=ddp",
+    **dict.fromkeys(("hybrid", "hybrid_shard", "hsdp"), _HYBRID),
+}
 _REMEDIES = {
     "to Float": "; use a number such as {example}",
     "to Integer": "; use a whole number",
@@ -67,8 +75,8 @@ def _missing_option(error: MissingConfigException) -> str:
     if not options:
         return one_line(str(error))
     choose = f"{_meant(option, options)}Choose one of: {', '.join(options)}"
-    if group == "sharding" and option in _HYBRID:
-        choose += "; sharding.dp_replicate=<number of replicas> makes any of them but ddp hybrid"
+    if group == "sharding" and (meant := _SHARDINGS.get(option.lower().replace("-", "_"))):
+        choose += f"; {option} is {meant}"
     return f"{group}={option} is not an option. {choose}."
 
 
@@ -112,6 +120,9 @@ def wrong_value(key: str, value: str, cause: str) -> str:
         value: as typed.
         cause: OmegaConf's message.
     """
+    if match := re.search(r"expected one of \[(.*?)\]", cause):
+        values = match[1].split(", ")
+        return f"{key}={value} is not one of its values. {_meant(value, values)}Use one of: {', '.join(values)}."
     remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "").format(example=_example(key))
     if not value:
         remedy += "; it is empty: put a value with a $ into single quotes, or the shell expands it"

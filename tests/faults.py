@@ -68,6 +68,9 @@ FATES = "sweep/test_fates.py"
 TRACKING = "tracking/test_tracking.py"
 GATE = "nightly/test_gate.py"
 FAULTS = (
+    # suggestions
+    Fault("another trainer's name of an option is compared letter by letter", "fsdp_lab/config/suggest.py",
+          "in (leaf, _SYNONYMS.get(leaf))", "== leaf", "config/test_suggest.py"),
     # training
     Fault("the last unit is left unsharded", "fsdp_lab/training/parallelize.py",
           "        for group in groups:\n            fully_shard(group",

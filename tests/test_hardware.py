@@ -171,7 +171,7 @@ def test_float8_is_refused_early_where_no_gpu_has_it(
 def test_float8_without_torchao_says_how_to_install_it(fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpus(1)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"precision=float8 needs torchao.*pip install 'fsdp_lab\[float8\]'"):
+    with pytest.raises(UserError, match=r"precision=float8 needs torchao.*pip install -e '\.\[float8\]'"):
         check_float8(config("precision=float8"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,18 @@ def test_a_trial_or_a_part_of_it_is_printed(cli):
 def test_every_option_begins_with_what_it_is():
     without = [f"{file.parent.name}/{file.name}" for file in OPTIONS if not reference.option_comment(file)]
     assert not without, f"begin each file with a comment of one line: {without}"
+
+
+def test_committed_pages_are_those_of_the_code():
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
+    assert spec and spec.loader
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    pages = {page.name: page.read_text() for page in tables.FOLDER.glob("*.md")}
+    old = [name for name, text in pages.items() if tables.filled(text) != text]
+    assert not old, f"python docs/tables.py writes them again: {old}"
+    assert "| `cluster.num_workers` |" in pages["keys.md"] and "| `sharding=per_block` |" in pages["options.md"]
+    assert "| `val/loss` |" in pages["metrics.md"] and "| `outcome.json`" in pages["files.md"]
 
 
 def test_pages_have_every_key_option_and_metric():

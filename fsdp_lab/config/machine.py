@@ -87,7 +87,9 @@ def check_float8(config: SweepConfig) -> None:
     if config.cluster.is_here:
         _check_float8_gpus()
     if importlib.util.find_spec("torchao") is None:
-        raise UserError("precision=float8 needs torchao, which is not installed: pip install 'fsdp_lab[float8]'.")
+        raise UserError(
+            "precision=float8 needs torchao, which is not installed: pip install -e '.[float8]' in the clone."
+        )
 
 
 def check_storage(config: SweepConfig) -> None:
@@ -102,7 +104,8 @@ def check_storage(config: SweepConfig) -> None:
     module, extra = SCHEMES[scheme_of(place)]
     if importlib.util.find_spec(module) is None:
         raise UserError(
-            f"cluster.storage_path={place} needs {module}, which is not installed: pip install 'fsdp_lab[{extra}]'."
+            f"cluster.storage_path={place} needs {module}, which is not installed: "
+            f"pip install -e '.[{extra}]' in the clone."
         )
 
 

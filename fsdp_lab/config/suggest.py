@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
-# What people type for it in other trainers -> the last part of our key.
+# What people type for it in other trainers -> the last part of our key, or our option.
 _SYNONYMS = {
     "batch_size": "global_batch_size",
     "train_batch_size": "global_batch_size",
@@ -28,24 +29,53 @@ _SYNONYMS = {
     "steps": "max_steps",
     "path": "root",
     "dir": "root",
+    "bfloat16": "bf16",
+    "bf16_true": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "16_mixed": "fp16_mixed",
+    "float32": "fp32",
+    "full": "fp32",
+    "32_true": "fp32",
+    "fp8": "float8",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "a100": "a100_80gb",
+    "h100": "h100_sxm",
+    "h100_80gb": "h100_sxm",
 }
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that `name` most likely means; None if nothing is close.
 
-    The first that goes on from it with an underscore is meant. Else the last parts of dotted names are compared: by the
-    names that other trainers use, then letter by letter.
+    The last parts of dotted names are compared, whatever their case: by the names that other trainers use, then by what
+    continues with an underscore, by the nearest number, letter by letter.
     """
     names = list(known)
+    leaf = _leaf(name)
+    if meant := [each for each in names if _leaf(each) in (leaf, _SYNONYMS.get(leaf))]:
+        return _most_alike(name, meant)
     if longer := [each for each in names if each.startswith(f"{name}_")]:
         return longer[0]
-    leaf = _leaf(name)
+    if numbered := [each for each in names if _shape(_leaf(each)) == _shape(leaf) != leaf]:
+        return min(numbered, key=lambda each: _apart(_leaf(each), leaf))
     letters = difflib.get_close_matches(leaf, [_leaf(each) for each in names], n=1)
-    meant = [each for each in names if _leaf(each) in (leaf, _SYNONYMS.get(leaf))]
-    matches = meant or [each for each in names if _leaf(each) in letters]
-    return max(matches, key=lambda each: difflib.SequenceMatcher(a=name, b=each).ratio(), default=None)
+    return _most_alike(name, [each for each in names if _leaf(each) in letters])
+
+
+def _most_alike(name: str, names: Iterable[str]) -> str | None:
+    return max(names, key=lambda each: difflib.SequenceMatcher(a=name, b=each).ratio(), default=None)
 
 
 def _leaf(name: str) -> str:
-    return name.lstrip("+~").rpartition(".")[2]
+    return name.lstrip("+~").rpartition(".")[2].lower().replace("-", "_")
+
+
+def _shape(leaf: str) -> str:
+    return re.sub(r"\d+", "0", leaf)
+
+
+def _apart(one: str, other: str) -> int:
+    return sum(abs(int(a) - int(b)) for a, b in zip(*(re.findall(r"\d+", each) for each in (one, other)), strict=True))

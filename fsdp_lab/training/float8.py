@@ -37,7 +37,8 @@ def apply_float8(model: nn.Module, block_classes: BlockClasses, device: torch.de
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise UserError(
-            f"precision=float8 needs torchao, which cannot be imported ({error}): pip install 'fsdp_lab[float8]'."
+            f"precision=float8 needs torchao, which cannot be imported ({error}): "
+            "pip install -e '.[float8]' in the clone."
         ) from error
 
     chosen = {id(layer) for layer in layers_to_convert(model, block_classes)}

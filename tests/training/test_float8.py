@@ -41,7 +41,7 @@ def test_a_worker_on_a_cpu_is_refused() -> None:
 
 
 def test_linear_layers_of_blocks_with_sizes_of_a_gpu_are_replaced() -> None:
-    pytest.importorskip("torchao", reason="pip install 'fsdp_lab[float8]'")
+    pytest.importorskip("torchao", reason="pip install -e '.[float8]'")
     with torch.device("meta"):
         model = Net()
     before = dict(model.named_parameters())
@@ -55,7 +55,7 @@ def test_linear_layers_of_blocks_with_sizes_of_a_gpu_are_replaced() -> None:
 
 
 def test_blocks_without_such_a_layer_are_refused() -> None:
-    pytest.importorskip("torchao", reason="pip install 'fsdp_lab[float8]'")
+    pytest.importorskip("torchao", reason="pip install -e '.[float8]'")
     with pytest.raises(UserError, match="precision=float8 has nothing to convert"):
         apply_float8(Net(), (nn.LayerNorm,), CPU, emulate=True)
 
@@ -69,7 +69,7 @@ def kept(layer: nn.Module, *shape: int) -> list[tuple[int, ...]]:
 
 
 def test_a_forecasts_layer_keeps_what_torchaos_keeps() -> None:
-    pytest.importorskip("torchao", reason="pip install 'fsdp_lab[float8]'")
+    pytest.importorskip("torchao", reason="pip install -e '.[float8]'")
     torchaos, ours = Net(), Net()
     apply_float8(torchaos, (Block,), CPU, emulate=True)
     apply_fake_float8(ours, (Block,), CPU)
@@ -94,7 +94,7 @@ def losses_on_gpu(words: list[str], folder: str) -> list[float]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("more", [["sharding=ddp"], ["sharding=per_block"], ["sharding=root", "compile=true"]], ids=str)
 def test_a_gpu_learns_what_float32_learns(more: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("torchao", reason="pip install 'fsdp_lab[float8]'")
+    pytest.importorskip("torchao", reason="pip install -e '.[float8]'")
     words = ["optimizer=sgd", "optimizer.lr=0.1"]
     (losses,) = run_ranks(1, losses_on_gpu, [*words, "precision=float8", *more], str(tmp_path))
     plain = train_unsharded(config(*words)).losses

@@ -20,7 +20,8 @@ def transformers() -> Any:
         import transformers
     except ImportError as error:
         raise UserError(
-            f"models of Hugging Face need the package {error.name}, which is not installed: pip install 'fsdp_lab[hf]'."
+            f"models of Hugging Face need the package {error.name}, which is not installed: "
+            "pip install -e '.[hf]' in the clone."
         ) from error
     transformers.logging.set_verbosity_error()
     return transformers

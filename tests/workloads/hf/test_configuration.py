@@ -184,7 +184,7 @@ def test_a_name_that_neither_the_cache_nor_the_hub_has_is_refused(monkeypatch: p
 def test_without_transformers_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     library.transformers.cache_clear()
-    with pytest.raises(UserError, match=r"need the package transformers, .*pip install 'fsdp_lab\[hf\]'"):
+    with pytest.raises(UserError, match=r"need the package transformers, .*pip install -e '\.\[hf\]'"):
         check("gpt2")
     library.transformers.cache_clear()
 
