@@ -22,6 +22,9 @@ FORECAST = "forecast/peak_bytes"
 DATA_WAIT = "perf/data_wait_share"
 TRAIN_LOSS, VAL_LOSS = "train/loss", "val/loss"
 LOSS_EPS = "train/loss_eps"  # of the type in which a loss is computed
+FIRST_LOSS = "train/first_loss"
+LOSSES = (TRAIN_LOSS, VAL_LOSS, "val/bits_per_byte")
+_FLOAT32_EPS = 2.0**-23
 MIB = 2**20
 
 Table = Literal["csv", "terminal", "report"]
@@ -134,6 +137,10 @@ METRICS = (
     Metric(
         LOSS_EPS, "loss eps", "", "the relative rounding of the type in which the loss is computed, if that is "
         "narrower than float32: bfloat16 0.0078, float16 0.00098", form="{:.2g}", objective=False,
+    ),
+    Metric(
+        FIRST_LOSS, "first loss", "", "of the first step: how large losses are before anything is learned",
+        objective=False,
     ),
     Metric("train/lr", "lr", "", "the learning rate of the next step", form="{:.3g}"),
     Metric(
@@ -366,15 +373,26 @@ def can_be_objective(key: str) -> bool:
     return any(metric.objective and metric.matches(key) for metric in METRICS)
 
 
-def same_loss(key: str, one: Mapping[str, float], other: Mapping[str, float]) -> bool:
-    """Return whether the metric is a loss that rounding does not tell apart in two trials' figures.
+def spacing(key: str, figures: Mapping[str, float]) -> float:
+    """Return the difference from a trial's figure that means nothing: the rounding of a loss, 0 for most other metrics.
 
-    A loss is computed in a type whose relative rounding is `LOSS_EPS`; without that metric it is float32.
+    A loss is computed in a type whose relative rounding is `LOSS_EPS`; without that metric it is float32. Losses that
+    are below the rounding of the first one all count as zero, and so do other figures that tables show as zero.
     """
-    if key not in (TRAIN_LOSS, VAL_LOSS):
-        return False
-    rounding = max(abs(figures[key]) * figures.get(LOSS_EPS, 0.0) for figures in (one, other))
-    return abs(one[key] - other[key]) <= rounding
+    value = abs(figures.get(key, 0.0))
+    if key == "val/perplexity":
+        return value * spacing(VAL_LOSS, figures)
+    if key in LOSSES:
+        eps = figures.get(LOSS_EPS, _FLOAT32_EPS)
+        zero = eps * abs(figures.get(FIRST_LOSS, 1.0))
+        return zero if value <= zero else eps * value
+    shown = [metric for metric in METRICS if metric.matches(key)][:1]
+    return value if any(metric.text(value) == metric.text(0.0) for metric in shown) else 0.0
+
+
+def same_loss(key: str, one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    """Return whether the metric is a loss that rounding does not tell apart in two trials' figures."""
+    return key in LOSSES and abs(one[key] - other[key]) <= max(spacing(key, one), spacing(key, other))
 
 
 def mib_figures(figures: Mapping[str, float]) -> dict[str, float]:

@@ -57,4 +57,9 @@ def _loss_too_high(settings: Settings, setting: Setting, best: Setting) -> State
         return Statement("no_figure", {"metric": metric})
     if loss <= least + settings.rules.loss_tolerance * abs(least) + setting.rounding(best, metric):
         return None
-    return Statement("loss_too_high", {"metric": metric, "above": (loss - least) / max(abs(least), 1e-12)})
+    return Statement("loss_too_high", {"metric": metric, "above": ratio(loss, least), "loss": loss, "least": least})
+
+
+def ratio(loss: float, reference: float) -> float:
+    """Return the change of a loss as a ratio, infinite for a reference of zero; NaN: not known."""
+    return (loss - reference) / abs(reference) if reference else loss * math.inf if loss else 0.0

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fsdp_lab.metrics import MEMORY, SPEED, declared
+from fsdp_lab.metrics import MEMORY, SPEED, declared, spacing
 from fsdp_lab.report.choice import SAME_MEMORY, pareto_front
 from fsdp_lab.report.notes import notes_on
-from fsdp_lab.report.qualify import does_not_fit, qualify
+from fsdp_lab.report.qualify import does_not_fit, qualify, ratio
 from fsdp_lab.report.settings import Rules, Setting, Settings
 from fsdp_lab.report.speed import Interval
 from fsdp_lab.report.statements import Statement, TieBreak
@@ -21,6 +21,9 @@ from fsdp_lab.report.ties import best_of, break_tie, is_tied
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+_SAME = 1e-5  # as a ratio: losses that differ by less are the same
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Comparison:
         speed: how many times as fast it is; None: not compared, or it cannot differ.
         tied: it is equally fast, within the tolerance or the noise.
         memory: its peak over the recommended one's; NaN: not known.
-        loss: the change of the loss as a ratio; NaN: not known, 0: equal, or within rounding.
+        loss: the change of the loss as a ratio; NaN: not known, 0: equal, or within rounding; infinite: of zero.
         rounded: the losses differ by no more than their rounding.
         why_not: why it does not qualify; None: it does.
     """
@@ -132,7 +135,7 @@ def _axes(rules: Rules) -> list[tuple[str, str]]:
 
 def _front(settings: Settings, axes: Sequence[tuple[str, str]]) -> list[Setting]:
     fitting = [s for s in settings.all if does_not_fit(s) is None]
-    spacings = [{metric: s.spacing(metric) for metric, _ in axes} for s in fitting]
+    spacings = [{metric: spacing(metric, s.figures) for metric, _ in axes} for s in fitting]
     return [fitting[place] for place in pareto_front([s.figures for s in fitting], axes, spacings)]
 
 
@@ -172,13 +175,14 @@ def _compare(settings: Settings, other: Setting, chosen: Setting, tied: bool, wh
     timed = can_differ and other.is_finished and other.speed and chosen.speed
     peak, mine = other.figure(MEMORY), chosen.figure(MEMORY)
     loss, reference = (s.figure(settings.loss_key) for s in (other, chosen))
-    rounded = 0 < abs(loss - reference) <= other.rounding(chosen, settings.loss_key)
+    change = ratio(loss, reference)
+    rounded = abs(loss - reference) <= other.rounding(chosen, settings.loss_key)
     return Comparison(
         other,
         settings.speeds.ratio(other.group, chosen.group) if timed else None,
         tied and can_differ,
         peak / mine if can_differ and peak > 0 and mine > 0 else math.nan,
-        0.0 if rounded else (loss - reference) / max(abs(reference), 1e-12),
-        rounded,
+        0.0 if rounded else change,
+        rounded and abs(change) > _SAME,
         why_not,
     )

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from fsdp_lab.config import may_change_speed
 from fsdp_lab.metrics import (
-    LOSS_EPS,
     MEMORY,
     PREDICTED_SPEED,
     RATIO_ERROR,
@@ -18,6 +17,7 @@ from fsdp_lab.metrics import (
     SPEED,
     TRAIN_LOSS,
     VAL_LOSS,
+    spacing,
 )  # fmt: skip
 from fsdp_lab.record.trial import words
 from fsdp_lab.report.predicted import Predicted, PredictedSpeeds
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 # Axes that distinguish attempts at a setting, not settings.
 REPEATS = ("repeat", "training.seed")
-LOSSES = (TRAIN_LOSS, VAL_LOSS)
 
 
 @dataclass(frozen=True)
@@ -96,14 +95,9 @@ class Setting:
         """Return a figure, or `unknown`."""
         return self.figures.get(metric, unknown)
 
-    def spacing(self, metric: str) -> float:
-        """Return the distance of neighbouring values around a loss, at most: they are closest above a power of two."""
-        share = abs(self.figure(metric)) * self.figure(LOSS_EPS) if metric in LOSSES else 0.0
-        return share if math.isfinite(share) else 0.0
-
     def rounding(self, other: Setting, metric: str) -> float:
-        """Return the difference of two losses that the rounding of a narrow type explains; 0 for other metrics."""
-        return max(self.spacing(metric), other.spacing(metric))
+        """Return the difference of two figures that means nothing, see `spacing`."""
+        return max(spacing(metric, self.figures), spacing(metric, other.figures))
 
 
 class Settings:

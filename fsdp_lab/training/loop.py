@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.metrics import LOSS_EPS
+from fsdp_lab.metrics import FIRST_LOSS, LOSS_EPS
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
@@ -177,6 +177,8 @@ def train_epoch(
     step_losses = (dims.sum(torch.stack(losses)) / dims.dp_degree).tolist()
     mean = sum(step_losses) / len(step_losses)
     metrics = {"train/loss": mean, "train/lr": float(state.lr_schedule.get_last_lr()[0])}
+    if steps_before == 0:
+        metrics[FIRST_LOSS] = step_losses[0]
     if (eps := torch.finfo(state.loss_dtype).eps) > torch.finfo(torch.float32).eps:
         metrics[LOSS_EPS] = eps
     if finite := [norm for norm in (torch.stack(norms).tolist() if norms else ()) if math.isfinite(norm)]:

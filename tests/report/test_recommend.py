@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fsdp_lab.config import SweepConfig, may_change_speed
-from fsdp_lab.metrics import MEMORY, MIB, SPEED
+from fsdp_lab.metrics import DATA_WAIT, MEMORY, MIB, SPEED, same_loss, spacing
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.choice import pareto_front
@@ -292,3 +292,51 @@ def test_speeds_that_are_hardly_known_have_no_absurd_limits():
     rows = [*rounds(0, 1000.0, 20000.0), *rounds(2, 12000.0, 700.0)]
     told = answer(sweep(rows, axes=REPEATED))
     assert "(not known to within a factor of 100)" in told.lines[0] and "(tied)" in told.lines[0]
+
+
+def by_precision(*rows: tuple[str, float, dict[str, float]]) -> SweepData:
+    """Settings from the fastest on, with their val/loss and other figures."""
+    trials = [
+        trial(n, ("ddp", name, "finished", 100, 1000.0 - 100 * n, loss), **more)
+        for n, (name, loss, more) in enumerate(rows)
+    ]
+    return sweep(trials)
+
+
+BF16, NEAR = {"train/loss_eps": 2.0**-7}, {"train/first_loss": 1e-9}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        # cross entropy of a model that knows everything: bfloat16 has an exact 0
+        ([("fp32", 1.8e-6, {}), ("bf16", 0.0, BF16)], "the same val/loss, to its rounding"),
+        ([("fp32", 1.1e-7, {}), ("bf16", 0.0, {})], "the same val/loss, to its rounding"),
+        ([("fp32", 1e-4, {}), ("bf16", -1e-4, BF16)], "the same val/loss, to its rounding"),
+        # what the rounding does not explain, is none
+        ([("bf16", 0.0, {}), ("fp32", 0.5, {})], "val/loss too high (0.5 instead of 0)"),
+        ([("bf16", 0.05, BF16), ("fp32", 0.06, BF16)], "val/loss too high (+20.0 %)"),
+        ([("bf16", -2.0, BF16), ("fp32", -1.0, BF16)], "val/loss too high (+50.0 %)"),
+        # mean squares of small targets, which start at 1e-9
+        ([("bf16", 1e-10, NEAR), ("fp32", 2e-10, NEAR)], "val/loss too high (+100 %)"),
+    ],
+)  # fmt: skip
+def test_losses_next_to_zero_are_compared_by_the_rounding_of_the_first_one(
+    rows: list[tuple[str, float, dict[str, float]]], said: str
+):
+    made = answer(by_precision(*rows))
+    other = "bf16" if rows[0][0] == "fp32" else "fp32"
+    assert made.lines == [f"`precision={other}`: 0.90× the speed, the same memory, {said}"]
+    assert made.setting is not None and made.setting.values["precision"] == rows[0][0]
+
+
+def test_an_objective_that_shows_as_zero_ties_with_zero():
+    waits = [("1", 100, 500.0, 1.0), ("2", 100, 1000.0, 1.0)]
+    rows = one_axis("training.grad_accum_steps", *waits)
+    rows = [dataclasses.replace(r, figures={**r.figures, DATA_WAIT: w}) for r, w in zip(rows, (0.0, 4e-4), strict=True)]
+    made = sweep(rows, axes=["training.grad_accum_steps"], objectives=[(DATA_WAIT, "min"), (SPEED, "max")])
+    assert chosen(made) == {"training.grad_accum_steps": "2"}
+    assert same_loss("val/bits_per_byte", {"val/bits_per_byte": 0.0}, {"val/bits_per_byte": 1e-8})
+    # exp(1e-6) and exp(0), of a loss in bfloat16
+    known = [{"val/loss": loss, "val/perplexity": math.exp(loss), **BF16} for loss in (1e-6, 0.0)]
+    assert abs(known[0]["val/perplexity"] - 1) <= spacing("val/perplexity", known[0]) < 0.01

@@ -102,9 +102,11 @@ def test_the_type_of_a_loss_is_recorded_where_it_rounds() -> None:
     }
     cases = [[*THEIRS, *words.split()] for words in theirs]
     ours = [[*words, f"precision={precision}"] for words in OURS.values() for precision in HALVES]
-    results = [reported[-1].get("train/loss_eps") for _, reported in run_ranks(2, train_all, [*cases, *ours])[0]]
+    trained = run_ranks(2, train_all, [*cases, *ours])[0]
+    results = [reported[-1].get("train/loss_eps") for _, reported in trained]
     assert results[: len(theirs)] == list(theirs.values())
     assert results[len(theirs) :] == [None] * len(ours), "our losses are float32"
+    assert all(reported[0]["train/first_loss"] == losses[0] for losses, reported in trained)
 
 
 def test_ranks_may_have_other_metrics_and_none_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
