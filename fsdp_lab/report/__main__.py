@@ -72,7 +72,8 @@ def run(options: dict[str, str]) -> None:
     """
     from fsdp_lab.sweep.store.trust import find_trusted, read_trust
     from fsdp_lab.sweep.sweep_data import require_results, sweep_in
-    from fsdp_lab.tracking import annotate, find_sweep_run, runs_url
+    from fsdp_lab.tracking import annotate_answer, runs_url
+    from fsdp_lab.tracking.tags import SweepAnswer
 
     which = options["sweep"].strip("'\"")
     folder, own = find_trusted(which, "sweep", read_trust(options.get("trust")))
@@ -90,10 +91,8 @@ def run(options: dict[str, str]) -> None:
     try:
         if "tracking.uri" not in options:
             tracking = dataclasses.replace(tracking, uri=store_of(record, config, own))
-        if run_id := find_sweep_run(tracking, record.id):
-            files = [out / name for name in FILES if (out / name).exists()]
-            annotate(tracking, run_id, {}, files, recommendation.sentence)
-        else:
+        files = [out / name for name in FILES if (out / name).exists()]
+        if not annotate_answer(tracking, record.id, SweepAnswer(**recommendation.as_data), files):
             print("fsdp_lab.report: the store has no run of this sweep, so the report is only in its folder")
     except UserError as error:
         print(f"fsdp_lab.report: the report is not in MLflow: {error}", file=sys.stderr)

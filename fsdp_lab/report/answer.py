@@ -52,6 +52,16 @@ class Answer:
         """The recommended setting; None: none qualifies."""
         return self.recommendation.setting
 
+    @property
+    def as_data(self) -> dict[str, Any]:
+        """The answer for other programs: its sentence, and the recommended setting with its trial and figures."""
+        chosen, trial = self.setting, self.trial
+        if chosen is None or trial is None:
+            return {"sentence": self.sentence}
+        return {
+            "sentence": self.sentence, "trial": trial.number, "setting": chosen.values, "figures": chosen.figures,
+        }  # fmt: skip
+
 
 def words_of_a_report() -> Any:
     return environment(False).get_template("words.j2").module

@@ -5,10 +5,10 @@
 """
 
 from fsdp_lab.tracking.projection import Projection, WantedRun
-from fsdp_lab.tracking.read import annotate, fetch_artifact, find_sweep_run
+from fsdp_lab.tracking.read import annotate, annotate_answer, fetch_artifact, find_sweep_run
 from fsdp_lab.tracking.store import TrackingError, runs_url
 
 __all__ = [
-    "Projection", "TrackingError", "WantedRun", "annotate", "fetch_artifact", "find_sweep_run",
+    "Projection", "TrackingError", "WantedRun", "annotate", "annotate_answer", "fetch_artifact", "find_sweep_run",
     "runs_url",
 ]  # fmt: skip

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.tracking.store import TrackingError, open_store, refusals, runs_of, sqlite_path
-from fsdp_lab.tracking.tags import one_line, shortened
-from fsdp_lab.tracking.writes import set_answer
+from fsdp_lab.tracking.tags import TRIAL_TAG, SweepAnswer, one_line, shortened
+from fsdp_lab.tracking.writes import log_epoch, set_answer, set_tags
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -39,13 +39,11 @@ def annotate(
     run_id: str,
     tags: Mapping[str, str],
     files: Sequence[Path] = (),
-    answer: str = "",
     name: str = "",
 ) -> None:
     """Add tags and artifacts to a run that has ended.
 
     Args:
-        answer: the new beginning of its description; "": unchanged.
         name: the new name; "": unchanged.
 
     Raises:
@@ -57,10 +55,31 @@ def annotate(
             client.set_tag(run_id, key, value)
         if name:
             client.update_run(run_id, name=shortened(name))
-        if answer:
-            set_answer(client, run_id, answer)
         for file in files:
             client.log_artifact(run_id, str(file))
+
+
+def annotate_answer(tracking: TrackingConfig, sweep_id: str, answer: SweepAnswer, files: Sequence[Path]) -> bool:
+    """Replace the answer of a sweep in the runs of the sweep and its trials; return False if there is no run of it.
+
+    Raises:
+        TrackingError: the store cannot be used, or refuses something.
+    """
+    client, experiment = _open(tracking)
+    with refusals(tracking):
+        runs = runs_of(client, experiment, sweep_id) if experiment else []
+        for run in runs:
+            run_id, tags, number = run.info.run_id, run.data.tags, run.data.tags.get(TRIAL_TAG)
+            if number is not None and _PARENT in tags:
+                set_tags(client, run_id, answer.tags_of_trial(int(number), tags))
+                continue
+            if number is None:  # not a trial alone
+                set_tags(client, run_id, answer.tags(tags))
+                log_epoch(client, run_id, answer.metrics(run.data.metrics), 0)
+            set_answer(client, run_id, answer.sentence)
+            for file in files:
+                client.log_artifact(run_id, str(file))
+    return bool(runs)
 
 
 def find_sweep_run(tracking: TrackingConfig, sweep_id: str) -> str:

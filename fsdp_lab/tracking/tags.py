@@ -5,9 +5,11 @@ from __future__ import annotations
 import getpass
 import hashlib
 import importlib.metadata
+import math
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -57,7 +59,8 @@ def how_to_read() -> str:
 # By these a start finds the runs of the start before it.
 SWEEP_TAG, TRIAL_TAG, RECORDED_TAG = "fsdp_lab.sweep", "fsdp_lab.trial", "fsdp_lab.recorded"
 FOLDER_TAG = "fsdp_lab.folder"
-RECOMMENDED_TAG = "fsdp_lab.recommended"  # of the sweep, the number of the trial; of that trial, true
+RECOMMENDED_TAG = "fsdp_lab.recommended"  # of the sweep, the number of the trial or none; of that trial, true
+_SETTING, _NONE = "recommended.", "none"
 COMMAND_TAG, ANSWER_TAG, _NOTE_TAG = "fsdp_lab.command", "fsdp_lab.answer", "mlflow.note.content"
 _FACTS = ("device", "world_size", "num_params", "data_digest", "resumed_from", PREDICTED_BY)
 _LIBRARIES = ("torch", "torchvision", "ray", "mlflow", "hydra-core", "omegaconf")
@@ -125,6 +128,41 @@ def answer_tags(tags: Mapping[str, str], answer: str) -> dict[str, str]:
     answer = answer[:_ANSWER_LENGTH]
     note = tags.get(_NOTE_TAG, "").removeprefix(tags.get(ANSWER_TAG, "")).lstrip("\n")
     return _cut({ANSWER_TAG: answer, _NOTE_TAG: f"{answer}\n\n{note}"})
+
+
+@dataclass(frozen=True)
+class SweepAnswer:
+    """The answer of a sweep, as its run and those of its trials have it.
+
+    Attributes:
+        sentence: the beginning of the description.
+        trial: that represents the recommended setting; None: none is recommended.
+        setting: the recommended one's value for each axis.
+        figures: the recommended setting's, over its repeats.
+    """
+
+    sentence: str = ""
+    trial: int | None = None
+    setting: Mapping[str, str] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    def tags(self, before: Mapping[str, str]) -> dict[str, str]:
+        """Return the tags of the sweep's run; values of an earlier answer (`before`) that this one lacks are `none`."""
+        own = {f"{_SETTING}{key}": value for key, value in self.setting.items()}
+        stale = {key: _NONE for key in before if key.startswith(_SETTING)}
+        return {RECOMMENDED_TAG: _NONE if self.trial is None else str(self.trial), **stale, **own}
+
+    def metrics(self, before: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of the sweep's run; without a recommendation those of an earlier one are NaN."""
+        if self.trial is None:
+            return dict.fromkeys(before, math.nan)
+        return {key: v for key, v in self.figures.items() if key not in ("epoch", "step") and math.isfinite(v)}
+
+    def tags_of_trial(self, number: int, before: Mapping[str, str]) -> dict[str, str]:
+        """Return the tag of a trial's run; that of a trial which an earlier answer recommended is `false`."""
+        if number == self.trial:
+            return {RECOMMENDED_TAG: "true"}
+        return {RECOMMENDED_TAG: "false"} if RECOMMENDED_TAG in before else {}
 
 
 def trial_tags(folder: Path, overrides: Sequence[str]) -> dict[str, str]:

@@ -340,3 +340,16 @@ def test_an_objective_that_shows_as_zero_ties_with_zero():
     # exp(1e-6) and exp(0), of a loss in bfloat16
     known = [{"val/loss": loss, "val/perplexity": math.exp(loss), **BF16} for loss in (1e-6, 0.0)]
     assert abs(known[0]["val/perplexity"] - 1) <= spacing("val/perplexity", known[0]) < 0.01
+
+
+def test_the_answer_as_data_is_that_of_the_setting_and_not_of_one_repeat():
+    rows = rounds(3, 1000.0, 1000.0, 8000.0)
+    for row, loss in zip(rows, (1.0, 1.02, 1.01), strict=True):
+        row.figures["val/loss"] = loss
+    data = answer(sweep(rows, axes=REPEATED)).as_data
+    assert data["setting"] == {"sharding": "root", "precision": "bf16"} and data["trial"] == 30
+    assert data["figures"]["val/loss"] == 1.01 and data["figures"][SPEED] == pytest.approx(2000), (
+        "the mean of logarithms"
+    )
+    none = answer(sweep([trial(0, ("ddp", "fp32", "oom", 0, 0, 0))]))
+    assert none.as_data == {"sentence": none.sentence}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun, run_sweep
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.resume import resumed_states
-from fsdp_lab.tracking.tags import RECOMMENDED_TAG, RECORDED_TAG
+from fsdp_lab.tracking import annotate_answer
+from fsdp_lab.tracking.tags import RECOMMENDED_TAG, RECORDED_TAG, SweepAnswer
 from tests.folders import Store
 from tests.servers import lay_store
 from tests.sweep.conftest import runs
@@ -151,7 +153,7 @@ def test_a_sweep_that_ends_again_sends_only_figures_that_have_changed(planned: C
             def closed(self, sweep: SweepRun, ending: Ending) -> None:
                 if plan.resumed and changed:
                     sweep.states[0].metrics = {**sweep.states[0].metrics, "val/loss": 0.25}
-                runs_of.describe("Recommended: `training.seed=0`", 0)
+                runs_of.describe(answer_of(sweep, 0))
 
         run_sweep(plan, Trains(), [runs_of, Recommends()])
         return runs(plan.folder)[0][0]
@@ -162,17 +164,22 @@ def test_a_sweep_that_ends_again_sends_only_figures_that_have_changed(planned: C
     assert parent.data.metrics["val/loss"] == (0.25 if changed else 1 / LAST)
 
 
-def test_the_answer_is_data_of_the_sweeps_run(planned: Callable[[], SweepPlan]):
+def answer_of(sweep: SweepRun, number: int) -> SweepAnswer:
+    setting = {"training.seed": str(number)}
+    return SweepAnswer(f"Recommended: `training.seed={number}`", number, setting, sweep.states[number].figures)
+
+
+def test_the_answer_is_data_of_the_sweeps_run_until_another_one_replaces_it(planned: Callable[[], SweepPlan]):
+    """After `resume_failed`, or the command with another tolerance, no setting may qualify any more."""
     plan = planned()
     runs_of = MlflowRuns(plan.config.tracking, Console(plan.state, plan.swept))
 
     class Recommends(Trains):
         def run(self, sweep: SweepRun) -> None:
             super().run(sweep)
-            sweep.states[1].setting = {"training.seed": "1"}
-            sweep.states[0].setting = {"training.seed": "0"}
-            runs_of.describe("Recommended: `training.seed=0`", 0)
-            runs_of.describe("Recommended: `training.seed=1`", 1)
+            runs_of.describe(answer_of(sweep, 0))
+            assert runs_of._projection is not None and runs_of._projection.settle(60) == 0
+            runs_of.describe(answer_of(sweep, 1))
 
     run_sweep(plan, Recommends(), [runs_of])
     (parent,), children = runs(plan.folder)
@@ -180,3 +187,12 @@ def test_the_answer_is_data_of_the_sweeps_run(planned: Callable[[], SweepPlan]):
     assert parent.data.tags[RECOMMENDED_TAG] == "1"
     assert [run.data.tags.get(RECOMMENDED_TAG) for run in children] == ["false", "true", None]
     assert parent.data.tags["mlflow.note.content"].startswith("Recommended: `training.seed=1`")
+
+    tracking, sweep_id = plan.config.tracking, plan.started.id
+    assert annotate_answer(tracking, sweep_id, SweepAnswer("No setting qualifies."), [])
+    (parent,), children = runs(plan.folder)
+    assert {parent.data.tags[key] for key in (RECOMMENDED_TAG, "recommended.training.seed")} == {"none"}
+    assert math.isnan(parent.data.metrics["val/loss"])
+    assert [run.data.tags.get(RECOMMENDED_TAG) for run in children] == ["false", "false", None]
+    assert parent.data.tags["mlflow.note.content"].startswith("No setting qualifies.")
+    assert not annotate_answer(tracking, "another", SweepAnswer(), [])

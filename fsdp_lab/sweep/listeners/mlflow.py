@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from math import isfinite
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fsdp_lab.config.sweep import Engine, TrackingConfig
@@ -18,7 +17,7 @@ from fsdp_lab.sweep.names import command_line, config_dir_words, resume_command,
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.tracking import Projection, WantedRun
-from fsdp_lab.tracking.tags import RECOMMENDED_TAG, RECORDED_TAG, sweep_tags, trial_params, trial_tags
+from fsdp_lab.tracking.tags import RECOMMENDED_TAG, RECORDED_TAG, SweepAnswer, sweep_tags, trial_params, trial_tags
 from fsdp_lab.wording import count
 
 _EARLY_LIMIT_S = 3.0  # when the sweep is interrupted: all of it ends within eight
@@ -34,8 +33,7 @@ class MlflowRuns(Listener):
         self._ended: dict[int, int] = {}  # number of a trial -> milliseconds since 1970
         self._ending: Ending | None = None
         self._with_files = self._gave_up = False
-        self._answer, self._recommended = "", -1  # the number of a trial
-        self._replaced: set[int] = set()  # trials that an earlier answer recommended
+        self._answer: SweepAnswer | None = None
 
     @property
     def parent_id(self) -> str:
@@ -61,7 +59,7 @@ class MlflowRuns(Listener):
         self._sweep = sweep
         self._projection = Projection(self._tracking, record.id, self._wanted, self._log)
         self._projection.open(sweep.plan.resumed)
-        ended = [n for n, state in enumerate(states) if state.ended and not self._has_tag(n, RECORDED_TAG)]
+        ended = [n for n, state in enumerate(states) if state.ended and RECORDED_TAG not in self._tags_in_store(n)]
         own = self._projection.stored(None)
         ended_before = own is not None and own.ended is not None and not sweep.has_more()
         self._projection.changed(*([None] if record.multirun and not ended_before else []), *ended)
@@ -105,17 +103,16 @@ class MlflowRuns(Listener):
                 f"to send it: {resume_command(sweep.folder)}"
             )
 
-    def describe(self, answer: str, recommended: int | None = None) -> None:
-        """Log the sweep's answer: as the beginning of its run's description, and the recommended trial as data."""
+    def describe(self, answer: SweepAnswer) -> None:
+        """Log the sweep's answer, instead of an earlier one."""
+        before, self._answer = self._answer, answer
         if self._sweep is not None:
-            self._replaced |= {n for n in range(len(self._sweep.states)) if self._has_tag(n, RECOMMENDED_TAG)}
-        self._replaced |= {self._recommended} - {-1}
-        self._answer, self._recommended = answer, -1 if recommended is None else recommended
-        self._change(None, *self._replaced, *([] if recommended is None else [recommended]))
+            tagged = {n for n in range(len(self._sweep.states)) if RECOMMENDED_TAG in self._tags_in_store(n)}
+            self._change(None, *tagged, *(a.trial for a in (before, answer) if a and a.trial is not None))
 
-    def _has_tag(self, number: int, key: str) -> bool:
+    def _tags_in_store(self, number: int | None) -> Mapping[str, str]:
         run = self._projection.stored(number) if self._projection else None
-        return run is not None and run.tags.get(key) == "true"
+        return run.tags if run is not None else {}
 
     def _change(self, *numbers: int | None) -> None:
         sweep = self._sweep
@@ -138,14 +135,15 @@ class MlflowRuns(Listener):
         names: tuple[str, ...] = ("results.csv", "multirun.yaml")
         if self._ending is not None and not self._ending.early:
             names = (*names, *FILES)
-        best = sweep.states[self._recommended] if self._recommended >= 0 else None
+        own = self._projection.stored(None) if self._projection else None
+        answer, figures = self._answer, own.figures if own else {}
         return WantedRun(
             sweep_name(trials, sweep.plan.swept),
             sweep_tags(sweep.folder, command_line()),
-            {"num_trials": str(len(trials)), **(_answer_tags(best) if best else {})},
-            figures=_answer_figures(best) if best else {},
+            {"num_trials": str(len(trials)), **(answer.tags(self._tags_in_store(None)) if answer else {})},
+            figures=answer.metrics(figures) if answer else {},
             files=[(sweep.folder / name, "") for name in names] if self._with_files else (),
-            answer=self._answer,
+            answer=answer.sentence if answer else "",
             status=TrialStatus[self._ending.code.name] if self._ending else None,
             error=str(self._ending.error) if self._ending and self._ending.error else None,
         )
@@ -174,9 +172,7 @@ class MlflowRuns(Listener):
 
     def _tags_of(self, state: TrialState, number: int) -> dict[str, str]:
         tags = {"reason": str(state.reason.code)} if state.reason else {}
-        if self._recommended == number:
-            return tags | {RECOMMENDED_TAG: "true"}
-        return tags | ({RECOMMENDED_TAG: "false"} if number in self._replaced else {})
+        return tags | (self._answer.tags_of_trial(number, self._tags_in_store(number)) if self._answer else {})
 
     def _files(self, own: Path, folder: Path, ended: bool, number: int) -> Iterator[tuple[Path, str]]:
         for name in ("config.yaml", "overrides.yaml"):
@@ -185,13 +181,3 @@ class MlflowRuns(Listener):
             for kind in (kind for kind in TRIAL_FILES if kind.artifact is not None):
                 for path in sorted(folder.glob(kind.pattern)):
                     yield path, kind.artifact or ("" if path.parent == folder else path.parent.name)
-
-
-def _answer_figures(best: TrialState) -> dict[str, float]:
-    """Return the figures of the recommended trial, which are comparable with what the store has."""
-    return {key: value for key, value in best.figures.items() if key not in ("epoch", "step") and isfinite(value)}
-
-
-def _answer_tags(best: TrialState) -> dict[str, str]:
-    """Return the recommended setting as tags: a later answer may be another, and MLflow changes no parameter."""
-    return {RECOMMENDED_TAG: str(best.number), **{f"recommended.{key}": value for key, value in best.setting.items()}}

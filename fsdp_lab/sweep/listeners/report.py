@@ -8,6 +8,7 @@ from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
 from fsdp_lab.sweep.names import report_command
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.sweep_data import sweep_of
+from fsdp_lab.tracking.tags import SweepAnswer
 
 
 class Report(Listener):
@@ -33,7 +34,6 @@ class Report(Listener):
             for name in FILES:  # of an earlier start: MLflow would get them as this one's
                 (plan.folder / name).unlink(missing_ok=True)
             self.answer = write_report(data, plan.folder)
-            chosen = self.answer.trial.number if self.answer.trial else None
-            self._runs.describe(self.answer.sentence, chosen)
+            self._runs.describe(SweepAnswer(**self.answer.as_data))
         except Exception as error:  # noqa: BLE001 - the results are there, and the report can be written again
             sweep.log(f"the report could not be written ({error}); to try again: {report_command(plan.folder)}")
