@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 STATUS = "status"  # the column with how a trial ended, and the subject of such a finding
 LOSS = "loss"  # the validation loss, or the training loss where there is none
+_USUAL = 0.2  # repeats are expected to differ by at least this share of the tolerance (standard deviation) ...
+_WEIGHT = 20  # ... which counts as much as so many degrees of freedom of measured repeats
 _ENOUGH_NIGHTS = 5  # from so many on, how much nights differ from one another is known
 _LATEST = 10  # by so many, at most
 _MEDIAN_OF_NORMAL = 0.6745  # the median of the absolute value, over the standard deviation
@@ -184,8 +186,8 @@ def _compare(
     level, levels = median(here), [median(positions) for positions in there]
     place, best, since = len(levels) - 1, levels.index(min(levels)), list[float]()
     limit, change = scale.distance(tolerance), level - levels[place]
-    noise = _noise(there[place], here, levels, chance)
-    noise_of_best = _noise(there[best], here, levels, chance / len(levels))  # the best of many is so by chance, too
+    usual = _USUAL * min(limit, 1.0)  # finite, even where every loss of speed is tolerated
+    noise, noise_of_best = (_noise(there, each, here, levels, usual, chance) for each in (place, best))
     if change > max(limit, noise, rounding):
         outcome = Outcome.regression
     elif level - levels[best] > max(limit, noise_of_best, rounding):
@@ -202,32 +204,42 @@ def _compare(
     )  # fmt: skip
 
 
-def _noise(before: Sequence[float], now: Sequence[float], levels: Sequence[float], chance: float) -> float:
-    """Return the distance that noise alone exceeds with the given probability; 0 if the noise is not known.
+def _noise(
+    nights: Sequence[Sequence[float]], place: int, now: Sequence[float], levels: Sequence[float],
+    usual: float, chance: float,
+) -> float:  # fmt: skip
+    """Return the distance to one of the nights that noise alone exceeds with a given probability; 0: it is not known.
 
-    By Welch's one-sided test. Nights differ by more than repeats in one night, so the variance of their medians is
-    added to each of the two. It is that of the differences of consecutive nights around their median, so that neither
-    one lasting change nor a steady drift counts as noise. Before enough nights are known they are assumed to differ as
-    repeats do.
+    By Student's one-sided test. The variance of repeats is pooled over tonight and all the nights, with what is
+    expected of it, because two repeats have a single degree of freedom. A night whose own repeats differ by more counts
+    with its own. Nights differ by more than repeats in one night, so the variance of their levels is added. It is that
+    of the differences of consecutive nights around their median, so that neither one lasting change nor a steady drift
+    counts as noise. Before enough nights are known they are assumed to differ as repeats do.
+
+    Args:
+        usual: the standard deviation that is expected of repeats.
+        chance: for all nights together, any of which may be the best by chance.
     """
-    repeated = [values for values in (before, now) if len(values) > 1]
-    parts = [(variance(values) / len(values), len(values) - 1) for values in repeated]  # with degrees of freedom
-    if len(levels) >= _ENOUGH_NIGHTS:
+    repeated = [values for values in (*nights, now) if len(values) > 1]
+    measured = sum(len(values) - 1 for values in repeated)
+    squares, freedom = sum(variance(values) * (len(values) - 1) for values in repeated), _WEIGHT + measured
+    pooled = max((_WEIGHT * usual**2 + squares) / freedom, squares / measured) if squares else 0.0
+    own = [max(pooled, variance(v) if len(v) > 1 else 0.0) / len(v) for v in (nights[place], now)]
+    if len(levels) < _ENOUGH_NIGHTS:
+        parts = [(sum(own) + 2 * pooled, freedom)]
+    else:
         steps = [b - a for a, b in pairwise(levels[-_LATEST:])]
         spread = sorted(abs(step - median(steps)) for step in steps)
         spread = spread[len(steps) % 2 :]  # one of an odd number is the median itself
-        parts += [((median(spread) / _MEDIAN_OF_NORMAL) ** 2, len(steps))]  # of a difference: of both nights
-    elif repeated:
-        freedom = sum(len(values) - 1 for values in repeated)
-        pooled = sum(variance(values) * (len(values) - 1) for values in repeated) / freedom
-        parts += [(2 * pooled, freedom)]
+        between = (median(spread) / _MEDIAN_OF_NORMAL) ** 2  # of a difference: of both nights
+        parts = [(sum(own), freedom), (between, len(steps))]
     error = sum(part for part, _ in parts)
     if error == 0:
         return 0.0
     from scipy.stats import t
 
     degrees = error**2 / sum(part**2 / freedom for part, freedom in parts)
-    return float(t.ppf(1 - chance, degrees)) * math.sqrt(error)
+    return float(t.ppf(1 - chance / len(nights), degrees)) * math.sqrt(error)
 
 
 def _slope(levels: Sequence[float]) -> float:

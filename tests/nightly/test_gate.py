@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from scipy.stats import ttest_ind
+from scipy.stats import t
 
 from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.metrics import DATA_WAIT, FORECAST_ERROR, LOSS_EPS, MEMORY, SPEED
@@ -133,14 +133,53 @@ def test_a_prediction_is_worse_where_the_night_is_slower_and_not_where_it_is_fas
     assert [metric for metric, _ in bad(found(tonight, rows((1000,) * 3, speed_error=0.05)))] == expected
 
 
-def test_the_noise_is_that_of_welchs_test():
-    before, now = (1000.0, 1100.0, 900.0), (700.0, 760.0, 640.0)
-    logs = [[math.log(v) for v in values] for values in (before, now)]  # noise is a factor
-    p = ttest_ind(*logs, equal_var=False, alternative="greater").pvalue
-    alike = [rows((1000.0,))] * 5  # nights that do not differ
-    for chance, outcome in ((p * 1.02, Outcome.regression), (p * 0.98, Outcome.noise)):
-        # against the best of six nights the chance of each comparison is a sixth
-        assert of(found(rows(now), *alike, rows(before), chance=chance), SPEED).outcome is outcome, p
+def test_the_variance_of_repeats_is_pooled_over_all_nights():
+    """By hand: three nights of two repeats, with variances (0.06², 0.02², 0.04²) / 2 of their logarithms."""
+    pairs = [rows((1000 * math.exp(d / 2), 1000 * math.exp(-d / 2))) for d in (0.06, 0.02, 0.04)]
+    finding = of(found(pairs[2], *pairs[:2]), SPEED)
+    expected = 0.2 * -math.log(0.85)  # a fifth of the tolerance, with 20 degrees of freedom
+    variance = (20 * expected**2 + (0.06**2 + 0.02**2 + 0.04**2) / 2) / 23
+    error = math.sqrt(variance * (1 / 2 + 1 / 2 + 2))  # both nights, and as much again for each
+    assert finding.noise == pytest.approx(math.expm1(-t.ppf(1 - 0.005 / 2, 23) * error), rel=1e-6)
+
+
+@pytest.mark.parametrize("spreads", [(0.02, 0.06, 0.04, 0.03), (0.06, 0.05, 0.06, 0.02), (0.06, 0.06, 0.06, 0.06)])
+@pytest.mark.parametrize("before", [0, 3, 12])
+def test_a_slide_of_two_repeats_a_night_is_named_by_its_third_night(spreads: Sequence[float], before: int):
+    nights = [two(819, 0.04)] * before + [two(819, spreads[0]), two(705, spreads[1])]
+    slide = of(found(two(648, spreads[2]), *nights), SPEED)
+    assert (slide.outcome, slide.before) == (Outcome.drift, pytest.approx(819))
+    assert slide.change == pytest.approx(648 / 819 - 1, abs=0.001)
+    assert of(found(two(580, spreads[3]), *nights), SPEED).is_regression, "the third one was no good night"
+
+
+def two(level: float, spread: float, metric: str = SPEED) -> Rows:
+    """Two repeats that agree within a share of their median."""
+    return [{"setting": "a", STATUS: "finished", metric: level * (1 + side * spread / 2)} for side in (-1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "levels", "spread"), [(MEMORY, (100, 100.8, 101.6), 0.0), (LOSS, (1, 1.015, 1.03), 0.004)]
+)
+def test_a_slide_of_memory_or_loss_is_named_by_its_third_night(metric: str, levels: Sequence[float], spread: float):
+    first, second, third = (two(level, spread, metric) for level in levels)
+    assert bad(found(second, first)) == []
+    assert bad(found(third, first, second)) == [(metric, Outcome.drift)]
+
+
+@pytest.mark.parametrize("repeats", [2, 3])
+def test_noise_of_6_percent_names_nothing_in_20_nights(repeats: int):
+    """Forty settings that are the same, each judged on its own."""
+    rng, nights, named = random.Random(0), list[Rows](), set[str]()
+    for _ in range(20):
+        tonight = [
+            {"setting": str(number), STATUS: "finished", SPEED: rng.gauss(1000, 60)}
+            for number in range(40)
+            for _ in range(repeats)
+        ]
+        named |= {finding.setting for finding in found(tonight, *nights) if finding.is_regression}
+        nights.append(tonight)
+    assert named == set()
 
 
 def test_nights_that_differ_among_themselves_count_as_noise():
