@@ -27,15 +27,13 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from apscheduler.triggers.cron import CronTrigger
-
 from fsdp_lab.config import ConfigError
 from fsdp_lab.explain import explain
 from fsdp_lab.locks import holder, locked
 from fsdp_lab.nightly.nights import Night, Verdict, read_nights
 from fsdp_lab.nightly.read_study import Study, read_study
 from fsdp_lab.nightly.run import accept, good_nights, run_night
-from fsdp_lab.nightly.schedule import cron_trigger, is_due, night_after, run_schedule
+from fsdp_lab.nightly.schedule import NightTimes, cron_trigger, is_due, night_after, run_schedule
 from fsdp_lab.nightly.texts import regressions_line
 
 _OPTIONS = ("--once", "--check", "--accept")
@@ -51,16 +49,16 @@ def main() -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
         option, reason, overrides = read_words(words)
         study = read_study(overrides)
-        trigger = cron_trigger(study.config.nightly.cron, study.config.nightly.timezone, datetime.now(UTC))
+        times = cron_trigger(study.config.nightly.cron, study.config.nightly.timezone, datetime.now(UTC))
         if option == "--check":
-            print_plan(study, trigger)
+            print_plan(study, times)
         elif option == "--accept":
             with locked(study.folder, "nightly.folder"):
                 accept(study, reason, log)
         elif option == "--once":
             return run_once(study)
         else:
-            return run_every_night(study, trigger, overrides)
+            return run_every_night(study, times, overrides)
         return 0
     except KeyboardInterrupt:
         print("fsdp_lab.nightly: ended")
@@ -87,12 +85,12 @@ def run_once(study: Study) -> int:
         return 130
 
 
-def run_every_night(study: Study, trigger: CronTrigger, overrides: Sequence[str]) -> int:
+def run_every_night(study: Study, times: NightTimes, overrides: Sequence[str]) -> int:
     """Run nights on the schedule until this process is interrupted, and return the exit status."""
     nights = read_nights(study.folder)
     good_nights(study, nights)  # which checks now what a night would
-    waits = not holder(study.folder / ".lock") and is_due(nights, trigger, datetime.now(UTC))
-    status = run_schedule(trigger, overrides, waits, log)
+    waits = not holder(study.folder / ".lock") and is_due(nights, times, datetime.now(UTC))
+    status = run_schedule(times, overrides, waits, log)
     log("fsdp_lab.nightly: ended")
     return status
 
@@ -122,7 +120,7 @@ def read_words(words: list[str]) -> tuple[str | None, str, list[str]]:
     return option, reason, overrides
 
 
-def print_plan(study: Study, trigger: CronTrigger) -> None:
+def print_plan(study: Study, times: NightTimes) -> None:
     """Print what would run, when, and compared with what.
 
     Raises:
@@ -140,7 +138,7 @@ def print_plan(study: Study, trigger: CronTrigger) -> None:
     if nights:
         print(f"last:     {_named(nights[-1], regressions_line(nights[-1]))}")
     for _ in range(_NIGHTS_SHOWN):
-        night = night_after(trigger, night)
+        night = night_after(times, night)
         print(f"night:    {night.astimezone():%Y-%m-%d %H:%M %Z}")
 
 

@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any
 from zoneinfo import ZoneInfo
 
 from apscheduler.schedulers.blocking import BlockingScheduler
+from apscheduler.triggers.base import BaseTrigger
 from apscheduler.triggers.cron import CronTrigger
 from tzlocal import get_localzone
 
 from fsdp_lab.config import ConfigError
 from fsdp_lab.nightly.nights import Night
 
+_LARGEST_CHANGE = timedelta(hours=3)  # of a clock that is set forward or back
 _DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat", "sun")  # cron's numbers; APScheduler counts from Monday
 
 
-def cron_trigger(cron: str, zone: str | None, now: datetime) -> CronTrigger:
+class NightTimes(BaseTrigger):
+    """The times of a cron expression in a time zone.
+
+    APScheduler's own trigger loses times after midnight on days on which clocks change. Here it computes in UTC what
+    the clock on the wall shows, and `zoneinfo` says when it does. A time that clocks skip comes as much later as they
+    are set forward. Of a time that occurs twice it is the first, or both of a schedule for every hour.
+    """
+
+    def __init__(self, shown: CronTrigger, zone: tzinfo, is_hourly: bool) -> None:
+        self._shown, self._zone, self._folds = shown, zone, (0, 1) if is_hourly else (0,)
+
+    def get_next_fire_time(self, previous: datetime | None, now: datetime) -> datetime:
+        """Return the first time after the previous one and `now`: of those that were missed none is returned."""
+        after = max(previous or now, now)
+        return min(self._first(after, fold) for fold in self._folds)
+
+    def _first(self, after: datetime, fold: int) -> datetime:
+        shown = after.astimezone(self._zone).replace(tzinfo=UTC) - _LARGEST_CHANGE
+        while True:
+            shown = self._shown.get_next_fire_time(None, shown + timedelta(seconds=1))
+            time = shown.replace(tzinfo=self._zone, fold=fold).astimezone(UTC)
+            is_skipped = time.astimezone(self._zone).replace(tzinfo=UTC) != shown
+            if time > after and not (fold and is_skipped):
+                return time
+
+
+def cron_trigger(cron: str, zone: str | None, now: datetime) -> NightTimes:
     """Return the times of a cron expression: minute hour day month weekday, with 0 and 7 for Sunday.
 
     Args:
@@ -34,8 +63,14 @@ def cron_trigger(cron: str, zone: str | None, now: datetime) -> CronTrigger:
     """
     try:
         known = ZoneInfo(zone) if zone is not None else get_localzone()
-    except (KeyError, ValueError, OSError):
-        raise ConfigError(f"nightly.timezone={zone} is not a time zone; use a name such as Europe/Berlin.") from None
+    except (KeyError, ValueError, OSError) as error:
+        if zone is not None:
+            named = f"nightly.timezone={zone} is not a time zone; use"
+        elif os.environ.get("TZ"):
+            named = f"TZ={os.environ['TZ']} in the environment is not a time zone; set it or nightly.timezone to"
+        else:
+            named = f"this machine's time zone cannot be read ({error}); set nightly.timezone to"
+        raise ConfigError(f"{named} a name such as Europe/Berlin.") from None
     try:
         fields = cron.lower().split()
         if len(fields) == 5:
@@ -52,30 +87,30 @@ def cron_trigger(cron: str, zone: str | None, now: datetime) -> CronTrigger:
                     raise ValueError(f"{part} cannot be read as weekdays; list them, as in mon,wed,fri")
             fields[4] = re.sub("0-(?=[1-7])", "0,1-", fields[4])  # Sunday, which is APScheduler's last
             fields[4] = re.sub("[0-7]", lambda number: _DAYS[int(number[0])], fields[4])
-        trigger = CronTrigger.from_crontab(" ".join(fields), timezone=known)
+        shown = CronTrigger.from_crontab(" ".join(fields), timezone=UTC)
     except ValueError as error:
         raise ConfigError(
             f"nightly.cron='{cron}': {error}; use minute hour day month weekday, for example '0 2 * * *'."
         ) from None
-    if trigger.get_next_fire_time(None, now) is None:
+    if shown.get_next_fire_time(None, now) is None:
         raise ConfigError(
             f"nightly.cron='{cron}' never runs: no date has its day and month; use for example '0 2 * * *'."
         )
-    return trigger
+    return NightTimes(shown, known, fields[1] == "*")
 
 
-def night_after(trigger: CronTrigger, moment: datetime) -> datetime:
+def night_after(times: NightTimes, moment: datetime) -> datetime:
     """Return the first night after a moment, in UTC."""
-    return trigger.get_next_fire_time(None, moment + timedelta(seconds=1)).astimezone(UTC)
+    return times.get_next_fire_time(None, moment)
 
 
-def is_due(nights: Sequence[Night], trigger: CronTrigger, now: datetime) -> bool:
+def is_due(nights: Sequence[Night], times: NightTimes, now: datetime) -> bool:
     """Return whether the night after the last one was missed."""
-    return bool(nights) and night_after(trigger, datetime.fromtimestamp(nights[-1].begun, UTC)) <= now
+    return bool(nights) and night_after(times, datetime.fromtimestamp(nights[-1].begun, UTC)) <= now
 
 
-def run_schedule(trigger: CronTrigger, overrides: Sequence[str], waits: bool, log: Callable[[str], None]) -> int:
-    """Run `python -m fsdp_lab.nightly --once` at the times of a trigger, until this process is interrupted.
+def run_schedule(times: NightTimes, overrides: Sequence[str], waits: bool, log: Callable[[str], None]) -> int:
+    """Run `python -m fsdp_lab.nightly --once` at its times, until this process is interrupted.
 
     Each night is a process of its own, so it has the code as it is then.
 
@@ -90,7 +125,7 @@ def run_schedule(trigger: CronTrigger, overrides: Sequence[str], waits: bool, lo
     ending = threading.Event()
 
     def log_next() -> None:
-        log(f"the next night is {night_after(trigger, datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M:%S %Z}")
+        log(f"the next night is {night_after(times, datetime.now(UTC)).astimezone():%Y-%m-%d %H:%M:%S %Z}")
 
     def run() -> None:
         processes[:] = [subprocess.Popen(command, start_new_session=True)]  # Ctrl-C is ours to pass on
@@ -102,7 +137,7 @@ def run_schedule(trigger: CronTrigger, overrides: Sequence[str], waits: bool, lo
 
     scheduler = BlockingScheduler(timezone=UTC)
     at_once: dict[str, Any] = {"next_run_time": datetime.now(UTC)} if waits else {}
-    scheduler.add_job(run, trigger, coalesce=True, misfire_grace_time=None, **at_once)  # many missed: one runs
+    scheduler.add_job(run, times, coalesce=True, misfire_grace_time=None, **at_once)  # many missed: one runs
     log_next()
     try:
         scheduler.start()

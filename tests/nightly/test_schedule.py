@@ -6,8 +6,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
+from zoneinfo import ZoneInfo
 
 import pytest
 
@@ -50,10 +51,54 @@ def test_the_zone_decides_also_where_an_hour_does_not_exist_or_comes_twice():
     spring = night_after(berlin, datetime(2026, 3, 28, 12, tzinfo=UTC))  # 02:30 does not exist there on the 29th
     assert spring == datetime(2026, 3, 29, 1, 30, tzinfo=UTC)
     assert night_after(berlin, spring) == datetime(2026, 3, 30, 0, 30, tzinfo=UTC)
-    twice = [datetime(2026, 10, 24, 12, tzinfo=UTC)]
-    for _ in range(3):
-        twice.append(night_after(berlin, twice[-1]))
-    assert [f"{night:%d %H:%M}" for night in twice[1:]] == ["25 00:30", "25 01:30", "26 01:30"]
+    once = [datetime(2026, 10, 24, 12, tzinfo=UTC)]
+    for _ in range(2):
+        once.append(night_after(berlin, once[-1]))
+    assert [f"{night:%d %H:%M}" for night in once[1:]] == ["25 00:30", "26 01:30"], "the first of two"
+
+
+ZONES = (
+    "Europe/Berlin", "America/New_York", "Australia/Sydney", "UTC", "Asia/Kolkata",
+    "America/Santiago", "Africa/Cairo", "Asia/Beirut",  # there midnight itself is skipped
+    "Australia/Lord_Howe", "Antarctica/Troll",  # half an hour, and two hours
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("zone", ZONES)
+@pytest.mark.parametrize("shown", ["00:00", "00:30", "01:59", "02:15", "23:59"])
+def test_every_date_has_one_night_when_the_clock_shows_it(zone: str, shown: str):
+    """Of a year. Where clocks skip the time, the night is at what `zoneinfo` makes of it."""
+    hour, minute = map(int, shown.split(":"))
+    times, day = cron_trigger(f"{minute} {hour} * * *", zone, FRIDAY), datetime(2026, 12, 31, hour, minute)
+    night = day.replace(tzinfo=ZoneInfo(zone)).astimezone(UTC)
+    for _ in range(365):
+        day += timedelta(days=1)
+        night = night_after(times, night)
+        assert night == day.replace(tzinfo=ZoneInfo(zone)).astimezone(UTC), (day, night)
+
+
+@pytest.mark.parametrize(
+    ("zone", "hours"),
+    [("Europe/Berlin", {1.0}), ("Africa/Cairo", {1.0}), ("Australia/Lord_Howe", {0.5, 1.0, 1.5})],
+)
+def test_nights_of_every_hour_are_an_hour_apart_while_clocks_change(zone: str, hours: set[float]):
+    times, night = cron_trigger("20 * * * *", zone, FRIDAY), datetime(2027, 3, 20, tzinfo=UTC)
+    night, apart = night_after(times, night), set()
+    while night < datetime(2027, 11, 10, tzinfo=UTC):
+        night, before = night_after(times, night), night
+        apart.add((night - before) / timedelta(hours=1))
+    assert apart == hours
+
+
+@pytest.mark.parametrize(("value", "named"), [("Foo/Bar", "TZ=Foo/Bar in the environment"), ("CET-1CEST", "TZ=CET-1")])
+def test_a_machine_without_a_zone_by_name_is_told_which_variable_has_it(
+    monkeypatch: pytest.MonkeyPatch, value: str, named: str
+):
+    monkeypatch.setenv("TZ", value)
+    with pytest.raises(ConfigError, match=r"set it or nightly\.timezone to a name such as Europe/Berlin") as error:
+        cron_trigger("0 2 * * *", None, FRIDAY)
+    assert named in str(error.value)
+    assert night_after(cron_trigger("0 2 * * *", "Europe/Berlin", FRIDAY), FRIDAY).hour == 1
 
 
 @pytest.mark.parametrize(
