@@ -53,6 +53,7 @@ IN_MAKE_TEST: Cells = {
         f"sharding=per_layer {RESHARDS[4]} training.sync_each_microbatch=true {ACCUMULATE}",
         f"{SIZE_BASED} {RESHARDS[3]} init=meta optimizer=adamw optimizer.lr=0.01 optimizer.weight_decay=0.3 "
         "optimizer.implementation=for_loop",
+        f"sharding=per_block precision=tf32 {CLIP}",  # on a CPU it is fp32
         f"sharding=ddp {RADAM}", f"sharding=per_block {RADAM} {CLIP}", f"sharding=per_layer {LION} {ACCUMULATE}",
     ),
     "wide mlp": HALF["per_block"],
@@ -194,6 +195,7 @@ GPU_CELLS: Cells = {
         DDP, PER_BLOCK, "sharding=root", "sharding=per_layer", SIZE_BASED,
         *(f"{PER_BLOCK} {reshard}" for reshard in RESHARDS[:4]),
         *(f"{PER_BLOCK} precision={p} {SGD}" for p in PRECISIONS), *(f"{DDP} precision={p} {SGD}" for p in PRECISIONS),
+        f"{PER_BLOCK} precision=tf32 {SGD}", f"{DDP} precision=tf32 {SGD}",
         f"{PER_BLOCK} offload=cpu", f"sharding=root offload=cpu_unpinned {CLIP}",
         f"{PER_BLOCK} precision=fp16 offload=cpu {SGD} {CLIP}", f"{PER_BLOCK} precision=fp16_mixed {ACCUMULATE} {SGD}",
         *(f"{PER_BLOCK} activation_checkpointing={mode}" for mode in ("full", "selective", "every_n")),

@@ -266,6 +266,7 @@ sharding=root sharding.blocks_per_unit=3 | sharding.blocks_per_unit=3 sharding=r
 sharding=ddp sharding.separate_reduce_scatter_group=true | sharding=ddp sharding.separate_reduce_scatter_group=false
 sharding=per_layer activation_checkpointing=selective | sharding=per_layer activation_checkpointing=selective
 precision.float8=true                   | precision.float8=true precision=float8
+precision.tf32=true precision.param_dtype=bfloat16 | precision.tf32=true precision.param_dtype=bfloat16 precision=tf32
 task.loss_chunks=4                      | task.loss_chunks=4 task=classification
 checkpoint.export_best=true checkpoint.mode=off | checkpoint.export_best=true checkpoint.mode=off
 checkpoint.mode=sync checkpoint.export_best=true checkpoint.keep_best=false | \

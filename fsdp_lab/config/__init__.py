@@ -20,7 +20,7 @@ from fsdp_lab.config.machine import (
     workers_of,
 )
 from fsdp_lab.config.nightly import NightlyConfig
-from fsdp_lab.config.notes import cpu_notes, memory_notes, sharding_notes
+from fsdp_lab.config.notes import cpu_notes, gpu_notes, memory_notes, sharding_notes
 from fsdp_lab.config.options import all_keys, conf_dir, split_config_dir, with_custom
 from fsdp_lab.config.sweep import SweepConfig, objectives, stops_on
 from fsdp_lab.config.trial import TrialConfig
@@ -28,7 +28,7 @@ from fsdp_lab.config.trial import TrialConfig
 __all__ = [
     "Between", "CombinationError", "ConfigError", "NightlyConfig", "SweepConfig", "TrialConfig", "UserError",
     "all_keys", "check_float8", "check_forecast", "check_pytorch", "check_ranges", "check_storage", "conf_dir",
-    "cpu_notes", "default_num_workers", "effective_settings", "flatten", "from_dict", "is_address",
+    "cpu_notes", "default_num_workers", "effective_settings", "flatten", "from_dict", "gpu_notes", "is_address",
     "may_change_speed", "memory_notes", "memory_settings", "objectives", "part", "read_words", "settings",
     "sharding_notes", "speed_settings", "split_config_dir", "stops_on", "to_dict", "with_custom", "workers_of",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsdp_lab.config.parallel import Granularity, OffloadTarget, ReshardPolicy
+from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, ReshardPolicy
 from fsdp_lab.config.training import MemoryProfile
 from fsdp_lab.config.trial import TrialConfig
 
@@ -15,6 +15,20 @@ def cpu_notes(config: TrialConfig) -> Iterator[str]:
         yield (
             f"offload={config.offload.target.name} has no effect on a CPU: parameters are in host memory "
             "already, and nothing is pinned."
+        )
+    if config.precision.tf32:
+        yield "precision=tf32 has no effect on a CPU: it computes as with precision=fp32."
+
+
+def gpu_notes(config: TrialConfig, has_tf32: bool) -> Iterator[str]:
+    """Yield a sentence about the rate of float32 products on a GPU."""
+    precision = config.precision
+    if precision.tf32 and not has_tf32:
+        yield "precision=tf32 has no effect on this GPU: TF32 needs compute capability 8.0 (Ampere) or newer."
+    elif precision.param_dtype is Dtype.float32 and not precision.tf32 and has_tf32:
+        yield (
+            "precision.param_dtype=float32 multiplies matrices in full precision, as PyTorch does by default (its "
+            "convolutions use TF32). precision=tf32 multiplies them in TF32, which is several times as fast."
         )
 
 

@@ -121,17 +121,29 @@ class PrecisionConfig:
     """Scale the loss dynamically, as float16 needs."""
     float8: bool = key(False, named_by_option=True, memory=Memory.VALUE)
     """Multiply in float8, scaled by rows, in the linear layers of blocks; needs torchao."""
+    tf32: bool = key(False, named_by_option=True)
+    """Multiply float32 matrices in TF32 on GPUs since Ampere, by `torch.set_float32_matmul_precision("high")`."""
     init_scale: float = key(65536.0, positive)
     """First scale of the loss."""
     growth_interval: int = key(2000, at_least_one)
     """Steps without an overflow after which the scale doubles."""
 
+    @property
+    def multiplied_in(self) -> str:
+        """The type in which a GPU multiplies matrices, as data sheets name it."""
+        return "tfloat32" if self.tf32 else self.param_dtype.value
+
     def check(self) -> None:
-        """Check that loss scaling and float8 fit the computation type.
+        """Check that loss scaling, TF32 and float8 fit the computation type.
 
         Raises:
-            CombinationError: loss scaling with bfloat16, or float8 with a type other than bfloat16.
+            CombinationError: loss scaling with bfloat16, TF32 without float32, or float8 without bfloat16.
         """
+        if self.tf32 and self.param_dtype is not Dtype.float32:
+            raise CombinationError(
+                f"precision.tf32=true with precision.param_dtype={self.param_dtype.name}: TF32 multiplies float32 "
+                "matrices; use precision=tf32, or precision.tf32=false.",
+            )
         if self.float8 and self.param_dtype is not Dtype.bfloat16:
             raise CombinationError(
                 f"precision.float8=true with precision.param_dtype={self.param_dtype.name}: float8 products have "

@@ -33,6 +33,7 @@ from fsdp_lab.forecast.keep import ratio_group
 from fsdp_lab.forecast.kernels import HOPPER, Gpu, buffer_bytes, cuda_kernels
 from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.profile import Profile
+from fsdp_lab.speed.costs import in_tf32
 from fsdp_lab.speed.device import Device, DeviceKind
 from fsdp_lab.speed.predict import Speed, predict
 from fsdp_lab.speed.program import Operator
@@ -107,10 +108,11 @@ def _price(
 ) -> Speed:
     """Return the speed of a program's step, with the model's MFU."""
     differs = unlike(config, num_workers, sheet)
+    program = in_tf32(program, sheet, config.precision.tf32)
     speed = predict(program, sheet, config.sharding.separate_reduce_scatter_group, not differs)
     samples = config.training.global_batch_size
     flops = workload.train_flops_per_sample()
-    peak = sheet.peak_flops.get(config.precision.param_dtype.value) if flops else None
+    peak = sheet.peak_flops.get(config.precision.multiplied_in) if flops else None
     return replace(
         speed,
         group=ratio_group(config, num_workers, sheet),

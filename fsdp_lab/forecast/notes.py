@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from fsdp_lab.config import cpu_notes, sharding_notes
+from fsdp_lab.config import cpu_notes, gpu_notes, sharding_notes
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.run import Request
@@ -14,7 +14,7 @@ from fsdp_lab.forecast.words import words_of_forecasts
 
 def request_notes(requests: Sequence[Request]) -> list[str]:
     """Return notes about what these forecasts assume or do not include; each note once."""
-    notes = [note for r in requests for note in (*sharding_notes(r.config), *(() if r.cuda else cpu_notes(r.config)))]
+    notes = [note for r in requests for note in (*sharding_notes(r.config), *_device_notes(r))]
     sizes = sorted({r.config.training.global_batch_size // r.num_workers for r in requests})
     if len({r.config.training.global_batch_size for r in requests}) == 1 and len(sizes) > 1:
         notes.append(
@@ -22,6 +22,14 @@ def request_notes(requests: Sequence[Request]) -> list[str]:
             f"{sizes[0]:,} with the most; training.global_batch_size='${{per_worker:{sizes[-1]}}}' keeps {sizes[-1]:,}."
         )
     return list(dict.fromkeys(notes))
+
+
+def _device_notes(request: Request) -> Iterator[str]:
+    """Yield notes that depend on the device; of a GPU without a data sheet no speed is known, and its products are."""
+    if not request.cuda:
+        yield from cpu_notes(request.config)
+    elif request.sheet is not None and "tfloat32" in request.sheet.peak_flops:
+        yield from gpu_notes(request.config, has_tf32=True)
 
 
 def room_remedies(requests: Sequence[Request], swept: Sequence[str]) -> list[str]:

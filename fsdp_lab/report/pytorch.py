@@ -77,6 +77,7 @@ def _sharding(config: TrialConfig, layout: Layout, torch_version: str) -> dict[s
         "saved": ", ".join(saved),
         "compile": config.compile,
         "float8": config.precision.float8,
+        "tf32": config.precision.tf32,
         "blocks": _pattern(layout.blocks) if with_blocks else "",
         "units": "" if ddp else _pattern(layout.units),
         "blocks_per_unit": sharding.blocks_per_unit,

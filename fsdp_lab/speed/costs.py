@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from fsdp_lab.speed.device import Device, DeviceKind, Reached
@@ -32,6 +34,24 @@ class _Path(NamedTuple):
 # `torch._inductor.comm_analysis`. gloo has one.
 _PLAIN, _LL, _LL128 = _Path(), _Path(6.6 / 8.4, 0.6 / 3.4, 2.7 / 14, 1 / 2), _Path(14 / 8.4, 1.9 / 3.4, 1, 120 / 128)
 _TREES = (_Path(1, 4 / 3.4, 1, 0.92), _Path(6.8 / 8.4, 0.6 / 3.4, 5 / 14, 1 / 3.8))
+
+
+def in_tf32(program: Sequence[Operator], device: Device, products: bool) -> list[Operator]:
+    """Return the program with the float32 products that a GPU computes in TF32.
+
+    Convolutions are, where the GPU can, by PyTorch's default. Fused attention is not: CUTLASS's kernel has three TF32
+    products for each float32 one, whatever is set.
+
+    Args:
+        products: all matrix products are.
+    """
+
+    def is_in_tf32(operator: Operator) -> bool:
+        if device.kind is DeviceKind.cpu or operator.kind is not Kind.matmul or operator.dtype != "float32":
+            return False
+        return products or ("convolution" in operator.name and "tfloat32" in device.peak_flops)
+
+    return [replace(operator, dtype="tfloat32") if is_in_tf32(operator) else operator for operator in program]
 
 
 def seconds(operator: Operator, device: Device) -> float:

@@ -288,6 +288,20 @@ def compute_precision(config: TrialConfig, device: torch.device) -> AbstractCont
 
 
 @contextmanager
+def float32_products(precision: PrecisionConfig, device: torch.device) -> Iterator[None]:
+    """Multiply float32 matrices in TF32 inside, if the trial does: a setting of the process, which is restored."""
+    if not precision.tf32 or device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
 def ddp_explained() -> Iterator[None]:
     """Explain DDP's error about the previous step.
 

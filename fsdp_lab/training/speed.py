@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_lab.config.parallel import Dtype
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.distributed import DistributedContext
@@ -24,27 +23,27 @@ if TYPE_CHECKING:
 
 # Dense matrix peaks in FLOP/s by the device's whole name. `conf/device` owns those of its GPUs; a GPU machine may have
 # no YAML reader, so they are here again, and a test compares the two. The others are from NVIDIA's data sheets. Other
-# variants of a chip have other peaks: what is not here has no MFU. float32 is without TF32, which PyTorch leaves off.
-def _peaks(half: float, single: float) -> dict[Dtype, float]:
-    return {Dtype.bfloat16: half, Dtype.float16: half, Dtype.float32: single}
+# variants of a chip have other peaks: what is not here has no MFU. float32 is without TF32, which has its own.
+def _peaks(half: float, tf32: float, single: float) -> dict[str, float]:
+    return {"bfloat16": half, "float16": half, "tfloat32": tf32, "float32": single}
 
 
 PEAK_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": _peaks(312e12, 19.5e12),
-    "NVIDIA A100-SXM4-80GB": _peaks(312e12, 19.5e12),
-    "NVIDIA H100": _peaks(989e12, 67e12),
-    "NVIDIA H100 80GB HBM3": _peaks(989e12, 67e12),
-    "NVIDIA H100 PCIe": _peaks(756e12, 51e12),
-    "NVIDIA H200": _peaks(989e12, 67e12),
-    "NVIDIA B200": _peaks(2.25e15, 80e12),
-    "NVIDIA L40S": _peaks(362e12, 91.6e12),
-    "AMD Instinct MI300X": _peaks(1.3074e15, 163.4e12),
-    "NVIDIA A100-PCIE-40GB": _peaks(312e12, 19.5e12),
-    "NVIDIA A100 80GB PCIe": _peaks(312e12, 19.5e12),
-    "NVIDIA A10G": _peaks(70e12, 35e12),
-    "NVIDIA GH200 480GB": _peaks(989e12, 67e12),
-    "NVIDIA H100 NVL": _peaks(835.5e12, 60e12),
-    "NVIDIA L4": _peaks(121e12, 30.3e12),
+    "NVIDIA A100-SXM4-40GB": _peaks(312e12, 156e12, 19.5e12),
+    "NVIDIA A100-SXM4-80GB": _peaks(312e12, 156e12, 19.5e12),
+    "NVIDIA H100": _peaks(989e12, 494.5e12, 67e12),
+    "NVIDIA H100 80GB HBM3": _peaks(989e12, 494.5e12, 67e12),
+    "NVIDIA H100 PCIe": _peaks(756e12, 378e12, 51e12),
+    "NVIDIA H200": _peaks(989e12, 494.5e12, 67e12),
+    "NVIDIA B200": _peaks(2.25e15, 1.125e15, 80e12),
+    "NVIDIA L40S": _peaks(362e12, 183e12, 91.6e12),
+    "AMD Instinct MI300X": _peaks(1.3074e15, 653.7e12, 163.4e12),
+    "NVIDIA A100-PCIE-40GB": _peaks(312e12, 156e12, 19.5e12),
+    "NVIDIA A100 80GB PCIe": _peaks(312e12, 156e12, 19.5e12),
+    "NVIDIA A10G": _peaks(70e12, 35e12, 35e12),
+    "NVIDIA GH200 480GB": _peaks(989e12, 494.5e12, 67e12),
+    "NVIDIA H100 NVL": _peaks(835.5e12, 417.5e12, 60e12),
+    "NVIDIA L4": _peaks(121e12, 60e12, 30.3e12),
 }
 
 
@@ -225,8 +224,8 @@ def percentile(ordered: list[float], q: float) -> float:
 
 
 def device_peak_flops(config: TrialConfig, ranks: DistributedContext) -> float | None:
-    """Return the device's peak FLOP/s in the compute dtype; None if it is not known."""
+    """Return the device's peak FLOP/s in the type of matrix products; None if it is not known."""
     if ranks.device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(ranks.device)
-    return PEAK_FLOPS.get(name, {}).get(config.precision.param_dtype)
+    return PEAK_FLOPS.get(name, {}).get(config.precision.multiplied_in)

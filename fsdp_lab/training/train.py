@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp_lab.config.notes import cpu_notes, memory_notes, sharding_notes
+from fsdp_lab.config.notes import cpu_notes, gpu_notes, memory_notes, sharding_notes
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.blocks import batch_norm_notes
 from fsdp_lab.training.build import build, leaves_some_unused
@@ -25,6 +25,7 @@ from fsdp_lab.training.distributed import DistributedContext, build_parallel_dim
 from fsdp_lab.training.export import export_model
 from fsdp_lab.training.loop import Watch, evaluate, token_metrics, train_epoch
 from fsdp_lab.training.memory import MemoryProfiler, start_clean
+from fsdp_lab.training.parallelize import float32_products
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer, Timed, device_peak_flops, speed_metrics, watch_cores
 from fsdp_lab.training.weights import init_weights
@@ -79,6 +80,18 @@ def train(
     ranks = setup_distributed(config.offload)
     config.check(ranks.world_size)
     start_clean(ranks.device)
+    with float32_products(config.precision, ranks.device):
+        _train(config, folder, reporter, on_step_losses, storage, ranks)
+
+
+def _train(
+    config: TrialConfig,
+    folder: Path,
+    reporter: Reporter,
+    on_step_losses: Callable[[list[float]], None],
+    storage: str | None,
+    ranks: DistributedContext,
+) -> None:
     dims = build_parallel_dims(config.sharding, ranks)
     reporter.phase("loading the data")
     workload = build_workload(config.model, config.data, config.task)
@@ -179,7 +192,7 @@ def _facts(
         "notes": [
             *sharding_notes(config),
             *memory_notes(config),
-            *(cpu_notes(config) if on_cpu else ()),
+            *(cpu_notes(config) if on_cpu else gpu_notes(config, torch.cuda.is_tf32_supported())),
             *batch_norm_notes(state.model, ranks.world_size),
         ],
     }

@@ -44,9 +44,9 @@ COUNTS = {
         activation_checkpointing activation_checkpointing_every compile
     """,
     "cells starts checkpoint nights param": """
-        precision.init_scale precision.growth_interval data.num_train data.num_val task.metrics task.unit optimizer.lr
-        optimizer.beta1 optimizer.beta2 optimizer.scale_lr lr_schedule.name lr_schedule.warmup_steps
-        lr_schedule.min_lr_ratio lr_schedule.step_epochs lr_schedule.gamma training.seed init
+        precision.tf32 precision.init_scale precision.growth_interval data.num_train data.num_val task.metrics
+        task.unit optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.scale_lr lr_schedule.name
+        lr_schedule.warmup_steps lr_schedule.min_lr_ratio lr_schedule.step_epochs lr_schedule.gamma training.seed init
     """,
     "cells starts nights param": """
         data.loader_workers training.epochs training.max_steps training.timing_warmup_steps checkpoint.mode
@@ -83,7 +83,9 @@ EXPECTED = {name: set(counts.split()) for counts, names in COUNTS.items() for na
 KEYS = keys_of(NightlyConfig)
 NAMED_BY_OPTION = {
     "sharding=per_block": {"sharding.granularity"},
-    "precision=fp16": {"precision.param_dtype", "precision.reduce_dtype", "precision.loss_scaling", "precision.float8"},
+    "precision=fp16": {
+        f"precision.{name}" for name in ("param_dtype", "reduce_dtype", "loss_scaling", "float8", "tf32")
+    },
     "offload=cpu": {"offload.target"},
     "reshard_after_forward=never": {"reshard_after_forward.policy"},
     "model=mlp": {"model._target_"},

@@ -26,7 +26,7 @@ from fsdp_lab.forecast.devices import (
     sheet_of,
 )
 from fsdp_lab.forecast.forecast import forecast, forecast_step
-from fsdp_lab.forecast.notes import room_remedies
+from fsdp_lab.forecast.notes import request_notes, room_remedies
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
 from fsdp_lab.speed.device import Device, Factors, load_device
@@ -71,6 +71,27 @@ def test_a_device_without_a_peak_or_with_nodes_that_do_not_divide_the_workers_is
     mine.write_text("name: mine")
     with pytest.raises(ConfigError, match=r"mine\.yaml is not a data sheet"):
         check_device(settings, 8)
+
+
+def test_tf32_is_forecast_by_its_own_peak_and_fp32_says_that_it_exists() -> None:
+    words = [*LANGUAGE[:2], "training.global_batch_size=64"]
+    device = replace(sheet("h100_sxm"), launch_s=1e-9)
+    speeds = {}
+    for precision in ("fp32", "tf32", "grad_bf16", "bf16_mixed"):
+        one = Request.of(config(*words, f"precision={precision}", "forecast.device=h100_sxm"), 2)
+        speed = forecast(one.config, 2, cuda=True, sheet=device).speed
+        assert speed is not None and speed.mfu is not None
+        speeds[precision] = speed
+        has_note = precision in ("fp32", "grad_bf16")
+        assert has_note is any("precision=tf32 multiplies them in TF32" in note for note in request_notes([one]))
+    assert speeds["bf16_mixed"].step_s < speeds["tf32"].step_s < speeds["fp32"].step_s
+    peaks = {name: speeds[name].step_s * (speeds[name].mfu or 0) for name in ("fp32", "tf32")}
+    assert peaks["fp32"] / peaks["tf32"] == pytest.approx(494.5 / 67)
+    without = replace(device, peak_flops={"bfloat16": 1e14, "float32": 1e13})
+    unknown = forecast(config(*words, "precision=tf32"), 2, cuda=True, sheet=without)
+    assert unknown.speed is None and "has no peak for tfloat32" in (unknown.no_speed or "")
+    on_cpu = Request.of(config(*words, "precision=tf32", "forecast.device=cpu"), 2)
+    assert "precision=tf32 has no effect on a CPU: it computes as with precision=fp32." in request_notes([on_cpu])
 
 
 def test_a_device_brings_its_memory_its_kind_and_the_speed(tmp_path: Path):

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 ROWS = [Row(workload, cell, 1) for workload, cells in GPU_CELLS.items() for cell in cells]
 ROWS_OF_TWO = [Row(workload, cell, 2) for workload, cells in GPU_CELLS_OF_TWO.items() for cell in cells]
 ON_A_CPU = "sharding=per_block compile=true"  # the compiler takes half a minute there
+CUDA_TF32 = 5e-2  # of products with 10 bits, against 23: as in 16 bits
 CUDA_FP32 = 1e-4  # other kernels than the plain loop's; weights that start equal
 
 
@@ -46,7 +47,8 @@ def test_a_setting_learns_what_a_plain_loop_learns(
     if "separate_reduce" in row.cell and not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
         pytest.skip(f"PyTorch {torch.__version__} has no set_separate_reduce_scatter_group")
     (learned, plain), *others = ranks.run(losses, row, machine.device, seconds=180)
-    tolerance = max(row.tolerance, CUDA_FP32 if machine.cuda else 0.0)
+    on_cuda = CUDA_TF32 if "precision=tf32" in row.cell else CUDA_FP32
+    tolerance = max(row.tolerance, on_cuda if machine.cuda else 0.0)
     figures(apart=apart(learned, plain), tolerance=tolerance)
     assert all(other[0] == learned for other in others), "ranks report different losses"
     assert min(plain[1:-1]) < plain[0], "it learns"

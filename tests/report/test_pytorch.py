@@ -195,6 +195,13 @@ def test_blocks_compute_in_float8_before_they_are_sharded() -> None:
     assert 0 < code.index("convert_to_float8_training(model") < code.index("fully_shard(")
 
 
+def test_tf32_is_set_before_the_model_computes() -> None:
+    code = to_pytorch("Trial 0", trial_of("precision=tf32", "sharding=ddp"), LAYOUT, 4, "2.15.0")
+    ast.parse(code)
+    assert 0 < code.index('torch.set_float32_matmul_precision("high")') < code.index("DistributedDataParallel(")
+    assert "matmul_precision" not in to_pytorch("Trial 0", trial_of("precision=fp32"), LAYOUT, 4, "2.15.0")
+
+
 def test_a_schedule_is_named_as_not_included() -> None:
     code = to_pytorch("Trial 0", trial_of("lr_schedule=cosine"), LAYOUT, 4, "2.15.0")
     assert "Not included: lr_schedule=cosine." in code

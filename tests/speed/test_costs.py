@@ -10,7 +10,7 @@ import torch
 from torch._inductor import comm_analysis
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.speed.costs import collective_seconds, occupied, seconds
+from fsdp_lab.speed.costs import collective_seconds, in_tf32, occupied, seconds
 from fsdp_lab.speed.device import Basis, Device, DeviceKind, Efficiency, KnownError, Reached
 from fsdp_lab.speed.program import Kind, Operator, Stream
 
@@ -37,6 +37,23 @@ def test_arithmetic_bounds_what_computes_more_than_it_reads():
     assert seconds(operator(Kind.matmul, flops=5e11, num_bytes=1e9, dtype="bfloat16"), ROUND) == pytest.approx(0.01)
     assert seconds(operator(Kind.matmul, flops=5e11, num_bytes=1e9, dtype="float32"), ROUND) == pytest.approx(0.1)
     assert seconds(operator(Kind.attention, flops=5e11, dtype="bfloat16"), ROUND) == pytest.approx(0.02)
+
+
+def test_tf32_has_its_own_peak_and_convolutions_have_it_by_default():
+    device = replace(ROUND, peak_flops={"float32": 1e13, "tfloat32": 8e13, "bfloat16": 1e14})
+    one = replace(operator(Kind.matmul, flops=4e12, dtype="float32"), name="aten.mm")
+    convolution, half = replace(one, name="aten.convolution_backward"), replace(one, dtype="bfloat16")
+    attention = replace(one, kind=Kind.attention, name="aten._scaled_dot_product_efficient_attention")
+    program = [one, convolution, half, attention]
+
+    def times(products: bool, of: Device = device) -> list[float]:
+        return [seconds(each, of) for each in in_tf32(program, of, products)]
+
+    assert times(True) == pytest.approx([0.1, 0.1, 0.08, 1.6])  # half of the peaks, of attention a quarter
+    assert times(False) == pytest.approx([0.8, 0.1, 0.08, 1.6])
+    assert times(False, ROUND) == pytest.approx([0.8, 0.8, 0.08, 1.6]), "its data sheet has no TF32"
+    with pytest.raises(ConfigError, match="round has no peak for tfloat32"):
+        times(True, ROUND)
 
 
 def test_attention_is_slower_backwards():

@@ -53,7 +53,7 @@ TABLE = {
     "range with step": (["training.epochs=range(1,6,2)"], cells("training.epochs=1,3,5")),
     "group": (["sharding=root,per_block"], cells("sharding=root,per_block")),
     "glob": (["sharding=glob(per_*)"], cells("sharding=per_block,per_layer")),
-    "glob without": (["precision=glob(*,exclude=*16*)"], cells("precision=float8,fp32")),
+    "glob without": (["precision=glob(*,exclude=*16*)"], cells("precision=float8,fp32,tf32")),
     "sort": (["training.seed=sort(3,1,2)"], cells("training.seed=1,2,3")),
     "sort reversed": (["training.seed=sort(3,1,2,reverse=true)"], cells("training.seed=3,2,1")),
     "fixed": (["optimizer.lr=1e-3", "sharding=root"], [["optimizer.lr=0.001", "sharding=root"]]),
