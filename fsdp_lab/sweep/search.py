@@ -9,7 +9,8 @@ import importlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,11 +28,14 @@ from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
 
 if TYPE_CHECKING:
+    import optuna
     from optuna.distributions import BaseDistribution
     from optuna.samplers import BaseSampler
 
 _DEFAULTS = flatten(SweepConfig())
-_MOST_REFUSED = 200  # in a row; then the space has nothing new, or nothing that can be
+_FEW = 10  # suggestions that were tried before or are invalid; then settings are drawn at random
+_MOST_CELLS = 2_000  # of a space whose cells are all tried if the search is long enough
+_MOST_REFUSED = 200  # draws in a row from a larger space; then it has nothing new, or nothing that can be
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,24 @@ class Space:
     def overrides(self, params: Mapping[str, Any]) -> list[str]:
         made = [f"{key}={value!r}" if _is_number(value) else str(value) for key, value in params.items()]
         return [*self.fixed, *made]
+
+    def shuffled(self, seed: int) -> Iterator[dict[str, Any]] | None:
+        """Return the values of every cell, in random order; None if there are more than `_MOST_CELLS`."""
+        from optuna.distributions import CategoricalDistribution, IntDistribution
+
+        values: list[Sequence[Any]] = []
+        for dimension in self.dimensions.values():
+            if isinstance(dimension, CategoricalDistribution):
+                values.append(dimension.choices)
+            elif isinstance(dimension, IntDistribution):
+                values.append(range(dimension.low, dimension.high + 1))
+            else:
+                return None
+        if math.prod(map(len, values)) > _MOST_CELLS:
+            return None
+        cells = [dict(zip(self.dimensions, cell, strict=True)) for cell in itertools.product(*values)]
+        random.Random(seed).shuffle(cells)
+        return iter(cells)
 
 
 def _is_number(value: Any) -> bool:
@@ -136,14 +158,17 @@ class OptunaSearch:
         self._notes: list[str] = []
         self._made = 0
         self._exhausted = False
-        self._asked: dict[int, optuna.Trial] = {}  # by the trial's number
+        self._asked: dict[int, list[optuna.Trial]] = {}  # by the trial's number, with its duplicates
+        self._results: dict[int, tuple[TrialStatus, Mapping[str, float]]] = {}
         self._seen: dict[str, int] = {}
         self._refused: set[str] = set()
-        self._tried: set[tuple[str, ...]] = set()
+        self._tried: dict[tuple[str, ...], int | None] = {}  # overrides -> the trial's number; None: invalid
+        self._cells = space.shuffled(settings.seed)
         directions: list[Literal["minimize", "maximize"]] = [
             "minimize" if direction == "min" else "maximize" for _, direction in self._objectives
         ]
         self._study = optuna.create_study(sampler=self._sampler(0), directions=directions)
+        self._study.stop = lambda: None  # type: ignore[method-assign]  # some samplers do, which only `optimize` allows
         for values in self._categories().values():
             for value in values:  # a misspelt one is found now, and not when it is drawn
                 with suppress(ConfigError):  # it may be valid only with another value
@@ -163,9 +188,9 @@ class OptunaSearch:
         self._study.sampler = self._sampler(len(trials))
         for trial, status, metrics in trials:
             self._study.enqueue_trial(self._params_of(trial.overrides))
-            self._asked[self._made] = self._study.ask(self._space.dimensions)
+            self._asked[self._made] = [self._study.ask(self._space.dimensions)]
             self._seen[_settings_of(trial)] = self._made
-            self._tried.add(tuple(trial.overrides))
+            self._tried[tuple(trial.overrides)] = self._made
             self._made += 1
             if status.ended:
                 self.report_result(trial, status, metrics)
@@ -206,13 +231,13 @@ class OptunaSearch:
         reason = ""
         if not self.has_more():
             return None
-        for _ in range(_MOST_REFUSED):
-            asked = self._study.ask(self._space.dimensions)
+        for asked in self._suggestions():
             overrides = self._space.overrides(asked.params)
-            if tuple(overrides) in self._tried:
-                self._fail(asked)
+            cell = tuple(overrides)
+            if cell in self._tried:
+                self._repeat(asked, self._tried[cell])
                 continue
-            self._tried.add(tuple(overrides))
+            self._tried[cell] = None
             trial = self._compose(overrides, self._made)
             try:
                 self._check(trial.config)
@@ -222,22 +247,52 @@ class OptunaSearch:
                 reason = str(error)
                 self._refuse(asked, reason, overrides)
                 continue
-            settings = _settings_of(trial)
-            if settings in self._seen:
-                self._fail(asked)
+            number = self._tried[cell] = self._seen.setdefault(_settings_of(trial), self._made)
+            if number < self._made:
+                self._repeat(asked, number)
                 continue
-            self._seen[settings] = self._made
-            self._asked[self._made] = asked
+            self._asked[number] = [asked]
             self._made += 1
             return trial
         if reason and not self._made:
             raise ConfigError(reason)
         self._exhausted = True
+        rest = "all others are" if self._cells else f"{_MOST_REFUSED} random ones in a row were"
         self._notes.append(
-            f"the search ends after {self._made} of search.num_trials={self._settings.num_trials}: {_MOST_REFUSED} "
-            "suggestions in a row were duplicates or invalid"
+            f"the search ends after {self._made} of search.num_trials={self._settings.num_trials}: {rest} duplicates "
+            "or invalid"
         )
         return None
+
+    def _suggestions(self) -> Iterator[optuna.Trial]:
+        """Yield what the sampler suggests, and after a few random ones, which in a small space are new until its end.
+
+        A sampler that has found the best cell of a small space suggests little else.
+        """
+        from optuna.samplers import RandomSampler
+
+        for _ in range(_FEW):
+            yield self._study.ask(self._space.dimensions)
+        for params in self._cells or ():
+            if tuple(self._space.overrides(params)) not in self._tried:
+                self._study.enqueue_trial(params)
+                yield self._study.ask(self._space.dimensions)
+        if self._cells is None:
+            sampler, at_random = self._study.sampler, RandomSampler(self._settings.seed + len(self._tried))
+            for _ in range(_MOST_REFUSED):
+                self._study.sampler = at_random
+                asked = self._study.ask(self._space.dimensions)
+                self._study.sampler = sampler
+                yield asked
+
+    def _repeat(self, asked: optuna.Trial, number: int | None) -> None:
+        """Report the result of an equal suggestion, now or when it is known: the sampler ignores failures."""
+        if number is None:
+            self._fail(asked)
+        elif number in self._results:
+            self._tell(asked, *self._results[number])
+        else:
+            self._asked[number].append(asked)
 
     def _fixed_are_wrong(self) -> bool:
         """Return whether a value that no dimension sets is wrong, so that no suggestion is valid."""
@@ -260,12 +315,15 @@ class OptunaSearch:
         Finished trials count with their latest values; with a single objective stopped ones do too, as pruned. Trials
         that did not fit, by forecast or in training, count as pruned. Any other end has no value.
         """
+        assert trial.index is not None
+        if trial.index in self._asked:
+            self._results[trial.index] = status, metrics
+        for asked in self._asked.pop(trial.index, ()):
+            self._tell(asked, status, metrics)
+
+    def _tell(self, asked: optuna.Trial, status: TrialStatus, metrics: Mapping[str, float]) -> None:
         from optuna.trial import TrialState
 
-        assert trial.index is not None
-        asked = self._asked.pop(trial.index, None)
-        if asked is None:
-            return
         if status in (TrialStatus.skipped, TrialStatus.oom):
             self._study.tell(asked, state=TrialState.PRUNED)  # a failed one would be forgotten
             return
@@ -279,13 +337,13 @@ class OptunaSearch:
         else:
             self._fail(asked)
 
-    def _refuse(self, asked: Any, reason: str, overrides: Sequence[str]) -> None:
+    def _refuse(self, asked: optuna.Trial, reason: str, overrides: Sequence[str]) -> None:
         self._fail(asked)
         if reason not in self._refused:
             self._refused.add(reason)
             self._notes.append(f"not tried: {' '.join(overrides)}: {reason}")
 
-    def _fail(self, asked: Any) -> None:
+    def _fail(self, asked: optuna.Trial) -> None:
         from optuna.trial import TrialState
 
         self._study.tell(asked, state=TrialState.FAIL)

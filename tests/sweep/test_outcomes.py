@@ -55,6 +55,26 @@ def test_more_trials_than_places_half_of_them_stopped_ends_and_frees_what_they_h
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("scheduler", ["asha", "median"])
+def test_a_search_with_a_scheduler_tries_each_setting_once_and_ends(tmp_path: Path, scheduler: str):
+    """Of six settings, two train side by side, and those that learn nothing may be stopped."""
+    search = ["search=optuna", "search.num_trials=9", f"scheduler={scheduler}", "training.epochs=4"]
+    axes = ["sharding=root,per_block", "optimizer.lr=1e-2,1e-9,1e-8"]
+    words = ("-m", *FAST, *search, *axes, "cluster.num_workers=1", "memory_profile=off")
+    lay_store(tmp_path)
+    environment = {**os.environ, MARK: str(tmp_path)}
+    done = forked.run(tmp_path, "fsdp_lab", *words, seconds=450, environment=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = SweepFolder(tmp_path / "out").rows
+    cells = {(row["sharding"], float(row["optimizer.lr"])) for row in rows}
+    assert len(rows) == len(cells) == 6, "each once"
+    assert {row["status"] for row in rows} == {"finished", "stopped"}
+    assert "finished" in {row["status"] for row in rows if float(row["optimizer.lr"]) == 1e-2}
+    assert "the search ends after 6 of search.num_trials=9: all others are duplicates or invalid" in done.stdout
+    assert still_running(marked(MARK, str(tmp_path)), 15) == []
+
+
+@pytest.mark.ci
 def test_a_sweep_goes_on_without_a_reader_of_its_output(tmp_path: Path):
     """As in `... | head -1`."""
     words = ("-m", *FAST, "optimizer.lr=0.01,0.001", "engine=inline", "cluster.num_workers=1", "training.epochs=1")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
+import optuna
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -15,12 +17,19 @@ from fsdp_lab.config import ConfigError, SweepConfig
 from fsdp_lab.config.sweep import SearchConfig
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.status import TrialStatus
+from fsdp_lab.sweep.grid import enumerate_grid
+from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.search import OptunaSearch, read_space
 from tests.sweep.planted import LOSS, Compose
 
+AXES = {
+    "sharding": "ddp,root,per_block", "precision": "fp32,bf16_mixed,fp16", "offload": "none,cpu",
+    "reshard_after_forward": "always,never",
+}  # fmt: skip
 
-def space_of(parser: OverridesParser, *arguments: str):
-    return read_space(parser, {}, ["cluster.num_workers=2", *arguments])
+
+def space_of(parser: OverridesParser, *arguments: str, axes: Mapping[str, str] = {}):
+    return read_space(parser, axes, ["cluster.num_workers=2", *arguments])
 
 
 @pytest.mark.parametrize(
@@ -52,10 +61,10 @@ def test_the_code_of_every_trial_that_may_come_is_known_before_the_first(parser:
 
 def searching(
     parser: OverridesParser, compose: Compose, name: str, *arguments: str, trials: int = 6, seed: int = 0,
-    objectives: Sequence[tuple[str, str]] = LOSS, **options: object,
+    objectives: Sequence[tuple[str, str]] = LOSS, axes: Mapping[str, str] = {}, **options: object,
 ) -> OptunaSearch:  # fmt: skip
     settings = SearchConfig(name, trials, seed)
-    return OptunaSearch(settings, space_of(parser, *arguments), objectives, compose, **options)  # type: ignore[arg-type]
+    return OptunaSearch(settings, space_of(parser, *arguments, axes=axes), objectives, compose, **options)  # type: ignore[arg-type]
 
 
 def all_of(search: OptunaSearch, loss: Callable[[Trial], float] = lambda trial: 1.0) -> list[list[str]]:
@@ -114,6 +123,96 @@ def test_a_space_that_is_used_up_ends_the_search_with_each_setting_once(parser, 
     assert not search.has_more() and search.next() is None and search.notes() == [], "else Ray would ask for ever"
 
 
+def loss_of(trial: Trial) -> float:
+    """One that grows with each axis, so that a sampler soon knows the best cell."""
+    return sum(place * len(word) for place, word in enumerate(trial.overrides)) / 100
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "beside"), [("optuna", 0, 1), ("optuna", 1, 3), ("optuna", 2, 1), ("random", 0, 3)]
+)
+def test_a_search_reaches_every_setting_of_the_default_axes(
+    parser: OverridesParser, compose_trial: Compose, name: str, seed: int, beside: int
+):
+    """As many as a grid has. A sampler that knows the best cell suggests little else; results of some come later."""
+    grid = plan_sweep(enumerate_grid(parser, AXES, ["cluster.num_workers=2"]), compose_trial).trials
+    search = searching(parser, compose_trial, name, trials=100, seed=seed, axes=AXES)
+    running: deque[Trial] = deque()
+    made = []
+    while (trial := search.next()) is not None:
+        made.append(trial)
+        running.append(trial)
+        if len(running) == beside:
+            search.report_result(done := running.popleft(), TrialStatus.finished, {"val/loss": loss_of(done)})
+    assert len(made) == len(grid) == 27
+    assert {plain(trial) for trial in made} == {plain(trial) for trial in grid}
+    assert search.notes()[-1].startswith("the search ends after 27 of search.num_trials=100: all others are dup")
+    known = {tuple(trial.overrides): loss_of(trial) for trial in made}
+    for told in search._study.get_trials(states=[optuna.trial.TrialState.COMPLETE]):
+        cell = tuple(search._space.overrides(told.params))
+        assert cell not in known or told.value == known[cell], "duplicates have the value of the first"
+
+
+def plain(trial: Trial) -> frozenset[str]:
+    """The trial's overrides; with DDP nothing is resharded."""
+    return frozenset(word for word in trial.overrides if trial.choices["sharding"] != "ddp" or "reshard" not in word)
+
+
+class Stubborn(optuna.samplers.RandomSampler):
+    """Suggests the same again and again."""
+
+    def sample_independent(self, study, trial, param_name, param_distribution):  # type: ignore[no-untyped-def]
+        return param_distribution.choices[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [("finished", ("COMPLETE", 0.5)), ("stopped", ("PRUNED", 0.5)), ("skipped", ("PRUNED", None)),
+     ("oom", ("PRUNED", None)), ("failed", ("FAIL", None)), (None, ("RUNNING", None))],
+)  # fmt: skip
+def test_a_duplicate_is_told_as_the_first_was_and_waits_for_it(parser, compose_trial, status: str | None, told: object):
+    search = searching(parser, compose_trial, "random", "precision=fp32,bf16,fp16", trials=9)
+    search._study.sampler = Stubborn()
+    first = search.next()
+    assert first is not None and first.overrides[-1] == "precision=fp32"
+    if status is not None:
+        search.report_result(first, TrialStatus(status), {"val/loss": 0.5, "epoch": 1})
+    second = search.next()
+    assert second is not None and second.overrides != first.overrides, "drawn at random after a few"
+
+    def ends() -> set[object]:
+        return {
+            (t.state.name, t.value) for t in search._study.get_trials() if t.params == {"precision": "precision=fp32"}
+        }
+
+    assert ends() == {told}
+    if status is None:
+        search.report_result(first, TrialStatus.finished, {"val/loss": 0.25})
+        assert ends() == {("COMPLETE", 0.25)}
+    assert len(search._study.get_trials()) > 5
+
+
+@pytest.mark.parametrize("sampler", ["BruteForceSampler", "GridSampler", "NSGAIISampler", "TPESampler"])
+def test_samplers_that_know_their_space_end_no_search(parser, compose_trial, sampler: str):
+    """A grid's would stop the loop of `optimize`, which is not used here."""
+    words = ["precision=fp32,bf16,fp16", "training.grad_accum_steps=int(interval(1,4))"]
+    search = searching(parser, compose_trial, "random", *words, trials=99, check=lambda config: None)
+    space = {
+        "precision": [f"precision={p}" for p in ("fp32", "bf16", "fp16")],
+        words[1].partition("=")[0]: [1, 2, 3, 4],
+    }
+    search._study.sampler = getattr(optuna.samplers, sampler)(*([space] if sampler == "GridSampler" else []))
+    assert len({tuple(overrides) for overrides in all_of(search, loss_of)}) == 12
+
+
+def test_a_large_space_with_few_settings_ends_too(parser, compose_trial):
+    """Of a key that has no effect there, every value is the same setting."""
+    words = ["sharding=root,per_block", "activation_checkpointing_every=int(interval(1,1000000))"]
+    search = searching(parser, compose_trial, "optuna", *words, trials=9)
+    assert len(all_of(search)) == 2
+    assert "200 random ones in a row were duplicates or invalid" in search.notes()[-1]
+
+
 @pytest.mark.parametrize("fixed", [[], ["training.epochs=0"]])
 def test_a_space_of_wrong_values_only_is_an_error_and_so_is_a_value_beside_it(parser, compose_trial, fixed: list[str]):
     search = searching(parser, compose_trial, "random", "training.global_batch_size=int(interval(-9,-1))", *fixed)
@@ -170,7 +269,10 @@ def test_the_sampler_leaves_settings_that_do_not_fit(parser, compose_trial):
     size = "model.hidden_dim=int(interval(1,300))"
 
     def too_large(end: TrialStatus) -> int:
-        search, result = searching(parser, compose_trial, "optuna", size, "model=mlp", trials=60), 0
+        return sum(too_large_of(end, seed) for seed in range(3))
+
+    def too_large_of(end: TrialStatus, seed: int) -> int:
+        search, result = searching(parser, compose_trial, "optuna", size, "model=mlp", trials=60, seed=seed), 0
         while (trial := search.next()) is not None:
             needed = float(trial.overrides[-1].partition("=")[2])
             fits = needed <= 100
