@@ -17,11 +17,13 @@ class Layout:
             wrapped any; `*` stands for any number.
         blocks: names of the modules that activation checkpointing wraps and compile compiles, in the same form.
         find_unused: whether some parameters may get no gradient.
+        has_complex: whether some trained parameters are complex.
     """
 
     units: Sequence[str] = field(default_factory=list)
     blocks: Sequence[str] = field(default_factory=list)
     find_unused: bool = False
+    has_complex: bool = False
 
 
 def read_layout(values: Any) -> Layout | None:

@@ -27,7 +27,7 @@ from tests.ranks import Memo, config, run_ranks
 from tests.training.reference import Run, Script, train_unsharded
 from tests.workloads.hf import cases as hf
 from tests.workloads.seq2seq.net import Ragged, Summariser
-from tests.workloads.user import odd
+from tests.workloads.user import odd, unusual
 from tests.workloads.user.my_project import data, net
 
 Tier = Literal["test", "ci", "full"]
@@ -101,6 +101,14 @@ def _net(model: str, *words: str) -> Workload:
     return Workload((*words, "data.num_train=null", "data.num_val=null"), plain.train)
 
 
+def _unusual(model: str, dtype: str = "float32") -> Workload:
+    here = unusual.__name__
+    words = (f"model._target_={here}.{model}", f"data._target_={here}.Rows", f"data.dtype={dtype}")
+    build, rows = getattr(unusual, model), partial(unusual.Rows, dtype=dtype)
+    words = (*words, f"task.loss={here}.loss", "training.epochs=3")
+    return Workload(words, Script(build, rows, unusual.loss).train)
+
+
 def _seq2seq() -> Workload:
     here = Summariser.__module__
     words = (f"model._target_={here}.Summariser", "model.vocab_size=20", f"data._target_={here}.Ragged", "task=seq2seq")
@@ -162,6 +170,11 @@ WORKLOADS: dict[str, Workload] = {
     "user, as T5": _user(odd.Translator),
     "net": _net("Net", f"task.loss={net.__name__}.loss"),
     "model_loss": _net("WithLoss", "task=model_loss"),
+    "complex": _unusual("complex_filters"),
+    "float64": _unusual("in_float64", "float64"),
+    "transposed": _unusual("transposed"),
+    "some share a module": _unusual("some_share_a_module"),
+    "frozen in bfloat16": _unusual("frozen_bfloat16"),
     "seq2seq": _seq2seq(),
     "t5_tiny": _t5_tiny(),
     **{name: Workload(tuple(hf.WORDS[name[3:]]), hf.script(name[3:]).train) for name in OF_TRANSFORMERS},

@@ -88,6 +88,10 @@ IN_MAKE_TEST: Cells = {
         "sharding=per_block training.global_batch_size=60",
     ),
     "model_loss": ("sharding=per_block",),
+    "complex": ("sharding=ddp", f"sharding=per_layer {SGD}"),
+    "float64": ("sharding=per_block reshard_after_forward=always",),
+    "transposed": ("sharding=per_block",), "frozen in bfloat16": ("sharding=per_block",),
+    "some share a module": ("sharding=per_block reshard_after_forward=always",),
     "seq2seq": (
         "sharding=root reshard_after_forward=always",
         f"sharding=ddp {ACCUMULATE}",

@@ -7,6 +7,10 @@ class UserError(Exception):
     """A message for the user: what is wrong, the rule, and the remedy. Shown without a traceback."""
 
 
+class ModelError(UserError):
+    """A model that the configuration cannot train on any machine, whatever files that has."""
+
+
 class ConfigError(UserError, ValueError):
     """A value in the configuration that breaks a rule on its own."""
 

@@ -198,16 +198,16 @@ class OptimizerConfig(OpenGroup):
         inner = (str(value["_target_"]) for _, value in nested(self.arguments, "optimizer"))
         return [path for path in (self.target, *inner) if path]
 
-    def chosen_implementation(self, loss_scaling: bool) -> OptimizerImplementation:
+    def chosen_implementation(self, loss_scaling: bool, has_complex: bool = False) -> OptimizerImplementation:
         """Return the implementation, with `auto` resolved to fused where PyTorch supports it, else foreach.
 
         Fused also keeps offloaded Adam from a loop over the parameters (pytorch#187615). Foreach is used with loss
-        scaling, because fused kernels unscale by themselves, on plain tensors only, and for SGD, whose fused kernel
-        DTensor does not know.
+        scaling, because fused kernels unscale by themselves, on plain tensors only, for SGD, whose fused kernel
+        DTensor does not know, and for complex parameters, which fused kernels do not take.
         """
         if self.implementation is not OptimizerImplementation.auto:
             return self.implementation
-        plain = loss_scaling or self.name is OptimizerName.sgd
+        plain = loss_scaling or has_complex or self.name is OptimizerName.sgd
         return OptimizerImplementation.foreach if plain else OptimizerImplementation.fused
 
     def check(self) -> None:

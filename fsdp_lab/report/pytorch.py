@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, part
-from fsdp_lab.config.parallel import Dtype, Granularity, ReshardPolicy
+from fsdp_lab.config.parallel import Dtype, Granularity, PrecisionConfig, ReshardPolicy
 from fsdp_lab.config.target import nested
 from fsdp_lab.config.training import (
     MATRIX_PRODUCTS,
@@ -58,7 +58,7 @@ def to_pytorch(title: str, config: TrialConfig, layout: Layout, world_size: int,
         title=title.replace("\\", "/").replace('"', "'"),
         world_size=world_size,
         **_sharding(config, layout, torch_version),
-        **_training(config, world_size),
+        **_training(config, world_size, layout.has_complex),
     )
 
 
@@ -86,13 +86,21 @@ def _sharding(config: TrialConfig, layout: Layout, torch_version: str) -> dict[s
         "backward_prefetch": sharding.backward_prefetch,
         "separate_reduce_scatter_group": sharding.separate_reduce_scatter_group,
         "param_dtype": config.precision.param_dtype.value,
-        "reduce_dtype": config.precision.reduce_dtype.value,
+        "policy": _policy(config.precision),
         "hook": _HOOKS.get(config.precision.reduce_dtype, "") if ddp else "",
         "find_unused": layout.find_unused,
         "reshard": _RESHARD.get(config.reshard_after_forward.policy, str(config.reshard_after_forward.size)),
         "offload": config.offload.target.name,
         "sync_buffers": "forward_sync_buffers" if version >= (2, 15) else "broadcast_buffers",  # its name since 2.15
     }
+
+
+def _policy(precision: PrecisionConfig) -> str:
+    """Return the arguments of FSDP2's `MixedPrecisionPolicy`, as `training.parallelize.mp_policy` has them."""
+    dtypes = {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
+    if precision.param_dtype is Dtype.float32:
+        dtypes = {key: dtype for key, dtype in dtypes.items() if dtype is not Dtype.float32}
+    return ", ".join(f"{key}=torch.{dtype.value}" for key, dtype in dtypes.items())
 
 
 def _pattern(names: Sequence[str]) -> str:
@@ -102,7 +110,7 @@ def _pattern(names: Sequence[str]) -> str:
     return 'r"' + "|".join(name.replace(".", r"\.").replace("*", r"\d+") for name in names) + '"'
 
 
-def _training(config: TrialConfig, world_size: int) -> dict[str, Any]:
+def _training(config: TrialConfig, world_size: int, has_complex: bool) -> dict[str, Any]:
     optimizer, training, precision = config.optimizer, config.training, config.precision
     scaled = precision.loss_scaling
     place = "device" if config.offload.target.name == "none" else '"cpu"'
@@ -113,7 +121,7 @@ def _training(config: TrialConfig, world_size: int) -> dict[str, Any]:
         "scaled": scaled,
         "scaler": f"{place}, init_scale={precision.init_scale}, growth_interval={precision.growth_interval}",
         "backward": "scaler.scale(loss).backward()" if scaled else "loss.backward()",
-        **_optimizer(optimizer, optimizer.lr * (world_size if optimizer.scale_lr else 1), scaled),
+        **_optimizer(optimizer, optimizer.lr * (world_size if optimizer.scale_lr else 1), scaled, has_complex),
         "accum": training.grad_accum_steps,
         "sync_each": training.sync_each_microbatch,
         "microbatch_size": training.global_batch_size // world_size // training.grad_accum_steps,
@@ -122,7 +130,7 @@ def _training(config: TrialConfig, world_size: int) -> dict[str, Any]:
     }
 
 
-def _optimizer(optimizer: OptimizerConfig, lr: float, scaled: bool) -> dict[str, str]:
+def _optimizer(optimizer: OptimizerConfig, lr: float, scaled: bool, has_complex: bool) -> dict[str, str]:
     if optimizer.target is not None:
         module, _, name = optimizer.target.rpartition(".")
         options = {"lr": lr, **optimizer.arguments}
@@ -130,7 +138,7 @@ def _optimizer(optimizer: OptimizerConfig, lr: float, scaled: bool) -> dict[str,
         return {"optimizer": name, "optimizer_options": given, "optimizer_import": f"from {module} import {name}"}
     kind = _OPTIMIZERS[optimizer.name]
     own = f"betas=({optimizer.beta1}, {optimizer.beta2})" if kind != "SGD" else f"momentum={optimizer.momentum}"
-    kernels = _IMPLEMENTATIONS[optimizer.chosen_implementation(scaled)]
+    kernels = _IMPLEMENTATIONS[optimizer.chosen_implementation(scaled, has_complex)]
     return {
         "optimizer": f"torch.optim.{kind}",
         "optimizer_options": f"lr={lr}, {own}, weight_decay={optimizer.weight_decay}, {kernels}",

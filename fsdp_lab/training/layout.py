@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from fsdp_lab.config.parallel import Granularity
+from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.layout import Layout, shortened
 from fsdp_lab.training.blocks import BlockClasses
+from fsdp_lab.training.shardable import has_complex
 from fsdp_lab.training.torch_private import WRAPPED
 
 
@@ -25,4 +28,16 @@ def describe_layout(
         units=shortened([names[id(unit)] for unit in units], list(names.values())),
         blocks=shortened([names[id(m)] for m in model.modules() if isinstance(m, blocks)], list(names.values())),
         find_unused=find_unused,
+        has_complex=has_complex(model),
     )
+
+
+def unit_notes(layout: Layout, config: TrialConfig) -> list[str]:
+    """Return a note if no module became a unit where the configuration asks for some; else an empty list."""
+    granularity = config.sharding.granularity
+    if layout.units or granularity in (Granularity.ddp, Granularity.root):
+        return []
+    return [
+        f"sharding={granularity.name} found no module for a unit of its own, so all are gathered at once, as with "
+        "sharding=root. What shares a parameter or a module with others is no unit."
+    ]

@@ -19,6 +19,7 @@ from fsdp_lab.config.training import (
     OptimizerName,
 )
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.shardable import has_complex
 
 
 def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> torch.optim.Optimizer:
@@ -35,7 +36,8 @@ def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> to
     params = [p for p in model.parameters() if p.requires_grad]
     if optimizer.target is not None:
         return _users(config, optimizer.target, params, lr)
-    kwargs: dict[str, Any] = {"lr": lr, "weight_decay": optimizer.weight_decay, **implementation(config)}
+    kernels = implementation(config, has_complex(model))
+    kwargs: dict[str, Any] = {"lr": lr, "weight_decay": optimizer.weight_decay, **kernels}
     match optimizer.name:
         case OptimizerName.adam:
             return torch.optim.Adam(params, betas=(optimizer.beta1, optimizer.beta2), **kwargs)
@@ -71,9 +73,9 @@ def _users(config: TrialConfig, target: str, params: list[nn.Parameter], lr: flo
     return made
 
 
-def implementation(config: TrialConfig) -> dict[str, bool]:
+def implementation(config: TrialConfig, has_complex: bool = False) -> dict[str, bool]:
     """Return the optimizer's arguments that choose its kernels."""
-    chosen = config.optimizer.chosen_implementation(config.precision.loss_scaling)
+    chosen = config.optimizer.chosen_implementation(config.precision.loss_scaling, has_complex)
     return {
         "fused": chosen is OptimizerImplementation.fused,
         "foreach": chosen is OptimizerImplementation.foreach,

@@ -40,6 +40,7 @@ from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.activation_checkpointing import check_no_unit_inside, checkpoint_blocks
 from fsdp_lab.training.blocks import BlockClasses
+from fsdp_lab.training.shardable import check_parameters, make_contiguous
 from fsdp_lab.training.torch_private import one_post_forward_mesh
 
 # PyTorch has another name for it since 2.15.
@@ -79,9 +80,10 @@ def apply_fully_shard(
         the modules that are units, alone or together with their neighbours; without the root.
 
     Raises:
-        UserError: selective checkpointing of blocks with units inside.
+        UserError: selective checkpointing of blocks with units inside; see also `check_parameters`.
     """
     if config.sharding.granularity is Granularity.ddp:
+        check_parameters(model, [], config)
         return []
     units = sharding_units(model, block_classes, config.sharding)
     if config.activation_checkpointing is ActivationCheckpointing.selective:
@@ -95,6 +97,8 @@ def apply_fully_shard(
         "reshard_after_forward": reshard_after_forward(config.reshard_after_forward),
     }
     groups = in_groups(model, units, config.sharding.blocks_per_unit)
+    check_parameters(model, groups, config)
+    make_contiguous(model)
     with one_post_forward_mesh():
         for group in groups:
             fully_shard(group if len(group) > 1 else group[0], **options)
@@ -147,21 +151,23 @@ def _register_dataclasses(module: nn.Module, args: Any, output: Any) -> None:
 def sharding_units(model: nn.Module, block_classes: BlockClasses, sharding: ShardingConfig) -> list[nn.Module]:
     """Return the modules that become units of their own, children before parents, without the root.
 
-    A module that shares a parameter with another outside of it is no unit: tied parameters belong into one unit, the
-    root.
+    A module that shares a parameter or a module with another outside of it is no unit: what is tied belongs into one
+    unit, the root.
     """
     return [unit for unit in _candidates(model, block_classes, sharding) if not _is_tied(model, unit)]
 
 
 def _is_tied(model: nn.Module, unit: nn.Module) -> bool:
-    inside = set(unit.modules())
-    shared = {id(parameter) for parameter in unit.parameters()}
-    return any(
-        id(parameter) in shared
-        for module in model.modules()
-        if module not in inside
-        for parameter in module.parameters(recurse=False)
-    )
+    own = {id(parameter) for parameter in unit.parameters()}
+    seen, left = {unit}, [model]
+    while left:
+        module = left.pop()
+        if module not in seen:  # without the unit itself, and what only it holds
+            seen.add(module)
+            left.extend(module.children())
+            if any(id(parameter) in own for parameter in module.parameters(recurse=False)):
+                return True
+    return False
 
 
 def _candidates(model: nn.Module, block_classes: BlockClasses, sharding: ShardingConfig) -> list[nn.Module]:
@@ -210,12 +216,15 @@ def _units_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
 
 
 def mp_policy(precision: PrecisionConfig) -> MixedPrecisionPolicy:
-    """Return FSDP2's precision policy, with both dtypes explicit.
+    """Return FSDP2's precision policy: float32 keeps the dtypes of parameters and inputs, as DDP does.
 
     `reduce_dtype=None` differs between PyTorch versions: 2.11 reduces in the compute dtype, 2.15 in the parameters'.
+    So it is explicit wherever these are not the same.
     """
+    kept = precision.param_dtype is Dtype.float32
     return MixedPrecisionPolicy(
-        param_dtype=TORCH_DTYPE[precision.param_dtype], reduce_dtype=TORCH_DTYPE[precision.reduce_dtype]
+        param_dtype=None if kept else TORCH_DTYPE[precision.param_dtype],
+        reduce_dtype=None if kept and precision.reduce_dtype is Dtype.float32 else TORCH_DTYPE[precision.reduce_dtype],
     )
 
 

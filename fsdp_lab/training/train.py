@@ -23,6 +23,7 @@ from fsdp_lab.training.checkpoint_place import Where
 from fsdp_lab.training.data import build_loaders, load_data
 from fsdp_lab.training.distributed import DistributedContext, build_parallel_dims, largest, setup_distributed
 from fsdp_lab.training.export import export_model
+from fsdp_lab.training.layout import unit_notes
 from fsdp_lab.training.loop import Watch, evaluate, token_metrics, train_epoch
 from fsdp_lab.training.memory import MemoryProfiler, start_clean
 from fsdp_lab.training.parallelize import float32_products
@@ -194,5 +195,6 @@ def _facts(
             *memory_notes(config),
             *(cpu_notes(config) if on_cpu else gpu_notes(config, torch.cuda.is_tf32_supported())),
             *batch_norm_notes(state.model, ranks.world_size),
+            *unit_notes(state.layout, config),
         ],
     }

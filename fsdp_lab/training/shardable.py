@@ -1,0 +1,115 @@
+"""What of a model's parameters cannot be sharded or trained, found on `meta` before any worker starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_lab.config.errors import ModelError
+from fsdp_lab.config.parallel import Dtype, Granularity
+from fsdp_lab.config.training import OptimizerImplementation, OptimizerName
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.module_names import plain_name
+from fsdp_lab.workloads.base import shape_of
+
+
+def has_complex(model: nn.Module) -> bool:
+    """Return whether an optimizer has to update complex numbers, which fused kernels cannot."""
+    return any(parameter.is_complex() and parameter.requires_grad for parameter in model.parameters())
+
+
+def check_parameters(model: nn.Module, units: Sequence[Sequence[nn.Module]], config: TrialConfig) -> None:
+    """Check the parameters of a model that is not sharded yet.
+
+    Args:
+        units: the modules that share each unit, without the root; children before their parents. Ignored for `ddp`.
+
+    Raises:
+        ModelError: with the name of the first parameter that the configuration cannot train, and a remedy.
+    """
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        _check_parameter(parameter, names[id(parameter)], config)
+    if config.sharding.granularity is Granularity.ddp:
+        return
+    modules = {id(module): plain_name(name) for name, module in model.named_modules()}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ModelError(
+                f"{_sharding(config)}: {modules[id(module)]} ({type(module).__name__}) has sparse=True, but FSDP2 "
+                "reduces dense gradients only; build it with sparse=False, or use sharding=ddp."
+            )
+    taken: set[int] = set()
+    for unit in (*units, [model]):
+        own = [p for module in unit for p in module.parameters() if p.requires_grad and id(p) not in taken]
+        taken |= {id(parameter) for parameter in own}
+        for first, second in pairwise(own):
+            if first.dtype is not second.dtype:
+                raise ModelError(
+                    f"{_sharding(config)}: {names[id(first)]} is {_dtype(first)} and {names[id(second)]} is "
+                    f"{_dtype(second)}, but FSDP2 reduces the gradients of a unit, here "
+                    f"{modules[id(unit[0])] or 'the root'}, in one dtype; give them one dtype, or units of their own "
+                    "(sharding=per_layer, or sharding=per_block model.block_classes=[...]), or use sharding=ddp."
+                )
+
+
+def make_contiguous(model: nn.Module) -> None:
+    """Let FSDP2 take transposed and expanded parameters, and weights in `channels_last`: their values stay."""
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()  # in place: ties stay
+
+
+def _check_parameter(parameter: nn.Parameter, name: str, config: TrialConfig) -> None:
+    precision = config.precision
+    if parameter.layout is not torch.strided:
+        raise ModelError(f"the parameter {name} is sparse, and DDP and FSDP2 train dense ones; register x.to_dense().")
+    if parameter.is_complex() and parameter.requires_grad:
+        sharded = config.sharding.granularity is not Granularity.ddp
+        if sharded and config.optimizer.name is not OptimizerName.sgd:
+            raise ModelError(
+                f"optimizer={config.optimizer.kind}: the parameter {name} is {_dtype(parameter)}, of whose shards "
+                "PyTorch's optimizers update a copy only; use optimizer=sgd, sharding=ddp, or register "
+                "torch.view_as_real(x), and view it as complex in forward."
+            )
+        if precision.reduce_dtype is not Dtype.float32 or precision.loss_scaling:
+            scaled = " precision.loss_scaling=true" if precision.loss_scaling else ""
+            raise ModelError(
+                f"precision.reduce_dtype={precision.reduce_dtype.value}{scaled}: the parameter {name} is "
+                f"{_dtype(parameter)}, whose gradient would lose its imaginary part; "
+                "use precision=fp32, or register torch.view_as_real(x), and view it as complex in forward."
+            )
+        if config.optimizer.implementation is OptimizerImplementation.fused:
+            raise ModelError(
+                f"optimizer.implementation=fused: the parameter {name} is {_dtype(parameter)}, and fused kernels take "
+                "real numbers; use optimizer.implementation=auto."
+            )
+    if config.sharding.granularity is Granularity.ddp:
+        return
+    if not parameter.ndim:
+        raise ModelError(
+            f"{_sharding(config)}: the parameter {name} is a scalar, and FSDP2 shards the first dimension; register "
+            "it with one, as x.reshape(1), or use sharding=ddp."
+        )
+    if not parameter.numel() and (parameter.requires_grad or len(parameter)):
+        raise ModelError(
+            f"{_sharding(config)}: the parameter {name} of {shape_of(parameter)} has no elements, and FSDP2 cannot "
+            "gather it; leave it out, or use sharding=ddp."
+        )
+    wide = (parameter.is_complex() and parameter.requires_grad) or parameter.dtype is torch.float64
+    if wide and precision.param_dtype is not Dtype.float32:
+        raise ModelError(
+            f"precision.param_dtype={precision.param_dtype.value}: the parameter {name} is {_dtype(parameter)}, of "
+            "which FSDP2 would keep too little; use precision=fp32, which keeps the dtypes of a model."
+        )
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _sharding(config: TrialConfig) -> str:
+    return f"sharding={config.sharding.granularity.name}"

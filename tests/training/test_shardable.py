@@ -1,0 +1,102 @@
+"""Parameters that cannot be sharded are refused on `meta`, by name. What the others learn: `test_parity.py`."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_lab.config import ModelError
+from fsdp_lab.training.blocks import find_block_classes
+from fsdp_lab.training.parallelize import in_groups, sharding_units
+from fsdp_lab.training.shardable import check_parameters, make_contiguous
+from fsdp_lab.workloads.construct import Blueprint
+from tests.ranks import config
+from tests.workloads.user import unusual
+
+ADAM = "optimizer=adam"
+SGD = "optimizer=sgd"
+
+
+def refusal(build: object, words: str) -> str:
+    """What the check of a model says; "": it passes."""
+    trial = config(*words.split())
+    model = Blueprint(build, seed=0).model  # type: ignore[arg-type]
+    groups: list[list[nn.Module]] = []
+    if "sharding=ddp" not in words:
+        units = sharding_units(model, find_block_classes(model), trial.sharding)
+        groups = in_groups(model, units, trial.sharding.blocks_per_unit)
+    try:
+        check_parameters(model, groups, trial)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+SHARDED = ("sharding=root", "sharding=per_block", "sharding=per_layer", "sharding=per_block sharding.blocks_per_unit=2")
+COMPLEX = "blocks.0.inner.filter is complex64"
+# Each model in each sharding -> what the message says.
+REFUSED = [
+    (unusual.scalar, SHARDED, "the parameter blocks.0.inner.scale is a scalar, .*x.reshape(1).*sharding=ddp"),
+    (unusual.sparse, (*SHARDED, "sharding=ddp"), "the parameter blocks.0.inner.weight is sparse.*x.to_dense()"),
+    (partial(unusual.empty, 4, 0, False), SHARDED, "blocks.0.inner.scale of 4x0 has no elements"),
+    (partial(unusual.empty, 0, 4, True), SHARDED, "blocks.0.inner.scale of 0x4 has no elements"),
+    (unusual.SparseGradient, SHARDED, "table (Embedding) has sparse=True.*sparse=False"),
+    (
+        unusual.two_dtypes,
+        SHARDED[1:2],
+        "blocks.2.inner.scale is bfloat16 and blocks.2.inner.inner.weight is float32.*unit, here blocks.2,.*per_layer",
+    ),
+    (unusual.two_dtypes, SHARDED[:1], "blocks.2.inner.scale is bfloat16.*here the root"),
+    (unusual.complex_filters, [f"sharding=per_block {SGD}"], f"{COMPLEX} and .*unit, here blocks.0"),
+    (
+        unusual.complex_filters,
+        [f"sharding=per_layer {ADAM}"],
+        f"optimizer=adam: the parameter {COMPLEX}.*optimizer=sgd",
+    ),
+    (unusual.complex_filters, [f"sharding=per_layer {SGD} precision=bf16_mixed"], f"param_dtype=bfloat16: .*{COMPLEX}"),
+    (unusual.complex_filters, ["sharding=ddp precision=grad_bf16"], f"reduce_dtype=bfloat16: .*{COMPLEX}"),
+    (unusual.complex_filters, ["sharding=ddp precision=fp16_mixed"], f"loss_scaling=true: .*{COMPLEX}"),
+    (unusual.complex_filters, ["sharding=ddp optimizer.implementation=fused"], f"implementation=fused: .*{COMPLEX}"),
+    (unusual.in_float64, [f"{s} precision=bf16_mixed" for s in SHARDED], "first.weight is float64.*precision=fp32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("build", "words", "expected"), [(build, words, text) for build, each, text in REFUSED for words in each]
+)
+def test_what_cannot_be_sharded_is_refused_by_its_name(build: object, words: str, expected: str) -> None:
+    pattern = ".*".join(re.escape(part) for part in expected.split(".*"))
+    assert re.search(pattern, refusal(build, words)), refusal(build, words)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (unusual.scalar, "sharding=ddp"),
+        (unusual.SparseGradient, "sharding=ddp"),
+        (partial(unusual.empty, 0, 4, False), "sharding=root"),
+        (partial(unusual.empty, 4, 0, True), "sharding=ddp"),
+        (unusual.two_dtypes, "sharding=per_layer"),
+        (unusual.two_dtypes, "sharding=ddp"),
+        (unusual.frozen_bfloat16, "sharding=per_block"),
+        (unusual.whole_numbers, "sharding=per_block precision=bf16"),
+        (unusual.in_float64, "sharding=ddp precision=bf16_mixed"),
+        (unusual.in_float64, "sharding=root precision=grad_bf16"),
+        (unusual.complex_filters, "sharding=ddp precision=bf16_mixed"),
+        (unusual.complex_filters, f"sharding=per_layer {SGD}"),
+    ],
+)
+def test_what_can_be_trained_is_not_refused(build: object, words: str) -> None:
+    assert refusal(build, words) == ""
+
+
+def test_contiguous_parameters_keep_their_ties() -> None:
+    model = unusual.Layers(*(unusual.Block(unusual.Own(torch.ones(4, 2).t())) for _ in range(2)))
+    first, second = (block.inner for block in model.blocks)
+    second.weight = first.weight
+    make_contiguous(model)
+    assert first.weight is second.weight and first.weight.is_contiguous() and first.weight.shape == (2, 4)

@@ -1,0 +1,372 @@
+"""Models with parameters, outputs and methods that FSDP2 does not expect, their data and their loss: plain PyTorch."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 8
+
+
+class Layers(nn.Module):
+    """Blocks in a row, between two layers of the model's own."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class Block(nn.Module):
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.inner = inner or nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + torch.tanh(self.inner(self.norm(x)))
+
+
+class Rows:
+    """Rows of random numbers."""
+
+    def __init__(self, split: str, dtype: str = "float32") -> None:
+        generator = torch.Generator().manual_seed(len(split))
+        self.rows = torch.randn(64 if split == "train" else 13, WIDTH, generator=generator).to(getattr(torch, dtype))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self.rows[i]
+
+
+def loss(model: nn.Module, rows: Tensor) -> Tensor:
+    """Squared error of the sum of the sines."""
+    return F.mse_loss(model(rows), rows.sin().sum(1, keepdim=True))
+
+
+class Complex(nn.Module):
+    """A filter of frequencies, as in a Fourier neural operator."""
+
+    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(0.3 * torch.randn(WIDTH // 2 + 1, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=WIDTH)
+
+
+def complex_filters() -> nn.Module:
+    return Layers(Block(Complex()), Block(Complex()))
+
+
+def in_float64() -> nn.Module:
+    return Layers(Block(), Block()).double()
+
+
+def in_bfloat16() -> nn.Module:
+    return Layers(Block(), Block()).bfloat16()
+
+
+class Own(nn.Module):
+    """A linear layer whose weight is a parameter as given."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def _weight() -> Tensor:
+    return 0.3 * torch.randn(WIDTH, WIDTH)
+
+
+def transposed() -> nn.Module:
+    return Layers(Block(Own(_weight().t())), Block(Own(_weight()[:, ::1].t())))
+
+
+def expanded() -> nn.Module:
+    return Layers(Block(Own(torch.randn(WIDTH, 1).expand(WIDTH, WIDTH))), Block())
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.view(-1, 2, 2, 2)).reshape(-1, WIDTH)
+
+
+def channels_last() -> nn.Module:
+    return Layers(Block(Convolved()), Block(Convolved()))
+
+
+def sparse() -> nn.Module:
+    return Layers(Block(Own(torch.eye(WIDTH).to_sparse())), Block())
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(scale, requires_grad=scale.is_floating_point())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale.sum()
+
+
+def scalar() -> nn.Module:
+    return Layers(Block(Scaled(torch.tensor(1.0))), Block())
+
+
+def empty(rows: int, columns: int, trained: bool) -> nn.Module:
+    model = Layers(Block(Scaled(torch.ones(rows, columns))), Block())
+    model.blocks[0].inner.scale.requires_grad_(trained)
+    return model
+
+
+def whole_numbers() -> nn.Module:
+    return Layers(Block(Scaled(torch.ones(3, dtype=torch.uint8))), Block(Scaled(torch.ones(1, dtype=torch.bool))))
+
+
+def two_dtypes() -> nn.Module:
+    return Layers(Block(), Block(nn.Linear(WIDTH, WIDTH)), Block(Scaled(torch.ones(3, dtype=torch.bfloat16))))
+
+
+def frozen_bfloat16() -> nn.Module:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(WIDTH, WIDTH).bfloat16().requires_grad_(False)
+            self.adapter = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x.bfloat16()).float() + self.adapter(x)
+
+    return Layers(Block(Mixed()), Block(Mixed()))
+
+
+def a_shared_module() -> nn.Module:
+    shared = nn.Linear(WIDTH, WIDTH)
+    return Layers(Block(shared), Block(shared))
+
+
+def some_share_a_module() -> nn.Module:
+    shared = nn.Linear(WIDTH, WIDTH)
+    return Layers(Block(shared), Block(), Block(shared), Block())
+
+
+class Result:
+    """An object of a class of its own."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+class Slots:
+    __slots__ = ("values",)
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+class Named(NamedTuple):
+    values: Tensor
+
+
+class Returns(nn.Module):
+    """A block that returns its values inside of something."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.wrap, self.unwrap = wrap, unwrap
+
+    def forward(self, x: Any) -> Any:
+        x = x if isinstance(x, Tensor) else self.unwrap(x)
+        return self.wrap(x + torch.tanh(self.inner(x)))
+
+
+RETURNED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "object": (Result, lambda x: x.values),
+    "slots": (Slots, lambda x: x.values),
+    "user_dict": (lambda x: UserDict(values=x), lambda x: x["values"]),
+    "nested": (lambda x: {"a": [Result(Result(x))]}, lambda x: x["a"][0].values.values),
+    "named": (lambda x: (Named(x), None), lambda x: x[0].values),
+    "function": (lambda x: lambda: x, lambda x: x()),
+    "set": (lambda x: {x}, lambda x: next(iter(x))),
+    "generator": (lambda x: iter([x]), lambda x: next(x)),
+    "in_place": (lambda x: x.view(-1, WIDTH), lambda x: x.mul_(0.5)),
+}
+
+
+class Unwraps(Layers):
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block.unwrap(block(x))
+        return self.last(x)
+
+
+def returns(what: str) -> nn.Module:
+    return Unwraps(*(Returns(*RETURNED[what]) for _ in range(2)))
+
+
+class Keeps(nn.Module):
+    """A block that keeps a penalty, which the model adds."""
+
+    def __init__(self, of_weight: bool) -> None:
+        super().__init__()
+        self.inner, self.of_weight = nn.Linear(WIDTH, WIDTH), of_weight
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.inner(x))
+        self.kept = self.inner.weight.t() if self.of_weight else self.inner(x).pow(2).mean(1, keepdim=True)
+        return x
+
+
+class AddsKept(Layers):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y + sum(block.kept if block.kept.shape == y.shape else block.kept.pow(2).mean() for block in self.blocks)
+
+
+def keeps(of_weight: bool) -> nn.Module:
+    return AddsKept(Keeps(of_weight), Keeps(of_weight))
+
+
+class Encodes(Block):
+    def encode(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(self.norm(x)))
+
+
+class CallsMethods(Layers):
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block.encode(x)
+        return self.last(x)
+
+
+def methods() -> nn.Module:
+    return CallsMethods(Encodes(), Encodes())
+
+
+class UsesWeight(Layers):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y + F.linear(x, self.blocks[1].inner.weight).mean(1, keepdim=True)
+
+
+def weight_used_outside() -> nn.Module:
+    return UsesWeight(Block(), Block())
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.linspace(0.5, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * self.scale)
+
+
+def float32_buffer() -> nn.Module:
+    return Layers(Block(Buffered()), Block(Buffered()))
+
+
+class Collects(nn.Module):
+    """A block that appends to a list that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, found: list[Tensor]) -> Tensor:
+        x = x + torch.tanh(self.inner(x))
+        found.append(x.pow(2).mean(1, keepdim=True))
+        return x
+
+
+class Collecting(Layers):
+    def forward(self, x: Tensor) -> Any:
+        x, found = self.first(x), []
+        found.append(x.mean(1, keepdim=True))
+        for block in self.blocks:
+            x = block(x, found)
+        return self.last(x) + sum(found) * len(found)
+
+
+def collects() -> nn.Module:
+    return Collecting(Collects(), Collects())
+
+
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(0.3 * torch.randn(WIDTH, WIDTH) for _ in range(2))
+        self.named = nn.ParameterDict({"scale": torch.ones(WIDTH)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(F.linear(x, weight) for weight in self.weights) * self.named["scale"]
+
+
+def lists() -> nn.Module:
+    return Layers(Block(Lists()), Block(Lists()))
+
+
+def normed(kind: str) -> nn.Module:
+    make = getattr(nn.utils.parametrizations, kind)
+    return Layers(*(Block(make(nn.Linear(WIDTH, WIDTH))) for _ in range(2)))
+
+
+class OnlyWeights(nn.Module):
+    """Its layer's weights are used, and the layer is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.layer.weight, self.layer.bias)
+
+
+def only_weights() -> nn.Module:
+    return Layers(Block(OnlyWeights()), Block(OnlyWeights()))
+
+
+class SparseGradient(Layers):
+    def __init__(self) -> None:
+        super().__init__(Block(), Block())
+        self.table = nn.Embedding(5, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x + self.table((x[:, 0] > 0).long()))
+
+
+def skip_init() -> nn.Module:
+    def made() -> nn.Module:
+        layer = nn.utils.skip_init(nn.Linear, WIDTH, WIDTH)
+        nn.init.normal_(layer.weight, std=0.3)
+        nn.init.zeros_(layer.bias)
+        return layer
+
+    return Layers(Block(made()), Block(made()))
