@@ -16,7 +16,7 @@ from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.suggest import closest
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC)
-_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 _HYBRID = "any of them but ddp with sharding.dp_replicate=<number of replicas>"
 _SHARDINGS = {  # what FSDP1 and DeepSpeed call them
     "full_shard": "sharding=per_block reshard_after_forward=always",

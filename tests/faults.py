@@ -267,6 +267,9 @@ FAULTS = (
     Fault("the last cell of a grid is left out", "fsdp_lab/sweep/grid.py",
           "return [list(cell) for cell in itertools.product(*values)]",
           "return [list(cell) for cell in itertools.product(*values)][:-1] or [[]]", "sweep/test_grid.py"),
+    Fault("two trials share a folder", "fsdp_lab/sweep/store/folder.py",
+          "(other := owners.setdefault(_key(place), number)) != number", "(other := number) != number",
+          "sweep/test_folder.py"),
     # MLflow
     Fault("an epoch is sent twice", "fsdp_lab/tracking/projection.py",
           "            if step not in stored.steps:", "            if step is not None:", TRACKING),

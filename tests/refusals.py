@@ -209,6 +209,9 @@ sharding=ddp offload=cpu,cpu_unpinned   | offload=cpu offload=cpu_unpinned
 sharding=ddp,root training.global_batch_size=63 | training.global_batch_size=63
 sharding=ddp,root sharding.dp_replicate=3 | sharding.dp_replicate=3
 hydra.sweep.dir=/proc/nope/x            | hydra.sweep.dir=/proc/nope/x
+hydra.sweep.dir=j hydra.sweep.subdir=.  | hydra.sweep.subdir hydra.job.num
+hydra.sweep.dir=j hydra.sweep.subdir=one search=random optimizer.lr=1,2 | hydra.sweep.subdir hydra.job.num
+hydra.sweep.dir=j hydra.sweep.subdir=one training.epochs=1,2 | hydra.sweep.subdir hydra.job.num
 forecast.prune=true                     | forecast.prune=true forecast.capacity_gib=24
 forecast.prune=true forecast.capacity_gib=1 forecast.enabled=false | forecast.prune=true forecast.enabled=true
 forecast.prune=true forecast.device=h200       | forecast.prune=true forecast.device=h200

@@ -29,7 +29,7 @@ from fsdp_lab.sweep.runner import SweepPlan
 from fsdp_lab.sweep.search import OptunaSearch, read_space
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.find import remember_last
-from fsdp_lab.sweep.store.folder import new_folder
+from fsdp_lab.sweep.store.folder import check_trial_folders, new_folder
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
 from fsdp_lab.terminal import print_to_reader
 from fsdp_lab.wording import count
@@ -147,6 +147,7 @@ class Command:
         if not self.common.config.search.samples:
             grid = enumerate_grid(self._parser, self._defaults, [*self._arguments, *repeats])
             planned = plan_sweep(grid, self._compose)
+            check_trial_folders(self.folder, [trial.folder for trial in planned.trials])
             record = replace(record, num_trials=len(planned.trials))
             record = record.with_code([path for trial in planned.trials for path in trial.config.code()])
             states = [TrialState(trial) for trial in planned.trials]
@@ -160,6 +161,8 @@ class Command:
         except ConfigError:
             print(*search.notes(), sep="\n", flush=True)
             raise
+        if first is not None:  # two trials of a search may differ in nothing but their numbers
+            check_trial_folders(self.folder, [self._compose(first.overrides, number).folder for number in range(2)])
         states = [TrialState(first)] if first else []
         return self._plan(states, swept, record.with_code(search.code()), search), search.notes()
 

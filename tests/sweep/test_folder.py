@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from fsdp_lab.config import ConfigError
 from fsdp_lab.locks import InUse
-from fsdp_lab.sweep.store.folder import Occupied, new_folder
+from fsdp_lab.sweep.store.folder import Occupied, check_trial_folders, new_folder
 from tests.conftest import run_cli
 from tests.sweep.conftest import has_trained_an_epoch, results, started, wait_for
 from tests.trained import INLINE
@@ -45,12 +46,42 @@ def test_a_folder_that_was_typed_is_free_or_refused(tmp_path: Path):
     reported = (
         rf"{KEY}={tmp_path} holds results, which would be lost.*python -m fsdp_lab resume={tmp_path}\. .*: {KEY}=\.\.\."
     )
-    for left in ("results.csv", "facts.json", "0/facts.json"):
-        (tmp_path / left).parent.mkdir(exist_ok=True)
+    (tmp_path / "trials.jsonl").touch()
+    for left in ("results.csv", "facts.json", "0/facts.json", "a/b/c/facts.json"):
+        (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / left).touch()
         with pytest.raises(Occupied, match=reported), new_folder(tmp_path, KEY, typed):
             pass
         (tmp_path / left).unlink()
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["one", "one"], "trials 0 and 1 the same folder"),
+        (["a/b", "a/../a/b/"], "trials 0 and 1 the same folder"),
+        (["lr=1e-3", "lr=1E-3"], "trials 0 and 1 the same folder"),
+        (["0", "link/0"], "trials 0 and 1 the same folder"),
+        (["."], "not one of its own"),
+        (["0", "../0"], "trial 1 the folder .*, which is not one of its own"),
+        (["/tmp/elsewhere/0"], "not one of its own"),
+        (["away/0"], "not one of its own"),
+        (["results.csv/0"], "not one of its own"),
+        (["a/b", "c", "a"], "trial 0 a folder inside that of trial 2"),
+        (["0", "a/" + "n" * 256], "trial 1 a name of more than 255 bytes"),
+        (["é" * 128], "trial 0 a name of more than 255 bytes"),
+        (["/".join(["n" * 250] * 16)], "trial 0 a path of more than 3896 bytes"),
+    ],
+)
+def test_trials_that_would_share_or_leave_the_sweeps_folder_are_refused(tmp_path: Path, names: list[str], reason: str):
+    for name, target in (("link", "."), ("away", "..")):
+        (tmp_path / name).symlink_to(target)
+    with pytest.raises(ConfigError, match=f"hydra.sweep.subdir gives .*{reason}.*hydra.job.num"):
+        check_trial_folders(tmp_path, [tmp_path / name for name in names])
+
+
+def test_folders_of_their_own_below_the_sweep_are_taken(tmp_path: Path):
+    check_trial_folders(tmp_path / "new", [tmp_path / "new" / name for name in ("0", "00", "a/0", "a/1", "n" * 255)])
 
 
 @pytest.mark.ci

@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from fsdp_lab.config import UserError
+from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.locks import InUse, locked
 from fsdp_lab.sweep.names import relative, resume_command
 
 
+_ROOM = 200  # bytes of a path for the files below a trial's folder
+_OF_THE_SWEEP = ("sweep.json", "trials.jsonl", "multirun.yaml", "results.csv", "report.html", ".lock", ".storage")
+
+
 class Occupied(UserError):
     """The folder holds the results of another start."""
+
+
+def check_trial_folders(sweep_folder: Path, folders: Sequence[Path]) -> None:
+    """Check that each trial has a folder of its own, below its sweep's, with a name that the disk takes.
+
+    Args:
+        folders: in the order of the trials' numbers.
+
+    Raises:
+        ConfigError: with the key that names them.
+    """
+    top = sweep_folder.resolve()
+    disk = next(folder for folder in (top, *top.parents) if folder.is_dir())
+    longest_name, longest_path = (os.pathconf(disk, limit) for limit in ("PC_NAME_MAX", "PC_PATH_MAX"))
+    owners: dict[str, int] = {}
+    places = [folder.resolve() for folder in folders]
+    for number, place in enumerate(places):
+        if place == top or not place.is_relative_to(top) or place.relative_to(top).parts[0] in _OF_THE_SWEEP:
+            raise _refused(f"trial {number} the folder {place}, which is not one of its own below {top}")
+        if max(len(os.fsencode(part)) for part in place.parts) > longest_name:
+            raise _refused(f"trial {number} a name of more than {longest_name} bytes, the longest that this disk takes")
+        if len(os.fsencode(place)) > longest_path - _ROOM:
+            raise _refused(f"trial {number} a path of more than {longest_path - _ROOM} bytes, too long for its files")
+        if (other := owners.setdefault(_key(place), number)) != number:
+            raise _refused(f"trials {other} and {number} the same folder, {place} (capitals do not count)")
+    for number, place in enumerate(places):
+        if above := [owners[_key(parent)] for parent in place.parents if _key(parent) in owners]:
+            raise _refused(f"trial {number} a folder inside that of trial {above[0]}, {place}")
+
+
+def _key(place: Path) -> str:
+    return str(place).casefold()  # some disks tell no capitals
+
+
+def _refused(what: str) -> ConfigError:
+    return ConfigError(
+        f"hydra.sweep.subdir gives {what}; leave it out, or use a name with the trial's number in it, as in "
+        "hydra.sweep.subdir='trial-${hydra.job.num}'."
+    )
 
 
 @contextmanager
@@ -51,9 +95,8 @@ def new_folder(planned: Path, key: str, hydra: DictConfig) -> Iterator[Path]:
 
 def _check_free(folder: Path, key: str) -> None:
     """Check that a folder holds no sweep. One that was refused at its start has left only files that are rewritten."""
-    if not any((folder / name).exists() for name in ("results.csv", "facts.json")) and not any(
-        folder.glob("*/facts.json")
-    ):
+    pattern = "**/facts.json" if (folder / "trials.jsonl").exists() else "*/facts.json"  # else it may be any folder
+    if not any((folder / name).exists() for name in ("results.csv", "facts.json")) and not any(folder.glob(pattern)):
         return
     resuming = f" To resume it: {resume_command(folder)}." if (folder / "sweep.json").exists() else ""
     raise Occupied(
