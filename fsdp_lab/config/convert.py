@@ -23,11 +23,13 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def value_text(value: Any) -> str:
-    """Return a value as it is typed: `null`, `true`, `[1,2]`."""
+    """Return a value as it is typed: `null`, `true`, `[1,2]`, `{a:1}`."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, list):
         return f"[{','.join(map(value_text, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{value_text(item)}" for key, item in value.items()) + "}"
     return value.name if isinstance(value, Enum) else str(value)
 
 

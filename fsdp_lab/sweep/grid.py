@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import IntervalSweep, Override, Quote, QuotedString, Transformer
 from hydra.errors import HydraException
 
 from fsdp_lab.config import ConfigError, SweepConfig
@@ -77,13 +78,36 @@ def discrete_values(override: Override) -> list[str]:
     if override.is_delete():
         return [override.input_line or key]
     if not override.is_sweep_override():
-        return [f"{key}={override.get_value_element_as_str()}"]
+        return [f"{key}={value_word(override.value(), override.get_value_element_as_str())}"]
     if not override.is_discrete_sweep():
         raise ConfigError(
             f"{override.input_line}: a grid cannot enumerate an interval; use a list or range, for example "
             f"{key}={_between(override)}, or search=random or search=optuna."
         )
-    return [f"{key}={value}" for value in override.sweep_string_iterator()]
+    return [f"{key}={value_word(value, Transformer.str(value))}" for value in override.sweep_iterator()]
+
+
+def value_word(value: Any, text: str) -> str:
+    """Return a value as a word that Hydra reads as that value: its own functions drop quotes, as in `choice('1')`.
+
+    Args:
+        text: Hydra's own word for it.
+    """
+    plain = _mapped(value, lambda each: each.text if isinstance(each, QuotedString) else each)
+    with suppress(HydraException):
+        if OverridesParser.create().parse_override(f"key={text}").value() == plain:
+            return text
+    return Transformer.str(
+        _mapped(plain, lambda each: QuotedString(each, Quote.single) if isinstance(each, str) else each)
+    )
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, list):
+        return [_mapped(each, change) for each in value]
+    if isinstance(value, dict):
+        return {key: _mapped(each, change) for key, each in value.items()}
+    return change(value)
 
 
 def with_overrides(overrides: Sequence[str], on_top: Sequence[str]) -> list[str]:

@@ -10,21 +10,38 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.compose import Trial
+from fsdp_lab.config.conf import OPEN_GROUPS
 from fsdp_lab.config.convert import value_text
+from fsdp_lab.config.key_value_args import key_of
+from fsdp_lab.sweep.grid import unescaped
 from fsdp_lab.sweep.state import TrialState
 
 OF_A_NIGHT = "FSDP_LAB_OF_A_NIGHT"  # set by a night for its sweep
 
 
 def setting(trial: Trial, key: str) -> Any:
-    """Return a trial's value for a swept key: a group's option, or a value."""
-    return trial.choices.get(key, trial.values.get(key))
+    """Return a trial's value for a swept key: a group's option, a value, or the text that was typed.
+
+    Arguments of the user's are text: of those, `1`, `'1'`, `[1]` and `{a:1}` are values of their own.
+    """
+    if key in trial.choices:
+        return trial.choices[key]
+    value = trial.values.get(key)
+    is_ours = key in trial.values and key.partition(".")[0] not in OPEN_GROUPS
+    if is_ours or isinstance(value, bool) or (isinstance(value, float) and trial.config.search.samples):
+        return value
+    typed = next((unescaped(word).partition("=")[2] for word in trial.overrides if key_of(word) == key), None)
+    return value if typed is None else typed
 
 
 def setting_text(trial: Trial, key: str) -> str:
     """Return a trial's value for a swept key as it is typed; one that a search drew has six digits here."""
     value = setting(trial, key)
-    return f"{value:.6g}" if isinstance(value, float) and abs(value) < 1e6 else value_text(value)
+    if isinstance(value, float) and abs(value) < 1e6:
+        short = f"{value:.6g}"
+        if trial.config.search.samples or float(short) == value:
+            return short
+    return value_text(value)
 
 
 def run_name(trial: Trial, swept: Sequence[str]) -> str:

@@ -83,6 +83,25 @@ def test_arguments_become_these_trials_in_the_order_of_hydras_own_sweeper(parser
 
 
 @pytest.mark.parametrize(
+    ("typed", "values"),
+    [
+        ("choice('1',1)", ["1", 1]),
+        ("'1',1", ["1", 1]),
+        ("str(1)", ["1"]),
+        ("str(choice(1,2))", ["1", "2"]),
+        ("str([1,[2]]),[1,[2]]", [["1", ["2"]], [1, [2]]]),
+        ("choice('介绍','a, b','true')", ["介绍", "a, b", "true"]),
+        ("choice({a:'1'},{a:1})", [{"a": "1"}, {"a": 1}]),
+        ("{a:1},{b:2}", [{"a": 1}, {"b": 2}]),
+    ],
+)
+def test_each_spelling_of_a_value_stays_that_value(parser: OverridesParser, typed: str, values: list[object]):
+    """Hydra's own sweeper drops the quotes inside a function."""
+    grid = enumerate_grid(parser, {}, [f"model.x={typed}"])
+    assert [parser.parse_override(word).value() for (word,) in grid] == values
+
+
+@pytest.mark.parametrize(
     "typed",
     [
         ["training.seed=1,2", "precision=fp16"],

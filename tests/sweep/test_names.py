@@ -5,12 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, from_dict
 from fsdp_lab.record.sweep_json import SweepStart
-from fsdp_lab.sweep.names import report_command, resume_command, resume_lines, short_name, sweep_name, ui_command
+from fsdp_lab.sweep.grid import enumerate_grid
+from fsdp_lab.sweep.listeners.results_csv import rows_of
+from fsdp_lab.sweep.names import (
+    report_command,
+    resume_command,
+    resume_lines,
+    run_name,
+    setting_text,
+    short_name,
+    sweep_name,
+    ui_command,
+)
+from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.sweep_data import log_axes, study_of, sweep_of
 
@@ -30,6 +43,44 @@ def test_numbers_in_a_trials_name_are_rounded(lr: float, name: str):
 def test_whole_numbers_and_options_are_not():
     one = trial({"sharding": "root"}, training={"seed": 1234567})
     assert short_name(one, ["sharding", "training.seed"]) == "root seed=1234567"
+
+
+OWN_VALUES = [
+    ["{a:1}", "{b:2}", "{a:{b:[1,null]}}", "{}"],
+    ["1", "'1'", "1.0", "true", "'true'", "null", "'null'"],
+    ["[1]", "['1']", "[{a:1}]", "[{a:2}]", "[]", "[1,[2]]"],
+    ["0.1", "0.10000001"],
+    ["'介绍'", "'a b'", "s3://bucket/x"],
+]
+
+
+@pytest.mark.parametrize("values", OWN_VALUES)
+def test_values_of_the_users_own_are_shown_as_typed_and_are_settings_of_their_own(
+    parser: OverridesParser, compose_trial, values: list[str]
+):
+    """Of whatever type: by the table, the report and `results.csv`."""
+    words = ["model._target_=collections.ChainMap", f"model.table={','.join(values)}"]
+    plan = plan_sweep(enumerate_grid(parser, {}, words), compose_trial, lambda config: None)
+    assert [setting_text(trial, "model.table") for trial in plan.trials] == values
+    assert [short_name(trial, ["model.table"]) for trial in plan.trials] == [f"table={value}" for value in values]
+    states = [TrialState(trial) for trial in plan.trials]
+    assert [row["model.table"] for row in rows_of(states, ["model.table"], [], lambda number: "")] == values
+
+
+def test_a_group_that_is_swept_as_a_whole_is_shown_as_typed(parser: OverridesParser, compose_trial):
+    grid = enumerate_grid(parser, {}, ["training={epochs:3},{epochs:4,seed:1}"])
+    plan = plan_sweep(grid, compose_trial, lambda config: None)
+    assert [run_name(trial, ["training"]) for trial in plan.trials] == [
+        "training={epochs:3}",
+        "training={epochs:4,seed:1}",
+    ]
+
+
+def test_close_numbers_of_a_grid_have_all_their_digits_and_those_of_a_search_six():
+    grid = [trial(training={"max_grad_norm": x}) for x in (0.1, 0.10000001)]
+    assert [setting_text(one, "training.max_grad_norm") for one in grid] == ["0.1", "0.10000001"]
+    drawn = trial(search={"name": "random"}, training={"max_grad_norm": 0.123456789})
+    assert setting_text(drawn, "training.max_grad_norm") == "0.123457"
 
 
 def test_a_sweep_is_called_by_what_it_compares():

@@ -14,7 +14,6 @@ from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.locks import InUse, locked
 from fsdp_lab.sweep.names import relative, resume_command
 
-
 _ROOM = 200  # bytes of a path for the files below a trial's folder
 _OF_THE_SWEEP = ("sweep.json", "trials.jsonl", "multirun.yaml", "results.csv", "report.html", ".lock", ".storage")
 
