@@ -1,4 +1,4 @@
-"""The source code that a sweep runs, fsdp_lab's and the user's: one digest, and the commit of a checkout."""
+"""The source code that a sweep runs, fsdp_lab's and the user's: one digest, and the commits of both."""
 
 from __future__ import annotations
 
@@ -44,12 +44,19 @@ def _digest(roots: Sequence[Path]) -> str:
 def commit() -> str:
     """Return the commit of fsdp_lab's checkout; "" for an installed package."""
     # A virtual environment inside somebody's repository must not have that repository's commit.
-    return (git("rev-parse", "HEAD") or "") if git("ls-files", "--", ".") else ""
+    return (_git(PACKAGE, "rev-parse", "HEAD") or "") if _git(PACKAGE, "ls-files", "--", ".") else ""
 
 
-def git(*args: str) -> str | None:
-    """Return what a git command prints in the package's folder; None if there is no git, or it fails."""
-    command = ["git", "-C", str(PACKAGE), *args]
+def users_commit() -> tuple[str, bool]:
+    """Return the commit of the working folder's repository, and whether its files differ; "" without one."""
+    here = Path()
+    changes = _git(here, "status", "--porcelain", "--untracked-files=no")
+    return _git(here, "rev-parse", "HEAD") or "", bool(changes)
+
+
+def _git(folder: Path, *args: str) -> str | None:
+    """Return what a git command prints in a folder; None if there is no git, or it fails."""
+    command = ["git", "-C", str(folder), *args]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_LIMIT_S, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import fsdp_lab
 from fsdp_lab import metrics
 from fsdp_lab.config import code
 from fsdp_lab.config.convert import flatten, value_text
@@ -194,13 +195,16 @@ def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
 @cache
 def machine_tags() -> dict[str, str]:
     """Return tags for the user, the machine, the code and the libraries, as this process first found them."""
-    tags = {"mlflow.user": _user(), "host": platform.node(), "version.python": platform.python_version()}
+    tool = fsdp_lab.__version__ + (f" (commit {of_tool[:10]})" if (of_tool := code.commit()) else "")
+    tags = {"mlflow.user": _user(), "host": platform.node(), "version.fsdp_lab": tool}
+    tags["version.python"] = platform.python_version()
     for name in _LIBRARIES:
         try:
             tags[f"version.{name}"] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return tags | _git_tags()
+    commit, is_dirty = code.users_commit()
+    return tags | ({"mlflow.source.git.commit": commit, "git.dirty": value_text(is_dirty)} if commit else {})
 
 
 def _user() -> str:
@@ -208,11 +212,3 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user id without a name
         return "unknown"
-
-
-def _git_tags() -> dict[str, str]:
-    """Return the commit, and whether tracked files differ from it; nothing for an installed package."""
-    changes = code.git("status", "--porcelain", "--untracked-files=no")
-    if changes is None or not (commit := code.commit()):
-        return {}
-    return {"mlflow.source.git.commit": commit, "git.dirty": value_text(changes != "")}

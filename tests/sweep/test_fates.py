@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -290,7 +289,7 @@ def test_mlflow_has_parameters_tags_and_the_data(swept: Swept):
         assert {**given, **others}.items() <= run.data.params.items()
         tags = run.data.tags
         assert {"host", "device", "version.torch", "version.ray", "version.mlflow"} <= tags.keys()
-        assert re.fullmatch(r"[0-9a-f]{40}", tags["mlflow.source.git.commit"]) and tags["world_size"] == "2"
+        assert tags["world_size"] == "2"
         assert tags["data_digest"]
 
 

@@ -190,7 +190,8 @@ def test_changed_code_is_named(monkeypatch: pytest.MonkeyPatch):
     assert torch.startswith("torch was 2.9.0 and is ")
     monkeypatch.setattr(changes, "commit", lambda: "b" * 40)
     older = dataclasses.replace(record, code="0", commit="a" * 40, user_packages=["mine"])
-    assert changes_of_code(older) == [f"the code of fsdp_lab or mine changed (commit {'a' * 12} then, {'b' * 12} now)"]
+    commits = f"fsdp_lab's commit {'a' * 12} then, {'b' * 12} now"
+    assert changes_of_code(older) == [f"the code of fsdp_lab or mine changed ({commits})"]
     assert changes_of_code(dataclasses.replace(record, commit="a" * 40)) == [], "the same code in another commit"
 
 

@@ -18,6 +18,7 @@ import mlflow
 import pytest
 from mlflow.entities import Run
 
+import fsdp_lab
 from fsdp_lab.config.parallel import Granularity, ShardingConfig
 from fsdp_lab.config.sweep import SearchConfig, SweepConfig, TrackingConfig
 from fsdp_lab.config.training import OptimizerConfig
@@ -26,6 +27,7 @@ from fsdp_lab.tracking import Projection, TrackingError, WantedRun
 from fsdp_lab.tracking.tags import (
     COMMAND_TAG,
     RECORDED_TAG,
+    machine_tags,
     sweep_tags,
     trial_params,
     trial_tags,
@@ -303,21 +305,41 @@ def test_the_description_of_a_sweep_begins_with_its_answer(lab: Lab, tmp_path: P
         assert answered == f"Recommended: `a=2`.\n\n{started}\nOf the new disk."
 
 
-def test_tags_state_who_where_and_with_which_code(lab: Lab, tmp_path: Path) -> None:
+def test_tags_state_who_where_and_with_which_code(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command runs in a folder of the user's repository, not in the checkout of fsdp_lab."""
+    (tmp_path / "mine" / "runs").mkdir(parents=True)
+    (tmp_path / "mine" / "model.py").write_text("WIDTH = 1")
+    git(tmp_path / "mine", "init", "-q")
+    git(tmp_path / "mine", "add", "model.py")
+    git(tmp_path / "mine", "-c", "user.name=me", "-c", "user.email=me@localhost", "commit", "-qm", "first")
     words = ["sharding=root", "precision=fp16"]
-    tags = lab.sent(0, first_tags=trial_tags(tmp_path / "trial", words)).data.tags
-    repository = Path(__file__).parents[2]
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True, timeout=30, check=True
-    )
-    assert tags["mlflow.source.git.commit"] == head.stdout.strip()
-    assert tags["git.dirty"] in ("true", "false")
+    machine_tags.cache_clear()
+    with monkeypatch.context() as there:
+        there.chdir(tmp_path / "mine" / "runs")
+        own = trial_tags(tmp_path / "trial", words)
+    tags = lab.sent(0, first_tags=own).data.tags
+    assert tags["mlflow.source.git.commit"] == git(tmp_path / "mine", "rev-parse", "HEAD")
+    assert tags["git.dirty"] == "false"
+    of_tool = git(Path(__file__).parents[2], "rev-parse", "HEAD")
+    assert tags["version.fsdp_lab"] == f"{fsdp_lab.__version__} (commit {of_tool[:10]})"
     assert tags["version.mlflow"] == mlflow.__version__
     assert {"version.torch", "version.ray", "version.hydra-core", "version.omegaconf"} <= tags.keys()
     assert tags["host"] == socket.gethostname()
     assert tags["mlflow.user"]
     assert tags["mlflow.source.name"] == "python -m fsdp_lab"
     assert tags["fsdp_lab.folder"] == str(tmp_path / "trial")
+    (tmp_path / "mine" / "model.py").write_text("WIDTH = 2")
+    machine_tags.cache_clear()
+    monkeypatch.chdir(tmp_path / "mine" / "runs")
+    assert machine_tags()["git.dirty"] == "true"
+    monkeypatch.chdir(tmp_path)
+    machine_tags.cache_clear()
+    assert not {"mlflow.source.git.commit", "git.dirty"} & machine_tags().keys(), "no repository"
+
+
+def git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=30, check=True)
+    return done.stdout.strip()
 
 
 def test_metrics_stand_at_their_epoch_once_whatever_is_compared_again(lab: Lab, problems: list[str]) -> None:

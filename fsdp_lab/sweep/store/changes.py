@@ -26,7 +26,7 @@ def changes_of_code(record: SweepStart) -> list[str]:
 def _commits(there: str, here: str) -> str:
     if not (there and here) or there == here:  # then the change is in files that are not committed
         return ""
-    return f" (commit {there[:12]} then, {here[:12]} now)"
+    return f" (fsdp_lab's commit {there[:12]} then, {here[:12]} now)"
 
 
 def changes_of_workers(record: SweepStart, config: SweepConfig) -> list[str]:
