@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+
+from fsdp_lab.wording import count
 
 _MAX_CPUS_PER_WORKER = 16
 _MAX_LOADER_WORKERS = 4
@@ -113,6 +116,14 @@ def num_cpus() -> int:
         if len(words) == 2 and words[0] not in ("max", "-1"):
             quotas.append(int(words[0]) // int(words[1]))
     return max(1, min([cores, *quotas]))
+
+
+def cpu_name() -> str:
+    """Return the model of this machine's CPU, and of how many cores this process may use."""
+    found = None
+    with suppress(OSError):  # Linux alone has the file
+        found = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{found[1] if found else platform.machine()} ({count(num_cpus(), 'core')})"
 
 
 def host_memory() -> int:

@@ -32,7 +32,7 @@ from fsdp_lab.explain import explain
 from fsdp_lab.locks import holder, locked
 from fsdp_lab.nightly.nights import Night, Verdict, read_nights
 from fsdp_lab.nightly.read_study import Study, read_study
-from fsdp_lab.nightly.run import accept, good_nights, run_night
+from fsdp_lab.nightly.run import accept, good_nights, log_dates, run_night
 from fsdp_lab.nightly.schedule import NightTimes, cron_trigger, is_due, night_after, run_schedule
 from fsdp_lab.nightly.texts import regressions_line
 
@@ -128,6 +128,7 @@ def print_plan(study: Study, times: NightTimes) -> None:
     """
     nights, night = read_nights(study.folder), datetime.now(UTC)
     past = good_nights(study, nights)
+    log_dates(nights, log)
     print(f"study:    {study.name}, in {study.folder}")
     shown = [word for word in study.arguments if not word.startswith("hydra.sweeper.params.")]  # null: no axis
     print(f"sweep:    {shlex.join(['python', '-m', 'fsdp_lab', '-m', *shown])}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -27,7 +28,7 @@ from fsdp_lab.nightly.gate import Finding
 if TYPE_CHECKING:
     import pandas as pd
 
-_USER_CODE = "user code "
+_USER_CODE, _TOOL = "user code ", "library fsdp_lab"
 _DOCUMENT = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ\.json")
 
 
@@ -45,16 +46,18 @@ class Night:
 
     Attributes:
         id: when it began; the name of its document and of its folder.
-        begun: seconds since 1970.
+        begun: seconds since 1970, by the clock of then.
         study: the settings that all its trials share, which identify the study.
-        origin: what it ran: `machine` (host, device and workers: what speeds depend on), `commit` and `code` (a digest)
-            of fsdp_lab, `library <name>` (a version), and of packages that targets name `user code <name>` (a digest).
+        origin: what it ran: `machine` (device and workers: what speeds depend on), `commit` of the user's
+            working folder, `code` of fsdp_lab (a digest), `library <name>` (a version), and of packages that targets
+            name `user code <name>` (a digest).
         trials: a row for each trial, with the columns of `gate.judged_columns`.
         baseline: the last good night, with which it was compared; None: there was none.
         changed: what changed since the baseline: see `changes`.
         run_id: of its sweep's MLflow run; "": none.
         accepted: reason, by whom and when, of a night that was made the baseline by hand.
         note: why the webhook did not get the verdict; "": it did, or there is none.
+        number: its place in the order in which nights ran, from 1; 0: not recorded.
     """
 
     id: str
@@ -69,6 +72,7 @@ class Night:
     run_id: str = ""
     accepted: dict[str, str] | None = None
     note: str = ""
+    number: int = 0
 
     @property
     def is_good(self) -> bool:
@@ -93,11 +97,19 @@ def night_id(moment: float) -> str:
 def read_nights(folder: Path) -> list[Night]:
     """Return all nights of a study that began, the oldest first.
 
+    Their numbers order them, whatever clocks said. Of nights without a number one that is dated in the future ran at an
+    unknown time, and comes first.
+
     Raises:
         UserError: a document cannot be read.
     """
-    paths = [path for path in folder.glob("*.json") if _DOCUMENT.fullmatch(path.name)]
-    return sorted((_night_in(path) for path in paths), key=lambda night: night.begun)
+    now, paths = time.time(), [path for path in folder.glob("*.json") if _DOCUMENT.fullmatch(path.name)]
+    return sorted(map(_night_in, paths), key=lambda night: (night.number, night.begun <= now, night.begun))
+
+
+def dated_ahead(nights: Sequence[Night]) -> list[str]:
+    """Return the ids of nights that are dated in the future."""
+    return [night.id for night in nights if night.begun > time.time()]
 
 
 def write_night(folder: Path, night: Night) -> None:
@@ -113,10 +125,10 @@ def since_accepted(nights: Sequence[Night]) -> list[Night]:
 
 
 def changes(before: Night, night: Night) -> list[list[str]]:
-    """Return `(what, before, now)` of what changed since an earlier night; if the commit did, not that the code did."""
+    """Return `(what, before, now)` of what changed since an earlier night; if fsdp_lab's commit did, not its code."""
     there, here = before.origin, night.origin
     keys = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
-    if "commit" in keys and "code" in keys:
+    if _TOOL in keys and "code" in keys:
         keys.remove("code")
     if not all(any(key.startswith(_USER_CODE) for key in origin) for origin in (there, here)):
         keys = [key for key in keys if not key.startswith(_USER_CODE)]  # one was interrupted before that was known

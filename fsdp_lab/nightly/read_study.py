@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,10 @@ from fsdp_lab.config import (
 from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.config.machine import loader_workers_of
-from fsdp_lab.hardware import num_gpus
+from fsdp_lab.hardware import cpu_name, gpus, num_gpus
 from fsdp_lab.nightly.nights import Night
 from fsdp_lab.sweep.grid import all_overrides, discrete_values, fixed_words
+from fsdp_lab.wording import count
 
 _NOT_HERE = {  # keys that a night sets itself
     **{key: "a night always trains anew" for key in all_keys() if key.startswith("resume")},
@@ -54,6 +55,14 @@ class Study:
     config: NightlyConfig
     arguments: list[str]
     settings: dict[str, Any]
+
+    def machine(self, measured_on: Iterable[str] = ()) -> str:
+        """Return the devices of trials, or else those of this machine, and how many: the same have the same speeds.
+
+        A host's name says nothing: in a cluster it is new every night.
+        """
+        devices = set(measured_on) - {"", "cpu"} or {gpu.name for gpu in gpus()} or {cpu_name()}
+        return f"{' and '.join(sorted(devices))}, {count(self.settings['workers'], 'worker')}"
 
     def differences(self, night: Night) -> list[str]:
         """Return how it differs from a night's study, such as `training.epochs was 3 and is 2`."""

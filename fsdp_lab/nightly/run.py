@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,16 @@ from fsdp_lab.config.code import code_digest, user_digest
 from fsdp_lab.files import write_text
 from fsdp_lab.nightly.attempt import frame_of, run_sweep
 from fsdp_lab.nightly.gate import judge, judged_columns
-from fsdp_lab.nightly.nights import Night, Verdict, changes, night_id, read_nights, since_accepted, write_night
+from fsdp_lab.nightly.nights import (
+    Night,
+    Verdict,
+    changes,
+    dated_ahead,
+    night_id,
+    read_nights,
+    since_accepted,
+    write_night,
+)
 from fsdp_lab.nightly.page import nights_page
 from fsdp_lab.nightly.read_study import Study
 from fsdp_lab.nightly.texts import markdown, regressions_line, row, say, terminal_table, title
@@ -52,11 +60,13 @@ def run_night(study: Study, log: Log, now: Callable[[], float] = time.time) -> i
     """
     nights = read_nights(study.folder)
     past = good_nights(study, nights)
+    log_dates(nights, log)
     if nights and nights[-1].verdict is Verdict.incomplete:
         log(f"night {nights[-1].id} was interrupted, and stays incomplete")
         _write_page(study, nights, log)
     moment = now()
-    night = Night(night_id(moment), moment, study=study.settings, origin=_origin(study))
+    number = max((each.number for each in nights), default=0) + 1
+    night = Night(night_id(moment), moment, study=study.settings, origin=_origin(study), number=number)
     write_night(study.folder, night)
     log(f"night {night.id} begins")
     folder = study.folder / night.id / "sweep"
@@ -102,6 +112,7 @@ def accept(study: Study, reason: str, log: Log) -> None:
         UserError: there is no night with results.
     """
     nights = [night for night in read_nights(study.folder) if night.verdict is not Verdict.incomplete]
+    log_dates(nights, log)
     if not nights or not nights[-1].trials:
         which = f"night {nights[-1].id} has no results" if nights else f"no night has ended in {study.folder}"
         raise UserError(f"--accept: {which}, so there is nothing to accept; run one with --once.")
@@ -119,13 +130,19 @@ def accept(study: Study, reason: str, log: Log) -> None:
     log(f"night {night.id} is the baseline from now on: {accepted['reason']}")
 
 
+def log_dates(nights: Sequence[Night], log: Log) -> None:
+    """Log which nights are dated in the future."""
+    if ahead := ", ".join(dated_ahead(nights)):
+        log(f"note: dated in the future, by a clock that was wrong: night {ahead}; the order is that of the runs")
+
+
 def _lacks_results(frame: pd.DataFrame) -> bool:
     return frame.empty or any(not TrialStatus(status).is_result for status in frame["status"])
 
 
 def _judged(study: Study, night: Night, past: Sequence[Night], frame: pd.DataFrame) -> Night:
-    rows = judged_columns(frame)
-    here = night.origin.get("machine")
+    rows, here = judged_columns(frame), study.machine(frame["device"])
+    night = replace(night, origin=night.origin | {"machine": here})
     earlier = [(each.id, each.origin.get("machine") == here, each.frame) for each in past]
     findings = judge(rows, earlier, study.config.nightly.tolerance, study.config.nightly.significance)
     return replace(
@@ -143,7 +160,7 @@ def _origin(study: Study) -> dict[str, str]:
     tags = machine_tags()
     changed = " with uncommitted changes" if tags.get("git.dirty") == "true" else ""
     return {
-        "machine": f"{platform.node()}, {study.settings['device']}, {study.settings['workers']} workers",
+        "machine": study.machine(),
         "commit": tags.get("mlflow.source.git.commit", "unknown")[:10] + changed,
         "code": code_digest([]),
         **{key.replace("version.", "library "): tags[key] for key in tags if key.startswith("version.")},

@@ -105,8 +105,10 @@ def night_after(times: NightTimes, moment: datetime) -> datetime:
 
 
 def is_due(nights: Sequence[Night], times: NightTimes, now: datetime) -> bool:
-    """Return whether the night after the last one was missed."""
-    return bool(nights) and night_after(times, datetime.fromtimestamp(nights[-1].begun, UTC)) <= now
+    """Return whether the night after the last one was missed. One that is dated in the future says nothing."""
+    begun = [datetime.fromtimestamp(night.begun, UTC) for night in nights]
+    past = [moment for moment in begun if moment <= now]
+    return bool(begun) and (not past or night_after(times, past[-1]) <= now)
 
 
 def run_schedule(times: NightTimes, overrides: Sequence[str], waits: bool, log: Callable[[str], None]) -> int:

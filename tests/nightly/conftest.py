@@ -41,7 +41,7 @@ class PlantedNights:
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.speeds, self.now, self.sweep = dict(SPEEDS), time.time(), self._copy
+        self.speeds, self.now, self.sweep = dict(SPEEDS), time.time() - 86400.0, self._copy
         self.cwd, self._monkeypatch, self._capsys = folder, monkeypatch, capsys
         monkeypatch.chdir(folder)
         monkeypatch.delenv(WEBHOOK, raising=False)

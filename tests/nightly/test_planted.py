@@ -3,14 +3,17 @@ test_night.py."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from fsdp_lab.config.code import code_digest
+from fsdp_lab.nightly import read_study as read_study_module
 from fsdp_lab.nightly.attempt import run_sweep
 from fsdp_lab.nightly.nights import Night, Verdict, night_id, write_night
 from fsdp_lab.nightly.read_study import read_study
@@ -138,6 +141,43 @@ def test_a_night_that_was_interrupted_is_shown_as_incomplete_and_the_next_one_st
     assert [night.verdict for night in nights.all] == ["good", "incomplete", "incomplete", "good"]
     assert nights.last.baseline == first.id
     assert (nights.folder / "nights.html").read_text().count("<td>incomplete</td>") == 2
+
+
+def test_a_night_of_a_clock_that_was_wrong_keeps_its_place(nights: PlantedNights):
+    """The second of three nights is dated years ahead. It is the third one that counts from then on."""
+    for ahead in (0.0, 4e8, -4e8):
+        nights.now += ahead
+        assert nights("--once", *WORDS).returncode == 0
+    first, wrong, third = nights.all
+    assert first.begun < third.begun < wrong.begun and (wrong.baseline, third.baseline) == (first.id, wrong.id)
+    done = nights("--once", *WORDS)
+    assert nights.last.baseline == third.id and f"by a clock that was wrong: night {wrong.id};" in done.stdout
+    accepted = nights("--accept", "the clock is right", *WORDS)
+    assert f"night {nights.last.id} is the baseline from now on" in accepted.stdout
+    assert wrong.id in accepted.stdout and nights.last.begun < wrong.begun
+    assert wrong.id in nights("--check", *WORDS).stdout
+
+
+def test_a_night_without_a_number_from_the_future_is_no_baseline(nights: PlantedNights):
+    assert nights("--once", *WORDS).returncode == 0
+    last = nights.last
+    for moment in (last.begun - 60.0, time.time() + 4e8):
+        write_night(nights.folder, dataclasses.replace(last, id=night_id(moment), begun=moment, number=0))
+    write_night(nights.folder, dataclasses.replace(last, number=0))
+    assert nights("--once", *WORDS).returncode == 0 and nights.last.baseline == last.id
+
+
+def test_a_machine_is_known_by_its_device_and_not_by_its_name(nights: PlantedNights, monkeypatch: pytest.MonkeyPatch):
+    for name in ("pod-1", "pod-2"):
+        monkeypatch.setattr("platform.node", lambda name=name: name)
+        assert nights("--once", *WORDS).returncode == 0
+    assert [f.outcome for f in nights.last.findings if f.metric == SPEED] == ["ok"] * trained.COUNT
+    monkeypatch.setattr(read_study_module, "cpu_name", lambda: "Another CPU (96 cores)")
+    assert nights("--once", *WORDS).returncode == 0
+    assert {f.outcome for f in nights.last.findings if f.metric == SPEED} == {"unmatched"}
+    assert (
+        nights.last.changed[-1][0] == "machine" and nights.last.origin["machine"] == "Another CPU (96 cores), 1 worker"
+    )
 
 
 @pytest.mark.parametrize(("exits_with", "status"), [(-9, 1), (2, 2)])

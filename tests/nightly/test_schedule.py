@@ -152,6 +152,9 @@ def night(begun: str, verdict: Verdict = Verdict.good) -> Night:
         ([night("20T08:00")], "20T09:00", False),  # by --once, in the same night
         ([night("20T02:00", Verdict.incomplete)], "20T09:00", False),  # interrupted: the next one starts when it is due
         ([night("19T02:00", Verdict.incomplete)], "20T09:00", True),
+        ([night("19T02:00"), night("28T02:00")], "20T09:00", True),  # a clock was wrong
+        ([night("20T02:00"), night("28T02:00")], "20T09:00", False),
+        ([night("28T02:00")], "20T09:00", True),
     ],
 )
 def test_which_night_waits(nights: list[Night], now: str, expected: bool):

@@ -22,8 +22,8 @@ VERDICTS = Path(__file__).with_name("verdicts.md")
 DAY = 86400.0
 FIRST = 1.7951e9
 ORIGIN = {
-    "machine": "box, cpu, 2 workers", "commit": "3b3f407aa1", "code": "1", "library ray": "2.56.0",
-    "library torch": "2.15.0", "user code my_model": "1",
+    "machine": "EPYC (16 cores), 2 workers", "commit": "3b3f407aa1", "code": "1", "library ray": "2.56.0",
+    "library fsdp_lab": "0.1.0 (commit 9e1d2f5b0c)", "library torch": "2.15.0", "user code my_model": "1",
 }  # fmt: skip
 Trials = list[dict[str, Any]]
 
@@ -73,7 +73,8 @@ def cases() -> dict[str, Night]:
         "the first night, in which not every trial finished": last_of(trials(status="oom")),
         "nothing changed": last_of(trials(), trials()),
         "slower, with new libraries": last_of(
-            trials(), trials(speed=185.5), changed={"library ray": "2.57.0", "commit": "5b0c9e1d2f", "code": "2"}
+            trials(), trials(speed=185.5),
+            changed={"library ray": "2.57.0", "commit": "5b0c9e1d2f", "code": "2", "library fsdp_lab": "0.2.0"},
         ),
         "a drift of three nights, with code that is not committed": last_of(
             trials(), trials(speed=227.0), trials(speed=204.0),
@@ -83,7 +84,7 @@ def cases() -> dict[str, Night]:
         "a trial that no longer finishes, and a longer wait for data": last_of(
             trials(), trials(status="oom", wait=0.31)
         ),
-        "another machine": last_of(trials(), trials(), changed={"machine": "other, cpu, 2 workers"}),
+        "another machine": last_of(trials(), trials(), changed={"machine": "NVIDIA H200, 2 workers"}),
         "accepted": dataclasses.replace(
             last_of(trials(), trials(loss=0.61)), verdict=Verdict.accepted,
             accepted={"reason": "the data grew", "by": "ada", "at": first.id},
@@ -115,7 +116,7 @@ def test_the_terminal_shows_all_digits_regressions_first_and_a_setting_once(widt
 
 
 def test_a_regression_does_not_hide_that_speed_was_not_judged():
-    both = last_of(trials(), trials(memory=25.0), changed={"machine": "other, cpu, 2 workers"})
+    both = last_of(trials(), trials(memory=25.0), changed={"machine": "NVIDIA H200, 2 workers"})
     assert title(both).endswith(": a regression; speed was not judged: no good night on this machine has measured it")
 
 
