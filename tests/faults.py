@@ -143,6 +143,12 @@ FAULTS = (
           "kept = precision.param_dtype is Dtype.float32", "kept = False", LEARNS),
     Fault("parameters of two types are found by FSDP2", "fsdp_lab/training/shardable.py",
           "if first.dtype is not second.dtype:", "if False:", "training/test_shardable.py"),
+    Fault("a recomputation changes buffers again", "fsdp_lab/training/activation_checkpointing.py",
+          "            setattr(each.holder, each.name, buffer)\n", "            pass\n",
+          "training/test_activation_checkpointing.py::test_what_a_forward_pass_changes_changes_once"),
+    Fault("a recomputation computes with the buffers of afterwards", "fsdp_lab/training/activation_checkpointing.py",
+          "each.buffer if each.copy is None else each.copy", "getattr(each.holder, each.name)",
+          "training/test_activation_checkpointing.py::test_what_a_forward_pass_changes_changes_once"),
     # checkpoints and exported models
     Fault("a resume starts its epoch again", "fsdp_lab/training/checkpoint.py",
           'position["epoch"], position["step"], position["epoch_step"]', 'position["epoch"], position["step"], 0',

@@ -168,6 +168,7 @@ WORKLOADS: dict[str, Workload] = {
     "language, tied": _language(tied=True),
     "user": _user(odd.Odd),
     "user, as T5": _user(odd.Translator),
+    "user, with state": _user(odd.Stateful),
     "net": _net("Net", f"task.loss={net.__name__}.loss"),
     "model_loss": _net("WithLoss", "task=model_loss"),
     "complex": _unusual("complex_filters"),

@@ -173,6 +173,11 @@ ON_FOUR_LATER = (
     f"sharding=per_block sharding.dp_replicate=2 precision=bf16_mixed {ACCUMULATE} {SGD}",
 )
 ON_ONE = ("sharding=per_block", "sharding=ddp")
+CHECKPOINTED = (
+    "sharding=per_block activation_checkpointing=full",
+    "sharding=ddp activation_checkpointing=selective",
+    "sharding=per_layer activation_checkpointing=every_n activation_checkpointing_every=1",
+)
 ON_ONE_LATER = ("sharding=per_layer training.grad_accum_steps=4",)
 
 
@@ -182,6 +187,7 @@ def _rows() -> Iterator[Row]:
         yield from (Row(workload, cell, tier=tier) for workload, of_one in cells.items() for cell in of_one)
     for ranks, cell in [*product((4,), ON_FOUR), *product((1,), ON_ONE)]:
         yield Row("mlp", cell, ranks)
+    yield from (Row("user, with state", cell, 1) for cell in CHECKPOINTED)
     for ranks, cell in [*product((4,), ON_FOUR_LATER), *product((1,), ON_ONE_LATER)]:
         yield from (Row("mlp", cell, ranks, "ci"), Row("vit", cell, ranks, "full"))
 

@@ -97,6 +97,7 @@ NAMES = (
     Name("torch.distributed._tools.mod_tracker", "register_multi_grad_hook"),
     Name("torch._guards", "active_fake_mode"),
     Name("torch", "Tensor._use_count"),
+    Name("torch", "Tensor._version"),
     Name("torch._C", "_storage_Use_Count"),
     Name("torch._C._profiler", "_EventType.Allocation"),
     Name("torch._C._distributed_c10d", "FakeWork.boxed"),
@@ -209,6 +210,11 @@ class AccumulatesInPlace(TorchDispatchMode):
             elif references in self._alone and _alike(first, second) and _has_storage_alone(first):
                 return first.add_(second)
         return func(*args, **(kwargs or {}))
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place; some kernels do not count."""
+    return tensor._version
 
 
 def _is_plain(tensor: Tensor) -> bool:

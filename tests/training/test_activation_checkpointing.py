@@ -21,6 +21,26 @@ NUM_BLOCKS = 6
 LAYERS = 5
 
 
+class Stateful(nn.Module):
+    """A block whose forward pass changes buffers, in place and by assignment, and a number that it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.norm = nn.BatchNorm1d(8)
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(8))
+        self.register_buffer("own_mean", torch.zeros(8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += 1
+        self.last = 0.5 * self.last + x.detach().mean(0)
+        x = F.batch_norm(x, self.own_mean, torch.ones(8), training=True)
+        return torch.tanh(self.norm(self.linear(x)) * float(self.seen)) * self.calls
+
+
 class Block(nn.Module):
     """Five linear layers with and without biases, attention between them, and a nonlinearity at the end."""
 
@@ -59,6 +79,37 @@ def test_selective_repeats_every_second_matrix_product_and_no_attention(bias: bo
     assert full[product] == LAYERS and full[attention] == 1
     assert selective[product] == 2 and attention not in selective
     assert selective["gelu"] == full["gelu"] == 1
+
+
+@pytest.mark.parametrize("mode", ["full", "every_n", "selective"])
+def test_what_a_forward_pass_changes_changes_once(mode: str) -> None:
+    """Buffers and numbers, over two microbatches a step, and gradients of the first step on."""
+
+    def trained(mode: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        blocks = checkpoint_blocks([Stateful(), Stateful()], config(f"activation_checkpointing={mode}"))
+        model, found = nn.Sequential(*blocks), list[Tensor]()
+        for _ in range(3):
+            sum(model(torch.randn(4, 8)).sum() for _ in range(2)).backward()
+            found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        numbers = [torch.tensor(block.calls) for block in model.modules() if isinstance(block, Stateful)]
+        return [*found, *model.buffers(), *numbers]
+
+    plain, kept = trained("none"), trained(mode)
+    assert plain[-1] == 6
+    assert [(a - b).abs().max().item() for a, b in zip(plain, kept, strict=True)] == [0.0] * len(plain)
+
+
+def test_a_graph_that_is_kept_is_computed_again_from_the_same_buffers() -> None:
+    gradients = []
+    for mode in ("none", "full"):
+        torch.manual_seed(0)
+        (block,) = checkpoint_blocks([Stateful()], config(f"activation_checkpointing={mode}"))
+        x = torch.randn(4, 8, requires_grad=True)
+        out = block(x).sum()
+        gradients.append([torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2)])
+    (first, second), (recomputed, again) = gradients
+    assert torch.equal(first, recomputed) and torch.equal(second, again)
 
 
 @pytest.mark.parametrize(("every", "wrapped"), [(1, [0, 1, 2, 3, 4, 5]), (2, [1, 3, 5]), (4, [3]), (6, [5])])

@@ -57,6 +57,41 @@ class Odd(nn.Module):
         return {"logits": self.head(self.frozen(x)), "hidden": x}
 
 
+class Counting(nn.Module):
+    """A block that changes its buffers: in place, by a new tensor, and in the kernel of a normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.norm = nn.BatchNorm1d(LENGTH)
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.seen += 1
+            self.mean = 0.5 * self.mean + x.detach().mean((0, 1))
+        return x + torch.tanh(self.norm(self.linear(x)) - self.mean) / (1 + self.calls % 2)
+
+
+class Stateful(nn.Module):
+    """On one rank: BatchNorm computes over a rank's samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Counting() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x), x
+
+
 class Translator(nn.Module):
     """As T5: encoder and decoder hold the same embedding, whose table is the head's, too. Its output is a tuple."""
 
