@@ -22,7 +22,7 @@ FORECAST = "forecast/peak_bytes"
 DATA_WAIT = "perf/data_wait_share"
 TRAIN_LOSS, VAL_LOSS = "train/loss", "val/loss"
 LOSS_EPS = "train/loss_eps"  # of the type in which a loss is computed
-FIRST_LOSS = "train/first_loss"
+FIRST_LOSS, EARLY_LOSS = "train/first_loss", "train/early_loss"
 LOSSES = (TRAIN_LOSS, VAL_LOSS, "val/bits_per_byte")
 _FLOAT32_EPS = 2.0**-23
 MIB = 2**20
@@ -141,6 +141,10 @@ METRICS = (
     Metric(
         FIRST_LOSS, "first loss", "", "of the first step: how large losses are before anything is learned",
         objective=False,
+    ),
+    Metric(
+        EARLY_LOSS, "early loss", "", "of the second and third step: settings that are only sharded differently agree "
+        "in it", objective=False,
     ),
     Metric("train/lr", "lr", "", "the learning rate of the next step", form="{:.3g}"),
     Metric(

@@ -13,6 +13,7 @@ from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.choice import departures
 from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
 from fsdp_lab.report.render import environment
+from fsdp_lab.report.self_check import check_itself
 from fsdp_lab.report.settings import REPEATS, Rules, Setting
 from fsdp_lab.status import TrialStatus
 
@@ -55,12 +56,12 @@ class Answer:
     @property
     def as_data(self) -> dict[str, Any]:
         """The answer for other programs: its sentence, and the recommended setting with its trial and figures."""
-        chosen, trial = self.setting, self.trial
-        if chosen is None or trial is None:
-            return {"sentence": self.sentence}
-        return {
-            "sentence": self.sentence, "trial": trial.number, "setting": chosen.values, "figures": chosen.figures,
-        }  # fmt: skip
+        notes = zip(self.recommendation.notes, self.notes, strict=True)
+        finding = next((text for note, text in notes if note.code == "differs"), "")
+        data: dict[str, Any] = {"sentence": self.sentence, "finding": finding}
+        if (chosen := self.setting) is not None and self.trial is not None:
+            data |= {"trial": self.trial.number, "setting": chosen.values, "figures": chosen.figures}
+        return data
 
 
 def words_of_a_report() -> Any:
@@ -69,7 +70,7 @@ def words_of_a_report() -> Any:
 
 def answer(sweep: SweepRecord) -> Answer:
     """Say which setting is recommended, why, and how sure that is."""
-    r = recommend(sweep.frame(), rules_of(sweep))
+    r = recommend(sweep.frame(), rules_of(sweep), check_itself(sweep.trials, sweep.axes))
     texts = words_of_a_report()
     chosen = r.setting
     details = [texts.why(r), texts.tie(r) if r.tied else "", texts.how_sure(r, sweep)] if chosen else []

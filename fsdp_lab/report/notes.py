@@ -11,6 +11,7 @@ from fsdp_lab.report.speed import Basis
 from fsdp_lab.report.statements import Statement
 
 _CLEARLY = 0.02  # a loss that is lower by less may be chance
+_RECOMPUTED = "activation_checkpointing"
 _BUSY = 0.25  # of the cores: the share from which other processes are named
 
 
@@ -22,6 +23,33 @@ def notes_on(settings: Settings, able: Sequence[Setting], raced: bool) -> list[S
         raced: whether speeds were compared.
     """
     return [*_on_speeds(settings, able, raced), *_on_losses(settings, able)]
+
+
+def notes_on_the_model(settings: Settings) -> Iterator[Statement]:
+    """Yield what settings that must compute the same show of the model, once each."""
+    different = list(settings.check.different.items())
+    if different:
+        one = next((d for number, d in different if number == d.witness), different[0][1])
+        reference, witness = settings.of_trial[one.reference], settings.of_trial[one.witness]
+        wrong = list(dict.fromkeys(settings.of_trial[number] for number, _ in different))
+        agree = [s for s in settings.alike(reference)[1:] if s not in wrong]
+        plain = any(settings.of_trial[d.witness].values.get(_RECOMPUTED, "none") == "none" for _, d in different)
+        named = {"reference": reference, "witness": witness, "wrong": wrong, "agree": agree, "sharded": plain}
+        yield Statement("differs", {**vars(one), **named})
+    finished = [s for s in settings.all if s.is_finished]
+    if len(finished) > 1 and not different and {*finished} <= {*settings.alike(finished[0])}:
+        yield Statement("agree", {"count": len(finished)})
+    key = settings.loss_key
+    for group in settings.check.agreeing:
+        alike = settings.alike(settings.of_trial[group[0]])
+        ranked = sorted((s for s in alike if key in s.figures), key=lambda s: s.figure(key))
+        if not ranked:
+            continue
+        low, high = ranked[0], ranked[-1]
+        least, most = low.figure(key), high.figure(key)
+        if most - least > settings.rules.loss_tolerance * abs(least) + high.rounding(low, key):
+            yield Statement("amplified", {"metric": key, "least": least, "most": most})
+            return
 
 
 def _on_speeds(settings: Settings, able: Sequence[Setting], raced: bool) -> Iterator[Statement]:

@@ -18,8 +18,11 @@ LEAST = "least_bytes"  # a column of forecasts: the bytes without which a trial 
 
 
 def qualify(settings: Settings) -> dict[str, Statement]:
-    """Return why settings do not qualify, by name; those without a reason do."""
-    why_not = {s.name: reason for s in settings.all if (reason := does_not_fit(s))}
+    """Return why settings do not qualify, by name; those without a reason do.
+
+    A setting that computes other losses than it must is not the best, and says nothing against another one.
+    """
+    why_not = {s.name: reason for s in settings.all if (reason := does_not_fit(s) or _differs(settings, s))}
     fitting = settings.without(why_not)
     metrics = [metric for metric, _ in settings.rules.objectives]
     if any(metric.startswith(("val/", "train/")) for metric in metrics):
@@ -50,9 +53,19 @@ def does_not_fit(setting: Setting) -> Statement | None:
     return None
 
 
+def _differs(settings: Settings, setting: Setting) -> Statement | None:
+    found = [settings.check.different[n] for n in setting.trials if n in settings.check.different]
+    if not found:
+        return None
+    named = {"reference": settings.of_trial[found[0].reference], "witness": settings.of_trial[found[0].witness]}
+    return Statement("differs", {**vars(found[0]), **named})
+
+
 def _loss_too_high(settings: Settings, setting: Setting, best: Setting) -> Statement | None:
+    """Return why a loss is too high. Settings that must compute the same differ by chance: the best of them counts."""
     metric = settings.loss_key
-    loss, least = setting.figure(metric), best.figure(metric)
+    alike = [s.figure(metric) for s in settings.alike(setting)]
+    loss, least = min((loss for loss in alike if loss == loss), default=math.nan), best.figure(metric)
     if metric not in setting.figures:
         return Statement("no_figure", {"metric": metric})
     if loss <= least + settings.rules.loss_tolerance * abs(least) + setting.rounding(best, metric):

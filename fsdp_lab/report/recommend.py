@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from fsdp_lab.metrics import MEMORY, SPEED, declared, spacing
 from fsdp_lab.report.choice import SAME_MEMORY, pareto_front
-from fsdp_lab.report.notes import notes_on
+from fsdp_lab.report.notes import notes_on, notes_on_the_model
 from fsdp_lab.report.qualify import does_not_fit, qualify, ratio
+from fsdp_lab.report.self_check import SelfCheck
 from fsdp_lab.report.settings import Rules, Setting, Settings
 from fsdp_lab.report.speed import Interval
 from fsdp_lab.report.statements import Statement, TieBreak
@@ -84,13 +85,14 @@ class Recommendation:
         return self.settings.without(self.why_not)
 
 
-def recommend(frame: pd.DataFrame, rules: Rules) -> Recommendation:
+def recommend(frame: pd.DataFrame, rules: Rules, check: SelfCheck | None = None) -> Recommendation:
     """Choose a setting of a sweep.
 
     Args:
         frame: a row a trial, as of `SweepRecord.frame`.
+        check: what the trials that must compute the same were found to compute; None: they were not compared.
     """
-    settings = Settings(frame, rules)
+    settings = Settings(frame, rules, check)
     why_not = qualify(settings)
     able = settings.without(why_not)
     no_speeds = rules.by_speed and bool(able) and not any(s.speed for s in able)
@@ -98,10 +100,11 @@ def recommend(frame: pd.DataFrame, rules: Rules) -> Recommendation:
         why_not |= {s.name: Statement("untimed") for s in able if not s.speed}
         able = settings.without(why_not)
     axes = _axes(rules)
-    front = _front(settings, axes)
+    front = _front(settings, axes, [name for name, reason in why_not.items() if reason.code == "differs"])
+    findings = list(notes_on_the_model(settings))
     if not able:
         why = Statement("none_qualifies" if settings.all else "no_trial")
-        return Recommendation(settings, None, why, no_speeds, why_not, axes, front)
+        return Recommendation(settings, None, why, no_speeds, why_not, axes, front, notes=findings)
     best, raced = best_of(settings, able)
     chosen, tie_break = break_tie(settings, best, bool(raced))
     if raced:
@@ -120,7 +123,7 @@ def recommend(frame: pd.DataFrame, rules: Rules) -> Recommendation:
         tied,
         tie_break if tied else None,
         [_compare(settings, s, chosen, s in tied, why_not.get(s.name)) for s in settings.all if s is not chosen],
-        notes_on(settings, able, bool(raced)),
+        [*findings, *notes_on(settings, able, bool(raced))],
     )
 
 
@@ -133,8 +136,8 @@ def _axes(rules: Rules) -> list[tuple[str, str]]:
     return [standard[0], rules.objectives[0]]
 
 
-def _front(settings: Settings, axes: Sequence[tuple[str, str]]) -> list[Setting]:
-    fitting = [s for s in settings.all if does_not_fit(s) is None]
+def _front(settings: Settings, axes: Sequence[tuple[str, str]], wrong: Sequence[str]) -> list[Setting]:
+    fitting = [s for s in settings.without(wrong) if does_not_fit(s) is None]
     spacings = [{metric: spacing(metric, s.figures) for metric, _ in axes} for s in fitting]
     return [fitting[place] for place in pareto_front([s.figures for s in fitting], axes, spacings)]
 

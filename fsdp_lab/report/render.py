@@ -11,7 +11,15 @@ from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.metrics import MIB, declared, mib
 from fsdp_lab.record.trial import words
 from fsdp_lab.report.choice import PLAIN
-from fsdp_lab.report.texts import figures_text, memory_text, percent_text, ratio_text, short_count, times_text
+from fsdp_lab.report.texts import (
+    apart_texts,
+    figures_text,
+    memory_text,
+    percent_text,
+    ratio_text,
+    short_count,
+    times_text,
+)
 from fsdp_lab.wording import count, resources_text
 
 # An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
@@ -44,6 +52,7 @@ def environment(html: bool, package: str = "fsdp_lab.report") -> Any:
         "times": times_text,
         "words": words,
     }
+    made.globals["apart"] = apart_texts
     made.globals |= {"gib": lambda size: f"{size / MIB / 1024:.4g}", "size": memory_text}
     made.globals |= {"plain": words(PLAIN), "steps_to_time": _STEPS_TO_TIME}
     return made

@@ -21,6 +21,7 @@ from fsdp_lab.metrics import (
 )  # fmt: skip
 from fsdp_lab.record.trial import words
 from fsdp_lab.report.predicted import Predicted, PredictedSpeeds
+from fsdp_lab.report.self_check import SelfCheck
 from fsdp_lab.report.speed import Interval, Speeds
 from fsdp_lab.status import TrialStatus
 
@@ -105,6 +106,7 @@ class Settings:
 
     Args:
         frame: a row a trial, as of `SweepRecord.frame`.
+        check: what the trials that must compute the same were found to compute.
 
     Attributes:
         axes: those that distinguish settings.
@@ -113,8 +115,8 @@ class Settings:
         groups: the number of each trial's group, whose settings cannot differ in speed.
     """
 
-    def __init__(self, frame: pd.DataFrame, rules: Rules) -> None:
-        self.frame, self.rules = frame, rules
+    def __init__(self, frame: pd.DataFrame, rules: Rules, check: SelfCheck | None = None) -> None:
+        self.frame, self.rules, self.check = frame, rules, check or SelfCheck()
         on_cpu = set(frame["device"]) - {""} == {"cpu"}
         self.idle_axes = [axis for axis in rules.axes if on_cpu and axis.partition(".")[0] == "offload"]
         self.axes = [axis for axis in rules.axes if axis not in (*REPEATS, *self.idle_axes)]
@@ -162,6 +164,12 @@ class Settings:
     @cached_property
     def of_trial(self) -> dict[int, Setting]:
         return {number: setting for setting in self.all for number in setting.trials}
+
+    def alike(self, setting: Setting) -> list[Setting]:
+        """Return the settings that were found to compute the same as one, that one first."""
+        groups = [group for group in self.check.agreeing if not set(setting.trials).isdisjoint(group)]
+        others = [self.of_trial[number] for group in groups for number in group]
+        return list(dict.fromkeys([setting, *others]))
 
     @cached_property
     def loss_key(self) -> str:

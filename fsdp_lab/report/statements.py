@@ -9,14 +9,14 @@ from typing import Any, Literal
 from fsdp_lab.status import TrialStatus
 
 # Why a setting does not qualify, besides the statuses in which its trials ended.
-WhyNot = Literal["no_result", "too_large", "tight", "no_figure", "loss_too_high", "untimed"]
+WhyNot = Literal["no_result", "too_large", "tight", "no_figure", "loss_too_high", "untimed", "differs"]
 # Why the recommended setting is the one, or why there is none.
 Why = Literal[
     "no_trial", "none_qualifies", "only", "pending", "alone", "tied", "fastest", "same_speed", "objectives",
     "least_memory", "lowest_loss",
 ]  # fmt: skip
 TieBreak = Literal["memory", "simplicity", "loss", "speed", "order"]
-Note = Literal["others_cpu", "one_run", "nothing_learned", "idle"]
+Note = Literal["differs", "agree", "amplified", "others_cpu", "one_run", "nothing_learned", "idle"]
 
 
 @dataclass(frozen=True)

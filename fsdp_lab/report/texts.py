@@ -57,6 +57,12 @@ def ratio_text(value: float) -> str:
     return f"{percent:+.{digits}f} %" if digits is not None else f"{percent:+.1g} %"
 
 
+def apart_texts(one: float, other: float) -> tuple[str, str]:
+    """Return two numbers with four digits, or as many as tell them apart."""
+    digits = next((n for n in range(4, 17) if f"{one:.{n}g}" != f"{other:.{n}g}"), 4)
+    return f"{one:#.{digits}g}", f"{other:#.{digits}g}"
+
+
 def short_count(number: int) -> str:
     """Return a large number as `8.03 B`, `86.6 M` or `12.3 K`."""
     unit, size = next(((u, s) for u, s in (("B", 1e9), ("M", 1e6), ("K", 1e3)) if number >= s), ("", 1))

@@ -61,6 +61,7 @@ def how_to_read() -> str:
 SWEEP_TAG, TRIAL_TAG, RECORDED_TAG = "fsdp_lab.sweep", "fsdp_lab.trial", "fsdp_lab.recorded"
 FOLDER_TAG = "fsdp_lab.folder"
 RECOMMENDED_TAG = "fsdp_lab.recommended"  # of the sweep, the number of the trial or none; of that trial, true
+FINDING_TAG = "fsdp_lab.finding"  # of the sweep: that its model does not compute the same in all settings
 _SETTING, _NONE = "recommended.", "none"
 COMMAND_TAG, ANSWER_TAG, _NOTE_TAG = "fsdp_lab.command", "fsdp_lab.answer", "mlflow.note.content"
 _FACTS = ("device", "world_size", "num_params", "data_digest", "resumed_from", PREDICTED_BY)
@@ -137,12 +138,14 @@ class SweepAnswer:
 
     Attributes:
         sentence: the beginning of the description.
+        finding: what the settings show of the model; "": nothing.
         trial: that represents the recommended setting; None: none is recommended.
         setting: the recommended one's value for each axis.
         figures: the recommended setting's, over its repeats.
     """
 
     sentence: str = ""
+    finding: str = ""
     trial: int | None = None
     setting: Mapping[str, str] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -151,6 +154,8 @@ class SweepAnswer:
         """Return the tags of the sweep's run; values of an earlier answer (`before`) that this one lacks are `none`."""
         own = {f"{_SETTING}{key}": value for key, value in self.setting.items()}
         stale = {key: _NONE for key in before if key.startswith(_SETTING)}
+        if self.finding or FINDING_TAG in before:
+            own[FINDING_TAG] = self.finding or _NONE
         return {RECOMMENDED_TAG: _NONE if self.trial is None else str(self.trial), **stale, **own}
 
     def metrics(self, before: Mapping[str, float]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.metrics import FIRST_LOSS, LOSS_EPS
+from fsdp_lab.metrics import EARLY_LOSS, FIRST_LOSS, LOSS_EPS
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
@@ -179,6 +179,8 @@ def train_epoch(
     metrics = {"train/loss": mean, "train/lr": float(state.lr_schedule.get_last_lr()[0])}
     if steps_before == 0:
         metrics[FIRST_LOSS] = step_losses[0]
+        if early := step_losses[1:3]:
+            metrics[EARLY_LOSS] = sum(early) / len(early)
     if (eps := torch.finfo(state.loss_dtype).eps) > torch.finfo(torch.float32).eps:
         metrics[LOSS_EPS] = eps
     if finite := [norm for norm in (torch.stack(norms).tolist() if norms else ()) if math.isfinite(norm)]:

@@ -352,4 +352,4 @@ def test_the_answer_as_data_is_that_of_the_setting_and_not_of_one_repeat():
         "the mean of logarithms"
     )
     none = answer(sweep([trial(0, ("ddp", "fp32", "oom", 0, 0, 0))]))
-    assert none.as_data == {"sentence": none.sentence}
+    assert none.as_data == {"sentence": none.sentence, "finding": ""}

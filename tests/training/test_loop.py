@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,7 +107,9 @@ def test_the_type_of_a_loss_is_recorded_where_it_rounds() -> None:
     results = [reported[-1].get("train/loss_eps") for _, reported in trained]
     assert results[: len(theirs)] == list(theirs.values())
     assert results[len(theirs) :] == [None] * len(ours), "our losses are float32"
-    assert all(reported[0]["train/first_loss"] == losses[0] for losses, reported in trained)
+    for losses, reported in trained:
+        assert reported[0]["train/first_loss"] == losses[0]
+        assert reported[0].get("train/early_loss") == (pytest.approx(fmean(losses[1:3])) if losses[1:] else None)
 
 
 def test_ranks_may_have_other_metrics_and_none_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:

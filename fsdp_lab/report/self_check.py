@@ -1,0 +1,173 @@
+"""Settings that must have the same losses, and those among them that have others. Pure.
+
+In float32 and with the same data, a model computes the same however it is sharded, gathered, offloaded and recomputed.
+Rounding differs, and training amplifies it: with a large learning rate by a factor of 10,000 in ten steps. So the first
+three steps decide: ViTs, language models, batch norm and dropout agree in them to 1e-7, whatever the optimizer and its
+learning rate. After them a difference counts only in the validation loss of an epoch whose training still agrees, where
+batch norm's statistics are within 1e-3. A record without its first steps is judged by the first epoch that differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fsdp_lab.config.parallel import PrecisionConfig
+from fsdp_lab.metrics import EARLY_LOSS, FIRST_LOSS, LOSS_EPS, TRAIN_LOSS, VAL_LOSS
+from fsdp_lab.record.trial import TrialRecord
+from fsdp_lab.report.choice import departures
+
+_STEPS = 1e-5  # as a ratio, as are the others: more is no rounding of the first three steps
+_CALM = 1e-6  # the rounding of an epoch that training has not amplified
+_EPOCH = 0.02  # more is no rounding of an epoch that follows calm ones
+_VISIBLE = 1e-4
+_FEWEST_UNITS = ("ddp", "root", "per_block", "size_based", "per_layer")
+# Axes, or groups of them, that must not change a loss: of the layout of a model, and others.
+_LAYOUT = ("sharding", "activation_checkpointing", "activation_checkpointing_every")
+_OTHERS = ("reshard_after_forward", "offload", "repeat", "memory_profile", "profile_trace", "export",
+           "training.sync_each_microbatch", "training.timing_warmup_steps")  # fmt: skip
+_FACTS = ("world_size", "device", "data_digest")
+
+Values = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a trial computes otherwise than the reference.
+
+    Attributes:
+        reference: the number of a trial of the setting that is sharded least.
+        witness: the number of the trial whose figures these are: another one with this layout, if that is in float32.
+        metric: of the first figure that differs.
+        expected: its value in the reference.
+        found: its value here.
+        epoch: from which it differs.
+    """
+
+    reference: int
+    witness: int
+    metric: str
+    expected: float
+    found: float
+    epoch: int
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """What settings that must compute the same were found to compute.
+
+    Attributes:
+        different: number of a trial -> how it differs from the reference.
+        agreeing: the numbers of trials that agree, the reference first, for each group that was compared.
+    """
+
+    different: Mapping[int, Difference] = field(default_factory=dict)
+    agreeing: Sequence[Sequence[int]] = ()
+
+
+def check_itself(trials: Sequence[TrialRecord], axes: Sequence[str]) -> SelfCheck:
+    """Compare the trials of a sweep that must have the same losses, by their epochs and first steps.
+
+    A trial without an epoch is not compared, and neither is a setting whose repeats disagree.
+    """
+    groups: dict[tuple[Values, Values], list[TrialRecord]] = {}
+    for trial in trials:
+        if trial.epochs and _is_float32(trial):
+            facts = tuple((key, str(trial.facts.get(key, ""))) for key in _FACTS)
+            groups.setdefault((_without(trial, axes, (*_LAYOUT, *_OTHERS)), facts), []).append(trial)
+    different: dict[int, Difference] = {}
+    agreeing: list[Sequence[int]] = []
+    for group in groups.values():
+        found = _compare(group, axes)
+        different |= found.different
+        agreeing += found.agreeing
+    return SelfCheck({**different, **_in_other_precisions(trials, axes, different, agreeing)}, agreeing)
+
+
+def _compare(group: Sequence[TrialRecord], axes: Sequence[str]) -> SelfCheck:
+    """Compare the settings of a group with the one that is sharded least."""
+    settings: dict[Values, list[TrialRecord]] = {}
+    for trial in sorted(group, key=_simplicity):
+        settings.setdefault(_without(trial, axes, ("repeat",)), []).append(trial)
+    first, *others = settings.values()
+    reference, different = first[0], dict[int, Difference]()
+    if not others or any(_difference(reference, again) for again in first[1:]):
+        return SelfCheck()
+    agreeing = [trial.number for trial in first]
+    for repeats in others:
+        found = {trial.number: _difference(reference, trial) for trial in repeats}
+        if None not in found.values():
+            different |= {number: one for number, one in found.items() if one is not None}
+        else:
+            agreeing += [number for number, one in found.items() if one is None]
+    return SelfCheck(different, [agreeing])
+
+
+def _difference(reference: TrialRecord, trial: TrialRecord) -> Difference | None:
+    """Return the first figure that shows that two trials compute differently; None: rounding may explain all."""
+    early = [k for k in (FIRST_LOSS, EARLY_LOSS) if not math.isnan(_gap(reference.figures, trial.figures, k))]
+    apart = [k for k in early if _gap(reference.figures, trial.figures, k) > _STEPS]
+    by_epoch = {epoch["epoch"]: epoch for epoch in reference.epochs}
+    for epoch in trial.epochs:
+        before = by_epoch.get(epoch["epoch"], {})
+        if before.get("step") != epoch.get("step"):
+            break  # one of the two was cut short
+        train, val = (_gap(before, epoch, key) for key in (TRAIN_LOSS, VAL_LOSS))
+        is_calm = not train > _CALM
+        limit = _VISIBLE if apart else _EPOCH
+        if apart or is_calm or not early:
+            for key, gap in ((VAL_LOSS, val), (TRAIN_LOSS, train)):
+                if gap > limit:
+                    numbers = reference.number, trial.number
+                    return Difference(*numbers, key, before[key], epoch[key], int(epoch["epoch"]))
+        if not is_calm and not apart:
+            break
+    for key in apart:
+        return Difference(reference.number, trial.number, key, reference.figures[key], trial.figures[key], 1)
+    return None
+
+
+def _gap(one: Mapping[str, float], other: Mapping[str, float], key: str) -> float:
+    """Return the difference of two losses as a ratio; NaN: not known. Next to zero it is that of the first loss."""
+    a, b = one.get(key, math.nan), other.get(key, math.nan)
+    return abs(a - b) / (max(abs(a), abs(b), _VISIBLE * abs(one.get(FIRST_LOSS, 1.0))) or 1.0)
+
+
+def _in_other_precisions(
+    trials: Sequence[TrialRecord],
+    axes: Sequence[str],
+    different: Mapping[int, Difference],
+    agreeing: Sequence[Sequence[int]],
+) -> dict[int, Difference]:
+    """Return what is known of trials in other precisions: what differs in float32 with their layout, they do too."""
+    by_number = {trial.number: trial for trial in trials}
+
+    def layout(trial: TrialRecord) -> Values:
+        return _without(trial, axes, ("precision", *_OTHERS))
+
+    right = {layout(by_number[number]) for group in agreeing for number in group}
+    wrong = {layout(by_number[number]): one for number, one in different.items()}
+    others = [trial for trial in trials if not _is_float32(trial)]
+    return {t.number: wrong[layout(t)] for t in others if layout(t) in wrong and layout(t) not in right}
+
+
+def _without(trial: TrialRecord, axes: Sequence[str], groups: Sequence[str]) -> Values:
+    """Return the values of a trial's axes but those of some groups."""
+    kept = (axis for axis in axes if axis not in groups and axis.partition(".")[0] not in groups)
+    return tuple((axis, trial.setting.get(axis, "")) for axis in kept)
+
+
+def _simplicity(trial: TrialRecord) -> tuple[int, list[bool], int]:
+    sharding = trial.setting.get("sharding", "")
+    units = _FEWEST_UNITS.index(sharding) if sharding in _FEWEST_UNITS else len(_FEWEST_UNITS)
+    return units, departures(trial.setting), trial.number
+
+
+def _is_float32(trial: TrialRecord) -> bool:
+    """Return whether a trial computes in float32 throughout, as far as its record shows."""
+    typed = [word.lstrip("+") for word in trial.overrides] + [f"{k}={v}" for k, v in trial.setting.items()]
+    precision = [word for word in typed if word.startswith(("precision=", "precision."))]
+    known = trial.config.precision if trial.config else PrecisionConfig()
+    is_float32 = (known.param_dtype, known.reduce_dtype) == (PrecisionConfig.param_dtype, PrecisionConfig.reduce_dtype)
+    return is_float32 and not known.float8 and LOSS_EPS not in trial.figures and set(precision) <= {"precision=fp32"}
