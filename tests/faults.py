@@ -63,6 +63,8 @@ LEARNS = "training/test_parity.py::test_a_sharded_run_learns_what_one_process_le
 HOLDS = "training/test_parity.py::test_it_holds_what_was_forecast_to_the_byte"
 TRACE = "forecast/test_trace.py"
 CHECKPOINT = "training/test_checkpoint.py"
+ANOTHER = f"{CHECKPOINT}::test_another_run_gives_its_state_and_nothing_else"
+KEPT = "training/test_model_state.py::test_it_is_resumed_and_exported_as_plain_pytorch_has_it"
 SYNCED = "sweep/test_kills.py::test_what_a_resume_needs_is_on_the_disk_before_its_name_and_its_name_after"
 FATES = "sweep/test_fates.py"
 TRACKING = "tracking/test_tracking.py"
@@ -163,6 +165,29 @@ FAULTS = (
     Fault("the last weights are exported as the best", "fsdp_lab/training/checkpoint.py",
           "if best == self._newest:", "if best:",
           "training/test_export.py::test_the_weights_of_the_best_epoch_are_exported"),
+    Fault("extra state is lost in a resume", "fsdp_lab/training/model_state.py",
+          "_unpack(value) if is_extra_state(n)", '{"calls": 0, "means": []} if is_extra_state(n)', KEPT),
+    Fault("a checkpoint's buffers have the sizes of now", "fsdp_lab/training/model_state.py",
+          "            if is_buffer and", "            if False and", KEPT),
+    Fault("extra state is not exported", "fsdp_lab/training/export.py",
+          '"state_dict": weights,',
+          '"state_dict": {name: value for name, value in weights.items() if isinstance(value, Tensor)},', KEPT),
+    Fault("the history of another run is this one's", "fsdp_lab/training/checkpoint.py",
+          "        self.notes += continue_another(",
+          '        state.history = meta["history"]\n        self.notes += continue_another(', ANOTHER),
+    Fault("the optimizer of another run keeps its settings", "fsdp_lab/training/checkpoint.py",
+          "group.update(values, lr=", "group.update(lr=", ANOTHER),
+    Fault("the steps of another run are counted in its batches", "fsdp_lab/training/checkpoint.py",
+          "    if step != state.step:", "    if False:", ANOTHER),
+    Fault("the speed of other workers counts", "fsdp_lab/training/checkpoint.py",
+          "self.times_count = there == here", "self.times_count = True",
+          "training/test_checkpoint.py::test_resumed_on_another_number_of_workers"),
+    Fault("only an epoch that is saved anyway is exported as the best", "fsdp_lab/training/train.py",
+          "if not (through or to_export) and", "if not through and",
+          "training/test_export.py::test_the_weights_of_the_best_epoch_are_exported"),
+    Fault("some errors of one rank leave the others waiting", "fsdp_lab/training/distributed.py",
+          "except Exception as error:  # noqa: BLE001 (it is raised below)", "except (OSError, ValueError) as error:",
+          "training/test_together.py"),
     # forecasts
     Fault("every rank is forecast as the first", "fsdp_lab/forecast/forecast.py",
           "fake_world(num_workers, device, rank) as ranks", "fake_world(num_workers, device, 0) as ranks", HOLDS),

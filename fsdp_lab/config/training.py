@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, Optional, Self  # OmegaConf reads this on every Python that this project supports
 
 from fsdp_lab.config.errors import CombinationError, ConfigError
@@ -136,6 +139,25 @@ class TrainingConfig:
             step: the number of its optimizer steps so far.
         """
         return epoch >= self.epochs or (self.max_steps is not None and step >= self.max_steps)
+
+    def check_left(self, source: str, epoch: int, step: int = 0) -> None:
+        """Check that a trial which starts from another's checkpoint has something to train.
+
+        Args:
+            source: the checkpoint as it is typed.
+
+        Raises:
+            CombinationError: the other has trained as much as this one is to train.
+        """
+        if not self.is_through(epoch, step):
+            return
+        done, limit = f"{epoch} epochs", f"training.epochs={self.epochs}"
+        remedy = f"training.epochs={epoch + self.epochs} for {self.epochs} more"
+        if epoch < self.epochs:
+            done, limit, remedy = f"{step} steps", f"training.max_steps={self.max_steps}", "training.max_steps=null"
+        raise CombinationError(
+            f"{source} has trained {done}, which counts, and {limit} asks for no more; use {remedy}."
+        )
 
 
 @dataclass
@@ -285,3 +307,17 @@ class CheckpointConfig:
                 f"checkpoint.export_best=true with {lacks}: there is no best checkpoint to export; use "
                 "checkpoint.mode=sync and checkpoint.keep_best=true, or checkpoint.export_best=false.",
             )
+
+    def check_files(self, training: TrainingConfig) -> None:
+        """Check that the checkpoint to start from leaves something to train. One that cannot be read is left to ranks.
+
+        Raises:
+            CombinationError: see `TrainingConfig.check_left`.
+        """
+        if self.resume_from is None:
+            return
+        folder, epoch = Path(self.resume_from), 0
+        with suppress(OSError, ValueError, LookupError, TypeError):  # an address has no such files either
+            newest = max(folder.glob("step_*/meta.json"), default=folder / "meta.json")
+            epoch = int(json.loads(newest.read_text())["epoch"])
+        training.check_left(f"checkpoint.resume_from={self.resume_from}", epoch)

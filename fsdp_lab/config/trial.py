@@ -83,8 +83,9 @@ class TrialConfig:
 
         Raises:
             UserError: a file is missing.
-            CombinationError: the data do not fit the model.
+            CombinationError: the data do not fit the model, or a checkpoint leaves nothing to train.
         """
+        self.checkpoint.check_files(self.training)
         check_rows(self.model, self.data)
         self.model.check_files()
         self.data.check_files()

@@ -46,7 +46,7 @@ class ModelConfig(OpenGroup):
     """Every other key below `model`: an argument of the callable."""
     block_classes: Optional[list[str]] = key(None)
     """Paths to the classes that `per_block` shards; null: found from the module."""
-    flops_per_unit: Optional[float] = key(None, positive)
+    flops_per_unit: Optional[float] = key(None, positive, may_differ=Between.CHECKPOINT)
     """FLOPs of a forward and backward pass on one sample or token, for MFU; null: counted."""
 
     def check(self) -> None:

@@ -23,31 +23,29 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
-from fsdp_lab.config.compare import settings
-from fsdp_lab.config.conf import OPEN_GROUPS
 from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.key import Between, keys_of
 from fsdp_lab.config.training import CheckpointConfig, CheckpointMode
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.layout import Layout
 from fsdp_lab.training.checkpoint_place import META, Where, place_of, reader, step_of, writer
-from fsdp_lab.training.distributed import DistributedContext
+from fsdp_lab.training.checkpoint_source import (
+    check_meta,
+    check_same_trial,
+    order_of,
+    trial_identity,
+)
+from fsdp_lab.training.distributed import DistributedContext, together
+from fsdp_lab.training.model_state import AsSaved, CheckpointError, load_model_state, model_state
 
 Metrics = dict[str, float]
 _SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-
-
-class CheckpointError(UserError):
-    """A checkpoint that cannot be loaded here, and the reason."""
 
 
 @contextmanager
@@ -82,7 +80,7 @@ class TrainState(Stateful):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    lr_schedule: LRScheduler
+    lr_schedule: LambdaLR
     layout: Layout = field(default_factory=Layout)
     epoch: int = 0
     step: int = 0
@@ -101,10 +99,9 @@ class TrainState(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what DCP saves: the sharded state and the position in the training. The history is not in it."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
         return {
-            "model": model,
-            "optimizer": optimizer,
+            "model": model_state(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
             # the same keys with and without loss scaling, so that either can go on from the other
             "scaler": self.scaler.state_dict() or dict.fromkeys(_SCALER_KEYS, 0),
             "lr_schedule": {"last_epoch": self.lr_schedule.last_epoch},
@@ -113,13 +110,10 @@ class TrainState(Stateful):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that `state_dict` returned. A checkpoint without loss scaling leaves the scaler at its start."""
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=StateDictOptions(strict=False),  # some parameters may have had no gradient yet; the model has all
-        )
+        load_model_state(self.model, state["model"])
+        # some parameters may have had no gradient yet; the model has all
+        options = StateDictOptions(strict=False)
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
         if self.scaler.is_enabled() and state["scaler"]["scale"]:
             self.scaler.load_state_dict(state["scaler"])
             self.loss_scale = self.scaler.get_scale()
@@ -128,35 +122,27 @@ class TrainState(Stateful):
         self.epoch, self.step, self.epoch_step = position["epoch"], position["step"], position["epoch_step"]
 
 
-class _AsSaved(dcp.DefaultLoadPlanner):
-    """Skips the optimizer state of a parameter that had no gradient before the checkpoint was saved."""
-
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False) -> None:
-        states = state_dict["train"]["optimizer"]["state"]
-        saved = metadata.state_dict_metadata
-        for name in list(states):
-            if not any(f"train.optimizer.state.{name}.{key}" in saved for key in states[name]):
-                del states[name]
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-
-
 class Checkpoints:
     """The checkpoints of one trial, in a folder that all ranks see or at an address in object storage.
 
     Attributes:
         notes: sentences about the checkpoint that was loaded.
+        times_count: whether the steps that its history timed were this run's: on as many workers, and on such devices.
     """
 
     def __init__(self, place: Where, config: TrialConfig, ranks: DistributedContext) -> None:
         self.place, self.config, self.ranks = place_of(place), config, ranks
         self.settings: CheckpointConfig = config.checkpoint
         self.notes: list[str] = []  # on what was loaded
+        self.times_count = False
         self._newest: Where | None = None
         self._writing: tuple[Future[Any], Where, int, dict[str, Any], float] | None = None
         self._async_group: dist.ProcessGroup | None = None
 
-    def load(self, state: TrainState) -> Where | None:
-        """Resume from this trial's own last checkpoint, else from `checkpoint.resume_from`.
+    def load(self, state: TrainState, steps_per_epoch: int) -> Where | None:
+        """Resume from this trial's own last checkpoint, else start where `checkpoint.resume_from` ended.
+
+        Of another run, weights, optimizer and position continue. Metrics, times and settings are this trial's.
 
         Returns:
             the checkpoint that was loaded; None: training starts from step 0.
@@ -164,26 +150,35 @@ class Checkpoints:
         Raises:
             CheckpointError: `resume_from` has no checkpoint, or the checkpoint is damaged or of another model or
                 PyTorch.
+            CombinationError: the other run has trained all that this one is to train.
         """
         source, meta, self.notes = self._agree_on_source()
         if source is None:
             return None
         check_meta(meta, source, self.config)
-        if self.place.has(source):
+        if own := self.place.has(source):
             check_same_trial(meta, source, self.config)
             self._newest = source
+        settings = settings_of(state, self.config)
         try:
             with ordinary_errors(f"loading the checkpoint {source}"):
-                dcp.load({"train": state}, storage_reader=reader(place_of(source), source), planner=_AsSaved())
+                files = reader(place_of(source), source)
+                dcp.load({"train": state}, storage_reader=files, planner=self._planner(state, source))
         except Exception as error:
-            if not isinstance(error.__cause__, CheckpointException) or is_of_the_machine(error):
+            ours = isinstance(error, UserError) or not isinstance(error.__cause__, CheckpointException)
+            if ours or is_of_the_machine(error):
                 raise
             raise CheckpointError(
                 f"the checkpoint {source} is damaged: its files have the expected sizes but cannot be read "
                 f"({type(error).__name__}: {str(error).partition(chr(10))[0][:200]}); move it away to start from the "
                 "checkpoint before it."
             ) from error
-        state.history = meta["history"]
+        if own:
+            state.history = meta["history"]
+            there, here = (meta["world_size"], meta.get("device")), (self.ranks.world_size, self.ranks.device_name)
+            self.times_count = there == here
+            return source
+        self.notes += continue_another(state, meta, source, self.config, settings, steps_per_epoch)
         return source
 
     def _agree_on_source(self) -> tuple[Where | None, dict[str, Any], list[str]]:
@@ -274,23 +269,19 @@ class Checkpoints:
         step = step_of(best)
         if best == self._newest:
             return step
-        weights = get_model_state_dict(state.model)
+        saved = {"train": {"model": model_state(state.model)}}
         with ordinary_errors(f"loading the checkpoint {best}"):
-            dcp.load({"train": {"model": weights}}, storage_reader=reader(self.place, best))
-        set_model_state_dict(state.model, weights)
+            dcp.load(saved, storage_reader=reader(self.place, best), planner=self._planner(state, best))
+        load_model_state(state.model, saved["train"]["model"])
         return step
+
+    def _planner(self, state: TrainState, source: Where) -> AsSaved:
+        return AsSaved(state.model, self.ranks.device, source)
 
     def _on_first_rank(self, do: Callable[[], Any]) -> Any:
         """Return the result that `do` has on rank 0 on every rank, or raise its error on every rank."""
-        done: list[Any] = [None]
-        if self.ranks.is_first:
-            try:
-                done = [do()]
-            except (OSError, ValueError, UserError) as error:
-                done = [error]
+        done = [together(do if self.ranks.is_first else lambda: None)]
         dist.broadcast_object_list(done, src=0)
-        if isinstance(done[0], Exception):
-            raise done[0]
         return done[0]
 
     def _begin(self, step: int) -> Where:
@@ -317,6 +308,7 @@ class Checkpoints:
             "optimizer": self.config.optimizer.kind,
             "trial": trial_identity(self.config),
             "world_size": self.ranks.world_size,
+            "device": self.ranks.device_name,
             "epoch": state.epoch,
             "step": state.step,
             "history": list(state.history),
@@ -328,65 +320,48 @@ def is_of_the_machine(error: BaseException) -> bool:
     return isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)) or "memory" in str(error)
 
 
-def check_meta(meta: dict[str, Any], source: Where, config: TrialConfig) -> None:
-    """Refuse a checkpoint of another model, optimizer or PyTorch, naming the difference.
+def settings_of(state: TrainState, config: TrialConfig) -> list[dict[str, Any]]:
+    """Return what the configuration decides in each parameter group; an own optimizer may keep state there, too."""
+    typed = {*config.optimizer.arguments, "foreach", "fused"}
+    ours = config.optimizer.target is None
+    groups = state.optimizer.param_groups
+    return [{k: v for k, v in group.items() if k != "params" and (ours or k in typed)} for group in groups]
+
+
+def continue_another(
+    state: TrainState,
+    meta: dict[str, Any],
+    source: Where,
+    config: TrialConfig,
+    settings: list[dict[str, Any]],
+    steps_per_epoch: int,
+) -> list[str]:
+    """Put this trial's settings into the state of another run, and count its position in steps of this one.
+
+    Args:
+        state: as it was loaded.
+        settings: as `settings_of` returned them before.
+
+    Returns:
+        notes.
 
     Raises:
-        CheckpointError: they differ. DCP promises nothing between PyTorch versions.
+        CombinationError: nothing is left to train.
     """
-    wanted, there = to_dict(config.model), meta["model"]
-    keys = dict.fromkeys([*wanted, *there])  # a user's model has other keys with other arguments
-    other = [
-        f"model.{k}={there.get(k)} in the checkpoint, {wanted.get(k)} now"
-        for k in keys
-        if there.get(k) != wanted.get(k)
-    ]
-    if meta["optimizer"] != config.optimizer.kind:
-        other.append(f"optimizer={meta['optimizer']} in the checkpoint, {config.optimizer.kind} now")
-    if other:
-        raise CheckpointError(
-            f"the checkpoint {source} has another model or optimizer: {'; '.join(other)}; use the same values, "
-            "or start a new trial in another folder."
-        )
-    here = torch.__version__
-    if _minor(meta["torch_version"]) != _minor(here) and not config.checkpoint.any_torch_version:
-        raise CheckpointError(
-            f"the checkpoint {source} was written by PyTorch {meta['torch_version']}, and this is {here}; PyTorch does "
-            "not promise that versions are compatible. Use that version, or try checkpoint.any_torch_version=true."
-        )
-
-
-def trial_identity(config: TrialConfig) -> dict[str, Any]:
-    return settings(config, Between.CHECKPOINT)
-
-
-def check_same_trial(meta: dict[str, Any], source: Where, config: TrialConfig) -> None:
-    """Refuse to resume in a folder in which another trial was trained.
-
-    Raises:
-        CheckpointError: with the settings that differ.
-    """
-    here, there = trial_identity(config), trial_identity(TrialConfig()) | meta["trial"]  # older ones lack newer keys
-    known = keys_of(TrialConfig)
-    gone = [
-        k
-        for k in meta["trial"]
-        if k.partition(".")[0] in OPEN_GROUPS
-        and k not in here
-        and (k not in known or Between.CHECKPOINT not in known[k].may_differ)
-    ]  # arguments of another callable
-    other = [
-        f"{k}={there.get(k)} in the checkpoint, {here.get(k)} now"
-        for k in [*here, *gone]
-        if there.get(k) != here.get(k)
-    ]
-    if other:
-        folder = str(source).rpartition("/checkpoints/")[0]
-        raise CheckpointError(
-            f"the folder {folder} holds another trial ({'; '.join(other)}); use another folder, or "
-            f"checkpoint.resume_from={source} in a new one to continue from its weights."
-        )
-
-
-def _minor(version: str) -> list[str]:
-    return version.split(".")[:2]
+    notes, schedule = [], state.lr_schedule
+    if any(meta["trial"].get(name) != value for name, value in order_of(config).items()):
+        state.epoch_step = 0  # an epoch that was cut short starts again: its batches were others
+    step = state.epoch * steps_per_epoch + state.epoch_step
+    if step != state.step:
+        notes = [
+            f"{source} was saved at step {state.step}; with the batches and data of this trial that is step {step}"
+        ]
+        state.step = schedule.last_epoch = step
+    for group, values, lr, factor in zip(
+        state.optimizer.param_groups, settings, schedule.base_lrs, schedule.lr_lambdas, strict=True
+    ):
+        group.update(values, lr=lr * factor(schedule.last_epoch))
+    if state.scaler.is_enabled():
+        state.scaler.set_growth_interval(config.precision.growth_interval)
+    config.training.check_left(f"checkpoint.resume_from={source}", state.epoch, state.step)
+    return notes

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from fsdp_lab.config.address import is_address
 from fsdp_lab.files import sync
 from fsdp_lab.storage import Stamp, Storage, options
+from fsdp_lab.training.model_state import CheckpointError
 
 META = "meta.json"
 # A checkpoint, and one in the making: its folder, or its address.
@@ -119,8 +120,17 @@ class Place(ABC):
         return None, damaged
 
     def best(self) -> Where:
-        """Return the whole checkpoint with the least validation loss; of equals the first."""
-        return min(self.whole(), key=self._val_loss)
+        """Return the whole checkpoint with the least validation loss; of equals the first.
+
+        Raises:
+            CheckpointError: there is none: they were removed or damaged meanwhile.
+        """
+        if not (whole := self.whole()):
+            raise CheckpointError(
+                f"checkpoint.export_best=true: of the trial's checkpoints, such as {self.named(0)}, none is whole; "
+                "train again, and remove nothing there before the trial has ended."
+            )
+        return min(whole, key=self._val_loss)
 
     def _val_loss(self, checkpoint: Where) -> float:
         history = self.meta(checkpoint)["history"]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from fsdp_lab.config.errors import ConfigError, UserError
+from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.hardware import default_loader_workers, worker_cpus
-from fsdp_lab.training.distributed import DistributedContext, ParallelDims, gather
+from fsdp_lab.training.distributed import DistributedContext, ParallelDims, together
 from fsdp_lab.workloads.base import Batch, Data, Dataset, DataSpec
 from fsdp_lab.workloads.construct import seed_all
 
@@ -23,17 +23,10 @@ def load_data(spec: DataSpec, ranks: DistributedContext) -> Data:
     """Return both splits. One process of each node downloads missing files while the others wait.
 
     Raises:
-        UserError: the data are missing, or do not suit the model. Every rank raises it.
+        UserError: the data are missing, or do not suit the model. Every rank raises this error, and any other.
     """
-    problem = ""
-    if ranks.local_rank == 0:
-        try:
-            spec.prepare()
-        except UserError as error:
-            problem = str(error)
-    if problems := [text for text in gather(problem) if text]:
-        raise UserError(problems[0])
-    return spec.load()
+    together(spec.prepare if ranks.local_rank == 0 else lambda: None)
+    return together(spec.load)
 
 
 class TrainOrder(Sampler[Tensor]):

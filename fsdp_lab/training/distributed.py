@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_lab.config.parallel import Granularity, OffloadConfig, OffloadTarget, ShardingConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,10 @@ class DistributedContext:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def device_name(self) -> str:
+        return "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
 
 
 def sees_cuda() -> tuple[bool, str | None]:
@@ -167,6 +175,30 @@ def gather(text: str) -> list[str]:
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     return texts
+
+
+def together(do: Callable[[], T]) -> T:
+    """Return this rank's result. If a rank fails, every rank raises the error of the first: none waits for it."""
+    failed: Exception | None = None
+    try:
+        result = do()
+    except Exception as error:  # noqa: BLE001 (it is raised below)
+        failed = error
+    errors: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, failed and _sendable(failed))
+    for rank, first in enumerate(errors):
+        if first is not None:
+            raise failed if failed is not None and rank == dist.get_rank() else first
+    return result
+
+
+def _sendable(error: Exception) -> Exception:
+    """Return the error, or one with its text: some cannot be sent, and some cannot be made again from their text."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 (whatever a class of the user's raises)
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def largest(value: float) -> float:

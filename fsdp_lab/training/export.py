@@ -17,6 +17,7 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import DATA_FILE, DataConfig, ModelConfig
 from fsdp_lab.files import whole, whole_folder, write_json
 from fsdp_lab.training.distributed import DistributedContext
+from fsdp_lab.training.model_state import is_extra_state
 from fsdp_lab.workloads.user.model import build_model_spec
 
 FORMAT = 1
@@ -31,6 +32,29 @@ class ExportedModel:
     data: DataConfig
 
 
+def check_exportable(model: nn.Module) -> None:
+    """Check that `torch.load(weights_only=True)` will read what modules keep besides parameters and buffers.
+
+    Raises:
+        UserError: some extra state is an object.
+    """
+    for name, value in get_model_state_dict(model).items():
+        if is_extra_state(name) and (kind := _object_in(value)):
+            raise UserError(
+                f"export=true: {name} of the model holds a {kind}, and model.pt has only tensors and plain values; let "
+                "get_extra_state return lists, tuples and dictionaries of tensors, numbers, texts and bytes, or use "
+                "export=false."
+            )
+
+
+def _object_in(value: Any) -> str | None:
+    if isinstance(value, dict | list | tuple):
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return next((kind for part in parts if (kind := _object_in(part))), None)
+    plain = value is None or isinstance(value, Tensor | int | float | str | bytes)
+    return None if plain else type(value).__name__
+
+
 def export_model(
     model: nn.Module,
     config: TrialConfig,
@@ -41,7 +65,7 @@ def export_model(
 ) -> None:
     """Gather the full weights to rank 0's CPU and write them; every rank calls it.
 
-    `model.pt` is a plain dictionary of tensors, texts and numbers: `torch.load(path, weights_only=True)`. A model with
+    `model.pt` is a plain dictionary of tensors and plain values: `torch.load(path, weights_only=True)`. A model with
     a format of its own becomes a folder `model` instead, which also names the data that it was trained on.
 
     Args:
@@ -52,8 +76,8 @@ def export_model(
     weights: dict[str, Any] = get_model_state_dict(model, options=options)
     if not ranks.is_first:
         return
-    tensors = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
     if save is not None:
+        tensors = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
         with whole_folder(folder / "model") as making:
             save(tensors, making)
             write_json(
@@ -65,7 +89,7 @@ def export_model(
         "torch_version": str(torch.__version__),
         "model": to_dict(config.model),
         "data": to_dict(config.data),
-        "state_dict": tensors,
+        "state_dict": weights,
     }
     with whole(folder / "model.pt", durable=True, parents=False) as making:
         torch.save(content, making)

@@ -22,7 +22,7 @@ from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
 from fsdp_lab.training.checkpoint_place import Where
 from fsdp_lab.training.data import build_loaders, load_data
 from fsdp_lab.training.distributed import DistributedContext, build_parallel_dims, largest, setup_distributed
-from fsdp_lab.training.export import export_model
+from fsdp_lab.training.export import check_exportable, export_model
 from fsdp_lab.training.layout import unit_notes
 from fsdp_lab.training.loop import Watch, evaluate, token_metrics, train_epoch
 from fsdp_lab.training.memory import MemoryProfiler, start_clean
@@ -116,9 +116,11 @@ def _train(
         total_steps=steps_per_epoch * config.training.epochs,
         find_unused=leaves_some_unused(workload, config),
     )
+    if config.export and workload.model.save is None:
+        check_exportable(state.model)
     reporter.phase("loading a checkpoint")
     checkpoints = Checkpoints(f"{storage}/checkpoints" if storage else folder / "checkpoints", config, ranks)
-    resumed_from = checkpoints.load(state)
+    resumed_from = checkpoints.load(state, steps_per_epoch)
     facts = _facts(config, ranks, state, data, resumed_from)
     steps = min(steps_per_epoch * config.training.epochs, config.training.max_steps or math.inf)
     reporter.facts({**facts, "num_steps": int(steps), "notes": [*checkpoints.notes, *facts["notes"]]})
@@ -134,7 +136,7 @@ def _train(
     in_tokens, tokens = workload.task.unit == "tokens", workload.tokens_per_sample(data.train)
     is_wanted = tokens is not None if in_tokens else device_peak_flops(config, ranks) is not None
     flops = workload.train_flops_per_sample() if is_wanted else None
-    timed = Timed.before(state.history)
+    timed = Timed.before(state.history) if checkpoints.times_count else Timed()
     while not config.training.is_through(state.epoch, state.step):
         loaders.order.go_to(state.epoch, state.epoch_step)
         cores = watch_cores() if ranks.local_rank == 0 else None
@@ -163,7 +165,9 @@ def _train(
 def _keep(metrics: Metrics, state: TrainState, config: TrialConfig, checkpoints: Checkpoints) -> Metrics:
     """Save a checkpoint if one is due, and return the metrics with its cost."""
     through = config.training.is_through(state.epoch, state.step)
-    if not through and state.epoch % config.checkpoint.every_epochs:
+    is_best = metrics["val/loss"] < min((before["val/loss"] for before in state.history), default=math.inf)
+    to_export = config.checkpoint.export_best and is_best  # whatever the epoch
+    if not (through or to_export) and state.epoch % config.checkpoint.every_epochs:
         state.remember(metrics)
         return metrics
     metrics = checkpoints.save(state, metrics)
@@ -181,7 +185,7 @@ def _facts(
 ) -> dict[str, Any]:
     on_cpu = ranks.device.type == "cpu"
     return {
-        "device": "cpu" if on_cpu else torch.cuda.get_device_name(ranks.device),
+        "device": ranks.device_name,
         "world_size": ranks.world_size,
         "num_params": sum(p.numel() for p in state.model.parameters()),
         "torch": str(torch.__version__),

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.distributed import together
 from fsdp_lab.training.optimizer import gradient_device
 from fsdp_lab.training.torch_private import WRAPPED, replace_tensors
 from fsdp_lab.workloads.base import ModelSpec
@@ -66,15 +67,33 @@ def init_weights(
     parameters = {name.replace(_WRAPPER, ""): parameter for name, parameter in model.named_parameters()}
     if load is not None:
         buffers = {name.replace(_WRAPPER, ""): buffer for name, buffer in model.named_buffers()}
-        load({**parameters, **buffers})
+        together(lambda: load({**parameters, **buffers}))
         return
     source = 0 if config.init is Init.rank0 else None
     values: Iterable[tuple[str, Tensor | None]] = ((name, None) for name in blueprint.names)
     if source is None or dist.get_rank() == source:
         values = _on_device(blueprint, device) if config.init is Init.device else blueprint.values()
-    with torch.no_grad():
-        for name, value in values:
-            _fill(parameters[name], value, source)
+
+    def fill() -> None:
+        with torch.no_grad():
+            for name, value in _to_the_end(values, blueprint.names):
+                _fill(parameters[name], value, source)
+
+    together(fill)
+
+
+def _to_the_end(
+    values: Iterable[tuple[str, Tensor | None]], names: Iterable[str]
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the values; after an error the names without theirs, and then raise it: the other ranks wait for each."""
+    left = iter(names)
+    try:
+        for pair in values:
+            next(left)
+            yield pair
+    except Exception:
+        yield from ((name, None) for name in left)
+        raise
 
 
 def _on_device(blueprint: Blueprint, device: torch.device) -> Iterator[tuple[str, Tensor]]:

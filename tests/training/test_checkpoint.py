@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from fsdp_lab.training.checkpoint import CheckpointError, check_meta
+from fsdp_lab.config import CombinationError
 from fsdp_lab.training.checkpoint_place import OnDisk
+from fsdp_lab.training.checkpoint_source import check_meta
+from fsdp_lab.training.model_state import CheckpointError
 from tests.ranks import Memo, config, run_ranks, selected
 from tests.training.checkpoints import (
     ASYNC,
@@ -28,14 +31,14 @@ from tests.training.checkpoints import (
     overwrite,
     train_in,
 )
-from tests.training.reference import apart
+from tests.training.reference import apart, batches, build_optimizer, digits, first_model, resize
 
 NUM_PARAMS = 139_018 - 2 * 33_472
 STOP = f"training.max_steps={STEPS}"
 COSINE = ("lr_schedule=cosine", "lr_schedule.warmup_steps=2")
 # The first step overflows, and the scale then grows after every second good one.
 SCALER = ("precision=fp16", "precision.init_scale=1e7", "precision.growth_interval=2")
-ADAM = [SYNC, "optimizer.lr=0.01"]
+ADAM = [SYNC, "optimizer.lr=0.01", "training.timing_warmup_steps=0"]
 SAME_RANKS: dict[str, list[str]] = {
     "adam": ADAM,
     "async": [ASYNC, "optimizer=adamw", "lr_schedule=step", "lr_schedule.gamma=0.5"],
@@ -101,8 +104,20 @@ def later_jobs(folder: Path) -> dict[str, Job]:
         "training.epochs=5",
         f"{source}{folder}/adam_whole/checkpoints",
     ]
+    other = [
+        "training.global_batch_size=64", "training.epochs=5", "optimizer.lr=0.003", "optimizer.weight_decay=0.1",
+        "sharding=per_layer", "training.timing_warmup_steps=0", SYNC,
+    ]  # fmt: skip
     return {
+        "cut": Job(f"{folder}/cut", [*ADAM, "training.max_steps=3"]),
         "again": Job(f"{folder}/adam", ADAM),
+        "larger batch": Job(f"{folder}/larger batch", [*other, f"{source}{folder}/adam_whole/checkpoints"]),
+        "larger batch, resumed": Job(f"{folder}/larger batch", [*other[:1], "training.epochs=6", *other[2:]]),
+        "larger batch, cut": Job(f"{folder}/larger cut", [*other, f"{source}{folder}/cut/checkpoints"]),
+        "through": Job(f"{folder}/through", [*ADAM, f"{source}{folder}/adam_whole/checkpoints"]),
+        "through its steps": Job(
+            f"{folder}/through2", [*other, "training.max_steps=2", f"{source}{folder}/adam_whole/checkpoints"]
+        ),
         "from folder": Job(f"{folder}/from folder", unsaved),
         "scaled from unscaled": Job(f"{folder}/scaled", [*unsaved, "precision=fp16"]),
         "from nowhere": Job(f"{folder}/nowhere", [SYNC, f"{source}{folder}/empty"]),
@@ -132,7 +147,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     for name in selected(request, "kept"):
         jobs[f"keep {name}"] = Job(f"{folder}/keep {name}", KEEP[name][0])
     jobs["kept"] = Job(f"{folder}/kept", [*KEEP_TWO, "training.max_steps=4"])
-    wanted = [*selected(request, "job"), "elsewhere"]
+    wanted = [*selected(request, "job"), "elsewhere", "cut"]
     jobs |= {name: job for name, job in later_jobs(folder).items() if name in wanted}
     results = run_ranks(2, train_in, list(jobs.values()))
     for name, first, second in zip(jobs, *results, strict=True):
@@ -158,6 +173,8 @@ def test_stopped_and_resumed_is_uninterrupted(runs: Runs, same: str) -> None:
     assert [e["epoch"] for e in resumed.epochs] == [1, 2, 3]  # the first one is told again
     for key in ("train/loss", "val/loss", "val/accuracy", "train/lr", "train/loss_scale", "train/skipped_steps"):
         assert [e.get(key) for e in resumed.epochs] == [e.get(key) for e in whole_run.epochs], key
+    if same == "adam":
+        assert resumed.epochs[-1]["perf/timed_steps"] == 3 * STEPS
     if same == "fp16_scaler_cosine":  # it is worth something: steps were skipped before the stop, and the scale grew
         assert whole_run.epochs[0]["train/skipped_steps"] > 0
         assert len({e["train/loss_scale"] for e in whole_run.epochs}) > 1
@@ -178,6 +195,8 @@ def test_resumed_on_another_number_of_workers(on_others: dict[str, Reported], ru
     assert apart(reported.losses, expected) <= 1e-5, f"{reported.losses} {expected}"
     stopped = runs.two[f"other {name} stopped"].epochs[0]
     assert reported.epochs[0].items() >= {k: v for k, v in stopped.items() if "checkpoint" not in k}.items()
+    if ADAM[-1] in OTHER_RANKS[name]:
+        assert reported.epochs[-1]["perf/timed_steps"] == 2 * STEPS, "a speed is of one number of workers"
 
 
 @pytest.fixture(scope="module")
@@ -230,8 +249,56 @@ def test_resume_from_another_folder_without_saving(runs: Runs, job: str) -> None
     assert not reported.error
     assert reported.facts["resumed_from"].endswith("adam_whole/checkpoints/step_00000006")
     assert len(reported.losses) == 2 * STEPS
-    assert [key for epoch in reported.epochs[-2:] for key in epoch if key.startswith("checkpoint/")] == []
+    assert [epoch["epoch"] for epoch in reported.epochs] == [4, 5], "the other run's are not this one's"
+    assert [key for epoch in reported.epochs for key in epoch if key.startswith("checkpoint/")] == []
     assert (reported.epochs[-1].get("train/loss_scale", 0) > 0) == ("scaled" in job)
+
+
+def continued(steps: int, epoch: int) -> list[float]:
+    """The losses of plain PyTorch: so many steps as `adam`, then from the beginning of an epoch as `larger batch`."""
+    first, then = config("training.epochs=3", *SMALL, *ADAM), config("training.epochs=5", *SMALL)
+    then.training.global_batch_size = 64
+    model, (images, labels) = first_model(first), digits()[0]
+    optimizer, losses = build_optimizer(model, first), []
+    images = resize(images, 28)
+    for number, indices in enumerate(batches(first, 1437)[:steps] + batches(then, 1437)[epoch:]):
+        if number == steps:
+            optimizer.param_groups[0].update(lr=0.003, weight_decay=0.1)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images[indices]), labels[indices])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses[steps:]
+
+
+@pytest.mark.parametrize(("job", "steps", "epoch"), [("larger batch", 6, 3), ("larger batch, cut", 3, 1)])
+def test_another_run_gives_its_state_and_nothing_else(runs: Runs, job: str, steps: int, epoch: int) -> None:
+    """Not its history, its times, its learning rate, its weight decay, or its count of steps; an epoch that it cut
+    short starts again, as its batches were others."""
+    reported = runs.two[job]
+    assert not reported.error
+    assert apart(reported.losses, continued(steps, epoch)) <= 1e-5
+    assert [each["epoch"] for each in reported.epochs] == [each["step"] for each in reported.epochs]
+    assert [each["epoch"] for each in reported.epochs] == [*range(epoch + 1, 6)]
+    assert [each["perf/timed_steps"] for each in reported.epochs] == [*range(1, 6 - epoch)]
+    (note,) = [note for note in reported.facts["notes"] if "was saved at step" in note]
+    assert f"saved at step {steps};" in note and note.endswith(f"that is step {epoch}")
+
+
+@pytest.mark.parametrize("job", ["larger batch, resumed"])
+def test_what_began_with_another_run_resumes_its_own_history(runs: Runs, job: str) -> None:
+    assert [each["epoch"] for each in runs.two[job].epochs] == [4, 5, 6]
+    assert runs.two[job].epochs[:2] == runs.two["larger batch"].epochs
+
+
+def test_a_run_that_is_through_is_refused_before_anything_starts(runs: Runs) -> None:
+    folder = runs.last("adam_whole").parent
+    for source in (folder, folder / names(6)[0]):
+        with pytest.raises(CombinationError, match=r"has trained 3 epochs, which counts, and training\.epochs=3 asks"):
+            config(*SMALL, "training.epochs=3", f"checkpoint.resume_from={source}").check_files()
+    for words in (["training.epochs=4", f"checkpoint.resume_from={folder}"], ["checkpoint.resume_from=absent"]):
+        config(*SMALL, *words).check_files()
 
 
 DAMAGED = "checkpoints/step_00000004"
@@ -244,6 +311,8 @@ DAMAGED = "checkpoints/step_00000004"
         ("other model", ("model.num_layers=2 in the checkpoint, 3 now",)),
         ("other optimizer", ("optimizer=adam in the checkpoint, sgd now",)),
         ("from the damaged one", ("meta.json cannot be read",)),
+        ("through", ("3 epochs, which counts, and training.epochs=3 asks", "training.epochs=6 for 3 more")),
+        ("through its steps", ("3 steps, which counts, and training.max_steps=2", "training.max_steps=null")),
         # only the reader finds bytes that are damaged
         ("other bytes", ("the checkpoint {folder}/other bytes/" + DAMAGED, "move it away")),
         ("other metadata", ("the checkpoint {folder}/other metadata/" + DAMAGED, "move it away")),
@@ -251,7 +320,7 @@ DAMAGED = "checkpoints/step_00000004"
 )
 def test_what_cannot_be_resumed_is_refused_on_every_rank(runs: Runs, job: str, words: tuple[str, ...]) -> None:
     error = runs.two[job].error
-    assert error.startswith("CheckpointError: ") and "\n" not in error
+    assert error.startswith(("CheckpointError: ", "CombinationError: ")) and "\n" not in error
     assert [text for text in words if text.format(folder=runs.folder) not in error] == []
 
 

@@ -8,13 +8,11 @@ from torch.utils.data import default_collate
 
 from fsdp_lab.config import UserError
 from fsdp_lab.config.training import TrainingConfig
-from fsdp_lab.training.data import TrainOrder, ValOrder, build_loader, load_data
+from fsdp_lab.training.data import TrainOrder, ValOrder, build_loader
 from fsdp_lab.training.distributed import ParallelDims
-from fsdp_lab.workloads.base import DataSpec
 from fsdp_lab.workloads.user.data import Collated
 from fsdp_lab.workloads.vision.digits import Digits
 from fsdp_lab.workloads.vision.images import expand_channels
-from tests.ranks import run_ranks
 
 HOST = torch.device("cpu")
 
@@ -86,30 +84,3 @@ def test_tensor_parallel_ranks_share_their_samples(tp: int) -> None:
     orders = [torch.stack(list(TrainOrder(100, training, dims))) for dims in every]
     assert all(torch.equal(orders[rank], orders[rank // tp * tp]) for rank in range(4 * tp))
     assert len(torch.cat(orders[::tp], 1).unique()) == 96, "no sample is in two parts"
-
-
-def load_with_one_download() -> tuple[list[str], str]:
-    """`(who prepared the data, what was raised)` on this rank, where preparing fails on local rank 0."""
-    from fsdp_lab.training.distributed import setup_distributed
-
-    ranks, called = setup_distributed(), []
-
-    def prepare() -> None:
-        called.append(f"rank {ranks.rank}")
-        raise UserError("nothing there")
-
-    def load() -> None:
-        raise AssertionError("nothing is loaded where preparing failed")
-
-    try:
-        load_data(DataSpec(prepare, load, lambda size: None), ranks)
-    except UserError as error:
-        return called, str(error)
-    return called, ""
-
-
-def test_one_process_prepares_and_all_fail_together() -> None:
-    (called, error), (also_called, other_error) = run_ranks(2, load_with_one_download)
-    assert (called, also_called) == (["rank 0"], [])
-    assert error == "nothing there"
-    assert other_error == error  # the other rank knows why, in the same words

@@ -1,0 +1,88 @@
+"""The checkpoint that a trial starts from: its own, or another run's, and what of the other counts here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fsdp_lab.config.compare import settings
+from fsdp_lab.config.conf import OPEN_GROUPS
+from fsdp_lab.config.convert import to_dict
+from fsdp_lab.config.key import Between, keys_of
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.checkpoint_place import Where
+from fsdp_lab.training.model_state import CheckpointError
+
+# Keys of the model that change no parameter.
+_NO_WEIGHTS = ("block_classes", "flops_per_unit")
+
+
+def check_meta(meta: dict[str, Any], source: Where, config: TrialConfig) -> None:
+    """Refuse a checkpoint of another model, optimizer or PyTorch, naming the difference.
+
+    Raises:
+        CheckpointError: they differ. DCP promises nothing between PyTorch versions.
+    """
+    wanted, there = to_dict(config.model), meta["model"]
+    keys = dict.fromkeys([*wanted, *there])  # a user's model has other keys with other arguments
+    other = [
+        f"model.{k}={there.get(k)} in the checkpoint, {wanted.get(k)} now"
+        for k in keys
+        if there.get(k) != wanted.get(k) and k not in _NO_WEIGHTS
+    ]
+    if meta["optimizer"] != config.optimizer.kind:
+        other.append(f"optimizer={meta['optimizer']} in the checkpoint, {config.optimizer.kind} now")
+    if other:
+        raise CheckpointError(
+            f"the checkpoint {source} has another model or optimizer: {'; '.join(other)}; use the same values, "
+            "or start a new trial in another folder."
+        )
+    here = torch.__version__
+    if _minor(meta["torch_version"]) != _minor(here) and not config.checkpoint.any_torch_version:
+        raise CheckpointError(
+            f"the checkpoint {source} was written by PyTorch {meta['torch_version']}, and this is {here}; PyTorch does "
+            "not promise that versions are compatible. Use that version, or try checkpoint.any_torch_version=true."
+        )
+
+
+def order_of(config: TrialConfig) -> dict[str, Any]:
+    """Return the settings that decide which samples a step takes."""
+    names = ("training.global_batch_size", "training.seed")
+    return {name: value for name, value in trial_identity(config).items() if name in names or name.startswith("data.")}
+
+
+def trial_identity(config: TrialConfig) -> dict[str, Any]:
+    return settings(config, Between.CHECKPOINT)
+
+
+def check_same_trial(meta: dict[str, Any], source: Where, config: TrialConfig) -> None:
+    """Refuse to resume in a folder in which another trial was trained.
+
+    Raises:
+        CheckpointError: with the settings that differ.
+    """
+    here, there = trial_identity(config), trial_identity(TrialConfig()) | meta["trial"]  # older ones lack newer keys
+    known = keys_of(TrialConfig)
+    gone = [
+        k
+        for k in meta["trial"]
+        if k.partition(".")[0] in OPEN_GROUPS
+        and k not in here
+        and (k not in known or Between.CHECKPOINT not in known[k].may_differ)
+    ]  # arguments of another callable
+    other = [
+        f"{k}={there.get(k)} in the checkpoint, {here.get(k)} now"
+        for k in [*here, *gone]
+        if there.get(k) != here.get(k)
+    ]
+    if other:
+        folder = str(source).rpartition("/checkpoints/")[0]
+        raise CheckpointError(
+            f"the folder {folder} holds another trial ({'; '.join(other)}); use another folder, or "
+            f"checkpoint.resume_from={source} in a new one to continue from its weights."
+        )
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
