@@ -15,7 +15,8 @@ gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--keys` eve
   forecast.folder              folder for the CSV and the timelines; null: outputs/forecast/<date>/<time>
   forecast.keep, forecast.prune, forecast.enabled   for sweeps: run the fastest; skip what cannot fit; make forecasts
 
-The table shows the worker with the highest peak, at its peak. The smallest peak, or the fastest, comes first:
+The answer comes first, then a table of the worker with the highest peak, at its peak. In it the smallest peak, or the
+fastest, comes first:
   workers      number of workers, if it differs; otherwise the title has it
   peak         all tensors: the sum of the columns that follow
   params       its shard of the parameters           optimizer    its shard of the optimizer's state
@@ -29,12 +30,14 @@ The table shows the worker with the highest peak, at its peak. The smallest peak
   host         host memory in use while a GPU computes
   fits         yes: `needs` is within the capacity; tight: only without the allocator's cache, so it may run slower or
                run out of memory; no: not even then; upper bound: `needs` is more than the capacity, but an upper
-               bound, so nobody knows. The recommendation uses `yes` and `upper bound`, the largest microbatch `yes`;
-               forecast.prune skips `no`
+               bound, so nobody knows. The recommendation uses `yes` and `upper bound`, the largest microbatch `yes`
+               (unsure: of one sample it is not `yes`); forecast.prune skips `no`
   step ms      with a device: the predicted optimizer step, and tokens/s or samples/s per device
   MFU          the model's FLOPs divided by those that the device could do in that time
   bound        the resource that limits the step most: compute, gather, scatter, transfer (offload), launch
-Memory columns that are zero in every row are left out; the CSV has all of them.
+Memory columns that are zero in every row are left out, and settings beyond the best 24; the CSV has all of them.
+Where a step waits for gathers or scatters between nodes, hybrid sharding within nodes is forecast as well; where
+nothing fits, full activation checkpointing and one sample at once.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,12 +9,10 @@ from typing import TYPE_CHECKING
 
 from fsdp_lab.config import may_change_speed
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.forecast.network import network_sentences
 from fsdp_lab.forecast.table import Row, forecasts_frame
 from fsdp_lab.forecast.words import words_of_forecasts
 from fsdp_lab.metrics import MEMORY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
-from fsdp_lab.record.trial import words
-from fsdp_lab.report.answer import Answer, plain_text, with_a_line, words_of_a_report
+from fsdp_lab.report.answer import Answer, with_a_line, words_of_a_report
 from fsdp_lab.report.qualify import LEAST
 from fsdp_lab.report.recommend import Recommendation, recommend
 from fsdp_lab.report.settings import Rules, Setting
@@ -27,8 +24,6 @@ if TYPE_CHECKING:
 
 WORKERS = "cluster.num_workers"
 CONDITIONS = (WORKERS, "forecast.device", "training.global_batch_size")  # each value has its own answer
-_UNSURE = 1e12  # for numbers of workers: above all, and below none
-_MOST_ANSWERS = 3  # of more, only the recommended setting of each is described
 
 
 @dataclass(frozen=True)
@@ -90,7 +85,7 @@ class ForecastAnswer(Answer):
     def _fastest(self, wanted: Callable[[Forecast], bool]) -> Setting | None:
         r = self.recommendation
         able = [s for s in r.able if s is not r.setting and wanted(self.row(s).forecast)]
-        return max(able, key=lambda s: _samples_per_s(self.row(s)), default=None)
+        return max(able, key=lambda s: samples_per_s(self.row(s)), default=None)
 
 
 def _lines(text: str) -> list[str]:
@@ -145,73 +140,7 @@ def _frame(rows: Sequence[Row], swept: Sequence[str]) -> pd.DataFrame:
     return frame[[*swept, "device"]].assign(**{key: values.astype(float) for key, values in figures.items()}, **named)
 
 
-def sentences(
-    rows: Sequence[Row], swept: Sequence[str], items: str, made: Sequence[ForecastAnswer], tolerance: float
-) -> str:
-    """Return what fits, the answers, and what more workers bring, a line each.
-
-    Args:
-        items: the noun for the samples of a batch.
-        tolerance: `report.speed_tolerance`.
-    """
-    texts, having = words_of_forecasts(), [row for row in rows if not row.forecast.error]
-    lines = [texts.fits(rows, having, items), texts.fewest(_fewest(having, swept), having)]
-    for answer in made:
-        new = [note for note in answer.notes if note not in lines]
-        shown = replace(answer, notes=new, lines=answer.lines if len(made) <= _MOST_ANSWERS else [])
-        lines += plain_text(shown, "forecast.csv")
-    lines += [*map(texts.gain, _scaling(made)), *network_sentences(rows, swept, tolerance)]
-    lines += [texts.more_workers(having)] if WORKERS not in swept else []
-    return "\n".join(line for text in lines for line in text.replace("`", "").split("\n") if line)
-
-
-def _fewest(rows: Sequence[Row], swept: Sequence[str]) -> dict[str, list[str]]:
-    """Return the settings by the fewest workers that hold them; empty if one number was forecast, or no capacity."""
-    if WORKERS not in swept or all(row.forecast.capacity_bytes is None for row in rows):
-        return {}
-    by_setting: dict[str, list[Forecast]] = {}
-    for row in rows:
-        name = words({key: value for key, value in zip(swept, row.settings, strict=True) if key != WORKERS})
-        by_setting.setdefault(name, []).append(row.forecast)
-    fewest: dict[float, list[str]] = {}
-    for name, forecasts in by_setting.items():
-        holding = [forecast.num_workers for forecast in forecasts if forecast.fits]
-        unsure = any(forecast.tight or forecast.may_fit for forecast in forecasts)
-        fewest.setdefault(min(holding, default=_UNSURE if unsure else math.inf), []).append(name)
-    texts = {_UNSURE: "tight, or not known", math.inf: "none of these"}
-    return {texts.get(number, f"{number:.0f}"): names for number, names in sorted(fewest.items())}
-
-
-def _scaling(made: Sequence[ForecastAnswer]) -> list[dict[str, object]]:
-    """Return what the largest number of workers brings against the smallest, for each device and batch size."""
-    alike: dict[tuple[tuple[str, str], ...], list[ForecastAnswer]] = {}
-    for answer in made:
-        if answer.best and answer.best.forecast.speed and WORKERS in answer.where:
-            others = tuple((key, value) for key, value in answer.where.items() if key != WORKERS)
-            alike.setdefault(others, []).append(answer)
-    gains: list[dict[str, object]] = []
-    for others, some in alike.items():
-        few, many = (find(some, key=lambda a: a.best.forecast.num_workers if a.best else 0) for find in (min, max))
-        best, other = many.recommendation.setting, few.recommendation.setting
-        if few is many or best is None or other is None:
-            continue
-        same = next((s for s in few.recommendation.able if s.values == best.values), other)
-        lost = next((s for s in few.recommendation.settings.all if s.values == best.values), None)
-        before, after = few.row(same), many.row(best)
-        gains.append(
-            {
-                "others": dict(others),
-                "few": before,
-                "many": after,
-                "best": best,
-                "same": same,
-                "lost": few.row(lost) if lost else None,
-            }
-            | {"times": _samples_per_s(after) / _samples_per_s(before) if before.forecast.speed else math.nan}
-        )
-    return gains
-
-
-def _samples_per_s(row: Row) -> float:
+def samples_per_s(row: Row) -> float:
+    """Return the predicted samples/s of all workers; 0 without a speed."""
     speed: Speed | None = row.forecast.speed
     return speed.samples_per_s if speed else 0.0

@@ -25,7 +25,7 @@ from fsdp_lab.config import (
 )
 from fsdp_lab.config.options import option_values
 from fsdp_lab.forecast.devices import check_device
-from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, swept_keys
+from fsdp_lab.sweep.grid import all_overrides, enumerate_grid, fixed_words, swept_keys
 from fsdp_lab.sweep.plan import Plan, plan_sweep
 
 
@@ -67,11 +67,16 @@ def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str
         shared = [*fixed_words(parser, {}, overrides), *search_words]  # a preset among them brings axes of its own
         defaults = dict(compose("config", shared, return_hydra_config=True).hydra.sweeper.params)
         grid = enumerate_grid(parser, defaults, overrides)
-        return plan_sweep(grid, cell, check, fold=False), swept_keys(grid)
+        plan, swept = plan_sweep(grid, cell, check, fold=False), swept_keys(grid)
+        named = all_overrides(parser, {}, overrides)
+        return replace(plan, unnamed=[key for key in swept if key not in named]), swept
 
 
 def check(config: SweepConfig) -> None:
     """Check a configuration as for a trial, but not against this machine. Reads the shape of a batch."""
+    for name, value in (("dry_run", "true" if config.dry_run else None), ("resume", config.resume)):
+        if value is not None:
+            raise ConfigError(f"{name}={value}: forecasts start no trial; leave it out, or use python -m fsdp_lab.")
     config.check(workers(config))
     check_pytorch(config)
     config.data.check_files()

@@ -20,7 +20,7 @@ from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.cells import arguments, workers
 from fsdp_lab.forecast.notes import allowances_note, bound_notes, request_notes, room_remedies
 from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
-from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
+from fsdp_lab.forecast.table import Row, best_rows, forecast_table, in_order, write_csv
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.plan import Plan
 from fsdp_lab.wording import count, time_left
@@ -40,7 +40,9 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
         UserError: the folder cannot be written, or the only configuration cannot be forecast here.
         KeyboardInterrupt: interrupted before the first forecast.
     """
-    from fsdp_lab.forecast.result import ForecastResult  # what it imports takes a second: refusals come before
+    # what these import takes a second: refusals come before
+    from fsdp_lab.forecast.result import ForecastResult
+    from fsdp_lab.forecast.tries import try_others
 
     for line in plan.notes():
         console.print(line, highlight=False, markup=False)
@@ -68,22 +70,29 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
         room_remedies(requests, swept),
     )
     if result.answers:
+        if not result.missing:
+            others = try_others(result.answers, swept, lambda requests: _with_progress(console, requests))
+            result = replace(result, tried=others)
         write_csv(folder / "forecast.csv", result.rows, swept)
         _print(console, result)
     return result
 
 
 def _print(console: Console, result: ForecastResult) -> None:
-    forecasts = [row.forecast for row in result.rows]
-    console.print(forecast_table(result.shown, result.axes))
+    for line in result.text.split("\n"):
+        console.print(Text(line, style="bold" if "Recommended: " in line else ""))
+    forecasts, best = [row.forecast for row in result.rows], best_rows(result.shown)
+    console.print()
+    console.print(forecast_table(best, result.axes))
+    if len(best) < len(result.shown):
+        each = " of each number of workers" if len({row.forecast.num_workers for row in best}) > 1 else ""
+        console.print(f"The best {len(best)} of {len(result.shown)} settings{each}; the file below has all.")
     if held := allowances_note(forecasts):
         console.print(held, highlight=False)
     for note in bound_notes(forecasts):
         console.print(f"note: {note}", highlight=False, markup=False)
     written = count(len(list(result.folder.glob("timeline_*.html"))), "timeline page")
     console.print(f"written: {result.folder}/forecast.csv, {written}", highlight=False)
-    for line in result.text.split("\n"):
-        console.print(Text(line, style="bold" if "Recommended: " in line else ""))
 
 
 def _rows(
@@ -98,7 +107,7 @@ def _rows(
         training = trial.config.training
         page = None if forecast.error else pages[request.key]
         microbatch = training.global_batch_size // request.num_workers // training.grad_accum_steps
-        rows.append(Row([value_text(setting(trial, key)) for key in swept], forecast, page, microbatch))
+        rows.append(Row([value_text(setting(trial, key)) for key in swept], forecast, page, microbatch, request))
     return rows
 
 

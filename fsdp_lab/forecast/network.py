@@ -7,11 +7,11 @@ from itertools import pairwise
 
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.record.trial import words
-from fsdp_lab.speed.predict import Network
+from fsdp_lab.speed.predict import Network, Speed
 
 
 def network_sentences(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list[str]:
-    """Return sentences about each network that was assumed; none if it is known, or every step has one node.
+    """Return sentences about the network between nodes, and more of one that was assumed; none if no step has several.
 
     Settings of one device, number of workers and global batch size are compared.
 
@@ -19,6 +19,7 @@ def network_sentences(rows: Sequence[Row], swept: Sequence[str], tolerance: floa
         tolerance: `report.speed_tolerance`: the share by which the fastest setting of a network has to be faster.
     """
     groups: dict[tuple[str, int, int], list[Row]] = {}
+    speeds = [row.forecast.speed for row in rows if row.forecast.speed is not None and row.forecast.speed.network]
     for row in rows:
         if (speed := row.forecast.speed) is not None and speed.network is not None and speed.network.steps:
             groups.setdefault((speed.device, row.forecast.num_workers, speed.samples), []).append(row)
@@ -31,7 +32,17 @@ def network_sentences(rows: Sequence[Row], swept: Sequence[str], tolerance: floa
         )
         where = f"With {workers:,} workers: " if len({key[1] for key in groups}) > 1 else ""
         sentences += [assumed, *(f"{where}{flip}" for flip in _flips(some, swept, tolerance))]
-    return list(dict.fromkeys(sentences))
+    return [line for line in dict.fromkeys([*map(_reached, speeds), *sentences]) if line]
+
+
+def _reached(speed: Speed) -> str:
+    network = speed.network
+    if network is None or network.reached is None:
+        return ""
+    return (
+        f"Between nodes of {speed.device}, gathers and scatters are assumed to reach {network.reached * 100:.0f} % of "
+        f"{_gbit(network.gbit)} Gbit/s (efficiency.network of its file)."
+    )
 
 
 def _flips(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list[str]:

@@ -55,8 +55,9 @@ def bound_notes(forecasts: Sequence[Forecast]) -> list[str]:
 def allowances_note(forecasts: Sequence[Forecast]) -> str:
     """Return what `needs` includes besides tensors, in the unit of the table; "" for nothing."""
     held: dict[str, list[int]] = {}
-    for name, num_bytes in (item for forecast in forecasts for item in forecast.allowances.items()):
-        held.setdefault(name, []).append(num_bytes)
+    on_gpus = [forecast.allowances for forecast in forecasts if forecast.allowances]
+    for name in dict.fromkeys(name for each in on_gpus for name in each):
+        held[name] = [each.get(name, 0) for each in on_gpus]
     unit, divisor = unit_of(forecasts)
     digits = 2 if unit == "GiB" else 0
     sizes = {name: [f"{size / divisor:,.{digits}f}" for size in (min(all_), max(all_))] for name, all_ in held.items()}

@@ -8,9 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.forecast.answer import ForecastAnswer, answers, sentences
+from fsdp_lab.forecast.answer import ForecastAnswer, answers
 from fsdp_lab.forecast.capacity import GIB
+from fsdp_lab.forecast.sentences import sentences
 from fsdp_lab.forecast.table import COLUMNS, Row, forecasts_frame
+from fsdp_lab.forecast.tries import Try
 from fsdp_lab.forecast.words import no_forecast_text
 from fsdp_lab.record.trial import words
 
@@ -31,6 +33,7 @@ class ForecastResult:
         speed_tolerance: `report.speed_tolerance`.
         items: what a batch consists of: images, or items.
         remedies: overrides that leave more room on a GPU, of keys that are not axes.
+        tried: settings outside the grid that were forecast as well.
     """
 
     axes: Sequence[str]
@@ -41,6 +44,7 @@ class ForecastResult:
     speed_tolerance: float
     items: str
     remedies: Sequence[str]
+    tried: Sequence[Try] = ()
 
     def frame(self) -> pd.DataFrame:
         """Return the rows with the columns of `forecast.csv`: the axes as typed, then bytes, seconds and samples/s."""
@@ -58,7 +62,7 @@ class ForecastResult:
 
     @property
     def text(self) -> str:
-        return sentences(self.shown, self.axes, self.items, self.answers, self.speed_tolerance)
+        return sentences(self.shown, self.axes, self.items, self.answers, self.speed_tolerance, self.tried)
 
     @property
     def reasons(self) -> list[str]:

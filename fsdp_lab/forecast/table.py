@@ -18,6 +18,8 @@ from fsdp_lab.wording import four_digits
 if TYPE_CHECKING:
     import pandas as pd
 
+    from fsdp_lab.forecast.run import Request
+
 # What a table has room for: the column's name -> the categories in it.
 COLUMNS = {
     "params": ("param",),
@@ -44,6 +46,7 @@ _TYPES = {
     **{"basis": "object", "error_p90": "float64", "ratio_error_p90": "float64", "ratio_group": "object"},
     **{"network_gbit": "float64", "network_assumed": "object", "no_forecast": "object", "no_speed": "object"},
 }
+MOST_ROWS = 24  # of a table
 _UNITS = (("GiB", 2**30, 10 * 2**30), ("MiB", 2**20, 0))
 
 
@@ -55,12 +58,14 @@ class Row:
         settings: the values of the swept keys.
         page: its timeline; None: none was written.
         microbatch: samples that a worker takes at once.
+        request: what was forecast; None: by hand.
     """
 
     settings: list[str]
     forecast: Forecast
     page: Path | None = None
     microbatch: int = 0
+    request: Request | None = None
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -80,6 +85,16 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
         return (0, 0, 0, forecast.peak_bytes)
 
     return sorted(rows, key=place)
+
+
+def best_rows(rows: Sequence[Row], most: int = MOST_ROWS) -> list[Row]:
+    """Return so many rows, as many of each number of workers, in their order; three of each at least."""
+    of_workers: dict[int, list[Row]] = {}
+    for row in rows:
+        of_workers.setdefault(row.forecast.num_workers, []).append(row)
+    each = max(3, most // len(of_workers))
+    kept = {id(row) for some in of_workers.values() for row in some[:each]}
+    return [row for row in rows if len(rows) <= most or id(row) in kept]
 
 
 def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
@@ -129,7 +144,9 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
             add("MFU", frame["mfu"] * 100, "{:.0f} %".format)
         add("bound", frame["bound"], str)
     if frame["largest_microbatch"].notna().any():
-        add("largest microbatch", frame["largest_microbatch"], "{:,}".format)
+        largest = frame["largest_microbatch"].astype(object)
+        largest[(frame["largest_microbatch"] == 0) & frame["fits"].isin(["tight", "upper bound"])] = "unsure"
+        add("largest microbatch", largest, lambda value: value if value == "unsure" else f"{value:,}")
     of = f"one of {max(workers):,} workers" if len(workers) == 1 and max(workers) > 1 else "one worker"
     return FittingTable(columns, f"forecast peak of {of}, {unit}", "forecast.csv")
 

@@ -43,10 +43,12 @@ class Network:
         gbit: Gbit/s of a node, all its adapters together.
         steps: where it is assumed, Gbit/s -> seconds of the step on such a network, from half to twice of `gbit`; empty
             where it is known.
+        reached: the share of it that gathers and scatters are assumed to reach; None: trials have corrected it.
     """
 
     gbit: float
     steps: Mapping[float, float] = field(default_factory=dict)
+    reached: float | None = None
 
 
 @dataclass(frozen=True)
@@ -160,11 +162,11 @@ def _network(program: Sequence[Operator], device: Device, separate_scatter: bool
     groups = {operator.group for operator in program if operator.kind.is_collective}
     if device.kind is DeviceKind.cpu or not any(num_nodes(group, device.node_size) > 1 for group in groups):
         return None
-    gbit = device.network_gbit
+    gbit, reached = device.network_gbit, None if device.factors.settings else device.efficiency.network
     if device.network_known or device.factors.settings >= SETTINGS_FOR_ERRORS:
-        return Network(gbit)
+        return Network(gbit, reached=reached)
     others = [on_network(device, gbit * factor) for factor in NETWORKS]
-    return Network(gbit, {one.network_gbit: step_seconds(program, one, separate_scatter) for one in others})
+    return Network(gbit, {one.network_gbit: step_seconds(program, one, separate_scatter) for one in others}, reached)
 
 
 def step_seconds(program: Sequence[Operator], device: Device, separate_scatter: bool = False) -> float:

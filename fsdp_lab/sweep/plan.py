@@ -20,11 +20,18 @@ from fsdp_lab.wording import count
 
 @dataclass
 class Plan:
-    """`left_out`: reason -> the cells without a meaning. `folded`: cells that would repeat a trial, and its number."""
+    """The trials of a grid.
+
+    Attributes:
+        left_out: reason -> the cells without a meaning.
+        folded: cells that would repeat a trial, and its number.
+        unnamed: axes by default, or of a preset; only of forecasts.
+    """
 
     trials: list[Trial] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=dict)
     folded: list[tuple[str, int]] = field(default_factory=list)
+    unnamed: list[str] = field(default_factory=list)
 
     def notes(self) -> list[str]:
         """Return what was left out of the grid, and why, a line each."""
@@ -35,6 +42,8 @@ class Plan:
                 + "; ".join(f"{cell} = trial {index}" for cell, index in self.folded[:6])
                 + (f"; and {len(self.folded) - 6} more)" if len(self.folded) > 6 else ")")
             )
+        if self.unnamed:
+            lines.append(f"varied because no value was named: {', '.join(self.unnamed)}.")
         return lines
 
 

@@ -92,6 +92,7 @@ def test_a_grid_is_sorted_by_peak_and_says_what_fits(forecast: Command, tmp_path
     peaks = [int(row["peak_bytes"]) for row in rows]
     assert peaks == sorted(peaks)
     assert {row["fits"] for row in rows} == {"true", "tight"}
+    assert "varied because no value was named: offload, reshard_after_forward." in done.stdout
     for row in rows:
         assert (row["fits"] == "true") == (int(row["needed_bytes"]) <= int(row["capacity_bytes"]))
     offloaded = [row for row in rows if row["offload"] == "cpu"]
@@ -184,7 +185,7 @@ def test_the_page_of_a_large_model_is_small(forecast: Command, tmp_path: Path):
     assert page.stat().st_size < 2_000_000
 
 
-@pytest.mark.parametrize("word", ["--capacity=3", "forecast.folder=/proc/nowhere"])
+@pytest.mark.parametrize("word", ["--capacity=3", "forecast.folder=/proc/nowhere", "dry_run=true", "resume=last"])
 def test_what_only_forecasts_are_asked_is_refused_in_one_line(forecast: Command, word: str):
     """What every command refuses is in `tests/refusals.py`."""
     done = forecast(word)
