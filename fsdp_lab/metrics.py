@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -347,9 +347,15 @@ def declared(key: str) -> Metric:
     raise KeyError(f"{key} is not declared in fsdp_lab.metrics")
 
 
-def table_columns(table: Table) -> list[Metric]:
-    """Return the metrics that a table shows, in its order, with its labels and formats."""
-    shown = [(column, metric) for metric in METRICS if (column := getattr(metric, table)) is not None]
+def table_columns(table: Table, known: Iterable[str] = ()) -> list[Metric]:
+    """Return the metrics that a table shows, in its order, with its labels and formats.
+
+    Args:
+        known: the keys of the figures to show; those of `task.metrics`, which are not declared, follow ours of `val/`.
+    """
+    place = [metric.key for metric in METRICS].index(SPEED)
+    metrics = [*METRICS[:place], *_of_users(known), *METRICS[place:]]
+    shown = [(column, metric) for metric in metrics if (column := getattr(metric, table)) is not None]
     return [
         dataclasses.replace(
             metric,
@@ -359,6 +365,13 @@ def table_columns(table: Table) -> list[Metric]:
         )
         for column, metric in sorted(shown, key=lambda pair: pair[0].last)
     ]
+
+
+def _of_users(keys: Iterable[str]) -> Iterator[Metric]:
+    for key in dict.fromkeys(keys):
+        if key.startswith("val/") and not any(metric.matches(key) for metric in METRICS):
+            label = key.replace("/", " ", 1)
+            yield Metric(key, label, "", "", objective=False, csv=_SHOWN, terminal=_SHOWN, report=_SHOWN)
 
 
 def gated() -> list[Metric]:

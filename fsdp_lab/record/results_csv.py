@@ -25,7 +25,8 @@ def write_results(folder: Path, axes: Sequence[str], rows: Iterable[Mapping[str,
     Raises:
         OSError: the folder cannot be written.
     """
-    measured = [column.key for column in table_columns("csv")]
+    rows = list(rows)
+    measured = [column.key for column in table_columns("csv", (key for row in rows for key in row))]
     columns = ["trial", "status", *axes, *measured, "pareto", "seconds", "error", "run_id", "folder"]
     text = io.StringIO()
     table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")

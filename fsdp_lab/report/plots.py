@@ -129,7 +129,7 @@ def _setting_text(setting: Setting, why_not: Mapping[str, str]) -> str:
     more = " …" if len(setting.trials) > _MOST_NUMBERS else ""
     lines += [f"trial{'s' if len(setting.trials) > 1 else ''} {trials}{more}"]
     lines += [speed_text(setting.speed)] if setting.speed else []
-    columns = [c for c in table_columns("terminal") if c.key != SPEED and c.key in setting.figures]
+    columns = [c for c in table_columns("terminal", setting.figures) if c.key != SPEED and c.key in setting.figures]
     lines += [f"{column.label} {column.text(setting.figure(column.key))}" for column in columns]
     lines += [f"does not qualify: {why_not[setting.name]}"] if setting.name in why_not else []
     return "<br>".join(map(html.escape, lines))

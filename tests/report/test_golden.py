@@ -145,6 +145,14 @@ def test_other_processes_beside_gpus_are_no_reason_for_a_note():
     assert not any("Other processes" in note for note in answer(busy).notes)
 
 
+def test_a_users_metric_is_in_the_table_of_the_page_and_in_the_csv():
+    made = sweep([trial(0, **{"val/f1": 0.62518}), trial(1, ROWS[2])])
+    heads, first, second = csv.reader(io.StringIO(table(made)))
+    assert heads[heads.index("val/f1") + 1] == SPEED
+    assert (first[heads.index("val/f1")], second[heads.index("val/f1")]) == ("0.62518", "")
+    assert "val f1 |" in page_words(made) and "| 0.6252 |" in page_words(made)
+
+
 def results() -> str:
     """`results.csv` of ten trials, one of each status, with what a CSV has to quote and what is not known."""
     figures = {"epoch": 2.0, "train/loss": 0.125, "val/loss": 1e-7, SPEED: 1234.5, "perf/undeclared": 1.0}

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.composer import Composer
-from fsdp_lab.sweep.listeners.table import how_far, trial_table
+from fsdp_lab.sweep.listeners.table import epoch_line, how_far, trial_table
 from fsdp_lab.sweep.state import SweepState, TrialState
 
 AXES = ["sharding", "precision", "offload", "reshard_after_forward"]
@@ -89,3 +89,10 @@ def test_losses_within_their_rounding_are_both_the_best(sweep: SweepState):
     third.status = TrialStatus.running
     sweep.trials[1].metrics = {**sweep.trials[1].metrics, "val/loss": 1.6}
     assert "*1.5933" not in show(sweep, 200), "nothing tells the two apart"
+
+
+def test_a_users_metric_has_a_column_and_is_in_the_line_of_an_epoch(sweep: SweepState):
+    sweep.trials[1].metrics = {**sweep.trials[1].metrics, "val/f1@0.5": 0.62518, "other/f1": 1.0}
+    heads, _, _, row, *_ = show(sweep, 200).splitlines()[1:]
+    assert heads.index("val acc") < heads.index("val f1@0.5") < heads.index("samples/s") and "0.6252" in row
+    assert "other" not in heads and "val f1@0.5 0.6252" in epoch_line(0, sweep.trials[1].metrics, 10)

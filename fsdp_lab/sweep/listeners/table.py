@@ -89,8 +89,8 @@ def _drop(key: str) -> int:
 
 
 def _metrics(sweep: SweepState, figures: Sequence[Mapping[str, float]]) -> list[Metric]:
-    known = {key for each in figures for key in each}
-    metrics = [metric for metric in table_columns("terminal") if metric.key in known]
+    known = dict.fromkeys(key for each in figures for key in each)
+    metrics = [metric for metric in table_columns("terminal", known) if metric.key in known]
     of_table = {metric.key for metric in table_columns("terminal")}
     return [*metrics, *(declared(key) for key, _ in sweep.objectives if key not in of_table)]
 
@@ -140,7 +140,7 @@ def epoch_line(number: int | None, metrics: Mapping[str, float], epochs: int | N
     ]
     parts += [
         f"{column.label} {column.text(metrics[column.key])}"
-        for column in table_columns("terminal")
+        for column in table_columns("terminal", metrics)
         if column.key in metrics and column.key != "epoch"
     ]
     return "  ".join(parts)
