@@ -93,4 +93,5 @@ def end_trial(
     if reason is None and error is not None and reason_of is not None:
         reason = reason_of(error)
     with suppress(OSError):
-        write_outcome(folder, Outcome(reason.status if reason else TrialStatus.finished, reason, seconds))
+        status = reason.status if reason else TrialStatus.finished
+        write_outcome(folder, Outcome(status, reason, seconds, time.time()))

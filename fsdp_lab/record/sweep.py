@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +12,8 @@ from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_CLOCKS_S = 1.0  # by which the clocks of nodes may differ
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,9 @@ class SweepRecord:
     def frame(self) -> pd.DataFrame:
         """Return a row a trial, indexed by its number: what it was, how it ended, its latest metrics.
 
-        The columns are `status`, `reason` (its code), `run_id`, `seconds`, `device` and
-        `predicted_by`, then the axes as typed, then the metrics under their keys, as float64; NaN where a trial has
-        none.
+        The columns are `status`, `reason` (its code), `run_id`, `seconds`, `device`, `predicted_by` and `beside` (how
+        many others ran meanwhile), then the axes as typed, then the metrics under their keys, as float64; NaN where a
+        trial has none.
         """
         import pandas as pd
 
@@ -61,11 +64,20 @@ class SweepRecord:
                 "trial": trial.number,
                 **{name: getattr(trial, name) for name in head},
                 "reason": trial.reason.code if trial.reason else None,
+                "beside": others,
                 **{axis: trial.setting.get(axis, "") for axis in self.axes},
                 **trial.figures,
             }
-            for trial in self.trials
+            for trial, others in zip(self.trials, _beside([trial.span for trial in self.trials]), strict=True)
         ]
         metrics = sorted({key for trial in self.trials for key in trial.figures})
-        frame = pd.DataFrame(rows, columns=["trial", *head, *self.axes, *metrics])
+        frame = pd.DataFrame(rows, columns=["trial", *head, "beside", *self.axes, *metrics])
         return frame.astype(dict.fromkeys(["seconds", *metrics], "float64")).set_index("trial")
+
+
+def _beside(spans: Sequence[tuple[float, float] | None]) -> list[int]:
+    """Return for each span how many others overlap with it. Its ends are left out: nodes' clocks differ."""
+    inner = [(span[0] + _CLOCKS_S, span[1] - _CLOCKS_S) if span else (0.0, 0.0) for span in spans]
+    known = [(begin, end) for begin, end in inner if begin < end]
+    begins, ends = sorted(begin for begin, _ in known), sorted(end for _, end in known)
+    return [bisect_left(begins, end) - bisect_right(ends, begin) - 1 if begin < end else 0 for begin, end in inner]

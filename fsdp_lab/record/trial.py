@@ -26,6 +26,7 @@ class TrialRecord:
         reason: why it did not finish; None: it did, or the scheduler stopped it.
         run_id: of its MLflow run; "": it has none.
         seconds: that it took; None: not known.
+        span: when it ran, from and to, in seconds since 1970; None: not known.
         facts: what rank 0 reported before its first step: its device, data and layout.
         forecast_words: what of its forecast is no number (`fsdp_lab.metrics.FORECAST_WORDS`).
         config: typed; None: of another version.
@@ -41,6 +42,7 @@ class TrialRecord:
     reason: Reason | None = None
     run_id: str = ""
     seconds: float | None = None
+    span: tuple[float, float] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     forecast_words: dict[str, str] = field(default_factory=dict)
     config: SweepConfig | None = None

@@ -46,11 +46,13 @@ class Outcome:
     Attributes:
         reason: why it did not finish; None: it did, or the scheduler stopped it.
         seconds: from its begin to its end; None: not known.
+        ended: when, in seconds since 1970; None: not known.
     """
 
     status: TrialStatus
     reason: Reason | None = None
     seconds: float | None = None
+    ended: float | None = None
 
 
 def write_forecast(folder: Path, figures: dict[str, float], words: dict[str, str]) -> None:
@@ -91,13 +93,14 @@ def read_outcome(folder: Path) -> Outcome | None:
         UserError: the file cannot be read.
     """
     path = folder / "outcome.json"
-    content = read_object(path, _OF_OUTCOME, status=str, seconds=float | None)
+    content = read_object(path, _OF_OUTCOME, status=str, seconds=float | None, ended=float | None)
     if content is None:
         return None
     status = content["status"]
     if status not in TrialStatus.__members__ or not TrialStatus(status).is_result:
         raise UserError(f"{path} cannot be read (status={status} is not a result); {_OF_OUTCOME}.")
-    return Outcome(TrialStatus(status), Reason.read(content.get("reason")), content.get("seconds"))
+    reason = Reason.read(content.get("reason"))
+    return Outcome(TrialStatus(status), reason, content.get("seconds"), content.get("ended"))
 
 
 class TrialWriter:

@@ -58,6 +58,9 @@ def _on_speeds(settings: Settings, able: Sequence[Setting], raced: bool) -> Iter
     busy = others[others > _BUSY]
     if raced and len(busy):
         yield Statement("others_cpu", {"trials": list(busy.index), "share": busy.max(), "limit": _BUSY})
+    beside = column(settings.compared, "beside")
+    if raced and (beside > 0).any():
+        yield Statement("side_by_side", {"count": int((beside > 0).sum())})
     if raced and len({s.group for s in able}) > 1 and settings.speeds.basis is Basis.nothing:
         tried = any(len(s.trials) > 1 for s in settings.all)
         yield Statement("one_run", {"tried": tried, "grid": not rules.objectives})

@@ -16,7 +16,7 @@ Why = Literal[
     "least_memory", "lowest_loss",
 ]  # fmt: skip
 TieBreak = Literal["memory", "simplicity", "loss", "speed", "order"]
-Note = Literal["differs", "agree", "amplified", "others_cpu", "one_run", "nothing_learned", "idle"]
+Note = Literal["differs", "agree", "amplified", "others_cpu", "side_by_side", "one_run", "nothing_learned", "idle"]
 
 
 @dataclass(frozen=True)

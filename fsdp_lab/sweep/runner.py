@@ -400,7 +400,7 @@ class SweepRun:
         state, folder = self.states[number], self.folder_of(number)
         if read_outcome(folder) is None:
             try:
-                write_outcome(folder, Outcome(state.status, state.reason, state.seconds))
+                write_outcome(folder, Outcome(state.status, state.reason, state.seconds, time.time()))
             except OSError as error:
                 self.log_once(f"{folder} cannot be written ({error.strerror}): a resume will retry this trial")
 

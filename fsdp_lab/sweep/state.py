@@ -96,7 +96,8 @@ class TrialState(TrialRecord):
     def end(self, outcome: Outcome, now: float) -> None:
         """Record the end of the trial, by its status and its reason. `now`: in seconds since 1970."""
         self.status, self.reason = outcome.status, outcome.reason
-        self.seconds = now - self.begun if self.begun else self.seconds
+        if self.begun:
+            self.seconds, self.span = now - self.begun, (self.begun, now)
 
 
 def figures_of(forecast: Forecast) -> dict[str, float]:

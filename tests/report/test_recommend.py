@@ -353,3 +353,20 @@ def test_the_answer_as_data_is_that_of_the_setting_and_not_of_one_repeat():
     )
     none = answer(sweep([trial(0, ("ddp", "fp32", "oom", 0, 0, 0))]))
     assert none.as_data == {"sentence": none.sentence, "finding": ""}
+
+
+def test_trials_that_ran_side_by_side_are_counted_once_in_a_note():
+    """A second is what each clock of two nodes may be off."""
+    spans = [(0.0, 10.0), (8.5, 20.0), (12.0, 20.0), (19.5, 30.0), None, (12.0, 13.0)]
+    rows = [trial(n, ROWS[0]) for n in range(len(spans))]
+    rows = [
+        dataclasses.replace(row, span=span, setting={"sharding": str(n), "precision": "fp32"})
+        for n, (row, span) in enumerate(zip(rows, spans, strict=True))
+    ]
+    made = sweep(rows)
+    assert list(made.frame()["beside"]) == [0, 1, 1, 0, 0, 0]
+    assert [n for n in answer(made).notes if "side by side" in n] == [
+        "2 trials ran side by side and slowed each other. With a `cluster.cpus_per_worker` that fills the machine they "
+        "run one by one."
+    ]
+    assert not any("side by side" in note for note in answer(sweep(rows[:2])).notes)

@@ -22,6 +22,7 @@ from mlflow.entities import Run
 
 from fsdp_lab.config import NightlyConfig, from_dict
 from fsdp_lab.metrics import METRICS, declared
+from fsdp_lab.sweep.sweep_data import sweep_in
 from tests import forked
 from tests.folders import Store, SweepFolder, TrialFolder
 from tests.processes import marked, still_running
@@ -123,6 +124,14 @@ def test_every_trial_has_the_status_of_its_fate(each: Swept):
     for fate, status in expected.items():
         outcome = each.trial(fate).outcome
         assert outcome is not None and outcome["status"] == status, fate
+
+
+def test_when_trials_ran_is_known_from_the_folder(swept: Swept):
+    """Two at a time: by the clock of the trial's own process or the driver's."""
+    data, _, _ = sweep_in(swept.folder / "out")
+    spans = [trial.span for trial in data.trials]
+    assert all(span is not None and 0 < span[1] - span[0] < 390 for span in spans)
+    assert sum(data.frame()["beside"] > 0) >= 2
 
 
 def test_a_failed_trial_makes_the_exit_status_1_and_prints_no_traceback(swept: Swept):

@@ -92,6 +92,7 @@ def read_state(state: TrialState, folder: Path) -> TrialState:
     state.metrics = {key: value for epoch in state.epochs for key, value in epoch.items()}
     if outcome is not None:
         state.status, state.reason, state.seconds = outcome.status, outcome.reason, outcome.seconds
+        state.span = (outcome.ended - (outcome.seconds or 0.0), outcome.ended) if outcome.ended else None
     return state
 
 
