@@ -18,6 +18,7 @@ from fsdp_lab.config.options import names_code
 from fsdp_lab.config.target import import_from
 from fsdp_lab.engine.cluster import stop_ray
 from fsdp_lab.explain import explain
+from fsdp_lab.output import outlast_reader
 from fsdp_lab.reference import keys_text, versions
 from fsdp_lab.status import ExitCode
 
@@ -26,12 +27,11 @@ _SHOWS = ("--cfg", "-c", "--info", "-i")  # Hydra's options that print instead o
 
 def main() -> None:
     """Run, and leave with 0 (every trial has a result), 1 (one failed), 2 (bad input) or 130 (interrupted)."""
+    outlast_reader()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be told in one message
     try:
         if (answer := information(sys.argv[1:])) is not None:
-            from fsdp_lab.terminal import print_to_reader
-
-            print_to_reader(answer)
+            print(answer)
             return
         if nightly := [a for a in sys.argv[1:] if a.lstrip("+~").startswith("nightly.")]:
             key = nightly[0].partition("=")[0]

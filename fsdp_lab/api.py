@@ -142,7 +142,9 @@ def _run(module: str, words: list[str], quiet: bool) -> None:
     """
     printed: list[str] = []
     command = [sys.executable, "-m", module, *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
         try:
             _pass_on(process, printed, quiet)
         except KeyboardInterrupt:

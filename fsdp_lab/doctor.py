@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from fsdp_lab.config import UserError, read_words
 from fsdp_lab.config.sweep import TrackingConfig
+from fsdp_lab.output import outlast_reader
 from fsdp_lab.status import ExitCode
 from fsdp_lab.wording import count
 
@@ -114,6 +115,7 @@ def _gib(num_bytes: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print each finding as it is made, and return the exit status: 1 if anything is wrong, 2 for bad input."""
+    outlast_reader()
     words = sys.argv[1:] if arguments is None else arguments
     try:
         options = read_words(words, ("tracking.uri", "folder"), __doc__ or "") if words else {}

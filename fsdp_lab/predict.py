@@ -22,6 +22,7 @@ from typing import Any
 from fsdp_lab.config import ConfigError, UserError, read_words
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.config.workload import DATA_FILE, DataConfig
+from fsdp_lab.output import outlast_reader
 
 KEYS = ("run", "file", "data.root", "data.download", "data.tokenizer", "tracking.uri", "out", "device")
 DEVICES = ("auto", "cpu", "cuda")
@@ -31,6 +32,7 @@ _SUMMARIES = 3
 
 
 def main() -> int:
+    outlast_reader()
     try:
         options = read_options(sys.argv[1:])
         file = Path(options["file"]) if "file" in options else fetch(options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -26,29 +25,8 @@ def open_console() -> Console:
     With NO_COLOR (https://no-color.org) it also writes no bold or dim text. In a notebook it prints text, like a pipe.
     """
     color: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    console = _Console(color_system=color, force_jupyter=False)
-    return console if console.is_terminal or "COLUMNS" in os.environ else _Console(width=_FILE_WIDTH)
-
-
-class _Console(Console):
-    """Prints on after its reader has closed the pipe, where rich would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        _drop_output()
-
-
-def _drop_output() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
-
-
-def print_to_reader(*lines: str) -> None:
-    """Print lines while there is a reader: `head` may close the pipe early, and the disk of a log may be full."""
-    try:
-        print(*lines, sep="\n", flush=True)
-    except BrokenPipeError:
-        _drop_output()
-    except OSError:
-        pass  # later lines may be written
+    console = Console(color_system=color, force_jupyter=False)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_FILE_WIDTH)
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,9 @@ FAULTS = (
     # suggestions
     Fault("another trainer's name of an option is compared letter by letter", "fsdp_lab/config/suggest.py",
           "in (leaf, _SYNONYMS.get(leaf))", "== leaf", "config/test_suggest.py"),
+    # output
+    Fault("a reader that closes the pipe ends the command", "fsdp_lab/output.py",
+          "suppress(OSError)", "suppress(ValueError)", "test_output.py::test_a_reader_may_close_the_pipe"),
     # training
     Fault("the last unit is left unsharded", "fsdp_lab/training/parallelize.py",
           "        for group in groups:\n            fully_shard(group",

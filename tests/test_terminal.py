@@ -28,16 +28,6 @@ ROWS = list(product(*AXES.values()))
 FIGURES = {"train loss": 1.59331, "samples/s": 123456.0, "peak MiB": 98765.43, "largest microbatch": 1254.0}
 
 
-def test_a_reader_may_close_the_pipe():
-    """As `head` does. Python itself would print a traceback, and once more when it exits."""
-    script = "from fsdp_lab.terminal import print_to_reader; print_to_reader('one', 'two')"
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def columns(axes: dict[str, tuple[str, ...]] = AXES) -> list[Column]:
     rows = list(product(*axes.values()))
     words = [Column(key, [r[i] for r in rows], is_axis=True, justify="left") for i, key in enumerate(axes)]

@@ -49,6 +49,7 @@ from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.explain import explain
 from fsdp_lab.forecast.cells import plan_forecasts
 from fsdp_lab.forecast.grid import forecast_grid
+from fsdp_lab.output import outlast_reader
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.plan import Plan
 from fsdp_lab.terminal import open_console
@@ -61,6 +62,7 @@ def main() -> int:
     Returns:
         0: every configuration has a forecast; 1: one has none; 2: bad input; 130: interrupted.
     """
+    outlast_reader()
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
         print(__doc__)

@@ -35,12 +35,14 @@ from fsdp_lab.nightly.read_study import Study, read_study
 from fsdp_lab.nightly.run import accept, good_nights, log_dates, run_night
 from fsdp_lab.nightly.schedule import NightTimes, cron_trigger, is_due, night_after, run_schedule
 from fsdp_lab.nightly.texts import regressions_line
+from fsdp_lab.output import outlast_reader
 
 _OPTIONS = ("--once", "--check", "--accept")
 _NIGHTS_SHOWN = 3
 
 
 def main() -> int:
+    outlast_reader()
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
         print(__doc__)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, read_words
 from fsdp_lab.config.sweep import ReportConfig
+from fsdp_lab.output import outlast_reader
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.pytorch import setting_of
@@ -36,6 +37,7 @@ KEYS = ("sweep", *map("report.{}".format, TOLERANCES), "tracking.uri", "tracking
 
 
 def main() -> int:
+    outlast_reader()
     try:
         options = read_options(sys.argv[1:])
         run(options)

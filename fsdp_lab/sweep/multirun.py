@@ -31,7 +31,6 @@ from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.find import remember_last
 from fsdp_lab.sweep.store.folder import check_trial_folders, new_folder
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
-from fsdp_lab.terminal import print_to_reader
 from fsdp_lab.wording import count
 
 
@@ -50,7 +49,7 @@ def run_multirun(
     if command.common.config.dry_run:
         if command.common.config.resume is not None:
             plan, notes = command.resumed_sweep(), []
-        print_to_reader(_first_line(plan), *notes, *trial_lines(plan))
+        print(_first_line(plan), *notes, *trial_lines(plan), sep="\n")
         return
     if command.common.config.resume is None:
         reach_cluster(plan)
@@ -71,7 +70,7 @@ def run_multirun(
 
 
 def _run(plan: SweepPlan, notes: Sequence[str]) -> ExitCode:
-    print_to_reader(_first_line(plan), *notes)
+    print(_first_line(plan), *notes, sep="\n")
 
     from fsdp_lab.sweep.start import start_sweep
 

@@ -24,7 +24,7 @@ from fsdp_lab.sweep.listeners.table import epoch_line, how_far, trial_table
 from fsdp_lab.sweep.names import label, relative, resume_command, resume_lines, run_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import SweepState
-from fsdp_lab.terminal import open_console, print_to_reader
+from fsdp_lab.terminal import open_console
 from fsdp_lab.wording import duration
 
 MOST_ROWS = 500  # of the last table; of more trials it has a few
@@ -69,7 +69,7 @@ class Console(Listener):
         if self.rich.is_terminal:
             self.rich.print(text, highlight=False, markup=False)
         else:
-            print_to_reader(f"[{time.time() - self._begun:6.1f} s] {text}")
+            print(f"[{time.time() - self._begun:6.1f} s] {text}")
 
     def update(self, sweep: SweepRun) -> None:
         """Draw the bar, over the trials and their epochs."""
