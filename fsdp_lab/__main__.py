@@ -13,7 +13,7 @@ import hydra
 
 from fsdp_lab.compose import check, check_overrides, register_schema, search_path, single_trial
 from fsdp_lab.config import ConfigError, conf_dir, split_config_dir, with_custom
-from fsdp_lab.config.key_value_args import check_repeat, check_words
+from fsdp_lab.config.key_value_args import check_repeat, check_words, with_environment
 from fsdp_lab.config.options import names_code
 from fsdp_lab.config.target import import_from
 from fsdp_lab.engine.cluster import stop_ray
@@ -42,7 +42,7 @@ def main() -> None:
         if {"-h", "--help"} & set(words):
             words = ["--help"]  # Hydra would first compose a trial of the other words
         search_path(config_dir)  # looks whether the folder is there
-        sys.argv[1:] = options_first(with_custom(words), config_dir)
+        sys.argv[1:] = options_first(with_environment(with_custom(words)), config_dir)
         check_overrides(sys.argv[1:])
         is_resumed = any(word.lstrip("+").startswith("resume=") for word in words)
         if sys.argv[1:2] in (["-m"], ["--multirun"]) and not is_resumed:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_lab.config import UserError, read_words
+from fsdp_lab.config.key_value_args import store_named
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.output import outlast_reader
 from fsdp_lab.status import ExitCode
@@ -122,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"fsdp_lab.doctor: {error}", file=sys.stderr)
         return ExitCode.refused
-    uri, folder = options.get("tracking.uri", TrackingConfig.uri), Path(options.get("folder", "outputs"))
+    uri, folder = store_named(options), Path(options.get("folder", "outputs"))
     wrong = 0
     for subject, check, remedy in (
         ("Python", _python, "with Python 3.11 to 3.13 run `make sweep`, or pip install fsdp_lab"),

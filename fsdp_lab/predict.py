@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import ConfigError, UserError, read_words
+from fsdp_lab.config.key_value_args import store_named
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.config.workload import DATA_FILE, DataConfig
 from fsdp_lab.output import outlast_reader
@@ -61,7 +62,7 @@ def fetch(options: dict[str, str]) -> Path:
     """Return the exported model of an MLflow run, a file or a folder, copied to a readable place."""
     from fsdp_lab.tracking import TrackingError, fetch_artifact
 
-    tracking = TrackingConfig(uri=options.get("tracking.uri", TrackingConfig.uri))
+    tracking = TrackingConfig(uri=store_named(options))
     try:
         return fetch_artifact(tracking, options["run"], "model/model.pt", out_folder(options))
     except TrackingError as error:

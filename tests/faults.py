@@ -76,6 +76,15 @@ FAULTS = (
     # output
     Fault("a reader that closes the pipe ends the command", "fsdp_lab/output.py",
           "suppress(OSError)", "suppress(ValueError)", "test_output.py::test_a_reader_may_close_the_pipe"),
+    # MLflow
+    Fault("one refused name costs an epoch's metrics", "fsdp_lab/tracking/writes.py",
+          "Metric(stored_name(key),", "Metric(key,",
+          f"{TRACKING}::test_a_name_that_mlflow_refuses_costs_no_other_metric"),
+    Fault("a moved store logs to its old place", "fsdp_lab/tracking/store.py",
+          "    if there != artifacts and not", "    if there == artifacts and not",
+          f"{TRACKING}::test_a_store_that_was_moved_does_not_log_to_its_old_place"),
+    Fault("a resume looks for what a folder's name has in braces", "fsdp_lab/config/key_value_args.py",
+          r'r"\1\1\\${"', r'r"\1\1${"', "config/test_key_value_args.py::test_hydra_reads_what_was_quoted"),
     # training
     Fault("the last unit is left unsharded", "fsdp_lab/training/parallelize.py",
           "        for group in groups:\n            fully_shard(group",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fsdp_lab.config.address import check_credentials
 from fsdp_lab.config.errors import ConfigError
+from fsdp_lab.config.sweep import TrackingConfig
+
+MLFLOW_VARIABLES = {"tracking.uri": "MLFLOW_TRACKING_URI", "tracking.experiment": "MLFLOW_EXPERIMENT_NAME"}
 
 
 def key_of(word: str) -> str:
@@ -39,11 +43,34 @@ def check_words(words: Sequence[str]) -> None:
         check_credentials("an argument" if "://" in key else key, word)
 
 
+def with_environment(words: Sequence[str]) -> list[str]:
+    """Return a command line with the store and the experiment that MLflow's variables name, unless it names them.
+
+    They become words of it, so that the sweep's record has them: a resume from another shell uses the same store.
+
+    Raises:
+        ConfigError: a variable has credentials in it.
+    """
+    if any(word.lstrip("+").startswith("resume=") for word in words):
+        return list(words)
+    typed = {key_of(word) for word in words}
+    missing = {key: name for key, name in MLFLOW_VARIABLES.items() if os.environ.get(name) and key not in typed}
+    for name in missing.values():
+        check_credentials(name, os.environ[name])
+    return [*(f"{key}={quoted(os.environ[name])}" for key, name in missing.items()), *words]
+
+
+def store_named(options: Mapping[str, str]) -> str:
+    """Return the MLflow store that a command without Hydra uses: the typed one, MLflow's variable, or the default."""
+    return options.get("tracking.uri") or os.environ.get("MLFLOW_TRACKING_URI") or TrackingConfig.uri
+
+
 def quoted(value: object) -> str:
     """Return a value as text in a Hydra override: quoted, except for a plain path."""
     if _PLAIN_PATH.fullmatch(str(value)):
         return str(value)
-    text = str(value).replace("\\", "\\\\").replace("'", "\\'")
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))  # else OmegaConf looks for what is in the braces
+    text = re.sub(r"(\\*)('|$)", r"\1\1\2", text).replace("'", "\\'")  # only before a quote is a backslash an escape
     return f"'{text}'"
 
 

@@ -206,9 +206,9 @@ class TrackingConfig:
     """Where MLflow writes."""
 
     uri: str = key("sqlite:///outputs/mlflow.db")
-    """MLflow's tracking store: sqlite:///<file>, or the address of a server."""
+    """MLflow's tracking store: sqlite:///<file>, or a server's address. Default: MLFLOW_TRACKING_URI, if it is set."""
     experiment: str = key("fsdp_lab")
-    """Name of the MLflow experiment."""
+    """Name of the MLflow experiment. Default: MLFLOW_EXPERIMENT_NAME, if it is set."""
     patience_s: float = key(60.0, not_negative, may_differ=Between.STARTS)
     """Seconds that the end of a sweep waits for an unreachable store."""
     ui: Optional[str] = key(None, may_differ=Between.STARTS)

@@ -24,7 +24,7 @@ from fsdp_lab.config import (
     workers_of,
 )
 from fsdp_lab.config.convert import value_text
-from fsdp_lab.config.key_value_args import key_of
+from fsdp_lab.config.key_value_args import key_of, with_environment
 from fsdp_lab.config.machine import loader_workers_of
 from fsdp_lab.hardware import cpu_name, gpus, num_gpus
 from fsdp_lab.nightly.nights import Night
@@ -83,7 +83,7 @@ def read_study(overrides: list[str]) -> Study:
         Exception: Hydra or the checks refuse them.
     """
     config_dir, overrides = split_config_dir(overrides)
-    overrides, search_words = with_custom(overrides), search_path(config_dir)
+    overrides, search_words = with_environment(with_custom(overrides)), search_path(config_dir)
     for word in overrides:
         if reason := _NOT_HERE.get(key_of(word)):
             raise ConfigError(f"{word}: {reason}; leave it out.")

@@ -20,7 +20,7 @@ from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking import writes
 from fsdp_lab.tracking.store import is_away, open_store, reason_of, refusals, runs_of, runs_url
-from fsdp_lab.tracking.tags import RECORDED_TAG, SWEEP_TAG, TRIAL_TAG, fact_tags, one_line, shortened
+from fsdp_lab.tracking.tags import RECORDED_TAG, SWEEP_TAG, TRIAL_TAG, fact_tags, one_line, shortened, stored_name
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -288,9 +288,11 @@ class Projection:
             if step not in stored.steps:
                 self._try("metrics", stored, writes.log_epoch, client, run_id, wanted.epochs[step], step)
                 stored.steps.add(step)
-        if wanted.figures.items() - stored.figures.items():
-            self._try("metrics", stored, writes.log_epoch, client, run_id, wanted.figures, 0)
-            stored.figures |= wanted.figures
+        figures = {stored_name(key): value for key, value in wanted.figures.items()}
+        if figures.items() - stored.figures.items():
+            self._try("metrics", stored, writes.log_epoch, client, run_id, figures, 0)
+            stored.figures |= figures
+        self._report_names({key for metrics in wanted.epochs.values() for key in metrics})
         if wanted.answer:
             self._once("tags", stored, ("answer", wanted.answer), writes.set_answer, client, run_id, wanted.answer)
         if wanted.status is not None:
@@ -338,6 +340,12 @@ class Projection:
                 stored.refused = True
             self._report(what, error)
             return None
+
+    def _report_names(self, metrics: set[str]) -> None:
+        changed = {key: stored_name(key) for key in metrics if stored_name(key) != shortened(key)}
+        for key in sorted(changed.keys() - self._reported):
+            self._reported.add(key)
+            self._on_problem(f"MLflow takes no metric {key}; it is there as {changed[key]}")
 
     def _report(self, what: str, error: Exception) -> None:
         if what not in self._reported:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.tracking.store import TrackingError, open_store, refusals, runs_of, sqlite_path
+from fsdp_lab.tracking.store import TrackingError, check_place, open_store, refusals, runs_of, sqlite_path
 from fsdp_lab.tracking.tags import TRIAL_TAG, SweepAnswer, one_line, shortened
 from fsdp_lab.tracking.writes import log_epoch, set_answer, set_tags
 
@@ -108,9 +108,11 @@ def _open_run(tracking: TrackingConfig, run_id: str) -> tuple[MlflowClient, dict
     from mlflow.exceptions import MlflowException
 
     try:
-        return client, client.get_run(run_id).data.tags
+        run = client.get_run(run_id)
     except MlflowException as error:
         raise TrackingError(
             f"run={run_id} is not in tracking.uri={tracking.uri} ({one_line(str(error), 200)}); copy it from the "
             "MLflow UI, or from the column run_id of results.csv."
         ) from None
+    check_place(tracking, run.info.artifact_uri)
+    return client, run.data.tags

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.sweep import TrackingConfig
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 _LOCAL = TrackingConfig().uri
+_ARTIFACTS = "mlartifacts"  # the folder next to the database
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _PROBE_TIMEOUT_S = 8.0
 # An expired token or a proxy takes a person to fix, so what is to be written waits.
@@ -79,7 +80,9 @@ def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowC
             if not to_write:
                 experiment = client.get_experiment_by_name(tracking.experiment)
                 return client, str(experiment.experiment_id) if experiment else ""
-            return client, _ensure_experiment(client, tracking.experiment, artifacts)
+            experiment_id = _ensure_experiment(client, tracking.experiment, artifacts)
+            check_place(tracking, client.get_experiment(experiment_id).artifact_location)
+            return client, experiment_id
 
 
 @contextmanager
@@ -108,20 +111,36 @@ def _check_uri(uri: str) -> tuple[str, Path | None]:
     if kind == "sqlite":
         path = sqlite_path(uri)
         path.parent.mkdir(parents=True, exist_ok=True)
-        query = f"?{parts.query}" if parts.query else ""
-        return f"{parts.scheme}:///{path}{query}", path.parent / "mlartifacts"
+        return _sqlite_uri(uri, path), path.parent / _ARTIFACTS
     if kind in _DATABASE_PORTS:
         if parts.hostname:  # MLflow would try ten times, for 100 s
             socket.create_connection((parts.hostname, port or _DATABASE_PORTS[kind]), _PROBE_TIMEOUT_S).close()
-        return uri, sqlite_path(_LOCAL).parent / "mlartifacts"
+        return uri, sqlite_path(_LOCAL).parent / _ARTIFACTS
     return uri, None  # a server; or MLflow may know it by a plugin
 
 
 def sqlite_path(uri: str) -> Path:
-    parts = urlsplit(uri)
-    if parts.netloc or not parts.path.strip("/") or ":memory:" in parts.path:
+    """Return the absolute path of an sqlite store."""
+    path, _, query = uri.partition(":///")[2].partition("?")
+    if not path.strip("/") or ":memory:" in path:
         raise _error(uri, "the path of an sqlite file follows three slashes", f"use {_LOCAL}")
-    return Path(parts.path[1:]).absolute()
+    if "%" in path or "/" in query:
+        raise _error(uri, "its path has a % or ?, which an address gives another meaning", "use a path without them")
+    return Path(path).absolute()
+
+
+def _sqlite_uri(uri: str, path: Path) -> str:
+    """Return the address of an sqlite store for any working folder that an address can name.
+
+    In one with a ? or a % in its name, the path is relative: an address gives these another meaning.
+    """
+    here = Path.cwd()
+    if any(sign in str(path) for sign in "?%"):
+        if not path.is_relative_to(here):
+            raise _error(uri, f"no address can name {path}, which has a ? or %", "use a path without them")
+        path = path.relative_to(here)
+    _, mark, query = uri.partition("?")
+    return f"{uri.partition(':///')[0]}:///{path}{mark}{query}"
 
 
 def _check_sqlite(path: Path) -> None:
@@ -187,6 +206,28 @@ def _ensure_experiment(client: MlflowClient, name: str, artifacts: Path | None) 
             f"restore --experiment-id {experiment.experiment_id}`, or give another tracking.experiment."
         )
     return str(experiment.experiment_id)
+
+
+def check_place(tracking: TrackingConfig, location: str) -> None:
+    """Check that the artifacts of an sqlite store are next to it: they do not move with it, as it has absolute paths.
+
+    Args:
+        location: of the artifacts, as the store has it.
+
+    Raises:
+        TrackingError: the store was moved or copied, and what is logged would go to the old place.
+    """
+    there = Path(unquote(urlsplit(location).path))
+    if not tracking.uri.startswith("sqlite") or not location.startswith("file:") or _ARTIFACTS not in there.parts:
+        return
+    artifacts = sqlite_path(tracking.uri).parent / _ARTIFACTS
+    there = Path(*there.parts[: there.parts.index(_ARTIFACTS) + 1])
+    if there != artifacts and not (there.exists() and artifacts.exists() and there.samefile(artifacts)):
+        raise TrackingError(
+            f"tracking.experiment={tracking.experiment} keeps its artifacts in {there}, but its store is in "
+            f"{artifacts.parent}: it was moved or copied. Move it back, link the old path to the new one, or use "
+            "another tracking.experiment."
+        )
 
 
 def _error(uri: str, reason: str, remedy: str) -> TrackingError:

@@ -7,6 +7,8 @@ import hashlib
 import importlib.metadata
 import math
 import platform
+import posixpath
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +80,17 @@ def shortened(name: str, length: int = NAME_LENGTH) -> str:
     return f"{name[: length - 10]}-{hashlib.sha256(name.encode()).hexdigest()[:9]}"
 
 
+def stored_name(name: str) -> str:
+    """Return the name that MLflow gets for a metric, a parameter or a tag.
+
+    It takes no `@` or `%` in them, for example, and no path such as `a//b`. A digest keeps a changed name unique.
+    """
+    allowed = re.sub(r"[^/\w.\- :]", "_", name)
+    if posixpath.normpath(allowed) != allowed or allowed.startswith(("/", "..")) or allowed == ".":
+        allowed = re.sub(r"[/.]", "_", allowed)
+    return shortened(name if allowed == name else f"{allowed}-{hashlib.sha256(name.encode()).hexdigest()[:4]}")
+
+
 def one_line(text: str, length: int) -> str:
     """Return text without line breaks, cut to `length` characters."""
     text = " ".join(text.split())
@@ -105,7 +118,7 @@ def trial_params(
         k: v for group, option in chosen.items() if group != "experiment" for k, v in _implied(group, option).items()
     }
     values = {**chosen, **{k: v for k, v in own.items() if k not in chosen and (k not in implied or implied[k] != v)}}
-    return {shortened(key): shortened(value_text(value), _PARAM_LENGTH) for key, value in values.items()}
+    return {stored_name(key): shortened(value_text(value), _PARAM_LENGTH) for key, value in values.items()}
 
 
 def _implied(group: str, option: str) -> dict[str, Any]:
@@ -194,7 +207,7 @@ def _origin(folder: Path, command: str) -> dict[str, Any]:
 
 
 def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
-    return {shortened(key): str(value)[:_TAG_LENGTH] for key, value in tags.items()}
+    return {stored_name(key): str(value)[:_TAG_LENGTH] for key, value in tags.items()}
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_lab.metrics import TRAIN_LOSS, VAL_LOSS, mib_figures
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.tracking.tags import answer_tags, shortened
+from fsdp_lab.tracking.tags import answer_tags, stored_name
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -46,7 +46,7 @@ def log_params(client: MlflowClient, run_id: str, params: Mapping[str, str]) -> 
 def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
     from mlflow.entities import RunTag
 
-    client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+    client.log_batch(run_id, tags=[RunTag(stored_name(key), value) for key, value in tags.items()])
 
 
 def set_answer(client: MlflowClient, run_id: str, answer: str) -> None:
@@ -69,4 +69,4 @@ def log_epoch(client: MlflowClient, run_id: str, metrics: Mapping[str, float], s
     names |= mib_figures(names)  # in the same batch, so that an epoch has both or neither
     now = int(time.time() * 1000)
     ordered = sorted(names, key=lambda key: key not in _FIRST)
-    client.log_batch(run_id, metrics=[Metric(shortened(key), names[key], now, step) for key in ordered])
+    client.log_batch(run_id, metrics=[Metric(stored_name(key), names[key], now, step) for key in ordered])

@@ -23,11 +23,12 @@ from fsdp_lab.config.parallel import Granularity, ShardingConfig
 from fsdp_lab.config.sweep import SearchConfig, SweepConfig, TrackingConfig
 from fsdp_lab.config.training import OptimizerConfig
 from fsdp_lab.status import TrialStatus
-from fsdp_lab.tracking import Projection, TrackingError, WantedRun
+from fsdp_lab.tracking import Projection, TrackingError, WantedRun, annotate
 from fsdp_lab.tracking.tags import (
     COMMAND_TAG,
     RECORDED_TAG,
     machine_tags,
+    stored_name,
     sweep_tags,
     trial_params,
     trial_tags,
@@ -147,6 +148,52 @@ def test_a_store_that_another_process_does_not_let_go_is_reported(
             open_once(TrackingConfig(f"sqlite:///{tmp_path}/mlflow.db", "lab"))
 
 
+@pytest.mark.parametrize("name", ["what?", "50%20off", "back\\slash", "${x}", "run#1", "a?b=c%2F#1"])
+def test_the_store_is_in_the_working_folder_whatever_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problems: list[str]
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    with lab_of(TrackingConfig(f"sqlite:///{len(name)}{ord(name[0])}/mlflow.db", "lab"), problems) as lab:
+        lab.want(0, files=[(Path(__file__), "")], status=TrialStatus.finished)
+        assert lab.projection.settle(60) == 0
+    assert problems == [] and [path.name for path in tmp_path.iterdir()] == [name]
+    folder = next(Path().iterdir())
+    assert sorted(path.name for path in folder.iterdir()) == [".mlflow.lock", "mlartifacts", "mlflow.db"]
+    assert len(list(folder.glob(f"mlartifacts/*/artifacts/{Path(__file__).name}"))) == 1
+
+
+@pytest.mark.parametrize("uri", ["sqlite:////tmp/what?/mlflow.db", "sqlite:////tmp/50%20off/mlflow.db"])
+def test_an_address_that_cannot_name_its_path_is_refused(uri: str) -> None:
+    with pytest.raises(TrackingError, match=r"has a % or \?.* use a path without them"):
+        open_once(TrackingConfig(uri, "lab"))
+
+
+def test_a_store_that_was_moved_does_not_log_to_its_old_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problems: list[str]
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):  # a store keeps no connection of an earlier place
+        folder.mkdir(exist_ok=True)
+    lay_store(old)
+    monkeypatch.chdir(old)
+    with lab_of(TrackingConfig(f"sqlite:///{old}/mlflow.db", "lab"), problems) as lab:
+        lab.want(0, status=TrialStatus.finished)
+        assert lab.projection.settle(60) == 0
+        run_id = lab.projection.run_id(0)
+    new.rmdir()
+    old.rename(new)
+    moved = TrackingConfig(f"sqlite:///{new}/mlflow.db", "lab")
+    for refused in (lambda: open_once(moved), lambda: annotate(moved, run_id, {}, [Path(__file__)])):
+        with pytest.raises(TrackingError, match=r"old/mlartifacts, but its store is in .*new: it was moved or copied"):
+            refused()
+    assert not old.exists()
+    old.symlink_to(new)
+    (new / "mlartifacts").mkdir(exist_ok=True)
+    open_once(moved)
+    open_once(dataclasses.replace(moved, experiment="another"))
+
+
 def test_opening_twice_keeps_the_experiment_and_what_was_written_about_it(store: TrackingConfig) -> None:
     open_once(store)
     client = reader()
@@ -157,6 +204,22 @@ def test_opening_twice_keeps_the_experiment_and_what_was_written_about_it(store:
     again = client.get_experiment_by_name("lab")
     assert again is not None
     assert (again.experiment_id, again.tags["mlflow.note.content"]) == (experiment.experiment_id, "ours")
+
+
+def test_a_name_that_mlflow_refuses_costs_no_other_metric(lab: Lab, problems: list[str]) -> None:
+    odd = {"val/acc@1": 0.5, "val/acc_1": 0.25, "val/a//b": 1.0, "val/100%": 2.0, "val/../x": 3.0}
+    run = lab.sent(
+        0, epochs={1: {**METRICS, "epoch": 1, **odd}}, figures={"val/top@5": 9.0},
+        params={stored_name("model.a@b"): "1"}, tags={"odd@tag": "3", "even": "4"},
+    )  # fmt: skip
+    assert run.data.metrics["train/loss"] == 1.5 and run.data.metrics["val/acc_1"] == 0.25
+    assert {*odd.values(), 9.0} <= set(run.data.metrics.values())
+    assert list(run.data.params.values()) == ["1"] and {"3", "4"} <= set(run.data.tags.values())
+    assert [problem for problem in problems if "val/acc@1" in problem] == [
+        "MLflow takes no metric val/acc@1; it is there as val/acc_1-4739"
+    ]
+    lab.sent(0, status=TrialStatus.finished)
+    assert lab.read(0).data.tags[RECORDED_TAG] == "true"
 
 
 @pytest.fixture
@@ -437,7 +500,11 @@ def test_names_and_values_of_any_length_fit_a_strict_database(strict: TrackingCo
     assert run.info.status == "FAILED"
 
 
-def test_a_refused_metric_is_reported_once_and_the_rest_goes_on(lab: Lab, problems: list[str]) -> None:
+def test_a_refused_metric_is_reported_once_and_the_rest_goes_on(
+    lab: Lab, problems: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("projection", "writes"):  # a server may refuse more names than MLflow's own rule
+        monkeypatch.setattr(f"fsdp_lab.tracking.{module}.stored_name", str)
     bad = {"mfu %": 1.0}
     run = lab.sent(0, epochs={1: bad, 2: bad, 3: METRICS}, status=TrialStatus.finished)
     assert len(problems) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import SweepConfig, UserError, to_dict
-from fsdp_lab.config.key_value_args import key_of
+from fsdp_lab.config.key_value_args import key_of, quoted
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.engine.ray_private import RUNTIME_ENV_FOLDER
 from fsdp_lab.record.paths import storage
@@ -44,8 +44,8 @@ def resume_arguments(arguments: Sequence[str]) -> list[str]:
     check_keys([word for line in lines_of(folder) for word in line["overrides"]], folder / "trials.jsonl")
     place = "hydra.sweep.dir" if record.multirun else "hydra.run.dir"
     # Hydra writes the config of a single trial before it calls us: the one that is there is to be compared.
-    quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
-    ours = [f"resume='{quoted}'", f"{place}='{quoted}'", *([] if record.multirun else ["hydra.output_subdir=null"])]
+    ours = [f"{key}={quoted(folder)}" for key in ("resume", place)]
+    ours += [] if record.multirun else ["hydra.output_subdir=null"]
     return [*(["-m"] if record.multirun else []), *with_overrides(record.arguments, [*typed, *ours])]
 
 
