@@ -266,7 +266,7 @@ FAULTS = (
     Fault("a number of workers that is slower is not named", "fsdp_lab/forecast/scaling.py",
           "slower_than = fastest.workers if", "slower_than = None if", "forecast/test_scaling.py"),
     Fault("hybrid sharding is not tried between nodes", "fsdp_lab/forecast/tries.py",
-          'not in ("gather", "scatter")', 'not in ("none",)', "forecast/test_scaling.py"),
+          '+ speed.shares.get("scatter", 0.0) < _WAITS', "< _WAITS", "forecast/test_scaling.py"),
     Fault("a long table hides the settings of more workers", "fsdp_lab/forecast/table.py",
           "len(rows) <= most or id(row) in kept", "len(rows) <= most or row in rows[:most]",
           "forecast/test_answer.py"),

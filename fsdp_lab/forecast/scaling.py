@@ -49,14 +49,12 @@ class Series:
         others: what else was varied, and has one value here.
         microbatches: samples that a worker takes at once; several: the steps are unequal.
         enough: more workers bring no more total speed; None: the most are the fastest.
-        freed: a setting that does not fit the fewest workers and is recommended with the most, and its name.
     """
 
     others: dict[str, str]
     points: list[Point]
     microbatches: list[int]
     enough: int | None
-    freed: tuple[Row, str] | None
 
 
 def series_of(made: Sequence[ForecastAnswer], tried: Sequence[Try], tolerance: float) -> list[Series]:
@@ -102,11 +100,4 @@ def _series(some: Sequence[ForecastAnswer], tried: Sequence[Try], tolerance: flo
     sizes = sorted({row.microbatch for row in rows}, reverse=True)
     others = alike if len(sizes) > 1 else {key: value for key, value in alike.items() if key != BATCH}
     enough = paying.workers if paying is not points[-1] else None
-    return Series(others, points, sizes, enough, _freed(ordered))
-
-
-def _freed(ordered: Sequence[ForecastAnswer]) -> tuple[Row, str] | None:
-    few, most = ordered[0], ordered[-1].recommendation.setting
-    same = next((s for s in few.recommendation.settings.all if most and s.values == most.values), None)
-    does_not_fit = same is not None and few.row(same).forecast.fits is False
-    return (few.row(same), same.name) if same is not None and does_not_fit else None
+    return Series(others, points, sizes, enough)

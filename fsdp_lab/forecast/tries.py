@@ -17,6 +17,7 @@ from fsdp_lab.record.trial import words
 
 HYBRID, BATCH, CHECKPOINTING = "sharding.dp_replicate", "training.global_batch_size", "activation_checkpointing"
 _MOST = 12  # as many forecasts as a small grid
+_WAITS = 0.5  # the share of a step that gathers and scatters bound, from which hybrid sharding is tried
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ def _hybrid(answer: ForecastAnswer, swept: Sequence[str]) -> Iterator[_Asked]:
     """
     best = answer.best
     speed = best.forecast.speed if best is not None else None
-    if best is None or speed is None or speed.network is None or speed.bound not in ("gather", "scatter"):
+    if best is None or speed is None or speed.network is None:
+        return
+    if speed.shares.get("gather", 0.0) + speed.shares.get("scatter", 0.0) < _WAITS:
         return
     for base in [best] if answer.least is best else [best, answer.least]:
         request = base.request

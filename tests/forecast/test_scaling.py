@@ -13,7 +13,7 @@ from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.scaling import Series, series_of
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.forecast.tries import Try, try_others
-from fsdp_lab.speed.predict import Network
+from fsdp_lab.speed.predict import Network, Speed
 from tests.forecast.test_answer import HYBRID, SLOWER, fast, hybrids, over_nodes, row
 from tests.ranks import config
 
@@ -92,18 +92,27 @@ def planted(words: str, workers: int = 16, bound: str = "scatter", gib: float = 
     return replace(sized, request=request, microbatch=per_step // request.config.training.grad_accum_steps)
 
 
+def speed_of(planted: Row) -> Speed:
+    assert planted.forecast.speed is not None
+    return planted.forecast.speed
+
+
 def test_a_step_that_waits_for_the_network_is_tried_with_shards_within_a_node():
     (one,), (made,) = asked(planted("sharding=per_block", workers=32))
     assert one["dp_replicate"] == "4" and made.words == {"sharding.dp_replicate": "4"} and made.fits
     small = planted("sharding=per_block reshard_after_forward=always", gib=3)
     two = [replace(planted("sharding=per_block"), settings=["never"]), replace(small, settings=["always"])]
-    two[1] = replace(two[1], forecast=replace(two[1].forecast, speed=replace(two[0].forecast.speed, step_s=9.0)))  # type: ignore[type-var]
+    two[1] = replace(two[1], forecast=replace(two[1].forecast, speed=replace(speed_of(two[0]), step_s=9.0)))
     keys = ["reshard_after_forward"]
     (other,) = try_others(answers(two, keys, 0.03), keys, lambda _: [row([], 99).forecast, row([], 9).forecast])
     assert other.of is two[0] and other.name == "reshard_after_forward=always", "the first does not fit"
     for words in ("sharding=ddp", "sharding=per_block sharding.dp_replicate=2"):
         assert asked(planted(words)) == ([], [])
     assert asked(planted("sharding=per_block", bound="compute")) == ([], [])
+    both = planted("sharding=per_block")
+    shares = {"compute": 0.42, "scatter": 0.35, "gather": 0.2}
+    (one,), _ = asked(replace(both, forecast=replace(both.forecast, speed=replace(speed_of(both), shares=shares))))
+    assert one["dp_replicate"] == "2", "together they bound most of it"
     assert asked(planted("sharding=per_block", workers=8)) == ([], []), "it has one node"
     swept = replace(planted("sharding=per_block"), settings=["1"])
     assert asked(swept, ["sharding.dp_replicate"]) == ([], [])
