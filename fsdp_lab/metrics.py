@@ -17,7 +17,7 @@ PREDICTED_SPEED, RATIO_ERROR = "forecast/samples_per_s", "forecast/ratio_error"
 PREDICTED_BY = "predicted_by"  # a trial's tag: the basis of its predicted speed
 RATIO_GROUP = "ratio_group"  # of the predictions that its own is compared with by the error of their ratio
 FORECAST_WORDS = (PREDICTED_BY, RATIO_GROUP)  # what of a forecast is no number
-OTHERS_CPU = "perf/others_cpu"
+OTHERS_CPU, MEDIAN_STEP = "perf/others_cpu", "perf/step_time_p50_s"
 FORECAST = "forecast/peak_bytes"
 DATA_WAIT = "perf/data_wait_share"
 TRAIN_LOSS, VAL_LOSS = "train/loss", "val/loss"
@@ -220,7 +220,7 @@ METRICS = (
         "timed; the largest of several nodes", form="{:.2f}", objective=False, csv=_SHOWN, report=_SHOWN,
     ),
     Metric(
-        "perf/step_time_p50_s", "step p50 ms", "s", "the median time of an optimizer step",
+        MEDIAN_STEP, "step p50 ms", "s", "the median time of an optimizer step",
         better="min", is_speed=True, form="{:.2f}", scale=1e-3, csv=_SHOWN, report=_SHOWN,
     ),
     Metric(

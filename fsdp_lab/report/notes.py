@@ -36,9 +36,6 @@ def notes_on_the_model(settings: Settings) -> Iterator[Statement]:
         plain = any(settings.of_trial[d.witness].values.get(_RECOMPUTED, "none") == "none" for _, d in different)
         named = {"reference": reference, "witness": witness, "wrong": wrong, "agree": agree, "sharded": plain}
         yield Statement("differs", {**vars(one), **named})
-    finished = [s for s in settings.all if s.is_finished]
-    if len(finished) > 1 and not different and {*finished} <= {*settings.alike(finished[0])}:
-        yield Statement("agree", {"count": len(finished)})
     key = settings.loss_key
     for group in settings.check.agreeing:
         alike = settings.alike(settings.of_trial[group[0]])
@@ -50,6 +47,9 @@ def notes_on_the_model(settings: Settings) -> Iterator[Statement]:
         if most - least > settings.rules.loss_tolerance * abs(least) + high.rounding(low, key):
             yield Statement("amplified", {"metric": key, "least": least, "most": most})
             return
+    finished = [s for s in settings.all if s.is_finished]
+    if len(finished) > 1 and not different and {*finished} <= {*settings.alike(finished[0])}:
+        yield Statement("agree", {"count": len(finished)})
 
 
 def _on_speeds(settings: Settings, able: Sequence[Setting], raced: bool) -> Iterator[Statement]:

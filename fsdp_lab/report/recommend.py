@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fsdp_lab.metrics import MEMORY, SPEED, declared, spacing
+from fsdp_lab.metrics import MEDIAN_STEP, MEMORY, SPEED, declared, spacing
 from fsdp_lab.report.choice import SAME_MEMORY, pareto_front
 from fsdp_lab.report.notes import notes_on, notes_on_the_model
 from fsdp_lab.report.qualify import does_not_fit, qualify, ratio
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+_UNEVEN = 0.15  # a difference of logarithms: a mean and a median differ by more
 _SAME = 1e-5  # as a ratio: losses that differ by less are the same
 
 
@@ -170,7 +171,20 @@ def _why(
         return Statement("same_speed", {"count": len(able)})
     following = max(others, key=lambda s: s.figure(SPEED))
     ratio = settings.speeds.ratio(chosen.group, following.group)
-    return Statement("fastest", {"count": len(able), "next": following, "ratio": ratio})
+    by_median = None if ratio.known else _by_median_steps(settings, chosen, following, ratio.value)
+    return Statement("fastest", {"count": len(able), "next": following, "ratio": ratio, "by_median": by_median})
+
+
+def _by_median_steps(settings: Settings, chosen: Setting, other: Setting, ratio: float) -> Interval | None:
+    """Return the ratio of two speeds by the median steps of their last epochs; None: it is about the same, or unknown.
+
+    Means are compared because they are what training takes: a median leaves out what every few steps cost. With one
+    run each, a busy spell of the machine is in one of the two means, and in neither median.
+    """
+    if "training.global_batch_size" in settings.axes:
+        return None
+    by_median = other.figure(MEDIAN_STEP) / chosen.figure(MEDIAN_STEP)
+    return Interval(by_median) if abs(math.log(by_median / ratio)) > _UNEVEN else None
 
 
 def _compare(settings: Settings, other: Setting, chosen: Setting, tied: bool, why_not: Statement | None) -> Comparison:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fsdp_lab.config import SweepConfig, may_change_speed
-from fsdp_lab.metrics import DATA_WAIT, MEMORY, MIB, SPEED, same_loss, spacing
+from fsdp_lab.metrics import DATA_WAIT, MEDIAN_STEP, MEMORY, MIB, SPEED, same_loss, spacing
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.choice import pareto_front
@@ -370,3 +370,23 @@ def test_trials_that_ran_side_by_side_are_counted_once_in_a_note():
         "run one by one."
     ]
     assert not any("side by side" in note for note in answer(sweep(rows[:2])).notes)
+
+
+@pytest.mark.parametrize(
+    ("steps", "axis", "said"),
+    [
+        ((0.010, 0.0114), "sharding", "`sharding=b` (1.14× by their median steps)."),
+        ((0.010, 0.0095), "sharding", "`sharding=b` (0.95× by their median steps)."),
+        ((0.010, 0.0134), "sharding", "`sharding=b`."),
+        ((0.010, 0.0114), "training.global_batch_size", "`training.global_batch_size=b`."),
+        ((math.nan, 0.0114), "sharding", "`sharding=b`."),
+    ],
+)
+def test_the_ratio_by_median_steps_is_shown_where_it_differs(steps: tuple[float, float], axis: str, said: str):
+    """One run each, of which a busy spell has slowed the second: 1.35 times by the means of all steps."""
+    rows = one_axis(axis, ("a", 100, 1350.0, 1.0), ("b", 100, 1000.0, 1.0))
+    rows = [dataclasses.replace(r, figures={**r.figures, MEDIAN_STEP: s}) for r, s in zip(rows, steps, strict=True)]
+    expected = f"It is the fastest of 2 settings, 1.35× the speed of the next, {said}"
+    assert answer(sweep(rows, axes=[axis])).details == [expected]
+    repeated = [*rounds(0, 1000.0, 1010.0, **{MEDIAN_STEP: 0.02}), *rounds(2, 2000.0, 2010.0, **{MEDIAN_STEP: 0.02})]
+    assert "median" not in " ".join(answer(sweep(repeated, axes=REPEATED)).details), "intervals say how sure it is"
