@@ -14,9 +14,10 @@ import hydra
 from fsdp_lab.compose import check, check_overrides, register_schema, search_path, single_trial
 from fsdp_lab.config import ConfigError, conf_dir, split_config_dir, with_custom
 from fsdp_lab.config.key_value_args import check_repeat, check_words, with_environment
+from fsdp_lab.config.machine import ask_clusters
 from fsdp_lab.config.options import names_code
 from fsdp_lab.config.target import import_from
-from fsdp_lab.engine.cluster import stop_ray
+from fsdp_lab.engine.cluster import running_cluster, stop_ray
 from fsdp_lab.explain import explain
 from fsdp_lab.output import outlast_reader
 from fsdp_lab.reference import keys_text, versions
@@ -52,6 +53,7 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
         leave(error)
     register_schema()
+    ask_clusters(running_cluster)
     app = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(run_single)
     try:
         app()

@@ -126,9 +126,10 @@ def _per_worker(count: int, *, _root_: DictConfig) -> int:
     """Return a batch size that grows with the workers: `training.global_batch_size='${per_worker:8}'`."""
     if not str(count).isdecimal():
         raise ConfigError(f"${{per_worker:{count}}} needs a whole number, for example ${{per_worker:8}}.")
-    alone = str(OmegaConf.select(_root_, "engine")) in ("inline", "Engine.inline")
-    default = 1 if alone else default_num_workers()
-    return int(count) * (OmegaConf.select(_root_, "cluster.num_workers") or default)
+    if (workers := OmegaConf.select(_root_, "cluster.num_workers")) is None:
+        alone = str(OmegaConf.select(_root_, "engine")) in ("inline", "Engine.inline")
+        workers = 1 if alone else default_num_workers(OmegaConf.select(_root_, "cluster.address"))
+    return int(count) * workers
 
 
 def typed_config(cfg: DictConfig) -> SweepConfig:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from fsdp_lab.config.address import SCHEMES, is_address, scheme_of
 from fsdp_lab.config.errors import ConfigError, UserError
@@ -24,16 +26,62 @@ FLOAT8_SINCE = (8, 9)
 _SEPARATE_GROUP_SINCE = (2, 12)  # 2.11 is without it, 2.13 has it
 
 
-def default_num_workers() -> int:
-    """Return the number of GPUs that this process may use, or 2 without GPUs."""
-    return num_gpus() or 2
+@dataclass(frozen=True)
+class RunningCluster:
+    """A Ray cluster at `cluster.address`.
+
+    Attributes:
+        num_workers: that null stands for there: the GPUs of the node with the most, or 2 without GPUs.
+        is_here: whether every worker runs on this machine, whose GPUs are the cluster's.
+    """
+
+    num_workers: int
+    is_here: bool
+
+
+_asks: list[Callable[[str], RunningCluster]] = []
+_clusters: dict[str, RunningCluster] = {}
+
+
+def ask_clusters(ask: Callable[[str], RunningCluster]) -> None:
+    """Let commands that train ask the cluster at an address, once, before its trials are composed and checked."""
+    _asks[:] = [ask]
+
+
+def _cluster_at(address: str | None) -> RunningCluster | None:
+    """Return the cluster; None on this machine, or in a command that reaches none.
+
+    Raises:
+        UserError: no Ray answers there.
+    """
+    if address is None or not _asks:
+        return None
+    if address not in _clusters:
+        _clusters[address] = _asks[0](address)
+    return _clusters[address]
+
+
+def gpus_are_here(cluster: ClusterConfig) -> bool:
+    """Return whether trials use this machine's GPUs, not those of other nodes."""
+    running = _cluster_at(cluster.address)
+    return running is None or running.is_here
+
+
+def default_num_workers(address: str | None = None) -> int:
+    """Return the number of GPUs that this process may use, or 2 without GPUs.
+
+    Args:
+        address: of a running cluster, whose nodes count then.
+    """
+    running = _cluster_at(address)
+    return num_gpus() or 2 if running is None else running.num_workers
 
 
 def workers_of(config: SweepConfig) -> int:
     """Return the number of ranks that `cluster.num_workers` stands for; null is one rank inline, else the default."""
     if config.cluster.num_workers is not None:
         return config.cluster.num_workers
-    return 1 if config.engine is Engine.inline else default_num_workers()
+    return 1 if config.engine is Engine.inline else default_num_workers(config.cluster.address)
 
 
 def cpus_per_worker_of(cluster: ClusterConfig) -> float:
@@ -159,4 +207,4 @@ def check_forecast(config: SweepConfig) -> None:
     Raises:
         ConfigError: see `ForecastConfig.check`.
     """
-    config.forecast.check(has_gpu=num_gpus() > 0)
+    config.forecast.check(has_gpu=num_gpus() > 0 and gpus_are_here(config.cluster))

@@ -18,6 +18,7 @@ import psutil
 
 from fsdp_lab import hardware
 from fsdp_lab.config import UserError
+from fsdp_lab.config.machine import RunningCluster
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.config.target import user_root
 from fsdp_lab.engine.ray_job import is_rays_copy
@@ -112,6 +113,33 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             refused = any(sign in printed() + str(error) for sign in _REFUSED)
             raise (wrong_token(cluster.address) if refused else no_ray(cluster.address, error)) from error
+
+
+def running_cluster(address: str) -> RunningCluster:
+    """Ask the cluster at an address what its nodes have, and leave it, unless this process is connected.
+
+    Trials connect later, with the code that they need.
+
+    Raises:
+        UserError: see `start_ray`; or it is no address.
+    """
+    loaded = sys.modules.get("ray")
+    connected = loaded is not None and loaded.is_initialized()
+    cluster = ClusterConfig(address=address)
+    cluster.check()
+    if not connected:
+        print(f"asking Ray at cluster.address={address} for its nodes", flush=True)
+        start_ray(cluster)
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    with_gpus = [node for node in alive if node["Resources"].get("GPU")]
+    places = {node["NodeManagerAddress"] for node in with_gpus or alive}
+    most = max((int(node["Resources"]["GPU"]) for node in with_gpus), default=0)
+    answer = RunningCluster(most or 2, places == {ray.util.get_node_ip_address()})
+    if not connected:
+        ray.shutdown()
+    return answer
 
 
 def set_own_token() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab import hardware
-from fsdp_lab.config import ConfigError, default_num_workers
-from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.config import ConfigError
+from fsdp_lab.config.sweep import ClusterConfig, Placement
 from fsdp_lab.engine.nodes import groups_that_fit, nodes
 from fsdp_lab.wording import resources_text
 
@@ -17,17 +17,6 @@ def num_gpus() -> int:
     import ray
 
     return int(ray.cluster_resources().get("GPU", 0))
-
-
-def resolve_num_workers(cluster: ClusterConfig) -> int:
-    """Return the number of ranks that `cluster.num_workers` stands for; null is a node's GPUs, or 2 without GPUs."""
-    if cluster.num_workers is not None:
-        return cluster.num_workers
-    if cluster.address is None:
-        return default_num_workers()
-    import ray
-
-    return max((int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]), default=0) or 2
 
 
 def resolve_cpus_per_worker(cluster: ClusterConfig) -> float:
@@ -49,8 +38,11 @@ def cpus_per_worker_on(nodes: list[dict[str, Any]]) -> float:
     return min(shares, default=hardware.default_cpus_per_worker(0, 0))
 
 
-def check_capacity(cluster: ClusterConfig) -> dict[str, float]:
+def check_capacity(cluster: ClusterConfig, num_workers: int) -> dict[str, float]:
     """Return the resources of a trial's workers together, which the cluster can hold.
+
+    Args:
+        num_workers: the number of ranks that `cluster.num_workers` stands for.
 
     Raises:
         ConfigError: the cluster can never hold it; the message has both numbers and the remedy.
@@ -63,7 +55,6 @@ def check_capacity(cluster: ClusterConfig) -> dict[str, float]:
             f"cluster.storage_path=null: the cluster has {alive} nodes, and all workers of a trial write into one "
             "folder; set cluster.storage_path to a folder that all of them mount, or to s3://bucket/prefix."
         )
-    num_workers = resolve_num_workers(cluster)
     total = ray.cluster_resources()
     each = worker_resources(resolve_cpus_per_worker(cluster), use_gpu=num_gpus() > 0)
     needed = {name: amount * num_workers for name, amount in each.items()}
@@ -81,6 +72,13 @@ def check_capacity(cluster: ClusterConfig) -> dict[str, float]:
             f"cluster.num_workers={num_workers} with {resources_text(each)} each: the nodes hold {fits} of these "
             f"workers, because each has to be on one node; use cluster.num_workers={max(1, fits)} or a smaller "
             "cluster.cpus_per_worker."
+        )
+    if cluster.placement is Placement.strict_pack and not groups_that_fit(needed, nodes()):
+        most = max(groups_that_fit(each, [node]) for node in nodes())
+        raise ConfigError(
+            f"cluster.placement=strict_pack with cluster.num_workers={num_workers}: no node holds more than {most} of "
+            f"these workers ({resources_text(each)} each); use cluster.num_workers={max(1, most)}, or "
+            "cluster.placement=pack."
         )
     return needed
 

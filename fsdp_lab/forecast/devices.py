@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdp_lab.config import ConfigError, SweepConfig, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS, data_sheets, device_file
-from fsdp_lab.config.machine import check_gpus
+from fsdp_lab.config.machine import check_gpus, gpus_are_here
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.forecast.capacity import GIB
 from fsdp_lab.forecast.observations import read_observations
@@ -69,7 +69,8 @@ def _in_file(config: SweepConfig) -> Device | None:
     file = device_file(config.forecast.device)
     if file is not None:
         return _load(file)
-    names = {gpu.name for gpu in gpus()} if config.forecast.device == "auto" else set()
+    here = config.forecast.device == "auto" and gpus_are_here(config.cluster)
+    names = {gpu.name for gpu in gpus()} if here else set()
     return sheet_of(names.pop()) if len(names) == 1 else None
 
 
@@ -143,12 +144,13 @@ def check_here(config: SweepConfig, num_workers: int, cuda: bool) -> None:
 def data_sheet_here(config: SweepConfig, cuda: bool) -> Device | None:
     """Return the device that `forecast.device` names, if trials run on it; else None.
 
-    Only this machine is considered: the GPUs of a remote cluster are not visible.
+    The GPUs of other nodes are not visible, and taken for those of the device.
     """
     sheet = data_sheet(config)
     if sheet is None or (sheet.kind == "cuda") is not cuda:
         return None
-    return sheet if not cuda or {gpu.name for gpu in gpus()} <= {sheet.name} else None
+    here = {gpu.name for gpu in gpus()} if cuda and gpus_are_here(config.cluster) else set()
+    return sheet if here <= {sheet.name} else None
 
 
 def capacity_bytes(config: SweepConfig, cuda: bool) -> int | None:
@@ -166,7 +168,7 @@ def capacity_here(config: SweepConfig, cuda: bool) -> int | None:
     """Return the bytes of one device for trials that run here; a named device's memory does not count."""
     if config.forecast.capacity_gib is not None:
         return int(config.forecast.capacity_gib * GIB)
-    if cuda and num_gpus():
+    if cuda and num_gpus() and gpus_are_here(config.cluster):
         return gpu_memory()
     sheet = data_sheet_here(config, cuda)
     return None if sheet is None else int(sheet.memory_gib * GIB)

@@ -36,11 +36,11 @@ def process_tree(*command: str, env: Mapping[str, str] | None = None) -> Iterato
 
 
 @contextmanager
-def ray_head(env: Mapping[str, str] | None = None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`(address, process)` of a cluster with two cores on the loopback."""
+def ray_head(env: Mapping[str, str] | None = None, gpus: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`(address, process)` of a cluster with two cores on the loopback, and GPUs that are a number only."""
     port = free_port()
     ray = str(Path(sys.executable).with_name("ray"))
-    command = [ray, "start", "--head", "--block", "--num-cpus=2", "--num-gpus=0", "--include-dashboard=false"]
+    command = [ray, "start", "--head", "--block", "--num-cpus=2", f"--num-gpus={gpus}", "--include-dashboard=false"]
     command += [f"--port={port}", "--node-ip-address=127.0.0.1", "--disable-usage-stats"]
     with process_tree(*command, env=env) as head:
         end = time.monotonic() + _START_S

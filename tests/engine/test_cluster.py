@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,12 +15,13 @@ import pytest
 import torch
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.config.machine import RunningCluster
+from fsdp_lab.config.sweep import ClusterConfig, Placement
 from fsdp_lab.cpu_contention import launchers
-from fsdp_lab.engine.cluster import code_environment
+from fsdp_lab.engine.cluster import code_environment, running_cluster
 from fsdp_lab.engine.resources import check_capacity, cpus_per_worker_on, resolve_cpus_per_worker
 from fsdp_lab.hardware import WORKER_CPUS
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_cli
 from tests.engine.ray_cluster import process_tree, ray_head
 from tests.servers import free_port
 from tests.sweep.conftest import results, started, wait_for
@@ -30,22 +32,80 @@ from tests.workloads.user.project import write_project
 def test_more_than_the_cluster_has_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch):
     """The answers of a Ray with one core stand in."""
     rays_with(monkeypatch, 1.0)
-    assert check_capacity(ClusterConfig(num_workers=2, cpus_per_worker=0.5)) == {"CPU": 1.0}
-    assert check_capacity(ClusterConfig(num_workers=1, cpus_per_worker=0.25)) == {"CPU": 0.25}
+    assert check_capacity(ClusterConfig(cpus_per_worker=0.5), 2) == {"CPU": 1.0}
+    assert check_capacity(ClusterConfig(cpus_per_worker=0.25), 1) == {"CPU": 0.25}
     assert resolve_cpus_per_worker(ClusterConfig()) == 1.0
     message = "cluster.num_workers=2 needs 2 CPU, the cluster has 1 in all; use cluster.num_workers=1"
     with pytest.raises(ConfigError, match=message):
-        check_capacity(ClusterConfig(num_workers=2))
+        check_capacity(ClusterConfig(), 2)
 
 
 def test_workers_of_which_each_fits_no_node_are_refused(monkeypatch: pytest.MonkeyPatch):
     """The answers of a Ray with nodes of eight and two cores stand in: ten in all, and one of them holds five."""
     rays_with(monkeypatch, 8.0, 2.0)
     shared = {"storage_path": "/shared"}
-    assert check_capacity(ClusterConfig(num_workers=5, cpus_per_worker=2, **shared)) == {"CPU": 10.0}
-    assert check_capacity(ClusterConfig(num_workers=30, cpus_per_worker=1 / 3, **shared))
+    assert check_capacity(ClusterConfig(cpus_per_worker=2, **shared), 5) == {"CPU": 10.0}
+    assert check_capacity(ClusterConfig(cpus_per_worker=1 / 3, **shared), 30)
     with pytest.raises(ConfigError, match=r"num_workers=2 with 5 CPU each: the nodes hold 1 .* use .*num_workers=1 or"):
-        check_capacity(ClusterConfig(num_workers=2, cpus_per_worker=5, **shared))
+        check_capacity(ClusterConfig(cpus_per_worker=5, **shared), 2)
+    packed = ClusterConfig(cpus_per_worker=2, placement=Placement.strict_pack, **shared)
+    assert check_capacity(packed, 4) == {"CPU": 8.0}
+    with pytest.raises(ConfigError, match=r"strict_pack .*num_workers=5: no node holds more than 4 .* use .*=4, or"):
+        check_capacity(packed, 5)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([("10.0.0.1", True, 0), ("10.0.0.2", True, 8)], RunningCluster(8, False)),
+        (
+            [("10.0.0.1", True, 4), ("10.0.0.2", True, 0)],
+            RunningCluster(4, True),
+        ),  # the head's
+        ([("10.0.0.1", True, 4), ("10.0.0.2", False, 8)], RunningCluster(4, True)),
+        ([("10.0.0.1", True, 2), ("10.0.0.2", True, 4)], RunningCluster(4, False)),
+        ([("10.0.0.1", True, 0), ("10.0.0.2", True, 0)], RunningCluster(2, False)),
+    ],
+)
+def test_the_default_number_of_workers_is_of_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, nodes: list[tuple[str, bool, int]], expected: RunningCluster
+):
+    """What a connected Ray answers stands in."""
+    rays = [
+        {"NodeManagerAddress": address, "Alive": alive, "Resources": {"CPU": 8.0} | ({"GPU": gpu} if gpu else {})}
+        for address, alive, gpu in nodes
+    ]
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", lambda: rays)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.1")
+    assert running_cluster("10.0.0.1:6379") == expected
+    with pytest.raises(ConfigError, match="do not run through Ray Client"):
+        running_cluster("ray://10.0.0.1:10001")
+
+
+@pytest.mark.ci
+def test_a_sweep_is_planned_for_the_workers_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It has eight GPUs by name, and this machine none."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    words = ("-m", *PLAIN, "sharding.dp_replicate=2,3,8", "training.global_batch_size=${per_worker:4},30")
+    with ray_head(gpus=8) as (address, _):
+        done = run_cli(tmp_path, *words, f"cluster.address={address}", "dry_run=true")
+        typed = run_cli(tmp_path, *words, f"cluster.address={address}", "dry_run=true", "cluster.num_workers=6")
+    assert (done.returncode, typed.returncode) == (0, 0), done.stderr + typed.stderr
+    assert [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("  ")] == [
+        [f"sharding.dp_replicate={replicas}", "training.global_batch_size=32"] for replicas in (2, 8)
+    ]
+    assert "left out 2: sharding.dp_replicate=3 does not divide cluster.num_workers=8" in done.stdout
+    assert "asking Ray" not in typed.stdout and "dp_replicate=8 does not divide cluster.num_workers=6" in typed.stdout
+
+
+def test_a_cluster_that_does_not_answer_is_named_before_anything_is_composed(tmp_path: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nothing listens
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = run_cli(tmp_path, "-m", *PLAIN, "training.epochs=1,2", f"cluster.address={address}", "dry_run=true")
+    assert done.returncode == 2
+    assert f"cluster.address={address}: no Ray cluster answers there" in done.stderr
 
 
 def rays_with(monkeypatch: pytest.MonkeyPatch, *cores: float) -> None:

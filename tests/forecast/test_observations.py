@@ -128,7 +128,6 @@ def test_a_trial_that_ends_is_kept_beside_its_prediction(
     )  # fmt: skip
     sweep = SimpleNamespace(states=[state], folder=tmp_path / "sweep", log=print, log_once=print)
     monkeypatch.setattr("fsdp_lab.sweep.listeners.forecasts.resources.num_gpus", lambda: 0)
-    monkeypatch.setattr("fsdp_lab.sweep.listeners.forecasts.resources.resolve_num_workers", lambda cluster: 2)
     plan = SimpleNamespace(config=asked.config, state=SimpleNamespace(trials=[]))
     listener = Forecasts(plan)  # type: ignore[arg-type]
     for _ in range(2):  # a resume may publish it again

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.conf import device_file
+from fsdp_lab.config.machine import RunningCluster
 from fsdp_lab.forecast.answer import answers
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.devices import (
@@ -159,7 +160,9 @@ def test_the_shares_of_what_bounds_a_step_report_what_a_slower_device_costs(word
     assert set(slower) | {"gather", "scatter"} == set(BOUNDS)
 
 
-def test_a_sweep_takes_the_memory_of_its_own_gpus_and_no_speed_of_others(fake_gpus: FakeGpus):
+def test_a_sweep_takes_the_memory_of_its_own_gpus_and_no_speed_of_others(
+    fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+):
     fake_gpus(2, 81920, 81920)  # which are called NVIDIA H200
     theirs, ours = config("forecast.device=a100_40gb"), config("forecast.device=h200")
     assert capacity_here(theirs, cuda=True) == capacity_here(ours, cuda=True) == gpu_memory()
@@ -169,6 +172,11 @@ def test_a_sweep_takes_the_memory_of_its_own_gpus_and_no_speed_of_others(fake_gp
     with pytest.raises(ConfigError, match="predictions for another device do not apply to them"):
         check_here(keep, 2, cuda=True)
     check_here(config("forecast.device=h200", "forecast.keep='2'"), 2, cuda=True)
+    monkeypatch.setattr("fsdp_lab.config.machine._asks", [RunningCluster])
+    for here, memory in ((True, gpu_memory()), (False, None)):
+        monkeypatch.setattr("fsdp_lab.config.machine._clusters", {"head:6379": RunningCluster(8, here)})
+        there = config("forecast.device=auto", "cluster.address=head:6379")
+        assert capacity_here(there, cuda=True) == memory, "other nodes' GPUs are not this machine's"
     fake_gpus(0)
     check_here(config("forecast.device=h200", "forecast.prune=true", "forecast.capacity_gib=1"), 2, cuda=False)
 

@@ -14,7 +14,8 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import open_dict
 
 from fsdp_lab.compose import plain, typed_config
-from fsdp_lab.config import ConfigError, SweepConfig
+from fsdp_lab.config import ConfigError, SweepConfig, default_num_workers, workers_of
+from fsdp_lab.config.machine import RunningCluster, ask_clusters
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.grid import enumerate_grid
 from fsdp_lab.sweep.multirun import axes_notes
@@ -130,6 +131,34 @@ def test_a_key_that_nothing_reads_is_an_error_of_every_cell(parser: OverridesPar
     for cell in (["+optimizer.speed=1", "optimizer.lr=0.5"], ["+optimizer.speed=1", "optimizer.lr=0.25"]):
         with pytest.raises(ConfigError, match=r"optimizer\.speed is not a key"):
             composer(cell, 0)
+
+
+def test_cells_are_composed_and_checked_for_the_workers_of_the_cluster(
+    parser: OverridesParser, compose_trial, monkeypatch: pytest.MonkeyPatch
+):
+    """Of eight where null asks it, once; this machine has others."""
+    asked: list[str] = []
+    monkeypatch.setattr("fsdp_lab.config.machine._clusters", {})
+    monkeypatch.setattr("fsdp_lab.config.machine._asks", [])
+    ask_clusters(lambda address: asked.append(address) or RunningCluster(8, False))  # type: ignore[func-returns-value]
+
+    def plan(replicas: str, *arguments: str) -> Plan:
+        words = ("training.global_batch_size=${per_worker:8}", f"sharding.dp_replicate={replicas}", *arguments)
+        return plan_sweep(enumerate_grid(parser, {}, words), compose_trial)
+
+    made = plan("1,3,8", "cluster.address=head:6379")
+    assert [(t.config.sharding.dp_replicate, t.config.training.global_batch_size) for t in made.trials] == [
+        (1, 64), (8, 64)
+    ]  # fmt: skip
+    assert [workers_of(trial.config) for trial in made.trials] == [8, 8]
+    (reason,) = made.left_out
+    assert "sharding.dp_replicate=3 does not divide cluster.num_workers=8" in reason
+    assert asked == ["head:6379"]
+    typed = plan("1,3,8", "cluster.address=other:6379", "cluster.num_workers=3")
+    assert [t.config.training.global_batch_size for t in typed.trials] == [24, 24]
+    here = plan("1")
+    assert here.trials[0].config.training.global_batch_size == 8 * default_num_workers()
+    assert asked == ["head:6379"]
 
 
 AXES = {"precision": "fp32,fp16", "offload": "none,cpu"}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.config import SweepConfig, UserError, from_dict
+from fsdp_lab.config.machine import RunningCluster
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.paths import storage
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder, read_start
@@ -195,13 +196,16 @@ def test_changed_code_is_named(monkeypatch: pytest.MonkeyPatch):
     assert changes_of_code(dataclasses.replace(record, commit="a" * 40)) == [], "the same code in another commit"
 
 
-def test_another_number_of_workers_by_default_is_named():
+def test_another_number_of_workers_by_default_is_named(monkeypatch: pytest.MonkeyPatch):
     record = SweepStart.of([], True, SweepConfig())
     assert changes_of_workers(record, SweepConfig()) == []
     (change,) = changes_of_workers(dataclasses.replace(record, num_workers=8), SweepConfig())
     assert change.startswith("cluster.num_workers=null was 8 workers and is ")
     elsewhere = from_dict(SweepConfig, {"cluster": {"address": "head:6379"}})
+    monkeypatch.setattr("fsdp_lab.config.machine._clusters", {"head:6379": RunningCluster(8, False)})
+    monkeypatch.setattr("fsdp_lab.config.machine._asks", [RunningCluster])
     assert changes_of_workers(dataclasses.replace(record, num_workers=8), elsewhere) == [], "not this machine's"
+    assert changes_of_workers(dataclasses.replace(record, num_workers=4), elsewhere) != []
 
 
 def test_changed_settings_are_named(compose_trial):

@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 from ray.tune.experiment.trial import Trial
 
-from fsdp_lab.config import SweepConfig
+from fsdp_lab.config import ConfigError, SweepConfig
+from fsdp_lab.config.parallel import ShardingConfig
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
@@ -27,6 +28,16 @@ def test_as_many_trials_start_at_a_time_as_the_cluster_holds(
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1.0})
     config = replace(SweepConfig(), cluster=ClusterConfig(num_workers=workers, cpus_per_worker=each))
     assert ResourceCatalog().side_by_side(config) == beside
+
+
+def test_each_configuration_is_checked_not_the_first_of_its_cluster(monkeypatch: pytest.MonkeyPatch):
+    where = {"NodeID": "one", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1, "NodeManagerHostname": "here"}
+    monkeypatch.setattr("ray.nodes", lambda: [{**where, "Alive": True, "Resources": {"CPU": 4.0}}])
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0})
+    catalog, config = ResourceCatalog(), replace(SweepConfig(), cluster=ClusterConfig(num_workers=4))
+    assert catalog.of(config) == {"CPU": 4.0}
+    with pytest.raises(ConfigError, match=r"dp_replicate=3 does not divide cluster.num_workers=4"):
+        catalog.of(replace(config, sharding=ShardingConfig(dp_replicate=3)))
 
 
 def test_tune_takes_our_callback_whatever_output_the_user_has_set(monkeypatch: pytest.MonkeyPatch):

@@ -6,7 +6,7 @@ import time
 
 import ray
 
-from fsdp_lab.config import SweepConfig
+from fsdp_lab.config import SweepConfig, workers_of
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.engine import resources
 from fsdp_lab.engine.nodes import NodeWatch, groups_that_fit, nodes
@@ -25,6 +25,7 @@ class ResourceCatalog:
 
     def __init__(self) -> None:
         self._needs: dict[str, dict[str, float]] = {}
+        self._checked: set[int] = set()  # configurations, which their trials keep
         self._total: dict[str, float] = {}
         self._look_at = 0.0
         self.nodes = NodeWatch(nodes())
@@ -34,12 +35,15 @@ class ResourceCatalog:
         """Return the resources of a trial's workers together.
 
         Raises:
-            ConfigError: the cluster could not hold them when they were first compared.
+            ConfigError: the cluster could not hold them when they were first compared; or the settings do not suit
+                their number.
         """
         key = str(config.cluster)
+        if id(config) not in self._checked:
+            config.check(workers_of(config))
+            self._checked.add(id(config))
         if key not in self._needs:
-            config.check(resources.resolve_num_workers(config.cluster))
-            self._needs[key] = resources.check_capacity(config.cluster)
+            self._needs[key] = resources.check_capacity(config.cluster, workers_of(config))
         return self._needs[key]
 
     def total(self) -> dict[str, float]:
@@ -66,7 +70,7 @@ class ResourceCatalog:
 
 def workers_per_node(config: SweepConfig) -> int:
     """Return how many workers share a node: those of a shard group, if there is such a node for every group."""
-    num_workers, replicas = resources.resolve_num_workers(config.cluster), config.sharding.dp_replicate
+    num_workers, replicas = workers_of(config), config.sharding.dp_replicate
     if replicas == 1 or config.sharding.granularity is Granularity.ddp:
         return 1
     each = resources.worker_resources(resources.resolve_cpus_per_worker(config.cluster), resources.num_gpus() > 0)

@@ -19,7 +19,7 @@ from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
-from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, stops_on, to_dict
+from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, stops_on, to_dict, workers_of
 from fsdp_lab.config.registry import module_of
 from fsdp_lab.engine import resources
 from fsdp_lab.engine.files_of_ranks import receive
@@ -156,7 +156,7 @@ def job_of(config: SweepConfig, folder: str, watch: NodeWatch, address: str | No
     return Job(
         config=to_dict(part(config, TrialConfig)),
         folder=folder,
-        num_workers=resources.resolve_num_workers(config.cluster),
+        num_workers=workers_of(config),
         cpus_per_worker=resources.resolve_cpus_per_worker(config.cluster),
         use_gpu=resources.num_gpus() > 0,
         launched_in=os.getcwd(),

@@ -75,12 +75,10 @@ class Forecasts(Listener):
             far = f"{done} of {total} done{', ' if left else ''}{left}"
             sweep.log(f"waiting for the forecasts: {far}; forecast.enabled=false skips them")
 
-        wanted = _wanted(sweep.states)
+        wanted, workers = _wanted(sweep.states), workers_of(sweep.config)
         if self._early is not None:
             result = self._early.result(waits)
-            workers = workers_of(sweep.config)
         else:
-            workers = resources.resolve_num_workers(sweep.config.cluster)
             with Background(_requests(list(wanted.values()), resources.num_gpus() > 0, workers)) as background:
                 result = background.result(waits)
         known = [forecast.peak_bytes for forecast in result if not forecast.error]
@@ -129,7 +127,7 @@ class Forecasts(Listener):
         config = sweep.states[number].trial.config
         if not config.forecast.enabled:
             return
-        workers = resources.resolve_num_workers(config.cluster)
+        workers = workers_of(config)
         (request,) = _requests([sweep.states[number]], resources.num_gpus() > 0, workers)
         if (known := self._known.get(request.key)) is not None:  # of a trial that this one repeats
             self._take(sweep, number, known)
@@ -159,7 +157,7 @@ class Forecasts(Listener):
     def _remember(self, sweep: SweepRun, number: int, speed: Speed) -> None:
         """Let a trial that was predicted correct later predictions of its device."""
         state = sweep.states[number]
-        workers = resources.resolve_num_workers(state.trial.config.cluster)
+        workers = workers_of(state.trial.config)
         (request,) = _requests([state], resources.num_gpus() > 0, workers)
         if speed.parts is None or request.sheet is None or not ran_there(request, state.device):
             return

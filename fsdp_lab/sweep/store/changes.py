@@ -30,9 +30,9 @@ def _commits(there: str, here: str) -> str:
 
 
 def changes_of_workers(record: SweepStart, config: SweepConfig) -> list[str]:
-    """Return a sentence if `cluster.num_workers=null` stands for another number of this machine's workers now."""
+    """Return a sentence if `cluster.num_workers=null` stands for another number of workers now."""
     workers = workers_of(config)
-    if config.cluster.num_workers or config.cluster.address or workers == record.num_workers:
+    if config.cluster.num_workers or workers == record.num_workers:
         return []
     return [f"cluster.num_workers=null was {record.num_workers} workers and is {workers}"]
 
