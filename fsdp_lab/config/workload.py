@@ -232,7 +232,7 @@ class TaskConfig:
     """For `custom`: path to `f(model, batch)` that returns the mean loss, a scalar."""
     metrics: Optional[str] = key(None)
     """For `custom`: path to `f(model, batch)` that returns `{name: (sum, count)}` in validation."""
-    unit: Optional[str] = key(None, _is_unit)
+    unit: Optional[str] = key(None, _is_unit, memory=Memory.VALUE)
     """What speed counts: `samples` or `tokens`; null: the task's own."""
     loss_chunks: int = key(1, at_least_one, memory=Memory.VALUE)
     """For `language`: compute the loss in so many parts of the sequence, which hold fewer logits at once."""

@@ -126,11 +126,13 @@ def _frame(rows: Sequence[Row], swept: Sequence[str]) -> pd.DataFrame:
     """Return forecasts as a sweep's frame; what may fit counts as fitting."""
     frame = forecasts_frame(rows, swept)
     samples = (frame["samples_per_s_of_all"] * frame["step_s"]).round()
+    short = [row.forecast.host_is_short for row in rows]  # of the host, which is then what it does not fit
+    capacity = frame["capacity_bytes"].where(frame["fits"] != "upper bound")
     figures = {
         MEMORY: frame["needed_bytes"],
-        "forecast/needed_bytes": frame["needed_bytes"],
+        "forecast/needed_bytes": frame["needed_bytes"].mask(short, [r.forecast.host_needed_bytes for r in rows]),
         LEAST: frame["least_bytes"].where(frame["fits"] == "tight"),
-        "forecast/capacity_bytes": frame["capacity_bytes"].where(frame["fits"] != "upper bound"),
+        "forecast/capacity_bytes": capacity.mask(short, [r.forecast.host.memory_bytes or 0 for r in rows]),
         PREDICTED_SPEED: frame["samples_per_s_of_all"],
         f"{PREDICTED_SPEED}_low": samples / frame["step_high_s"],
         f"{PREDICTED_SPEED}_high": samples / frame["step_low_s"],

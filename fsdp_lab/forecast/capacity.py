@@ -44,6 +44,19 @@ class NoForecast:
 
 
 @dataclass(frozen=True)
+class Host:
+    """The host of some GPUs.
+
+    Attributes:
+        memory_bytes: None: not known.
+        num_workers: that share it.
+    """
+
+    memory_bytes: int | None = None
+    num_workers: int = 1
+
+
+@dataclass(frozen=True)
 class Forecast:
     """The memory of one worker, in bytes, and its speed.
 
@@ -62,6 +75,7 @@ class Forecast:
         traceback: of that error, if it was raised from another, such as one of the user's code; else "".
         upper_bound: what makes the memory an upper bound, in words such as `compile=true`; "": it is none.
         num_params: of the whole model, and of the worker's part.
+        host: of the worker.
     """
 
     cuda: bool
@@ -80,6 +94,7 @@ class Forecast:
     traceback: str = ""
     upper_bound: str = ""
     num_params: tuple[int, int] = (0, 0)
+    host: Host = field(default_factory=Host)
 
     @property
     def peak_bytes(self) -> int:
@@ -89,6 +104,17 @@ class Forecast:
     def host_bytes(self) -> int:
         """Of the tensors that live on the host while a GPU computes; 0 on a CPU, whose memory is the device's."""
         return self.peaks.get("host", {}).get("total", 0) + sum(self.host_allowances.values())
+
+    @property
+    def host_needed_bytes(self) -> int:
+        """The same of all workers of a host."""
+        return self.host_bytes * self.host.num_workers
+
+    @property
+    def host_is_short(self) -> bool:
+        """Whether the workers of a host need more memory than it has."""
+        capacity = self.host.memory_bytes
+        return self.error is None and capacity is not None and self.host_needed_bytes > capacity
 
     @property
     def needed_bytes(self) -> int:
@@ -108,7 +134,9 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits; None without a forecast, or if the capacity is not known, or see `may_fit`."""
+        """Whether it fits its device and its host; None without a forecast or a capacity, or see `may_fit`."""
+        if self.host_is_short:
+            return False
         if self.capacity_bytes is None or self.error or self.may_fit:
             return None
         return self.needed_bytes <= self.capacity_bytes
@@ -116,7 +144,7 @@ class Forecast:
     @property
     def may_fit(self) -> bool:
         """Whether an upper bound exceeds the capacity: it may fit or not. Nothing may be skipped because of it."""
-        if self.capacity_bytes is None or self.error:
+        if self.capacity_bytes is None or self.error or self.host_is_short:
             return False
         return bool(self.upper_bound) and self.needed_bytes > self.capacity_bytes
 
@@ -126,7 +154,7 @@ class Forecast:
 
         The allocator does that when the device is full. Such a setting may run slower, or still run out of memory.
         """
-        if self.fits is not False or self.active_bytes is None or self.reserved_bytes is None:
+        if self.fits is not False or self.host_is_short or self.active_bytes is None or self.reserved_bytes is None:
             return False
         assert self.capacity_bytes is not None
         return self.least_bytes <= self.capacity_bytes
@@ -140,7 +168,15 @@ class Forecast:
 
     @property
     def shortage(self) -> dict[str, int]:
-        """The values of `Code.does_not_fit`, if the capacity is known."""
+        """The values of `Code.does_not_fit`, if the capacity is known: of the device, or of a host that is short."""
+        if self.host_is_short:
+            assert self.host.memory_bytes is not None
+            return {
+                "needed_bytes": self.host_needed_bytes,
+                "capacity_bytes": self.host.memory_bytes,
+                "peak_bytes": self.host_bytes,
+                "workers": self.host.num_workers,
+            }
         assert self.capacity_bytes is not None
         return {
             "needed_bytes": self.needed_bytes,
@@ -149,7 +185,7 @@ class Forecast:
         }
 
 
-def on_capacity(forecast: Forecast, capacity_bytes: int | None) -> Forecast:
+def on_capacity(forecast: Forecast, capacity_bytes: int | None, host: Host = Host()) -> Forecast:
     """Return the forecast for a device of this capacity.
 
     On a device that it nearly fills, the speed has a wider range, and the error of ratios to others is not known.
@@ -157,8 +193,9 @@ def on_capacity(forecast: Forecast, capacity_bytes: int | None) -> Forecast:
     Args:
         forecast: with the range of its speed as `predict` returns it.
         capacity_bytes: None: not known.
+        host: of the device.
     """
-    forecast = replace(forecast, capacity_bytes=capacity_bytes)
+    forecast = replace(forecast, capacity_bytes=capacity_bytes, host=host)
     if forecast.speed is None or not forecast.nearly_full:
         return forecast
     slowest = forecast.speed.step_s / (1 - NEARLY_FULL_ERROR)

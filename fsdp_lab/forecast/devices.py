@@ -10,9 +10,9 @@ from fsdp_lab.config import ConfigError, SweepConfig, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS, data_sheets, device_file
 from fsdp_lab.config.machine import check_gpus, gpus_are_here
 from fsdp_lab.config.sweep import Engine
-from fsdp_lab.forecast.capacity import GIB
+from fsdp_lab.forecast.capacity import GIB, Host
 from fsdp_lab.forecast.observations import read_observations
-from fsdp_lab.hardware import gpus, num_gpus
+from fsdp_lab.hardware import gpus, host_memory, num_gpus
 from fsdp_lab.speed.device import Device, digest, load_device, on_network
 from fsdp_lab.speed.refine import Observation, refine
 
@@ -172,6 +172,25 @@ def capacity_here(config: SweepConfig, cuda: bool) -> int | None:
         return gpu_memory()
     sheet = data_sheet_here(config, cuda)
     return None if sheet is None else int(sheet.memory_gib * GIB)
+
+
+def is_here(config: SweepConfig) -> bool:
+    """Return whether `forecast.device` is this machine's GPU."""
+    if config.forecast.device not in DEVICE_KINDS:
+        return num_gpus() > 0 and data_sheet_here(config, cuda=True) is not None
+    return num_gpus() > 0 and config.forecast.capacity_gib is None
+
+
+def host_of(num_workers: int, sheet: Device | None, here: bool) -> Host:
+    """Return the host of GPUs, and how many of the workers it has.
+
+    Args:
+        sheet: of the device; None: its nodes are not known.
+        here: it is this machine, whose memory is known.
+    """
+    if here:
+        return Host(host_memory(), min(num_workers, num_gpus()))
+    return Host(None, min(num_workers, sheet.node_size if sheet else num_workers))
 
 
 def gpu_memory() -> int | None:

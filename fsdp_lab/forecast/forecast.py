@@ -55,6 +55,8 @@ from fsdp_lab.workloads.base import Batch, Workload, tensors_of
 from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.construct import Blueprint
 
+# Pageable memory is copied through pinned buffers first. An assumption: no measurement on a current GPU was found.
+PAGEABLE = 2.0
 _MICROBATCH_LIMIT = 2**20  # where memory does not stop it, the search does
 
 
@@ -109,7 +111,14 @@ def _price(
     """Return the speed of a program's step, with the model's MFU."""
     differs = unlike(config, num_workers, sheet)
     program = in_tf32(program, sheet, config.precision.tf32)
-    speed = predict(program, sheet, config.sharding.separate_reduce_scatter_group, not differs)
+    separate = config.sharding.separate_reduce_scatter_group
+    speed = predict(program, sheet, separate, not differs)
+    if config.offload.target is OffloadTarget.cpu_unpinned:
+        paged, slowest = (
+            predict(program, replace(sheet, host_bandwidth=sheet.host_bandwidth / by), separate, not differs)
+            for by in (PAGEABLE, PAGEABLE**2)
+        )
+        speed = replace(paged, low_s=speed.low_s, high_s=slowest.high_s)
     samples = config.training.global_batch_size
     flops = workload.train_flops_per_sample()
     peak = sheet.peak_flops.get(config.precision.multiplied_in) if flops else None
@@ -132,7 +141,9 @@ def unlike(config: TrialConfig, num_workers: int, sheet: Device) -> tuple[str, .
     differences = {
         "compile=true": config.compile,
         "float8": config.precision.float8,
-        f"offload={offload.value}": sheet.kind is DeviceKind.cuda and offload is not OffloadTarget.none,
+        "offload=cpu": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu,
+        "offload=cpu_unpinned (pageable copies are assumed to be half as fast as pinned ones; the range covers as fast "
+        "to a quarter)": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu_unpinned,
         f"sharding={sharding.value}": sharding is not Granularity.per_block,
         f"parameters in {dtype.value}": dtype is not Dtype.bfloat16,
         "several nodes": num_workers > sheet.node_size,
@@ -197,6 +208,8 @@ def largest_microbatch(
     config: TrialConfig, num_workers: int, cuda: bool, capacity_bytes: int, gpu: Gpu = HOPPER
 ) -> int:
     """Return the most samples that one worker can take at once, with the same accumulation; 0: not even one fits.
+
+    One more does not fit. Many more may, where the allocator's cached blocks suit them better: those are not tried.
 
     The peak grows with the batch in straight pieces, each steeper than the one before. So a line through two sizes
     points at or beyond the answer: few forecasts are needed, and the answer and its successor are both tried.
@@ -327,7 +340,7 @@ def _follow(
             materialize(model, lambda old: fresh_tensor(old, home if old.is_meta else device))
             _mark_forward(model, values)
 
-        unused = leaves_some_unused(workload, config)
+        unused, _ = leaves_some_unused(workload, config)
         state = build(
             workload.model, as_forecast(config), dims, device, materialize=without_values, find_unused=unused,
             to_float8=apply_fake_float8,

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from fsdp_lab.config import cpu_notes, gpu_notes, sharding_notes
 from fsdp_lab.config.training import ActivationCheckpointing
-from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.capacity import GIB, Forecast
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import unit_of
 from fsdp_lab.forecast.words import words_of_forecasts
+from fsdp_lab.wording import count
 
 
 def request_notes(requests: Sequence[Request]) -> list[str]:
@@ -50,6 +51,27 @@ def bound_notes(forecasts: Sequence[Forecast]) -> list[str]:
     """Return a note for each reason why memory is an upper bound."""
     reasons = dict.fromkeys(one.upper_bound for one in forecasts if one.upper_bound)
     return [f"{reason}: the memory is an upper bound, and the speed has no fused kernels." for reason in reasons]
+
+
+def host_notes(forecasts: Sequence[Forecast]) -> list[str]:
+    """Return what offloaded settings need of their host, if that is more than it has, or its memory is not known."""
+    offloaded = [one for one in forecasts if not one.error and one.peaks.get("host", {}).get("param")]
+    short = [one for one in offloaded if one.host_is_short]
+    unknown = [one for one in offloaded if one.host.memory_bytes is None]
+    notes = []
+    for some, what in ((short, "that fit no host"), (unknown, "not checked")):
+        if some:
+            most = max(some, key=lambda one: one.host_needed_bytes)
+            has, workers = most.host.memory_bytes, count(most.host.num_workers, "worker")
+            notes.append(
+                f"host memory: {count(len(some), 'offloaded setting')} {what}: {workers} of a host need up to "
+                f"{_gib(most.host_needed_bytes)}, and it has {'an unknown size' if has is None else _gib(has)}."
+            )
+    return notes
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:,.3g} GiB"
 
 
 def allowances_note(forecasts: Sequence[Forecast]) -> str:

@@ -8,15 +8,15 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from fsdp_lab.config import SweepConfig, UserError, memory_settings, speed_settings
 from fsdp_lab.config.parallel import OffloadConfig
 from fsdp_lab.config.target import user_line
-from fsdp_lab.forecast.capacity import Forecast, NoForecast, on_capacity
-from fsdp_lab.forecast.devices import capacity_bytes, data_sheet, for_cuda, refined
+from fsdp_lab.forecast.capacity import Forecast, Host, NoForecast, on_capacity
+from fsdp_lab.forecast.devices import capacity_bytes, data_sheet, for_cuda, host_of, is_here, refined
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
 from fsdp_lab.hardware import num_cpus
 from fsdp_lab.speed.device import Device
@@ -35,6 +35,7 @@ class Request:
         capacity_bytes: of one device; None: not known.
         page: where to write its timeline; None: nowhere.
         sheet: the device whose speed to forecast; None: only the memory.
+        host: of the device.
     """
 
     config: SweepConfig
@@ -43,12 +44,19 @@ class Request:
     capacity_bytes: int | None
     page: Path | None = None
     sheet: Device | None = None
+    host: Host = field(default_factory=Host)
 
     @staticmethod
     def of(config: SweepConfig, num_workers: int, page: Path | None = None) -> Request:
         """Return a request outside of a sweep, whose device is corrected by finished trials."""
         cuda = for_cuda(config)
-        return Request(config, num_workers, cuda, capacity_bytes(config, cuda), page, refined(data_sheet(config)))
+        sheet = refined(data_sheet(config))
+        host = host_of(num_workers, sheet, cuda and is_here(config))
+        return Request(config, num_workers, cuda, capacity_bytes(config, cuda), page, sheet, host)
+
+    def weigh(self, forecast: Forecast) -> Forecast:
+        """Return a forecast that this request may share with others, on its own device."""
+        return on_capacity(forecast, self.capacity_bytes, self.host)
 
     @property
     def key(self) -> str:
@@ -67,7 +75,7 @@ def forecast_one(request: Request) -> Forecast:
     Raises:
         UserError: the configuration cannot be forecast.
     """
-    return on_capacity(_forecast(request), request.capacity_bytes)
+    return request.weigh(_forecast(request))
 
 
 def _forecast(request: Request) -> Forecast:
@@ -124,7 +132,7 @@ def forecast_all(
             raise
     return [
         # the capacity is no part of what is shared, unless the largest microbatch was asked for
-        on_capacity(forecasts[r.key], r.capacity_bytes) if r.key in forecasts else _undone(r, why_not.get(r.key))
+        r.weigh(forecasts[r.key]) if r.key in forecasts else _undone(r, why_not.get(r.key))
         for r in requests
     ]
 
@@ -215,7 +223,7 @@ class Forecaster(Pool[Request, Forecast]):
     def result(future: Future[Forecast], request: Request) -> Forecast:
         """Wait for a forecast. One that is late, or whose process dies, has `error`."""
         try:
-            return on_capacity(future.result(), request.capacity_bytes)
+            return request.weigh(future.result())
         except NoAnswerError as error:
             return _undone(request, str(error))
         except CancelledError:

@@ -55,7 +55,10 @@ class Code(StrEnum):
     same_as = "same_as"
     """It would fail as `trial` does; `text`: its own error, if it differs."""
     does_not_fit = "does_not_fit"
-    """It needs `needed_bytes` of `capacity_bytes`, with `peak_bytes`; `keep`: the key that skips it, else `prune`."""
+    """It needs `needed_bytes` of `capacity_bytes`, with `peak_bytes`; `keep`: the key that skips it, else `prune`.
+
+    `workers`: that share a host which is short of memory; these are its bytes then.
+    """
     too_slow = "too_slow"
     """Predicted `speed` (`low` to `high`), a `share` of the last kept with a ratio's `error`; `keep`: the key."""
 

@@ -26,10 +26,13 @@ def stuck_text(rank: int, place: str, log: str) -> str:
     return str(words_of_reasons().stuck({"rank": rank, "place": place, "log": log}))
 
 
-def needs_text(needed_bytes: float, capacity_bytes: float, peak_bytes: float) -> str:
-    """Return text such as `needs 12.00 MiB of 8.00 MiB per device, by its forecast (...)`."""
-    v = {"needed_bytes": needed_bytes, "capacity_bytes": capacity_bytes, "peak_bytes": peak_bytes}
-    return str(words_of_reasons().needs(v))
+def needs_text(**shortage: float) -> str:
+    """Return text such as `needs 12.00 MiB of 8.00 MiB per device, by its forecast (...)`.
+
+    Args:
+        **shortage: the values of `Code.does_not_fit`.
+    """
+    return str(words_of_reasons().needs(shortage))
 
 
 def words_of_reasons() -> Any:

@@ -67,14 +67,18 @@ def build(
     return TrainState(model, optimizer, scaler, lr_schedule, layout)
 
 
-def leaves_some_unused(workload: Workload, config: TrialConfig) -> bool:
-    """Return whether DDP must look for parameters without a gradient, as a step on `meta` shows.
+def leaves_some_unused(workload: Workload, config: TrialConfig) -> tuple[bool, list[str]]:
+    """Return whether DDP must look for parameters without a gradient, as a step on `meta` shows, and notes about that.
 
     True if such a step cannot be computed. False for FSDP2, which needs no such list.
     """
     if config.sharding.granularity is not Granularity.ddp:
-        return False
+        return False, []
     try:
-        return bool(workload.parameters_without_gradient())
-    except Exception:  # noqa: BLE001 (whatever a model's forward pass raises where there are no values)
-        return True
+        unused = bool(workload.parameters_without_gradient())
+        why = "some of them get no gradient"
+    except Exception as error:  # noqa: BLE001 (whatever a model's forward pass raises where there are no values)
+        unused, reason = True, str(error).partition("\n")[0]
+        why = f"a step without values fails, so those that it uses are not known ({type(error).__name__}: {reason})"
+    note = f"sharding=ddp looks for unused parameters in every step (find_unused_parameters), which costs time: {why}"
+    return unused, [note] if unused else []

@@ -106,6 +106,7 @@ def _train(
         init_weights(model, blueprint, config, ranks.device, load)
 
     reporter.phase("building the model")
+    find_unused, notes = leaves_some_unused(workload, config)
     state = build(
         workload.model,
         config,
@@ -114,7 +115,7 @@ def _train(
         materialize=materialize,
         steps_per_epoch=steps_per_epoch,
         total_steps=steps_per_epoch * config.training.epochs,
-        find_unused=leaves_some_unused(workload, config),
+        find_unused=find_unused,
     )
     if config.export and workload.model.save is None:
         check_exportable(state.model)
@@ -123,7 +124,7 @@ def _train(
     resumed_from = checkpoints.load(state, steps_per_epoch)
     facts = _facts(config, ranks, state, data, resumed_from)
     steps = min(steps_per_epoch * config.training.epochs, config.training.max_steps or math.inf)
-    reporter.facts({**facts, "num_steps": int(steps), "notes": [*checkpoints.notes, *facts["notes"]]})
+    reporter.facts({**facts, "num_steps": int(steps), "notes": [*checkpoints.notes, *notes, *facts["notes"]]})
     for metrics in state.history:
         reporter.epoch(metrics, resumed_from)
 

@@ -39,13 +39,13 @@ COUNTS = {
         reshard_after_forward.policy reshard_after_forward.size model._target_ model.image_size model.num_channels
         model.patch_size model.num_layers model.num_heads model.hidden_dim model.mlp_dim model.num_classes
         model.block_classes model.flops_per_unit data._target_ data.collate_fn task.name task.loss task.loss_chunks
-        optimizer._target_ optimizer.name optimizer.weight_decay optimizer.momentum optimizer.implementation
+        task.unit optimizer._target_ optimizer.name optimizer.weight_decay optimizer.momentum optimizer.implementation
         training.global_batch_size training.grad_accum_steps training.sync_each_microbatch training.max_grad_norm
         activation_checkpointing activation_checkpointing_every compile
     """,
     "cells starts checkpoint nights param": """
         precision.tf32 precision.init_scale precision.growth_interval data.num_train data.num_val task.metrics
-        task.unit optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.scale_lr lr_schedule.name
+        optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.scale_lr lr_schedule.name
         lr_schedule.warmup_steps lr_schedule.min_lr_ratio lr_schedule.step_epochs lr_schedule.gamma training.seed init
     """,
     "cells starts nights param": """

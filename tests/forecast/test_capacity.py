@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.forecast.answer import answers
-from fsdp_lab.forecast.capacity import NEARLY_FULL, NEARLY_FULL_ERROR, Forecast, NoForecast, on_capacity
-from fsdp_lab.forecast.notes import allowances_note
+from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL, NEARLY_FULL_ERROR, Forecast, Host, NoForecast, on_capacity
+from fsdp_lab.forecast.notes import allowances_note, host_notes
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
+from fsdp_lab.report.reason_texts import needs_text
 from tests.forecast.planted import forecast_of
 
 ROWS = [
@@ -35,6 +36,45 @@ ROWS = [
 )
 def test_what_is_tight_fits_without_what_the_allocator_caches(forecast: Forecast, fits: bool | None, tight: bool):
     assert (forecast.fits, forecast.tight) == (fits, tight)
+
+
+def offloaded(gib: int | None, workers: int = 8, **changes: object) -> Forecast:
+    """One that fits its GPU, and whose workers need 100 GiB each on a host of so many GiB."""
+    forecast = forecast_of("yes", 2.0, **changes)
+    host = {"host": {"total": 100 * GIB, "param": 60 * GIB}}
+    return on_capacity(
+        replace(forecast, peaks=forecast.peaks | host), 1000, Host(None if gib is None else gib * GIB, workers)
+    )
+
+
+@pytest.mark.parametrize(
+    ("forecast", "fits"),
+    [
+        (offloaded(800), True),
+        (offloaded(799), False),
+        (offloaded(799, workers=4), True),  # the others are on another host
+        (offloaded(None), True),
+        (offloaded(799, upper_bound="compile=true"), False),  # the host has no compiler to hope for
+    ],
+)
+def test_all_workers_of_a_host_have_to_fit_it(forecast: Forecast, fits: bool):
+    assert (forecast.fits, forecast.tight, forecast.may_fit) == (fits, False, False)
+    other = Row(["none"], forecast_of("yes", 3.0), None, 64)
+    (answer,) = answers([Row(["cpu"], forecast, None, 64), other], ["offload"], 0.0)
+    assert answer.best and answer.best.settings == (["cpu"] if fits else ["none"])
+    if not fits:
+        assert set(answer.recommendation.why_not) == {"offload=cpu"}
+        text = "needs 819200.00 MiB of the 818176.00 MiB of its host, by its forecast (102400.00 for each of 8)"
+        assert needs_text(**forecast.shortage) == text
+
+
+def test_the_hosts_memory_is_named_where_it_was_not_checked_or_is_short():
+    assert host_notes([forecast_of("yes"), offloaded(800)]) == []
+    short, unknown = host_notes([offloaded(799), offloaded(None), offloaded(None, workers=4)])
+    assert short == (
+        "host memory: 1 offloaded setting that fit no host: 8 workers of a host need up to 800 GiB, and it has 799 GiB."
+    )
+    assert unknown.startswith("host memory: 2 offloaded settings not checked: 8 workers of a host need up to 800 GiB")
 
 
 def test_the_table_and_the_csv_name_it_and_it_stands_between_the_others(tmp_path: Path):

@@ -246,6 +246,13 @@ def test_on_a_cpu_what_is_offloaded_and_what_is_not_share_a_forecast():
         )
 
 
+def test_what_speed_counts_has_a_forecast_of_its_own():
+    samples, tokens = (
+        config("model=lm_tiny", "task=model_loss", f"task.unit={unit}") for unit in ("samples", "tokens")
+    )
+    assert Request.of(samples, 2).key != Request.of(tokens, 2).key
+
+
 SHARED = ("optimizer.lr=0.1", "training.seed=7", "optimizer.beta1=0.5", "lr_schedule=cosine", "training.epochs=9")
 OF_ITS_OWN = (
     "optimizer.weight_decay=0.1", "training.max_grad_norm=1", "precision=bf16", "training.global_batch_size=64",

@@ -160,6 +160,18 @@ def test_the_shares_of_what_bounds_a_step_report_what_a_slower_device_costs(word
     assert set(slower) | {"gather", "scatter"} == set(BOUNDS)
 
 
+def test_pageable_copies_are_slower_than_pinned_ones_by_an_assumption_that_the_range_covers():
+    """The 62 MB of a worker's offloaded shard cross twice, at 50 GB/s if they are pinned."""
+    words = ("model=vit_l_16", "sharding=per_block", "cluster.num_workers=2", "precision=bf16_mixed")
+    pinned, paged = (
+        forecast(config(*words, f"offload={place}"), 2, cuda=True, sheet=sheet("h100_sxm")).speed
+        for place in ("cpu", "cpu_unpinned")
+    )
+    assert pinned is not None and paged is not None
+    assert pinned.step_s < paged.step_s < paged.high_s and pinned.low_s == paged.low_s and pinned.high_s < paged.high_s
+    assert "assumed to be half as fast" in " ".join(paged.unlike)
+
+
 def test_a_sweep_takes_the_memory_of_its_own_gpus_and_no_speed_of_others(
     fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ):

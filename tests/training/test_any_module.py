@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fsdp_lab.config import UserError
 from fsdp_lab.training.blocks import batch_norm_notes, check_blocks, find_block_classes
+from fsdp_lab.training.build import leaves_some_unused
 from fsdp_lab.training.parallelize import sharding_units
 from fsdp_lab.workloads.build import build_model_spec, build_workload
 from fsdp_lab.workloads.construct import Blueprint
@@ -81,6 +82,23 @@ def test_the_step_on_meta_finds_what_has_no_gradient() -> None:
     trial = config(*USER)
     workload = build_workload(trial.model, trial.data, trial.task)
     assert workload.parameters_without_gradient() == ["unused.weight", "unused.bias"]
+
+
+def test_ddp_that_looks_for_unused_parameters_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = config(*USER, "sharding=ddp")
+    workload = build_workload(trial.model, trial.data, trial.task)
+    found, (note,) = leaves_some_unused(workload, trial)
+    assert found and "find_unused_parameters" in note and note.endswith("some of them get no gradient")
+
+    def fails(_: object) -> list[str]:
+        raise RuntimeError("no value on meta\nand more")
+
+    monkeypatch.setattr(type(workload), "parameters_without_gradient", fails)
+    found, (note,) = leaves_some_unused(workload, trial)
+    assert found and note.endswith("are not known (RuntimeError: no value on meta)")
+    monkeypatch.setattr(type(workload), "parameters_without_gradient", lambda _: [])
+    assert leaves_some_unused(workload, trial) == (False, [])
+    assert leaves_some_unused(workload, config(*USER, "sharding=root")) == (False, [])
 
 
 class Held(nn.Module):

@@ -10,10 +10,11 @@ from types import TracebackType
 
 from fsdp_lab.config import UserError, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS
+from fsdp_lab.config.machine import gpus_are_here
 from fsdp_lab.engine import resources
 from fsdp_lab.forecast.answer import CONDITIONS, recommended
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.forecast.devices import capacity_here, check_sweep, data_sheet, data_sheet_here, torch_version
+from fsdp_lab.forecast.devices import capacity_here, check_sweep, data_sheet, data_sheet_here, host_of, torch_version
 from fsdp_lab.forecast.keep import passed_over, why_all
 from fsdp_lab.forecast.observations import record_observation
 from fsdp_lab.forecast.run import Background, Forecaster, Request
@@ -263,8 +264,9 @@ def _requests(states: Sequence[TrialState], cuda: bool, num_workers: int) -> lis
         cuda: whether the trials will run on GPUs, whatever `forecast.device` says.
         num_workers: the number of ranks that `cluster.num_workers=null` stands for.
     """
-    configs = [state.trial.config for state in states]
-    return [
-        Request(c, c.cluster.num_workers or num_workers, cuda, capacity_here(c, cuda), sheet=data_sheet_here(c, cuda))
-        for c in configs
-    ]
+    requests = []
+    for config in (state.trial.config for state in states):
+        workers, sheet = config.cluster.num_workers or num_workers, data_sheet_here(config, cuda)
+        host = host_of(workers, sheet, cuda and num_gpus() > 0 and gpus_are_here(config.cluster))
+        requests.append(Request(config, workers, cuda, capacity_here(config, cuda), sheet=sheet, host=host))
+    return requests
