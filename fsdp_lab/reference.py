@@ -8,12 +8,16 @@ import platform
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsdp_lab
 from fsdp_lab.config import ConfigError, all_keys
-from fsdp_lab.config.conf import data_sheets, group_dirs
+from fsdp_lab.config.conf import data_sheets, group_dirs, groups, options_of
+from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.describe import GroupDescription, KeyDescription, describe_keys
+from fsdp_lab.config.options import option_values
 from fsdp_lab.config.suggest import closest
 from fsdp_lab.metrics import METRICS, Metric
 
@@ -32,25 +36,50 @@ def keys_text(parts: Sequence[str], width: int) -> str:
     """Return the keys for a terminal: each with its default, its values and its meaning.
 
     Args:
-        parts: only keys that contain one of these; empty: all keys.
+        parts: only keys that contain one of these, or that an option such as `model=llama3_8b` sets; empty: all keys.
         width: of the terminal, in characters.
 
     Raises:
-        ConfigError: no key contains a part.
+        ConfigError: no key contains a part, or there is no such option.
     """
     keys = [key for group in describe_keys() for key in group.keys]
+    options = [part for part in parts if "=" in part]
+    set_by = [key for option in options for key in _keys_of_option(option, keys)]
+    parts = [part for part in parts if part not in options]
     for part in parts:
         if not any(part in key.name for key in keys):
             close = closest(part, all_keys())
             meant = f"did you mean {close}? " if close else ""
             raise ConfigError(f"--keys {part}: no key contains it; {meant}--keys alone prints every key.")
-    shown = [key for key in keys if not parts or any(part in key.name for part in parts)]
-    return "\n".join(line for key in shown for line in _key_lines(key, width))
+    shown = [key for key in keys if not (parts or set_by) or any(part in key.name for part in parts)]
+    return "\n".join(line for key in (*set_by, *shown) for line in _key_lines(key, width))
+
+
+def _keys_of_option(option: str, keys: Sequence[KeyDescription]) -> Iterator[KeyDescription]:
+    """Yield the keys that an option sets, each with its value there."""
+    group, _, name = option.partition("=")
+    if group not in groups() or name not in options_of(group):
+        known = [f"{group}={each}" for each in options_of(group)] if group in groups() else groups()
+        close = closest(name, options_of(group)) if group in groups() else closest(group, known)
+        meant = f"did you mean {close}? " if close else ""
+        raise ConfigError(f"--keys {option}: no such option; {meant}Choose one of: {', '.join(known)}.")
+    described = {key.name: key for key in keys}
+    for key, value in _flat(option_values(group, name), "" if group == "experiment" else group).items():
+        unknown = KeyDescription(key, "", "", "", f"Set by {option}.")
+        yield replace(described.get(key, unknown), default=value_text(value))
+
+
+def _flat(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}.{name}" if prefix else name
+        flat |= _flat(value, key) if isinstance(value, dict) else {key: value}
+    return flat
 
 
 def _key_lines(key: KeyDescription, width: int) -> Iterator[str]:
     yield f"{key.name}={key.default}"
-    for text in (_values(key), key.meaning):
+    for text in filter(None, (_values(key), key.meaning)):
         yield from textwrap.wrap(text.replace("`", ""), width, initial_indent="    ", subsequent_indent="    ")
 
 

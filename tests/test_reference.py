@@ -122,6 +122,14 @@ def test_keys_are_shown_with_their_meanings(cli):
     )
 
 
+def test_keys_of_an_option_have_its_values(cli):
+    lines = cli("--keys", "model=llama3_8b", "precision=fp16", "experiment=zero2_zero3").stdout.splitlines()
+    assert {"model.ffn_dim=14336", "model.num_heads=32", "precision.param_dtype=float16"} <= set(lines)
+    assert "hydra.sweeper.params.sharding=ddp,per_block" in lines
+    with pytest.raises(ConfigError, match=r"--keys model=llama3_7b: no such option; did you mean llama3_8b\?"):
+        reference.keys_text(["model=llama3_7b"], 80)
+
+
 def test_a_reader_may_close_the_pipe_before_the_last_key():
     command = f"'{sys.executable}' -m fsdp_lab --keys | head -n 1"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)

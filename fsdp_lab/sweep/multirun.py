@@ -114,7 +114,7 @@ def _how_many(plan: SweepPlan) -> str:
         number, up_to = max(number, plan.config.search.num_trials), "up to "
     text = f"{up_to}{count(number, 'trial')}"
     if plan.resumed:
-        text = f"resumes: {number - sum(state.ended for state in trials)} of {text} left"
+        text = f"the sweep resumes: {number - sum(state.ended for state in trials)} of {text} left"
     return text
 
 

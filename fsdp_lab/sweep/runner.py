@@ -35,6 +35,7 @@ from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.search import OptunaSearch
 from fsdp_lab.sweep.shutdown import interruptible
 from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.wording import count
 
 _CHANGES = ("began", "facts", "forecast", "epoch", "ended")  # events of a trial
 
@@ -177,8 +178,17 @@ def run_sweep(plan: SweepPlan, executor: Executor, listeners: Sequence[Listener]
                 if sweep.has_more():
                     executor.run(sweep)
             else:
-                what = "the trial has" if len(sweep.states) == 1 else f"all {len(sweep.states)} trials have"
-                sweep.log(f"nothing to do: {what} a result")
+                failed = sum(state.status is TrialStatus.failed for state in sweep.states)
+                ended = (
+                    "the trial has a result"
+                    if len(sweep.states) == 1
+                    else f"all {len(sweep.states)} trials have a result"
+                )
+                if failed:
+                    ended = (
+                        f"{failed} of {count(len(sweep.states), 'trial')} failed; add resume_failed=true to train again"
+                    )
+                sweep.log(f"nothing to do: {ended}")
         except KeyboardInterrupt:
             interrupted = True
             lost = executor.interrupted_by

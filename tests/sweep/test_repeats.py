@@ -70,7 +70,7 @@ def test_each_setting_is_trained_so_often_round_by_round_and_a_resume_goes_on(tm
     forget(tmp_path, 3)
     again = run_cli(tmp_path, "resume=last")
     assert again.returncode == 0, output_of(again)
-    assert "resumes: 1 of 4 trials left" in again.stdout and again.stdout.count(" starts") == 1
+    assert "the sweep resumes: 1 of 4 trials left" in again.stdout and again.stdout.count(" starts") == 1
 
 
 @pytest.mark.full

@@ -119,7 +119,7 @@ def test_a_failed_trial_has_a_result_and_is_tried_again_when_requested(folder: P
         json.dumps({"status": "failed", "reason": {"code": "job_failed", "values": {"text": "it fell over"}}})
     )
     done = run_cli(folder, "resume=out")
-    assert done.returncode == 1 and "nothing to do" in done.stdout
+    assert done.returncode == 1 and " failed; add resume_failed=true to train again" in done.stdout
     assert "resume_failed=true" in done.stdout
     done = run_cli(folder, "resume=out", "resume_failed=true")
     assert done.returncode == 0 and "trial 0 finished" in done.stdout, output_of(done)
