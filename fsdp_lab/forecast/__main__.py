@@ -35,6 +35,7 @@ fastest, comes first:
   step ms      with a device: the predicted optimizer step, and tokens/s or samples/s per device
   MFU          the model's FLOPs divided by those that the device could do in that time
   bound        the resource that limits the step most: compute, gather, scatter, transfer (offload), launch
+use=pytorch prints the recommended setting as a function of plain PyTorch instead.
 Memory columns that are zero in every row are left out, and settings beyond the best 24; the CSV has all of them.
 Where a step waits for gathers or scatters between nodes, hybrid sharding within nodes is forecast as well; where
 nothing fits, full activation checkpointing and one sample at once.
@@ -44,12 +45,17 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
 
+from fsdp_lab.config import UserError
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.explain import explain
 from fsdp_lab.forecast.cells import plan_forecasts
+from fsdp_lab.forecast.devices import torch_version
 from fsdp_lab.forecast.grid import forecast_grid
+from fsdp_lab.forecast.table import Row
 from fsdp_lab.output import outlast_reader
+from fsdp_lab.report.pytorch import to_pytorch
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.plan import Plan
 from fsdp_lab.terminal import open_console
@@ -69,10 +75,10 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     multirun = bool({"-m", "--multirun"} & set(words))
-    overrides = [word for word in words if word not in ("-m", "--multirun")]
+    overrides = [word for word in words if word not in ("-m", "--multirun", "use=pytorch")]
     try:
         plan, swept = plan_forecasts(overrides, multirun)
-        return run(plan, swept)
+        return run(plan, swept, as_code="use=pytorch" in words)
     except KeyboardInterrupt:
         print("fsdp_lab.forecast: interrupted before a forecast was made", file=sys.stderr)
         return 130
@@ -84,8 +90,10 @@ def main() -> int:
         return 2
 
 
-def run(plan: Plan, swept: list[str]) -> int:
-    result = forecast_grid(plan, swept, open_console(), here=True)
+def run(plan: Plan, swept: list[str], as_code: bool = False) -> int:
+    console = open_console()
+    console.quiet = as_code
+    result = forecast_grid(plan, swept, console, here=True)
     for reason in result.reasons:
         print(f"fsdp_lab.forecast: {reason}", file=sys.stderr)
     if not result.answers:
@@ -94,8 +102,27 @@ def run(plan: Plan, swept: list[str]) -> int:
         made = f"{len(result.rows)} of {count(len(plan.trials), 'setting')}"
         print(f"fsdp_lab.forecast: interrupted after {made}; the others are missing above", file=sys.stderr)
         return ExitCode.interrupted
+    if as_code:
+        best = result.recommendation.best
+        if best is None:
+            raise UserError(f"use=pytorch: {result.recommendation.sentence}")
+        print(setting_of_forecast(best, result.axes or plan.trials[0].overrides), end="")
+        return ExitCode.finished
     asked = plan.trials[0].config.forecast.device not in DEVICE_KINDS  # else the speed comes with this machine's GPU
     return ExitCode.failed if any(r.forecast.error or (r.forecast.no_speed and asked) for r in result.rows) else 0
+
+
+def setting_of_forecast(row: Row, keys: Sequence[str]) -> str:
+    """Return the setting of a forecast as Python code.
+
+    Args:
+        keys: those of the row's settings; or without axes, the overrides.
+    """
+    assert row.forecast.layout is not None and row.request is not None
+    request = row.request
+    words = [f"{key}={value}" for key, value in zip(keys, row.settings, strict=True)] if row.settings else keys
+    title = f"Forecast: {' '.join(words)}".rstrip(": ")
+    return to_pytorch(title, request.config, row.forecast.layout, request.num_workers, torch_version())
 
 
 if __name__ == "__main__":

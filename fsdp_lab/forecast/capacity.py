@@ -7,6 +7,7 @@ from typing import Literal
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.config.parallel import Granularity, ReshardPolicy
+from fsdp_lab.layout import Layout
 from fsdp_lab.speed.predict import Speed
 
 GIB = 2**30
@@ -76,6 +77,7 @@ class Forecast:
         upper_bound: what makes the memory an upper bound, in words such as `compile=true`; "": it is none.
         num_params: of the whole model, and of the worker's part.
         host: of the worker.
+        layout: how the model was divided; None without a forecast.
     """
 
     cuda: bool
@@ -95,6 +97,7 @@ class Forecast:
     upper_bound: str = ""
     num_params: tuple[int, int] = (0, 0)
     host: Host = field(default_factory=Host)
+    layout: Layout | None = None
 
     @property
     def peak_bytes(self) -> int:

@@ -32,6 +32,7 @@ from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.forecast.keep import ratio_group
 from fsdp_lab.forecast.kernels import HOPPER, Gpu, buffer_bytes, cuda_kernels
 from fsdp_lab.forecast.trace import StepTrace
+from fsdp_lab.layout import Layout
 from fsdp_lab.profile import Profile
 from fsdp_lab.speed.costs import in_tf32
 from fsdp_lab.speed.device import Device, DeviceKind
@@ -85,9 +86,10 @@ def forecast(
         UserError: see `forecast_profile`.
     """
     gpu = Gpu.of(sheet)
-    profile, program, upper_bound, num_params = forecast_step(config, num_workers, cuda, 0, sheet is not None, gpu)
+    step = forecast_step(config, num_workers, cuda, 0, sheet is not None, gpu)
+    profile, program = step.profile, step.program
     result = weigh(profile, config, num_workers, cuda, capacity_bytes)
-    result = replace(result, upper_bound=upper_bound, num_params=num_params)
+    result = replace(result, upper_bound=step.upper_bound, num_params=step.num_params, layout=step.layout)
     workload = build_workload(config.model, config.data, config.task)
     what = {"workers": str(num_workers), **main_settings(config, workload.model.description)}
     if sheet is not None:
@@ -254,12 +256,14 @@ class Step(NamedTuple):
         program: its operators, if it was traced.
         upper_bound: see `Forecast`.
         num_params: of the whole model, and of the rank's part.
+        layout: how the model was divided.
     """
 
     profile: Profile
     program: list[Operator]
     upper_bound: str = ""
     num_params: tuple[int, int] = (0, 0)
+    layout: Layout | None = None
 
 
 def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0, gpu: Gpu = HOPPER) -> Profile:
@@ -359,7 +363,8 @@ def _follow(
             _held = train_step(state, workload.task, microbatches, config, device)  # after the batch, as in training
         params = list(state.model.parameters())
         own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in params)
-        return Step(recorder.finish(), trace.program, num_params=(sum(p.numel() for p in params), own))
+        num_params = sum(p.numel() for p in params), own
+        return Step(recorder.finish(), trace.program, num_params=num_params, layout=state.layout)
 
 
 def as_forecast(config: TrialConfig) -> TrialConfig:

@@ -17,6 +17,7 @@ from fsdp_lab.report.__main__ import main
 from tests import forked, trained
 from tests.conftest import run_cli
 from tests.folders import Store, page_rows
+from tests.forecast.command import forecast_here
 
 pytestmark = pytest.mark.ci
 
@@ -85,6 +86,13 @@ def test_the_setting_can_be_taken_home(folder: Path):
     printed = report(folder, "sweep=last", "use=pytorch")
     assert printed.returncode == 0, printed.stderr
     assert printed.stdout == (folder / "out/use_pytorch.py").read_text()
+    words = [word for word in trained.SWEEP if word not in ("-m", *trained.HERE, *trained.AXES)]
+    cell = ("precision=bf16", "optimizer.lr=0.001", "cluster.num_workers=1", "engine=ray")
+    forecast = forecast_here(folder, *words, *cell, "use=pytorch")
+    assert forecast.returncode == 0, forecast.stderr
+    trial = report(folder, "sweep=last", "use=pytorch", "trial=2")
+    of_forecast, of_trial = (done.stdout.partition("On each of the")[2] for done in (forecast, trial))
+    assert of_forecast == of_trial != ""
     other = report(folder, "sweep=last", "use=pytorch", "trial=3")
     assert "Trial 3: " in other.stdout and "lr=1e-09" in other.stdout and "torch.bfloat16" in other.stdout
     assert sorted((folder / "out").iterdir()) == before, "nothing is written"
