@@ -14,6 +14,7 @@ import hydra
 from fsdp_lab.compose import check, check_overrides, register_schema, search_path, single_trial
 from fsdp_lab.config import ConfigError, conf_dir, split_config_dir, with_custom
 from fsdp_lab.config.key_value_args import check_repeat, check_words, with_environment
+from fsdp_lab.config.launcher import leave_launcher
 from fsdp_lab.config.machine import ask_clusters
 from fsdp_lab.config.options import names_code
 from fsdp_lab.config.target import import_from
@@ -34,6 +35,7 @@ def main() -> None:
         if (answer := information(sys.argv[1:])) is not None:
             print(answer)
             return
+        leave_launcher()
         if nightly := [a for a in sys.argv[1:] if a.lstrip("+~").startswith("nightly.")]:
             key = nightly[0].partition("=")[0]
             raise ConfigError(f"{key} is a key of python -m fsdp_lab.nightly; leave it out here, or use it there.")

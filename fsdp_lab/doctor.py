@@ -97,6 +97,12 @@ def _disk(remedy: str, folder: Path, before: str = "") -> Finding:
     return Finding(f"{before}{_gib(free)} free in {there}", remedy if free < _GIB else "", fails=free < _GIB)
 
 
+def _ray_files(remedy: str) -> Finding:
+    from fsdp_lab.config.machine import ray_folder
+
+    return _disk(remedy, ray_folder())
+
+
 def _store(remedy: str, uri: str) -> Finding:
     from fsdp_lab.tracking.store import open_store, sqlite_path
 
@@ -132,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("memory", _memory, "end other programs, or raise the container's limit (docker run --memory=...)"),
         ("shared memory", _shared_memory, "docker run --shm-size=8g; below 1 GiB data.loader_workers is 0"),
         ("disk", lambda remedy: _disk(remedy, folder), "remove old sweeps, or set hydra.sweep.dir"),
-        ("Ray's files", lambda remedy: _disk(remedy, Path(tempfile.gettempdir())), "set TMPDIR to another folder"),
+        ("Ray's files", _ray_files, "set RAY_TMPDIR to another folder"),
         ("MLflow store", lambda remedy: _store(remedy, uri), "close what holds it, restore it, or name another"),
     ):
         try:

@@ -15,6 +15,7 @@ from fsdp_lab.__main__ import options_first
 from fsdp_lab.config import conf_dir
 from fsdp_lab.config.conf import group_dirs
 from tests.conftest import run_cli
+from tests.trained import INLINE
 
 NO_AXES = ["sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=default"]
 
@@ -86,6 +87,17 @@ def test_an_mlflow_server_that_is_not_there_is_reported_before_anything_starts(c
     assert done.returncode == 2
     assert f"tracking.uri={uri}" in done.stderr and "sqlite:///outputs/mlflow.db" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr and "Ray starts" not in done.stdout
+
+
+def test_a_launchers_variables_are_left_and_a_second_start_is_refused(cli, monkeypatch: pytest.MonkeyPatch):
+    """As in a pod of a PyTorchJob, in which PyTorch would wait half an hour for another rank."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    done = cli(*INLINE, "training.max_steps=1", timeout=100)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("RANK", "1")
+    refused = cli(*INLINE, timeout=60)
+    assert refused.returncode == 2 and "RANK=1, WORLD_SIZE=2: a launcher has started this command" in refused.stderr
 
 
 def test_a_shell_completes_groups_and_options(cli, monkeypatch: pytest.MonkeyPatch):

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from fsdp_lab.config.address import SCHEMES, is_address, scheme_of
 from fsdp_lab.config.errors import ConfigError, UserError
@@ -23,6 +24,7 @@ from fsdp_lab.hardware import (
 )
 
 FLOAT8_SINCE = (8, 9)
+_SOCKET_PATH = 107  # bytes, by the size of `sun_path` in unix(7)
 _SEPARATE_GROUP_SINCE = (2, 12)  # 2.11 is without it, 2.13 has it
 
 
@@ -94,6 +96,24 @@ def loader_workers_of(config: SweepConfig) -> int:
     if config.data.loader_workers is not None:
         return config.data.loader_workers
     return default_loader_workers(num_gpus() > 0, cpus_per_worker_of(config.cluster))
+
+
+def ray_folder() -> Path:
+    """Return the folder below which a Ray that is started here puts its files.
+
+    Raises:
+        UserError: the path is too long for the sockets there.
+    """
+    name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "")
+    folder = os.environ.get(name, "/tmp")
+    below = f"/ray/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store"
+    length, most = len(os.fsencode(folder)), _SOCKET_PATH - len(below)
+    if length > most:
+        raise UserError(
+            f"{name}={folder} has {length} bytes, and for Ray's sockets in it there may be {most}; set RAY_TMPDIR to a "
+            "folder with a shorter path, for example RAY_TMPDIR=/tmp, or use engine=inline."
+        )
+    return Path(folder)
 
 
 def check_gpus() -> None:

@@ -21,6 +21,7 @@ from fsdp_lab.config import UserError
 from fsdp_lab.config.machine import RunningCluster
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.config.target import user_root
+from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.engine.ray_private import check_version
 
@@ -48,6 +49,9 @@ ENVIRONMENT = {
 }
 
 _PROBE_TIMEOUT_S = 8.0
+# Ray's servers speak HTTP/2 (RFC 9113), in which both sides begin with a frame of settings, here an empty one.
+_SETTINGS = b"\x04"
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
 _REFUSED = ("InvalidAuthToken", "Unauthenticated", "authentication token")  # in Ray's log, or in its error
 _own_token = secrets.token_hex(32)
 
@@ -82,7 +86,6 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         set_own_token()
     else:
-        probe(cluster.address)
         # else Ray asks once a second, twenty times, also one that answers and refuses the token, or wants one
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "8")
     import ray
@@ -107,12 +110,13 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
             _own_folders.append(Path(folder))
         _servers.update({p.name(): p for p in psutil.Process().children() if p.name() in ("raylet", "gcs_server")})
         return
+    address, named = reachable(cluster.address)
     with kept_stderr() as printed:  # Ray's own code prints a line a second while it tries
         try:
-            ray.init(address=cluster.address, runtime_env=code_environment(code), **quiet)
+            ray.init(address=address, runtime_env=code_environment(code), **quiet)
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             refused = any(sign in printed() + str(error) for sign in _REFUSED)
-            raise (wrong_token(cluster.address) if refused else no_ray(cluster.address, error)) from error
+            raise (wrong_token(named) if refused else no_ray(named, error)) from error
 
 
 def running_cluster(address: str) -> RunningCluster:
@@ -190,34 +194,57 @@ def kept_stderr() -> Iterator[Callable[[], str]]:
             os.close(shown)
 
 
-def probe(address: str) -> None:
-    """Connect to `host:port` once, because Ray itself would try for minutes.
+def reachable(address: str) -> tuple[str, str]:
+    """Return the address that `cluster.address` stands for, and both in words, after a look whether Ray answers there.
 
-    Args:
-        address: of the cluster; one without a port is not probed.
+    Ray itself would try for more than five minutes, also a port that takes connections and is silent.
 
     Raises:
-        UserError: nothing listens there.
+        UserError: nothing answers there, or no Ray.
+    """
+    named = f"cluster.address={address}"
+    try:
+        if address == "auto":
+            address = ray_private.address_of_auto()
+            origin = "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else "a Ray that runs or ran on this machine"
+            named += f", which is {address} by {origin}"
+        probe(address)
+    except (OSError, ValueError) as error:
+        raise no_ray(named, error) from error
+    return address, named
+
+
+def probe(address: str) -> None:
+    """Look once whether something like Ray listens at `host:port`.
+
+    Raises:
+        OSError: nothing does, or it is silent, or no Ray.
+        ValueError: the address has no port.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return  # `auto`, for which Ray looks on this machine, and whatever else it understands
-    try:
-        socket.create_connection((host, int(port)), _PROBE_TIMEOUT_S).close()
-    except OSError as error:
-        raise no_ray(address, error) from error
+    if "//" in address or not host or not port.isdigit():
+        raise ValueError("an address is <host>:<port>")
+    with socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S) as there:
+        there.sendall(_GREETING)
+        try:
+            answer = there.recv(len(_GREETING))
+        except TimeoutError:
+            raise OSError(f"it takes connections, and says nothing for {_PROBE_TIMEOUT_S:g} s") from None
+    if answer[3:4] != _SETTINGS and os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        raise OSError("something else than Ray listens there")
 
 
-def no_ray(address: str, error: Exception) -> UserError:
+def no_ray(named: str, error: Exception) -> UserError:
+    unset = ", unset RAY_ADDRESS" if "by RAY_ADDRESS" in named else ""
     return UserError(
-        f"cluster.address={address}: no Ray cluster answers there ({str(error).splitlines()[0]}); start one with `ray "
-        "start --head`, or use cluster.address=null to start one here."
+        f"{named}: no Ray cluster answers there ({str(error).splitlines()[0]}); start one with `ray start "
+        f"--head`{unset}, or use cluster.address=null to start one here."
     )
 
 
-def wrong_token(address: str) -> UserError:
+def wrong_token(named: str) -> UserError:
     return UserError(
-        f"cluster.address={address}: this Ray cluster asks for an authentication token, and none was given, or the one "
+        f"{named}: this Ray cluster asks for an authentication token, and none was given, or the one "
         "that was given does not match; set RAY_AUTH_MODE=token, and put the cluster's token into RAY_AUTH_TOKEN, the "
         "file of RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token: `ray get-auth-token` on its head node prints it."
     )

@@ -67,6 +67,8 @@ NAMES = (
     Name("ray._private.runtime_env.constants", "RAY_JOB_CONFIG_JSON_ENV_VAR"),
     Name("ray._private.ray_constants", "DEFAULT_RUNTIME_ENV_DIR_NAME"),
     Name("ray._private.worker", "_global_node"),
+    # what `auto` stands for
+    Name("ray._private.services", "get_ray_address_from_environment", ("addr", "temp_dir")),
 )
 
 
@@ -206,6 +208,17 @@ def session_folder() -> str | None:
     from ray._private import worker
 
     return worker._global_node.get_session_dir_path() if worker._global_node is not None else None
+
+
+def address_of_auto() -> str:
+    """Return what `auto` stands for: RAY_ADDRESS, a Ray that runs here, or the last that was started here.
+
+    Raises:
+        ConnectionError: there is none.
+    """
+    from ray._private.services import get_ray_address_from_environment
+
+    return str(get_ray_address_from_environment("auto", None))
 
 
 def keep_ready_processes() -> None:

@@ -49,6 +49,7 @@ from collections.abc import Sequence
 
 from fsdp_lab.config import UserError
 from fsdp_lab.config.conf import DEVICE_KINDS
+from fsdp_lab.config.launcher import leave_launcher
 from fsdp_lab.explain import explain
 from fsdp_lab.forecast.cells import plan_forecasts
 from fsdp_lab.forecast.devices import torch_version
@@ -77,6 +78,7 @@ def main() -> int:
     multirun = bool({"-m", "--multirun"} & set(words))
     overrides = [word for word in words if word not in ("-m", "--multirun", "use=pytorch")]
     try:
+        leave_launcher()
         plan, swept = plan_forecasts(overrides, multirun)
         return run(plan, swept, as_code="use=pytorch" in words)
     except KeyboardInterrupt:

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from fsdp_lab.config import ConfigError
+from fsdp_lab.config.launcher import leave_launcher
 from fsdp_lab.explain import explain
 from fsdp_lab.locks import holder, locked
 from fsdp_lab.nightly.nights import Night, Verdict, read_nights
@@ -49,6 +50,7 @@ def main() -> int:
         return 0
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+        leave_launcher()
         option, reason, overrides = read_words(words)
         study = read_study(overrides)
         times = cron_trigger(study.config.nightly.cron, study.config.nightly.timezone, datetime.now(UTC))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,13 +15,14 @@ from fsdp_lab import hardware
 from fsdp_lab.config import (
     ConfigError,
     SweepConfig,
+    UserError,
     cpu_notes,
     effective_settings,
     is_address,
     machine,
     sharding_notes,
 )
-from fsdp_lab.config.machine import check_local_capacity, loader_workers_of
+from fsdp_lab.config.machine import check_local_capacity, loader_workers_of, ray_folder
 from fsdp_lab.config.sweep import ClusterConfig
 from tests.ranks import read_config
 
@@ -153,3 +158,29 @@ def test_loader_workers_of_this_machine(
 def test_a_bucket_with_a_prefix_is_an_address_and_a_folder_is_none(place: str | None, expected: bool):
     ClusterConfig(storage_path=place).check()
     assert is_address(place) is expected
+
+
+def test_a_folder_whose_path_is_too_long_for_rays_sockets_is_named(monkeypatch: pytest.MonkeyPatch):
+    """The kernel says how long: the longest that is taken holds a socket where Ray has it, one byte more does not."""
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", f"/tmp/{'x' * 60}")
+    with pytest.raises(
+        UserError, match=r"^TMPDIR=/tmp/x{60} has 65 bytes, and .* there may be \d+; set RAY_TMPDIR"
+    ) as error:
+        ray_folder()
+    longest = int(re.findall(r"may be (\d+)", str(error.value))[0])
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        for length in (longest, longest + 1):
+            folder = Path(short, "x" * (length - len(short) - 1))
+            sockets = folder / "ray" / f"session_2026-11-26_16-44-27_474288_{os.getpid()}" / "sockets"
+            sockets.mkdir(parents=True)
+            monkeypatch.setenv("RAY_TMPDIR", str(folder))
+            with socket.socket(socket.AF_UNIX) as there:
+                if length == longest:
+                    there.bind(str(sockets / "plasma_store"))
+                    assert ray_folder() == folder
+                    continue
+                with pytest.raises(OSError, match="too long"):
+                    there.bind(str(sockets / "plasma_store"))
+            with pytest.raises(UserError, match=r"^RAY_TMPDIR="):
+                ray_folder()

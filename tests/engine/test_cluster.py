@@ -7,6 +7,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_lab.config import ConfigError
+from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.machine import RunningCluster
 from fsdp_lab.config.sweep import ClusterConfig, Placement
 from fsdp_lab.cpu_contention import launchers
-from fsdp_lab.engine.cluster import code_environment, running_cluster
+from fsdp_lab.engine import cluster as cluster_module
+from fsdp_lab.engine.cluster import code_environment, reachable, running_cluster
 from fsdp_lab.engine.resources import check_capacity, cpus_per_worker_on, resolve_cpus_per_worker
 from fsdp_lab.hardware import WORKER_CPUS
 from tests.conftest import ROOT, run_cli
@@ -328,6 +330,51 @@ def test_a_cluster_that_is_not_there_is_reported_before_anything_is_written(cli,
     assert f"cluster.address={address}: no Ray cluster answers there" in done.stderr
     assert "ray start --head" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("says", "problem"),
+    [(None, "it takes connections, and says nothing for 0.2 s"), (b"SSH-2.0-x\r\n", "something else than Ray")],
+)
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_a_port_behind_which_is_no_ray_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, says: bytes | None, problem: str, by_variable: bool
+):
+    """Ray itself tries for 330 s."""
+    monkeypatch.setattr(cluster_module, "_PROBE_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address, taken = f"127.0.0.1:{server.getsockname()[1]}", list[socket.socket]()
+
+        def take() -> None:
+            taken.append(server.accept()[0])
+            taken[0].sendall(says or b"")
+
+        threading.Thread(target=take, daemon=True).start()
+        if by_variable:
+            monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(UserError, match=problem) as refused:
+            reachable("auto" if by_variable else address)
+    named = f"cluster.address=auto, which is {address} by RAY_ADDRESS: no Ray cluster answers there"
+    assert (named if by_variable else f"cluster.address={address}: no Ray") in str(refused.value)
+    assert ("unset RAY_ADDRESS" in str(refused.value)) is by_variable
+    taken[0].close()
+
+
+@pytest.mark.parametrize("value", ["ray://127.0.0.1:10001", "local", "127.0.0.1"])
+def test_an_address_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch, value: str):
+    monkeypatch.setenv("RAY_ADDRESS", value)
+    with pytest.raises(UserError, match="an address is <host>:<port>"):
+        reachable("auto")
+
+
+def test_the_last_cluster_of_this_machine_is_named_where_it_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: set())
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(address := f"127.0.0.1:{free_port()}")
+    with pytest.raises(UserError, match=f"which is {address} by a Ray that runs or ran on this machine: no Ray"):
+        reachable("auto")
 
 
 _ELSEWHERE = """

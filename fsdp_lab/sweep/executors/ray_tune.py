@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 
+from fsdp_lab.config.machine import ray_folder
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine import ray_private
@@ -19,15 +20,19 @@ from fsdp_lab.sweep.shutdown import sigterm_interrupts
 
 
 def reach_cluster(plan: SweepPlan) -> None:
-    """Reach the Ray at `cluster.address` before the sweep writes anything anywhere; nothing for a Ray of its own.
+    """Reach the Ray at `cluster.address` before the sweep writes anything anywhere.
 
     Raises:
-        UserError: no Ray answers there, or not to this process's token.
+        UserError: no Ray answers there, or not to this process's token; or none can be started here.
     """
     config, search = plan.config, plan.search
     has_more = plan.state.open or (search is not None and search.has_more())
-    if config.engine is Engine.ray and config.cluster.address is not None and has_more:
-        print("connecting to Ray", flush=True)
+    if config.engine is not Engine.ray or not has_more:
+        return
+    if config.cluster.address is None:
+        ray_folder()  # which checks it
+    else:
+        print(f"connecting to Ray at {config.cluster.address}", flush=True)
         engine.start_ray(config.cluster, _code_of(plan))
 
 
