@@ -392,6 +392,13 @@ FAULTS = (
           "there.get(key) != here.get(key)]", 'there.get(key) != here.get(key) and "user" not in key]',
           "nightly/test_texts.py"),
     # configuration
+    Fault("a launcher's variables reach PyTorch", "fsdp_lab/config/launcher.py",
+          "        del os.environ[name]", "        pass",
+          "test_cli.py::test_a_launchers_variables_are_left_and_a_second_start_is_refused"),
+    Fault("a silent address is taken for a Ray", "fsdp_lab/engine/cluster.py",
+          "    if answer[3:4] != _SETTINGS and", "    if False and", "engine/test_cluster.py"),
+    Fault("a path is taken that is too long for sockets", "fsdp_lab/config/machine.py",
+          "_SOCKET_PATH = 107", "_SOCKET_PATH = 108", "config/test_checks.py"),
     Fault("a degree that does not divide the workers is accepted", "fsdp_lab/config/parallel.py",
           "if num_workers % self.dp_replicate:", "if False:", "test_refusals.py"),
     Fault("loss scaling with bfloat16 is accepted", "fsdp_lab/config/parallel.py",

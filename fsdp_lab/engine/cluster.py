@@ -9,6 +9,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,6 +50,7 @@ ENVIRONMENT = {
 }
 
 _PROBE_TIMEOUT_S = 8.0
+_END_S = 6.0  # for processes that were killed, to be gone
 # Ray's servers speak HTTP/2 (RFC 9113), in which both sides begin with a frame of settings, here an empty one.
 _SETTINGS = b"\x04"
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
@@ -281,17 +283,18 @@ def adopt_orphans() -> None:
         _adopting = ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0) == 0
 
 
-def end_descendants() -> None:
-    """End what is left of a Ray that was started here: all descendants of this process."""
+def end_descendants(limit_s: float = _END_S) -> None:
+    """End what is left of a Ray that was started here: all descendants of this process, and wait for it so long."""
     if not _adopting:
         return
+    until = time.monotonic() + limit_s
     # Python's own keeper of semaphores ends with this process; ended before, another one is started and complains
     for _ in range(3):  # what had a parent a moment ago is ours now
         below = [child for child in psutil.Process().children(recursive=True) if not _keeps_semaphores(child)]
         for process in below:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(below, timeout=2.0)
+        psutil.wait_procs(below, timeout=max(0.0, until - time.monotonic()))
 
 
 def _keeps_semaphores(process: psutil.Process) -> bool:

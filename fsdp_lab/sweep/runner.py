@@ -125,10 +125,12 @@ class Ending:
     Attributes:
         code: its exit status.
         error: that ended it early, other than an interrupt; None: none did.
+        by: when all waits are over, on the monotonic clock, after an interrupt; None: there is no hurry.
     """
 
     code: ExitCode
     error: BaseException | None = None
+    by: float | None = None
 
     @property
     def early(self) -> bool:
@@ -212,6 +214,7 @@ class SweepRun:
         self.plan, self.config, self.folder = plan, plan.config, plan.folder
         self.state = plan.state
         self.closed = False
+        self.ends_by: float | None = None
         self._is_recorded = (self.folder / "sweep.json").exists()
         self._listeners = listeners
         self._opened = False
@@ -416,7 +419,7 @@ class SweepRun:
 
     def close(self, interrupted: bool, error: BaseException | None = None) -> ExitCode:
         """End trials that still run, and close the listeners; only the first call does."""
-        ending = Ending(self.state.exit_code(interrupted, error), error)
+        ending = Ending(self.state.exit_code(interrupted, error), error, self.ends_by)
         if self.closed or not self._opened:
             return ending.code
         self.closed = True

@@ -15,12 +15,16 @@ from fsdp_lab.engine.cluster import end_descendants
 from fsdp_lab.status import ExitCode
 
 _LIMIT_S = 8.0  # then what hangs is left behind
+_LAST_S = 2.0  # of it, for what the thread of the deadline does itself
 
 
 class Closable(Protocol):
     @property
     def closed(self) -> bool:
         """Whether the sweep was closed."""
+
+    ends_by: float | None
+    """By when all waits of its end are over, on the monotonic clock; None: it was not interrupted."""
 
     def log(self, text: str) -> None:
         """Log a message for the user."""
@@ -45,11 +49,12 @@ class ShutdownGuard:
         """Start the countdown, once."""
         if not self._begun:
             self._begun = True
+            self._sweep.ends_by = time.monotonic() + _LIMIT_S - _LAST_S
             threading.Thread(target=self._wait, name="deadline", daemon=True).start()
 
     def _wait(self) -> None:
-        until, logged = time.monotonic() + _LIMIT_S, False
-        while not self.over.wait(2.0) and time.monotonic() < until:
+        until, logged = self._sweep.ends_by or 0.0, False
+        while not self.over.wait(max(0.0, min(2.0, until - time.monotonic()))) and time.monotonic() < until:
             if self.closing and not logged:
                 logged = True
                 self._sweep.log(f"still closing MLflow and Ray; this ends within {_LIMIT_S:g} s")
@@ -59,7 +64,7 @@ class ShutdownGuard:
             try:
                 self._sweep.close(interrupted=True)
             finally:
-                end_descendants()
+                end_descendants(_LAST_S / 2)
                 os._exit(ExitCode.interrupted)
 
 

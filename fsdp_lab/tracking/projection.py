@@ -193,13 +193,13 @@ class Projection:
                 self._new.wait(0.2)
             return len(self._changed) + self._busy
 
-    def stop(self) -> None:
-        """End the thread once its current write is made; wait a second for it at most."""
+    def stop(self, limit_s: float | None = None) -> None:
+        """End the thread once its current write is made; wait for it so long, and a second at most."""
         with self._new:
             self._stopped = True
             self._new.notify_all()
         if self._thread.is_alive():
-            self._thread.join(1.0)
+            self._thread.join(1.0 if limit_s is None else min(1.0, limit_s))
 
     def _work(self) -> None:
         while True:

@@ -5,23 +5,26 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
+from fsdp_lab.sweep import shutdown
 from tests import forked
 from tests.cgroups import enter, group
 from tests.conftest import STORE, command_line, run_cli
 from tests.folders import Store, SweepFolder
 from tests.processes import marked, still_running
-from tests.servers import lay_store
+from tests.servers import lay_store, mlflow_server
 from tests.sweep import fates
-from tests.sweep.conftest import started
+from tests.sweep.conftest import has_trained_an_epoch, started, wait_for
 from tests.sweep.gates import gated_sweep
-from tests.trained import PLAIN, TINY
+from tests.trained import INLINE, PLAIN, TINY
 
 pytestmark = pytest.mark.timeout(2400)
 
@@ -183,6 +186,25 @@ def test_a_store_that_stays_away_loses_nothing_that_a_resume_does_not_send(tmp_p
         assert "model/model.pt" in store.artifacts(run)
 
 
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+def test_an_interrupt_ends_in_its_time_where_the_mlflow_server_says_nothing(tmp_path: Path):
+    """The server takes connections and never answers: it is stopped, and the kernel takes them for it."""
+    words = [word for word in INLINE if not word.startswith("tracking.uri=")]
+    with mlflow_server(tmp_path) as (address, server):
+        with started(tmp_path, *words, f"tracking.uri={address}", "training.epochs=5000") as process:
+            wait_for(lambda: has_trained_an_epoch(tmp_path / "out"), process, 200)
+            os.killpg(server.pid, signal.SIGSTOP)
+            begun = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+            took = time.monotonic() - begun
+        os.killpg(server.pid, signal.SIGCONT)
+    assert process.returncode == 130, err
+    assert took < shutdown._LIMIT_S + 1, (took, out)
+    assert "resume=" in out
+
+
 # A store whose client hangs, and a main thread that hangs, whatever signal comes, as one in native code does.
 _HANGS = """
 import os, signal, threading, time
@@ -198,6 +220,7 @@ class Client:
 
 class Sweep:
     closed = False
+    ends_by = None
     def log(self, text):
         print(text, flush=True)
     def close(self, interrupted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from fsdp_lab.tracking import Projection, WantedRun
 from fsdp_lab.tracking.tags import RECOMMENDED_TAG, RECORDED_TAG, SweepAnswer, sweep_tags, trial_params, trial_tags
 from fsdp_lab.wording import count
 
-_EARLY_LIMIT_S = 3.0  # when the sweep is interrupted: all of it ends within eight
+_EARLY_LIMIT_S = 3.0  # when the sweep ends early
 
 
 class MlflowRuns(Listener):
@@ -33,6 +34,7 @@ class MlflowRuns(Listener):
         self._ended: dict[int, int] = {}  # number of a trial -> milliseconds since 1970
         self._ending: Ending | None = None
         self._with_files = self._gave_up = False
+        self._until: float | None = None  # of all waits at an early end, on the monotonic clock
         self._answer: SweepAnswer | None = None
 
     @property
@@ -96,7 +98,7 @@ class MlflowRuns(Listener):
         if sweep.plan.started.multirun or self.run_id(0):
             self._change(None if sweep.plan.started.multirun else 0)
         unsent = self._settle(ending)
-        self._projection.stop()
+        self._projection.stop(self._left_s(ending))
         if unsent:
             sweep.log(
                 f"{count(unsent, 'run')} did not reach the MLflow store as a whole; the trials' folders have the rest; "
@@ -122,9 +124,17 @@ class MlflowRuns(Listener):
     def _settle(self, ending: Ending) -> int:
         assert self._projection is not None
         patience_s = 0.0 if self._gave_up else self._tracking.patience_s
-        unsent = self._projection.settle(patience_s, _EARLY_LIMIT_S if ending.early else None)
+        unsent = self._projection.settle(patience_s, self._left_s(ending))
         self._gave_up = unsent > 0
         return unsent
+
+    def _left_s(self, ending: Ending) -> float | None:
+        """Return how long an end may still wait for the store, in all; None: without a limit."""
+        if not ending.early:
+            return None
+        if self._until is None:
+            self._until = min(time.monotonic() + _EARLY_LIMIT_S, ending.by or math.inf)
+        return max(0.0, self._until - time.monotonic())
 
     def _wanted(self, number: int | None) -> WantedRun:
         assert self._sweep is not None
