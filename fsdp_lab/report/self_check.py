@@ -2,9 +2,10 @@
 
 In float32 and with the same data, a model computes the same however it is sharded, gathered, offloaded and recomputed.
 Rounding differs, and training amplifies it: with a large learning rate by a factor of 10,000 in ten steps. So the first
-three steps decide: ViTs, language models, batch norm and dropout agree in them to 1e-7, whatever the optimizer and its
-learning rate. After them a difference counts only in the validation loss of an epoch whose training still agrees, where
-batch norm's statistics are within 1e-3. A record without its first steps is judged by the first epoch that differs.
+three steps decide: ViTs, language models, batch norm and dropout agree in them to 1e-7, whatever the learning rate of
+our optimizers; one of the user's may round by shards, as those with states in 8 bits do. After them a difference counts
+only in the validation loss of an epoch whose training still agrees, where batch norm's statistics are within 1e-3. A
+record without its first steps is judged by the first epoch that differs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _STEPS = 1e-5  # as a ratio, as are the others: more is no rounding of the first
 _CALM = 1e-6  # the rounding of an epoch that training has not amplified
 _EPOCH = 0.02  # more is no rounding of an epoch that follows calm ones
 _VISIBLE = 1e-4
+_NEXT_TO_ZERO = 1e-4  # of the first losses
 _FEWEST_UNITS = ("ddp", "root", "per_block", "size_based", "per_layer")
 # Axes, or groups of them, that must not change a loss: of the layout of a model, and others.
 _LAYOUT = ("sharding", "activation_checkpointing", "activation_checkpointing_every")
@@ -106,14 +108,18 @@ def _compare(group: Sequence[TrialRecord], axes: Sequence[str]) -> SelfCheck:
 
 def _difference(reference: TrialRecord, trial: TrialRecord) -> Difference | None:
     """Return the first figure that shows that two trials compute differently; None: rounding may explain all."""
-    early = [k for k in (FIRST_LOSS, EARLY_LOSS) if not math.isnan(_gap(reference.figures, trial.figures, k))]
-    apart = [k for k in early if _gap(reference.figures, trial.figures, k) > _STEPS]
+    scale = max(abs(loss) for loss in _first_losses(reference))
+    gaps = {k: _gap(reference.figures, trial.figures, k, scale) for k in (FIRST_LOSS, EARLY_LOSS)}
+    early = [k for k, gap in gaps.items() if not math.isnan(gap)]
+    own_optimizer = trial.config is not None and trial.config.optimizer.target is not None
+    limits = {FIRST_LOSS: _STEPS, EARLY_LOSS: _EPOCH if own_optimizer else _STEPS}
+    apart = [k for k in early if gaps[k] > limits[k]]
     by_epoch = {epoch["epoch"]: epoch for epoch in reference.epochs}
     for epoch in trial.epochs:
         before = by_epoch.get(epoch["epoch"], {})
         if before.get("step") != epoch.get("step"):
             break  # one of the two was cut short
-        train, val = (_gap(before, epoch, key) for key in (TRAIN_LOSS, VAL_LOSS))
+        train, val = (_gap(before, epoch, key, _NEXT_TO_ZERO * scale) for key in (TRAIN_LOSS, VAL_LOSS))
         is_calm = not train > _CALM
         limit = _VISIBLE if apart else _EPOCH
         if apart or is_calm or not early:
@@ -128,10 +134,16 @@ def _difference(reference: TrialRecord, trial: TrialRecord) -> Difference | None
     return None
 
 
-def _gap(one: Mapping[str, float], other: Mapping[str, float], key: str) -> float:
-    """Return the difference of two losses as a ratio; NaN: not known. Next to zero it is that of the first loss."""
+def _gap(one: Mapping[str, float], other: Mapping[str, float], key: str, least: float) -> float:
+    """Return the difference of two losses as a ratio, to `least` if both are smaller; NaN: not known."""
     a, b = one.get(key, math.nan), other.get(key, math.nan)
-    return abs(a - b) / (max(abs(a), abs(b), _VISIBLE * abs(one.get(FIRST_LOSS, 1.0))) or 1.0)
+    return abs(a - b) / (max(abs(a), abs(b), least) or 1.0)
+
+
+def _first_losses(trial: TrialRecord) -> list[float]:
+    """Return the losses of the first steps and the first epoch: those of a difference may start next to zero."""
+    known = [trial.figures.get(FIRST_LOSS), trial.figures.get(EARLY_LOSS), trial.epochs[0].get(TRAIN_LOSS)]
+    return [loss for loss in known if loss is not None and math.isfinite(loss)] or [1.0]
 
 
 def _in_other_precisions(

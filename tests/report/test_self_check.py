@@ -96,6 +96,19 @@ def test_the_first_three_steps_decide_where_they_are_known():
     assert "train/early_loss is 2.2000 with `sharding=ddp` and 2.2001 with `sharding=root`" in made.notes[0]
 
 
+def test_a_loss_that_starts_at_zero_and_an_optimizer_that_rounds_by_shards_are_no_finding():
+    """A difference of means starts at the rounding of its parts; 8-bit states are quantised in blocks of a shard."""
+    zero = [one(0, "sharding=ddp", **early(3e-9, -0.02)), one(1, "sharding=root", **early(-2e-9, -0.02 * (1 + 1e-6)))]
+    assert codes(of(*zero)) == ["agree"]
+    ours, theirs = SweepConfig(), SweepConfig()
+    theirs.optimizer.target = "torchao.optim.AdamW8bit"
+    for config, expected in ((ours, ["differs"]), (theirs, ["agree"])):
+        rounds = [one(0, "sharding=ddp", **early(2.3, 2.2)), one(1, "sharding=root", **early(2.3, 2.203))]
+        assert codes(of(*(dataclasses.replace(row, config=config) for row in rounds))) == expected
+    wrong = [one(0, "sharding=ddp", **early(2.3, 2.2)), one(1, "sharding=root", **early(2.31, 2.2))]
+    assert codes(of(*(dataclasses.replace(row, config=theirs) for row in wrong))) == ["differs"], "before any step"
+
+
 def test_validation_of_an_epoch_whose_training_agrees_is_compared():
     """Batch norm's statistics, taken twice by checkpointing; its rounding alone is within 1e-3."""
     words = "sharding=ddp activation_checkpointing="
