@@ -177,6 +177,10 @@ FAULTS = (
     Fault("a recomputation computes with the buffers of afterwards", "fsdp_lab/training/activation_checkpointing.py",
           "each.buffer if each.copy is None else each.copy", "getattr(each.holder, each.name)",
           "training/test_activation_checkpointing.py::test_what_a_forward_pass_changes_changes_once"),
+    Fault("labels that do not count weigh in a language model", "fsdp_lab/workloads/build.py",
+          'not str(data.target).startswith("fsdp_lab.")', "False", "training/test_labels.py"),
+    Fault("a batch without a label has no loss", "fsdp_lab/workloads/language/task.py",
+          "return total / count.clamp(min=1)", "return total / count", "training/test_labels.py"),
     # checkpoints and exported models
     Fault("a resume starts its epoch again", "fsdp_lab/training/checkpoint.py",
           'position["epoch"], position["step"], position["epoch_step"]', 'position["epoch"], position["step"], 0',

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.metrics import EARLY_LOSS, FIRST_LOSS, LOSS_EPS
 from fsdp_lab.training.checkpoint import Metrics, TrainState
@@ -208,6 +209,7 @@ def evaluate(
 
     Raises:
         DivergedError: the loss is not finite.
+        UserError: no label counts.
     """
     state.model.eval()
     totals: dict[str, Tensor] = {}  # by metric: sum and count
@@ -223,6 +225,8 @@ def evaluate(
     names = sorted({name for texts in gather("\n".join(totals)) for name in texts.split("\n")})
     reduced = dims.sum(torch.stack([totals.get(name, torch.zeros_like(totals["loss"])) for name in names])).tolist()
     means = {name: total / count for name, (total, count) in zip(names, reduced, strict=True) if count}
+    if "loss" not in means:
+        raise UserError("the validation split has no label that counts, so there is no val/loss; give it such samples.")
     if not math.isfinite(means["loss"]):
         raise DivergedError(f"the validation loss after step {state.step} is {means['loss']}")
     return {f"val/{name}": mean for name, mean in means.items()}

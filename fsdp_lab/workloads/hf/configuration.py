@@ -31,7 +31,7 @@ def read_config(config: Config | None, overrides: Mapping[str, Any]) -> Any:
     Raises:
         UserError: it cannot be read, transformers has no such model, or the configuration has no such key.
     """
-    values = read_values(config)
+    values, overrides = read_values(config), _with_floats(overrides)
     kind = _class_of(values, config)
     try:
         plain = kind.from_dict(copy.deepcopy(values))
@@ -57,8 +57,19 @@ def read_values(config: Config | None) -> dict[str, Any]:
             "model.config is not set; give a folder with a config.json, such a file, or a name on the Hugging Face "
             "hub, such as model.config=openai-community/gpt2."
         )
-    values = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else _read(config)
+    values = _with_floats(dict(config) if isinstance(config, Mapping) else _read(config))
     check_values(values, named(config))
+    return values
+
+
+def _with_floats(values: Any) -> Any:
+    """Return a copy with the floats that JSON lacks, which transformers writes as `{"__float__": "-Infinity"}`."""
+    if isinstance(values, Mapping):
+        if [*values] == ["__float__"] and values["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(values["__float__"])
+        return {key: _with_floats(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_with_floats(value) for value in values]
     return values
 
 

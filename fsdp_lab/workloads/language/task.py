@@ -20,9 +20,6 @@ class Language:
 
     The model returns logits `(batch, seq, vocabulary)`, or an object with these as its `logits`.
 
-    The loss is a mean over this rank's tokens, and gradients are averaged over ranks. Rows of packed data are full, so
-    that is the mean over all tokens. If ranks count different numbers of tokens, it is not.
-
     Args:
         loss_chunks: the number of parts of the sequence in which the model itself computes the loss, so that it never
             holds the logits of all tokens. From 2 on it is called as `model(tokens, labels=..., loss_chunks=...)` and
@@ -43,8 +40,9 @@ class Language:
         return model(tokens, labels=batch[:, 1:], loss_chunks=self.loss_chunks)
 
     def loss(self, outputs: Any, batch: Tensor) -> Tensor:
+        """Return the mean loss of the labels that count; 0 without any."""
         total, count = self._sum_and_count(outputs, batch)
-        return total / count
+        return total / count.clamp(min=1)
 
     def metrics(self, outputs: Any, batch: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         return {"loss": self._sum_and_count(outputs, batch)}
@@ -53,12 +51,14 @@ class Language:
         if self.loss_chunks > 1:
             total, count = outputs
             return total, count
-        labels = batch[:, 1:]
         logits = outputs.flatten(0, 1).float()
-        total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        return total, (labels != IGNORED).sum()
+        total = F.cross_entropy(logits, batch[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
+        return total, self.num_labels(batch)
+
+    def num_labels(self, batch: Tensor) -> Tensor:
+        return (batch[:, 1:] != IGNORED).sum()
 
     def units(self, batch: Tensor) -> int:
         """Return the number of labels that count; for a batch on `meta`, of all labels."""
         labels = batch[:, 1:]
-        return labels.numel() if labels.is_meta else int((labels != IGNORED).sum())
+        return labels.numel() if labels.is_meta else int(self.num_labels(batch))

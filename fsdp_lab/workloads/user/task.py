@@ -178,12 +178,16 @@ def num_items(batch: Batch) -> int:
 
 
 class AroundUser:
-    """A task in a workload with a part of the user's: unwraps marked batches, and explains errors of user code."""
+    """A task in a workload with a part of the user's: unwraps marked batches, and explains errors of user code.
 
-    def __init__(self, task: Task) -> None:
+    Args:
+        counts: whether batches may differ in the number of labels that count.
+    """
+
+    def __init__(self, task: Task, counts: bool = True) -> None:
         self.task, self.unit = task, task.unit
         self._name = getattr(task, "name", "the task")
-        self.num_labels: Callable[[Batch], Tensor] | None = getattr(task, "num_labels", None)
+        self.num_labels: Callable[[Batch], Tensor] | None = getattr(task, "num_labels", None) if counts else None
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Return the task's outputs for an unmarked batch.

@@ -19,7 +19,7 @@ def build_task(config: TaskConfig, model: ModelConfig) -> Classification:
 
 
 class Classification:
-    """Cross entropy and accuracy of `(inputs, labels)`; a label of -1 is padding.
+    """Cross entropy and accuracy of `(inputs, labels)`; a label below 0, such as padding, does not count.
 
     Args:
         num_channels: of the model's images; None: inputs stay as they are.
@@ -45,21 +45,24 @@ class Classification:
         return logits_of(model(inputs if self.num_channels is None else expand_channels(inputs, self.num_channels)))
 
     def loss(self, outputs: Tensor, batch: ImageBatch) -> Tensor:
-        """Return the mean cross entropy of a batch without padding."""
-        _, labels = batch
-        return F.cross_entropy(outputs.float(), labels)
+        """Return the mean cross entropy of the labels that count; 0 without any."""
+        total, count = self._sum_and_count(outputs, batch)
+        return total / count.clamp(min=1)
+
+    def num_labels(self, batch: ImageBatch) -> Tensor:
+        return (batch[1] >= 0).sum()
 
     def units(self, batch: ImageBatch) -> int:
         return len(batch[1])
 
     def metrics(self, outputs: Tensor, batch: ImageBatch) -> dict[str, tuple[Tensor, Tensor]]:
         _, labels = batch
-        logits = outputs.float()
-        count = (labels >= 0).sum()
-        return {
-            "loss": (F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum"), count),
-            "accuracy": ((logits.argmax(1) == labels).sum(), count),
-        }
+        total, count = self._sum_and_count(outputs, batch)
+        return {"loss": (total, count), "accuracy": ((outputs.float().argmax(1) == labels).sum(), count)}
+
+    def _sum_and_count(self, outputs: Tensor, batch: ImageBatch) -> tuple[Tensor, Tensor]:
+        labels = batch[1].clamp(min=-1)
+        return F.cross_entropy(outputs.float(), labels, ignore_index=-1, reduction="sum"), self.num_labels(batch)
 
 
 def logits_of(outputs: Any) -> Tensor:

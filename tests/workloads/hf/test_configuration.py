@@ -4,6 +4,7 @@ starts."""
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -197,3 +198,17 @@ def test_nothing_else_imports_transformers(tmp_path: Path) -> None:
         "build_workload(c.model, c.data, c.task); sys.exit('transformers' in sys.modules)"
     )
     assert forked.run(tmp_path, "-c", code).returncode == 0
+
+
+def test_floats_that_json_lacks_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16, "vocab_size": 50}
+    transformers.Mamba2Config(**sizes).save_pretrained(tmp_path)
+    typed = json.loads((tmp_path / "config.json").read_text())
+    assert typed["time_step_limit"] == [0.0, {"__float__": "Infinity"}], "its notation"
+    expected = transformers.AutoConfig.from_pretrained(tmp_path).time_step_limit
+    for source in (str(tmp_path), typed):
+        assert list(read_config(source, {}).time_step_limit) == list(expected) == [0.0, math.inf]
+    other = read_config(typed, {"time_step_limit": [{"__float__": "-Infinity"}, {"__float__": "NaN"}]}).time_step_limit
+    assert other[0] == -math.inf and math.isnan(other[1])
