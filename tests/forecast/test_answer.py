@@ -154,7 +154,7 @@ CASES: dict[str, tuple[list[Row], list[str]]] = {
         ["activation_checkpointing", "cluster.num_workers"],
     ),
     "smaller_batches_of_more_workers": (
-        [replace(each, microbatch=32 if each.settings[1] == "16" else 64) for each in over_workers()],
+        [replace(each, microbatch=512 if each.settings[1] == "16" else 2048) for each in over_workers()],
         ["activation_checkpointing", "cluster.num_workers"],
     ),
     "each_batch_size": (
