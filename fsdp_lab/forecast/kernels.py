@@ -6,9 +6,11 @@ NVIDIA GPU since Ampere (sm80) is made here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -75,12 +77,19 @@ def cuda_kernels(gpu: Gpu = HOPPER, on_kernel: OnKernel = lambda name, reads, wr
             return rms_norm(input, list(normalized_shape), weight, eps)
         return _FusedRmsNorm.apply(input, len(normalized_shape), weight, on_kernel)
 
-    with (
-        mock.patch.object(F, "scaled_dot_product_attention", _attention),
-        mock.patch.object(F, "rms_norm", fused_rms_norm),
-        _ResultsOfGpu(gpu),
-    ):
+    with ExitStack() as patched:
+        for original, ours in ((F.scaled_dot_product_attention, _attention), (rms_norm, fused_rms_norm)):
+            for module, name in _names_of(original):
+                patched.enter_context(mock.patch.object(module, name, ours))
+        patched.enter_context(_ResultsOfGpu(gpu))
         yield
+
+
+def _names_of(function: Any) -> list[tuple[ModuleType, str]]:
+    """Return the modules that have one of PyTorch's functions, and its name there: `from ... import` makes more."""
+    modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
+    outside = [m for m in modules if m is F or m.__name__.partition(".")[0] != "torch"]
+    return [(m, name) for m in outside for name, value in list(vars(m).items()) if value is function]
 
 
 def _attention(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.forecast.fake import ACCELERATOR
@@ -141,6 +142,13 @@ def test_a_gpus_rms_norm_keeps_its_input_its_weight_and_a_number_a_row(dtype: to
 def test_an_rms_norm_of_two_types_is_no_fused_one():
     """PyTorch warns of it, and computes step by step."""
     assert len(kept_by_rms_norm(torch.bfloat16, torch.float32)) > 3
+
+
+def test_attention_that_a_model_imports_by_its_name_is_a_gpus_too() -> None:
+    theirs = attend
+    with cuda_kernels():
+        assert attend is not theirs and attend is F.scaled_dot_product_attention
+    assert attend is theirs is F.scaled_dot_product_attention
 
 
 def test_outside_a_forecast_attention_is_pytorchs_own():

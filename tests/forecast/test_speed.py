@@ -16,7 +16,7 @@ from fsdp_lab.config import ConfigError
 from fsdp_lab.config.conf import device_file
 from fsdp_lab.config.machine import RunningCluster
 from fsdp_lab.forecast.answer import answers
-from fsdp_lab.forecast.capacity import Forecast, NoForecast
+from fsdp_lab.forecast.capacity import Forecast, Host, NoForecast
 from fsdp_lab.forecast.devices import (
     capacity_bytes,
     capacity_here,
@@ -158,6 +158,21 @@ def test_the_shares_of_what_bounds_a_step_report_what_a_slower_device_costs(word
         costs = predict(program, replace(device, **changes)).step_s / speed.step_s - 1
         assert 0.1 * speed.shares[name] - 1e-6 <= costs <= 0.1, name
     assert set(slower) | {"gather", "scatter"} == set(BOUNDS)
+
+
+def test_the_host_is_this_machine_if_the_device_is(fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fsdp_lab.forecast.devices.host_memory", lambda: 7)
+
+    def host(*words: str, workers: int = 8) -> Host:
+        return Request.of(config(*words), workers).host
+
+    fake_gpus(2, 81920, 81920)  # which are called NVIDIA H200
+    assert host() == host("forecast.device=cuda") == host("forecast.device=h200") == Host(7, 2)
+    assert host(workers=1) == Host(7, 1)
+    assert host("forecast.device=h100_sxm") == Host(None, 8) == host("forecast.device=h100_sxm", workers=16)
+    assert host("forecast.device=cuda", "forecast.capacity_gib=80") == Host(None, 8), "of some other device"
+    fake_gpus(0)
+    assert host("forecast.device=h200") == host("forecast.device=cuda") == Host(None, 8)
 
 
 def test_pageable_copies_are_slower_than_pinned_ones_by_an_assumption_that_the_range_covers():
