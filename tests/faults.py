@@ -181,6 +181,9 @@ FAULTS = (
           'not str(data.target).startswith("fsdp_lab.")', "False", "training/test_labels.py"),
     Fault("a batch without a label has no loss", "fsdp_lab/workloads/language/task.py",
           "return total / count.clamp(min=1)", "return total / count", "training/test_labels.py"),
+    Fault("a trial starts although its forecast found a model that cannot be trained",
+          "fsdp_lab/sweep/listeners/forecasts.py", 'forecast.error.code == "model_error"',
+          'forecast.error.code == "no_error"', "sweep/test_other_words.py"),
     # checkpoints and exported models
     Fault("a resume starts its epoch again", "fsdp_lab/training/checkpoint.py",
           'position["epoch"], position["step"], position["epoch_step"]', 'position["epoch"], position["step"], 0',

@@ -30,7 +30,8 @@ class NoForecast:
     """Why there is no forecast, as a code with values.
 
     Attributes:
-        code: `user_error`: training would end with the same error; `needs_values`: the model or the optimizer reads
+        code: `model_error`: training would end with the same error on any machine; `user_error`: on this one, which
+            may lack files that others have; `needs_values`: the model or the optimizer reads
             a value, which training has; `error`: any other exception; `lost`: its process ended or was late;
             `cancelled`: it was interrupted before it was made.
         text: of an error as raised; of `lost` what happened to the process.
@@ -38,7 +39,7 @@ class NoForecast:
         at: the line that raised it: of the user's code if there is one.
     """
 
-    code: Literal["user_error", "needs_values", "error", "lost", "cancelled"]
+    code: Literal["model_error", "user_error", "needs_values", "error", "lost", "cancelled"]
     text: str = ""
     error: str = ""
     at: str = ""

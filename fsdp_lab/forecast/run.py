@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from fsdp_lab.config import SweepConfig, UserError, memory_settings, speed_settings
+from fsdp_lab.config import ModelError, SweepConfig, UserError, memory_settings, speed_settings
 from fsdp_lab.config.parallel import OffloadConfig
 from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.capacity import Forecast, Host, NoForecast, on_capacity
@@ -165,7 +165,7 @@ def _undone(request: Request, reason: str | None) -> Forecast:
     return Forecast(request.cuda, request.num_workers, error=error)
 
 
-def _raised(code: Literal["user_error", "needs_values", "error"], error: Exception) -> NoForecast:
+def _raised(code: Literal["model_error", "user_error", "needs_values", "error"], error: Exception) -> NoForecast:
     cause = error.__cause__ if error.__cause__ and error.__cause__.__traceback__ else error
     last = traceback.extract_tb(cause.__traceback__)[-1]
     at = user_line(cause) or f"{last.filename}:{last.lineno}"
@@ -239,7 +239,8 @@ def _answer(request: Request) -> Forecast:
     except UserError as error:
         from fsdp_lab.forecast.forecast import NeedsValuesError
 
-        raised = _raised("needs_values" if isinstance(error, NeedsValuesError) else "user_error", error)
+        needs_values, of_model = isinstance(error, NeedsValuesError), isinstance(error, ModelError)
+        raised = _raised("needs_values" if needs_values else "model_error" if of_model else "user_error", error)
         trace = "".join(traceback.format_exception(error)) if error.__cause__ else ""  # else the message says it all
         return Forecast(request.cuda, request.num_workers, error=raised, traceback=trace)
     except Exception as error:  # noqa: BLE001 - told in the table; the others go on

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.training import MATRIX_PRODUCTS, SAVED_OPERATORS, ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.torch_private import checkpoint_wrapper, version_of
@@ -146,12 +146,12 @@ def check_no_unit_inside(model: nn.Module, units: Sequence[nn.Module]) -> None:
     """Check that no wrapped block has a sharding unit inside, whose gathering would count among its operators.
 
     Raises:
-        UserError: a block has one.
+        ModelError: a block has one.
     """
     wrapped = [module for module in model.modules() if hasattr(module, "checkpoint_fn")]
     inside = {id(module) for wrapper in wrapped for module in wrapper.modules() if module is not wrapper}
     if any(id(unit) in inside for unit in units):
-        raise UserError(
+        raise ModelError(
             "activation_checkpointing=selective: a block has sharding units inside, so it cannot be recomputed; name "
             "only the outer blocks with model.block_classes=[...], or use activation_checkpointing=full."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
@@ -50,7 +50,7 @@ def check_blocks(model: nn.Module, blocks: BlockClasses, config: TrialConfig) ->
         blocks: the classes of its blocks; empty: none were found.
 
     Raises:
-        UserError: it has none of these classes, or fewer blocks than `activation_checkpointing_every`.
+        ModelError: it has none of these classes, or fewer blocks than `activation_checkpointing_every`.
     """
     num_blocks = sum(isinstance(module, blocks) for module in model.modules())
     if num_blocks:
@@ -68,7 +68,7 @@ def check_blocks(model: nn.Module, blocks: BlockClasses, config: TrialConfig) ->
             known = (
                 f"no module of class {', '.join(kind.__name__ for kind in blocks)}" if blocks else "no repeating block"
             )
-            raise UserError(
+            raise ModelError(
                 f"{setting}: {type(model).__name__} has {known}. Name the class of its blocks with "
                 "model.block_classes=[...], or use another setting."
             )
@@ -77,7 +77,7 @@ def check_blocks(model: nn.Module, blocks: BlockClasses, config: TrialConfig) ->
 def _check_every(num_blocks: int, config: TrialConfig) -> None:
     every = config.activation_checkpointing_every
     if config.activation_checkpointing is ActivationCheckpointing.every_n and every > num_blocks:
-        raise UserError(
+        raise ModelError(
             f"activation_checkpointing_every={every} is more than the model's {count(num_blocks, 'block')}, so "
             f"activation_checkpointing=every_n would do nothing; use at most {num_blocks}."
         )

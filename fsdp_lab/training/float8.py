@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.machine import FLOAT8_SINCE
 from fsdp_lab.training.blocks import BlockClasses
 
@@ -55,7 +55,7 @@ def layers_to_convert(model: nn.Module, block_classes: BlockClasses) -> list[nn.
     blocks = [module for module in model.modules() if isinstance(module, block_classes)]
     chosen = {id(layer): layer for block in blocks for layer in block.modules() if _is_converted(layer)}
     if not chosen:
-        raise UserError(
+        raise ModelError(
             "precision=float8 has nothing to convert: no block has an nn.Linear whose two sizes are multiples of 16; "
             "use precision=bf16_mixed."
         )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.distributed import together
@@ -40,7 +40,7 @@ def build_blueprint(spec: ModelSpec, config: TrialConfig) -> Blueprint:
         return Blueprint(spec.build, config.training.seed)
     except ValuesNeeded as error:
         if config.init is not Init.rank0:
-            raise UserError(
+            raise ModelError(
                 f"init={config.init.name}: the constructor of {error.module} reads the values of parameters, which "
                 f"meta tensors lack ({error.reason}); use init=rank0, which builds the whole model on rank 0."
             ) from error

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils import swap_tensors
 
-from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.errors import ModelError
 
 _HOST = torch.device("cpu")
 GROUP_BYTES = 4 * 2**30  # of values at a time; a smaller model starts with those of one plain call of its constructor
@@ -60,7 +60,7 @@ class Blueprint:
 
     Raises:
         ValuesNeeded: the constructor reads a value without `whole`.
-        UserError: a parameter has no size yet.
+        ModelError: a parameter has no size yet.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ def _check_buffers(model: nn.Module) -> None:
 
     Raises:
         ValuesNeeded: a buffer was computed from parameters, so it has no values either.
-        UserError: a buffer has no size yet.
+        ModelError: a buffer has no size yet.
     """
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -180,11 +180,11 @@ def _check_size(module: nn.Module, tensor: Tensor) -> None:
     """Check that a tensor has a size.
 
     Raises:
-        UserError: it gets its size from the first batch only.
+        ModelError: it gets its size from the first batch only.
     """
     if is_lazy(tensor):
         kind = type(module).__name__
-        raise UserError(
+        raise ModelError(
             f"the model has a {kind}, whose parameters get their size from the first batch, but fsdp_lab shards them "
             f"before it; use {kind.replace('Lazy', '')} with that size."
         )
@@ -213,7 +213,7 @@ def _registering(real: Collection[int] | None) -> Iterator[_Registration]:
         if parameter is not None:
             _check_size(module, parameter)
             if isinstance(parameter, DTensor):
-                raise UserError(
+                raise ModelError(
                     f"the parameter {name} of {type(module).__name__} is already a DTensor; fsdp_lab shards parameters "
                     "itself: make it a plain tensor."
                 )

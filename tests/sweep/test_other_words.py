@@ -122,6 +122,17 @@ def test_trials_whose_forecasts_fail_refer_to_the_first_of_the_same_error(compos
     assert hears.begun == [], "they would fail in training, too"
 
 
+@pytest.mark.usefixtures("no_gpus")
+def test_a_trial_whose_model_cannot_be_trained_does_not_start_and_the_others_do(compose_trial: Compose, tmp_path: Path):
+    common = ["task=custom", "model=custom", "data=example", "+model.width=8", "cluster.num_workers=2"]
+    cells = [("Net", "loss"), ("Refuses", "loss"), ("Net", "of_each_item")]
+    words = [[f"+model._target_={NET}.{m}", f"task.loss={NET}.{loss}"] for m, loss in cells]
+    plan, hears = plan_of(compose_trial, tmp_path, words, common), Hears()
+    expected = [None, Code.forecast_failed, Code.forecast_failed]
+    assert swept(plan, [None], Forecasts(plan), hears) == (ExitCode.failed, expected)
+    assert hears.begun == [0]
+
+
 def test_the_command_of_forecasts_ends_as_it_does_with_words(tmp_path: Path):
     words = [
         "-m", "task=custom", "model=custom", "data=example", "+model.width=8", f"task.loss={NET}.loss",

@@ -35,15 +35,17 @@ from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.wording import count, significant, time_left
 
 MAX_OTHERS_CPU = 0.1  # the share of the cores that other processes may use beside a trial that is learnt from
+_USERS = ("model_error", "user_error")  # what training would end with, too
 _WAITED = 0.05  # of its steps, from which a GPU's are not learnt from
 
 
 class Forecasts(Listener):
     """Forecasts the known trials while Ray starts, and those of a search one by one.
 
-    On a running cluster, forecasts begin when it has been reached. If all forecasts fail by errors that training
-    would meet too, no trial is started; not so on such a cluster, whose nodes may have files that this machine lacks.
-    Otherwise the reason for a missing forecast is logged, once for all trials that share it.
+    On a running cluster, forecasts begin when it has been reached. A trial whose model cannot be trained is not
+    started. If all forecasts fail by errors that training would meet too, no trial is; not so on such a cluster, whose
+    nodes may have files that this machine lacks. Otherwise the reason for a missing forecast is logged, once for all
+    trials that share it.
     """
 
     def __init__(self, plan: SweepPlan) -> None:
@@ -90,11 +92,15 @@ class Forecasts(Listener):
         self._known = {request.key: forecast for request, forecast in zip(requests, result, strict=True)}
         # else `forecast.keep` has chosen before; a kill while it skipped leaves the fastest to choose from
         is_new = not any(s.ended and s.status is not TrialStatus.skipped for s in sweep.states)
-        if self._early is not None and result and all(f.error and f.error.code == "user_error" for f in result):
-            _fail(sweep, dict(zip(wanted, result, strict=True)))
+        failing = {n: f for n, f in zip(wanted, result, strict=True) if f.error and f.error.code in _USERS}
+        if self._early is None or len(failing) < len(wanted):
+            failing = {n: f for n, f in failing.items() if _cannot_train(f)}
+        _fail(sweep, failing)
+        if failing and len(failing) == len(wanted):
             return
         for number, forecast in zip(wanted, result, strict=True):
-            self._take(sweep, number, forecast)
+            if number not in failing:
+                self._take(sweep, number, forecast)
         asked = sweep.config.forecast
         named = asked.device not in DEVICE_KINDS
         if named and any(r.sheet is None and data_sheet(r.config) is not None for r in requests):
@@ -131,11 +137,11 @@ class Forecasts(Listener):
         workers = workers_of(config)
         (request,) = _requests([sweep.states[number]], resources.num_gpus() > 0, workers)
         if (known := self._known.get(request.key)) is not None:  # of a trial that this one repeats
-            self._take(sweep, number, known)
+            self._judge(sweep, number, known)
             return
         future = self._forecaster.submit(request)
         if config.forecast.prune:
-            self._take(sweep, number, self._forecaster.result(future, request))
+            self._judge(sweep, number, self._forecaster.result(future, request))
         else:
             self._pending[number] = (future, request)
 
@@ -171,6 +177,13 @@ class Forecasts(Listener):
             record_observation(speed.device, f"{sweep.folder.absolute()}/{number}", one)
         except (OSError, UserError) as error:
             sweep.log_once(f"measured speeds of {speed.device} could not be saved for later forecasts: {error}")
+
+    def _judge(self, sweep: SweepRun, number: int, forecast: Forecast) -> None:
+        """Take the forecast of a trial that has not started, or fail the trial if its model cannot be trained."""
+        if _cannot_train(forecast):
+            _fail(sweep, {number: forecast})
+        else:
+            self._take(sweep, number, forecast)
 
     def _take(self, sweep: SweepRun, number: int, forecast: Forecast) -> None:
         """Publish a forecast, and skip the trial if it cannot fit."""
@@ -228,8 +241,12 @@ def reliable_step_s(metrics: Mapping[str, float], samples: int, cuda: bool) -> f
     return samples / speed * (1.0 if cuda else 1 - waited)
 
 
+def _cannot_train(forecast: Forecast) -> bool:
+    return forecast.error is not None and forecast.error.code == "model_error"
+
+
 def _fail(sweep: SweepRun, forecasts: Mapping[int, Forecast]) -> None:
-    """End trials that would all train in vain. Errors of one class, raised by one line, are one reason."""
+    """End trials that would train in vain. Errors of one class, raised by one line, are one reason."""
     first: dict[tuple[str, str], int] = {}
     for number, forecast in forecasts.items():
         why = forecast.error

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.target import import_callable, user_line
 from fsdp_lab.config.workload import ModelConfig, TaskConfig
 from fsdp_lab.workloads.base import Batch, Task, describe, plain_class, shape_of, tensors_of
@@ -42,17 +42,17 @@ def model_loss(model: nn.Module, batch: Batch) -> Any:
         batch: a dictionary.
 
     Raises:
-        UserError: the batch is no dictionary of the model's arguments, or the output has no loss.
+        ModelError: the batch is no dictionary of the model's arguments, or the output has no loss.
     """
     if not isinstance(batch, dict):
-        raise UserError(
+        raise ModelError(
             f"task=model_loss calls model(**batch), but the batch is a {type(batch).__name__}; let data.collate_fn "
             "return a dictionary of the model's arguments, or use task.loss=<package.function>."
         )
     outputs = model(**batch)
     loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
     if loss is None:
-        raise UserError(
+        raise ModelError(
             f"task=model_loss: the model returns a {type(outputs).__name__} without a loss; put the labels into the "
             "batch, or use task.loss=<package.function>."
         )
@@ -91,12 +91,12 @@ class OnlyCalled:
         """Return a plain value of the model.
 
         Raises:
-            UserError: it is a submodule, a tensor or a method, which work in some shardings only.
+            ModelError: it is a submodule, a tensor or a method, which work in some shardings only.
         """
         model = self._model.module if isinstance(self._model, DistributedDataParallel) else self._model
         value = getattr(model, name)
         if isinstance(value, nn.Module | Tensor) or callable(value):
-            raise UserError(
+            raise ModelError(
                 f"{self._user} uses model.{name} outside model(...): DDP wraps the model, and FSDP gathers weights "
                 "only in its forward; move it into forward."
             )
@@ -122,7 +122,7 @@ class UserLoss:
         """Return the loss in training; in validation return `Validated`.
 
         Raises:
-            UserError: the loss is no scalar tensor, or the metrics are no named pairs.
+            ModelError: the loss is no scalar tensor, or the metrics are no named pairs.
         """
         if torch.is_grad_enabled():
             return self._scalar(self.function(OnlyCalled(model, self.name), batch))
@@ -162,14 +162,14 @@ class UserLoss:
         if isinstance(loss, Tensor):
             what, remedy = f"a tensor of {shape_of(loss)}", "loss.mean() is one"
             what = f"{what} {str(loss.dtype).removeprefix('torch.')}" if loss.ndim == 0 else what
-        raise UserError(f"{self.name} is {what}; it must be the mean loss of the batch, a scalar tensor: {remedy}.")
+        raise ModelError(f"{self.name} is {what}; it must be the mean loss of the batch, a scalar tensor: {remedy}.")
 
 
 def _sums_and_counts(named: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the user's metrics as a dictionary of pairs."""
     if isinstance(named, dict) and all(isinstance(v, tuple | list) and len(v) == 2 for v in named.values()):
         return {str(name): (total, count) for name, (total, count) in named.items()}
-    raise UserError("task.metrics must return {name: (sum, count)}: the sum over the batch, and its divisor.")
+    raise ModelError("task.metrics must return {name: (sum, count)}: the sum over the batch, and its divisor.")
 
 
 def num_items(batch: Batch) -> int:
@@ -193,7 +193,7 @@ class AroundUser:
         """Return the task's outputs for an unmarked batch.
 
         Raises:
-            UserError: the batch does not fit the model.
+            ModelError: the batch does not fit the model.
         """
         batch = _unmarked(batch)
         try:
@@ -207,14 +207,14 @@ class AroundUser:
             where = _where(error, model)
             what = f"the forward pass fails in {where}" if where else f"{self._name} fails{_at(error)}"
             if f"must be Tensor, not {OnlyCalled.__name__}" in str(error):  # a function of PyTorch's
-                raise UserError(
+                raise ModelError(
                     f"{self._name}{_at(error)} gets the model where it wants a tensor. task.loss is called with the "
                     "model and a batch, not with the model's outputs; write a function such as: "
                     "def loss(model, batch): x, y = batch; return cross_entropy(model(x), y)"
                 ) from error
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             line = f" ({user_line(error)})" if where and user_line(error) else ""
-            raise UserError(f"{what} on a batch of {describe(batch)}: {reason}{line}") from error
+            raise ModelError(f"{what} on a batch of {describe(batch)}: {reason}{line}") from error
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         return self.task.loss(outputs, _unmarked(batch))
