@@ -101,10 +101,11 @@ def _net(model: str, *words: str) -> Workload:
     return Workload((*words, "data.num_train=null", "data.num_val=null"), plain.train)
 
 
-def _unusual(model: str, dtype: str = "float32") -> Workload:
+def _unusual(model: str, dtype: str = "float32", **arguments: Any) -> Workload:
     here = unusual.__name__
-    words = (f"model._target_={here}.{model}", f"data._target_={here}.Rows", f"data.dtype={dtype}")
-    build, rows = getattr(unusual, model), partial(unusual.Rows, dtype=dtype)
+    given = (f"model.{name}={value}" for name, value in arguments.items())
+    words = (f"model._target_={here}.{model}", *given, f"data._target_={here}.Rows", f"data.dtype={dtype}")
+    build, rows = partial(getattr(unusual, model), **arguments), partial(unusual.Rows, dtype=dtype)
     words = (*words, f"task.loss={here}.loss", "training.epochs=3")
     return Workload(words, Script(build, rows, unusual.loss).train)
 
@@ -176,6 +177,10 @@ WORKLOADS: dict[str, Workload] = {
     "transposed": _unusual("transposed"),
     "some share a module": _unusual("some_share_a_module"),
     "frozen in bfloat16": _unusual("frozen_bfloat16"),
+    "objects": _unusual("returns", what="nested"),
+    "changed in place": _unusual("returns", what="in_place"),
+    "kept": _unusual("keeps", of_weight=False),
+    "methods": _unusual("methods"),
     "seq2seq": _seq2seq(),
     "t5_tiny": _t5_tiny(),
     **{name: Workload(tuple(hf.WORDS[name[3:]]), hf.script(name[3:]).train) for name in OF_TRANSFORMERS},
@@ -270,7 +275,7 @@ def _read_peaks(folder: Path) -> Peaks | None:
 _MATTERS = ("model", "optimizer", "training", "data")
 _NO_MATTER = (
     "training.grad_accum", "training.sync_each", "optimizer.implementation", "data.loader",
-    "model.as_dict", "model.block_classes",
+    "model.as_dict", "model.block_classes", "model.forward_methods",
 )  # fmt: skip
 
 

@@ -91,7 +91,13 @@ IN_MAKE_TEST: Cells = {
     "complex": ("sharding=ddp", f"sharding=per_layer {SGD}"),
     "float64": ("sharding=per_block reshard_after_forward=always",),
     "transposed": ("sharding=per_block",), "frozen in bfloat16": ("sharding=per_block",),
-    "some share a module": ("sharding=per_block reshard_after_forward=always",),
+    **dict.fromkeys(
+        ("some share a module", "objects", "changed in place", "kept"),
+        ("sharding=per_block reshard_after_forward=always",),
+    ),
+    "methods": (
+        "sharding=per_block reshard_after_forward=always model.forward_methods=[encode] activation_checkpointing=full",
+    ),
     "seq2seq": (
         "sharding=root reshard_after_forward=always",
         f"sharding=ddp {ACCUMULATE}",

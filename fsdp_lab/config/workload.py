@@ -46,6 +46,8 @@ class ModelConfig(OpenGroup):
     """Every other key below `model`: an argument of the callable."""
     block_classes: Optional[list[str]] = key(None)
     """Paths to the classes that `per_block` shards; null: found from the module."""
+    forward_methods: Optional[list[str]] = key(None)
+    """Methods of sharding units that other modules call, such as `encode`; null: only `forward`."""
     flops_per_unit: Optional[float] = key(None, positive, may_differ=Between.CHECKPOINT)
     """FLOPs of a forward and backward pass on one sample or token, for MFU; null: counted."""
 

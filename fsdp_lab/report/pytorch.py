@@ -80,6 +80,7 @@ def _sharding(config: TrialConfig, layout: Layout, torch_version: str) -> dict[s
         "tf32": config.precision.tf32,
         "blocks": _pattern(layout.blocks) if with_blocks else "",
         "units": "" if ddp else _pattern(layout.units),
+        "forward_methods": config.model.forward_methods if layout.units and not ddp else None,
         "blocks_per_unit": sharding.blocks_per_unit,
         "dp_replicate": sharding.dp_replicate,
         "forward_prefetch": sharding.forward_prefetch,

@@ -21,6 +21,7 @@ from fsdp_lab.metrics import EARLY_LOSS, FIRST_LOSS, LOSS_EPS
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
+from fsdp_lab.training.explain import sharding_explained
 from fsdp_lab.training.memory import MemoryProfiler
 from fsdp_lab.training.parallelize import compute_precision, ddp_explained, set_gradient_sync
 from fsdp_lab.training.profiler_trace import ProfilerTrace
@@ -50,12 +51,13 @@ def train_step(
         if len(microbatches) > 1:  # it walks through the whole model
             is_last = i == len(microbatches) - 1
             set_gradient_sync(state.model, is_last, each=config.training.sync_each_microbatch)
-        with ddp_explained(), compute_precision(config, device):
+        with sharding_explained(state.model, config), ddp_explained(), compute_precision(config, device):
             outputs = task.forward(state.model, batch)
         loss = task.loss(outputs, batch)
         state.loss_dtype = loss.dtype
         loss = loss / len(microbatches) if weights is None else loss * weights[i]
-        state.scaler.scale(loss).backward()
+        with sharding_explained(state.model, config):
+            state.scaler.scale(loss).backward()
         total += loss.detach()
     grad_norm = None
     if config.training.max_grad_norm is not None or task.unit == "tokens":

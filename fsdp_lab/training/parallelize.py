@@ -6,10 +6,9 @@ comes after the weights are loaded, because it has nothing to materialise.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.parallel import (
     Dtype,
     Granularity,
@@ -40,11 +39,12 @@ from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.activation_checkpointing import check_no_unit_inside, checkpoint_blocks
 from fsdp_lab.training.blocks import BlockClasses
+from fsdp_lab.training.module_names import plain_name
 from fsdp_lab.training.shardable import check_parameters, make_contiguous
 from fsdp_lab.training.torch_private import one_post_forward_mesh
+from fsdp_lab.training.unit_hooks import UnitHooks, call_by_methods
 
 # PyTorch has another name for it since 2.15.
-_REGISTERED: set[type] = set()
 _DDP_KEYS = inspect.signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _DDP_KEYS else "broadcast_buffers": False
@@ -88,8 +88,10 @@ def apply_fully_shard(
     units = sharding_units(model, block_classes, config.sharding)
     if config.activation_checkpointing is ActivationCheckpointing.selective:
         check_no_unit_inside(model, units)
-    for module in (*units, model):
-        module.register_forward_hook(_register_dataclasses)  # before FSDP2's own hooks, which run after it
+    names = {id(module): plain_name(name) for name, module in model.named_modules()}
+    for unit in units:
+        UnitHooks(unit, names[id(unit)], config)  # before FSDP2's own hooks, which run after these
+    UnitHooks(model, type(model).__name__, config)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": mp_policy(config.precision),
@@ -107,6 +109,20 @@ def apply_fully_shard(
         separate_reduce_scatter_group(model)
     set_prefetch([group[0] for group in groups], config.sharding)
     return units
+
+
+def apply_methods(model: nn.Module, units: Sequence[nn.Module], names: Sequence[str]) -> None:
+    """Let the methods of these names gather the units that they belong to, and be recomputed where `forward` is.
+
+    Raises:
+        ModelError: no module has a method of one of these names.
+    """
+    for name in names:
+        if not any(callable(getattr(type(module), name, None)) for module in model.modules()):
+            raise ModelError(f"model.forward_methods=[{name}]: no module of the model has a method of that name.")
+    recomputed = [module for module in model.modules() if hasattr(module, "checkpoint_fn")]
+    for module in dict.fromkeys((*units, *recomputed)):
+        call_by_methods(module, names)
 
 
 def separate_reduce_scatter_group(model: nn.Module) -> None:
@@ -134,18 +150,6 @@ def in_groups(model: nn.Module, units: Sequence[nn.Module], size: int) -> list[l
     groups = [children[i : i + size] for children in of_parent.values() for i in range(0, len(children), size)]
     place = {id(unit): i for i, unit in enumerate(units)}
     return sorted(groups, key=lambda group: place[id(group[-1])])
-
-
-def _register_dataclasses(module: nn.Module, args: Any, output: Any) -> None:
-    """Let PyTorch look into a dataclass that a module returns.
-
-    FSDP2 before PyTorch 2.15 finds no tensor in it, and the module's backward pass would compute without its
-    parameters. The outputs of transformers, which are dictionaries too, are registered already.
-    """
-    if dataclasses.is_dataclass(output) and not isinstance(output, dict) and type(output) not in _REGISTERED:
-        _REGISTERED.add(type(output))
-        with suppress(ValueError):  # it is registered
-            torch.export.register_dataclass(type(output))
 
 
 def sharding_units(model: nn.Module, block_classes: BlockClasses, sharding: ShardingConfig) -> list[nn.Module]:

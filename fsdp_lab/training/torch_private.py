@@ -37,7 +37,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefT
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.distributed.fsdp import _fully_shard as fsdp_package
 from torch.distributed.fsdp._fully_shard._fsdp_state import _register_group_forward_hooks
 from torch.distributed.tensor import DTensor, _sharding_prop
@@ -57,6 +57,9 @@ _POST_FORWARD_MESH = "_get_post_forward_mesh_info"
 _CLEAR_WORKSPACES = "_cuda_clearCublasWorkspaces"
 _DEVICE_OF_MESH = "_get_device_from_mesh"
 _COMPARE_SHAPES = "_verify_param_shape_across_processes"
+
+# Before 2.15 FSDP2 copied every list and dictionary that a unit gets; since then only those with a gradient inside.
+REBUILDS_INPUTS = not hasattr(_common_utils, "replace_grad_tensors")
 
 _FSDP = "torch.distributed.fsdp._fully_shard._fully_shard"
 _FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
@@ -94,6 +97,9 @@ NAMES = (
     Name(_FSDP_STATE, "_register_group_forward_hooks", ("modules", "pre_hook", "post_hook", "modules_to_run")),
     Name(_FSDP_STATE, "FSDPState._pre_forward"),
     Name(_FSDP_STATE, "FSDPState._post_forward"),
+    Name(_FSDP_STATE, "FSDPState._pre_backward", ("grad",)),
+    Name(_FSDP, "FSDPModule._get_fsdp_state", ()),
+    Name("torch", "Tensor._base"),
     Name("torch.distributed._tools.mod_tracker", "register_multi_grad_hook"),
     Name("torch._guards", "active_fake_mode"),
     Name("torch", "Tensor._use_count"),
@@ -326,6 +332,17 @@ def one_post_forward_mesh() -> Iterator[None]:
 
     with mock.patch.object(module, _POST_FORWARD_MESH, make_once):
         yield
+
+
+def gather_before_gradient_of(tensor: Tensor, unit: nn.Module) -> None:
+    """Let the backward pass gather the parameters of a sharded unit before the gradient of a tensor is used.
+
+    A view that is changed in place loses what it was told, so its base is told, too.
+    """
+    assert isinstance(unit, FSDPModule)
+    for told in (tensor, tensor._base):
+        if told is not None and told.requires_grad and told.grad_fn is not None:
+            told.register_hook(unit._get_fsdp_state()._pre_backward)
 
 
 def free_cublas_workspaces(device: torch.device) -> int | None:

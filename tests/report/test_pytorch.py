@@ -15,12 +15,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.layout import Layout
 from fsdp_lab.report.pytorch import to_pytorch
 from tests.conftest import ROOT
 from tests.ranks import Memo, config, run_ranks, selected
+from tests.workloads.user import unusual
 
 Case = tuple[str, ...]
 
@@ -219,3 +221,20 @@ def test_the_bare_script_runs(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert len(ast.literal_eval(done.stdout)) == 1
+
+
+def step_of_methods() -> list[int]:
+    """On one rank: the sizes of the gradients after a step of the pasted function, of a model whose blocks encode."""
+    words = ("sharding=per_block", "reshard_after_forward=always", "model.forward_methods=[encode]")
+    code = to_pytorch("Trial 0", trial_of(*words), Layout(units=["blocks.*"]), 1, "2.15")
+    pasted: dict[str, Any] = {}
+    exec(compile(code, "use_pytorch.py", "exec"), pasted)
+    made = unusual.methods()
+    made.first.weight.data = made.first.weight.data.t()  # which fully_shard refuses
+    model, _ = pasted["parallelize"](made)
+    model(torch.ones(4, unusual.WIDTH)).sum().backward()
+    return [p.grad.numel() for p in model.parameters()]
+
+
+def test_other_methods_of_units_and_transposed_weights_are_in_the_function() -> None:
+    assert run_ranks(1, step_of_methods)[0] == [p.numel() for p in unusual.methods().parameters()]

@@ -253,6 +253,9 @@ def keeps(of_weight: bool) -> nn.Module:
 
 
 class Encodes(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
     def encode(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.inner(self.norm(x)))
 
@@ -261,7 +264,7 @@ class CallsMethods(Layers):
     def forward(self, x: Tensor) -> Any:
         x = self.first(x)
         for block in self.blocks:
-            x = block.encode(x)
+            x = block.encode(x) + block(x)
         return self.last(x)
 
 
@@ -370,3 +373,11 @@ def skip_init() -> nn.Module:
         return layer
 
     return Layers(Block(made()), Block(made()))
+
+
+def calls_inside() -> nn.Module:
+    class Calls(Layers):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) + self.blocks[1].inner(x).mean(1, keepdim=True)
+
+    return Calls(Block(), Block())

@@ -1,0 +1,163 @@
+"""What a sharding unit returns, keeps and changes, seen by hooks: FSDP2 looks into few kinds of objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fsdp_lab.config.errors import ModelError
+from fsdp_lab.config.parallel import Dtype, ReshardPolicy
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.torch_private import REBUILDS_INPUTS, WRAPPED, gather_before_gradient_of
+
+_METHOD = "_fsdp_lab_method"  # an argument, so that a recomputation chooses the same
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
+_OPAQUE = (Tensor, nn.Module, type, str, bytes, int, float, complex, torch.dtype, torch.device)
+
+
+class UnitHooks:
+    """Lets the backward pass of a unit begin with its parameters gathered, whatever the unit returns or keeps.
+
+    FSDP2 gathers them before the gradient of a tensor that it found in the output. It looks into tuples, lists and
+    dictionaries, since PyTorch 2.15 into dataclasses, and not into other objects or attributes of modules. A view that
+    is changed in place loses its hook, so its base gets one, too.
+
+    Args:
+        unit: before `fully_shard`, whose own hooks run after these.
+        name: for messages.
+        config: whether parameters are freed after the forward pass, and inputs are cast.
+    """
+
+    def __init__(self, unit: nn.Module, name: str, config: TrialConfig) -> None:
+        self._unit, self._name = unit, name
+        self._frees = config.reshard_after_forward.policy is not ReshardPolicy.never
+        self._rebuilds = REBUILDS_INPUTS or config.precision.param_dtype is not Dtype.float32
+        self._keepers: list[tuple[nn.Module, str]] | None = None  # attributes with tensors, once looked for
+        self._before: list[tuple[Any, list[int]]] = []
+        unit.register_forward_pre_hook(self.enter, with_kwargs=True)
+        unit.register_forward_hook(self.leave)
+
+    @torch.compiler.disable
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note the containers that the unit gets, of which FSDP2 makes copies."""
+        given = [*args, *kwargs.values()]
+        self._before = [
+            (container, [*map(id, _parts(container))])
+            for container in _changeable((*given,))
+            if self._rebuilds or any(tensor.requires_grad for tensor in tensors_inside(container))
+        ]
+
+    @torch.compiler.disable
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Look at what the unit returns, keeps and has changed.
+
+        Raises:
+            ModelError: it returns or keeps a view of a parameter that is freed, or has changed a copy.
+        """
+        if not torch.is_grad_enabled():
+            return
+        for container, before in self._before:
+            if before != [*map(id, _parts(container))] and not any(container is one for one in _objects(output)):
+                raise ModelError(
+                    f"{self._name} changes a {type(container).__name__} that it gets, of which FSDP2 hands it a copy, "
+                    "so the change would be lost; let it return what it adds, or use sharding=ddp or sharding=root."
+                )
+        self._before = []
+        first, self._keepers = self._keepers is None, self._keepers or self._find_keepers()
+        kept = {f"keeps in {name}": tensors_inside(getattr(m, name, None)) for m, name in self._keepers}
+        for how, tensors in {"returns": tensors_inside(output), **kept}.items():
+            for tensor in tensors:
+                if first and self._frees:
+                    self._check_view(how, tensor)
+                gather_before_gradient_of(tensor, module)
+
+    def _find_keepers(self) -> list[tuple[nn.Module, str]]:
+        return [
+            (module, name)
+            for module in self._unit.modules()
+            for name, value in vars(module).items()
+            if name not in _OF_EVERY_MODULE and not name.startswith("__") and any(True for _ in tensors_inside(value))
+        ]
+
+    def _check_view(self, how: str, tensor: Tensor) -> None:
+        storage = _storage(tensor)
+        for name, parameter in self._unit.named_parameters():
+            if storage is not None and storage == _storage(parameter):
+                raise ModelError(
+                    f"{self._name} {how} a view of its parameter {name}, which FSDP2 frees after the forward pass; use "
+                    "its .clone(), reshard_after_forward=never, or sharding=ddp."
+                )
+
+
+def tensors_inside(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in containers and in the attributes of objects."""
+    return (part for part in _objects(value) if isinstance(part, Tensor))
+
+
+def _objects(value: Any) -> Iterator[Any]:
+    left, seen = [value], dict[int, Any]()  # which keeps what it has seen, or its number might be another's
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen[id(one)] = one
+            yield one
+            left += reversed(_parts(one))
+
+
+def _parts(value: Any) -> list[Any]:
+    if value is None or isinstance(value, _OPAQUE) or callable(value):
+        return []
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    attributes = (getattr(value, name, None) for name in slots)
+    return [*getattr(value, "__dict__", {}).values(), *attributes]
+
+
+def _changeable(value: Any) -> Iterator[Any]:
+    """Yield the lists, dictionaries and dataclasses inside, which FSDP2 rebuilds around other tensors."""
+    for part in _parts(value) if isinstance(value, tuple | list | dict) or is_dataclass(value) else ():
+        if isinstance(part, list | dict) or is_dataclass(part):
+            yield part
+        yield from _changeable(part)
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef | None:
+    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+
+
+def call_by_methods(outer: nn.Module, names: Sequence[str]) -> None:
+    """Let other methods of a module than `forward` run its hooks, which gather its parameters, and its checkpointing.
+
+    Args:
+        outer: the module that is called, or the wrapper of activation checkpointing around it.
+        names: of methods; those that the module lacks are skipped.
+    """
+    inner: Any = getattr(outer, WRAPPED, outer)
+    own = {name: method for name in names if callable(method := getattr(inner, name, None))}
+    forward, at_work = inner.forward, list[str]()
+
+    @wraps(forward)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        name = kwargs.pop(_METHOD, "")
+        at_work.append(name)
+        try:
+            return own.get(name, forward)(*args, **kwargs)
+        finally:
+            at_work.pop()
+
+    def called(name: str, *args: Any, **kwargs: Any) -> Any:
+        return own[name](*args, **kwargs) if at_work else outer(*args, **kwargs, **{_METHOD: name})
+
+    if own:
+        inner.forward = chosen
+        for name, method in own.items():
+            setattr(inner, name, wraps(method)(partial(called, name)))
