@@ -64,10 +64,9 @@ def _differs(settings: Settings, setting: Setting) -> Statement | None:
 def _loss_too_high(settings: Settings, setting: Setting, best: Setting) -> Statement | None:
     """Return why a loss is too high. Settings that must compute the same differ by chance: the best of them counts."""
     metric = settings.loss_key
-    alike = [s.figure(metric) for s in settings.alike(setting)]
-    loss, least = min((loss for loss in alike if loss == loss), default=math.nan), best.figure(metric)
     if metric not in setting.figures:
         return Statement("no_figure", {"metric": metric})
+    loss, least = min(setting.figure(metric), settings.least_alike.get(setting, math.inf)), best.figure(metric)
     if loss <= least + settings.rules.loss_tolerance * abs(least) + setting.rounding(best, metric):
         return None
     return Statement("loss_too_high", {"metric": metric, "above": ratio(loss, least), "loss": loss, "least": least})
