@@ -97,7 +97,7 @@ def _hybrid(answer: ForecastAnswer, swept: Sequence[str]) -> Iterator[_Asked]:
             continue
         nodes = request.num_workers // request.sheet.node_size
         config = replace(request.config, sharding=replace(sharding, dp_replicate=nodes))
-        yield from _asked(best, base, {HYBRID: str(nodes)}, replace(request, config=config, page=None))
+        yield from _asked(best, base, {HYBRID: str(nodes)}, replace(request, config=config))
 
 
 def _roomier(answer: ForecastAnswer, swept: Sequence[str]) -> Iterator[_Asked]:
@@ -118,13 +118,14 @@ def _roomier(answer: ForecastAnswer, swept: Sequence[str]) -> Iterator[_Asked]:
         ({**with_one, **with_full}, replace(full, training=smaller), may_be_full and may_be_one),
     ):
         if may_be:
-            yield from _asked(least, least, typed, replace(request, config=changed, page=None))
+            yield from _asked(least, least, typed, replace(request, config=changed))
 
 
 def _asked(of: Row, base: Row, typed: dict[str, str], request: Request) -> Iterator[_Asked]:
-    """Yield the try, if the setting has a meaning."""
+    """Yield the try, if the setting has a meaning: without a page, and without a search for the largest microbatch."""
     try:
         request.config.check(request.num_workers)
     except ConfigError:
         return
-    yield of, base, typed, request
+    config = replace(request.config, forecast=replace(request.config.forecast, largest_microbatch=False))
+    yield of, base, typed, replace(request, config=config, page=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.forecast.test_answer import HYBRID, SLOWER, fast, hybrids, over_nodes
 from tests.ranks import config
 
 WORKERS = ["cluster.num_workers"]
+HERE = ("forecast.device=h100_sxm", "forecast.largest_microbatch=true")
 
 
 def compared(rows: Sequence[Row], swept: Sequence[str] = WORKERS, tried: Sequence[Try] = ()) -> list[Series]:
@@ -70,6 +72,7 @@ def asked(answer_row: Row, swept: Sequence[str] = (), fits: bool = True) -> tupl
 
     def make(some: list[Request]) -> list[Forecast]:
         requests.extend(some)
+        assert not any(request.page or request.config.forecast.largest_microbatch for request in some)
         return [row([], 9 if fits else 30 - n).forecast for n, _ in enumerate(some)]
 
     tried = try_others(answers([answer_row], swept, 0.03), swept, make)
@@ -85,7 +88,7 @@ def asked(answer_row: Row, swept: Sequence[str] = (), fits: bool = True) -> tupl
 
 
 def planted(words: str, workers: int = 16, bound: str = "scatter", gib: float = 9) -> Row:
-    request = Request.of(config("model=mlp", "forecast.device=h100_sxm", *words.split()), workers)
+    request = Request.of(config("model=mlp", *HERE, *words.split()), workers, Path("page"))
     network = Network(400) if workers > 8 else None
     sized = fast(row([], gib), 1.0, workers, shares={bound: 0.9}, network=network)
     per_step = request.config.training.global_batch_size // workers
