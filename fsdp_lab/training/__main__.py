@@ -66,8 +66,8 @@ def read_config(base: Path | None, overrides: list[str]) -> NightlyConfig:
     if base is not None:
         composed = yaml.safe_load(base.read_text()) or {}
         values = merge(values, composed) | {group: composed[group] for group in OPEN_GROUPS if group in composed}
-    for override in with_custom(overrides):
-        key, _, text = override.partition("=")
+    pairs = [override.partition("=")[::2] for override in with_custom(overrides)]
+    for key, text in sorted(pairs, key=lambda pair: conf_dir() / pair[0] not in group_dirs()):  # options first
         group = conf_dir() / key
         value = read_option(group, text) if group in group_dirs() else yaml.safe_load(text)
         if key in OPEN_GROUPS and "_target_" in value:  # the arguments of another callable are none of this one's

@@ -37,6 +37,13 @@ def test_round_trip(overrides: list[str]) -> None:
     assert from_dict(NightlyConfig, yaml.safe_load(yaml.safe_dump(plain))) == config
 
 
+def test_the_order_of_options_and_keys_does_not_matter() -> None:
+    words = ["model.width=16", "model._target_=my.Net", "optimizer.lr=0.5", "optimizer=sgd"]
+    config = read_config(None, words)
+    assert config == read_config(None, words[::-1])
+    assert (config.model.arguments, config.optimizer.lr, config.optimizer.name.name) == ({"width": 16}, 0.5, "sgd")
+
+
 def test_one_word_is_a_list_of_one() -> None:
     assert from_dict(NightlyConfig, {"objective": "val/loss:min"}).objective == ["val/loss:min"]
 
