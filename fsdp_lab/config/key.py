@@ -153,12 +153,17 @@ def check_ranges(config: Any, prefix: str = "") -> None:
     """
     values = flatten(config)
     for name, value in values.items():
-        if type(value) is int and abs(value) > LARGEST_INTEGER:
-            raise ConfigError(f"{prefix}{name}={value} is too large; use at most {LARGEST_INTEGER}.")
+        check_range(f"{prefix}{name}", value, None)
     for name, known in keys_of(config).items():
-        value = values[name]
-        if known.rule is not None and value is not None and (wrong := known.rule(value)):
-            raise ConfigError(f"{prefix}{name}={value} {wrong}.")
+        check_range(f"{prefix}{name}", values[name], known)
+
+
+def check_range(name: str, value: Any, known: Key | None) -> None:
+    """Apply the rule of one key, if it is known, and that for every integer. Raises as `check_ranges`."""
+    if type(value) is int and abs(value) > LARGEST_INTEGER:
+        raise ConfigError(f"{name}={value} is too large; use at most {LARGEST_INTEGER}.")
+    if known is not None and known.rule is not None and value is not None and (wrong := known.rule(value)):
+        raise ConfigError(f"{name}={value} {wrong}.")
 
 
 def at_least_one(value: float) -> str | None:

@@ -21,6 +21,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from fsdp_lab.compose import Trial
 from fsdp_lab.compose import check as check_here
 from fsdp_lab.config import CombinationError, ConfigError, SweepConfig, effective_settings, flatten, workers_of
+from fsdp_lab.config.key import check_range, keys_of
 from fsdp_lab.config.options import may_name_code
 from fsdp_lab.config.registry import module_of
 from fsdp_lab.config.sweep import SearchConfig
@@ -119,11 +120,15 @@ def _interval(override: Override) -> BaseDistribution:
     text, log = override.input_line, "log" in sweep.tags
     if unknown := sweep.tags - {"log"}:
         raise ConfigError(f"{text}: the tag {min(unknown)} is not known; the only one is log.")
+    if not math.isfinite(sweep.end - sweep.start):  # also if both ends are
+        raise ConfigError(f"{text}: the interval is too wide to draw from; use finite ends, less than 1.7e308 apart.")
     if not sweep.start < sweep.end:
         raise ConfigError(f"{text}: the interval is empty; give the smaller end first.")
     if log and sweep.start <= 0:
         raise ConfigError(f"{text}: a logarithmic scale begins above 0; use a positive start.")
     key = override.get_key_element()
+    for end in (sweep.start, sweep.end):
+        check_range(key, end, keys_of(SweepConfig).get(key))
     if type(_DEFAULTS.get(key)) is int and not isinstance(sweep.start, int):
         raise ConfigError(
             f"{text}: {key} takes whole numbers; write {key}='int(interval({sweep.start:g},{sweep.end:g}))'."

@@ -215,11 +215,29 @@ def test_a_large_space_with_few_settings_ends_too(parser, compose_trial):
 
 @pytest.mark.parametrize("fixed", [[], ["training.epochs=0"]])
 def test_a_space_of_wrong_values_only_is_an_error_and_so_is_a_value_beside_it(parser, compose_trial, fixed: list[str]):
-    search = searching(parser, compose_trial, "random", "training.global_batch_size=int(interval(-9,-1))", *fixed)
+    search = searching(parser, compose_trial, "random", "training.global_batch_size=-9,-1", *fixed)
     with pytest.raises(
         ConfigError, match=r"training.epochs=0" if fixed else r"training.global_batch_size=-\d is below"
     ):
         search.next()
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("optimizer.lr=interval(1e-4,inf)", "too wide"),
+        ("optimizer.lr=interval(nan,1)", "too wide"),
+        ("optimizer.lr=tag(log,interval(1e-4,inf))", "too wide"),
+        ("model.rate=interval(-1e308,1e308)", "too wide"),
+        ("optimizer.lr=interval(-1,1)", r"optimizer.lr=-1.0 is not above 0"),
+        ("training.global_batch_size=int(interval(-9,-1))", "training.global_batch_size=-9 is below 1"),
+        ("training.seed=int(interval(0,9223372036854775807))", "training.seed=9223372036854775808 is too large"),
+    ],
+)
+def test_an_interval_that_cannot_be_drawn_from_is_refused_by_its_ends(parser, word: str, says: str):
+    """Else each value that is drawn is refused in a line of its own, or ends the command with an OverflowError."""
+    with pytest.raises(ConfigError, match=says):
+        space_of(parser, word)
 
 
 def test_what_this_machine_cannot_hold_costs_no_trial(parser, compose_trial):
