@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 import hydra
 
-from fsdp_lab.compose import check, check_overrides, register_schema, search_path, single_trial
-from fsdp_lab.config import ConfigError, conf_dir, split_config_dir, with_custom
-from fsdp_lab.config.key_value_args import check_repeat, check_words, with_environment
+from fsdp_lab.compose import check, register_schema, single_trial
+from fsdp_lab.config import ConfigError, all_keys, conf_dir, split_config_dir, with_custom
+from fsdp_lab.config.conf import groups
+from fsdp_lab.config.key_value_args import key_of, with_environment
 from fsdp_lab.config.launcher import leave_launcher
 from fsdp_lab.config.machine import ask_clusters
 from fsdp_lab.config.options import names_code
@@ -21,6 +22,7 @@ from fsdp_lab.config.target import import_from
 from fsdp_lab.engine.cluster import running_cluster, stop_ray
 from fsdp_lab.explain import explain
 from fsdp_lab.output import outlast_reader
+from fsdp_lab.overrides import read_overrides, search_path
 from fsdp_lab.reference import keys_text, versions
 from fsdp_lab.status import ExitCode
 
@@ -36,20 +38,20 @@ def main() -> None:
             print(answer)
             return
         leave_launcher()
-        if nightly := [a for a in sys.argv[1:] if a.lstrip("+~").startswith("nightly.")]:
-            key = nightly[0].partition("=")[0]
-            raise ConfigError(f"{key} is a key of python -m fsdp_lab.nightly; leave it out here, or use it there.")
-        check_words(sys.argv[1:])
-        arguments = resume_first(sys.argv[1:])
-        config_dir, words = split_config_dir(arguments)
+        config_dir, words = split_config_dir(sys.argv[1:])
         if {"-h", "--help"} & set(words):
             words = ["--help"]  # Hydra would first compose a trial of the other words
-        search_path(config_dir)  # looks whether the folder is there
-        sys.argv[1:] = options_first(with_environment(with_custom(words)), config_dir)
-        check_overrides(sys.argv[1:])
-        is_resumed = any(word.lstrip("+").startswith("resume=") for word in words)
-        if sys.argv[1:2] in (["-m"], ["--multirun"]) and not is_resumed:
-            check_repeat(words)
+        search_path(config_dir)  # looks whether the folder is there, and what is in it
+        options, overrides = _split(words)
+        check_options(options)
+        overrides = read_overrides(overrides, config_dir)
+        if nightly := [key for key in map(key_of, overrides) if key.partition(".")[0] == "nightly"]:
+            raise ConfigError(
+                f"{nightly[0]} is a key of python -m fsdp_lab.nightly; leave it out here, or use it there."
+            )
+        folder = [f"--config-dir={config_dir}"] if config_dir is not None else []  # a resume compares it
+        _, words = split_config_dir(with_custom(resume_first([*folder, *options, *overrides])))
+        sys.argv[1:] = options_first(with_environment(words), config_dir)
         if config_dir is not None or names_code(words):
             import_from(os.getcwd())
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
@@ -127,13 +129,34 @@ def leave(error: Exception) -> NoReturn:
 
 def resume_first(arguments: list[str]) -> list[str]:
     """Return the command line that `resume=...` stands for, or an unchanged one."""
-    if not any(a.startswith("resume=") for a in arguments):
+    if not any(a.startswith("resume=") and a != "resume=null" for a in arguments):
         return arguments
     from fsdp_lab.sweep.store.resume import resume_arguments
 
     return resume_arguments(arguments)
 
 
+def check_options(options: Sequence[str]) -> None:
+    """Check that options are ones that this command has, in full.
+
+    Raises:
+        ConfigError: one is not; or it names another configuration than ours.
+    """
+    for name in (option.partition("=")[0] for option in options if option.startswith("-")):
+        if name in _CONFIG:
+            raise ConfigError(
+                f"{name} cannot be used: the configuration is fsdp_lab's. Put your own options into a folder that "
+                "--config-dir names, and what you type every time into a preset there, experiment/<name>.yaml."
+            )
+        if name not in _OPTIONS:
+            key = name.lstrip("-")
+            meant = f"write {key}=<value>" if key in (*all_keys(), *groups()) else f"use one of {', '.join(_OPTIONS)}"
+            raise ConfigError(f"{name} is not an option; {meant}.")
+
+
+_CONFIG = ("--config-path", "-cp", "--config-name", "-cn")
+_OPTIONS = ("-m", "--multirun", "-r", "--run", "--config-dir", "-cd", *_SHOWS, "--resolve", "-p", "--package", "-sc",
+    "--shell-completion", "--hydra-help", "--experimental-rerun", "--version", "--keys", "-h", "--help")  # fmt: skip
 # Hydra's options whose value is a word of its own.
 _WITH_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn")
 
@@ -147,13 +170,13 @@ def options_first(arguments: list[str], config_dir: str | None) -> list[str]:
     shows = any(a.partition("=")[0] in _SHOWS for a in arguments)
     flags = [] if shows else [a for a in arguments if a in ("-m", "--multirun")]
     folder = [f"--config-dir={config_dir}"] if config_dir is not None else []
-    options, words = _split(arguments)
+    options, words = _split([a for a in arguments if a not in ("-m", "--multirun")])
     return [*flags[:1], *folder, *options, *words]
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return Hydra's options without `-m`, and the overrides."""
-    rest = [a for a in arguments if a not in ("-m", "--multirun")]
+    """Return Hydra's options, and the overrides."""
+    rest = list(arguments)
     follows = [before in _WITH_VALUE and "=" not in a for before, a in zip(["", *rest], rest, strict=False)]
     options = [a for a, is_value in zip(rest, follows, strict=True) if is_value or a.startswith("-")]
     return options, [a for a, is_value in zip(rest, follows, strict=True) if not (is_value or a.startswith("-"))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -11,8 +11,6 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, QuotedString
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -33,8 +31,7 @@ from fsdp_lab.config import (
     workers_of,
 )
 from fsdp_lab.config.address import check_credentials
-from fsdp_lab.config.conf import OPEN_GROUPS, groups, options_of
-from fsdp_lab.config.key_value_args import check_words
+from fsdp_lab.config.conf import OPEN_GROUPS
 from fsdp_lab.config.machine import check_local_capacity
 from fsdp_lab.config.training import OptimizerConfig
 from fsdp_lab.config.workload import DataConfig, ModelConfig, known_vocab_size
@@ -218,50 +215,6 @@ def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def search_path(config_dir: str | None) -> list[str]:
-    """Return the overrides by which Hydra finds the user's options in addition to ours.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
-    if config_dir is None:
-        return []
-    folder = Path(config_dir).absolute()
-    if not folder.is_dir():
-        raise ConfigError(
-            f"--config-dir={config_dir}: folder {folder} not found; name one that holds options, as in model/mine.yaml."
-        )
-    quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
-    return [f"hydra.searchpath=['file://{quoted}']"]
-
-
-def check_overrides(arguments: Sequence[str]) -> None:
-    """Refuse credentials, and values that are no option's name for a group: Hydra would end with a traceback.
-
-    Args:
-        arguments: of the command line; options such as `-m` are ignored.
-
-    Raises:
-        ConfigError: an argument has credentials in it, or none of the options of its group.
-        OverrideParseException: an override cannot be parsed.
-    """
-    check_words(arguments)
-    known = groups()
-    words = [a for a in arguments if not a.startswith("-") and a.partition("=")[0].lstrip("+~") in known]
-    for override in OverridesParser.create().parse_overrides(words):
-        given = override.value()
-        values = given.list if isinstance(given, ChoiceSweep) else [given]
-        if (override.is_delete() and given is None) or all(
-            isinstance(value, str | QuotedString | Glob) for value in values
-        ):
-            continue
-        group = override.key_or_group
-        raise ConfigError(
-            f"{override.input_line} is not an option: {group} is a group, and takes a name. Choose one of: "
-            f"{', '.join(options_of(group))}."
-        )
-
-
 def with_variables(saved: SweepConfig) -> SweepConfig:
     """Return a saved config with the variables in the arguments of its model, data and optimizer, if they are set."""
     content = to_dict(saved)
@@ -298,8 +251,24 @@ def check(config: SweepConfig) -> None:
         config.check_files()
 
 
+def check_hydra(hydra: Any) -> None:
+    """Refuse what Hydra's own launcher would do for a job, wherever it is set.
+
+    Raises:
+        ConfigError: a trial in a folder or an environment of its own.
+    """
+    if hydra.job.chdir:
+        raise ConfigError(
+            "hydra.job.chdir=true: every path is seen from where the command is typed; leave it out. hydra.run.dir, or "
+            "hydra.sweep.dir with -m, names the folder for what a trial writes."
+        )
+    if hydra.job.env_set:
+        raise ConfigError(f"hydra.job.env_set: export {', '.join(hydra.job.env_set)} before the command instead.")
+
+
 def single_trial(cfg: DictConfig) -> Trial:
     hydra = HydraConfig.get()
+    check_hydra(hydra)
     with open_dict(cfg):
         cfg.hydra = hydra
     composed = plain(cfg)

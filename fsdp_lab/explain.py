@@ -44,6 +44,12 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, OverrideParseException):
         reason = re.sub(r"See https.*", "", one_line(str(error))).strip()
         key = str(error.override).partition("=")[0]
+        if not re.fullmatch(r"[!-~]+", key):
+            return f"{error.override}: what is before the = is no key; write key=value, without spaces."
+        if refused := re.search(r"LexerNoViableAltException: (.*)\n( *)\^", str(error)):
+            unread = refused[0][len(refused[2])] if len(refused[2]) < len(refused[0]) else ""
+            if unread.strip() and unread not in "=()[]{},'\"":
+                return f"{error.override}: Hydra reads no {unread} without quotes; write '{key}=\"...\"'."
         if str(error.override).endswith(","):
             return (
                 f"{error.override} ends with a comma: the shell cut it at a space. Remove the spaces, or put the whole "

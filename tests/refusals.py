@@ -185,6 +185,14 @@ resume=last                             | resume=last
 resume=nowhere                          | resume=nowhere
 resume=mine                             | sweep.json
 repeats=3                               | repeats=3 -m
+resume=a,b                              | resume=a,b
+--config-name=mine                      | --config-name --config-dir
+-cp mine                                | -cp --config-dir
+--config-d=mine                         | --config-d --config-dir
+--sharding root                         | --sharding sharding=
+forecast sharding=root                  | fsdp_lab.forecast
+tracking.experiment=介绍                | tracking.experiment=介绍
+=介绍                                   | =介绍
 --keys cluster.num_worker_              | cluster.num_worker_ cluster.num_workers
 doctor tracking.url=x                   | tracking.url
 --multirun optimizer.lr=interval(0,1) training.epochs=1 | optimizer.lr=interval(0,1)
@@ -194,7 +202,11 @@ optimizer.lr=interval(0,1) training.epochs=1 --multirun | optimizer.lr=interval(
 _BY_A_SWEEP = """
 optimizer.lr=interval(0,1)              | optimizer.lr=interval(0,1)
 +training.epoch=1,5                     | training.epoch training.epochs
-precision=16,32                         | precision=16,32 bf16_mixed
+precision=16,32                         | precision=16 bf16_mixed
+experiment=zero2_zero3,nightly          | experiment=zero2_zero3,nightly
+optimizer.lr=1,2 +optimizer.lr=3        | optimizer.lr=1,2
+repeat=choice(3)                        | repeat=3 repeats=3
+hydra.job.chdir=true                    | hydra.job.chdir hydra.sweep.dir
 training.epochs=1,0                     | training.epochs=0
 repeat=3                                | repeat=3 repeats=3
 ++repeat=1                              | repeat=1 repeats=2

@@ -74,23 +74,4 @@ def quoted(value: object) -> str:
     return f"'{text}'"
 
 
-_PLAIN_PATH = re.compile(r"[\w.-]*(/[\w.-]+)+")
-
-_ONE_REPEAT = re.compile(r"\+{0,2}repeat=(\d+)")
-
-
-def check_repeat(words: Sequence[str]) -> None:
-    """Check that `repeat` of a new sweep is not a count.
-
-    Args:
-        words: the command line of a sweep that starts now. A resume may have any.
-
-    Raises:
-        ConfigError: `repeat=3`, for example, which names one run. `repeat=0` is the first run.
-    """
-    numbers = (int(match[1]) for word in words if (match := _ONE_REPEAT.fullmatch(word)))
-    for number in filter(None, numbers):
-        raise ConfigError(
-            f"repeat={number} names one run, not a number of runs; for {max(2, number)} runs of each setting use "
-            f"repeats={max(2, number)}."
-        )
+_PLAIN_PATH = re.compile(r"[\w.-]+(/[\w.-]+)*|(/[\w.-]+)+", re.ASCII)

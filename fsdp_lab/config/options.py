@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Optional, get_type_hints
 
 from fsdp_lab.config.conf import conf_dir
 from fsdp_lab.config.convert import flatten
@@ -16,6 +17,21 @@ from fsdp_lab.config.nightly import NightlyConfig
 def all_keys() -> list[str]:
     """Return every key that can be typed, dotted."""
     return list(keys_of(NightlyConfig))
+
+
+@cache
+def text_keys() -> frozenset[str]:
+    """Return the keys whose value is text."""
+    return frozenset(_text_keys(NightlyConfig, ""))
+
+
+def _text_keys(config_class: type, prefix: str) -> Iterator[str]:
+    hints = get_type_hints(config_class)
+    for each in fields(config_class):
+        if isinstance(each.default_factory, type) and is_dataclass(each.default_factory):
+            yield from _text_keys(each.default_factory, f"{prefix}{each.name}.")
+        elif hints[each.name] in (str, Optional[str]):
+            yield f"{prefix}{each.metadata['key'].named or each.name}"
 
 
 # Keys whose value names code to import, in addition to the `_target_` of those groups.
@@ -89,7 +105,7 @@ def split_config_dir(words: Sequence[str]) -> tuple[str | None, list[str]]:
     The folder is None without the option.
 
     Raises:
-        ConfigError: the option has no value.
+        ConfigError: the option has no value, or two.
     """
     config_dir, rest, left = None, [], iter(words)
     for word in left:
@@ -100,7 +116,9 @@ def split_config_dir(words: Sequence[str]) -> tuple[str | None, list[str]]:
         folder = value if has_value else next(left, "")
         if not folder:
             raise ConfigError(f"{word} names no folder; give one, as in --config-dir=conf_of_mine.")
-        config_dir = config_dir or folder
+        if config_dir not in (None, folder):
+            raise ConfigError(f"--config-dir={folder}: {config_dir} is named already; put all options into one folder.")
+        config_dir = folder
     return config_dir, rest
 
 

@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.singleton import Singleton
 
-from fsdp_lab.compose import Trial, check_overrides, group_choices, register_schema, search_path, typed_config
+from fsdp_lab.compose import Trial, group_choices, register_schema, typed_config
 from fsdp_lab.config import (
     ConfigError,
     SweepConfig,
@@ -25,6 +25,7 @@ from fsdp_lab.config import (
 )
 from fsdp_lab.config.options import option_values
 from fsdp_lab.forecast.devices import check_device
+from fsdp_lab.overrides import read_overrides, search_path
 from fsdp_lab.sweep.grid import all_overrides, enumerate_grid, fixed_words, swept_keys
 from fsdp_lab.sweep.plan import Plan, plan_sweep
 
@@ -50,8 +51,8 @@ def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str
         raise ConfigError(
             f"{options[0]} is not an option here; the options are -m, --config-dir and --help, all else is key=value."
         )
-    overrides, search_words = with_custom(overrides), search_path(config_dir)
-    check_overrides(overrides)
+    search_words = search_path(config_dir)
+    overrides = with_custom(read_overrides(overrides, config_dir))
     register_schema()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
 

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from fsdp_lab.compose import check, check_overrides, group_choices, nightly_config, register_schema, search_path
+from fsdp_lab.compose import check, group_choices, nightly_config, register_schema
 from fsdp_lab.config import (
     Between,
     ConfigError,
@@ -28,6 +28,7 @@ from fsdp_lab.config.key_value_args import key_of, with_environment
 from fsdp_lab.config.machine import loader_workers_of
 from fsdp_lab.hardware import cpu_name, gpus, num_gpus
 from fsdp_lab.nightly.nights import Night
+from fsdp_lab.overrides import read_overrides, search_path
 from fsdp_lab.sweep.grid import all_overrides, discrete_values, fixed_words
 from fsdp_lab.wording import count
 
@@ -83,7 +84,8 @@ def read_study(overrides: list[str]) -> Study:
         Exception: Hydra or the checks refuse them.
     """
     config_dir, overrides = split_config_dir(overrides)
-    overrides, search_words = with_environment(with_custom(overrides)), search_path(config_dir)
+    search_words = search_path(config_dir)
+    overrides = with_environment(with_custom(read_overrides(overrides, config_dir)))
     for word in overrides:
         if reason := _NOT_HERE.get(key_of(word)):
             raise ConfigError(f"{word}: {reason}; leave it out.")
@@ -114,7 +116,6 @@ def _compose(
 
     Then each axis, with an override for each value; and the default axes of `-m`, with their values; None: none.
     """
-    check_overrides(overrides)
     register_schema()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
@@ -57,9 +58,10 @@ class Composer:
             own.hydra = options.hydra
             own.hydra.job.id = f"{own.hydra.job.name}_{number}"
             own.hydra.job.num = number
+        HydraConfig.instance().cfg = own  # type: ignore[assignment]  # which `${hydra:...}` reads
         trial_folder = self._folder / str(own.hydra.sweep.subdir)
         composed, choices = self._shared(plain(own)), group_choices(own)
-        _apart(own)
+        HydraConfig.instance().cfg = OmegaConf.create({"hydra": _apart(own)[1]})  # type: ignore[assignment]
         # a value of ours adds no key, so what is checked of one cell holds for all with these options
         config = typed_and_used_up(own, check_keys=not options.keys_checked)
         options.keys_checked = True

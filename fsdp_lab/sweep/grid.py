@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, Quote, QuotedString, Transformer
+from hydra.core.override_parser.types import IntervalSweep, Override, Transformer
 from hydra.errors import HydraException
 
 from fsdp_lab.config import ConfigError, SweepConfig
 from fsdp_lab.config.key_value_args import key_of
+from fsdp_lab.overrides import value_word
 
 
 def enumerate_grid(
@@ -39,11 +39,18 @@ def repeat_axis(parser: OverridesParser, config: SweepConfig, arguments: Sequenc
     """Return the axis that `repeats` stands for: `repeat=range(3)` for `repeats=3`.
 
     Raises:
-        ConfigError: `repeats` has several values, the sweep is a search, or `repeat` was typed.
+        ConfigError: `repeats` has several values, the sweep is a search, or `repeat` was typed; `repeat` is a count,
+            as in `repeat=3`, which names one run (`repeat=0` is the first run).
     """
     for override in parser.parse_overrides(list(arguments)):
         if override.key_or_group == "repeats" and override.is_sweep_override():
             raise ConfigError(f"{override.input_line} has several values, but is one number: the runs of each setting.")
+        number = override.value()
+        if override.key_or_group == "repeat" and isinstance(number, int) and number > 0:
+            raise ConfigError(
+                f"repeat={number} names one run, not a number of runs; for {max(2, number)} runs of each setting use "
+                f"repeats={max(2, number)}."
+            )
     if config.repeats <= 1:  # a trial's own check refuses 0
         return []
     if config.search.samples:
@@ -85,29 +92,6 @@ def discrete_values(override: Override) -> list[str]:
             f"{key}={_between(override)}, or search=random or search=optuna."
         )
     return [f"{key}={value_word(value, Transformer.str(value))}" for value in override.sweep_iterator()]
-
-
-def value_word(value: Any, text: str) -> str:
-    """Return a value as a word that Hydra reads as that value: its own functions drop quotes, as in `choice('1')`.
-
-    Args:
-        text: Hydra's own word for it.
-    """
-    plain = _mapped(value, lambda each: each.text if isinstance(each, QuotedString) else each)
-    with suppress(HydraException):
-        if OverridesParser.create().parse_override(f"key={text}").value() == plain:
-            return text
-    return Transformer.str(
-        _mapped(plain, lambda each: QuotedString(each, Quote.single) if isinstance(each, str) else each)
-    )
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, list):
-        return [_mapped(each, change) for each in value]
-    if isinstance(value, dict):
-        return {key: _mapped(each, change) for key, each in value.items()}
-    return change(value)
 
 
 def with_overrides(overrides: Sequence[str], on_top: Sequence[str]) -> list[str]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
-from fsdp_lab.compose import Trial
+from fsdp_lab.compose import Trial, check_hydra
 from fsdp_lab.config import ConfigError, SweepConfig, objectives
 from fsdp_lab.forecast.devices import check_sweep
 from fsdp_lab.hardware import num_gpus
@@ -128,6 +130,8 @@ class Command:
     def __init__(
         self, context: HydraContext, config: DictConfig, defaults: Mapping[str, str | None], arguments: Sequence[str]
     ) -> None:
+        check_hydra(config.hydra)
+        HydraConfig.instance().set_config(copy.deepcopy(config))  # which `${hydra:...}` reads
         self.folder = Path(config.hydra.sweep.dir).absolute()
         self._defaults, self._arguments = defaults, list(arguments)
         self._parser = OverridesParser.create(config_loader=context.config_loader)

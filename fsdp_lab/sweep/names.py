@@ -12,7 +12,7 @@ from typing import Any
 from fsdp_lab.compose import Trial
 from fsdp_lab.config.conf import OPEN_GROUPS
 from fsdp_lab.config.convert import value_text
-from fsdp_lab.config.key_value_args import key_of
+from fsdp_lab.config.key_value_args import key_of, quoted
 from fsdp_lab.sweep.grid import unescaped
 from fsdp_lab.sweep.state import TrialState
 
@@ -111,7 +111,9 @@ def folder_key(multirun: bool) -> str:
 
 def resume_command(folder: Path) -> str:
     """Return the command that resumes this process's sweep, with what a resume does not read from the folder."""
-    return shlex.join(["python", "-m", "fsdp_lab", f"resume={relative(folder)}", *config_dir_words(sys.argv[1:])])
+    return shlex.join(
+        ["python", "-m", "fsdp_lab", f"resume={quoted(relative(folder))}", *config_dir_words(sys.argv[1:])]
+    )
 
 
 def report_command(folder: Path) -> str:

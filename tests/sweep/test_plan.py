@@ -122,6 +122,17 @@ def test_cells_composed_by_parts_are_what_hydra_composes(parser: OverridesParser
         assert trial.folder == tmp_path / whole.hydra.job.override_dirname
 
 
+def test_hydras_own_resolver_reads_the_trial_that_is_composed(parser: OverridesParser, tmp_path):
+    loader = GlobalHydra.instance().config_loader()
+    subdir = "hydra.sweep.subdir='${hydra:runtime.choices.sharding}-${hydra:job.num}'"
+    master = loader.load_configuration("config", [subdir], RunMode.MULTIRUN)
+    composer = Composer(HydraContext(loader, Callbacks()), master, parser, tmp_path)
+    cells = [["sharding=root", "tracking.experiment=e${hydra:job.num}"], ["sharding=ddp", "tracking.experiment=x"]]
+    trials = [composer(cell, number) for number, cell in enumerate([*cells, *cells])]
+    assert [trial.folder.name for trial in trials] == ["root-0", "ddp-1", "root-2", "ddp-3"]
+    assert [trial.config.tracking.experiment for trial in trials] == ["e0", "x", "e2", "x"]
+
+
 def test_a_key_that_nothing_reads_is_an_error_of_every_cell(parser: OverridesParser, tmp_path):
     """Cells with the same options are checked once; what a check refuses was not checked."""
     loader = GlobalHydra.instance().config_loader()

@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig
-from fsdp_lab.config.key_value_args import check_repeat
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import repeat_axis
@@ -81,8 +80,9 @@ def test_under_ray_a_search_that_has_tried_everything_ends(tmp_path: Path):
     assert done.stdout.count("the search ends after 2 of search.num_trials=6") == 1
 
 
-def test_the_first_run_and_several_are_no_mistake():
-    check_repeat(["repeat=0", "repeat=0,1,2", "repeat='range(20)'", "repeats=3"])
+def test_the_first_run_and_several_are_no_mistake(parser: OverridesParser):
+    for word in ("repeat=0", "repeat=0,1,2", "repeat=range(20)"):
+        assert repeat_axis(parser, SweepConfig(), [word]) == []
 
 
 @pytest.mark.ci

@@ -8,8 +8,10 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
 from fsdp_lab.compose import Trial, check
-from fsdp_lab.config import SweepConfig, UserError, to_dict
+from fsdp_lab.config import ConfigError, SweepConfig, UserError, to_dict
 from fsdp_lab.config.key_value_args import key_of, quoted
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.engine.ray_private import RUNTIME_ENV_FOLDER
@@ -31,10 +33,13 @@ def resume_arguments(arguments: Sequence[str]) -> list[str]:
     Raises:
         UserError: there is nothing to resume, it is not trusted, or it was started in another folder.
     """
-    resume = next(a.partition("=")[2] for a in arguments if a.startswith("resume="))
+    resume = next(a for a in arguments if a.startswith("resume="))
     trust = read_trust(next((a.partition("=")[2] for a in arguments if a.startswith("trust=")), None))
     typed = [a for a in arguments if a not in ("-m", "--multirun") and not a.startswith(("resume=", "trust="))]
-    named = resume.strip("'\"")
+    override = OverridesParser.create().parse_override(resume)
+    if override.is_sweep_override():
+        raise ConfigError(f"{resume} has several values; name one folder, in quotes if there is a comma in its name.")
+    named = str(override.value()).replace("\\${", "${")
     folder, own = find_trusted(named, "resume", trust)
     record = read_start(folder)
     if own:

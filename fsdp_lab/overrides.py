@@ -1,0 +1,188 @@
+"""The overrides of a command line, read once by Hydra's grammar and spelt alike from there on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, Quote, QuotedString, Transformer, ValueType
+from hydra.errors import HydraException
+
+from fsdp_lab.config import ConfigError, all_keys
+from fsdp_lab.config.conf import OPEN_GROUPS, conf_dir, groups, options_of
+from fsdp_lab.config.key_value_args import check_words
+from fsdp_lab.config.options import text_keys
+from fsdp_lab.config.suggest import closest
+
+_KEYS = frozenset(all_keys())
+_TEXT_KEYS = text_keys() | {"hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"}
+_PRESET = "experiment"  # the only group that may have no option
+_COMMANDS = ("forecast", "nightly", "predict", "report", "training")  # each is `python -m fsdp_lab.<name>`
+# Keys that the name of an option sets, by which tables and reports call the trial.
+_OF_OPTIONS = ("sharding.granularity", "optimizer.name", "lr_schedule.name", "task.name")
+_REFUSED = {
+    **{key: f"use {key.partition('.')[0]}=<option>, whose name the tables show" for key in _OF_OPTIONS},
+    "hydra.searchpath": "name the folder of your own options by --config-dir=<folder>",
+    "hydra/launcher": "Ray runs the trials, or engine=inline this process",
+    "hydra/sweeper": "search=grid, random or optuna chooses the trials",
+}
+
+
+def read_overrides(words: Sequence[str], config_dir: str | None = None) -> list[str]:
+    """Return overrides in which equal ones are spelt alike, so that the rest may read them as text.
+
+    - A sweep of one value is that value, and a sweep of options a list of names.
+    - Names of options and values of keys for text are as typed: there `1e3` is no number.
+    - Our groups and keys have no `+`, `++` or `@package`.
+
+    Args:
+        words: without options such as `-m`.
+        config_dir: the folder that `--config-dir` names.
+
+    Raises:
+        ConfigError: an argument has credentials in it, is no override, names no option or sets what is ours to set; or
+            a key that is swept is there twice.
+        OverrideParseException: an override cannot be parsed.
+    """
+    check_words(words)
+    for word in words:
+        if "=" not in word and not word.startswith("~"):
+            raise ConfigError(_no_override(word))
+    parsed = OverridesParser.create().parse_overrides(list(words))
+    read = [_spelt(override, config_dir) for override in parsed]
+    keys = [override.key_or_group for override in parsed]
+    for override, word in zip(parsed, read, strict=True):
+        if keys.count(override.key_or_group) > 1 and OverridesParser.create().parse_override(word).is_sweep_override():
+            raise ConfigError(
+                f"{override.input_line}: {override.key_or_group} is there {keys.count(override.key_or_group)} times, "
+                "and the last would replace the values to sweep; leave one."
+            )
+    return read
+
+
+def _no_override(word: str) -> str:
+    if word in _COMMANDS:
+        return f"{word} is a command of its own: python -m fsdp_lab.{word}"
+    meant = closest(word, [*_COMMANDS, "doctor", *groups(), *_KEYS])
+    close = f" Did you mean {meant if meant in (*_COMMANDS, 'doctor') else f'{meant}=...'}?" if meant else ""
+    return f"{word} is no override, because it has no value; write key=value.{close}"
+
+
+def _spelt(override: Override, config_dir: str | None) -> str:
+    key, line = override.key_or_group, override.input_line or ""
+    if key in _REFUSED:
+        raise ConfigError(f"{line} cannot be set: {_REFUSED[key]}.")
+    is_group = key in groups()
+    if is_group and override.package not in (None, key):
+        raise ConfigError(f"{line}: an option of {key} has its own place; leave out @{override.package}.")
+    if override.is_delete():
+        if is_group and key != _PRESET:
+            raise ConfigError(f"{line}: every trial has an option of {key}; leave it out for the default, or name one.")
+        return line
+    is_ours = is_group or key in _KEYS or key.partition(".")[0] in OPEN_GROUPS
+    name, typed = key if is_ours else override.get_key_element(), override.get_value_string().strip()
+    if is_group:
+        return f"{name}={','.join(_options(override, typed, config_dir))}"
+    if not override.is_discrete_sweep():
+        value = override.value()
+        is_literal = isinstance(value, int | float) and "(" not in typed
+        is_changed = key in _TEXT_KEYS and is_literal and str(value) != typed
+        return f"{name}={value_word(typed, typed) if is_changed else typed}"
+    if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+        return f"{name}={typed}"
+    values = list(override.sweep_iterator())
+    if key in _TEXT_KEYS:
+        _texts(values, line, typed)
+    return f"{name}={value_word(values[0], Transformer.str(values[0])) if len(values) == 1 else typed}"
+
+
+def _options(override: Override, typed: str, config_dir: str | None) -> list[str]:
+    """Return the names of a group's options, each as a word."""
+    group, given = override.key_or_group, override.value()
+    values: list[Any]
+    if isinstance(given, ChoiceSweep):
+        values = list(override.sweep_iterator())
+    elif isinstance(given, Glob):
+        mine = Path(config_dir, group).glob("*.yaml") if config_dir is not None else ()
+        values = given.filter(sorted({*options_of(group), *(file.stem for file in mine)}))
+    else:
+        values = [given]
+    if group == _PRESET and values == [None]:
+        return ["null"]
+    if group == _PRESET and len(values) > 1:
+        raise ConfigError(
+            f"{override.input_line}: each preset has axes of its own, so a command takes one; type two commands."
+        )
+    plain = [each.text if isinstance(each, QuotedString) else each for each in values]
+    if not plain or not all(isinstance(each, str | int | float) for each in plain):
+        raise ConfigError(
+            f"{override.input_line} is not an option: {group} is a group, and takes a name. Choose one of: "
+            f"{', '.join(options_of(group))}."
+        )
+    is_literal = len(plain) == 1 and not isinstance(plain[0], str) and "(" not in typed
+    texts = [typed] if is_literal else _texts(plain, override.input_line or "", typed)
+    return [value_word(text, text) for text in texts]
+
+
+def _texts(values: Sequence[Any], line: str, typed: str) -> list[str]:
+    """Return values as the text that was typed.
+
+    Raises:
+        ConfigError: one of them was read as another number, such as `1e3` as `1000.0`.
+    """
+    numbers = [str(each) for each in values if isinstance(each, int | float)]
+    if lost := [each for each in numbers if each not in re.split(r"[\s,()]+", typed)]:
+        raise ConfigError(f"{line}: quote text that looks like a number or true, else it is read as {lost[0]}.")
+    return [str(each) for each in values]
+
+
+def value_word(value: Any, text: str) -> str:
+    """Return a value as a word that Hydra reads as that value: its own functions drop quotes, as in `choice('1')`.
+
+    Args:
+        text: the word without more quotes.
+    """
+    plain = _mapped(value, lambda each: each.text if isinstance(each, QuotedString) else each)
+    with suppress(HydraException):
+        if OverridesParser.create().parse_override(f"key={text}").value() == plain:
+            return text
+    quoted = _mapped(plain, lambda each: QuotedString(each, Quote.single) if isinstance(each, str) else each)
+    return Transformer.str(quoted)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, list):
+        return [_mapped(each, change) for each in value]
+    if isinstance(value, dict):
+        return {key: _mapped(each, change) for key, each in value.items()}
+    return change(value)
+
+
+def search_path(config_dir: str | None) -> list[str]:
+    """Return the overrides by which Hydra finds the user's options in addition to ours.
+
+    Raises:
+        ConfigError: there is no such folder; or a file in it would be ignored, because of its suffix or since one of
+            ours has its name.
+    """
+    if config_dir is None:
+        return []
+    folder = Path(config_dir).absolute()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"--config-dir={config_dir}: folder {folder} not found; name one that holds options, as in model/mine.yaml."
+        )
+    for ours in conf_dir().rglob("*.yaml"):
+        mine = folder / ours.relative_to(conf_dir())
+        if mine.is_file() and mine.read_bytes() != ours.read_bytes():
+            raise ConfigError(f"{mine} has the name of one of fsdp_lab's own files, which would be used; rename it.")
+    for group in groups():
+        for mine in (folder / group).glob("*.[yY]*"):
+            if mine.suffix != ".yaml":
+                raise ConfigError(f"{mine} would be ignored: options end in .yaml; rename it to {mine.stem}.yaml.")
+    quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    return [f"hydra.searchpath=['file://{quoted}']"]
