@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from fsdp_lab.config.target import user_root
 PACKAGE = Path(__file__).resolve().parent.parent
 _MOST_FILES = 2000  # of one package
 _GIT_LIMIT_S = 10.0
+_OF_A_HOOK = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
 
 
 def user_packages(paths: Iterable[str]) -> list[str]:
@@ -57,8 +59,12 @@ def users_commit() -> tuple[str, bool]:
 def _git(folder: Path, *args: str) -> str | None:
     """Return what a git command prints in a folder; None if there is no git, or it fails."""
     command = ["git", "-C", str(folder), *args]
+    # A hook of git's names a repository for every folder.
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_HOOK}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_LIMIT_S, check=True)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_GIT_LIMIT_S, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

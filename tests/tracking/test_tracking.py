@@ -379,6 +379,7 @@ def test_tags_state_who_where_and_with_which_code(lab: Lab, tmp_path: Path, monk
     machine_tags.cache_clear()
     with monkeypatch.context() as there:
         there.chdir(tmp_path / "mine" / "runs")
+        there.setenv("GIT_DIR", str(tmp_path / "mine" / ".git"))  # as a hook has it
         own = trial_tags(tmp_path / "trial", words)
     tags = lab.sent(0, first_tags=own).data.tags
     assert tags["mlflow.source.git.commit"] == git(tmp_path / "mine", "rev-parse", "HEAD")
