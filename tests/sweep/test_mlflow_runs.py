@@ -166,7 +166,8 @@ def test_a_sweep_that_ends_again_sends_only_figures_that_have_changed(planned: C
 
 def answer_of(sweep: SweepRun, number: int) -> SweepAnswer:
     setting = {"training.seed": str(number)}
-    return SweepAnswer(f"Recommended: `training.seed={number}`", number, setting, sweep.states[number].figures)
+    figures = sweep.states[number].figures
+    return SweepAnswer(f"Recommended: `training.seed={number}`", trial=number, setting=setting, figures=figures)
 
 
 def test_the_answer_is_data_of_the_sweeps_run_until_another_one_replaces_it(planned: Callable[[], SweepPlan]):
