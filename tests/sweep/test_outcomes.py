@@ -201,8 +201,8 @@ def test_an_interrupt_ends_in_its_time_where_the_mlflow_server_says_nothing(tmp_
             took = time.monotonic() - begun
         os.killpg(server.pid, signal.SIGCONT)
     assert process.returncode == 130, err
-    assert took < shutdown._LIMIT_S + 1, (took, out)
-    assert "resume=" in out
+    assert took < shutdown._LIMIT_S, (took, out)
+    assert "resume=" in out and "did not reach the MLflow store" in out, "it was closed in order"
 
 
 # A store whose client hangs, and a main thread that hangs, whatever signal comes, as one in native code does.

@@ -78,7 +78,7 @@ class MlflowRuns(Listener):
         if state.ended:
             self._ended.setdefault(number, int(time.time() * 1000))
         self._change(number)
-        if self._projection is not None and sweep.config.engine is Engine.inline:
+        if self._projection is not None and sweep.config.engine is Engine.inline and not sweep.closed:
             self._projection.settle(0.0)  # before this process trains on: a step shares no core
 
     def closed(self, sweep: SweepRun, ending: Ending) -> None:
