@@ -22,6 +22,7 @@ _ALONE_S = 30.0
 _RECENT_LOOKS = 30  # one a second
 _TAIL_LINES = 50  # of a log, for the report of a failure
 _CRASH = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
+_SIZES_DIFFER = "Received data size doesn't match expected size"  # gloo's, before it aborts the process
 # It would be so again.
 _FINAL = (Code.out_of_memory, Code.host_out_of_memory, Code.timed_out, Code.user_error, Code.diverged)
 
@@ -96,7 +97,8 @@ class Attempts:
             if node is not None and not by_ray:
                 reason = Reason.of(Code.node_lost, rank=rank, at=at, node=str(node))
             elif signal:
-                reason = Reason.of(Code.crashed, rank=rank, at=at, signal=signal, log=str(log))
+                sizes = {"sizes_differ": True} if _SIZES_DIFFER in log.read_text(errors="replace") else {}
+                reason = Reason.of(Code.crashed, rank=rank, at=at, signal=signal, log=str(log), **sizes)
             elif by_ray or (self._kernel_kills and _kernel_kills() > self._kernel_kills[0]):
                 reason = Reason.of(Code.host_out_of_memory, rank=rank, at=at)
             else:

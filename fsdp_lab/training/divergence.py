@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_lab.training.step_checks import StepChecks
+
 _EVERY = 10  # steps between two looks; a loss is seen at the second look after it, so within 20 steps
 
 
@@ -19,15 +21,17 @@ class LossCheck:
     """Raises on every rank once a step's loss is not finite.
 
     Every ten steps the ranks exchange their losses since, and look at those that they exchanged the time before. These
-    have reached the host by then, so no rank waits for its device. Every rank calls each method at the same steps.
+    have reached the host by then, so no rank waits for its device. Every rank calls each method at the same steps. The
+    mark of what a rank has done goes with them.
 
     Args:
         step: the last step before the first one that is checked.
         device: where losses are.
+        checks: has the mark, and explains what ranks have done differently.
     """
 
-    def __init__(self, step: int, device: torch.device) -> None:
-        self._first, self._device = step + 1, device
+    def __init__(self, step: int, device: torch.device, checks: StepChecks | None = None) -> None:
+        self._first, self._device, self._checks = step + 1, device, checks
         self._losses: list[Tensor] = []
         self._sent: _Exchanged | None = None
 
@@ -49,7 +53,7 @@ class LossCheck:
             self._sent.check()
 
     def _exchange(self) -> None:
-        before, self._sent = self._sent, _Exchanged(self._first, self._losses, self._device)
+        before, self._sent = self._sent, _Exchanged(self._first, self._losses, self._device, self._checks)
         self._first, self._losses = self._first + len(self._losses), []
         if before is not None:
             before.check()
@@ -58,12 +62,13 @@ class LossCheck:
 class _Exchanged:
     """The losses of some steps on all ranks, on their way to the host."""
 
-    def __init__(self, first: int, losses: list[Tensor], device: torch.device) -> None:
-        mine = torch.stack(losses).float()
-        everyone = torch.empty(dist.get_world_size() * len(losses), device=device)
+    def __init__(self, first: int, losses: list[Tensor], device: torch.device, checks: StepChecks | None) -> None:
+        mark = torch.full((), float(checks.mark if checks else 0), device=device)  # exact: it has 24 bits
+        mine = torch.stack([*(loss.float() for loss in losses), mark])
+        everyone = torch.empty(dist.get_world_size() * len(mine), device=device)
         dist.all_gather_into_tensor(everyone, mine)
-        self._first = first
-        self._by_rank = everyone.view(-1, len(losses)).to("cpu", non_blocking=True)  # into pinned memory
+        self._first, self._checks = first, checks
+        self._by_rank = everyone.view(-1, len(mine)).to("cpu", non_blocking=True)  # into pinned memory
         self._arrived = torch.cuda.Event() if device.type == "cuda" else None
         if self._arrived is not None:
             self._arrived.record()
@@ -71,7 +76,10 @@ class _Exchanged:
     def check(self) -> None:
         if self._arrived is not None:
             self._arrived.synchronize()
-        for number, losses in enumerate(self._by_rank.T.tolist(), self._first):
+        *by_step, marks = self._by_rank.T.tolist()
+        if self._checks is not None and len(set(marks)) > 1:
+            self._checks.explain()
+        for number, losses in enumerate(by_step, self._first):
             ranks = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
             if ranks:
                 more = f" and {len(ranks) - 1} more" if ranks[1:] else ""

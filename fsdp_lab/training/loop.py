@@ -26,18 +26,25 @@ from fsdp_lab.training.memory import MemoryProfiler
 from fsdp_lab.training.parallelize import compute_precision, ddp_explained, set_gradient_sync
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer
+from fsdp_lab.training.step_checks import StepChecks
 from fsdp_lab.workloads.base import Batch, Task, tensors_of, to_device
 from fsdp_lab.workloads.construct import seed_all
 
 
 def train_step(
-    state: TrainState, task: Task, microbatches: list[Batch], config: TrialConfig, device: torch.device
+    state: TrainState,
+    task: Task,
+    microbatches: list[Batch],
+    config: TrialConfig,
+    device: torch.device,
+    passed: Callable[[str], None] = lambda event: None,
 ) -> tuple[Tensor, Tensor | None]:
     """Take one optimizer step over the microbatches of this rank.
 
     Args:
         state: changed in place.
         microbatches: of this rank, on any device.
+        passed: called after each `forward` and `backward` pass, and once with `gradients`, before these are used.
 
     Returns:
         this rank's part of the loss, whose mean over the ranks is that of the global batch, and the norm of all
@@ -56,9 +63,12 @@ def train_step(
         loss = task.loss(outputs, batch)
         state.loss_dtype = loss.dtype
         loss = loss / len(microbatches) if weights is None else loss * weights[i]
+        passed("forward")
         with sharding_explained(state.model, config):
             state.scaler.scale(loss).backward()
+        passed("backward")
         total += loss.detach()
+    passed("gradients")
     grad_norm = None
     if config.training.max_grad_norm is not None or task.unit == "tokens":
         state.scaler.unscale_(state.optimizer)
@@ -109,12 +119,14 @@ class Watch:
     Attributes:
         memory: profiles the first steps.
         trace: records the steps after these.
+        checks: whether sharding goes unharmed.
         on_step: called with the step's number, counted from 1.
     """
 
     timer: StepTimer
     memory: MemoryProfiler
     trace: ProfilerTrace
+    checks: StepChecks
     on_step: Callable[[int], None]
 
     @contextmanager
@@ -122,24 +134,32 @@ class Watch:
         """Watch the optimizer step inside. An exception gets the step as a note, and the module if it is known."""
         self.on_step(state.step + 1)
         try:
-            if self.memory.tracks():
-                with self.memory.track(state.model, state.optimizer, tensors_of(microbatches)):
-                    yield
-                self.timer.start()  # the tracked step is slow: not one of the timed
-            elif self.trace.records():
-                with self.trace.step():
-                    yield
-                self.memory.step_done()
-                self.timer.start()  # as above
-            else:
+            with self.checks.step(state.step + 1) as is_first, self._instruments(state, microbatches, is_first):
                 yield
-                self.memory.step_done()
-                self.timer.step_done()
         except Exception as error:
             error.add_note(f"step {state.step + 1}")
             if self.memory.failed_at:
                 error.add_note(self.memory.failed_at)
             raise
+
+    @contextmanager
+    def _instruments(self, state: TrainState, microbatches: list[Batch], is_first: bool) -> Iterator[None]:
+        if self.memory.tracks():
+            with self.memory.track(state.model, state.optimizer, tensors_of(microbatches)):
+                yield
+            self.timer.start()  # the tracked step is slow: not one of the timed
+            return
+        if self.trace.records():
+            with self.trace.step():
+                yield
+            self.timer.start()  # as above
+        else:
+            yield
+            if is_first:
+                self.timer.start()
+            else:
+                self.timer.step_done()
+        self.memory.step_done()
 
 
 def train_epoch(
@@ -161,16 +181,17 @@ def train_epoch(
 
     Raises:
         DivergedError: a step's loss is not finite. Raised within 20 steps.
+        UserError: see `StepChecks.step`.
     """
     state.model.train()
     scheduled, steps_before = state.lr_schedule.last_epoch, state.step
-    losses, norms, check = [], [], LossCheck(state.step, device)
+    losses, norms, check = [], [], LossCheck(state.step, device, watch.checks)
     watch.timer.start()
     _seed(config, state.step, dims)
     for microbatches in _by_step(loader, config.training.grad_accum_steps, watch.timer):
         _seed(config, state.step, dims)
         with watch.step(state, microbatches):
-            loss, norm = train_step(state, task, microbatches, config, device)
+            loss, norm = train_step(state, task, microbatches, config, device, watch.checks.passed)
         losses.append(loss)
         check.add(loss)
         norms += [] if norm is None else [norm]

@@ -328,8 +328,8 @@ def ddp_explained() -> Iterator[None]:
             raise
         raise UserError(
             "sharding=ddp: some parameters got no gradient in the last step, for example because layers are dropped at "
-            "random, and DDP waits for every gradient; use sharding=root or per_block, or use every layer in each step "
-            "(add 0 times its output)."
+            "random or frozen later, and DDP waits for every gradient; use every layer in each step (add 0 times its "
+            "output), or, if all ranks leave out the same ones, sharding=root or per_block."
         ) from error
 
 

@@ -39,6 +39,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.distributed.fsdp import _fully_shard as fsdp_package
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_state import _register_group_forward_hooks
 from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.nn.parallel import distributed as ddp
@@ -63,6 +64,7 @@ REBUILDS_INPUTS = not hasattr(_common_utils, "replace_grad_tensors")
 
 _FSDP = "torch.distributed.fsdp._fully_shard._fully_shard"
 _FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_FSDP_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 _TRACKER = "torch.distributed._tools.mem_tracker"
 _FSDP_TRACKER = "torch.distributed._tools.fsdp2_mem_tracker"
 
@@ -76,6 +78,8 @@ NAMES = (
     Name("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper", ("module",)),
     Name("torch.cuda.memory", "_record_memory_history", ("enabled", "max_entries", "stacks")),
     Name("torch.cuda.memory", "_dump_snapshot", ("filename",)),
+    Name(f"{_FSDP_COLLECTIVES}", "DefaultAllGather.allocate", ("size", "dtype", "device")),
+    Name(f"{_FSDP_COLLECTIVES}", "DefaultReduceScatter.allocate", ("size", "dtype", "device")),
     # of a step that is followed
     Name(_TRACKER, "MemTracker._update_snap", ("u_type", "winfo")),
     Name(_TRACKER, "MemTracker._update_peak_stats", ("peak_state",)),
@@ -181,6 +185,47 @@ def compiled_code_runs() -> Iterator[None]:
     """Let code be compiled, and run compiled, under our modes that are entered inside."""
     with mock.patch.object(TorchDispatchMode, "_compiled", True):
         yield
+
+
+def _units_of(model: nn.Module) -> list[Any]:
+    """Return FSDP2's state of each unit, in the order of its modules."""
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    return list({id(state): state for state in states}.values())
+
+
+def collectives_announced(model: nn.Module, comes: Callable[[str, str, int], None]) -> list[str]:
+    """Call `comes` before a unit gathers or reduces; return the names of all units.
+
+    Args:
+        comes: called with `gather` or `reduce`, the unit's name, and the number of elements: of a reduction once for
+            what goes in, and once for what comes out.
+    """
+
+    def announcing(base: Any, what: str, unit: str) -> Any:
+        class Announcing(base):  # type: ignore[misc]
+            def allocate(self, size: Sequence[int], **kwargs: Any) -> Tensor:
+                comes(what, unit, size[0])
+                return super().allocate(size, **kwargs)  # type: ignore[no-any-return]
+
+        return Announcing()
+
+    names = {module: ".".join(p for p in name.split(".") if p != WRAPPED) for name, module in model.named_modules()}
+    units = []
+    for state in _units_of(model):
+        units.append(", ".join(names[module] or "the root" for module in state._modules))
+        if (group := state._fsdp_param_group) is not None:
+            group._all_gather_comm = announcing(DefaultAllGather, "gather", units[-1])
+            group._reduce_scatter_comm = announcing(DefaultReduceScatter, "reduce", units[-1])
+    return units
+
+
+def unsharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
+    """Return each parameter that was gathered once: its name, its shard, and the copy, whose memory may be freed."""
+    groups = [group for state in _units_of(model) if (group := state._fsdp_param_group) is not None]
+    parameters = [parameter for group in groups for parameter in group.fsdp_params]
+    return [
+        (p._param_fqn or "", p.sharded_param, p._unsharded_param) for p in parameters if hasattr(p, "_unsharded_param")
+    ]
 
 
 class AccumulatesInPlace(TorchDispatchMode):

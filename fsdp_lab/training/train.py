@@ -29,6 +29,7 @@ from fsdp_lab.training.memory import MemoryProfiler, start_clean
 from fsdp_lab.training.parallelize import float32_products
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer, Timed, device_peak_flops, speed_metrics, watch_cores
+from fsdp_lab.training.step_checks import StepChecks
 from fsdp_lab.training.weights import init_weights
 from fsdp_lab.workloads.base import Data
 from fsdp_lab.workloads.build import build_workload
@@ -115,7 +116,7 @@ def _train(
         materialize=materialize,
         steps_per_epoch=steps_per_epoch,
         total_steps=steps_per_epoch * config.training.epochs,
-        find_unused=find_unused,
+        find_unused=largest(float(find_unused)) > 0,  # of any rank: they may use different modules
     )
     if config.export and workload.model.save is None:
         check_exportable(state.model)
@@ -132,6 +133,7 @@ def _train(
         StepTimer(config.training.timing_warmup_steps, ranks),
         MemoryProfiler(config, workload.model.description, ranks, folder),
         ProfilerTrace(config, ranks, folder),
+        StepChecks(state.model, config, ranks.device),
         reporter.step,
     )
     in_tokens, tokens = workload.task.unit == "tokens", workload.tokens_per_sample(data.train)
@@ -147,7 +149,9 @@ def _train(
         waited = dims.sum(torch.tensor(watch.timer.waited_s, device=ranks.device)).item() / dims.dp_degree
         timed = timed.plus(times, largest(cores.share() if cores else 0.0))
         metrics.update(speed_metrics(times, config, ranks, flops, waited, tokens, timed))
+        watch.checks.evaluation()
         metrics.update(evaluate(state, workload.task, loaders.val, config, ranks.device, dims))
+        watch.checks.check()
         if in_tokens:
             metrics.update(token_metrics(metrics["val/loss"], data.bytes_per_token))
         metrics.update(watch.memory.figures())
