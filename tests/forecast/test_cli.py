@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fsdp_lab.config import ConfigError
 from fsdp_lab.forecast.cells import plan_forecasts
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.grid import print_scope
@@ -34,6 +35,15 @@ def written(folder: Path) -> list[dict[str, str]]:
     (file,) = folder.rglob("forecast.csv")
     with file.open() as lines:
         return list(csv.DictReader(lines))
+
+
+def test_a_forecast_asks_no_cluster_for_its_workers():
+    with pytest.raises(
+        ConfigError, match=r"cluster\.num_workers=null with cluster\.address=head:6379: .* set cluster\.num"
+    ):
+        plan_forecasts(["cluster.address=head:6379"], False)
+    plan, _ = plan_forecasts(["cluster.address=head:6379", "cluster.num_workers=8"], False)
+    assert plan.trials[0].config.cluster.num_workers == 8
 
 
 def test_one_configuration(forecast: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
