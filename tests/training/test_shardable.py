@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from fsdp_lab.config import ModelError
+from fsdp_lab.layout import Layout
 from fsdp_lab.training.blocks import find_block_classes
+from fsdp_lab.training.layout import unit_notes
 from fsdp_lab.training.parallelize import in_groups, sharding_units
 from fsdp_lab.training.shardable import check_parameters, make_contiguous
 from fsdp_lab.workloads.construct import Blueprint
@@ -100,3 +102,12 @@ def test_contiguous_parameters_keep_their_ties() -> None:
     second.weight = first.weight
     make_contiguous(model)
     assert first.weight is second.weight and first.weight.is_contiguous() and first.weight.shape == (2, 4)
+
+
+def test_a_note_says_that_no_module_became_a_unit() -> None:
+    shared = Blueprint(unusual.a_shared_module, seed=0).model
+    assert sharding_units(shared, find_block_classes(shared), config("sharding=per_block").sharding) == []
+    (note,) = unit_notes(Layout(), config("sharding=per_block"))
+    assert note.startswith("sharding=per_block found no module") and "as with sharding=root" in note
+    assert unit_notes(Layout(["blocks.*"]), config("sharding=per_block")) == []
+    assert unit_notes(Layout(), config("sharding=root")) == unit_notes(Layout(), config("sharding=ddp")) == []
