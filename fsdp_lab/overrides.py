@@ -87,6 +87,9 @@ def _spelt(override: Override, config_dir: str | None) -> str:
     name, typed = key if is_ours else override.get_key_element(), override.get_value_string().strip()
     if is_group:
         return f"{name}={','.join(_options(override, typed, config_dir))}"
+    given = override.value()
+    if other := _other_keys(given.list if isinstance(given, ChoiceSweep) else given):
+        raise ConfigError(f"{line}: a dictionary's keys are text here, not {other[0]}; begin them with a letter.")
     if not override.is_discrete_sweep():
         value = override.value()
         is_literal = isinstance(value, int | float) and "(" not in typed
@@ -98,6 +101,13 @@ def _spelt(override: Override, config_dir: str | None) -> str:
     if key in _TEXT_KEYS:
         _texts(values, line, typed)
     return f"{name}={value_word(values[0], Transformer.str(values[0])) if len(values) == 1 else typed}"
+
+
+def _other_keys(value: Any) -> list[Any]:
+    """Return the keys of dictionaries in a value that are no text: files and processes would make them text."""
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    own = [key for key in value if not isinstance(key, str)] if isinstance(value, dict) else []
+    return [*own, *(key for each in inner for key in _other_keys(each))]
 
 
 def _options(override: Override, typed: str, config_dir: str | None) -> list[str]:

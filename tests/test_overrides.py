@@ -73,6 +73,8 @@ def test_a_name_of_an_option_in_other_letters_is_quoted(tmp_path: Path):
         ("sharding=null", "sharding is a group"),
         ("sharding=interval(0,1)", "sharding is a group"),
         ("tracking.experiment=1e3,1e4", "quote text"),
+        ("model.table={1:a}", "keys are text"),
+        ("model.table=[{a:[{true:1}]}],2", "keys are text"),
         ("optimizer=choice(1e3,adam)", "quote text"),
         ("sharding.granularity=root", "use sharding=<option>"),
         ("hydra.searchpath=[file://mine]", "--config-dir"),
