@@ -6,12 +6,12 @@ import atexit
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import hydra
 
-from fsdp_lab.compose import check, register_schema, single_trial
+from fsdp_lab.compose import Trial, check, register_schema, single_trial
 from fsdp_lab.config import ConfigError, all_keys, conf_dir, split_config_dir, with_custom
 from fsdp_lab.config.conf import groups
 from fsdp_lab.config.key_value_args import key_of, with_environment
@@ -111,11 +111,22 @@ def run_single(cfg: Any) -> None:
         check(trial.config)
         if trial.config.repeats > 1:
             raise ConfigError(f"repeats={trial.config.repeats} is for sweeps; add -m.")
+        for note in _alone_notes(trial):
+            print(note)
         code = list_alone(trial) if trial.config.dry_run else run_alone(trial)
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
         leave(error)  # here already: Hydra would print a line of its own first
     if code:
         sys.exit(code)
+
+
+def _alone_notes(trial: Trial) -> Iterator[str]:
+    """Yield lines about what looks like several trials and is one."""
+    axes = [key for key, values in trial.hydra_config.hydra.sweeper.params.items() if "," in str(values)]
+    if (preset := trial.choices.get("experiment", "null")) != "null" and axes:
+        yield f"experiment={preset} sweeps {', '.join(axes)}; without -m this is one trial"
+    if trial.config.repeat:
+        yield f"repeat={trial.config.repeat} names one run; for several of each setting use -m and repeats=..."
 
 
 def leave(error: Exception) -> NoReturn:

@@ -119,3 +119,15 @@ def test_a_command_imports_without_the_garbage_collector_and_runs_with_it():
     command = [sys.executable, "-c", _AS_COMMAND, "fsdp_lab", "--keys"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0 and done.stderr.splitlines() == ["True"]
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [(["experiment=zero2_zero3"],
+      "experiment=zero2_zero3 sweeps sharding, reshard_after_forward; without -m this is one trial"),
+     (["repeat=3"], "repeat=3 names one run; for several of each setting use -m and repeats=..."),
+     (["experiment=ray_template"], ""), ([], "")],
+)  # fmt: skip
+def test_one_trial_that_looks_like_several_is_noted(cli, words: list[str], note: str):
+    lines = cli(*words, "dry_run=true").stdout.splitlines()
+    assert lines[:-1] == ([note] if note else []) and lines[-1].startswith("1 trial: ")
