@@ -23,7 +23,7 @@ from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun, run_swe
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.resume import resumed_states
 from fsdp_lab.tracking import annotate_answer
-from fsdp_lab.tracking.tags import RECOMMENDED_TAG, RECORDED_TAG, SweepAnswer
+from fsdp_lab.tracking.tags import FINDING_TAG, RECOMMENDED_TAG, RECORDED_TAG, SweepAnswer
 from tests.folders import Store
 from tests.servers import lay_store
 from tests.sweep.conftest import runs
@@ -167,7 +167,8 @@ def test_a_sweep_that_ends_again_sends_only_figures_that_have_changed(planned: C
 def answer_of(sweep: SweepRun, number: int) -> SweepAnswer:
     setting = {"training.seed": str(number)}
     figures = sweep.states[number].figures
-    return SweepAnswer(f"Recommended: `training.seed={number}`", trial=number, setting=setting, figures=figures)
+    sentence, finding = f"Recommended: `training.seed={number}`", "This model differs."
+    return SweepAnswer(sentence, finding, trial=number, setting=setting, figures=figures)
 
 
 def test_the_answer_is_data_of_the_sweeps_run_until_another_one_replaces_it(planned: Callable[[], SweepPlan]):
@@ -185,14 +186,14 @@ def test_the_answer_is_data_of_the_sweeps_run_until_another_one_replaces_it(plan
     run_sweep(plan, Recommends(), [runs_of])
     (parent,), children = runs(plan.folder)
     assert parent.data.tags["recommended.training.seed"] == "1" and parent.data.metrics["val/loss"] == 1 / LAST
-    assert parent.data.tags[RECOMMENDED_TAG] == "1"
+    assert (parent.data.tags[RECOMMENDED_TAG], parent.data.tags[FINDING_TAG]) == ("1", "This model differs.")
     assert [run.data.tags.get(RECOMMENDED_TAG) for run in children] == ["false", "true", None]
     assert parent.data.tags["mlflow.note.content"].startswith("Recommended: `training.seed=1`")
 
     tracking, sweep_id = plan.config.tracking, plan.started.id
     assert annotate_answer(tracking, sweep_id, SweepAnswer("No setting qualifies."), [])
     (parent,), children = runs(plan.folder)
-    assert {parent.data.tags[key] for key in (RECOMMENDED_TAG, "recommended.training.seed")} == {"none"}
+    assert {parent.data.tags[key] for key in (RECOMMENDED_TAG, FINDING_TAG, "recommended.training.seed")} == {"none"}
     assert math.isnan(parent.data.metrics["val/loss"])
     assert [run.data.tags.get(RECOMMENDED_TAG) for run in children] == ["false", "false", None]
     assert parent.data.tags["mlflow.note.content"].startswith("No setting qualifies.")
