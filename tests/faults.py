@@ -107,6 +107,8 @@ FAULTS = (
           "        check.add(loss)\n", "        check._losses.append(loss)\n", "training/test_divergence.py"),
     Fault("ranks that use other modules are not compared later", "fsdp_lab/training/divergence.py",
           "checks is not None and len(set(marks)) > 1", "False", "training/test_step_checks.py"),
+    Fault("a gradient in a forward pass closes all modules", "fsdp_lab/training/torch_private.py",
+          "if is_first and opened:", "if False:", "training/test_step_checks.py"),
     Fault("units are not compared in the first steps", "fsdp_lab/training/step_checks.py",
           "self._meetings = 1 << 62", "self._meetings = 0", "training/test_step_checks.py"),
     Fault("writes to gathered parameters are lost in silence", "fsdp_lab/training/step_checks.py",

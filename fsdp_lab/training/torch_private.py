@@ -32,7 +32,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed._tools import mod_tracker
+from torch.distributed._tools import mem_tracker, mod_tracker
+from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -105,6 +106,8 @@ NAMES = (
     Name(_FSDP, "FSDPModule._get_fsdp_state", ()),
     Name("torch", "Tensor._base"),
     Name("torch.distributed._tools.mod_tracker", "register_multi_grad_hook"),
+    Name("torch.distributed._tools.mod_tracker", "ModTracker._maybe_set_engine_callback", ()),
+    Name(_TRACKER, "get_untyped_storages", ("t",)),
     Name("torch._guards", "active_fake_mode"),
     Name("torch", "Tensor._use_count"),
     Name("torch", "Tensor._version"),
@@ -524,6 +527,9 @@ class Tracker(MemTracker):
         for tensor in tensors:
             self._update_and_maybe_create_winfos(tensor, _MemRefType.OTH)
 
+    def _update_and_maybe_create_winfos(self, t: Tensor, *args: Any, **kwargs: Any) -> set[Any]:
+        return super()._update_and_maybe_create_winfos(t, *args, **kwargs) if t.layout is torch.strided else set()
+
     def begins_forward(self, module: nn.Module) -> bool:
         """Return whether a forward pass begins.
 
@@ -654,15 +660,42 @@ def _hook_together(state: Any, before: Callable[..., Any], after: Callable[..., 
 def tracker_hooks_removed() -> Iterator[None]:
     """Remove the hooks that PyTorch's tracker of modules leaves on the graph.
 
-    They would keep the whole model alive for good: Python's collector does not see cycles that go through C++.
+    They would keep the whole model alive for good: Python's collector does not see cycles that go through C++. Inside,
+    the tracker also follows `torch.autograd.grad` in a forward pass, and passes over sparse tensors.
     """
     handles = []
 
-    def register(*args: Any, **kwargs: Any) -> Any:
-        handles.append(register_multi_grad_hook(*args, **kwargs))
+    def register(tensors: Sequence[Tensor], fn: Any, *, mode: Any = "all") -> Any:
+        if any(tensor.is_leaf for tensor in tensors):  # whose gradients PyTorch cannot count inside of autograd.grad
+            mode = "any"
+        handles.append(register_multi_grad_hook(tensors, fn, mode=mode))
         return handles[-1]
 
-    with mock.patch.object(mod_tracker, "register_multi_grad_hook", torch._disable_dynamo(register)):
+    enqueue = mod_tracker.ModTracker._maybe_set_engine_callback
+
+    def keep_open(tracker: Any) -> None:
+        is_first, opened = not tracker._has_callback, tracker.parents - {"Global"}
+        enqueue(tracker)
+        if is_first and opened:  # the base class closes all modules at the end, also those whose forward pass goes on
+            counts = {name: tracker._active_module_cnt[name] for name in opened}
+
+            def reopen() -> None:
+                tracker.parents |= opened
+                tracker._active_module_cnt.update(counts)
+
+            torch.autograd.Variable._execution_engine.queue_callback(reopen)
+
+    def storages(tensor: Tensor) -> set[torch.UntypedStorage]:
+        try:
+            return get_untyped_storages(tensor)
+        except NotImplementedError:
+            return set()
+
+    with (
+        mock.patch.object(mod_tracker, "register_multi_grad_hook", torch._disable_dynamo(register)),
+        mock.patch.object(mod_tracker.ModTracker, "_maybe_set_engine_callback", keep_open),
+        mock.patch.object(mem_tracker, "get_untyped_storages", storages),
+    ):
         try:
             yield
         finally:

@@ -216,6 +216,31 @@ def test_what_is_kept_is_not_refused() -> None:
     assert run_ranks(2, refusals, cases) == [[""] * len(cases)] * 2
 
 
+class Forces(Model):
+    """Takes the gradient of a block inside of its forward pass; its embedding has sparse gradients."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, sparse=sparse)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = x.detach().requires_grad_(True)
+            (force,) = torch.autograd.grad(super().hidden(at).pow(2).sum(), at, create_graph=True)
+        return super().hidden(x - 0.1 * force)
+
+
+def test_gradients_in_a_forward_pass_and_sparse_ones_are_followed() -> None:
+    """The tracker failed each of these trials; with it they learn what they learn without."""
+    sgd = ("optimizer=sgd", "optimizer.weight_decay=0", "optimizer.lr=0.05")
+    settings = (("model.sparse=true", "sharding=ddp"), ("model.sparse=false", ROOT))
+    cases = [words("Forces", *s, f"memory_profile={d}", *sgd) for s in settings for d in ("off", "peaks")]
+    (sparse, sparse_followed), (root, followed) = (run_ranks(2, train_all, cases)[0][i : i + 2] for i in (0, 2))
+    for plain, tracked in ((sparse, sparse_followed), (root, followed)):
+        assert plain[0] == tracked[0]
+        assert tracked[1][-1]["memory/peak_bytes"] > 0
+
+
 def test_the_comparison_holds_no_memory() -> None:
     """A forecast has none."""
     assert differences([words("Model", BLOCK, "training.max_grad_norm=0.1", "sharding.dp_replicate=2")], 4) == []
