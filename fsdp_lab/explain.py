@@ -15,7 +15,7 @@ from fsdp_lab.config.conf import OPEN_GROUPS, groups, options_of
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.suggest import closest
 
-_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC)
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 _HYBRID = "any of them but ddp with sharding.dp_replicate=<number of replicas>"
 _SHARDINGS = {  # what FSDP1 and DeepSpeed call them

@@ -65,6 +65,7 @@ TRACE = "forecast/test_trace.py"
 CHECKPOINT = "training/test_checkpoint.py"
 ANOTHER = f"{CHECKPOINT}::test_another_run_gives_its_state_and_nothing_else"
 KEPT = "training/test_model_state.py::test_it_is_resumed_and_exported_as_plain_pytorch_has_it"
+BATCHES = "workloads/user/test_batches.py::test_it_is_copied_in_its_class_and_its_values_count_in_the_digest"
 SYNCED = "sweep/test_kills.py::test_what_a_resume_needs_is_on_the_disk_before_its_name_and_its_name_after"
 FATES = "sweep/test_fates.py"
 TRACKING = "tracking/test_tracking.py"
@@ -201,6 +202,10 @@ FAULTS = (
     Fault("a trial starts although its forecast found a model that cannot be trained",
           "fsdp_lab/sweep/listeners/forecasts.py", 'forecast.error.code == "model_error"',
           'forecast.error.code == "no_error"', "sweep/test_other_words.py"),
+    Fault("a batch that is no dictionary becomes one", "fsdp_lab/workloads/base.py",
+          "        return _refilled(batch, parts)", "        return parts", BATCHES),
+    Fault("the objects in a batch change with their copy", "fsdp_lab/workloads/base.py",
+          "made = copy.copy(holder)", "made = holder", BATCHES),
     # checkpoints and exported models
     Fault("a resume starts its epoch again", "fsdp_lab/training/checkpoint.py",
           'position["epoch"], position["step"], position["epoch_step"]', 'position["epoch"], position["step"], 0',

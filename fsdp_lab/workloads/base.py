@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_lab.workloads.construct import Blueprint, seeded
 
-# Tensors in any nesting of tuples, lists and dictionaries. Only the task and the data set look inside.
+# Tensors in any nesting of tuples, lists, mappings, dataclasses and objects that have a method `to`. Only the task and
+# the data set look inside.
 Batch = Any
 _COMPARED = 32  # samples, of which the number of tokens is looked at
 
@@ -177,29 +180,76 @@ class Workload:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return a copy of a batch on the device. Does not wait for the copy if the batch's memory is pinned."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+    def move(holder: Any) -> Any:
+        made = copy.copy(holder)  # some move themselves
+        moved = made.to(device)
+        return made if moved is None else moved
+
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch, move)
+
+
+def parts_of(batch: Batch) -> list[tuple[Any, Any]]:
+    """Return what is inside of a mapping, a tuple or list, a dataclass, or another object with a method `to`."""
+    if isinstance(batch, Mapping):
+        return [*batch.items()]
+    if isinstance(batch, tuple | list):
+        return [*enumerate(batch)]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [(field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch)]
+    return [*vars(batch).items()] if _moves(batch) and hasattr(batch, "__dict__") else []
+
+
+def _moves(batch: Batch) -> bool:
+    return not isinstance(batch, Mapping | nn.Module) and callable(getattr(type(batch), "to", None))
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
     if isinstance(batch, Tensor):
         return [batch]
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
-    return [tensor for part in parts for tensor in tensors_of(part)]
+    return [tensor for _, part in parts_of(batch) for tensor in tensors_of(part)]
 
 
-def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
-    """Return the same nesting of dicts, lists and tuples with `function(tensor)` in place of each tensor.
+def map_tensors(function: Callable[[Tensor], Any], batch: Batch, move: Callable[[Any], Any] | None = None) -> Batch:
+    """Return a copy of a batch, in the same classes, with `function(tensor)` in place of each tensor.
 
-    A subclass of dict becomes a dict; every other value stays as it is.
+    A mapping that cannot be made again becomes a dict; every value without parts stays as it is.
+
+    Args:
+        move: for an object with a method `to`; None: by its attributes.
     """
     if isinstance(batch, Tensor):
         return function(batch)
-    if isinstance(batch, dict):
-        return {key: map_tensors(function, value) for key, value in batch.items()}
+    if move is not None and _moves(batch):
+        return move(batch)
+    parts = {key: map_tensors(function, part, move) for key, part in parts_of(batch)}
+    if isinstance(batch, Mapping):
+        return _refilled(batch, parts)
     if isinstance(batch, tuple | list):
-        values = [map_tensors(function, value) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return batch
+        return type(batch)(*parts.values()) if hasattr(batch, "_fields") else type(batch)(parts.values())
+    if not parts:
+        return batch
+    made = copy.copy(batch)
+    for name, part in parts.items():
+        object.__setattr__(made, name, part)  # of a frozen dataclass, too
+    return made
+
+
+def _refilled(batch: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
+    try:
+        if not isinstance(batch, dict) and not hasattr(type(batch), "__copy__"):
+            return type(batch)(parts)  # type: ignore[call-arg]
+        made: Any = copy.copy(batch)
+        for key, part in parts.items():
+            made[key] = part
+    except TypeError:
+        return parts
+    return made  # type: ignore[no-any-return]
+
+
+def part_of(outputs: Any, name: str) -> Any:
+    """Return what a model's outputs have under a name, as a key or an attribute; None: nothing."""
+    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
 def plain_class(module: nn.Module) -> type:
@@ -211,11 +261,11 @@ def describe(batch: Batch) -> str:
     """Return the shapes and types of a batch, for a message: `{x: 8x3 float32, y: 8 int64}`."""
     if isinstance(batch, Tensor):
         return f"{shape_of(batch)} {str(batch.dtype).removeprefix('torch.')}"
-    if isinstance(batch, dict):
-        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in batch.items()) + "}"
     if isinstance(batch, tuple | list):
         return "(" + ", ".join(map(describe, batch)) + ")"
-    return type(batch).__name__
+    if not (parts := parts_of(batch)):
+        return type(batch).__name__
+    return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in parts) + "}"
 
 
 def shape_of(tensor: Tensor) -> str:

@@ -84,6 +84,14 @@ def test_a_failed_download_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
         FashionMnist("train", root=str(tmp_path), download=True)
 
 
+def test_a_folder_that_no_download_can_write_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="/file, which cannot be written") as caught:
+        FashionMnist.check_files(root=str(tmp_path / "file" / "below"))
+    assert "data.download=true" not in str(caught.value), "that is so already"
+    FashionMnist.check_files(root=str(tmp_path / "new" / "below"))
+
+
 def test_synthetic_shapes_and_seed() -> None:
     sizes = {"image_size": 16, "num_channels": 3, "num_classes": 7}
     model = config("model=vit_tiny", "model.patch_size=4", *(f"model.{name}={size}" for name, size in sizes.items()))

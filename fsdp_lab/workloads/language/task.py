@@ -7,7 +7,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.workload import ModelConfig, TaskConfig
+from fsdp_lab.workloads.base import part_of
 from fsdp_lab.workloads.language.chunks import IGNORED
 
 
@@ -36,7 +38,13 @@ class Language:
         tokens = batch[:, :-1].clamp(min=0)  # padding is no row of an embedding
         if self.loss_chunks == 1:
             outputs = model(tokens)
-            return outputs if isinstance(outputs, Tensor) else outputs.logits
+            logits = outputs if isinstance(outputs, Tensor) else part_of(outputs, "logits")
+            if not isinstance(logits, Tensor):
+                raise UserError(
+                    f"task=language: the model returns a {type(outputs).__name__} without logits; return these, or an "
+                    "object or a dictionary that has them as logits."
+                )
+            return logits
         return model(tokens, labels=batch[:, 1:], loss_chunks=self.loss_chunks)
 
     def loss(self, outputs: Any, batch: Tensor) -> Tensor:

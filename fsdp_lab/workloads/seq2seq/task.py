@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.workload import ModelConfig, TaskConfig
-from fsdp_lab.workloads.base import Batch, describe
+from fsdp_lab.workloads.base import Batch, describe, part_of
 
 IGNORED = -100  # the label of padding
 INPUTS = ("input_ids", "attention_mask", "labels")
@@ -34,13 +36,13 @@ class Seq2Seq:
         Raises:
             UserError: the batch lacks one of the three, or the output has no logits.
         """
-        if not isinstance(batch, dict) or any(name not in batch for name in INPUTS):
+        if not isinstance(batch, Mapping) or any(name not in batch for name in INPUTS):
             raise UserError(
                 f"task=seq2seq needs a batch with {', '.join(INPUTS)}, but got {describe(batch)}; let data.collate_fn "
                 "return such a dictionary, or use data=pydoc_summaries or data=wikihow."
             )
         outputs = model(**{name: batch[name] for name in INPUTS})
-        logits = outputs.get("logits") if isinstance(outputs, dict) else getattr(outputs, "logits", None)
+        logits = part_of(outputs, "logits")
         if not isinstance(logits, Tensor):
             raise UserError(
                 f"task=seq2seq: the model returns a {type(outputs).__name__} without logits; return an object with "

@@ -78,7 +78,7 @@ class Collated:
         if not tensors_of(batch):
             raise UserError(
                 f"the data's batch is a {type(batch).__name__} without a tensor in it; let data.collate_fn return a "
-                "tensor, or tuples, lists and dictionaries of tensors."
+                "tensor, or tuples, lists, dictionaries or dataclasses of tensors, or an object with to(device)."
             )
         return batch
 

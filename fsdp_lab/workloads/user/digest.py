@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_lab.workloads.base import parts_of
+
 _ENDS = 4  # items at each end of a split
 
 
@@ -36,8 +38,6 @@ def _of_items(items: Any) -> bytes:
 
 def _describe(item: Any, with_values: bool) -> list[str]:
     """Return an item as text: nesting, types, shapes and, where asked for, values."""
-    if isinstance(item, dict):
-        return [part for key, value in item.items() for part in (f"{key}:", *_describe(value, with_values))]
     if isinstance(item, tuple | list):
         return ["[", *(part for value in item for part in _describe(value, with_values)), "]"]
     if isinstance(item, Tensor):
@@ -48,6 +48,8 @@ def _describe(item: Any, with_values: bool) -> list[str]:
             else ""
         )
         return [f"{item.dtype}{tuple(item.shape)}{values};"]
+    if parts := parts_of(item):
+        return [text for key, value in parts for text in (f"{key}:", *_describe(value, with_values))]
     if hasattr(item, "tobytes") and hasattr(item, "shape"):  # NumPy's
         values = hashlib.sha256(item.tobytes()).hexdigest() if with_values else ""
         return [f"{item.dtype}{tuple(item.shape)}{values};"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.target import import_callable, user_line
 from fsdp_lab.config.workload import ModelConfig, TaskConfig
-from fsdp_lab.workloads.base import Batch, Task, describe, plain_class, shape_of, tensors_of
+from fsdp_lab.workloads.base import Batch, Task, describe, part_of, plain_class, shape_of, tensors_of
 from fsdp_lab.workloads.user.data import Marked
 
 # Words in PyTorch's RuntimeErrors about tensors that do not fit each other.
@@ -44,13 +44,13 @@ def model_loss(model: nn.Module, batch: Batch) -> Any:
     Raises:
         ModelError: the batch is no dictionary of the model's arguments, or the output has no loss.
     """
-    if not isinstance(batch, dict):
+    if not isinstance(batch, Mapping):
         raise ModelError(
             f"task=model_loss calls model(**batch), but the batch is a {type(batch).__name__}; let data.collate_fn "
             "return a dictionary of the model's arguments, or use task.loss=<package.function>."
         )
     outputs = model(**batch)
-    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    loss = part_of(outputs, "loss")
     if loss is None:
         raise ModelError(
             f"task=model_loss: the model returns a {type(outputs).__name__} without a loss; put the labels into the "
@@ -167,7 +167,7 @@ class UserLoss:
 
 def _sums_and_counts(named: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the user's metrics as a dictionary of pairs."""
-    if isinstance(named, dict) and all(isinstance(v, tuple | list) and len(v) == 2 for v in named.values()):
+    if isinstance(named, Mapping) and all(isinstance(v, tuple | list) and len(v) == 2 for v in named.values()):
         return {str(name): (total, count) for name, (total, count) in named.items()}
     raise ModelError("task.metrics must return {name: (sum, count)}: the sum over the batch, and its divisor.")
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.workload import ModelConfig, TaskConfig
-from fsdp_lab.workloads.base import describe
+from fsdp_lab.workloads.base import describe, part_of
 from fsdp_lab.workloads.vision.images import ImageBatch, expand_channels
 
 
@@ -74,7 +74,8 @@ def logits_of(outputs: Any) -> Tensor:
     if isinstance(outputs, tuple | list) and outputs and not hasattr(outputs, "logits"):
         outputs = outputs[0]
     if not isinstance(outputs, Tensor):
-        outputs = outputs.get("logits") if isinstance(outputs, dict) else getattr(outputs, "logits", outputs)
+        found = part_of(outputs, "logits")
+        outputs = outputs if found is None else found
     if isinstance(outputs, Tensor) and outputs.ndim == 2:
         return outputs
     what = f"a tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from fsdp_lab.locks import InUse, exclusive
 from fsdp_lab.workloads.vision.images import Images
 
 _FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+_REMEDY = "set data.root to the folder that holds FashionMNIST/raw, or use data=digits, which needs no files"
 _DOWNLOAD_TIMEOUT_S = 30.0
 _DOWNLOAD_WAIT_S = 900.0
 
@@ -45,10 +47,17 @@ class FashionMnist(Images):
         """Check that no file is missing, unless the first worker of a node downloads it.
 
         Raises:
-            UserError: a file is missing and may not be downloaded.
+            UserError: a file is missing and may not be downloaded, or not to this folder.
         """
-        if not download and (missing := _missing(root)):
-            raise UserError(f"{missing} (data.download=false)")
+        if (missing := _missing(root)) is None:
+            return
+        if not download:
+            raise UserError(
+                f"{missing}{_REMEDY}, or set data.download=true with internet access (data.download=false)."
+            )
+        there = next(path for path in [Path(root).absolute(), *Path(root).absolute().parents] if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise UserError(f"{missing}{_REMEDY}: they cannot be downloaded to {there}, which cannot be written.")
 
 
 def _prepare(root: str, download: bool) -> None:
@@ -68,7 +77,7 @@ def _prepare(root: str, download: bool) -> None:
             reason = f"the download failed: {error}"
         finally:
             socket.setdefaulttimeout(before)
-    raise UserError(f"{missing} ({reason})")
+    raise UserError(f"{missing}{_REMEDY} ({reason}).")
 
 
 def _missing(root: str) -> str | None:
@@ -77,7 +86,4 @@ def _missing(root: str) -> str | None:
     missing = [name for name in _FILES if not (folder / name).is_file()]
     if not missing:
         return None
-    return (
-        f"data.root={root}: {folder} lacks Fashion-MNIST's {', '.join(missing)}; set data.root to the folder that "
-        "holds FashionMNIST/raw, set data.download=true with internet access, or use data=digits, which needs no files."
-    )
+    return f"data.root={root}: {folder} lacks Fashion-MNIST's {', '.join(missing)}; "
