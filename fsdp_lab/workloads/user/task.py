@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,7 +188,7 @@ class AroundUser:
     def __init__(self, task: Task, counts: bool = True) -> None:
         self.task, self.unit = task, task.unit
         self._name = getattr(task, "name", "the task")
-        self.num_labels: Callable[[Batch], Tensor] | None = getattr(task, "num_labels", None) if counts else None
+        self.num_labels = self._num_labels if counts and hasattr(task, "num_labels") else None
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Return the task's outputs for an unmarked batch.
@@ -228,6 +229,12 @@ class AroundUser:
 
     def units(self, batch: Batch) -> int:
         return self.task.units(_unmarked(batch))
+
+    def _num_labels(self, batch: Batch) -> Tensor:
+        """Return the labels that count; 0 for a batch that is none of the task's, of which the forward pass says it."""
+        with suppress(TypeError, LookupError, AttributeError):
+            return self.task.num_labels(batch)  # type: ignore[attr-defined, no-any-return]
+        return torch.tensor(0)
 
 
 def _unmarked(batch: Batch) -> Batch:
