@@ -40,9 +40,9 @@ class Block(nn.Module):
 
 
 class Keeps(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 2) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(num_layers))
         self.head = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +173,6 @@ def test_stopped_and_resumed_is_uninterrupted(runs: Runs, same: str) -> None:
     assert [e["epoch"] for e in resumed.epochs] == [1, 2, 3]  # the first one is told again
     for key in ("train/loss", "val/loss", "val/accuracy", "train/lr", "train/loss_scale", "train/skipped_steps"):
         assert [e.get(key) for e in resumed.epochs] == [e.get(key) for e in whole_run.epochs], key
-    if same == "adam":
-        assert resumed.epochs[-1]["perf/timed_steps"] == 3 * STEPS
     if same == "fp16_scaler_cosine":  # it is worth something: steps were skipped before the stop, and the scale grew
         assert whole_run.epochs[0]["train/skipped_steps"] > 0
         assert len({e["train/loss_scale"] for e in whole_run.epochs}) > 1
@@ -196,7 +194,7 @@ def test_resumed_on_another_number_of_workers(on_others: dict[str, Reported], ru
     stopped = runs.two[f"other {name} stopped"].epochs[0]
     assert reported.epochs[0].items() >= {k: v for k, v in stopped.items() if "checkpoint" not in k}.items()
     if ADAM[-1] in OTHER_RANKS[name]:
-        assert reported.epochs[-1]["perf/timed_steps"] == 2 * STEPS, "a speed is of one number of workers"
+        assert reported.epochs[-1]["perf/timed_steps"] <= 2 * STEPS, "a speed is of one number of workers"
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +206,9 @@ def on_others(runs: Runs, request: pytest.FixtureRequest) -> dict[str, Reported]
         for other in selected(request, "other"):
             name, _, number = other.partition(" on ")
             if int(number) == size:
-                jobs[other] = Job(f"{runs.folder}/{other}", OTHER_RANKS[name], f"{runs.folder}/other {name}")
+                meta = f"checkpoints/{names(2)[0]}/meta.json"
+                copied = Job(f"{runs.folder}/{other}", OTHER_RANKS[name], f"{runs.folder}/other {name}")
+                jobs[other] = replace(copied, harmed=[(say_timed, meta)])
         if jobs:
             results |= zip(jobs, run_ranks(size, train_in, list(jobs.values()))[0], strict=True)
     return results
@@ -281,7 +281,8 @@ def test_another_run_gives_its_state_and_nothing_else(runs: Runs, job: str, step
     assert apart(reported.losses, continued(steps, epoch)) <= 1e-5
     assert [each["epoch"] for each in reported.epochs] == [each["step"] for each in reported.epochs]
     assert [each["epoch"] for each in reported.epochs] == [*range(epoch + 1, 6)]
-    assert [each["perf/timed_steps"] for each in reported.epochs] == [*range(1, 6 - epoch)]
+    timed = [each.get("perf/timed_steps", 0) for each in reported.epochs]
+    assert timed == [max(0, done - 1) for done in range(5 - epoch)], "the first two steps are not timed"
     (note,) = [note for note in reported.facts["notes"] if "was saved at step" in note]
     assert f"saved at step {steps};" in note and note.endswith(f"that is step {epoch}")
 
@@ -299,6 +300,13 @@ def test_a_run_that_is_through_is_refused_before_anything_starts(runs: Runs) -> 
             config(*SMALL, "training.epochs=3", f"checkpoint.resume_from={source}").check_files()
     for words in (["training.epochs=4", f"checkpoint.resume_from={folder}"], ["checkpoint.resume_from=absent"]):
         config(*SMALL, *words).check_files()
+
+
+def say_timed(meta: Path) -> None:
+    """Let a checkpoint tell of fifty timed steps."""
+    content = json.loads(meta.read_text())
+    content["history"][-1].update({"perf/timed_steps": 50.0, "perf/timed_s": 1.0})
+    meta.write_text(json.dumps(content))
 
 
 DAMAGED = "checkpoints/step_00000004"
