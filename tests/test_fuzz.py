@@ -50,7 +50,7 @@ def commands() -> list[list[str]]:
 def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(start, "start_sweep", lambda plan: 0)
-    monkeypatch.setattr(forecast_command, "run", lambda plan, swept: 0)
+    monkeypatch.setattr(forecast_command, "run", lambda plan, swept, as_code: 0)
 
 
 def status_of(main: Callable[[], int | None], words: list[str], monkeypatch: pytest.MonkeyPatch) -> object:

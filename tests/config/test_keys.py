@@ -38,7 +38,7 @@ COUNTS = {
         precision.param_dtype precision.reduce_dtype precision.loss_scaling precision.float8 offload.target
         reshard_after_forward.policy reshard_after_forward.size model._target_ model.image_size model.num_channels
         model.patch_size model.num_layers model.num_heads model.hidden_dim model.mlp_dim model.num_classes
-        model.block_classes model.forward_methods model.flops_per_unit data._target_ data.collate_fn task.name task.loss
+        model.block_classes model.forward_methods data._target_ data.collate_fn task.name task.loss
         task.loss_chunks task.unit optimizer._target_ optimizer.name optimizer.weight_decay optimizer.momentum
         optimizer.implementation
         training.global_batch_size training.grad_accum_steps training.sync_each_microbatch training.max_grad_norm
@@ -49,6 +49,7 @@ COUNTS = {
         optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.scale_lr lr_schedule.name
         lr_schedule.warmup_steps lr_schedule.min_lr_ratio lr_schedule.step_epochs lr_schedule.gamma training.seed init
     """,
+    "cells starts nights memory param": "model.flops_per_unit",
     "cells starts nights param": """
         data.loader_workers training.epochs training.max_steps training.timing_warmup_steps checkpoint.mode
         checkpoint.every_epochs checkpoint.keep_last checkpoint.keep_best checkpoint.resume_from

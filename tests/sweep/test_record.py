@@ -121,11 +121,11 @@ def test_the_command_line_of_a_resume(tmp_path: Path, monkeypatch: pytest.Monkey
     SweepStart.of(["sharding=root,ddp", "optimizer.lr=0.1", "hydra.sweep.dir=out"], True, SweepConfig()).write(tmp_path)
     remember_last(tmp_path)
     meant = resume_arguments(["resume=last", "optimizer.lr=0.2", "cluster.max_failures=3"])
-    assert meant == ["-m", "sharding=root,ddp", "optimizer.lr=0.2", "cluster.max_failures=3", f"resume='{tmp_path}'",
-                     f"hydra.sweep.dir='{tmp_path}'"]  # fmt: skip
+    assert meant == ["-m", "sharding=root,ddp", "optimizer.lr=0.2", "cluster.max_failures=3", f"resume={tmp_path}",
+                     f"hydra.sweep.dir={tmp_path}"]  # fmt: skip
     SweepStart.of(["sharding=root"], False, SweepConfig()).write(tmp_path)
     meant = resume_arguments([f"resume={tmp_path}", "-m"])
-    assert meant == ["sharding=root", f"resume='{tmp_path}'", f"hydra.run.dir='{tmp_path}'", "hydra.output_subdir=null"]
+    assert meant == ["sharding=root", f"resume={tmp_path}", f"hydra.run.dir={tmp_path}", "hydra.output_subdir=null"]
 
 
 def started_in(folder: Path, launched_in: Path) -> None:

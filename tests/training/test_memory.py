@@ -154,7 +154,7 @@ def test_a_run_of_one_step_has_figures_too(left: dict[str, list[Any]]):
 def test_the_peak_is_that_of_the_second_step_where_an_epoch_has_one(left: dict[str, list[Any]]):
     _, reported, files = left["one step an epoch"][0]
     peaks = json.loads(files["memory_peaks_rank0.json"])["peaks"]["device"]
-    assert peaks == forecast_profile(config(*ONE_STEP_EPOCHS), 2, cuda=False).peaks["device"]
+    assert peaks == forecast_profile(config("model.num_layers=2", *ONE_STEP_EPOCHS), 2, cuda=False).peaks["device"]
     first, *later = [figures["memory/peak_bytes"] for figures in reported]
     assert later == [peaks["total"]] * 2 and first < peaks["total"], "the first step has no optimizer state yet"
     assert reported[-1]["memory/optimizer_bytes"] == peaks["optimizer"] > 0

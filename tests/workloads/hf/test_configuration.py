@@ -85,7 +85,6 @@ def check(name: str, *words: str) -> None:
         ("gpt2", ["model.vocab_size=100"], "model.vocab_size=100 is less than the 256 tokens of data"),
         ("gpt2", ["data.seq_len=33"], "data.seq_len=33 is more than the model's 32 positions; use"),
         ("gpt2", ["task.loss_chunks=2"], "task.loss_chunks=2: models of transformers compute all logits at once"),
-        ("gpt2", ["task=classification", "data=digits"], "causal_lm is for tokens, data._target_=.*Digits is for im"),
         ("vit", ["model.num_labels=2"], "model.num_labels=2 is less than the 10 classes of data=digits; use model.n"),
         ("t5", ["task=model_loss", "task.loss=null"], "seq2seq does not compute a loss; use task=seq2seq"),
         ("t5", ["task=language", "task.loss=null"], "seq2seq is for pairs of texts, task=language is for tokens"),
@@ -95,6 +94,12 @@ def test_what_has_no_meaning_is_refused_in_one_message(name: str, words: list[st
     check(name)
     with pytest.raises(UserError, match=message):
         check(name, *words)
+
+
+def test_a_language_model_trains_on_no_images() -> None:
+    words = [word for word in WORDS["gpt2"] if not word.startswith("data.")]
+    with pytest.raises(UserError, match=r"causal_lm is for tokens, data._target_=.*Digits is for im"):
+        config(*words, "task=classification", "data=digits").check(2)
 
 
 BART = {

@@ -104,7 +104,8 @@ def test_a_folder_without_texts_is_one_message(tmp_path: Path) -> None:
     with pytest.raises(UserError) as early:
         check(composed(*words))
     assert str(early.value) == str(caught.value), "what a worker would say is said before Ray starts"
-    check(composed(*words, "cluster.address=127.0.0.1:6379"))  # there the files are looked for on its nodes
+    address = ("cluster.address=127.0.0.1:6379", "cluster.num_workers=2")
+    check(composed(*words, *address))  # there the files are looked for on its nodes
 
 
 def test_a_vocabulary_that_is_not_known_is_asked_for_under_torchrun() -> None:
