@@ -6,6 +6,7 @@ something costs more, as its function says. Without any other, this module or th
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -44,6 +46,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_state import _register_group_forward_hooks
 from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.nn.parallel import distributed as ddp
+from torch.utils import weak
 from torch.utils._python_dispatch import TorchDispatchMode as _DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
@@ -701,6 +704,19 @@ def tracker_hooks_removed() -> Iterator[None]:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def is_of_tracker(error: Exception) -> bool:
+    """Return whether PyTorch's tracker itself raised an error, and not the step that it follows."""
+    codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    while codes and codes[-1].co_filename in (copy.__file__, weak.__file__):  # which it calls
+        codes.pop()
+    innermost = codes[-1] if codes else None
+    return (
+        innermost is not None
+        and Path(innermost.co_filename).parent == Path(mem_tracker.__file__).parent
+        and innermost.co_name != "resize_"  # it allocates
+    )
 
 
 def finished_work() -> Any:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._tools import mem_tracker, mod_tracker
 
 from fsdp_lab.training.distributed import DistributedContext
+from fsdp_lab.training.loop import Watch
 from fsdp_lab.training.memory import MemoryProfiler, record_step
 from fsdp_lab.training.torch_private import Change, allocator_changes
 from tests.ranks import config
@@ -111,3 +117,79 @@ def test_out_of_memory_names_the_module(tmp_path: Path) -> None:
         model(x)
     assert profiler.failed_at == "forward of 1"
     assert (tmp_path / "memory_peaks_rank0.json").is_file(), "the last profile"
+
+
+class KeepsPairs(torch.optim.SGD):
+    """An optimizer whose state is no dictionary, which PyTorch allows."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = (parameter.grad.clone(), 1)
+
+
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise KeyError("of the user's")
+
+
+class WrongBackward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Wrong.apply(x)  # type: ignore[no-any-return]
+
+
+def forgets_modules(patch: pytest.MonkeyPatch) -> None:
+    """The tracker then lacks a module in its table, of weak references."""
+    patch.setattr(mem_tracker.MemTracker, "_track_inputs_or_outputs", lambda self, _: self.memory_tracking.clear())
+
+
+def loses_a_module(patch: pytest.MonkeyPatch) -> None:
+    """The tracker then finds modules entered that it does not know."""
+    patch.setattr(mod_tracker.ModTracker, "_get_append_fn", lambda *_: lambda *_: None)
+
+
+def nothing(patch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("module", "optimizer", "breaks", "is_trackers"),
+    [
+        (nn.Linear(8, 8), KeepsPairs, nothing, True),
+        (nn.Linear(8, 8), torch.optim.SGD, forgets_modules, True),
+        (nn.Linear(8, 8), torch.optim.SGD, loses_a_module, True),
+        (Full(), torch.optim.SGD, nothing, False),
+        (nn.Linear(4, 4), torch.optim.SGD, nothing, False),  # of another shape
+        (WrongBackward(), torch.optim.SGD, nothing, False),
+    ],
+)
+def test_an_error_of_the_tracker_says_how_to_avoid_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: nn.Module,
+    optimizer: type[torch.optim.Optimizer],
+    breaks: Callable[[pytest.MonkeyPatch], None],
+    is_trackers: bool,
+) -> None:
+    breaks(monkeypatch)
+    model, x = nn.Sequential(nn.Linear(8, 8), module), torch.randn(4, 8)
+    memory = MemoryProfiler(config("memory_profile=peaks"), "a model", DistributedContext(0, 0, 1, CPU), tmp_path)
+    checks: Any = SimpleNamespace(step=lambda number: nullcontext(False))
+    watch = Watch(SimpleNamespace(), memory, SimpleNamespace(), checks, lambda step: None)  # type: ignore[arg-type]
+    state: Any = SimpleNamespace(step=4, model=model, optimizer=optimizer(model.parameters(), lr=0.1))
+
+    def step() -> None:
+        with watch.step(state, [x]):
+            model(x).sum().backward()
+            state.optimizer.step()
+
+    with pytest.raises(Exception) as caught:
+        step()
+    notes = caught.value.__notes__
+    assert notes[0] == "step 5"
+    assert any("memory_profile=off" in note for note in notes) == is_trackers, caught.value
