@@ -74,4 +74,4 @@ def quoted(value: object) -> str:
     return f"'{text}'"
 
 
-_PLAIN_PATH = re.compile(r"[\w.-]+(/[\w.-]+)*|(/[\w.-]+)+", re.ASCII)
+_PLAIN_PATH = re.compile(r"[\w.-]*(/[\w.-]+)+", re.ASCII)  # without a slash, 1e3 would be a number

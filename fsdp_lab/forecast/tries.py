@@ -95,7 +95,9 @@ def _hybrid(answer: ForecastAnswer, swept: Sequence[str]) -> Iterator[_Asked]:
         sharding = request.config.sharding
         if sharding.granularity is Granularity.ddp or sharding.dp_replicate > 1:
             continue
-        nodes = request.num_workers // request.sheet.node_size
+        nodes, left_over = divmod(request.num_workers, request.sheet.node_size)
+        if left_over:  # a shard group would be on two nodes
+            continue
         config = replace(request.config, sharding=replace(sharding, dp_replicate=nodes))
         yield from _asked(best, base, {HYBRID: str(nodes)}, replace(request, config=config))
 

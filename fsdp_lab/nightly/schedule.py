@@ -21,6 +21,7 @@ from fsdp_lab.config import ConfigError
 from fsdp_lab.nightly.nights import Night
 
 _LARGEST_CHANGE = timedelta(hours=3)  # of a clock that is set forward or back
+_EVERY_HOUR = ("*", "*/1", "0-23")
 _DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat", "sun")  # cron's numbers; APScheduler counts from Monday
 
 
@@ -96,7 +97,7 @@ def cron_trigger(cron: str, zone: str | None, now: datetime) -> NightTimes:
         raise ConfigError(
             f"nightly.cron='{cron}' never runs: no date has its day and month; use for example '0 2 * * *'."
         )
-    return NightTimes(shown, known, fields[1] == "*")
+    return NightTimes(shown, known, fields[1] in _EVERY_HOUR)
 
 
 def night_after(times: NightTimes, moment: datetime) -> datetime:

@@ -9,12 +9,10 @@ from torch import nn
 
 from fsdp_lab.training.torch_private import WRAPPED
 
-_WRAPPERS = (WRAPPED, "module")
-
 
 def plain_name(name: str) -> str:
-    """Return a module's name without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    """Return a module's name without the parts that wrappers add: activation checkpointing, and DDP before all."""
+    return ".".join(part for part in name.removeprefix("module.").split(".") if part != WRAPPED)
 
 
 class ModuleNames:

@@ -13,7 +13,7 @@ from fsdp_lab.config.key_value_args import quoted, store_named, with_environment
 @pytest.mark.parametrize(
     "text",
     ["a b", "it's", "back\\slash", "end\\", "x\\'y", "${x}", "a\\${x}", "a\\\\${x}/${y}", "what?", "50%20off",
-     "\\\\'${q}'\\", "$x {y}", "${now:%Y}", "outputs/a-b.c"],
+     "\\\\'${q}'\\", "$x {y}", "${now:%Y}", "outputs/a-b.c", "1e3", "true", "null"],
 )  # fmt: skip
 def test_hydra_reads_what_was_quoted(text: str):
     value = OverridesParser.create().parse_override(f"key={quoted(text)}").value()

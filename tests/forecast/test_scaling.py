@@ -117,6 +117,9 @@ def test_a_step_that_waits_for_the_network_is_tried_with_shards_within_a_node():
     (one,), _ = asked(replace(both, forecast=replace(both.forecast, speed=replace(speed_of(both), shares=shares))))
     assert one["dp_replicate"] == "2", "together they bound most of it"
     assert asked(planted("sharding=per_block", workers=8)) == ([], []), "it has one node"
+    for uneven in (12, 20):
+        batch = f"training.global_batch_size={uneven}"
+        assert asked(planted(f"sharding=per_block {batch}", workers=uneven)) == ([], []), "a group on two nodes"
     swept = replace(planted("sharding=per_block"), settings=["1"])
     assert asked(swept, ["sharding.dp_replicate"]) == ([], [])
 

@@ -81,8 +81,9 @@ def test_every_date_has_one_night_when_the_clock_shows_it(zone: str, shown: str)
     ("zone", "hours"),
     [("Europe/Berlin", {1.0}), ("Africa/Cairo", {1.0}), ("Australia/Lord_Howe", {0.5, 1.0, 1.5})],
 )
-def test_nights_of_every_hour_are_an_hour_apart_while_clocks_change(zone: str, hours: set[float]):
-    times, night = cron_trigger("20 * * * *", zone, FRIDAY), datetime(2027, 3, 20, tzinfo=UTC)
+@pytest.mark.parametrize("cron", ["20 * * * *", "20 */1 * * *", "20 0-23 * * *"])
+def test_nights_of_every_hour_are_an_hour_apart_while_clocks_change(zone: str, hours: set[float], cron: str):
+    times, night = cron_trigger(cron, zone, FRIDAY), datetime(2027, 3, 20, tzinfo=UTC)
     night, apart = night_after(times, night), set()
     while night < datetime(2027, 11, 10, tzinfo=UTC):
         night, before = night_after(times, night), night

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from fsdp_lab.training.module_names import ModuleNames
+from fsdp_lab.training.module_names import ModuleNames, plain_name
 from fsdp_lab.training.torch_private import WRAPPED
 
 
@@ -51,3 +51,8 @@ def test_a_module_is_called_as_the_one_that_uses_it_calls_it(entered: list[str],
         at_work.add(name)
         result = names.innermost(at_work)
     assert result == expected
+
+
+def test_a_module_that_the_user_calls_module_keeps_its_name():
+    assert plain_name("module.blocks.0.module.weight") == "blocks.0.module.weight"
+    assert plain_name(f"blocks.0.{WRAPPED}.weight") == "blocks.0.weight"
