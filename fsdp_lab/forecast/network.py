@@ -41,7 +41,7 @@ def _reached(speed: Speed) -> str:
         return ""
     return (
         f"Between nodes of {speed.device}, gathers and scatters are assumed to reach {network.reached * 100:.0f} % of "
-        f"{_gbit(network.gbit)} Gbit/s (efficiency.network of its file)."
+        f"the {_gbit(network.gbit)} Gbit/s of a node, all its adapters together (efficiency.network of its file)."
     )
 
 

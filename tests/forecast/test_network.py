@@ -95,7 +95,9 @@ def test_the_command_names_the_network_that_it_assumed(tmp_path: Path):
         done = forecast_here(tmp_path, *words, *key, f"forecast.folder={gbit}")
         assert done.returncode == 0, done.stderr
         assert ("No network was given: " in done.stdout) is (gbit is None)
-        assert "scatters are assumed to reach 35 % of 800 Gbit/s (efficiency.network of its file)" in done.stdout
+        assert (
+            "scatters are assumed to reach 35 % of the 800 Gbit/s of a node, all its adapters together" in done.stdout
+        )
         assert "sharding.dp_replicate=2 would shard within each node: " in done.stdout
         assert done.stdout.index("would shard within each node") < done.stdout.index("forecast peak of")
         with (tmp_path / f"{gbit}" / "forecast.csv").open() as file:

@@ -204,6 +204,15 @@ def test_tf32_is_set_before_the_model_computes() -> None:
     assert "matmul_precision" not in to_pytorch("Trial 0", trial_of("precision=fp32"), LAYOUT, 4, "2.15.0")
 
 
+@pytest.mark.parametrize("words", ["sharding=per_block", "sharding=ddp activation_checkpointing=full"])
+def test_a_model_with_other_names_is_refused(words: str) -> None:
+    """Without a unit the whole model would be gathered at once, in silence."""
+    made: dict[str, Any] = {}
+    exec(to_pytorch("Trial 0", trial_of(*words.split()), LAYOUT, 4, "2.15.0"), made)
+    with pytest.raises(ValueError, match=r"no module's name matches is_(unit|block); use names of model"):
+        made["parallelize"](torch.nn.Sequential(torch.nn.Linear(2, 2)))
+
+
 def test_a_schedule_is_named_as_not_included() -> None:
     code = to_pytorch("Trial 0", trial_of("lr_schedule=cosine"), LAYOUT, 4, "2.15.0")
     assert "Not included: lr_schedule=cosine." in code
