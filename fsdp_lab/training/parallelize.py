@@ -91,7 +91,7 @@ def apply_fully_shard(
     names = {id(module): plain_name(name) for name, module in model.named_modules()}
     for unit in units:
         UnitHooks(unit, names[id(unit)], config)  # before FSDP2's own hooks, which run after these
-    UnitHooks(model, type(model).__name__, config)
+    UnitHooks(model, type(model).__name__, config, is_root=True)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": mp_policy(config.precision),

@@ -32,13 +32,16 @@ class UnitHooks:
         unit: before `fully_shard`, whose own hooks run after these.
         name: for messages.
         config: whether parameters are freed after the forward pass, and inputs are cast.
+        is_root: whether it is the model, whose own parameters `reshard_after_forward=default` keeps.
     """
 
-    def __init__(self, unit: nn.Module, name: str, config: TrialConfig) -> None:
+    def __init__(self, unit: nn.Module, name: str, config: TrialConfig, *, is_root: bool = False) -> None:
         self._unit, self._name = unit, name
-        self._frees = config.reshard_after_forward.policy is not ReshardPolicy.never
+        keeps = (ReshardPolicy.never, ReshardPolicy.default) if is_root else (ReshardPolicy.never,)
+        self._frees = config.reshard_after_forward.policy not in keeps
         self._rebuilds = REBUILDS_INPUTS or config.precision.param_dtype is not Dtype.float32
-        self._keepers: list[tuple[nn.Module, str]] | None = None  # attributes with tensors, once looked for
+        self._keepers: dict[tuple[nn.Module, str], None] = {}  # attributes with tensors
+        self._looks = 2  # forward passes that are looked into for what they keep: it takes long
         self._before: list[tuple[Any, list[int]]] = []
         unit.register_forward_pre_hook(self.enter, with_kwargs=True)
         unit.register_forward_hook(self.leave)
@@ -69,11 +72,13 @@ class UnitHooks:
                     "so the change would be lost; let it return what it adds, or use sharding=ddp or sharding=root."
                 )
         self._before = []
-        first, self._keepers = self._keepers is None, self._keepers or self._find_keepers()
+        if looks := self._looks > 0:
+            self._looks -= 1
+            self._keepers |= dict.fromkeys(self._find_keepers())
         kept = {f"keeps in {name}": tensors_inside(getattr(m, name, None)) for m, name in self._keepers}
         for how, tensors in {"returns": tensors_inside(output), **kept}.items():
             for tensor in tensors:
-                if first and self._frees:
+                if looks and self._frees:
                     self._check_view(how, tensor)
                 gather_before_gradient_of(tensor, module)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import UserDict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 from fsdp_lab.config import ModelError
 from fsdp_lab.forecast.forecast import forecast_profile
+from fsdp_lab.training import unit_hooks
 from fsdp_lab.training.unit_hooks import call_by_methods, tensors_inside
 from tests.ranks import config, run_ranks, train_all
+from tests.training.reference import apart
 from tests.workloads.user import unusual
 
 HERE = unusual.__name__
@@ -27,6 +30,7 @@ REFUSED = {
     "only_weights sharding=per_layer": r"a weight of a unit is used outside .*self\.layer\.weight.*such as root",
     f"keeps model.of_weight=true {ALWAYS}": r"blocks\.0 keeps in kept a view of its parameter inner\.weight.*clone",
     f"collects {ALWAYS}": r"blocks\.0 changes a list that it gets, of which FSDP2 hands it a copy.*sharding=root",
+    f"returns_weight task.loss={HERE}.loss_of_weight {ALWAYS}": r"ReturnsWeight returns a view of .* first\.weight",
     f"methods {ALWAYS} model.forward_methods=[encod]": r"model\.forward_methods=\[encod\]: no module",
 }
 
@@ -66,6 +70,48 @@ def errors(cases: list[list[str]]) -> list[str]:
 def test_what_is_found_in_the_first_step_is_named_too() -> None:
     for case, end in zip(IN_TRAINING, run_ranks(1, errors, [words_of(case) for case in IN_TRAINING])[0], strict=True):
         assert re.search(IN_TRAINING[case], end), f"{case}: {end}"
+
+
+def test_a_weight_that_the_root_keeps_may_be_returned() -> None:
+    cases = [
+        words_of(f"returns_weight task.loss={HERE}.loss_of_weight {sharding}")
+        for sharding in ("sharding=ddp", "sharding=root", "sharding=per_block")
+    ]
+    ddp, *sharded = (losses for losses, _ in run_ranks(2, train_all, cases)[0])
+    assert all(apart(losses, ddp) <= 1e-5 for losses in sharded)
+
+
+class KeepsLater(nn.Linear):
+    """Keeps its output from a pass on, and counts how often its modules are gone through."""
+
+    searched, passes, kept = 0, 0, None
+
+    def __init__(self, since: int) -> None:
+        super().__init__(2, 2)
+        self.since = since
+
+    def modules(self) -> Iterator[nn.Module]:
+        self.searched += 1
+        return super().modules()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        out = super().forward(x)
+        self.kept = out if self.passes >= self.since else None
+        return out.clone()
+
+
+@pytest.mark.parametrize("since", [1, 2, 9])
+def test_what_a_unit_keeps_is_looked_for_in_two_passes(monkeypatch: pytest.MonkeyPatch, since: int) -> None:
+    hooked: list[Tensor] = []
+    monkeypatch.setattr(unit_hooks, "gather_before_gradient_of", lambda tensor, module: hooked.append(tensor))
+    unit = KeepsLater(since)
+    unit_hooks.UnitHooks(unit, "unit", config())
+    for number in range(1, 5):
+        hooked.clear()
+        unit(torch.ones(1, 2))
+        assert unit.searched == min(number, 2)
+        assert any(tensor is unit.kept for tensor in hooked) == (number >= since)
 
 
 def test_tensors_are_found_in_any_object_once() -> None:

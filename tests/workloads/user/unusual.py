@@ -282,6 +282,20 @@ def weight_used_outside() -> nn.Module:
     return UsesWeight(Block(), Block())
 
 
+class ReturnsWeight(Layers):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.first.weight
+
+
+def returns_weight() -> nn.Module:
+    return ReturnsWeight(Block(), Block())
+
+
+def loss_of_weight(model: nn.Module, rows: Tensor) -> Tensor:
+    y, weight = model(rows)
+    return F.mse_loss(y, F.linear(rows, weight).sum(1, keepdim=True))
+
+
 class Buffered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
