@@ -87,8 +87,8 @@ class StepChecks:
             UserError: ranks use different modules, or a parameter was written or unfrozen in a forward pass.
         """
         self._step, self._seen = number, self._seen + 1
-        is_first = self._seen <= FIRST_STEPS and self._is_sharded
-        if is_first and self._compares:
+        is_first = self._seen <= FIRST_STEPS  # with DDP, too, so that all settings are timed over the same steps
+        if is_first and self._is_sharded and self._compares:
             self._meetings = 1 << 62
         handles = self._watch_data() if is_first and self._watches_data else []
         try:

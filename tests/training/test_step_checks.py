@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_lab.config import UserError
-from fsdp_lab.training.step_checks import EVERY
+from fsdp_lab.training.step_checks import EVERY, FIRST_STEPS
 from tests.parity import differences
 from tests.ranks import run_ranks, train_all
 from tests.workloads.user.odd import VOCABULARY, WIDTH, Rows, loss
@@ -214,6 +214,12 @@ def test_what_is_kept_is_not_refused() -> None:
     of_ddp = [words(model, "sharding=ddp") for model in ("Writes", "Dropped", "Inside")]
     cases = [*of_ddp, words("Frozen", BLOCK), words("Frozen", "sharding=per_layer")]
     assert run_ranks(2, refusals, cases) == [[""] * len(cases)] * 2
+
+
+def test_all_settings_are_timed_over_the_same_steps() -> None:
+    cases = [["model=mlp", "training.timing_warmup_steps=0", sharding] for sharding in ("sharding=ddp", BLOCK, ROOT)]
+    trained = run_ranks(2, train_all, cases)[0]
+    assert [epochs[-1]["perf/timed_steps"] for _, epochs in trained] == [4 - FIRST_STEPS] * 3
 
 
 class Forces(Model):
