@@ -11,7 +11,7 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.layout import Layout, shortened
 from fsdp_lab.training.blocks import BlockClasses
 from fsdp_lab.training.shardable import has_complex
-from fsdp_lab.training.torch_private import WRAPPED
+from fsdp_lab.training.torch_private import without_wrappers
 
 
 def describe_layout(
@@ -23,7 +23,7 @@ def describe_layout(
         units: the modules that `apply_fully_shard` sharded, without the root.
         find_unused: whether DDP looks for parameters without a gradient.
     """
-    names = {id(module): name.replace(f".{WRAPPED}", "") for name, module in model.named_modules()}
+    names = {id(module): without_wrappers(name) for name, module in model.named_modules()}
     return Layout(
         units=shortened([names[id(unit)] for unit in units], list(names.values())),
         blocks=shortened([names[id(m)] for m in model.modules() if isinstance(m, blocks)], list(names.values())),

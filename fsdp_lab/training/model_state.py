@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.training.torch_private import WRAPPED
+from fsdp_lab.training.torch_private import without_wrappers
 
 _BELOW = "train.model."  # so begin the names of a model's state in a checkpoint
 _SHOWN = 3  # differences in a message
@@ -67,7 +67,7 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return each module by its name in a saved state."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     named = inner.named_modules(remove_duplicate=False)  # a wrapper comes before the module in it
-    return {".".join(part for part in name.split(".") if part != WRAPPED): module for name, module in named}
+    return {without_wrappers(name): module for name, module in named}
 
 
 class AsSaved(dcp.DefaultLoadPlanner):

@@ -7,12 +7,12 @@ from itertools import chain
 
 from torch import nn
 
-from fsdp_lab.training.torch_private import WRAPPED
+from fsdp_lab.training.torch_private import without_wrappers
 
 
 def plain_name(name: str) -> str:
-    """Return a module's name without the parts that wrappers add: activation checkpointing, and DDP before all."""
-    return ".".join(part for part in name.removeprefix("module.").split(".") if part != WRAPPED)
+    """Return a module's name without the parts that wrappers add, and DDP before all."""
+    return without_wrappers(name.removeprefix("module."))
 
 
 class ModuleNames:

@@ -153,6 +153,7 @@ NAMES = (
 )
 
 WRAPPED = "_checkpoint_wrapped_module"  # what `checkpoint_wrapper` puts into the names of parameters
+_WRAPPERS = (WRAPPED, "_orig_mod")  # and what `torch.compile` of a module puts there
 STEP_IF_FINITE = "_maybe_opt_step"  # the method of a GradScaler that asks whether a gradient was infinite
 
 # One tensor out, one in.
@@ -199,6 +200,11 @@ def _units_of(model: nn.Module) -> list[Any]:
     return list({id(state): state for state in states}.values())
 
 
+def without_wrappers(name: str) -> str:
+    """Return a module's or parameter's name as DCP saves it: without what checkpointing and `torch.compile` add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def collectives_announced(model: nn.Module, comes: Callable[[str, str, int], None]) -> list[str]:
     """Call `comes` before a unit gathers or reduces; return the names of all units.
 
@@ -215,7 +221,7 @@ def collectives_announced(model: nn.Module, comes: Callable[[str, str, int], Non
 
         return Announcing()
 
-    names = {module: ".".join(p for p in name.split(".") if p != WRAPPED) for name, module in model.named_modules()}
+    names = {module: without_wrappers(name) for name, module in model.named_modules()}
     units = []
     for state in _units_of(model):
         units.append(", ".join(names[module] or "the root" for module in state._modules))

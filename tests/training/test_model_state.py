@@ -81,6 +81,25 @@ def test_extra_state_of_any_kind_is_loaded(value: Any) -> None:
     assert loaded.value == value and type(loaded.value) is type(value)
 
 
+def test_a_model_that_compiles_a_part_itself_is_loaded(tmp_path: Path) -> None:
+    """DCP saves the part's names as if it were not compiled. `seen` has grown since the model was built."""
+
+    def built(size: int) -> tuple[nn.Module, Holds]:
+        holds = Holds(size)
+        holds.register_buffer("seen", torch.full((size,), 7.0))
+        return nn.ModuleList([torch.compile(nn.Sequential(holds, nn.Linear(2, 2)), backend="eager")]), holds
+
+    (saved, _), loaded, read = built(3), built(1), built(1)
+    load_model_state(loaded[0], model_state(saved))
+    dcp.save({"train": {"model": model_state(saved)}}, checkpoint_id=tmp_path, no_dist=True)
+    state = {"train": {"model": model_state(read[0])}}
+    dcp.load(state, checkpoint_id=tmp_path, planner=AsSaved(read[0], torch.device("cpu"), "x"), no_dist=True)
+    load_model_state(read[0], state["train"]["model"])
+    for model, holds in (loaded, read):
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), saved.parameters(), strict=True))
+        assert holds.value == 3 and torch.equal(holds.seen, torch.full((3,), 7.0))
+
+
 def test_an_object_that_no_exported_file_may_hold_is_refused() -> None:
     for value in (None, 7, (1, "2"), {1: {"a": [2.5, b"3", torch.zeros(2)]}}):
         check_exportable(Holds(value))
