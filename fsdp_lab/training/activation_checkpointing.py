@@ -41,9 +41,12 @@ def _wrapped(block: nn.Module, config: TrialConfig, context_fn: Callable[[], Any
     return checkpoint_wrapper(block, checkpoint_fn=_StateKept(context_fn))
 
 
+Attributes = list[tuple[dict[str, Any], dict[str, Any]]]  # of each module: what it has now, and what it had
+
+
 @dataclass(frozen=True)
 class _Held:
-    """A buffer before a forward pass; `copy`: its values, if they may change in place."""
+    """A buffer or other tensor before a forward pass; `copy`: its values, if they may change in place."""
 
     holder: nn.Module
     name: str
@@ -66,7 +69,7 @@ class _Norms(TorchFunctionMode):
 
 
 class _StateKept:
-    """Checkpoints a block. Its buffers and numbers change in the forward pass alone, as without checkpointing.
+    """Checkpoints a block. Its buffers and attributes change in the forward pass alone, as without checkpointing.
 
     The recomputation gets them as they were before the forward pass: it computes the same, and what it writes is
     dropped.
@@ -74,71 +77,101 @@ class _StateKept:
 
     def __init__(self, context_fn: Callable[[], Any]) -> None:
         self._contexts = context_fn
-        self._written: set[tuple[nn.Module, str]] | None = None  # buffers that change in place; None: not known yet
+        self._written: dict[tuple[nn.Module, str], bool] = {}  # whether a tensor changes in place, once it was seen
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = self._once(block) if torch.is_grad_enabled() else block
         return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _once(self, block: nn.Module) -> Callable[..., Any]:
-        held, numbers = self._hold(block), _numbers(block)
+        held, attributes = self._hold(block), _attributes(block)
         changed: list[_Held] | None = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal held, changed
             if changed is None:
-                with _Norms() if self._written is None else nullcontext() as norms:
+                is_new = any((each.holder, each.name) not in self._written for each in held)
+                with _Norms() if is_new else nullcontext() as norms:
                     outputs = block(*args, **kwargs)
                 changed, held = self._changed(held, norms.arguments if norms else set()), []
                 return outputs
             before = changed
             if self._contexts is noop_context_fn:  # a graph that is kept is computed again, from the same copies
                 before = [replace(each, copy=None if each.copy is None else each.copy.clone()) for each in changed]
-            with _as_before(before, numbers):
+            with _as_before(before, attributes):
                 return block(*args, **kwargs)
 
         return run
 
     def _hold(self, block: nn.Module) -> list[_Held]:
-        return [
-            _Held(holder, name, buffer, version_of(buffer), buffer.clone() if self._may_change(holder, name) else None)
-            for holder in block.modules()
-            for name, buffer in holder.named_buffers(recurse=False, remove_duplicate=False)
-        ]
-
-    def _may_change(self, holder: nn.Module, name: str) -> bool:
-        return self._written is None or (holder, name) in self._written
+        held = []
+        for holder in block.modules():
+            for name, tensor in _tensors(holder):
+                now = _alone(tensor)
+                may_change = self._written.get((holder, name), True) and not _is_of_weights(tensor)
+                held.append(_Held(holder, name, now, version_of(now), now.clone() if may_change else None))
+        return held
 
     def _changed(self, held: list[_Held], of_norms: set[int]) -> list[_Held]:
-        written = [each for each in held if version_of(each.buffer) != each.version or id(each.buffer) in of_norms]
-        self._written = {(each.holder, each.name) for each in written} | (self._written or set())
-        return [
-            each
-            for each in held
-            if (each.holder, each.name) in self._written or getattr(each.holder, each.name, None) is not each.buffer
-        ]
+        changed = []
+        for each in held:
+            key = each.holder, each.name
+            is_written = version_of(each.buffer) != each.version or id(each.buffer) in of_norms
+            self._written[key] = self._written.get(key, False) or is_written
+            if self._written[key] or getattr(*key, None) is not each.buffer:
+                changed.append(each)
+        return changed
 
 
-def _numbers(block: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the attributes of each user's module, and those that are numbers, such as a counter of calls."""
-    users = [vars(module) for module in block.modules() if not type(module).__module__.startswith("torch.")]
-    return [(own, {k: v for k, v in own.items() if isinstance(v, (int, float))}) for own in users]
+def _is_users(module: nn.Module) -> bool:
+    """Return whether a class is a user's, also where PyTorch made one of it (FSDP2, parametrizations)."""
+    return not all(kind.__module__.startswith(("torch.", "builtins")) for kind in type(module).__mro__)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+    if _is_users(module):
+        yield from ((name, value) for name, value in vars(module).items() if isinstance(value, Tensor))
+
+
+def _attributes(block: nn.Module) -> Attributes:
+    """Return the attributes of each user's module, and what they are before the forward pass, `...`: not known."""
+    return [
+        (own, {name: _alone(value) if isinstance(value, _KEPT) else ... for name, value in own.items()})
+        for own in (vars(module) for module in block.modules() if _is_users(module))
+    ]
+
+
+def _is_of_weights(tensor: Tensor) -> bool:
+    """Return whether a tensor has a graph, or is a view of a weight that FSDP2 has freed."""
+    is_dense = tensor.layout is torch.strided
+    return tensor.grad_fn is not None or (is_dense and tensor.untyped_storage().size() < tensor.nbytes)
+
+
+def _alone(value: Any) -> Any:
+    """Return a value without its graph, which would live until this step's ends, and so would those before it."""
+    if type(value) is tuple:
+        return tuple(map(_alone, value))
+    return value.detach().requires_grad_() if isinstance(value, Tensor) and value.grad_fn is not None else value
 
 
 @contextmanager
-def _as_before(changed: list[_Held], numbers: list[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[None]:
-    buffers_now = [getattr(each.holder, each.name) for each in changed]
-    numbers_now = [{name: own[name] for name in before if name in own} for own, before in numbers]
+def _as_before(changed: list[_Held], attributes: Attributes) -> Iterator[None]:
+    buffers_now = [getattr(each.holder, each.name, None) for each in changed]
+    attributes_now = [dict(own) for own, _ in attributes]
+    for own, before in attributes:
+        for name in own.keys() - before.keys():  # made in the forward pass
+            del own[name]
+        own.update({name: value for name, value in before.items() if value is not ...})
     for each in changed:
         setattr(each.holder, each.name, each.buffer if each.copy is None else each.copy)
-    for own, before in numbers:
-        own.update(before)
     try:
         yield
     finally:
         for each, buffer in zip(changed, buffers_now, strict=True):
             setattr(each.holder, each.name, buffer)
-        for (own, _), now in zip(numbers, numbers_now, strict=True):
+        for (own, _), now in zip(attributes, attributes_now, strict=True):
+            own.clear()
             own.update(now)
 
 
@@ -187,3 +220,4 @@ def _operators(names: Sequence[str]) -> frozenset[Any]:
 
 _PRODUCTS = _operators(MATRIX_PRODUCTS)
 _SAVED = _operators(SAVED_OPERATORS)
+_KEPT = (int, float, str, tuple, Tensor, type(None))  # a list or another object may change inside

@@ -22,13 +22,20 @@ LAYERS = 5
 
 
 class Stateful(nn.Module):
-    """A block whose forward pass changes buffers, in place and by assignment, and a number that it computes with."""
+    """A block whose forward pass changes buffers and other tensors, in place and by assignment, and other attributes.
+
+    It computes with each of them. Its class is made by PyTorch, as `fully_shard` makes one of a unit's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
         self.norm = nn.BatchNorm1d(8)
+        self.weight = nn.Parameter(torch.ones(8))
+        nn.utils.parametrizations.weight_norm(self, dim=None)
         self.calls = 0
+        self.mean, self.total = torch.zeros(8), torch.zeros(8)
+        self.state: tuple[Tensor, ...] | None = None
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("last", torch.zeros(8))
         self.register_buffer("own_mean", torch.zeros(8), persistent=False)
@@ -36,6 +43,11 @@ class Stateful(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.seen += 1
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        self.total.add_(x.detach().mean(0))
+        self.state = (x.detach().mean(0) if self.state is None else 0.5 * self.state[0] + self.mean,)
+        self.made = getattr(self, "made", 0) + 1
+        x = (x + self.mean + self.total + self.state[0] * self.made) * self.weight
         self.last = 0.5 * self.last + x.detach().mean(0)
         x = F.batch_norm(x, self.own_mean, torch.ones(8), training=True)
         return torch.tanh(self.norm(self.linear(x)) * float(self.seen)) * self.calls
@@ -92,8 +104,9 @@ def test_what_a_forward_pass_changes_changes_once(mode: str) -> None:
         for _ in range(3):
             sum(model(torch.randn(4, 8)).sum() for _ in range(2)).backward()
             found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        numbers = [torch.tensor(block.calls) for block in model.modules() if isinstance(block, Stateful)]
-        return [*found, *model.buffers(), *numbers]
+        users = [block for block in model.modules() if isinstance(block, Stateful)]
+        others = [each for block in users for each in (block.mean, block.total, *block.state)]
+        return [*found, *model.buffers(), *others, *(torch.tensor(n) for u in users for n in (u.made, u.calls))]
 
     plain, kept = trained("none"), trained(mode)
     assert plain[-1] == 6

@@ -58,12 +58,16 @@ class Odd(nn.Module):
 
 
 class Counting(nn.Module):
-    """A block that changes its buffers: in place, by a new tensor, and in the kernel of a normalisation."""
+    """A block that changes its buffers: in place, by a new tensor, and in the kernel of a normalisation.
+
+    It has a parameter of its own, which makes it a unit with sharding=per_layer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
         self.norm = nn.BatchNorm1d(LENGTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
         self.calls = 0
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(WIDTH))
@@ -73,7 +77,7 @@ class Counting(nn.Module):
             self.calls += 1
             self.seen += 1
             self.mean = 0.5 * self.mean + x.detach().mean((0, 1))
-        return x + torch.tanh(self.norm(self.linear(x)) - self.mean) / (1 + self.calls % 2)
+        return x + torch.tanh(self.gain * self.norm(self.linear(x)) - self.mean) / (1 + self.calls % 2)
 
 
 class Stateful(nn.Module):
