@@ -7,7 +7,7 @@ or end with an error of gloo or NCCL.
 from __future__ import annotations
 
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -31,6 +31,7 @@ from fsdp_lab.training.torch_private import (
 
 FIRST_STEPS = 2  # in which ranks compare before each collective; they are not timed
 EVERY = 10  # later steps between two looks
+_PIECE = 1 << 18  # numbers of a weight that are looked at together: more take memory
 _REMEDY = (
     "With FSDP2 all ranks must use the same modules in the same order, or they exchange the wrong weights: let every "
     "rank use them (add 0 times the output of one that a rank does not need), or use sharding=ddp, which looks for "
@@ -71,7 +72,7 @@ class StepChecks:
         self._step = self._seen = 0
         self._evaluated = False
         self._used: Counter[tuple[str, str, int]] = Counter()
-        self._last_gradients: tuple[bytes, int] = (b"", 0)
+        self._gradients = deque[str](maxlen=2 * EVERY)  # of a step: which parameters have one; seen by then
         self.mark = 0
         if self._compares:
             self._units = collectives_announced(model, self._comes)
@@ -111,10 +112,8 @@ class StepChecks:
             return
         number = 0
         if event == "gradients":
-            with_gradient = bytes(parameter.grad is not None for _, parameter in self._parameters)
-            if with_gradient != self._last_gradients[0]:
-                self._last_gradients = with_gradient, zlib.crc32(with_gradient)
-            number = self._last_gradients[1]
+            self._gradients.append("".join("01"[parameter.grad is not None] for _, parameter in self._parameters))
+            number = zlib.crc32(self._gradients[-1].encode())
         self._comes(event, "", number)
 
     def evaluation(self) -> None:
@@ -174,12 +173,13 @@ class StepChecks:
                 self._refuse(f"rank 0 {first}, and rank {rank} {second}")
 
     def _refuse_gradients(self, what: str) -> NoReturn:
-        names = [plain_name(name) for name, parameter in self._parameters if parameter.grad is not None]
-        ranks = [set(text.split("\n")) for text in gather("\n".join(names))]
+        ranks = [text.split("\n") for text in gather("\n".join(self._gradients))]
         for rank, other in enumerate(ranks):
-            if difference := sorted(ranks[0] ^ other):
-                has, lacks = (0, rank) if difference[0] in ranks[0] else (rank, 0)
-                self._refuse(f"{difference[0]} has a gradient on rank {has} and none on rank {lacks}")
+            for mine, theirs in zip(ranks[0], other, strict=True):
+                for (name, _), on_first, on_other in zip(self._parameters, mine, theirs, strict=False):
+                    if on_first != on_other:
+                        has, lacks = (0, rank) if on_first == "1" else (rank, 0)
+                        self._refuse(f"{plain_name(name)} has a gradient on rank {has} and none on rank {lacks}")
         self._refuse(what)
 
     def _refuse(self, what: str) -> NoReturn:
@@ -235,8 +235,17 @@ class StepChecks:
 
 
 def _values(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return where each gathered parameter is, and a sum of its bits."""
+    """Return where each gathered parameter is, and a number of its bits."""
     with without_modes(), not_reported(), torch.no_grad():
         gathered = [(name, p) for name, p in module.named_parameters() if type(p.data) is Tensor and p.numel()]
-        real = [(name, torch.view_as_real(p) if p.is_complex() else p) for name, p in gathered]
-        return {name: (p.data_ptr(), int(torch.hash_tensor(p).item())) for name, p in real}
+        return {name: (p.data_ptr(), _digest(p)) for name, p in gathered}
+
+
+def _digest(tensor: Tensor) -> int:
+    """Return a number that depends on a tensor's bits and on their places: `torch.hash_tensor` knows no places."""
+    bits = tensor.flatten().view({1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32))
+    places = torch.arange(1, min(len(bits), _PIECE) + 1, device=bits.device)
+    digest = places.new_zeros(())
+    for piece in bits.split(_PIECE):
+        digest = 31 * digest + (piece * places[: len(piece)]).sum()  # of 64 bits, without those beyond
+    return int(digest)

@@ -82,8 +82,19 @@ class Uneven(Block):
         return self.first(x) if dist.get_rank() else super().changed(x)
 
 
+class GatedOnce(Gated):
+    """Only in step 5: gradients of the same size, so the reductions do not differ."""
+
+    def changed(self, x: Tensor) -> Tensor:
+        return super().changed(x) if self.calls == 5 else Block.changed(self, x)
+
+
 class Inside(Model):
     block = Gated
+
+
+class InsideOnce(Model):
+    block = GatedOnce
 
 
 class InsideUneven(Model):
@@ -101,6 +112,32 @@ class ScaledData(Block):
     def changed(self, x: Tensor) -> Tensor:
         self.first.weight.data.mul_(0.9)
         return super().changed(x)
+
+
+class Halved(Block):
+    """Its norm's weights are as many equal numbers, whose bits together give 0; `exclusive or` sees no change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def changed(self, x: Tensor) -> Tensor:
+        self.norm.weight.data.mul_(0.5)
+        return super().changed(self.norm(x))
+
+
+class Rolled(Block):
+    def changed(self, x: Tensor) -> Tensor:
+        self.first.weight.data.copy_(self.first.weight.data.roll(1, 0))
+        return super().changed(x)
+
+
+class WritesHalf(Model):
+    block = Halved
+
+
+class WritesRolled(Model):
+    block = Rolled
 
 
 class Writes(Model):
@@ -178,7 +215,7 @@ AT_FIRST = r"step 1 rank 0 gathers the weights of blocks\.0, and rank 1 gathers 
 LATER = r"rank 0 gathers the weights of blocks\.[01] \d+ times and rank 1 \d+ times.*use sharding=ddp"
 IN_EVALUATION = r"step 16 rank 0 gathers .* blocks\.0, and rank 1 .* blocks\.1"
 GRADIENT, WRITTEN = (
-    r"blocks\.0\.first\.bias has a gradient on rank 1",
+    r"blocks\.0\.first\.weight has a gradient on rank 1",
     r"blocks\.0\.first\.weight was written in a forward",
 )
 UNFROZEN = r"blocks\.0\.first\.(bias|weight) requires a gradient by step 6,.*checkpoint\.resume_from"
@@ -189,10 +226,13 @@ REFUSED: list[tuple[list[str], str]] = [
     (words("Dropped", BLOCK), r"step 1 rank 0 gathers the weights of blocks\.2, and rank 1 has ended its forward pass"),
     (words("Inside", BLOCK), f"{GRADIENT} and none on rank 0"),
     (words("Inside", ROOT, "training.grad_accum_steps=2"), GRADIENT),
+    (words("InsideOnce", BLOCK), f"{GRADIENT} and none on rank 0"),
     (words("InsideUneven", BLOCK), r"rank 0 reduces 144 gradients of blocks\.2, and rank 1 reduces 72 gradients of"),
     (words("Writes", BLOCK, "reshard_after_forward=never"), WRITTEN),
     (words("WritesData", ROOT, "memory_profile=peaks"), WRITTEN),
     (words("WritesData", BLOCK, "activation_checkpointing=full"), WRITTEN),
+    (words("WritesHalf", BLOCK), r"blocks\.0\.norm\.weight was written in a forward"),
+    (words("WritesRolled", BLOCK, "precision=bf16"), WRITTEN),
     *((words("Unfreezes", sharding), UNFROZEN) for sharding in (BLOCK, ROOT, "sharding=ddp")),
     *((words("UnfreezesBlocks", sharding), UNFROZEN) for sharding in (BLOCK, "sharding=ddp")),
 ]
