@@ -128,7 +128,8 @@ def _options(override: Override, typed: str, config_dir: str | None) -> list[str
             f"{override.input_line}: each preset has axes of its own, so a command takes one; type two commands."
         )
     plain = [each.text if isinstance(each, QuotedString) else each for each in values]
-    if not plain or not all(isinstance(each, str | int | float) for each in plain):
+    is_name = [isinstance(each, str | int | float) and not re.search(r"\$\{(?!oc\.env:)", str(each)) for each in plain]
+    if not plain or not all(is_name):
         raise ConfigError(
             f"{override.input_line} is not an option: {group} is a group, and takes a name. Choose one of: "
             f"{', '.join(options_of(group))}."

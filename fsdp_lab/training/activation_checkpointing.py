@@ -37,6 +37,8 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], config: TrialConfig) -> list[
 
 def _wrapped(block: nn.Module, config: TrialConfig, context_fn: Callable[[], Any] = noop_context_fn) -> nn.Module:
     if config.compile:  # compiled code writes buffers in the forward pass alone
+        if context_fn is noop_context_fn:
+            return checkpoint_wrapper(block)  # the compiler knows no default that is typed
         return checkpoint_wrapper(block, context_fn=context_fn)
     return checkpoint_wrapper(block, checkpoint_fn=_StateKept(context_fn))
 

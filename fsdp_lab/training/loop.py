@@ -159,7 +159,7 @@ class Watch:
         else:
             yield
             if is_first:
-                self.timer.start()
+                self.timer.warm_up()
             else:
                 self.timer.step_done()
         self.memory.step_done()

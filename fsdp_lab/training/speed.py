@@ -72,6 +72,11 @@ class StepTimer:
         self._chains.append([self._mark()])
         self._waiting = 0.0
 
+    def warm_up(self) -> None:
+        """Count the step that ends as one of the warm-up, and begin a chain."""
+        self.left_out = max(0, self.left_out - 1)
+        self.start()
+
     def step_done(self) -> None:
         self._chains[-1].append(self._mark())
         self._waits.append(self._waiting)

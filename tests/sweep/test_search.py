@@ -321,7 +321,7 @@ def test_several_objectives_draw_it_too(parser, compose_trial):
     wanted = [("memory/peak_bytes", "min"), ("perf/samples_per_s", "max")]
 
     def mean_of_last(name: str) -> float:
-        search = searching(parser, compose_trial, name, "optimizer.lr=interval(0,1)", trials=30, objectives=wanted)
+        search = searching(parser, compose_trial, name, "optimizer.lr=interval(1e-9,1)", trials=30, objectives=wanted)
         rates = []
         while (trial := search.next()) is not None:
             rate = trial.config.optimizer.lr
