@@ -74,4 +74,7 @@ def quoted(value: object) -> str:
     return f"'{text}'"
 
 
-_PLAIN_PATH = re.compile(r"[\w.-]*(/[\w.-]+)+", re.ASCII)  # without a slash, 1e3 would be a number
+# Hydra would read 1e3, true or null as no text.
+_PLAIN_PATH = re.compile(
+    r"(?!(?:null|true|false|nan|inf)$)[a-z_][\w.-]*(/[\w.-]+)*|[\w.-]*(/[\w.-]+)+", re.ASCII | re.IGNORECASE
+)

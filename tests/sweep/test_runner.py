@@ -171,7 +171,7 @@ def test_a_cluster_is_reached_only_where_something_is_left_to_do(
     """A search that has suggested all its trials is resumed where its cluster is gone."""
     calls: list[Any] = []
     monkeypatch.setattr("fsdp_lab.engine.cluster.start_ray", lambda *asked: calls.append(asked))
-    plan = plan_of(compose_trial, tmp_path, [[]], ["cluster.address=127.0.0.1:1"])
+    plan = plan_of(compose_trial, tmp_path, [[]], ["cluster.address=127.0.0.1:1", "cluster.num_workers=2"])
     plan.state.trials[0].status = TrialStatus(status)
     search = cast(OptunaSearch, SimpleNamespace(has_more=lambda: more, code=list))
     reach_cluster(replace(plan, search=search))

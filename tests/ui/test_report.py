@@ -50,7 +50,6 @@ def test_the_page_answers_first_and_its_controls_work(
     expect(page.locator(".js-plotly-plot .main-svg").first).to_be_visible()
     assert page.evaluate("document.body.scrollHeight") <= 2 * 800, "four trials fill at most two screens"
     expect(page.locator("#also")).to_contain_text("equals the measurement, to the byte, in all 4 trials")
-    shoot("report")
     page.emulate_media(color_scheme="dark")
     shoot("report-dark")
     page.emulate_media(color_scheme="light")
