@@ -65,6 +65,12 @@ def run_cli(
     return forked.run(cwd, "fsdp_lab", *arguments, seconds=timeout)
 
 
+@pytest.fixture(autouse=True)
+def no_cluster_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that ran in this process has said that clusters are asked: not so in the next test."""
+    monkeypatch.setattr("fsdp_lab.config.machine._asks", [])
+
+
 @pytest.fixture
 def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`cli(*arguments)` in the test's own folder."""
