@@ -18,19 +18,21 @@ from fsdp_lab.record.trial_files import Progress
 from fsdp_lab.storage import Storage
 
 
-def run_inline(config: TrialConfig, folder: Path, on_epoch: Callable[[], None], storage: str | None = None) -> None:
+def run_inline(
+    config: TrialConfig, folder: Path, on_epoch: Callable[[dict[str, Any]], None], storage: str | None = None
+) -> None:
     """Train with one worker, and write `outcome.json` as a trial in separate processes does.
 
     There is no second attempt, and nothing ends a trial that hangs.
 
     Args:
-        on_epoch: called when the folder has the metrics of another epoch.
+        on_epoch: gets the metrics of an epoch, when the folder has them.
         storage: the trial's address in object storage, which also gets its checkpoints and files; None: only the
             folder.
     """
     begun, failure = time.monotonic(), None
     set_aside_failures(folder)  # of a start before this one
-    reports, uploads = Reports(folder, config.training, lambda metrics: on_epoch()), None
+    reports, uploads = Reports(folder, config.training, on_epoch), None
 
     def send() -> None:
         if uploads is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -326,6 +326,8 @@ class SweepRun:
         state.begin(time.time())
         self._write_forecast(number)
         self.publish("began", number)
+        for metrics in before:
+            self._record_epoch(number, metrics)
 
     def forecast(self, number: int, forecast: Forecast) -> None:
         state = self.states[number]
@@ -338,27 +340,29 @@ class SweepRun:
         state = self.states[number]
         write_forecast(self.folder_of(number), state.forecast_figures, state.forecast_words)
 
-    def is_training(self, number: int) -> bool:
-        """Return whether a trial has reported its facts, or has ended."""
-        return self.states[number].ended or (self.folder_of(number) / "facts.json").exists()
+    def has_facts(self, number: int) -> bool:
+        """Return whether a trial has written its facts, which are read and published once."""
+        if number not in self._facts_read and (facts := read_facts(self.folder_of(number))):
+            self._facts_read.add(number)
+            self.states[number].facts = facts
+            self.publish("facts", number, facts)
+        return number in self._facts_read
+
+    def epoch(self, number: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of an epoch as they were reported. The trial's folder has them too."""
+        self.has_facts(number)
+        floats = {name: float(value) for name, value in metrics.items()}
+        self._record_epoch(number, {**floats, "epoch": metrics["epoch"]})
+
+    def _record_epoch(self, number: int, metrics: dict[str, float]) -> None:
+        if self.states[number].record_epoch(metrics):
+            self.publish("epoch", number, metrics)
 
     def is_through(self, number: int) -> bool:
         """Return whether a trial has done all its work, though nobody waited for it."""
-        state, folder = self.states[number], self.folder_of(number)
-        epochs = list(read_metrics(folder))
-        whole = bool(epochs) and state.trial.config.training.is_through(epochs[-1]["epoch"], epochs[-1].get("step", 0))
-        return whole and (not state.trial.config.export or exported(folder) is not None)
-
-    def look(self, number: int) -> None:
-        """Publish what the trial's folder has and the listeners have not."""
-        folder, state = self.folder_of(number), self.states[number]
-        if number not in self._facts_read and (facts := read_facts(folder)):
-            self._facts_read.add(number)
-            state.facts = facts
-            self.publish("facts", number, facts)
-        for metrics in read_metrics(folder):
-            if state.record_epoch(metrics):
-                self.publish("epoch", number, metrics)
+        config, metrics = self.states[number].trial.config, self.states[number].metrics
+        whole = config.training.is_through(metrics.get("epoch", 0), metrics.get("step", 0))
+        return whole and (not config.export or exported(self.folder_of(number)) is not None)
 
     def tick(self) -> None:
         """Let time pass for the listeners: called repeatedly while trials run. Raises as `next`."""
@@ -374,7 +378,9 @@ class SweepRun:
         state = self.states[number]
         if state.ended:
             return
-        self.look(number)
+        self.has_facts(number)
+        for metrics in read_metrics(self.folder_of(number)):  # its process may have been killed before it reported one
+            self._record_epoch(number, metrics)
         state.facts = state.facts or read_any_facts(self.folder_of(number)) or {}  # it may end before it has new ones
         state.end(outcome, time.time())
         if outcome.status.is_result:

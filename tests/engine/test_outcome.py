@@ -144,7 +144,7 @@ def test_an_inline_trial_asks_whether_pytorch_sees_the_gpu(
 ):
     fake_gpus(1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    run_inline(TrialConfig(), tmp_path, lambda: None)
+    run_inline(TrialConfig(), tmp_path, lambda metrics: None)
     outcome = read_outcome(tmp_path)
     assert outcome is not None and outcome.status == "failed"
     assert "was given a GPU and PyTorch sees none" in reason_text(outcome.reason)
@@ -155,7 +155,7 @@ def test_an_inline_error_outside_of_the_training_has_its_traceback(monkeypatch: 
         raise RuntimeError("no uploads")
 
     monkeypatch.setattr("fsdp_lab.engine.inline.Uploads", refuse)
-    run_inline(TrialConfig(), tmp_path, lambda: None, storage=str(tmp_path / "storage"))
+    run_inline(TrialConfig(), tmp_path, lambda metrics: None, storage=str(tmp_path / "storage"))
     outcome = read_outcome(tmp_path)
     assert outcome is not None and outcome.status == "failed"
     written = (tmp_path / "error.txt").read_text()

@@ -82,14 +82,18 @@ class Acts:
 
 
 class Hears(Listener):
-    """Records which trials begin and what is logged."""
+    """Records which trials begin, the epochs, and what is logged."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []
+        self.epochs: list[dict[str, float]] = []
         self.logged: list[str] = []
 
     def began(self, sweep: SweepRun, number: int) -> None:
         self.begun.append(number)
+
+    def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
+        self.epochs.append(metrics)
 
     def log(self, text: str) -> None:
         self.logged.append(text)

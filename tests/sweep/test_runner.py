@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from fsdp_lab.files import append_line
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.failures import read_failures
-from fsdp_lab.record.trial_files import read_forecast
+from fsdp_lab.record.trial_files import Outcome, read_forecast, read_metrics
 from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.status import ExitCode, TrialStatus
@@ -178,13 +179,42 @@ def test_a_cluster_is_reached_only_where_something_is_left_to_do(
     assert len(calls) == reached
 
 
+def test_epochs_come_as_they_are_reported_and_from_the_folder_once_at_a_start_and_at_the_end(
+    compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The trial's own process is killed between the file and its report of the epochs 2 and 5."""
+    hears, reads = Hears(), []
+    sweep = SweepRun(plan_of(compose_trial, tmp_path, [[]]), [hears])
+    folder = sweep.folder_of(0)
+    monkeypatch.setattr(f"{SweepRun.__module__}.read_metrics", lambda of: [reads.append(of), *read_metrics(of)][1:])
+
+    def epoch(number: int, reported: bool = True) -> dict[str, float]:
+        metrics = {"epoch": number, "step": 8 * number, "val/loss": math.nan}
+        metrics |= {"checkpoint/save_s": 0.5} if number % 2 else {}
+        append_line(folder / "metrics.jsonl", json.dumps(metrics))
+        if reported:
+            sweep.epoch(0, metrics)
+        return metrics
+
+    sweep.prepare(0)
+    sweep.begin(0)
+    said = [epoch(1), epoch(2, reported=False)]
+    sweep.begin(0)
+    said += [epoch(3), epoch(4), epoch(5, reported=False)]
+    assert len(reads) == 2
+    sweep.end(0, Outcome(TrialStatus.finished))
+    assert repr(hears.epochs) == repr(
+        [{name: float(v) if name != "epoch" else v for name, v in e.items()} for e in said]
+    )
+    assert repr(hears.epochs) == repr(list(read_metrics(folder))) and len(reads) == 3
+    assert sweep.states[0].epochs_before == 2 and sweep.states[0].metrics["checkpoint/save_s"] == 0.5
+
+
 @pytest.mark.parametrize(("epoch", "step", "through"), [(3, 24, True), (2, 16, False), (10, 16, True)])
 def test_a_trial_that_its_scheduler_stops_at_its_last_step_is_through(
     epoch: int, step: int, through: bool, compose_trial: Compose, tmp_path: Path
 ):
     words = ["training.epochs=10", "training.max_steps=20", "export=false"]
     sweep = SweepRun(plan_of(compose_trial, tmp_path, [words]), [])
-    folder = sweep.folder_of(0)
-    folder.mkdir()
-    append_line(folder / "metrics.jsonl", json.dumps({"epoch": epoch, "step": step}))
+    sweep.epoch(0, {"epoch": epoch, "step": step})
     assert sweep.is_through(0) is through

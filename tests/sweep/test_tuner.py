@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from ray import tune
 from ray.tune.experiment.trial import Trial
 
 from fsdp_lab.config import ConfigError, SweepConfig
@@ -15,7 +17,7 @@ from fsdp_lab.config.parallel import ShardingConfig
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
-from fsdp_lab.sweep.executors.tuner import _get_files
+from fsdp_lab.sweep.executors.tuner import _get_files, metrics_of
 from fsdp_lab.sweep.schedulers.median import build_scheduler
 
 
@@ -69,3 +71,15 @@ def test_the_files_of_a_stopped_trial_come_from_storage_and_end_no_sweep_if_they
     _get_files(f"file://{there}", tmp_path / "removed")
     _get_files(f"file://{tmp_path}/nowhere", trial)
     assert not (tmp_path / "removed").exists()
+
+
+def test_the_metrics_of_an_epoch_are_what_was_reported_without_what_tune_adds():
+    reported = {"epoch": 2, "step": 8, "val/loss": math.nan, "perf/samples_per_s": 3.5}
+
+    class Reports(tune.Trainable):
+        def step(self) -> dict[str, float]:
+            return dict(reported)
+
+    result = Reports(config={"number": 0, "job": "{}"}).train()
+    assert {"config", "done", "pid", "time_total_s"} <= result.keys()
+    assert repr(metrics_of({**result, "trial_id": "one"})) == repr(reported)

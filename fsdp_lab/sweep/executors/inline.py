@@ -26,8 +26,7 @@ class InlineExecutor:
             sweep.prepare(number)
             sweep.begin(number)
             config = sweep.states[number].trial.config
-            on_epoch = partial(sweep.look, number)
-            run_inline(part(config, TrialConfig), folder, on_epoch, sweep.address_of(number))
+            run_inline(part(config, TrialConfig), folder, partial(sweep.epoch, number), sweep.address_of(number))
             sweep.end(number, read_outcome(folder) or Outcome(TrialStatus.failed, Reason.of(Code.no_outcome)))
 
     def stop(self) -> None:

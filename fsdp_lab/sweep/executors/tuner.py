@@ -171,6 +171,11 @@ def job_of(config: SweepConfig, folder: str, watch: NodeWatch, address: str | No
     )
 
 
+def metrics_of(result: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of an epoch without what Tune has added to them, such as `pid` and `time_total_s`."""
+    return {name: value for name, value in result.items() if "/" in name or name in ("epoch", "step")}
+
+
 class TuneCallback(TrialProgressCallback):
     """Passes Ray Tune's events on to the sweep. Runs in the driver, between Tune's own steps.
 
@@ -197,12 +202,12 @@ class TuneCallback(TrialProgressCallback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        """Publish new results of a trial. If the scheduler stops it, its workers are freed first."""
+        """Publish the epoch that a trial reports. If the scheduler stops it, its workers are freed first."""
         number = trial.config["number"]
         if result.get("done"):  # the scheduler stops it: first of all, before the store is asked anything
             self._stopped.add(number)
             resources.release_placement_group(self._sweep.folder_of(number))
-        self._sweep.look(number)
+        self._sweep.epoch(number, metrics_of(result))
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._end(trial)
@@ -226,9 +231,8 @@ class TuneCallback(TrialProgressCallback):
             if trial.status == "ERROR" and trial.trial_id in self._catalog.taken:
                 self._begin_again_or_end(trial)
         for number, speak_at in list(self._speak_at.items()):
-            if self._sweep.is_training(number):
+            if self._sweep.has_facts(number):
                 del self._speak_at[number]
-                self._sweep.look(number)
             elif time.monotonic() > speak_at and read_progress(self._sweep.folder_of(number)).time is None:
                 self._speak_at[number] = time.monotonic() + _REPEAT_S
                 self._sweep.log(f"{self._label(number)} waits for {self._short_of(number)}")
