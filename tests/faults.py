@@ -339,6 +339,14 @@ FAULTS = (
           "        for metrics in read_metrics(self.folder_of(number)):", "        for metrics in ():",
           "sweep/test_runner.py::"
           "test_epochs_come_as_they_are_reported_and_from_the_folder_once_at_a_start_and_at_the_end"),
+    Fault("a later outcome of a trial replaces the first", "fsdp_lab/files.py",
+          "    if replace:", "    if True:", "test_files.py::test_the_first_of_two_writers_counts"),
+    Fault("a trial that is stopped has failed, because its workers went first", "fsdp_lab/sweep/executors/tuner.py",
+          "        outcome = self._sweep.write_stop(number, metrics)",
+          "        resources.release_placement_group(self._sweep.folder_of(number))\n"
+          "        outcome = self._sweep.write_stop(number, metrics)",
+          "sweep/test_tuner.py::"
+          "test_that_a_trial_is_stopped_is_written_before_its_workers_go_unless_it_has_ended_by_itself"),
     Fault("a line that a kill cut is continued", "fsdp_lab/files.py",
           r'            if lines.read(1) != b"\n":', "            if False:", "sweep/test_record.py"),
     Fault("running out of memory is a failure like others", "fsdp_lab/engine/failures.py",
@@ -365,8 +373,8 @@ FAULTS = (
     Fault("a lock is not taken", "fsdp_lab/locks.py",
           "lock.acquire()\n    except Timeout:", "pass\n    except Timeout:", "test_locks.py"),
     Fault("a file has its name before it is on the disk", "fsdp_lab/files.py",
-          "        if durable:\n            sync(making)\n        making.rename(path)\n        if durable:",
-          "        making.rename(path)\n        if durable:\n            sync(path)", SYNCED),
+          "        if durable:\n            sync(making)\n        _rename(making, path, replace)\n        if durable:",
+          "        _rename(making, path, replace)\n        if durable:\n            sync(path)", SYNCED),
     Fault("a foreign folder is accepted", "fsdp_lab/sweep/store/trust.py",
           "    if reason is not None and not trust:", "    if reason is not None and trust:", "sweep/test_trust.py"),
     Fault("a folder's override runs code", "fsdp_lab/sweep/store/trust.py",

@@ -1,10 +1,10 @@
 """Runs a command that kills itself at the n-th call that changes its files. Not imported: `tests/sweep/test_kills.py`
 runs this text as `python -c <text> <log> <point> <module> <words>`.
 
-Counted are renames, fsyncs and appends below the working directory, and commits to SQLite. Before and after each is a
-point, and for an append also where half of it is on the disk. The log gets a line a point, such as `rename after
-out/sweep.json`. At the given one, a number from 1 or the first such line, the process gets SIGKILL; with 0 it runs to
-its end.
+Counted are renames, fsyncs and appends below the working directory, and commits to SQLite; a link counts as a rename.
+Before and after each is a point, and for an append also where half of it is on the disk. The log gets a line a point,
+such as `rename after out/sweep.json`. At the given one, a number from 1 or the first such line, the process gets
+SIGKILL; with 0 it runs to its end.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def committed(dialect: Any, connection: Any) -> None:
 
 
 plain_open, plain_commit = io.open, DefaultDialect.do_commit
-os.rename, os.replace = counted("rename", os.rename, 1), counted("rename", os.replace, 1)
+os.rename, os.replace, os.link = (counted("rename", call, 1) for call in (os.rename, os.replace, os.link))
 os.fsync = counted("fsync", os.fsync, 0)
 io.open = builtins.open = opened
 DefaultDialect.do_commit = committed

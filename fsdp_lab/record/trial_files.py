@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import UserError
-from fsdp_lab.files import RESTORE, append_line, read_lines, read_object, sync, write_json, write_text
+from fsdp_lab.files import RESTORE, append_line, read_lines, read_object, sync, whole, write_json, write_text
 from fsdp_lab.locks import InUse, exclusive, share_until_exit
 from fsdp_lab.metrics import FORECAST_WORDS
 from fsdp_lab.record.reasons import Reason
@@ -81,9 +81,14 @@ def read_metrics(folder: Path) -> Iterator[dict[str, float]]:
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
+    """Write how a trial ended. The first outcome stays: its own process and the driver may both have one."""
+    path = folder / "outcome.json"
+    if path.exists():
+        return
     if (folder / "metrics.jsonl").exists():  # before the outcome, which says that its epochs are there
         sync(folder / "metrics.jsonl")
-    write_json(folder / "outcome.json", asdict(outcome), durable=True, parents=False)
+    with whole(path, durable=True, parents=False, replace=False) as making:
+        making.write_text(json.dumps(asdict(outcome), indent=1), encoding="utf-8")
 
 
 def read_outcome(folder: Path) -> Outcome | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -358,11 +358,17 @@ class SweepRun:
         if self.states[number].record_epoch(metrics):
             self.publish("epoch", number, metrics)
 
-    def is_through(self, number: int) -> bool:
-        """Return whether a trial has done all its work, though nobody waited for it."""
-        config, metrics = self.states[number].trial.config, self.states[number].metrics
-        whole = config.training.is_through(metrics.get("epoch", 0), metrics.get("step", 0))
-        return whole and (not config.export or exported(self.folder_of(number)) is not None)
+    def write_stop(self, number: int, metrics: Mapping[str, float]) -> Outcome:
+        """Write the outcome of a trial that its scheduler stops at an epoch; return it, or the one that was there.
+
+        It has finished if all its work is done, though nobody waited for it.
+        """
+        config, folder = self.states[number].trial.config, self.folder_of(number)
+        through = config.training.is_through(metrics["epoch"], metrics.get("step", 0))
+        finished = through and (not config.export or exported(folder) is not None)
+        outcome = Outcome(TrialStatus.finished if finished else TrialStatus.stopped)
+        self._write_outcome(number, outcome)
+        return read_outcome(folder) or outcome
 
     def tick(self) -> None:
         """Let time pass for the listeners: called repeatedly while trials run. Raises as `next`."""
@@ -384,7 +390,7 @@ class SweepRun:
         state.facts = state.facts or read_any_facts(self.folder_of(number)) or {}  # it may end before it has new ones
         state.end(outcome, time.time())
         if outcome.status.is_result:
-            self._write_outcome(number)
+            self._write_outcome(number, outcome)
         self._publish_end(number)
 
     def skip(self, number: int, reason: Reason) -> None:
@@ -406,7 +412,7 @@ class SweepRun:
     def _end_unstarted(self, number: int, outcome: Outcome) -> None:
         self.states[number].end(outcome, time.time())
         self._write_forecast(number)
-        self._write_outcome(number)
+        self._write_outcome(number, outcome)
         self._publish_end(number)
 
     def _publish_end(self, number: int) -> None:
@@ -415,13 +421,12 @@ class SweepRun:
         if self.plan.search is not None:
             self.plan.search.report_result(state.trial, state.status, state.figures)
 
-    def _write_outcome(self, number: int) -> None:
-        state, folder = self.states[number], self.folder_of(number)
-        if read_outcome(folder) is None:
-            try:
-                write_outcome(folder, Outcome(state.status, state.reason, state.seconds, time.time()))
-            except OSError as error:
-                self.log_once(f"{folder} cannot be written ({error.strerror}): a resume will retry this trial")
+    def _write_outcome(self, number: int, outcome: Outcome) -> None:
+        begun, folder, now = self.states[number].begun, self.folder_of(number), time.time()
+        try:
+            write_outcome(folder, replace(outcome, seconds=now - begun if begun else None, ended=now))
+        except OSError as error:
+            self.log_once(f"{folder} cannot be written ({error.strerror}): a resume will retry this trial")
 
     def close(self, interrupted: bool, error: BaseException | None = None) -> ExitCode:
         """End trials that still run, and close the listeners; only the first call does."""

@@ -210,11 +210,11 @@ def test_epochs_come_as_they_are_reported_and_from_the_folder_once_at_a_start_an
     assert sweep.states[0].epochs_before == 2 and sweep.states[0].metrics["checkpoint/save_s"] == 0.5
 
 
-@pytest.mark.parametrize(("epoch", "step", "through"), [(3, 24, True), (2, 16, False), (10, 16, True)])
-def test_a_trial_that_its_scheduler_stops_at_its_last_step_is_through(
-    epoch: int, step: int, through: bool, compose_trial: Compose, tmp_path: Path
+@pytest.mark.parametrize(("epoch", "step", "status"), [(3, 24, "finished"), (2, 16, "stopped"), (10, 16, "finished")])
+def test_a_trial_that_its_scheduler_stops_at_its_last_step_has_finished(
+    epoch: int, step: int, status: str, compose_trial: Compose, tmp_path: Path
 ):
     words = ["training.epochs=10", "training.max_steps=20", "export=false"]
     sweep = SweepRun(plan_of(compose_trial, tmp_path, [words]), [])
-    sweep.epoch(0, {"epoch": epoch, "step": step})
-    assert sweep.is_through(0) is through
+    sweep.prepare(0)
+    assert sweep.write_stop(0, {"epoch": epoch, "step": step}).status == status

@@ -16,9 +16,14 @@ from fsdp_lab.config import ConfigError, SweepConfig
 from fsdp_lab.config.parallel import ShardingConfig
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import set_environment
+from fsdp_lab.record.reasons import Code, Reason
+from fsdp_lab.record.trial_files import Outcome, read_outcome, write_outcome
+from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
-from fsdp_lab.sweep.executors.tuner import _get_files, metrics_of
+from fsdp_lab.sweep.executors.tuner import TuneCallback, _get_files, metrics_of
+from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.schedulers.median import build_scheduler
+from tests.sweep.planted import Compose, Hears, plan_of
 
 
 @pytest.mark.parametrize(("workers", "each", "beside"), [(1, 0.25, 4), (2, 0.5, 1), (2, 0.25, 2)])
@@ -83,3 +88,32 @@ def test_the_metrics_of_an_epoch_are_what_was_reported_without_what_tune_adds():
     result = Reports(config={"number": 0, "job": "{}"}).train()
     assert {"config", "done", "pid", "time_total_s"} <= result.keys()
     assert repr(metrics_of({**result, "trial_id": "one"})) == repr(reported)
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_that_a_trial_is_stopped_is_written_before_its_workers_go_unless_it_has_ended_by_itself(
+    compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_itself: bool
+):
+    """Tune is planted. The trial's own process takes that its workers are gone for a failure."""
+    sweep = SweepRun(plan_of(compose_trial, tmp_path, [[]]), [hears := Hears()])
+    folder, trial = sweep.folder_of(0), SimpleNamespace(config={"number": 0}, trial_id="one")
+    callback = TuneCallback(sweep, cast("ResourceCatalog", SimpleNamespace(taken={})))
+    sweep.prepare(0)
+    callback.on_trial_start(0, [], trial)
+    failed = Outcome(TrialStatus.failed, Reason.of(Code.job_failed, text="its workers are gone"))
+    freed: list[Path] = []
+
+    def release(of: Path) -> None:
+        write_outcome(of, failed)
+        freed.append(of)
+
+    monkeypatch.setattr("fsdp_lab.engine.resources.release_placement_group", release)
+    callback.on_trial_result(0, [], trial, {"epoch": 1, "step": 8, "done": False})
+    assert freed == [] and read_outcome(folder) is None
+    if by_itself:
+        write_outcome(folder, Outcome(TrialStatus.finished))
+    callback.on_trial_result(0, [], trial, {"epoch": 2, "step": 16, "done": True})
+    callback.on_trial_complete(0, [], trial)
+    outcome, state = read_outcome(folder), sweep.states[0]
+    assert outcome is not None and outcome.status == state.status == ("finished" if by_itself else "stopped")
+    assert freed == [folder] and state.reason is None and [epoch["epoch"] for epoch in hears.epochs] == [1, 2]

@@ -186,7 +186,6 @@ class TuneCallback(TrialProgressCallback):
         super().__init__()
         self._sweep, self._catalog = sweep, catalog
         self._speak_at: dict[int, float] = {}
-        self._stopped: set[int] = set()
         self._put_back: Counter[int] = Counter()
         self._look_at = 0.0  # at the nodes
 
@@ -202,12 +201,19 @@ class TuneCallback(TrialProgressCallback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        """Publish the epoch that a trial reports. If the scheduler stops it, its workers are freed first."""
-        number = trial.config["number"]
-        if result.get("done"):  # the scheduler stops it: first of all, before the store is asked anything
-            self._stopped.add(number)
-            resources.release_placement_group(self._sweep.folder_of(number))
-        self._sweep.epoch(number, metrics_of(result))
+        """Publish the epoch that a trial reports, and end the trial if the scheduler stops it."""
+        number, metrics = trial.config["number"], metrics_of(result)
+        if not result.get("done"):
+            self._sweep.epoch(number, metrics)
+            return
+        # In this order: that its workers are gone is no failure, and the next trial waits for their places.
+        outcome = self._sweep.write_stop(number, metrics)
+        folder, address = self._sweep.folder_of(number), self._sweep.address_of(number)
+        resources.release_placement_group(folder)
+        if address is not None:
+            _get_files(address, folder)
+        self._sweep.epoch(number, metrics)
+        self._sweep.end(number, outcome)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._end(trial)
@@ -273,19 +279,11 @@ class TuneCallback(TrialProgressCallback):
     def _end(self, trial: Any) -> None:
         number = trial.config["number"]
         self._speak_at.pop(number, None)
-        folder, address = self._sweep.folder_of(number), self._sweep.address_of(number)
+        folder = self._sweep.folder_of(number)
         outcome = read_outcome(folder)
-        if outcome is None:
-            # Its process cannot free what the workers hold where it was killed, and would take its time where it
-            # was stopped: the next trial waits for these places.
+        if outcome is None:  # its process was killed, and cannot free what the workers hold
             resources.release_placement_group(folder)
-            if number in self._stopped:
-                if address is not None:
-                    _get_files(address, folder)
-                through = self._sweep.is_through(number)
-                outcome = Outcome(TrialStatus.finished if through else TrialStatus.stopped)
-            else:
-                outcome = Outcome(TrialStatus.failed, Reason.of(Code.no_outcome))
+            outcome = Outcome(TrialStatus.failed, Reason.of(Code.no_outcome))
         self._sweep.end(number, outcome)
 
 
