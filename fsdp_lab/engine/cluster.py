@@ -34,6 +34,7 @@ ENVIRONMENT = {
     "TUNE_GLOBAL_CHECKPOINT_S": "1e9",  # nobody reads Tune's snapshots, which hold every trial
     "TUNE_WARN_SLOW_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "60",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # no paragraph about each killed worker: a trial's error is one line
     "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",

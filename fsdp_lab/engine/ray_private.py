@@ -61,8 +61,6 @@ NAMES = (
     Name("ray.tune.execution.class_cache", "DEFAULT_ENV_VARS"),
     Name("ray.tune.execution.class_cache", "ENV_VARS_TO_PROPAGATE"),
     Name("ray.air.execution._internal", "RayActorManager._actor_task_failed", ("tracked_actor_task", "exception")),
-    # what the driver prints
-    Name("ray._private.worker", "print_to_stdstream", ("data", "ignore_prefix")),
     # jobs of `ray job submit`, and the folder for temporary files
     Name("ray._private.runtime_env.constants", "RAY_JOB_CONFIG_JSON_ENV_VAR"),
     Name("ray._private.ray_constants", "DEFAULT_RUNTIME_ENV_DIR_NAME"),
@@ -254,10 +252,3 @@ def survive_memory_kills() -> None:
 
     task_failed.survives_memory_kills = True  # type: ignore[attr-defined]
     RayActorManager._actor_task_failed = task_failed  # type: ignore[method-assign]
-
-
-def quiet_worker_deaths() -> None:
-    """Stop Ray from printing a paragraph about each killed worker: the trial's error is one line."""
-    from ray._private import worker
-
-    worker.print_to_stdstream = lambda data, ignore_prefix: None

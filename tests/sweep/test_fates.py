@@ -137,6 +137,7 @@ def test_when_trials_ran_is_known_from_the_folder(swept: Swept):
 def test_a_failed_trial_makes_the_exit_status_1_and_prints_no_traceback(swept: Swept):
     assert swept.code == 1
     assert "Traceback" not in swept.out + swept.err
+    assert "A worker died" not in swept.out + swept.err, "Ray has a paragraph for each"
     for number, fate in enumerate(swept.fates):
         assert f"trial {number} {STATUS[fate]}" in swept.out
 

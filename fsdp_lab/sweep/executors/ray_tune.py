@@ -73,7 +73,6 @@ class RayTuneExecutor:
         if sweep.config.cluster.address is None:
             ray_private.keep_ready_processes()
         ray_private.survive_memory_kills()
-        ray_private.quiet_worker_deaths()
         typed = MAX_STARTING in os.environ
         try:
             build_tuner(sweep).fit()
