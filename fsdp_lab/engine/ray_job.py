@@ -7,7 +7,10 @@ from pathlib import Path
 
 from fsdp_lab.config import ConfigError, is_address
 from fsdp_lab.config.sweep import Engine, SweepConfig
-from fsdp_lab.engine.ray_private import JOB_VARIABLE, RUNTIME_ENV_FOLDER
+
+# What `ray job submit` puts into the environment of its command, and the folder that has what came with it.
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+COPIES = "runtime_resources"
 
 
 def in_job() -> bool:
@@ -20,7 +23,7 @@ def is_rays_copy(path: Path) -> bool:
 
     Every node has such a copy, and Ray deletes it.
     """
-    return in_job() and RUNTIME_ENV_FOLDER in path.absolute().parts
+    return in_job() and COPIES in path.absolute().parts
 
 
 def check_job(config: SweepConfig, folder: Path, key: str) -> None:

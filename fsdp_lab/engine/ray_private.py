@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 SUPPORTED = "2.56 to 2.60"
 _ANSWER_S = 4.0
-# Set in a driver that `ray job submit` started, and the folder of the files that it was submitted with.
-JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-RUNTIME_ENV_FOLDER = "runtime_resources"
 
 _TRAIN = "ray.train.v2._internal"
 _CONTROLLER, _FAILURES = f"{_TRAIN}.execution.controller", f"{_TRAIN}.execution.failure_handling"
@@ -61,9 +58,7 @@ NAMES = (
     Name("ray.tune.execution.class_cache", "DEFAULT_ENV_VARS"),
     Name("ray.tune.execution.class_cache", "ENV_VARS_TO_PROPAGATE"),
     Name("ray.air.execution._internal", "RayActorManager._actor_task_failed", ("tracked_actor_task", "exception")),
-    # jobs of `ray job submit`, and the folder for temporary files
-    Name("ray._private.runtime_env.constants", "RAY_JOB_CONFIG_JSON_ENV_VAR"),
-    Name("ray._private.ray_constants", "DEFAULT_RUNTIME_ENV_DIR_NAME"),
+    # the folder for temporary files
     Name("ray._private.worker", "_global_node"),
     # what `auto` stands for
     Name("ray._private.services", "get_ray_address_from_environment", ("addr", "temp_dir")),

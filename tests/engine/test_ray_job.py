@@ -11,8 +11,7 @@ import pytest
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.sweep import ClusterConfig, Engine, SweepConfig, TrackingConfig
 from fsdp_lab.engine.cluster import code_environment
-from fsdp_lab.engine.ray_job import check_job
-from fsdp_lab.engine.ray_private import JOB_VARIABLE
+from fsdp_lab.engine.ray_job import JOB_VARIABLE, check_job
 from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.sweep.names import OF_A_NIGHT, folder_key
 from fsdp_lab.sweep.start import start_sweep

@@ -12,9 +12,7 @@ from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.attempts import failed_to_start
 from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.engine.ray_private import (
-    JOB_VARIABLE,
     NAMES,
-    RUNTIME_ENV_FOLDER,
     SUPPORTED,
     check_version,
     failure_policy,
@@ -27,13 +25,6 @@ set_environment()  # the second Ray Train is the one that is asked
 def test_ray_has_each_name_as_we_use_it():
     lacking = [lacks for name in NAMES if (lacks := name.lacks()) is not None]
     assert lacking == [], "see fsdp_lab/engine/ray_private.py"
-
-
-def test_ray_calls_what_it_gives_to_a_job_as_we_do():
-    from ray._private.ray_constants import DEFAULT_RUNTIME_ENV_DIR_NAME
-    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
-
-    assert (RAY_JOB_CONFIG_JSON_ENV_VAR, DEFAULT_RUNTIME_ENV_DIR_NAME) == (JOB_VARIABLE, RUNTIME_ENV_FOLDER)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, to_dict
 from fsdp_lab.config.key_value_args import key_of, quoted
-from fsdp_lab.engine.ray_job import is_rays_copy
-from fsdp_lab.engine.ray_private import RUNTIME_ENV_FOLDER
+from fsdp_lab.engine.ray_job import COPIES, is_rays_copy
 from fsdp_lab.record.paths import storage
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trial_files import read_any_facts, read_forecast, read_metrics, read_outcome
@@ -60,7 +59,7 @@ def _check_place(record: SweepStart, folder: Path) -> None:
     One that ran in Ray's copy of a job, which Ray deletes, resumes anywhere.
     """
     there = record.launched_in
-    if is_rays_copy(Path.cwd()) or RUNTIME_ENV_FOLDER in Path(there).parts:
+    if is_rays_copy(Path.cwd()) or COPIES in Path(there).parts:
         return
     if not os.path.isdir(there) or os.path.samefile(there, "."):
         return
