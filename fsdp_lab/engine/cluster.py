@@ -22,7 +22,7 @@ from fsdp_lab.config import UserError
 from fsdp_lab.config.machine import RunningCluster
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.config.target import user_root
-from fsdp_lab.engine import ray_private
+from fsdp_lab.engine.files_of_ranks import remove_left_scratch
 from fsdp_lab.engine.ray_job import is_rays_copy
 from fsdp_lab.engine.ray_private import check_version
 
@@ -208,13 +208,25 @@ def reachable(address: str) -> tuple[str, str]:
     named = f"cluster.address={address}"
     try:
         if address == "auto":
-            address = ray_private.address_of_auto()
-            origin = "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else "a Ray that runs or ran on this machine"
+            address, origin = address_of_auto()
+            if address == "auto":  # Ray finds one that runs here, or none at once
+                return address, named
             named += f", which is {address} by {origin}"
         probe(address)
     except (OSError, ValueError) as error:
         raise no_ray(named, error) from error
     return address, named
+
+
+def address_of_auto() -> tuple[str, str]:
+    """Return what `auto` stands for, and where that is from: `auto` if neither the user nor `ray start` has named one.
+
+    Ray itself would wait for minutes for a cluster that was started last here, and is gone.
+    """
+    if (named := os.environ.get("RAY_ADDRESS", "")) not in ("", "auto"):
+        return named, "RAY_ADDRESS"
+    last = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()), "ray", "ray_current_cluster")
+    return last.read_text().strip() if last.exists() else "auto", "the last `ray start` on this machine"
 
 
 def probe(address: str) -> None:
@@ -268,6 +280,7 @@ def stop_ray() -> None:
         folder = _own_folders.pop()
         if lost is None:
             shutil.rmtree(folder, ignore_errors=True)
+    remove_left_scratch()
 
 
 _adopting = False

@@ -6,8 +6,10 @@ its end. The trial's own process gets them when the trial has ended, and the dri
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,25 +19,26 @@ from pathlib import Path
 
 import psutil
 
-from fsdp_lab.engine import ray_private
 from fsdp_lab.record.trial_folder import TRIAL_FILES
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 
 _PATIENCE_S = 300.0  # for a store that is away at the end of a trial
 _PAUSE_S = 2.0
+_SCRATCH = f"fsdp_lab_{socket.gethostname()}_"  # containers may share the folder, not the numbers of processes
 
 
 def scratch_folder() -> Path:
-    """Return a new folder that only this user can enter, among the temporary files of this node's Ray.
+    """Return a new temporary folder that only this user can enter, and remove those of processes that were killed."""
+    remove_left_scratch()
+    return Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}_"))
 
-    It is named after this process. Those of processes that were killed are removed: a user's Ray may live for months.
-    """
-    session = ray_private.session_folder()
-    for left in Path(session).glob("fsdp_lab_*_*") if session else ():
-        process = left.name.split("_")[2]
+
+def remove_left_scratch() -> None:
+    """Remove the scratch folders of processes of this machine that have ended."""
+    for left in Path(tempfile.gettempdir()).glob(f"{glob.escape(_SCRATCH)}*"):
+        process = left.name.removeprefix(_SCRATCH).partition("_")[0]
         if process.isdigit() and not psutil.pid_exists(int(process)):
             shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"fsdp_lab_{os.getpid()}_", dir=session))
 
 
 class Uploads:

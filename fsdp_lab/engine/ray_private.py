@@ -58,10 +58,6 @@ NAMES = (
     Name("ray.tune.execution.class_cache", "DEFAULT_ENV_VARS"),
     Name("ray.tune.execution.class_cache", "ENV_VARS_TO_PROPAGATE"),
     Name("ray.air.execution._internal", "RayActorManager._actor_task_failed", ("tracked_actor_task", "exception")),
-    # the folder for temporary files
-    Name("ray._private.worker", "_global_node"),
-    # what `auto` stands for
-    Name("ray._private.services", "get_ray_address_from_environment", ("addr", "temp_dir")),
 )
 
 
@@ -194,24 +190,6 @@ def ask_ranks(group: Any, question: Callable[[], Any], ranks: Iterable[int]) -> 
         for answer in ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)[0] if asked else ():
             answers[asked[answer]] = ray.get(answer)
     return answers
-
-
-def session_folder() -> str | None:
-    """Return the folder of this node's Ray for temporary files, which goes with Ray; None: not known."""
-    from ray._private import worker
-
-    return worker._global_node.get_session_dir_path() if worker._global_node is not None else None
-
-
-def address_of_auto() -> str:
-    """Return what `auto` stands for: RAY_ADDRESS, a Ray that runs here, or the last that was started here.
-
-    Raises:
-        ConnectionError: there is none.
-    """
-    from ray._private.services import get_ray_address_from_environment
-
-    return str(get_ray_address_from_environment("auto", None))
 
 
 def keep_ready_processes() -> None:

@@ -367,13 +367,16 @@ def test_an_address_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch, 
         reachable("auto")
 
 
-def test_the_last_cluster_of_this_machine_is_named_where_it_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+@pytest.mark.parametrize("by_variable", ["", "auto"])
+def test_the_last_cluster_of_this_machine_is_named_where_it_is_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by_variable: str
+):
+    monkeypatch.setenv("RAY_ADDRESS", by_variable)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: set())
+    assert reachable("auto") == ("auto", "cluster.address=auto"), "Ray looks for one that runs here"
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text(address := f"127.0.0.1:{free_port()}")
-    with pytest.raises(UserError, match=f"which is {address} by a Ray that runs or ran on this machine: no Ray"):
+    with pytest.raises(UserError, match=f"which is {address} by the last `ray start` on this machine: no Ray"):
         reachable("auto")
 
 

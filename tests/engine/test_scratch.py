@@ -1,20 +1,20 @@
-"""The folders of ranks among the temporary files of their node's Ray, which may be a user's and live for months."""
+"""The folders of ranks among the temporary files of their node."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from fsdp_lab.engine import ray_private
 from fsdp_lab.engine.files_of_ranks import scratch_folder
 
 
 def test_what_a_killed_rank_has_left_goes_when_the_next_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ray_private, "session_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     begin = "from fsdp_lab.engine.files_of_ranks import scratch_folder; (scratch_folder() / 'model.pt').touch(); "
     killed = [sys.executable, "-c", f"{begin} import os; os.kill(os.getpid(), 9)"]
     subprocess.run(killed, check=False, env={**os.environ, "TMPDIR": str(tmp_path)})
