@@ -347,6 +347,16 @@ FAULTS = (
           "        outcome = self._sweep.write_stop(number, metrics)",
           "sweep/test_tuner.py::"
           "test_that_a_trial_is_stopped_is_written_before_its_workers_go_unless_it_has_ended_by_itself"),
+    Fault("trials that a memory kill ended begin from nothing", "fsdp_lab/sweep/executors/tuner.py",
+          "        state.resuming = state.resuming or state.status is TrialStatus.running\n", "",
+          "sweep/test_tuner.py::"
+          "test_trials_of_a_tune_that_a_memory_kill_ended_resume_unless_they_get_nowhere"),
+    Fault("Ray prints a paragraph about each killed worker", "fsdp_lab/engine/cluster.py",
+          '    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",', '    "RAY_DEDUP_LOGS_SKIP_REGEX": "#",',
+          "sweep/test_fates.py::test_a_failed_trial_makes_the_exit_status_1_and_prints_no_traceback"),
+    Fault("a cluster that was started last and is gone is left to Ray", "fsdp_lab/engine/cluster.py",
+          "return last.read_text().strip() if last.exists() else", "return last.read_text().strip() if False else",
+          "engine/test_cluster.py::test_the_last_cluster_of_this_machine_is_named_where_it_is_gone"),
     Fault("a line that a kill cut is continued", "fsdp_lab/files.py",
           r'            if lines.read(1) != b"\n":', "            if False:", "sweep/test_record.py"),
     Fault("running out of memory is a failure like others", "fsdp_lab/engine/failures.py",

@@ -54,10 +54,9 @@ NAMES = (
     Name(_WORKERS, "WorkerGroup.poll_status", ("timeout",)),
     Name(_WORKERS, "WorkerGroup.execute_single_async", ("rank", "fn")),
     Name(f"{_WORKERS}.placement_group_handle", "DefaultPlacementGroupHandle", ("pg",)),
-    # Tune's processes from those that Ray keeps ready, and their deaths
+    # Tune's processes from those that Ray keeps ready
     Name("ray.tune.execution.class_cache", "DEFAULT_ENV_VARS"),
     Name("ray.tune.execution.class_cache", "ENV_VARS_TO_PROPAGATE"),
-    Name("ray.air.execution._internal", "RayActorManager._actor_task_failed", ("tracked_actor_task", "exception")),
 )
 
 
@@ -202,26 +201,3 @@ def keep_ready_processes() -> None:
 
     class_cache.DEFAULT_ENV_VARS.clear()
     class_cache.ENV_VARS_TO_PROPAGATE.clear()
-
-
-def survive_memory_kills() -> None:
-    """Let Tune handle a process that Ray killed for lack of host memory like any other killed process.
-
-    Tune knows two kinds of errors, of an actor and of its task. `OutOfMemoryError` is neither, and ends the sweep.
-    """
-    from ray.air.execution._internal import RayActorManager
-    from ray.exceptions import OutOfMemoryError, RayActorError
-
-    as_it_is = RayActorManager._actor_task_failed
-    if getattr(as_it_is, "survives_memory_kills", False):
-        return
-
-    def task_failed(self: Any, tracked_actor_task: Any, exception: Exception) -> None:
-        if isinstance(exception, OutOfMemoryError):
-            killed = RayActorError()
-            killed.__cause__ = exception
-            exception = killed
-        as_it_is(self, tracked_actor_task, exception)
-
-    task_failed.survives_memory_kills = True  # type: ignore[attr-defined]
-    RayActorManager._actor_task_failed = task_failed  # type: ignore[method-assign]

@@ -159,7 +159,7 @@ class SweepState:
         return self._queue[0] if self._queue else None
 
     def put_back(self, number: int) -> None:
-        """Let a trial begin next that was given to the executor, and has not begun."""
+        """Let a trial begin next that was given to the executor, and has not ended."""
         self.trials[number].status = TrialStatus.waiting
         self._queue.appendleft(number)
 

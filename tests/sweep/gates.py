@@ -37,6 +37,7 @@ class GatedSweep:
         self.folder, self.temporary = folder, temporary
         self.sessions: list[Path] = []  # Ray's folder of each start
         self.killed: list[str] = []
+        self.command = command_line()
         for name in ("at", "go"):
             (folder / name).mkdir()
         shutil.copy(Path(gated.__file__), folder)
@@ -48,8 +49,9 @@ class GatedSweep:
     def start(self, *words: str) -> None:
         environment = {**os.environ, _MARK: str(self.folder), "RAY_TMPDIR": str(self.temporary)}
         with (self.folder / "log").open("ab") as log:
+            command = [*self.command, *words]
             self.driver = subprocess.Popen(
-                command_line(*words), cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True
+                command, cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True
             )
 
     def start_trials(self, count: int, *words: str) -> None:

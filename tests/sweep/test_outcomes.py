@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -155,6 +156,54 @@ def test_out_of_memory_is_an_outcome_without_a_second_attempt(by: str, tmp_path:
     run = store.trials[0]
     assert (run.info.status, run.data.tags["status"]) == ("FAILED", "oom")
     assert "failures/rank0.json" in store.artifacts(run)
+
+
+_FILLS_THE_HOST = """
+import os, time
+from pathlib import Path
+
+from fsdp_lab.__main__ import main
+from fsdp_lab.engine.cluster import set_environment
+
+set_environment()
+from fsdp_lab.sweep.executors import tuner
+
+here, trial_function = Path.cwd(), tuner.trial_function
+
+def fills_the_host_once(config):
+    if config["number"] == 0 and not (here / "filled").exists():
+        while not (here / "at" / "1.2.0").exists():
+            time.sleep(0.1)
+        (here / "filled").touch()
+        taken = [os.urandom(2**20) * 64 for _ in range(96)]
+        time.sleep(600)
+    trial_function(config)
+
+tuner.trial_function = fills_the_host_once
+main()
+"""
+
+
+@pytest.mark.full
+def test_a_trials_own_process_that_ray_kills_for_memory_ends_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It takes 6 GiB before its ranks begin, and Ray's monitor allows 4 GiB more than is in use now."""
+    memory = psutil.virtual_memory()
+    monkeypatch.setenv("RAY_memory_usage_threshold", f"{1 - (memory.available - 4 * 2**30) / memory.total:.4f}")
+    with gated_sweep(tmp_path) as sweep:
+        lay_store(tmp_path)
+        sweep.command = [sys.executable, "-c", _FILLS_THE_HOST]
+        sweep.start_trials(2, "training.epochs=2", "cluster.num_workers=1", "cluster.cpus_per_worker=1", STORE)
+        sweep.let_go(0, 1, 2)
+        sweep.let_go(1, 1)
+        wait_for(lambda: "Ray killed a trial's own process" in sweep.log(), sweep.driver, 200, sweep.log)
+        sweep.let_go(1, 2)
+        assert sweep.wait() == 0, sweep.log()
+        assert still_running(sweep.processes(), 15) == []
+        trials = sweep.sweep.trials
+    assert [trial.outcome["status"] for trial in trials if trial.outcome] == ["finished"] * 2, sweep.log()
+    assert [[epoch for epoch, *_ in trial.losses] for trial in trials] == [[1, 2]] * 2
+    assert [bool(trial.facts["resumed_from"]) for trial in trials] == [False, True]
+    assert "Traceback" not in sweep.log()
 
 
 @pytest.mark.ci

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import Outcome, read_outcome, write_outcome
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
-from fsdp_lab.sweep.executors.tuner import TuneCallback, _get_files, metrics_of
+from fsdp_lab.sweep.executors.tuner import TuneCallback, _get_files, metrics_of, put_back_running
 from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.schedulers.median import build_scheduler
 from tests.sweep.planted import Compose, Hears, plan_of
@@ -117,3 +118,31 @@ def test_that_a_trial_is_stopped_is_written_before_its_workers_go_unless_it_has_
     outcome, state = read_outcome(folder), sweep.states[0]
     assert outcome is not None and outcome.status == state.status == ("finished" if by_itself else "stopped")
     assert freed == [folder] and state.reason is None and [epoch["epoch"] for epoch in hears.epochs] == [1, 2]
+
+
+def test_trials_of_a_tune_that_a_memory_kill_ended_resume_unless_they_get_nowhere(
+    compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`cluster.max_failures=1`. Trial 0 has an epoch in between, trial 1 none; trial 2 ended by itself."""
+    monkeypatch.setattr("fsdp_lab.engine.resources.release_placement_group", lambda folder: None)
+    plan = plan_of(compose_trial, tmp_path, [[f"training.seed={seed}"] for seed in range(3)], (), ["training.seed"])
+    hears, deaths = Hears(), Counter[tuple[int, int]]()
+    sweep = SweepRun(plan, [hears])
+    for _ in range(3):
+        sweep.prepare(sweep.next() or 0)
+    for number in (0, 1, 2):
+        sweep.begin(number)
+    metrics = sweep.folder_of(0) / "metrics.jsonl"
+    metrics.write_text('{"epoch": 1, "train/loss": 2.0}\n')
+    write_outcome(sweep.folder_of(2), Outcome(TrialStatus.finished))
+    put_back_running(sweep, deaths)
+    assert [state.status.name for state in sweep.states] == ["waiting", "waiting", "finished"]
+    for number in (0, 1):
+        assert sweep.next() == number
+        sweep.prepare(number)
+        sweep.begin(number)
+    assert hears.epochs == [{"epoch": 1, "train/loss": 2.0}], "its folder is as it was"
+    put_back_running(sweep, deaths)
+    assert [state.status.name for state in sweep.states] == ["waiting", "failed", "finished"]
+    assert sweep.states[1].reason == Reason.of(Code.no_outcome)
+    assert len(hears.logged) == 2 and "for lack of host memory" in hears.logged[0]

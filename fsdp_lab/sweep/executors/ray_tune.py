@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import threading
+from collections import Counter
 
 from fsdp_lab.config.machine import ray_folder
 from fsdp_lab.config.sweep import Engine
@@ -66,16 +67,25 @@ class RayTuneExecutor:
                 return
 
     def run(self, sweep: SweepRun) -> None:
-        from fsdp_lab.sweep.executors.tuner import MAX_STARTING, build_tuner
+        from ray.exceptions import OutOfMemoryError
+
+        from fsdp_lab.sweep.executors.tuner import MAX_STARTING, build_tuner, put_back_running
 
         # Of Tune's own state on disk, which nothing here reads, it need not tell that it could not be written.
         logging.getLogger("ray.tune.execution.experiment_state").setLevel(logging.CRITICAL)
         if sweep.config.cluster.address is None:
             ray_private.keep_ready_processes()
-        ray_private.survive_memory_kills()
-        typed = MAX_STARTING in os.environ
+        typed, deaths, killed = MAX_STARTING in os.environ, Counter[tuple[int, int]](), True
         try:
-            build_tuner(sweep).fit()
+            while killed and sweep.has_more():
+                killed = False
+                try:
+                    build_tuner(sweep).fit()
+                except Exception as error:
+                    if not any(isinstance(each, OutOfMemoryError) for each in (error, error.__cause__)):
+                        raise
+                    killed = True  # Ray killed a trial's own process, of which Tune knows nothing
+                    put_back_running(sweep, deaths)
         except KeyboardInterrupt:
             gc.disable()  # Tune's destructors ask Ray, which may not answer any more; this process ends soon
             raise

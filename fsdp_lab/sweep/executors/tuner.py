@@ -75,6 +75,30 @@ def build_tuner(sweep: SweepRun) -> tune.Tuner:
     )
 
 
+def put_back_running(sweep: SweepRun, deaths: Counter[tuple[int, int]]) -> None:
+    """Let the trials that ran begin again: Tune has ended them all because Ray killed the process of one for memory.
+
+    Args:
+        deaths: how often that happened to a trial, by its number and its epochs so far. One to which it happens more
+            than `cluster.max_failures` times without a new epoch fails.
+    """
+    sweep.log("Ray killed a trial's own process for lack of host memory; the trials that ran resume in new ones")
+    for number, state in reversed(list(enumerate(sweep.states))):
+        if state.status not in (TrialStatus.starting, TrialStatus.running):
+            continue
+        folder = sweep.folder_of(number)
+        resources.release_placement_group(folder)
+        state.resuming = state.resuming or state.status is TrialStatus.running
+        deaths[number, len(state.epochs)] += 1
+        outcome = read_outcome(folder)
+        if outcome is None and deaths[number, len(state.epochs)] > sweep.config.cluster.max_failures:
+            outcome = Outcome(TrialStatus.failed, Reason.of(Code.no_outcome))
+        if outcome is not None:
+            sweep.end(number, outcome)
+        else:
+            sweep.state.put_back(number)
+
+
 def build_scheduler(config: SweepConfig) -> TrialScheduler:
     """Return Ray Tune's scheduler for `scheduler=...`, which counts the epochs that a trial has trained."""
     metric, mode = stops_on(config)
