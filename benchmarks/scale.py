@@ -28,7 +28,7 @@ import psutil
 
 from fsdp_lab.engine.job import Job
 from fsdp_lab.files import write_json
-from fsdp_lab.record.trial_files import Outcome, Progress, TrialWriter, write_outcome, write_progress
+from fsdp_lab.record.trial_files import Outcome, ProgressFile, TrialWriter, write_outcome
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 
@@ -55,9 +55,7 @@ def pretend(config: dict[str, Any]) -> None:
         "resumed_from": None, "notes": [],
     }  # fmt: skip
     write_json(folder / "facts.json", facts)
-    progress = Progress()
-    progress.step(1)
-    write_progress(folder, progress.content)
+    ProgressFile(folder).write(step=1)
     time.sleep(float(os.environ[_SLEEP]) * random.uniform(0.75, 1.25))
     speed = 1000 * random.lognormvariate(0, 0.1)
     metrics = {
@@ -67,9 +65,7 @@ def pretend(config: dict[str, Any]) -> None:
         "memory/peak_bytes": 9_000_000, "memory/param_bytes": 3_000_000, "memory/grad_bytes": 3_000_000,
         "memory/activation_bytes": 3_000_000, "train/lr": 0.001, "train/step": 10,
     }  # fmt: skip
-    TrialWriter(folder).epoch(metrics)
-    progress.reported()
-    write_progress(folder, progress.content)
+    TrialWriter(folder).receive({"metrics": metrics})
     tune.report(metrics)
     write_outcome(folder, Outcome(TrialStatus.finished, None, time.time() - begun))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, ReshardPolicy
+from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, ReshardPolicy, ShardingConfig
 from fsdp_lab.config.training import MemoryProfile
 from fsdp_lab.config.trial import TrialConfig
 
@@ -51,4 +51,20 @@ def sharding_notes(config: TrialConfig) -> Iterator[str]:
             "sharding=root makes the whole model one unit. All parameters are gathered at once: the peak holds the "
             "full model, and communication does not overlap with computation. sharding=per_block gathers block by "
             "block."
+        )
+
+
+def node_notes(sharding: ShardingConfig, nodes: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence if a shard group of hybrid sharding is on several nodes.
+
+    Args:
+        nodes: that of each rank.
+    """
+    size = len(nodes) // sharding.dp_replicate
+    groups = [nodes[first : first + size] for first in range(0, len(nodes), size)]
+    if split := sum(len(set(group)) > 1 for group in groups):
+        yield (
+            f"sharding.dp_replicate={sharding.dp_replicate}: {split} of {len(groups)} shard groups, each of {size} "
+            f"ranks, are on more than one node: their parameters cross the network. On each node use a multiple of "
+            f"{size} workers."
         )

@@ -24,7 +24,6 @@ from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.config.target import user_root
 from fsdp_lab.engine.files_of_ranks import remove_left_scratch
 from fsdp_lab.engine.ray_job import is_rays_copy
-from fsdp_lab.engine.ray_private import check_version
 
 # Set before Ray is imported. Ray prints little, keeps paths relative to where the command was typed, and
 # its controller looks after workers often: a report waits for that look (2 s by default).
@@ -93,7 +92,6 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "8")
     import ray
 
-    check_version()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if cluster.address is None:
         adopt_orphans()

@@ -10,11 +10,11 @@ from typing import Any
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.engine.failures import code_of, failure_of
 from fsdp_lab.engine.files_of_ranks import Uploads, at_end
+from fsdp_lab.engine.outcome import end_trial
 from fsdp_lab.engine.rank import RankReporter, check_gpu, train_rank
-from fsdp_lab.engine.reports import Reports, end_trial
 from fsdp_lab.hardware import num_gpus
 from fsdp_lab.record.failures import RankFailure, record_failure, set_aside_failures
-from fsdp_lab.record.trial_files import Progress
+from fsdp_lab.record.trial_files import ProgressFile, TrialWriter
 from fsdp_lab.storage import Storage
 
 
@@ -32,24 +32,24 @@ def run_inline(
     """
     begun, failure = time.monotonic(), None
     set_aside_failures(folder)  # of a start before this one
-    reports, uploads = Reports(folder, config.training, on_epoch), None
+    writer, uploads = TrialWriter(folder), None
 
     def send() -> None:
         if uploads is not None:
             uploads.send()
 
     def write_and_send(content: dict[str, Any]) -> None:
-        reports.receive(content)
+        writer.receive(content)
         if "metrics" in content:
             send()
+            on_epoch(content["metrics"])
 
     try:
         uploads = Uploads(Storage(storage), folder) if storage else None
         join = (lambda: check_gpu(0, True)) if num_gpus() else lambda: None
-        reporter = RankReporter(config.data.name, Progress(), write_and_send, reports.progress)
+        reporter = RankReporter(config.data.name, write_and_send, ProgressFile(folder))
         with at_end(send):
             train_rank(config, folder, 0, reporter, storage=storage, join=join)
-        reports.finish()
     except Exception as error:  # noqa: BLE001 - any end is a result of the trial
         failure = error if isinstance(error, RankFailure) else failure_of(error, 0, code_of(error))
         record_failure(folder, failure)

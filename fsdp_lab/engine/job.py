@@ -6,30 +6,31 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, from_dict
 from fsdp_lab.config.sweep import Placement
-from fsdp_lab.engine import ray_private
-from fsdp_lab.engine.attempts import Attempts, why
+from fsdp_lab.config.training import TrainingConfig
+from fsdp_lab.engine import shortcut
 from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.engine.files_of_ranks import at_end, receive
+from fsdp_lab.engine.outcome import end_trial, is_final, log_sizes, note_deaths, why
 from fsdp_lab.engine.rendezvous import backend_config
-from fsdp_lab.engine.reports import Reports, end_trial
 from fsdp_lab.engine.resources import release_placement_group, worker_resources
-from fsdp_lab.engine.stacks import Frame, dump_stacks, find_stuck, long_s
-from fsdp_lab.engine.worker import read_worker_progress, train_worker
-from fsdp_lab.record.failures import RankFailure, record_failure, set_aside_failures
-from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial_files import wait_until_alone, write_progress
-from fsdp_lab.storage import Storage
+from fsdp_lab.engine.worker import train_worker
+from fsdp_lab.record.failures import set_aside_failures
+from fsdp_lab.record.trial_files import TrialWriter, read_metrics, wait_until_alone
+from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
-_LONGEST_LOOK_S = 5.0  # that counts as waiting for a trial's next step
+_LOOK_S = 0.1  # between two looks for another epoch
+_KILLS_S = 30.0  # a kill by the kernel so long ago may be why a rank has ended: Ray takes its time to tell
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,9 @@ class Job:
         launched_in: the working directory of the command, so that relative paths mean the same in every process.
         timeout_s: `trial_timeout_s`; None: never.
         ray_is_ours: the driver started Ray, which ends with the driver.
+        by_shortcut: Ray Train runs by `shortcut`.
         storage: the trial's address in object storage; None: the folder is shared.
-        nodes: ids of the nodes that the sweep has seen alive.
         placement: a name of `Placement`.
-        workers_per_node: workers of one bundle of the placement group, which are on one node.
     """
 
     config: dict[str, Any]
@@ -60,10 +60,9 @@ class Job:
     wait_timeout_s: float
     max_failures: int
     ray_is_ours: bool
+    by_shortcut: bool = True
     storage: str | None = None
-    nodes: Sequence[str] = ()
     placement: str = Placement.pack.name
-    workers_per_node: int = 1
 
     @property
     def each(self) -> dict[str, float]:
@@ -89,65 +88,108 @@ def run_job(job: Job, report: Callable[[dict[str, Any]], None]) -> None:
     try:
         set_aside_failures(folder)  # of a start before this one
         wait_until_alone(folder, _ALONE_LIMIT_S)
-        config = from_dict(TrialConfig, job.config)
-        fit(job, config.offload.backend(job.use_gpu), Reports(folder, config.training, report))
+        epochs = Epochs(folder, from_dict(TrialConfig, job.config).training, report)
+        with at_end(lambda: receive(Storage(job.storage), folder) if job.storage else None):
+            train_with_retries(job, epochs)
+        epochs.report(ended=True)
     except Exception as error:  # noqa: BLE001 - any end of the job is a result of the trial
         failed = error
-    end_trial(
-        folder,
-        time.monotonic() - begun,
-        failed,
-        lambda error: why(error, job.each, job.num_workers, job.wait_timeout_s, job.nodes),
-    )
+    seconds = time.monotonic() - begun
+    end_trial(folder, seconds, failed, lambda error: why(error, job.each, job.num_workers, job.wait_timeout_s))
 
 
-def fit(job: Job, backend: str, reports: Reports) -> None:
-    """Train with Ray Train and wait for it. However this ends, the workers and their placement groups are removed.
+class Epochs:
+    """Reports each epoch that `metrics.jsonl` has, once.
 
-    Ray Train's controller runs in this process, Tune's own, because another process would import all of Ray Train anew
-    for each trial (`ray_private.fit_here`).
+    The last one is reported when the trial has ended: a scheduler would stop a trial that has yet to export its model.
+    """
+
+    def __init__(self, folder: Path, training: TrainingConfig, report: Callable[[dict[str, Any]], None]) -> None:
+        self._folder, self._training, self._report = folder, training, report
+        self._reported: set[float] = set()
+        self._seen: tuple[int, int] | None = None
+
+    def report(self, ended: bool = False) -> None:
+        """Report what is new; nothing is read where the file has not changed."""
+        file = self._folder / "metrics.jsonl"
+        seen = (status.st_mtime_ns, status.st_size) if file.exists() and (status := file.stat()) else None
+        if seen == self._seen and not ended:
+            return
+        self._seen = seen
+        for metrics in read_metrics(self._folder):
+            is_last = self._training.is_through(int(metrics["epoch"]), int(metrics.get("step", 0)))
+            if metrics["epoch"] not in self._reported and (ended or not is_last):
+                self._reported.add(metrics["epoch"])
+                self._report(metrics)
+
+
+def train_with_retries(job: Job, epochs: Epochs) -> None:
+    """Train with Ray Train, again after failures that another attempt may mend, `cluster.max_failures` times.
 
     Raises:
-        StorageRefused, StorageAway: the files of ranks cannot be read.
-        ray.train.TrainingFailedError: workers failed more than `cluster.max_failures` times, or could not be placed
-            within `cluster.wait_timeout_s`.
+        ray.train.TrainingFailedError: workers failed, or could not be placed within `cluster.wait_timeout_s`.
     """
+    import ray
+    from ray.train import TrainingFailedError
+
+    folder = Path(job.folder)
+    for left in range(job.max_failures, -1, -1):
+        before, kills = log_sizes(folder), KernelKills()
+        try:
+            train_once(job, epochs, kills)
+            return
+        except TrainingFailedError as error:
+            if job.storage:  # for the logs
+                with suppress(StorageRefused, StorageAway, OSError):
+                    receive(Storage(job.storage), folder, patience_s=0.0)
+            here = ray.get_runtime_context().get_node_id()
+            errors = getattr(error, "worker_failures", {})
+            note_deaths(folder, errors, job.timeout_s, before, here, kills.is_recent())
+            if not left or is_final(folder, error):
+                raise
+        set_aside_failures(folder)
+        with suppress(TimeoutError):  # NFS keeps the locks of a node that died for longer
+            wait_until_alone(folder, _ALONE_LIMIT_S)  # workers end a moment after Ray has killed them
+
+
+def train_once(job: Job, epochs: Epochs, kills: KernelKills) -> None:
+    """Train with Ray Train in a thread, and report epochs meanwhile. However this ends, the workers are removed."""
+    ended: Future[None] = Future()
+    threading.Thread(target=_fit, args=(job, ended), name="Ray Train", daemon=True).start()
+    try:
+        while not wait([ended], timeout=_LOOK_S).done:
+            epochs.report()
+            kills.look()
+        ended.result()
+    except BaseException:  # Tune ends a trial by SystemExit
+        release_placement_group(Path(job.folder))  # Ray forgets workers that ended while they started
+        raise
+
+
+def _fit(job: Job, ended: Future[None]) -> None:
+    try:
+        trainer(job).fit()
+    except BaseException as error:  # noqa: BLE001 - raised where the trial waits
+        ended.set_exception(error)
+    else:
+        ended.set_result(None)
+
+
+def trainer(job: Job) -> Any:
+    """Return a trainer of Ray Train's for the job."""
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(job.wait_timeout_s)
     set_environment()
-    folder = Path(job.folder)
-    watch = Watch(folder, job.timeout_s, job.wait_timeout_s)
-    attempts = Attempts(folder, watch.begin)
-
-    def ask() -> dict[str, float | str] | None:
-        attempts.look()
-        return ray_private.ask_ranks(attempts.group(), read_worker_progress, [0]).get(0)
-
-    watch.ask = ask
-    watch.ask_stacks = lambda: ray_private.ask_ranks(attempts.group(), dump_stacks, range(job.num_workers))
-    settings = trainer_settings(job, backend, reports)
-    with at_end(lambda: receive(Storage(job.storage), folder) if job.storage else None):
-        try:
-            with watch.watching():
-                ray_private.fit_here(settings, job.folder, attempts, job.workers_per_node, job.ray_is_ours)
-        except BaseException:  # Tune ends a trial by SystemExit
-            release_placement_group(folder)  # Ray forgets workers that started and could not make their process group
-            raise
-    reports.finish()
-
-
-def trainer_settings(job: Job, backend: str, reports: Reports) -> dict[str, Any]:
-    """Return the arguments of a `DataParallelTrainer`, the base of `TorchTrainer` that does not import PyTorch."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 
+    writer = TrialWriter(Path(job.folder))
+
     class Report(UserCallback):
-        def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-            reports.receive(metrics[0])
+        def after_report(self, run_context: Any, metrics: Sequence[dict[str, Any]], checkpoint: Any) -> None:
+            writer.receive(metrics[0])
 
     callbacks: list[Any] = [Report()]  # a UserCallback is none of the type that RunConfig names
-    return {
-        "train_loop_per_worker": train_worker,
+    settings: dict[str, Any] = {
         "train_loop_config": asdict(job),
-        "backend_config": backend_config(Path(job.folder), backend),
         "scaling_config": ScalingConfig(
             num_workers=job.num_workers,
             use_gpu=job.use_gpu,
@@ -157,85 +199,41 @@ def trainer_settings(job: Job, backend: str, reports: Reports) -> dict[str, Any]
         "run_config": RunConfig(
             name=".ray_train",
             storage_path=job.folder,
-            failure_config=FailureConfig(  # the controller's: workers that were killed while they started
-                max_failures=job.max_failures,
-                controller_failure_limit=job.max_failures,  # type: ignore[call-arg]
-            ),
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),  # type: ignore[call-arg]
             callbacks=callbacks,
         ),
     }
+    backend = backend_config(Path(job.folder))
+    if job.by_shortcut:
+        return shortcut.trainer_class(job.ray_is_ours)(train_worker, backend_config=backend, **settings)
+    from ray.train.torch import TorchTrainer
+
+    return TorchTrainer(train_worker, torch_config=backend, **settings)
 
 
-class Watch:
-    """Ends a trial that begins no step and no phase for too long, by removing its workers' placement groups.
+class KernelKills:
+    """Counts what the kernel of this node kills for lack of memory."""
 
-    It asks rank 0's worker once a second what it is doing, and writes the answer into the trial's folder. If that lasts
-    unusually long, all ranks write their stacks into their logs, and the answer says which one is stuck.
+    def __init__(self) -> None:
+        self._counts = deque([(time.monotonic(), _kernel_kills())])
 
-    No clock of the trial's is compared with one here, and a second counts only if it was seen to pass: the wall clock
-    may be set, and a trial on a suspended machine is not stuck.
+    def look(self) -> None:
+        """Count again, at most once a second."""
+        now = time.monotonic()
+        if now - self._counts[-1][0] > 1.0:
+            self._counts.append((now, _kernel_kills()))
+            while now - self._counts[0][0] > _KILLS_S:
+                self._counts.popleft()
 
-    Args:
-        timeout_s: the limit; None: none.
-        wait_timeout_s: added before the first step of an attempt, when workers may wait for resources.
-
-    Attributes:
-        ask: returns what rank 0 is doing, None if it does not answer.
-        ask_stacks: returns the stacks of the ranks that answer.
-    """
-
-    def __init__(self, folder: Path, timeout_s: float | None, wait_timeout_s: float) -> None:
-        self._folder, self._timeout_s, self._wait_timeout_s = folder, timeout_s, wait_timeout_s
-        self._over = threading.Event()
-        self.ask: Callable[[], dict[str, float | str] | None] = lambda: None
-        self.ask_stacks: Callable[[], dict[int, list[Frame]]] = dict
-        self.begin()
-
-    def begin(self) -> None:
-        """Restart the count: the workers of an attempt are about to start."""
-        self._known: dict[str, float | str] = {}
-        self._started, self._idle_s, self._since = False, 0.0, dict[str, Any]()
-        self._asked = False
-        self._stuck: dict[str, Any] | None = None
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        thread = threading.Thread(target=self._watch, name="watch", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._over.set()
-            thread.join(timeout=10.0)
-
-    def _watch(self) -> None:
-        looked = time.monotonic()
-        while not self._over.wait(1.0):
-            progress = self.ask()
-            now = time.monotonic()
-            passed, looked = min(now - looked, _LONGEST_LOOK_S), now
-            self.look(progress, passed)
-
-    def look(self, progress: dict[str, float | str] | None, passed_s: float) -> None:
-        """Handle an answer of rank 0, so many seconds after the last one; end the trial if it is stuck."""
-        self._idle_s += passed_s
-        if progress and progress != self._known:
-            self._known, self._idle_s, self._since = progress, 0.0, _begun(progress)
-            self._asked, self._stuck = False, None
-            self._started = self._started or "step" in progress or "reported" in progress
-            write_progress(self._folder, progress)
-        if self._idle_s > long_s(self._timeout_s) and not self._asked:
-            self._asked, self._stuck = True, find_stuck(self._folder, self.ask_stacks())
-            if self._stuck:
-                write_progress(self._folder, {**self._known, "stuck": self._stuck})
-        limit_s = self._timeout_s
-        if limit_s is not None and self._idle_s > (limit_s if self._started else limit_s + self._wait_timeout_s):
-            reason = Reason.of(Code.timed_out, rank=0, limit_s=limit_s, stuck=self._stuck, **self._since)
-            record_failure(self._folder, RankFailure(reason))
-            release_placement_group(self._folder)
-            self.begin()
+    def is_recent(self) -> bool:
+        """Return whether there was such a kill in the last seconds."""
+        return _kernel_kills() > self._counts[0][1]
 
 
-def _begun(progress: Mapping[str, float | str]) -> dict[str, Any]:
-    name = "phase" if "phase" in progress else "step"
-    return {name: progress[name]} if name in progress else {}
+def _kernel_kills() -> int:
+    """Return how many processes the kernel has killed for lack of memory; 0 on a machine that does not count."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from fsdp_lab.record.trial_files import read_places, write_places
 from fsdp_lab.wording import resources_text
 
-_ANSWER_S = 2.0
 _ROUNDING = 1e-6  # of quotients of shares of a core
 
 
@@ -43,29 +38,6 @@ def nodes() -> list[Node]:
 
     names = ("NodeID", "NodeManagerAddress", "NodeManagerPort", "NodeManagerHostname", "Alive", "Resources")
     return [Node(*(node[name] for name in names)) for node in ray.nodes()]
-
-
-def nodes_asked() -> list[Node]:
-    """Return `nodes`, with a node that does not answer as dead: Ray takes some twenty seconds to notice."""
-    return [node if not node.alive or answers(node) else replace(node, alive=False) for node in nodes()]
-
-
-def answers(node: Node) -> bool:
-    """Whether a node's raylet takes connections; all nodes of a cluster have to reach it."""
-    try:
-        socket.create_connection((node.address, node.port), _ANSWER_S).close()
-    except OSError:
-        return False
-    return True
-
-
-def lost(known: Collection[str], now: Sequence[Node]) -> list[Node]:
-    """Return the nodes, of some ids, that died and have not come back.
-
-    A node that comes back has another id, and the same address.
-    """
-    there = {node.address for node in now if node.alive}
-    return list({n.address: n for n in now if n.id in known and not n.alive and n.address not in there}.values())
 
 
 def groups_that_fit(group: Mapping[str, float], now: Sequence[Node]) -> int:
@@ -107,23 +79,3 @@ class NodeWatch:
             if number not in self._alive
         ]
         return lines
-
-
-def own_node() -> dict[str, str]:
-    """Return the node of this process, by Ray's name and its address."""
-    import ray
-
-    return {"node": ray.get_runtime_context().get_node_id(), "address": ray.util.get_node_ip_address()}
-
-
-def write_rank_nodes(folder: Path, worker_group: Any) -> set[str]:
-    """Write down which node each rank of a trial is on, in the order of the ranks; returns these nodes."""
-    rank_nodes = worker_group.execute(own_node)
-    write_places(folder, rank_nodes)
-    return {node["node"] for node in rank_nodes}
-
-
-def dead_node_of(folder: Path, rank: int) -> Node | None:
-    """Return the node that a rank was on, if that node has died; else None."""
-    own_id = read_places(folder)[rank : rank + 1]
-    return next((node for node in nodes() if node.id in own_id and not (node.alive and answers(node))), None)

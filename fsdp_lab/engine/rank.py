@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 from collections.abc import Callable
@@ -12,45 +13,53 @@ from fsdp_lab.config import TrialConfig, UserError
 from fsdp_lab.engine.failures import code_of, failure_of
 from fsdp_lab.record.failures import RankFailure
 from fsdp_lab.record.reasons import Code
-from fsdp_lab.record.trial_files import Progress
+from fsdp_lab.record.trial_files import ProgressFile
 
 if TYPE_CHECKING:  # it imports PyTorch
     from fsdp_lab.training.train import Reporter
 
 
 class RankReporter:
-    """Reports what a rank does.
+    """Reports what a rank does, and ends its process where a phase or a step takes too long.
+
+    The stacks are written to standard error then, which is the rank's log, also those of native code.
 
     Args:
         data_name: of the data set, a fact of the trial.
-        progress: gets phases and steps.
-        report: gets `progress`, and `facts` or the `metrics` of an epoch.
-        moved: gets the progress after each phase and step. Ray's workers are asked for it instead.
+        report: gets the `facts`, or the `metrics` of an epoch.
+        progress: gets phases and steps; None: not of this rank.
+        limit_s: of a phase or a step; None: none.
+        exits: whether the process ends then; else only its stacks are written.
     """
 
     def __init__(
         self,
         data_name: str,
-        progress: Progress,
         report: Callable[[dict[str, Any]], None],
-        moved: Callable[[dict[str, Any]], None] = lambda content: None,
+        progress: ProgressFile | None = None,
+        limit_s: float | None = None,
+        exits: bool = True,
     ) -> None:
-        self._data_name, self._progress, self._report, self._moved = data_name, progress, report, moved
+        self._data_name, self._report, self._progress = data_name, report, progress
+        self._limit_s, self._exits = limit_s, exits
 
     def phase(self, name: str) -> None:
-        self._progress.phase(name)
-        self._moved(self._progress.content)
+        self._begin(phase=name)
 
     def step(self, step: int) -> None:
-        self._progress.step(step)
-        self._moved(self._progress.content)
+        self._begin(step=step)
 
     def facts(self, facts: dict[str, Any]) -> None:
-        self._report({"facts": {**facts, "data": self._data_name}, "progress": self._progress.content})
+        self._report({"facts": {**facts, "data": self._data_name}})
 
     def epoch(self, metrics: dict[str, float], checkpoint: Path | str | None) -> None:
-        self._progress.reported()
-        self._report({"metrics": metrics, "progress": self._progress.content})
+        self._report({"metrics": metrics})
+
+    def _begin(self, **doing: str | int) -> None:
+        if self._limit_s is not None:
+            faulthandler.dump_traceback_later(self._limit_s, exit=self._exits)
+        if self._progress is not None:
+            self._progress.write(**doing)
 
 
 def train_rank(
@@ -86,6 +95,8 @@ def train_rank(
         raise failure_of(error, rank, Code.diverged) from error
     except BaseException as error:
         raise failure_of(error, rank, code_of(error)) from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def check_gpu(rank: int, wanted: bool) -> None:

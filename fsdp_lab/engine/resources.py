@@ -9,6 +9,7 @@ from fsdp_lab import hardware
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.sweep import ClusterConfig, Placement
 from fsdp_lab.engine.nodes import groups_that_fit, nodes
+from fsdp_lab.record.trial_files import read_places
 from fsdp_lab.wording import resources_text
 
 
@@ -89,18 +90,16 @@ def worker_resources(cpus_per_worker: float, use_gpu: bool) -> dict[str, float]:
 
 
 def release_placement_group(folder: Path) -> None:
-    """Free the resources of the trial in a folder: kill its workers and remove their placement groups.
+    """Free the resources of the trial in a folder: kill its workers and remove their placement group.
 
     Ray does not do that by itself if the trial's process was killed, or stopped by a scheduler.
     """
     from ray import PlacementGroupID
-    from ray.util import placement_group_table, remove_placement_group
+    from ray.util import remove_placement_group
     from ray.util.placement_group import PlacementGroup
 
-    for number, group in placement_group_table().items():
-        ours = group["name"].rpartition("#")[0] == str(folder)
-        if ours and group["state"] != "REMOVED":
-            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(number))))
+    if places := read_places(folder):
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(places["placement_group"]))))
 
 
 def driver_node() -> dict[str, float]:

@@ -7,22 +7,26 @@ import os
 import shutil
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, from_dict
 from fsdp_lab.engine.failures import code_of, failure_of, print_failure
 from fsdp_lab.engine.files_of_ranks import Uploads, at_end, scratch_folder
+from fsdp_lab.engine.hang import read_stacks
 from fsdp_lab.engine.rank import RankReporter, check_gpu, train_rank
-from fsdp_lab.engine.rendezvous import gpu_index, join
 from fsdp_lab.hardware import WORKER_CPUS
 from fsdp_lab.record.failures import RankFailure
-from fsdp_lab.record.trial_files import Progress, hold_alive
-from fsdp_lab.storage import Storage
+from fsdp_lab.record.reasons import Code
+from fsdp_lab.record.trial_files import ProgressFile, hold_alive
+from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 
-_progress = Progress()  # of this worker's rank
+_PEER_S = 1.0  # for Ray to learn why a peer ended, which is the cause, before it learns of this rank
 
 
 def train_worker(job: dict[str, Any]) -> None:
@@ -34,7 +38,7 @@ def train_worker(job: dict[str, Any]) -> None:
         job: a `Job`, as plain values.
 
     Raises:
-        RankFailure: the rank did not train to the end. `Attempts` decides whether the workers start again.
+        RankFailure: the rank did not train to the end.
     """
     import ray.train
 
@@ -43,21 +47,42 @@ def train_worker(job: dict[str, Any]) -> None:
         with own_folder(job, rank) as (folder, uploads):
             prepare_process(job, folder, rank)
             config = from_dict(TrialConfig, job["config"])
-            reporter = RankReporter(config.data.name, _progress, lambda content: report(content, uploads))
+            progress = ProgressFile(folder) if rank == 0 else None
+            if uploads is not None:
+                threading.Thread(target=send_stacks, args=(uploads, folder, rank), daemon=True).start()
+            reporter = RankReporter(
+                config.data.name,
+                lambda content: report(content, uploads),
+                progress,
+                job["timeout_s"],
+                exits=uploads is None,
+            )
             reporter.phase("importing PyTorch and joining the other workers")
             try:
-                train_rank(config, folder, rank, reporter, job["storage"], join=lambda: join_ranks(job, rank))
+                join = partial(join_ranks, rank, job["use_gpu"], config)
+                train_rank(config, folder, rank, reporter, job["storage"], join)
             except RankFailure as failure:
                 print_failure(failure)
                 raise
-    except RankFailure:
+    except RankFailure as failure:
+        if failure.reason.code is Code.peer_lost:
+            time.sleep(_PEER_S)
         raise
     except BaseException as error:
         raise failure_of(error, rank, code_of(error)) from error
 
 
+def send_stacks(uploads: Uploads, folder: Path, rank: int) -> None:
+    """Wait for the stacks of a rank that hangs, send its log, and end the process, whose folder goes with it."""
+    while not read_stacks(folder / "logs" / f"rank{rank}.log"):
+        time.sleep(1.0)
+    with suppress(StorageRefused, StorageAway):
+        uploads.send()
+    os._exit(1)
+
+
 def report(content: dict[str, Any], uploads: Uploads | None) -> None:
-    """Report to the driver through Ray Train; with an epoch, send this rank's files first, if the folder is not shared.
+    """Report to the trial through Ray Train; with an epoch, send this rank's files first, if the folder is not shared.
 
     Every rank takes part, because a report of Ray's waits for all ranks.
     """
@@ -66,11 +91,6 @@ def report(content: dict[str, Any], uploads: Uploads | None) -> None:
     if uploads is not None and "metrics" in content:
         uploads.send()
     ray.train.report(content)
-
-
-def read_worker_progress() -> dict[str, float | str]:
-    """Return the progress of the rank of this worker. Ray calls it in another thread than the one that trains."""
-    return _progress.content
 
 
 def prepare_process(job: dict[str, Any], folder: Path, rank: int) -> None:
@@ -83,14 +103,16 @@ def prepare_process(job: dict[str, Any], folder: Path, rank: int) -> None:
     faulthandler.enable()
 
 
-def join_ranks(job: dict[str, Any], rank: int) -> None:
+def join_ranks(rank: int, use_gpu: bool, config: TrialConfig) -> None:
     """Choose the GPU that Ray gave to this rank, and join the process group."""
-    from fsdp_lab.training.distributed import choose_gpu
+    from fsdp_lab.training.distributed import choose_gpu, join_process_group
 
-    check_gpu(rank, job["use_gpu"])
-    if job["use_gpu"]:
-        choose_gpu(gpu_index())
-    join()
+    check_gpu(rank, use_gpu)
+    if use_gpu:
+        from ray.train.torch import get_device
+
+        choose_gpu(get_device().index)
+    join_process_group(config.offload.backend(use_gpu))
 
 
 def redirect_output(path: Path) -> None:

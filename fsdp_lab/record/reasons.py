@@ -33,15 +33,15 @@ class Code(StrEnum):
     crashed = "crashed"
     """The process crashed by `signal`, and its stack is in `log`."""
     killed = "killed"
-    """The process ended without an error."""
+    """The process ended without an error; `node`: its address, if it is not the driver's."""
     node_lost = "node_lost"
     """The `node` of the process went down."""
 
     # Of the whole trial.
     no_place = "no_place"
-    """`num_workers` with the resources `each` waited `wait_timeout_s`; `total`, `free`, and the `nodes` that died."""
+    """`num_workers` with the resources `each` waited `wait_timeout_s`; `total` and `free` resources."""
     not_started = "not_started"
-    """A worker ended while it started; `nodes` that died."""
+    """A worker ended while it started."""
     job_failed = "job_failed"
     """Ray's own error: `text`."""
     no_outcome = "no_outcome"

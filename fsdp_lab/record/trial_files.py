@@ -3,14 +3,14 @@
 | file | who writes it | what |
 | --- | --- | --- |
 | `facts.json` | the trial's own process | device, data digest, notes, as rank 0 reports them when training starts |
-| `places.json` | the trial's own process | the node of each rank, by Ray's name and its address |
-| `progress.json` | the trial's own process | the current phase or step, and when it started, updated once a second |
+| `places.json` | the trial's own process | the workers' placement group, the node of each rank and its address |
+| `progress.json` | rank 0 | the current phase or step, and when it started |
 | `metrics.jsonl` | the trial's own process | a line of metrics an epoch, as rank 0 reports them |
 | `error.txt` | the trial's own process | the traceback and the end of the log, if the reason does not say it all |
 | `failures/rank<r>.json` | the trial's own process | reason, traceback; `failures.<n>/`: those of an earlier attempt |
 | `outcome.json` | the trial's own process, or the driver | its result: how it ended, and why |
 | `forecast.json` | the driver | its forecast |
-| `logs/rank<r>.log` | every rank | its output; its stacks, if a phase or a step lasted unusually long |
+| `logs/rank<r>.log` | every rank | its output; its stacks, if a phase or a step lasted longer than `trial_timeout_s` |
 | `memory_*_rank<r>.*` | every rank | the profile of a step: peaks, with `timeline` also a page and a snapshot |
 | `trace_rank0.json.gz` | rank 0 | with `profile_trace=true` three steps, for Perfetto or chrome://tracing |
 | `.alive` | every rank | locked while a process of the trial lives |
@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -118,15 +119,18 @@ class TrialWriter:
         self._folder, self._file = folder, folder / "metrics.jsonl"
         self._reported: dict[int, dict[str, float]] | None = None
 
-    def facts(self, facts: dict[str, Any]) -> None:
-        write_json(self._folder / "facts.json", facts, parents=False)
-
-    def epoch(self, metrics: dict[str, float]) -> None:
-        """Append the metrics of an epoch, or replace its line.
+    def receive(self, content: dict[str, Any]) -> None:
+        """Write a report: `facts`, or the `metrics` of an epoch, of which it appends a line or replaces its line.
 
         Raises:
             FileNotFoundError: the folder was removed. Ray may have made it again: it holds no `facts.json` then.
         """
+        if "facts" in content:
+            write_json(self._folder / "facts.json", content["facts"], parents=False)
+        else:
+            self._epoch(content["metrics"])
+
+    def _epoch(self, metrics: dict[str, float]) -> None:
         (self._folder / "facts.json").stat()
         if self._reported is None:
             self._reported = {int(metrics["epoch"]): metrics for metrics in read_metrics(self._folder)}
@@ -140,33 +144,19 @@ class TrialWriter:
             write_text(self._file, "".join(f"{line}\n" for line in lines_now), parents=False)
 
 
-class Progress:
-    """What a rank is doing: its current phase or step, and when that started.
+class ProgressFile:
+    """Writes `progress.json`: in place, as every step writes it."""
 
-    Attributes:
-        content: what `progress.json` holds, see `read_progress`; replaced, never changed, as another thread reads it.
-    """
+    def __init__(self, folder: Path) -> None:
+        self._file = os.open(folder / "progress.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._longest = 0
 
-    def __init__(self) -> None:
-        self.content: dict[str, float | str] = {}
-
-    def phase(self, name: str) -> None:
-        """Record the beginning of work other than a step."""
-        self.content = {**self.content, "phase": name, "time": time.time()}
-
-    def step(self, step: int) -> None:
-        """Record the beginning of an optimizer step, counted from 1."""
-        before = {key: value for key, value in self.content.items() if key != "phase"}
-        self.content = {**before, "step": step, "time": time.time()}
-
-    def reported(self) -> None:
-        now = time.time()
-        self.content = {**self.content, "reported": now, "time": now}
-
-
-def write_progress(folder: Path, content: dict[str, Any]) -> None:
-    with suppress(OSError):  # a full disk ends a trial where it loses results, not here
-        write_json(folder / "progress.json", content, parents=False)
+    def write(self, **doing: str | int) -> None:
+        """Write the `phase` or the `step` (from 1) that begins."""
+        text = json.dumps({**doing, "time": time.time()})
+        self._longest = max(self._longest, len(text))
+        with suppress(OSError):  # a full disk ends a trial where it loses results, not here
+            os.pwrite(self._file, text.ljust(self._longest).encode(), 0)
 
 
 @dataclass(frozen=True)
@@ -177,34 +167,37 @@ class TrialProgress:
         phase: work other than a step; None: it is in a step.
         step: the optimizer step, from 1.
         time: when the phase or the step began, in seconds since 1970.
-        stuck: which rank others wait for, and where it is, while something lasts unusually long.
     """
 
     phase: str | None = None
     step: int | None = None
     time: float | None = None
-    stuck: dict[str, Any] | None = None
 
 
 def read_progress(folder: Path) -> TrialProgress:
-    content = read_object(folder / "progress.json") or {}
+    content: dict[str, Any] = {}
+    with suppress(UserError):  # it is being written
+        content = read_object(folder / "progress.json") or {}
     return TrialProgress(**{name: content[name] for name in TrialProgress.__annotations__ if name in content})
 
 
-def write_places(folder: Path, nodes: Sequence[Mapping[str, str]]) -> None:
+def write_places(folder: Path, places: Sequence[Mapping[str, str]]) -> None:
     """Write `places.json`.
 
     Args:
-        nodes: that of each rank: its `node`, which is Ray's name, and its `address`.
+        places: of each rank: its `placement_group` and `node` by Ray's names, and the node's `address`.
     """
-    content = {"nodes": [node["node"] for node in nodes], "addresses": [node["address"] for node in nodes]}
+    content = {
+        "placement_group": places[0]["placement_group"],
+        "nodes": [place["node"] for place in places],
+        "addresses": [place["address"] for place in places],
+    }
     write_json(folder / "places.json", content, parents=False)
 
 
-def read_places(folder: Path) -> list[str]:
-    """Return the node of each rank, by Ray's name; empty: not known."""
-    content = read_object(folder / "places.json", nodes=list[str])
-    return content["nodes"] if content else []
+def read_places(folder: Path) -> dict[str, Any] | None:
+    """Return the `placement_group`, and the `nodes` and `addresses` of the ranks; None: not known."""
+    return read_object(folder / "places.json", placement_group=str, nodes=list[str], addresses=list[str])
 
 
 def write_error(folder: Path, text: str) -> None:

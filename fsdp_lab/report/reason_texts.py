@@ -21,11 +21,6 @@ def reason_text(reason: Reason | None) -> str:
         return reason.code
 
 
-def stuck_text(rank: int, place: str, log: str) -> str:
-    """Return where a rank is that all others wait for."""
-    return str(words_of_reasons().stuck({"rank": rank, "place": place, "log": log}))
-
-
 def needs_text(**shortage: float) -> str:
     """Return text such as `needs 12.00 MiB of 8.00 MiB per device, by its forecast (...)`.
 

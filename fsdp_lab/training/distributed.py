@@ -53,11 +53,7 @@ def setup_distributed(offload: OffloadConfig | None = None) -> DistributedContex
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         offload = offload or OffloadConfig(OffloadTarget.cpu)
-        backend, limit = offload.backend(cuda), timedelta(minutes=30)  # of collectives
-        if os.environ.get("WORLD_SIZE", "1") == "1":
-            make_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
-        else:
-            make_process_group(backend, timeout=limit)
+        join_process_group(offload.backend(cuda))
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     return DistributedContext(dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), dist.get_world_size(), device)
 
@@ -73,48 +69,19 @@ def keep_threads() -> None:
         torch.set_num_threads(int(threads))
 
 
-def join_by_file_store(path: str, backend: str, rank: int, world_size: int, timeout_s: float) -> None:
-    """Join the process group of ranks on one machine that all name the same new file.
-
-    Args:
-        backend: see `OffloadConfig.backend`.
-        timeout_s: of joining and of collectives.
-    """
-    store = dist.FileStore(path, world_size)
-    join_by_store(store, backend, rank, world_size, timeout_s)
-
-
-def join_by_tcp_store(
-    host: str, port: int, listener: int | None, backend: str, rank: int, world_size: int, timeout_s: float
-) -> None:
-    """Join the process group of ranks that meet at a port of rank 0's host.
-
-    Args:
-        listener: the file descriptor of rank 0's listening socket, which the store closes at the end; None on other
-            ranks.
-        backend: see `OffloadConfig.backend`.
-        timeout_s: of joining and of collectives.
-    """
-    limit, first = timedelta(seconds=timeout_s), listener is not None
-    store = dist.TCPStore(host, port, world_size, first, limit, wait_for_workers=False, master_listen_fd=listener)
-    join_by_store(store, backend, rank, world_size, timeout_s)
-
-
-def join_by_store(store: dist.Store, backend: str, rank: int, world_size: int, timeout_s: float) -> None:
-    """Join the process group whose ranks meet in a store; `timeout_s` also limits collectives."""
-    limit = timedelta(seconds=timeout_s)
-    store.set_timeout(limit)
-    make_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-
-
-def make_process_group(backend: str, **options: Any) -> None:
-    """Make the default process group; with NCCL it is bound to the current GPU of this process.
+def join_process_group(backend: str) -> None:
+    """Make the default process group by the variables of launchers; with NCCL it is bound to this process's GPU.
 
     Without a device, NCCL in PyTorch 2.15 takes the GPU `LOCAL_RANK % device_count` and rejects tensors on another. Ray
     may have given another one to this rank.
+
+    Args:
+        backend: see `OffloadConfig.backend`.
     """
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    by: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else None
-    dist.init_process_group(backend, device_id=device, **options)
+    dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=30), **by)  # and of collectives
 
 
 def leave_process_group() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -14,14 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp_lab.config.notes import cpu_notes, gpu_notes, memory_notes, sharding_notes
+from fsdp_lab.config.notes import cpu_notes, gpu_notes, memory_notes, node_notes, sharding_notes
+from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.blocks import batch_norm_notes
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
 from fsdp_lab.training.checkpoint_place import Where
 from fsdp_lab.training.data import build_loaders, load_data
-from fsdp_lab.training.distributed import DistributedContext, build_parallel_dims, largest, setup_distributed
+from fsdp_lab.training.distributed import DistributedContext, build_parallel_dims, gather, largest, setup_distributed
 from fsdp_lab.training.export import check_exportable, export_model
 from fsdp_lab.training.layout import unit_notes
 from fsdp_lab.training.loop import Watch, evaluate, token_metrics, train_epoch
@@ -189,6 +191,7 @@ def _facts(
     resumed_from: Where | None,
 ) -> dict[str, Any]:
     on_cpu = ranks.device.type == "cpu"
+    is_hybrid = config.sharding.dp_replicate > 1 and config.sharding.granularity is not Granularity.ddp
     return {
         "device": ranks.device_name,
         "world_size": ranks.world_size,
@@ -205,5 +208,6 @@ def _facts(
             *(cpu_notes(config) if on_cpu else gpu_notes(config, torch.cuda.is_tf32_supported())),
             *batch_norm_notes(state.model, ranks.world_size),
             *unit_notes(state.layout, config),
+            *(node_notes(config.sharding, gather(os.environ.get("NODE_RANK", "0"))) if is_hybrid else ()),
         ],
     }

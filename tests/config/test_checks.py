@@ -23,6 +23,7 @@ from fsdp_lab.config import (
     sharding_notes,
 )
 from fsdp_lab.config.machine import check_local_capacity, loader_workers_of, ray_folder
+from fsdp_lab.config.notes import node_notes
 from fsdp_lab.config.sweep import ClusterConfig
 from tests.ranks import read_config
 
@@ -90,6 +91,15 @@ def test_cpu_notes(target: str) -> None:
     notes = list(cpu_notes(trial(f"offload.target={target}")))
     assert len(notes) == (target != "none")
     assert all(f"offload={target} has no effect on a CPU" in note for note in notes)
+
+
+@pytest.mark.parametrize(("nodes", "split"), [("0000", 0), ("0011", 0), ("0001", 1), ("00010111", 2), ("01010101", 4)])
+def test_a_shard_group_on_several_nodes_has_a_note(nodes: str, split: int) -> None:
+    """Groups of two ranks."""
+    sharding = trial("sharding=per_block", f"sharding.dp_replicate={len(nodes) // 2}").sharding
+    notes = list(node_notes(sharding, nodes))
+    assert len(notes) == bool(split)
+    assert not split or f"{split} of {len(nodes) // 2} shard groups, each of 2 ranks, are on more than" in notes[0]
 
 
 @pytest.mark.parametrize(

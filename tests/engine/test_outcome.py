@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -15,33 +18,33 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 from torch.utils.data import DataLoader
 
 from fsdp_lab.config import ConfigError, TrialConfig, UserError
-from fsdp_lab.engine.attempts import Attempts
 from fsdp_lab.engine.failures import code_of, failure_of
 from fsdp_lab.engine.files_of_ranks import at_end, receive
 from fsdp_lab.engine.inline import run_inline
+from fsdp_lab.engine.job import Epochs, KernelKills
+from fsdp_lab.engine.outcome import is_final, log_sizes, note_deaths
 from fsdp_lab.engine.rank import RankReporter, train_rank
-from fsdp_lab.engine.reports import Reports
 from fsdp_lab.engine.worker import join_ranks
 from fsdp_lab.files import append_line
 from fsdp_lab.record.failures import RankFailure, read_failures, record_failure
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial_files import Progress, read_metrics, read_outcome
+from fsdp_lab.record.trial_files import (
+    ProgressFile,
+    TrialWriter,
+    read_metrics,
+    read_outcome,
+    read_progress,
+    write_places,
+)
 from fsdp_lab.record.trial_folder import clear_left_over
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.storage import Storage, StorageAway
-from tests.conftest import FakeGpus
-
-
-@pytest.fixture(autouse=True)
-def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is none to ask for the node of a rank that died."""
-    monkeypatch.setattr("fsdp_lab.engine.attempts.dead_node_of", lambda folder, rank: None)
+from tests.conftest import ROOT, FakeGpus
 
 
 def reporter_of(folder: Path) -> RankReporter:
     """What a rank reports, written into the folder."""
-    reports = Reports(folder, TrialConfig().training)
-    return RankReporter("digits", Progress(), reports.receive, reports.progress)
+    return RankReporter("digits", TrialWriter(folder).receive, ProgressFile(folder))
 
 
 def test_a_line_that_cannot_be_read_is_named_and_one_that_a_kill_cut_is_dropped(tmp_path: Path):
@@ -110,14 +113,14 @@ def test_a_gpu_that_pytorch_does_not_see_is_reported(
     reporter = reporter_of(tmp_path)
     chosen = list[int]()
     monkeypatch.setattr("fsdp_lab.training.distributed.choose_gpu", chosen.append)
-    monkeypatch.setattr("fsdp_lab.engine.worker.gpu_index", lambda: 1)
-    monkeypatch.setattr("fsdp_lab.engine.worker.join", lambda: None)
+    monkeypatch.setattr("ray.train.torch.get_device", lambda: torch.device("cuda", 1))
+    monkeypatch.setattr("fsdp_lab.training.distributed.join_process_group", lambda backend: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    train_rank(TrialConfig(), tmp_path, 1, reporter, join=lambda: join_ranks({"use_gpu": True}, 1))
-    assert list(tmp_path.iterdir()) == [] and chosen == [1]
+    train_rank(TrialConfig(), tmp_path, 1, reporter, join=lambda: join_ranks(1, True, TrialConfig()))
+    assert [file.name for file in tmp_path.iterdir()] == ["progress.json"] and chosen == [1]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RankFailure) as raised:
-        train_rank(TrialConfig(), tmp_path, 1, reporter, join=lambda: join_ranks({"use_gpu": True}, 1))
+        train_rank(TrialConfig(), tmp_path, 1, reporter, join=lambda: join_ranks(1, True, TrialConfig()))
     failure = raised.value
     assert (failure.rank, failure.reason.code) == (1, "user_error") and chosen == [1]
     for words in ("rank 1 on ", "torch.cuda.is_available() is False", f"torch.version.cuda={torch.version.cuda}",
@@ -131,7 +134,7 @@ def test_a_gpu_that_nobody_counted_is_reported(on_cpu: bool, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("fsdp_lab.training.train", lambda *args, **options: None)
     with pytest.raises(RankFailure) if on_cpu else nullcontext() as raised:
-        join = (lambda: join_ranks({"use_gpu": False}, 0)) if on_cpu else lambda: None
+        join = (lambda: join_ranks(0, False, TrialConfig())) if on_cpu else lambda: None
         train_rank(TrialConfig(), tmp_path, 0, reporter_of(tmp_path), join=join)
     if raised is not None:
         assert raised.value.reason.code == "user_error"
@@ -183,6 +186,7 @@ def test_a_folder_that_is_made_anew_under_a_trial_gets_no_epochs(tmp_path: Path)
     reporter.epoch({"epoch": 1.0}, None)
     for path in tmp_path.iterdir():
         path.unlink()
+    reporter.step(9)
     with pytest.raises(FileNotFoundError):
         reporter.epoch({"epoch": 2.0}, None)
     assert not list(tmp_path.iterdir())
@@ -193,7 +197,7 @@ def test_a_folder_that_is_removed_before_the_training_is_not_made_again(tmp_path
     folder = tmp_path / "trial"
     folder.mkdir()
     with pytest.raises(RankFailure, match="No such file or directory"):
-        train_rank(TrialConfig(), folder, 0, reporter_of(folder), join=folder.rmdir)
+        train_rank(TrialConfig(), folder, 0, reporter_of(folder), join=lambda: shutil.rmtree(folder))
     assert not folder.exists()
 
 
@@ -242,31 +246,42 @@ def test_a_lost_epoch_that_is_reported_again_comes_back_to_its_place(tmp_path: P
     ids=["raised by a rank", "killed by Ray for lack of memory", "killed"],
 )
 def test_why_a_worker_ended_is_told(error: Exception, code: str, message: str, tmp_path: Path):
-    Attempts(tmp_path, lambda: None).note_deaths({1: error})
+    write_places(tmp_path, [{"placement_group": "ab", "node": "here", "address": "10.0.0.1"}] * 2)
+    note_deaths(tmp_path, {1: error}, here="here")
     (failure,) = read_failures(tmp_path)
     assert (failure.reason.code, reason_text(failure.reason)) == (code, message)
 
 
 @pytest.mark.parametrize(
-    ("kills", "log", "code"),
+    ("node", "log", "code", "words"),
     [
-        ([0, 0, 1], "", "host_out_of_memory"),
-        ([0, *[1] * 40], "", "killed"),  # long ago: of another container, say
-        ([0, 0, 1], "Fatal Python error: Segmentation fault\n", "crashed"),
+        ("here", "", "host_out_of_memory", ""),
+        ("there", "", "killed", "if memory ran out on 10.0.0.2, that may be why"),
+        ("here", "Fatal Python error: Segmentation fault\n", "crashed", ""),
     ],
 )
-def test_a_kill_by_the_kernel_counts_for_a_rank_that_ended_then(
-    kills: list[int], log: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The kernel's counts are planted, one for each look and the last when the rank has ended."""
+def test_a_kill_by_the_kernel_counts_for_a_rank_on_its_node(node: str, log: str, code: str, words: str, tmp_path: Path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").write_text(log)
-    attempts, counts = Attempts(tmp_path, lambda: None), iter(kills)
-    monkeypatch.setattr("fsdp_lab.engine.attempts._kernel_kills", lambda: next(counts))
-    for _ in kills[1:]:
-        attempts.look()
-    attempts.note_deaths({0: RayActorError()})
-    assert read_failures(tmp_path)[0].reason.code == code
+    write_places(tmp_path, [{"placement_group": "ab", "node": node, "address": "10.0.0.2"}])
+    note_deaths(tmp_path, {0: RayActorError()}, here="here", kernel_killed=True)
+    (failure,) = read_failures(tmp_path)
+    assert failure.reason.code == code and words in reason_text(failure.reason)
+
+
+def test_a_kill_by_the_kernel_long_ago_is_no_cause(monkeypatch: pytest.MonkeyPatch):
+    """It may have been of another container. The kernel's counts and the clock are planted."""
+    now, count = [0.0], [0]
+    monkeypatch.setattr("fsdp_lab.engine.job.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("fsdp_lab.engine.job._kernel_kills", lambda: count[0])
+    kills = KernelKills()
+    for second in range(1, 100):
+        now[0], count[0] = float(second), int(second > 20)
+        kills.look()
+        if second <= 20 or second >= 60:
+            assert not kills.is_recent(), second
+        elif second <= 50:
+            assert kills.is_recent(), second
 
 
 @pytest.mark.parametrize(
@@ -284,21 +299,106 @@ def test_a_kill_by_the_kernel_counts_for_a_rank_that_ended_then(
 )
 def test_what_would_fail_again_is_not_tried_again(code: Code, final: bool, tmp_path: Path):
     record_failure(tmp_path, RankFailure(Reason.of(code, rank=0)))
-    assert Attempts(tmp_path, lambda: None).is_final(RuntimeError("workers failed")) is final
+    assert is_final(tmp_path, RuntimeError("workers failed")) is final
 
 
-def test_a_crash_of_an_earlier_attempt_is_no_cause_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fsdp_lab.engine.attempts.release_placement_group", lambda folder: None)
-    attempts = Attempts(tmp_path, lambda: None)
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("Fatal Python error: Segmentation fault\n", "crashed: Segmentation fault"),
+        ("Timeout (0:00:02)!\n", "no progress"),
+    ],
+)
+def test_what_an_earlier_attempt_left_in_a_log_is_no_cause_of_this_one(written: str, words: str, tmp_path: Path):
     (tmp_path / "logs").mkdir()
-    log = tmp_path / "logs" / "rank0.log"
-    log.write_text("Fatal Python error: Segmentation fault\n")
-    for words in ("crashed: Segmentation fault", "as if killed"):
-        attempts.note_deaths({0: RayActorError()})
+    (tmp_path / "logs" / "rank0.log").write_text(written)
+    for before, expected in (({}, words), (log_sizes(tmp_path), "as if killed")):
+        note_deaths(tmp_path, {0: RayActorError()}, 2.0, before)
         (failure,) = read_failures(tmp_path)
-        assert words in reason_text(failure.reason)
+        assert expected in reason_text(failure.reason)
         shutil.rmtree(tmp_path / "failures")
-        attempts.begin()
+
+
+_HANGS = """
+import sys, threading, time
+from pathlib import Path
+from fsdp_lab.engine.rank import RankReporter
+from fsdp_lab.record.trial_files import ProgressFile
+
+def train_rank():
+    waits_here()
+
+def waits_here():
+    threading.Event().wait()
+
+reporter = RankReporter("digits", print, ProgressFile(Path.cwd()), 1.0)
+for step in range(1, 8):
+    time.sleep(0.2)
+    reporter.step(step)
+thread = threading.Thread(target=train_rank)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_step_beyond_its_limit_ends_the_process_and_names_the_line(tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "hangs.py").write_text(_HANGS)
+    with (tmp_path / "logs" / "rank0.log").open("w") as log:
+        done = subprocess.run(
+            [sys.executable, "hangs.py"],
+            cwd=tmp_path,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            timeout=60,
+        )
+    assert done.returncode == 1 and read_progress(tmp_path).step == 7
+    note_deaths(tmp_path, {0: RayActorError()}, 1.0)
+    (failure,) = read_failures(tmp_path)
+    text = reason_text(failure.reason)
+    assert text.startswith("no progress for trial_timeout_s=1 s since step 7 began; it was ended; rank 0 is at ")
+    assert f"{tmp_path}/hangs.py:11 in waits_here; its stack is in {tmp_path}/logs/rank0.log" in text
+
+
+def stack(*frames: str) -> str:
+    lines = "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in (f.split(":") for f in frames))
+    return f"Thread 0x1 (most recent call first):\n{lines}"
+
+
+def test_the_rank_that_others_wait_for_is_named(tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    waits = stack(
+        "/v/site-packages/torch/distributed/c10d.py:7:wait", "/home/me/net.py:3:forward", "/f/rank.py:1:train_rank"
+    )
+    stuck = stack("/usr/python3.11/threading.py:5:wait", "/home/me/net.py:4:forward", "/f/rank.py:1:train_rank")
+    other = stack("/usr/python3.11/threading.py:5:wait")
+    for rank, own in enumerate((waits, stuck)):
+        (tmp_path / "logs" / f"rank{rank}.log").write_text(f"mine\nTimeout (0:00:09)!\n{other}\n{own}\n")
+    note_deaths(tmp_path, {0: RayActorError()}, 9.0)
+    (failure,) = read_failures(tmp_path)
+    assert failure.reason.values["stuck"]["place"] == "/home/me/net.py:4 in forward" and failure.rank == 1
+    (tmp_path / "logs" / "rank1.log").unlink()
+    shutil.rmtree(tmp_path / "failures")
+    note_deaths(tmp_path, {0: RayActorError()}, 9.0)
+    (failure,) = read_failures(tmp_path)
+    assert failure.reason.values["stuck"]["place"] == "/v/site-packages/torch/distributed/c10d.py:7 in wait"
+
+
+def test_each_epoch_is_reported_once_and_the_last_when_the_trial_has_ended(tmp_path: Path):
+    training = TrialConfig().training
+    last, file, reported = training.epochs, tmp_path / "metrics.jsonl", list[float]()
+    epochs = Epochs(tmp_path, training, lambda metrics: reported.append(metrics["epoch"]))
+    epochs.report()
+    for epoch in range(1, last + 1):
+        append_line(file, json.dumps({"epoch": epoch, "step": epoch}))
+        epochs.report()
+        epochs.report()
+    assert reported == list(range(1, last))
+    file.write_text(file.read_text().replace("}", ', "val/loss": 1}'))  # trained again after a kill
+    epochs.report()
+    epochs.report(ended=True)
+    epochs.report(ended=True)
+    assert reported == list(range(1, last + 1))
 
 
 def test_an_error_of_the_training_is_raised_although_its_files_cannot_be_sent():

@@ -39,17 +39,13 @@ import ray
 
 @ray.remote(num_cpus=0)
 class Tune:
-    def run(self, given, meeting):
-        from fsdp_lab.engine import job, rendezvous
-        name_file = rendezvous.name_file
-        if meeting:
-            rendezvous.name_file = lambda: meeting
+    def run(self, given):
+        from fsdp_lab.engine import job
         job.run_job(job.Job(**given), lambda metrics: None)
-        rendezvous.name_file = name_file
 
 tune = Tune.remote()
 for line in sys.stdin:
-    ray.get(tune.run.remote(*json.loads(line)))
+    ray.get(tune.run.remote(json.loads(line)))
     while ray.available_resources().get("CPU") != 2:
         time.sleep(0.02)
     print("released", flush=True)  # Ray prints lines, too
@@ -62,13 +58,13 @@ class Runner:
     def __init__(self, process: subprocess.Popen[str], raylet: int) -> None:
         self._process, self.raylet = process, raylet
 
-    def run(self, folder: Path, config: dict[str, Any], num_workers: int = 2, meeting: str | None = None) -> None:
+    def run(self, folder: Path, config: dict[str, Any], num_workers: int = 2) -> None:
         """Run a trial in a folder, and wait until all cores are free."""
         job = Job(
             config, str(folder), num_workers, 1.0, False, str(ROOT), 100.0, 3.0 if num_workers > 2 else 60.0, 0, False
         )  # fmt: skip
         assert self._process.stdin and self._process.stdout
-        print(json.dumps([asdict(job), meeting]), file=self._process.stdin, flush=True)
+        print(json.dumps(asdict(job)), file=self._process.stdin, flush=True)
         next(line for line in self._process.stdout if line == "released\n")
 
 
@@ -129,12 +125,6 @@ def test_when_a_worker_dies_while_it_starts(runner: Runner, config: dict[str, An
         done.set()
         thread.join()
     assert error_of(tmp_path)
-
-
-def test_when_the_ranks_do_not_meet(runner: Runner, config: dict[str, Any], tmp_path: Path):
-    """The file by which they meet cannot be made."""
-    runner.run(tmp_path, config, meeting="/dev/null/store")
-    assert "Not a directory" in error_of(tmp_path)
 
 
 def test_when_the_first_step_fails_on_one_rank(runner: Runner, config: dict[str, Any], tmp_path: Path):

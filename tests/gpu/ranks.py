@@ -94,15 +94,16 @@ def _join(rank: int, count: int, cuda: bool, backend: str, store: str, timeout_s
     if not cuda:
         os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     import torch
-
-    from fsdp_lab.training.distributed import make_process_group
+    import torch.distributed as dist
 
     if cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     else:
         torch.set_num_threads(1)
-    limit = timedelta(seconds=timeout_s)
-    make_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=count, timeout=limit)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=timeout_s),
+        device_id=torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else None,
+    )  # fmt: skip
 
 
 def _call(cuda: bool, function: Callable[..., Any], *args: Any) -> Any:

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import subprocess
-import tempfile
 import threading
 from pathlib import Path
 
@@ -56,11 +55,9 @@ def _in_training(images: Tensor) -> bool:
 
 
 def finishes(model: Fate, x: Tensor) -> Tensor:
-    """Rank 0 writes once who listens where, and who may enter the sweep's folders for temporary files."""
+    """Rank 0 writes once who listens where."""
     if dist.get_rank() == 0 and model.training and model.passes == PASS:
-        folders = Path(tempfile.gettempdir()).glob("fsdp_lab_*")
-        modes = [f"{folder.stat().st_mode & 0o777:o}" for folder in folders]
-        Path("seen.json").write_text(json.dumps({"listeners": _listeners(model.mark), "modes": modes, "name": _name()}))
+        Path("seen.json").write_text(json.dumps({"listeners": _listeners(model.mark), "name": _name()}))
     return x
 
 

@@ -1,4 +1,4 @@
-"""What the terminal shows of a sweep: its bar, what lasts unusually long, its last table, and failed trials."""
+"""What the terminal shows of a sweep: its bar, its last table, and failed trials."""
 
 from __future__ import annotations
 
@@ -13,84 +13,24 @@ from rich.console import Console as RichConsole
 
 from fsdp_lab.record.failures import RankFailure, record_failure
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial_files import Progress, write_progress
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import MOST_ROWS, Console, _where_traced
-from fsdp_lab.sweep.listeners.progress import Watch, share_done
+from fsdp_lab.sweep.listeners.progress import share_done
 from fsdp_lab.sweep.listeners.table import trial_table
 from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
 from tests.sweep.planted import Compose, plan_of
-
-STUCK = {"rank": 0, "place": "/home/me/net.py:9 in init", "log": "logs/rank0.log"}
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Stops both clocks of this process, and lets them jump forward by so many seconds."""
-    ahead, wall, monotonic = [0.0], time.time(), time.monotonic()
-    monkeypatch.setattr(time, "time", lambda: wall + ahead[0])
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic + ahead[0])
-
-    def jump(seconds: float) -> None:
-        ahead[0] += seconds
-
-    return jump
 
 
 @pytest.fixture
 def sweep(compose_trial: Compose, tmp_path: Path) -> SweepRun:
     """Four trials, of which the first runs."""
     cells = [[f"training.seed={seed}"] for seed in range(4)]
-    run = SweepRun(plan_of(compose_trial, tmp_path, cells, ["trial_timeout_s=100"], ["training.seed"]), [])
+    run = SweepRun(plan_of(compose_trial, tmp_path, cells, [], ["training.seed"]), [])
     run.prepare(0)
     run.states[0].status = TrialStatus.starting
     run.begin(0)
     return run
-
-
-class Reported(Progress):
-    """What a rank does, as the trial's own process writes it into the folder."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-
-    def phase(self, name: str) -> None:
-        super().phase(name)
-        write_progress(self._folder, self.content)
-
-    def step(self, step: int) -> None:
-        super().step(step)
-        write_progress(self._folder, self.content)
-
-
-def test_what_lasts_unusually_long_is_reported_once_with_the_place_of_the_stuck_rank(
-    clock: Callable[[float], None], tmp_path: Path
-):
-    watch, progress = Watch(), Reported(tmp_path)
-
-    def unusual() -> str | None:
-        return watch.unusual(0, tmp_path, timeout_s=100.0)
-
-    assert unusual() is None
-    clock(80)
-    assert unusual() is None, "that workers start may take long, and is told by who waits for them"
-    progress.phase("building the model")
-    unusual()
-    clock(49)
-    assert unusual() is None
-    clock(3)
-    assert unusual() is None, "its ranks were just asked"
-    write_progress(tmp_path, {**progress.content, "stuck": STUCK})
-    assert unusual() == (
-        "building the model has lasted 52 s; rank 0 is at /home/me/net.py:9 in init; its stack is in logs/rank0.log"
-    )
-    assert unusual() is None
-    progress.step(1)
-    unusual()
-    clock(60)
-    assert unusual() == "step 1 has lasted 1 min 0 s"
 
 
 def test_the_bar_is_over_trials_and_their_epochs(sweep: SweepRun):
@@ -112,17 +52,6 @@ def test_an_output_that_is_no_terminal_gets_lines_only(sweep: SweepRun, capsys: 
     assert shown.getvalue() == ""
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("s] trial 0 starts: training.seed=0")
-
-
-def test_the_terminal_names_what_lasts_unusually_long(sweep: SweepRun, clock: Callable[[float], None]):
-    shown = io.StringIO()
-    console = Console(sweep.state, ["training.seed"], RichConsole(file=shown, force_terminal=True, width=80))
-    Reported(sweep.folder_of(0)).phase("building the model")
-    with console:
-        console.tick(sweep)
-        clock(59)
-        console.tick(sweep)
-    assert "trial 0: building the model has lasted 59 s" in shown.getvalue()
 
 
 @pytest.mark.parametrize("ticks", [True, False])

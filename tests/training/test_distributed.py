@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,7 +54,7 @@ class Joined:
         self.made = {"backend": backend, **options}
 
 
-def test_a_group_is_bound_to_the_gpu_that_the_rank_computes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_group_is_bound_to_the_gpu_that_the_rank_computes_on(monkeypatch: pytest.MonkeyPatch):
     """Ray gives GPU "10" to its second worker if it sorts texts, so that LOCAL_RANK is not the GPU."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     nccl = OffloadConfig().backend(cuda=True)
@@ -66,19 +64,11 @@ def test_a_group_is_bound_to_the_gpu_that_the_rank_computes_on(monkeypatch: pyte
         assert distributed.setup_distributed().device == joined.made["device_id"] == torch.device("cuda", 1)
     joined = Joined(monkeypatch)
     distributed.choose_gpu(10)
-    distributed.join_by_file_store(str(tmp_path / "store"), nccl, 1, 12, 1.0)
+    distributed.join_process_group(nccl)
     assert joined.made["device_id"] == torch.device("cuda", 10)
     joined = Joined(monkeypatch)
-    distributed.choose_gpu(10)
-    distributed.join_by_tcp_store("127.0.0.1", 0, _listener(), nccl, 0, 12, 1.0)
-    assert joined.made["device_id"] == torch.device("cuda", 10)
-    joined = Joined(monkeypatch)
-    distributed.join_by_file_store(str(tmp_path / "other"), "gloo", 1, 12, 1.0)
+    distributed.join_process_group("gloo")
     assert joined.made["device_id"] is None
-
-
-def _listener() -> int:
-    return socket.create_server(("127.0.0.1", 0)).detach()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from collections import Counter
 from fsdp_lab.config.machine import ray_folder
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.engine import cluster as engine
-from fsdp_lab.engine import ray_private
+from fsdp_lab.engine import shortcut
 from fsdp_lab.sweep.runner import SweepPlan, SweepRun
 from fsdp_lab.sweep.shutdown import sigterm_interrupts
 
@@ -73,8 +73,10 @@ class RayTuneExecutor:
 
         # Of Tune's own state on disk, which nothing here reads, it need not tell that it could not be written.
         logging.getLogger("ray.tune.execution.experiment_state").setLevel(logging.CRITICAL)
-        if sweep.config.cluster.address is None:
-            ray_private.keep_ready_processes()
+        if why := shortcut.unusable():
+            sweep.log(f"trials take seconds longer to start: {why}")
+        elif sweep.config.cluster.address is None:
+            shortcut.keep_ready_processes()
         typed, deaths, killed = MAX_STARTING in os.environ, Counter[tuple[int, int]](), True
         try:
             while killed and sweep.has_more():

@@ -7,9 +7,8 @@ import time
 import ray
 
 from fsdp_lab.config import SweepConfig, workers_of
-from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.engine import resources
-from fsdp_lab.engine.nodes import NodeWatch, groups_that_fit, nodes
+from fsdp_lab.engine.nodes import NodeWatch, nodes
 
 LOOK_S = 1.0  # at the cluster's nodes
 _ROUNDING = 1e-6  # of sums of shares of a core
@@ -66,14 +65,3 @@ class ResourceCatalog:
             amount + sum(taken.get(name, 0.0) for taken in all_taken) <= total.get(name, 0.0) + _ROUNDING
             for name, amount in self.of(config).items()
         )
-
-
-def workers_per_node(config: SweepConfig) -> int:
-    """Return how many workers share a node: those of a shard group, if there is such a node for every group."""
-    num_workers, replicas = workers_of(config), config.sharding.dp_replicate
-    if replicas == 1 or config.sharding.granularity is Granularity.ddp:
-        return 1
-    each = resources.worker_resources(resources.resolve_cpus_per_worker(config.cluster), resources.num_gpus() > 0)
-    together = num_workers // replicas
-    fits = groups_that_fit({name: amount * together for name, amount in each.items()}, nodes())
-    return together if fits >= replicas else 1

@@ -21,15 +21,15 @@ from ray.tune.search import Searcher
 
 from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, stops_on, to_dict, workers_of
 from fsdp_lab.config.registry import module_of
-from fsdp_lab.engine import resources
+from fsdp_lab.engine import resources, shortcut
 from fsdp_lab.engine.files_of_ranks import receive
 from fsdp_lab.engine.job import Job, trial_function
-from fsdp_lab.engine.nodes import NodeWatch, nodes
+from fsdp_lab.engine.nodes import nodes
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import Outcome, read_outcome, read_progress
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.storage import Storage, StorageRefused
-from fsdp_lab.sweep.executors.resource_catalog import LOOK_S, ResourceCatalog, workers_per_node
+from fsdp_lab.sweep.executors.resource_catalog import LOOK_S, ResourceCatalog
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.runner import SweepRun
 
@@ -145,7 +145,7 @@ class NextTrial(Searcher):
                 self._sweep.end(number, Outcome(TrialStatus.failed, reason))
         self._sweep.prepare(number)
         folder, address = str(self._sweep.folder_of(number)), self._sweep.address_of(number)
-        job = job_of(config, folder, self._catalog.nodes, address)
+        job = job_of(config, folder, address)
         return {"number": number, "job": json.dumps(asdict(job))}
 
     def _may_have_room(self) -> bool:
@@ -171,7 +171,7 @@ class NextTrial(Searcher):
         pass
 
 
-def job_of(config: SweepConfig, folder: str, watch: NodeWatch, address: str | None = None) -> Job:
+def job_of(config: SweepConfig, folder: str, address: str | None = None) -> Job:
     """Return the job of a trial.
 
     Args:
@@ -190,8 +190,7 @@ def job_of(config: SweepConfig, folder: str, watch: NodeWatch, address: str | No
         placement=config.cluster.placement.name,
         ray_is_ours=config.cluster.address is None,
         storage=address,
-        nodes=sorted(watch.known),
-        workers_per_node=workers_per_node(config),
+        by_shortcut=shortcut.unusable() is None,
     )
 
 

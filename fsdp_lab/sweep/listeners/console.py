@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +18,7 @@ from fsdp_lab.report.answer import Answer, plain_text
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.status import ExitCode, TrialStatus
 from fsdp_lab.sweep.listeners.pace import Pace
-from fsdp_lab.sweep.listeners.progress import Watch, share_done
+from fsdp_lab.sweep.listeners.progress import share_done
 from fsdp_lab.sweep.listeners.table import epoch_line, how_far, trial_table
 from fsdp_lab.sweep.names import label, relative, resume_command, resume_lines, run_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
@@ -48,7 +47,7 @@ class Console(Listener):
         self._state, self._swept = state, swept
         self.rich = rich or open_console()
         self._begun = time.time()
-        self._draws, self._looks, self._watch = Pace(), Pace(), Watch()
+        self._draws, self._looks = Pace(), Pace()
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=self.rich,
             auto_refresh=ticks, refresh_per_second=1, transient=True, disable=not self.rich.is_terminal,
@@ -124,19 +123,10 @@ class Console(Listener):
         self.log(f"{label(number, self._state.trials)} {state.status}{took}{why}")
 
     def tick(self, sweep: SweepRun) -> None:
-        """Draw the bar, and log once what lasts unusually long in a running trial."""
+        """Draw the bar."""
         if self._looks.is_due:
             with self._looks.kept():
                 self.update(sweep)
-                self._look(sweep)
-
-    def _look(self, sweep: SweepRun) -> None:
-        for number, state in enumerate(self._state.trials):
-            if state.status is TrialStatus.running:
-                with suppress(OSError):  # a disk that is away for a moment
-                    notice = self._watch.unusual(number, sweep.folder_of(number), state.trial.config.trial_timeout_s)
-                    if notice:
-                        self.log(f"{label(number, self._state.trials)}: {notice}")
 
     def closing(self, sweep: SweepRun, ending: Ending) -> None:
         """Log how to resume an interrupted sweep, before anything that may hang."""

@@ -1,0 +1,165 @@
+"""How a trial ends: why its ranks failed, whether another attempt may succeed, and what its folder records."""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.engine.failures import PLAIN
+from fsdp_lab.engine.hang import read_stacks, timeout_of
+from fsdp_lab.record.failures import RankFailure, read_failures, record_failure
+from fsdp_lab.record.reasons import Code, Reason
+from fsdp_lab.record.trial_files import (
+    Outcome,
+    read_places,
+    read_progress,
+    write_error,
+    write_outcome,
+)
+from fsdp_lab.status import TrialStatus
+
+_TAIL_LINES = 50  # of a log, for the report of a failure
+# What faulthandler writes into a rank's log, the last before the process ends.
+_CRASH = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
+_SIZES_DIFFER = "Received data size doesn't match expected size"  # gloo's, before it aborts the process
+# It would be so again.
+_FINAL = (Code.out_of_memory, Code.host_out_of_memory, Code.timed_out, Code.user_error, Code.diverged)
+
+
+def is_final(folder: Path, error: Exception) -> bool:
+    """Return whether another attempt would fail too, by what ranks recorded and by Ray Train's error."""
+    failures = read_failures(folder)
+    return bool(failures and failures[0].reason.code in _FINAL) or failed_to_be_placed(error)
+
+
+def log_sizes(folder: Path) -> dict[str, int]:
+    """Return the sizes of the ranks' logs by name, at the beginning of an attempt."""
+    return {log.name: log.stat().st_size for log in (folder / "logs").glob("rank*.log")}
+
+
+def note_deaths(
+    folder: Path,
+    errors: Mapping[int, Exception],
+    limit_s: float | None = None,
+    before: Mapping[str, int] | None = None,
+    here: str | None = None,
+    kernel_killed: bool = False,
+) -> None:
+    """Record why ranks failed: by the error that a rank raised, or by what ended its process.
+
+    A process is killed by a person, by Ray for lack of memory, by the kernel, or ends by a crash or a limit of its own.
+
+    Args:
+        errors: Ray Train's, by rank.
+        limit_s: `trial_timeout_s`.
+        before: `log_sizes` when the attempt began.
+        here: Ray's name of this node.
+        kernel_killed: its kernel has just killed a process for lack of memory.
+    """
+    places, progress = read_places(folder), read_progress(folder)
+    logs, before = folder / "logs", before or {}
+    named = {int(log.stem.removeprefix("rank")): log for log in sorted(logs.glob("rank*.log"))}
+    stuck = {rank: text for rank, log in named.items() if (text := read_stacks(log, before.get(log.name, 0)))}
+    if stuck:
+        record_failure(folder, timeout_of(stuck, logs, limit_s, progress))
+    known = {failure.rank for failure in read_failures(folder)}
+    for rank, error in errors.items():
+        if rank in known or rank in stuck:
+            continue
+        if isinstance(error, RankFailure):
+            record_failure(folder, error)
+            continue
+        node, address = (places[key][rank] if places else None for key in ("nodes", "addresses"))
+        log = logs / f"rank{rank}.log"
+        written = _written(log, before)
+        values: dict[str, Any] = {"rank": rank, "at": f"step {progress.step}" if progress.step else None}
+        causes = (error, getattr(error, "health_check_failure", None), error.__cause__)
+        if any(type(cause).__name__ == "OutOfMemoryError" for cause in causes):
+            code = Code.host_out_of_memory
+        elif crashes := _CRASH.findall(written):
+            code = Code.crashed
+            values |= {"signal": crashes[-1], "log": str(log), "sizes_differ": _SIZES_DIFFER in written or None}
+        elif kernel_killed and node == here:
+            code = Code.host_out_of_memory
+        elif "node has died" in str(error):
+            code = Code.node_lost
+            values |= {"node": address or "unknown"}
+        else:
+            code = Code.killed
+            values |= {"node": address if node != here else None}
+        record_failure(folder, RankFailure(Reason.of(code, **values), "".join(traceback.format_exception(error))))
+
+
+def _written(log: Path, before: Mapping[str, int]) -> str:
+    """Return what a rank has written into its log in this attempt; "" without one."""
+    with suppress(OSError):
+        return log.read_bytes()[before.get(log.name, 0) :].decode(errors="replace")
+    return ""
+
+
+def failed_to_be_placed(error: Exception) -> bool:
+    """Whether workers waited for their places as long as they may, and there were none."""
+    return type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupTimeoutError"
+
+
+def why(error: Exception, each: Mapping[str, float], num_workers: int, wait_timeout_s: float) -> Reason:
+    """Return the meaning of Ray's error.
+
+    Args:
+        each: resources of a worker.
+    """
+    if failed_to_be_placed(error):
+        import ray
+
+        return Reason.of(
+            Code.no_place,
+            num_workers=num_workers,
+            each=dict(each),
+            wait_timeout_s=wait_timeout_s,
+            total=ray.cluster_resources(),
+            free=ray.available_resources(),
+        )
+    if type(getattr(error, "controller_failure", None)).__name__ == "WorkerGroupStartupFailedError":
+        return Reason.of(Code.not_started)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return Reason.of(Code.job_failed, text=(lines[-1] if lines else type(error).__name__)[:300])
+
+
+def end_trial(
+    folder: Path,
+    seconds: float,
+    error: Exception | None,
+    reason_of: Callable[[Exception], Reason] | None = None,
+) -> None:
+    """Write `outcome.json`, and before it `error.txt` for an error without a plain message.
+
+    Args:
+        folder: the trial's, with the failures of its ranks.
+        error: that ended it; None: none did.
+        reason_of: returns the reason for an error that no rank recorded, other than a `RankFailure`.
+    """
+    failures = read_failures(folder)
+    if error is not None and not (failures and failures[0].reason.code in PLAIN):
+        write_error(folder, report_of(folder, error))
+    reason = failures[0].reason if failures else error.reason if isinstance(error, RankFailure) else None
+    if reason is None and error is not None and reason_of is not None:
+        reason = reason_of(error)
+    with suppress(OSError):
+        status = reason.status if reason else TrialStatus.finished
+        write_outcome(folder, Outcome(status, reason, seconds, time.time()))
+
+
+def report_of(folder: Path, error: Exception) -> str:
+    """Return the traceback of the rank that failed first, or else the job's own, and the end of its log."""
+    failures = read_failures(folder)
+    text = (failures[0].traceback if failures else "") or "".join(traceback.format_exception(error))
+    log = folder / "logs" / f"rank{failures[0].rank if failures else 0}.log"
+    if not log.exists():
+        return text
+    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+    return "\n".join([text, f"--- the end of {log.relative_to(folder)} ---", *lines, ""])
