@@ -336,15 +336,15 @@ FAULTS = (
     Fault("an epoch is written twice", "fsdp_lab/record/trial_files.py",
           "        if is_new:", "        if True:", "engine/test_outcome.py"),
     Fault("an epoch that a killed process did not report is lost", "fsdp_lab/sweep/runner.py",
-          "        for metrics in read_metrics(self.folder_of(number)):", "        for metrics in ():",
+          "        for metrics in read_metrics(folder):", "        for metrics in ():",
           "sweep/test_runner.py::"
           "test_epochs_come_as_they_are_reported_and_from_the_folder_once_at_a_start_and_at_the_end"),
     Fault("a later outcome of a trial replaces the first", "fsdp_lab/files.py",
           "    if replace:", "    if True:", "test_files.py::test_the_first_of_two_writers_counts"),
     Fault("a trial that is stopped has failed, because its workers went first", "fsdp_lab/sweep/executors/tuner.py",
-          "        outcome = self._sweep.write_stop(number, metrics)",
-          "        resources.release_placement_group(self._sweep.folder_of(number))\n"
-          "        outcome = self._sweep.write_stop(number, metrics)",
+          "            self._sweep.write_stop(number, result)",
+          "            resources.release_placement_group(self._sweep.folder_of(number))\n"
+          "            self._sweep.write_stop(number, result)",
           "sweep/test_tuner.py::"
           "test_that_a_trial_is_stopped_is_written_before_its_workers_go_unless_it_has_ended_by_itself"),
     Fault("trials that a memory kill ended begin from nothing", "fsdp_lab/sweep/executors/tuner.py",

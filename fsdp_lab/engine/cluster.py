@@ -45,6 +45,7 @@ ENVIRONMENT = {
     "RAY_process_group_cleanup_enabled": "1",  # what a killed worker has started ends with it
     "RAY_worker_niceness": "0",  # Ray's 15 lets whatever else the machine does go first: speeds would be lower
     "TUNE_FUNCTION_THREAD_TIMEOUT_S": "30",  # for a stopped trial to let go of its workers, before the next
+    "TUNE_MAX_PENDING_TRIALS_PG": "64",  # trials that start at a time: by itself Tune starts one after another
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # the driver has its own
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a metric that a trial cannot have stops no sweep
 }

@@ -1,11 +1,9 @@
-"""The nodes of a cluster, and their changes while a sweep runs."""
+"""The nodes of a cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from fsdp_lab.wording import resources_text
 
 _ROUNDING = 1e-6  # of quotients of shares of a core
 
@@ -50,32 +48,3 @@ def groups_that_fit(group: Mapping[str, float], now: Sequence[Node]) -> int:
         for node in now
         if node.alive
     )
-
-
-class NodeWatch:
-    """Tracks the nodes that a sweep has seen.
-
-    Attributes:
-        known: their ids.
-    """
-
-    def __init__(self, now: Sequence[Node]) -> None:
-        self._alive = {node.id: node for node in now if node.alive}
-        self.known = set(self._alive)
-
-    def changes(self, now: Sequence[Node]) -> list[str]:
-        """Return messages about changes since the last call."""
-        before, self._alive = self._alive, {node.id: node for node in now if node.alive}
-        self.known |= set(self._alive)
-        lines = [
-            f"node {node} joined with {resources_text(node.resources)}; the next trials use it"
-            for number, node in self._alive.items()
-            if number not in before
-        ]
-        lines += [
-            f"node {node} went down with {resources_text(node.resources)}; its trials resume from their last "
-            "checkpoint once resources are free"
-            for number, node in before.items()
-            if number not in self._alive
-        ]
-        return lines

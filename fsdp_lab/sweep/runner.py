@@ -61,6 +61,14 @@ class SweepPlan:
     search: OptunaSearch | None = None
     resumed: bool = False
 
+    def has_more(self) -> bool:
+        return self.state.open or (self.search is not None and self.search.has_more())
+
+    def code(self) -> list[str]:
+        """Return dotted paths to the user's code."""
+        trials = (path for state in self.state.trials for path in state.trial.config.code())
+        return sorted({*trials, *(self.search.code() if self.search is not None else ())})
+
 
 class Listener:
     """Receives the events of a sweep, each after the sweep's own state and files have it.
@@ -242,6 +250,9 @@ class SweepRun:
             self._logged.add(text)
             self.log(text)
 
+    def config_of(self, number: int) -> SweepConfig:
+        return self.states[number].trial.config
+
     def folder_of(self, number: int) -> Path:
         """Return the folder that a trial's processes write to."""
         return storage(self.states[number].trial, self.folder)
@@ -268,7 +279,7 @@ class SweepRun:
             raise
 
     def has_more(self) -> bool:
-        return self.state.open or (self.plan.search is not None and self.plan.search.has_more())
+        return self.plan.has_more()
 
     def next(self) -> int | None:
         """Return the number of the trial to begin next; None if there is none now.
@@ -348,27 +359,25 @@ class SweepRun:
             self.publish("facts", number, facts)
         return number in self._facts_read
 
-    def epoch(self, number: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of an epoch as they were reported. The trial's folder has them too."""
+    def epoch(self, number: int, report: Mapping[str, Any]) -> None:
+        """Take the metrics of an epoch, which the trial's folder has too, from a report that may have Tune's names."""
         self.has_facts(number)
-        floats = {name: float(value) for name, value in metrics.items()}
-        self._record_epoch(number, {**floats, "epoch": metrics["epoch"]})
+        metrics = {name: float(value) for name, value in report.items() if "/" in name or name == "step"}
+        self._record_epoch(number, {"epoch": report["epoch"], **metrics})
 
     def _record_epoch(self, number: int, metrics: dict[str, float]) -> None:
         if self.states[number].record_epoch(metrics):
             self.publish("epoch", number, metrics)
 
-    def write_stop(self, number: int, metrics: Mapping[str, float]) -> Outcome:
-        """Write the outcome of a trial that its scheduler stops at an epoch; return it, or the one that was there.
+    def write_stop(self, number: int, report: Mapping[str, Any]) -> None:
+        """Write the outcome of a trial that its scheduler stops at the epoch of a report, unless the trial has one.
 
         It has finished if all its work is done, though nobody waited for it.
         """
-        config, folder = self.states[number].trial.config, self.folder_of(number)
-        through = config.training.is_through(metrics["epoch"], metrics.get("step", 0))
-        finished = through and (not config.export or exported(folder) is not None)
-        outcome = Outcome(TrialStatus.finished if finished else TrialStatus.stopped)
-        self._write_outcome(number, outcome)
-        return read_outcome(folder) or outcome
+        config = self.config_of(number)
+        through = config.training.is_through(report["epoch"], report.get("step", 0))
+        finished = through and (not config.export or exported(self.folder_of(number)) is not None)
+        self._write_outcome(number, Outcome(TrialStatus.finished if finished else TrialStatus.stopped))
 
     def tick(self) -> None:
         """Let time pass for the listeners: called repeatedly while trials run. Raises as `next`."""
@@ -379,15 +388,20 @@ class SweepRun:
         if self._is_recorded:
             (self.folder / "sweep.json").stat()  # Ray makes a removed folder again, without this file
 
-    def end(self, number: int, outcome: Outcome) -> None:
-        """End a trial. An interrupted one has no result yet."""
-        state = self.states[number]
+    def end(self, number: int, outcome: Outcome | None = None) -> None:
+        """End a trial. An interrupted one has no result yet.
+
+        Args:
+            outcome: None: what its folder has.
+        """
+        state, folder = self.states[number], self.folder_of(number)
         if state.ended:
             return
+        outcome = outcome or read_outcome(folder) or Outcome(TrialStatus.failed, Reason.of(Code.no_outcome))
         self.has_facts(number)
-        for metrics in read_metrics(self.folder_of(number)):  # its process may have been killed before it reported one
+        for metrics in read_metrics(folder):  # its process may have been killed before it reported one
             self._record_epoch(number, metrics)
-        state.facts = state.facts or read_any_facts(self.folder_of(number)) or {}  # it may end before it has new ones
+        state.facts = state.facts or read_any_facts(folder) or {}  # it may end before it has new ones
         state.end(outcome, time.time())
         if outcome.status.is_result:
             self._write_outcome(number, outcome)

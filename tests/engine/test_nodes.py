@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_lab.engine.nodes import Node, NodeWatch, groups_that_fit
+from fsdp_lab.engine.nodes import Node, groups_that_fit
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.reason_texts import reason_text
 from tests.trained import PLAIN, TINY
@@ -16,15 +16,6 @@ B = Node("b", "10.0.0.2", 1, "other", True, {"CPU": 96.0, "GPU": 8.0})
 GONE = replace(B, alive=False, resources={})
 BACK = replace(B, id="c")
 EACH = {"CPU": 1.0, "GPU": 1.0}
-
-
-def test_changes_are_reported_once():
-    watch = NodeWatch([A])
-    assert watch.changes([A]) == []
-    assert watch.changes([A, B]) == ["node 10.0.0.2 (other) joined with 96 CPU and 8 GPU; the next trials use it"]
-    (gone,) = watch.changes([A, GONE])
-    assert gone.startswith("node 10.0.0.2 (other) went down with 96 CPU and 8 GPU")
-    assert watch.changes([A, GONE]) == [] and watch.known == {"a", "b"}
 
 
 @pytest.mark.parametrize(

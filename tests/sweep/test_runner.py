@@ -15,7 +15,7 @@ import pytest
 from fsdp_lab.files import append_line
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.failures import read_failures
-from fsdp_lab.record.trial_files import Outcome, read_forecast, read_metrics
+from fsdp_lab.record.trial_files import Outcome, read_forecast, read_metrics, read_outcome
 from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.status import ExitCode, TrialStatus
@@ -217,4 +217,6 @@ def test_a_trial_that_its_scheduler_stops_at_its_last_step_has_finished(
     words = ["training.epochs=10", "training.max_steps=20", "export=false"]
     sweep = SweepRun(plan_of(compose_trial, tmp_path, [words]), [])
     sweep.prepare(0)
-    assert sweep.write_stop(0, {"epoch": epoch, "step": step}).status == status
+    sweep.write_stop(0, {"epoch": epoch, "step": step})
+    outcome = read_outcome(sweep.folder_of(0))
+    assert outcome is not None and outcome.status == status

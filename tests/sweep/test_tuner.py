@@ -21,21 +21,24 @@ from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import Outcome, read_outcome, write_outcome
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
-from fsdp_lab.sweep.executors.tuner import TuneCallback, _get_files, metrics_of, put_back_running
+from fsdp_lab.sweep.executors.tuner import TuneCallback, _get_files, put_back_running
 from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.schedulers.median import build_scheduler
 from tests.sweep.planted import Compose, Hears, plan_of
 
 
 @pytest.mark.parametrize(("workers", "each", "beside"), [(1, 0.25, 4), (2, 0.5, 1), (2, 0.25, 2)])
-def test_as_many_trials_start_at_a_time_as_the_cluster_holds(
+def test_as_many_trials_run_side_by_side_as_the_cluster_holds(
     workers: int, each: float, beside: int, monkeypatch: pytest.MonkeyPatch
 ):
     where = {"NodeID": "one", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1, "NodeManagerHostname": "here"}
     monkeypatch.setattr("ray.nodes", lambda: [{**where, "Alive": True, "Resources": {"CPU": 1.0}}])
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1.0})
     config = replace(SweepConfig(), cluster=ClusterConfig(num_workers=workers, cpus_per_worker=each))
-    assert ResourceCatalog().side_by_side(config) == beside
+    catalog = ResourceCatalog()
+    while catalog.has_room(config):
+        catalog.taken[str(len(catalog.taken))] = catalog.of(config)
+    assert len(catalog.taken) == beside
 
 
 def test_each_configuration_is_checked_not_the_first_of_its_cluster(monkeypatch: pytest.MonkeyPatch):
@@ -79,7 +82,7 @@ def test_the_files_of_a_stopped_trial_come_from_storage_and_end_no_sweep_if_they
     assert not (tmp_path / "removed").exists()
 
 
-def test_the_metrics_of_an_epoch_are_what_was_reported_without_what_tune_adds():
+def test_the_metrics_of_an_epoch_are_what_was_reported_without_what_tune_adds(compose_trial: Compose, tmp_path: Path):
     reported = {"epoch": 2, "step": 8, "val/loss": math.nan, "perf/samples_per_s": 3.5}
 
     class Reports(tune.Trainable):
@@ -87,8 +90,10 @@ def test_the_metrics_of_an_epoch_are_what_was_reported_without_what_tune_adds():
             return dict(reported)
 
     result = Reports(config={"number": 0, "job": "{}"}).train()
-    assert {"config", "done", "pid", "time_total_s"} <= result.keys()
-    assert repr(metrics_of({**result, "trial_id": "one"})) == repr(reported)
+    assert {"config", "done", "pid", "time_total_s", "timestamp"} <= result.keys()
+    sweep = SweepRun(plan_of(compose_trial, tmp_path, [[]]), [hears := Hears()])
+    sweep.epoch(0, {**result, "trial_id": "one"})
+    assert repr(hears.epochs) == repr([{**reported, "step": 8.0}])
 
 
 @pytest.mark.parametrize("by_itself", [False, True])

@@ -26,20 +26,14 @@ def reach_cluster(plan: SweepPlan) -> None:
     Raises:
         UserError: no Ray answers there, or not to this process's token; or none can be started here.
     """
-    config, search = plan.config, plan.search
-    has_more = plan.state.open or (search is not None and search.has_more())
-    if config.engine is not Engine.ray or not has_more:
+    config = plan.config
+    if config.engine is not Engine.ray or not plan.has_more():
         return
     if config.cluster.address is None:
         ray_folder()  # which checks it
     else:
         print(f"connecting to Ray at {config.cluster.address}", flush=True)
-        engine.start_ray(config.cluster, _code_of(plan))
-
-
-def _code_of(plan: SweepPlan) -> list[str]:
-    trials = (path for state in plan.state.trials for path in state.trial.config.code())
-    return sorted({*trials, *(plan.search.code() if plan.search is not None else ())})
+        engine.start_ray(config.cluster, plan.code())
 
 
 class RayTuneExecutor:
@@ -53,7 +47,7 @@ class RayTuneExecutor:
         cluster = sweep.config.cluster
         if cluster.address is None:
             sweep.log("Ray starts")
-        engine.start_ray(cluster, _code_of(sweep.plan))
+        engine.start_ray(cluster, sweep.plan.code())
         sigterm_interrupts()  # Ray has put a handler of its own
         if cluster.address is None:
             threading.Thread(target=self._watch_servers, args=(sweep,), name="ray", daemon=True).start()
@@ -69,7 +63,7 @@ class RayTuneExecutor:
     def run(self, sweep: SweepRun) -> None:
         from ray.exceptions import OutOfMemoryError
 
-        from fsdp_lab.sweep.executors.tuner import MAX_STARTING, build_tuner, put_back_running
+        from fsdp_lab.sweep.executors.tuner import build_tuner, put_back_running
 
         # Of Tune's own state on disk, which nothing here reads, it need not tell that it could not be written.
         logging.getLogger("ray.tune.execution.experiment_state").setLevel(logging.CRITICAL)
@@ -77,23 +71,19 @@ class RayTuneExecutor:
             sweep.log(f"trials take seconds longer to start: {why}")
         elif sweep.config.cluster.address is None:
             shortcut.keep_ready_processes()
-        typed, deaths, killed = MAX_STARTING in os.environ, Counter[tuple[int, int]](), True
+        deaths = Counter[tuple[int, int]]()
         try:
-            while killed and sweep.has_more():
-                killed = False
+            while sweep.has_more():
                 try:
                     build_tuner(sweep).fit()
+                    return
                 except Exception as error:
                     if not any(isinstance(each, OutOfMemoryError) for each in (error, error.__cause__)):
                         raise
-                    killed = True  # Ray killed a trial's own process, of which Tune knows nothing
-                    put_back_running(sweep, deaths)
+                    put_back_running(sweep, deaths)  # Ray killed a trial's own process, of which Tune knows nothing
         except KeyboardInterrupt:
             gc.disable()  # Tune's destructors ask Ray, which may not answer any more; this process ends soon
             raise
-        finally:
-            if not typed:
-                os.environ.pop(MAX_STARTING, None)  # another sweep of this process has its own number
 
     def stop(self) -> None:
         """Disconnect from Ray; a Ray that was started here ends."""

@@ -8,9 +8,8 @@ import ray
 
 from fsdp_lab.config import SweepConfig, workers_of
 from fsdp_lab.engine import resources
-from fsdp_lab.engine.nodes import NodeWatch, nodes
 
-LOOK_S = 1.0  # at the cluster's nodes
+_LOOK_S = 1.0  # at the cluster's resources
 _ROUNDING = 1e-6  # of sums of shares of a core
 
 
@@ -18,7 +17,6 @@ class ResourceCatalog:
     """The resources that trials need, and those of the cluster, which change with its nodes.
 
     Attributes:
-        nodes: that the sweep has seen.
         taken: Tune's name of a running trial -> its resources.
     """
 
@@ -27,7 +25,6 @@ class ResourceCatalog:
         self._checked: set[int] = set()  # configurations, which their trials keep
         self._total: dict[str, float] = {}
         self._look_at = 0.0
-        self.nodes = NodeWatch(nodes())
         self.taken: dict[str, dict[str, float]] = {}
 
     def of(self, config: SweepConfig) -> dict[str, float]:
@@ -48,13 +45,8 @@ class ResourceCatalog:
     def total(self) -> dict[str, float]:
         """Return the cluster's resources, at most a second old."""
         if (now := time.monotonic()) >= self._look_at:
-            self._total, self._look_at = ray.cluster_resources(), now + LOOK_S
+            self._total, self._look_at = ray.cluster_resources(), now + _LOOK_S
         return self._total
-
-    def side_by_side(self, config: SweepConfig) -> int:
-        """Return how many trials like this one fit into the cluster as it is; at least 1."""
-        total = self.total()
-        return max(1, min(int(total.get(name, 0) / amount) for name, amount in self.of(config).items() if amount))
 
     def has_room(self, config: SweepConfig) -> bool:
         """Return whether a trial fits beside the running ones. The first always does: it waits for nodes that died."""
@@ -65,3 +57,12 @@ class ResourceCatalog:
             amount + sum(taken.get(name, 0.0) for taken in all_taken) <= total.get(name, 0.0) + _ROUNDING
             for name, amount in self.of(config).items()
         )
+
+    def free_for(self, config: SweepConfig) -> str:
+        """Return text about what a trial needs, how much of it is free, and how long it waits."""
+        free, total = ray.available_resources(), self.total()
+        needed = " and ".join(
+            f"{amount:g} {name} ({free.get(name, 0):g} of {total.get(name, 0):g} free)"
+            for name, amount in self.of(config).items()
+        )
+        return f"{needed}; it gives up after cluster.wait_timeout_s={config.cluster.wait_timeout_s:g} s"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import threading
@@ -13,32 +12,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray import tune
 from ray.tune.progress_reporter import TrialProgressCallback
-from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import Searcher
 
-from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, stops_on, to_dict, workers_of
-from fsdp_lab.config.registry import module_of
+from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, to_dict, workers_of
 from fsdp_lab.engine import resources, shortcut
 from fsdp_lab.engine.files_of_ranks import receive
 from fsdp_lab.engine.job import Job, trial_function
-from fsdp_lab.engine.nodes import nodes
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial_files import Outcome, read_outcome, read_progress
+from fsdp_lab.record.trial_files import read_outcome, read_progress
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.storage import Storage, StorageRefused
-from fsdp_lab.sweep.executors.resource_catalog import LOOK_S, ResourceCatalog
+from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.runner import SweepRun
+from fsdp_lab.sweep.schedulers import build_scheduler
 
 _QUIET_S = 20.0  # a start takes about ten seconds; who waits longer is told what for
 _REPEAT_S = 60.0
 _MOST_STARTS = 5  # of a trial whose processes end before it begins
 _STORE_S = 5.0  # for the files of a stopped trial, while every other trial waits to be heard
-MAX_STARTING = "TUNE_MAX_PENDING_TRIALS_PG"
-_MOST_STARTING = 64  # of Tune's processes for trials, at a time; by itself Tune starts one after another
 
 
 def build_tuner(sweep: SweepRun) -> tune.Tuner:
@@ -48,11 +42,8 @@ def build_tuner(sweep: SweepRun) -> tune.Tuner:
         ConfigError: the cluster cannot hold a trial.
     """
     catalog = ResourceCatalog()
-    configs = [state.trial.config for state in sweep.states if not state.ended] or [sweep.config]
-    for config in configs:
+    for config in [state.trial.config for state in sweep.states if not state.ended] or [sweep.config]:
         catalog.of(config)  # told before the first begins
-    side_by_side = max(catalog.side_by_side(config) for config in configs)
-    os.environ.setdefault(MAX_STARTING, str(min(side_by_side, _MOST_STARTING)))
     # Tune's process for a trial only waits: it takes a byte, since it must take something, and no core.
     return tune.Tuner(
         tune.with_resources(trial_function, {"memory": 1, **resources.driver_node()}),
@@ -86,25 +77,13 @@ def put_back_running(sweep: SweepRun, deaths: Counter[tuple[int, int]]) -> None:
     for number, state in reversed(list(enumerate(sweep.states))):
         if state.status not in (TrialStatus.starting, TrialStatus.running):
             continue
-        folder = sweep.folder_of(number)
-        resources.release_placement_group(folder)
+        resources.release_placement_group(folder := sweep.folder_of(number))
         state.resuming = state.resuming or state.status is TrialStatus.running
         deaths[number, len(state.epochs)] += 1
-        outcome = read_outcome(folder)
-        if outcome is None and deaths[number, len(state.epochs)] > sweep.config.cluster.max_failures:
-            outcome = Outcome(TrialStatus.failed, Reason.of(Code.no_outcome))
-        if outcome is not None:
-            sweep.end(number, outcome)
+        if read_outcome(folder) or deaths[number, len(state.epochs)] > sweep.config.cluster.max_failures:
+            sweep.end(number)
         else:
             sweep.state.put_back(number)
-
-
-def build_scheduler(config: SweepConfig) -> TrialScheduler:
-    """Return Ray Tune's scheduler for `scheduler=...`, which counts the epochs that a trial has trained."""
-    metric, mode = stops_on(config)
-    module = importlib.import_module(module_of("scheduler.name", config.scheduler.name))
-    scheduler: TrialScheduler = module.build_scheduler(config, {"time_attr": "epoch", "metric": metric, "mode": mode})
-    return scheduler
 
 
 class NextTrial(Searcher):
@@ -113,7 +92,6 @@ class NextTrial(Searcher):
     def __init__(self, sweep: SweepRun, catalog: ResourceCatalog) -> None:
         super().__init__()
         self._sweep, self._catalog = sweep, catalog
-        self._held: int | None = None  # a trial that a search suggested, and that has no room yet
 
     def __getstate__(self) -> dict[str, Any]:
         """Return nothing: Tune keeps a copy on disk, which is never read. A resume reads the sweep's folder."""
@@ -121,32 +99,26 @@ class NextTrial(Searcher):
 
     def suggest(self, trial_id: str) -> Any:
         """Return the number and the job of the next trial; None if none can start now, FINISHED at the end."""
-        while True:
-            number, self._held = self._held, None
-            if number is None:
-                if not self._may_have_room():
-                    return None
-                number = self._sweep.next()
+        while self._may_have_room():
+            number = self._sweep.next()
             if number is None:
                 return None if self._sweep.has_more() else Searcher.FINISHED
-            config = self._sweep.states[number].trial.config
+            config = self._sweep.config_of(number)
             try:
-                if not self._catalog.has_room(config):
-                    self._held = number
-                    return None
-                self._catalog.taken[trial_id] = self._catalog.of(config)
-                break
+                needed = self._catalog.of(config)
             except ConfigError as error:
                 if not self._sweep.config.search.samples:
                     raise
-                self._sweep.prepare(number)
-                # the cluster cannot hold what was suggested
-                reason = Reason.of(Code.user_error, text=str(error))
-                self._sweep.end(number, Outcome(TrialStatus.failed, reason))
-        self._sweep.prepare(number)
-        folder, address = str(self._sweep.folder_of(number)), self._sweep.address_of(number)
-        job = job_of(config, folder, address)
-        return {"number": number, "job": json.dumps(asdict(job))}
+                self._sweep.fail(number, Reason.of(Code.user_error, text=str(error)))
+                continue
+            if not self._catalog.has_room(config):
+                self._sweep.state.put_back(number)
+                return None
+            self._catalog.taken[trial_id] = needed
+            self._sweep.prepare(number)
+            job = job_of(config, str(self._sweep.folder_of(number)), self._sweep.address_of(number))
+            return {"number": number, "job": json.dumps(asdict(job))}
+        return None
 
     def _may_have_room(self) -> bool:
         """Return whether the next trial fits.
@@ -154,13 +126,8 @@ class NextTrial(Searcher):
         A search suggests as late as possible, so the resources that its trials share decide.
         """
         number = self._sweep.state.next_waiting()
-        if number is not None:
-            return self._catalog.has_room(self._sweep.states[number].trial.config)
         with suppress(ConfigError):  # what is suggested may be smaller
-            return self._catalog.has_room(self._sweep.config)
-        return True
-
-    def set_search_properties(self, *args: Any, **kwargs: Any) -> bool:
+            return self._catalog.has_room(self._sweep.config_of(number) if number is not None else self._sweep.config)
         return True
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
@@ -168,15 +135,10 @@ class NextTrial(Searcher):
 
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
         """Do nothing: the sweep's folder has the state."""
-        pass
 
 
-def job_of(config: SweepConfig, folder: str, address: str | None = None) -> Job:
-    """Return the job of a trial.
-
-    Args:
-        address: the trial's in object storage; None: none.
-    """
+def job_of(config: SweepConfig, folder: str, address: str | None) -> Job:
+    """Return the job of a trial. `address`: the trial's in object storage; None: none."""
     return Job(
         config=to_dict(part(config, TrialConfig)),
         folder=folder,
@@ -194,11 +156,6 @@ def job_of(config: SweepConfig, folder: str, address: str | None = None) -> Job:
     )
 
 
-def metrics_of(result: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of an epoch without what Tune has added to them, such as `pid` and `time_total_s`."""
-    return {name: value for name, value in result.items() if "/" in name or name in ("epoch", "step")}
-
-
 class TuneCallback(TrialProgressCallback):
     """Passes Ray Tune's events on to the sweep. Runs in the driver, between Tune's own steps.
 
@@ -210,7 +167,6 @@ class TuneCallback(TrialProgressCallback):
         self._sweep, self._catalog = sweep, catalog
         self._speak_at: dict[int, float] = {}
         self._put_back: Counter[int] = Counter()
-        self._look_at = 0.0  # at the nodes
 
     def __getstate__(self) -> dict[str, Any]:
         """Return nothing: Tune keeps a copy of its callbacks on disk, and this one's state is in the driver."""
@@ -225,96 +181,61 @@ class TuneCallback(TrialProgressCallback):
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
         """Publish the epoch that a trial reports, and end the trial if the scheduler stops it."""
-        number, metrics = trial.config["number"], metrics_of(result)
-        if not result.get("done"):
-            self._sweep.epoch(number, metrics)
-            return
-        # In this order: that its workers are gone is no failure, and the next trial waits for their places.
-        outcome = self._sweep.write_stop(number, metrics)
-        folder, address = self._sweep.folder_of(number), self._sweep.address_of(number)
-        resources.release_placement_group(folder)
-        if address is not None:
-            _get_files(address, folder)
-        self._sweep.epoch(number, metrics)
-        self._sweep.end(number, outcome)
+        number, is_stopped = trial.config["number"], result.get("done", False)
+        if is_stopped:
+            # In this order: that its workers are gone is no failure, and the next trial waits for their places.
+            self._sweep.write_stop(number, result)
+            folder, address = self._sweep.folder_of(number), self._sweep.address_of(number)
+            resources.release_placement_group(folder)
+            if address is not None:
+                _get_files(address, folder)
+        self._sweep.epoch(number, result)
+        if is_stopped:
+            self._sweep.end(number)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._end(trial)
+        """End a trial; begin it again if its process ended before the trial began."""
+        number = trial.config["number"]
+        self._speak_at.pop(number, None)
+        self._catalog.taken.pop(trial.trial_id, None)
+        if self._sweep.states[number].status is TrialStatus.starting and self._put_back[number] < _MOST_STARTS:
+            self._put_back[number] += 1
+            self._sweep.state.put_back(number)
+            self._log(number, ": its own process ended before it began; it starts in a new one")
+            return
+        if read_outcome(self._sweep.folder_of(number)) is None:  # its process was killed, and cannot free their places
+            resources.release_placement_group(self._sweep.folder_of(number))
+        self._sweep.end(number)
 
-    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """End a running trial; start it again if it never ran."""
-        self._begin_again_or_end(trial)
+    on_trial_error = on_trial_complete
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Begin a trial again: its own process was killed, and Tune starts another."""
         number = trial.config["number"]
         resources.release_placement_group(self._sweep.folder_of(number))
-        self._sweep.log(f"{self._label(number)}: its own process was killed; it resumes in a new one")
+        self._log(number, ": its own process was killed; it resumes in a new one")
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Log what a trial is waiting for whose workers do not report yet."""
         self._sweep.tick()
-        self._look_at_nodes()
         for trial in trials if self._catalog.taken else ():
             # Tune reports no error of a trial whose process would not leave the one before, and would wait for others
             if trial.status == "ERROR" and trial.trial_id in self._catalog.taken:
-                self._begin_again_or_end(trial)
+                self.on_trial_complete(iteration, trials, trial)
         for number, speak_at in list(self._speak_at.items()):
             if self._sweep.has_facts(number):
                 del self._speak_at[number]
             elif time.monotonic() > speak_at and read_progress(self._sweep.folder_of(number)).time is None:
                 self._speak_at[number] = time.monotonic() + _REPEAT_S
-                self._sweep.log(f"{self._label(number)} waits for {self._short_of(number)}")
+                if resources.unmet_request():
+                    self._log(number, f" waits for {self._catalog.free_for(self._sweep.config_of(number))}")
 
-    def _look_at_nodes(self) -> None:
-        if self._sweep.config.cluster.address is not None and time.monotonic() >= self._look_at:
-            for change in self._catalog.nodes.changes(nodes()):
-                self._sweep.log(change)
-            self._look_at = time.monotonic() + LOOK_S
-
-    def _label(self, number: int) -> str:
-        return label(number, self._sweep.states)
-
-    def _short_of(self, number: int) -> str:
-        if not resources.unmet_request():
-            return "its worker processes to start"
-        cluster = self._sweep.states[number].trial.config.cluster
-        needed, free = self._catalog.of(self._sweep.states[number].trial.config), ray.available_resources()
-        total = self._catalog.total()
-        parts = [
-            f"{amount:g} {name} ({free.get(name, 0):g} of {total.get(name, 0):g} free)"
-            for name, amount in needed.items()
-        ]
-        limit = f"it gives up after cluster.wait_timeout_s={cluster.wait_timeout_s:g} s"
-        return f"{' and '.join(parts)}; {limit}"
-
-    def _begin_again_or_end(self, trial: Any) -> None:
-        number = trial.config["number"]
-        self._catalog.taken.pop(trial.trial_id, None)
-        has_begun = self._sweep.states[number].status is not TrialStatus.starting
-        if has_begun or self._put_back[number] >= _MOST_STARTS:
-            self._end(trial)
-            return
-        self._put_back[number] += 1
-        self._sweep.state.put_back(number)
-        self._sweep.log(f"{self._label(number)}: its own process ended before it began; it starts in a new one")
-
-    def _end(self, trial: Any) -> None:
-        number = trial.config["number"]
-        self._speak_at.pop(number, None)
-        folder = self._sweep.folder_of(number)
-        outcome = read_outcome(folder)
-        if outcome is None:  # its process was killed, and cannot free what the workers hold
-            resources.release_placement_group(folder)
-            outcome = Outcome(TrialStatus.failed, Reason.of(Code.no_outcome))
-        self._sweep.end(number, outcome)
+    def _log(self, number: int, what: str) -> None:
+        self._sweep.log(f"{label(number, self._sweep.states)}{what}")
 
 
 def _get_files(address: str, folder: Path) -> None:
-    """Get the files of a stopped trial's ranks: its own process would take its time, which the next trial needs.
-
-    What has not come in time comes later, or with a resume from storage.
-    """
+    """Get the files of a stopped trial's ranks. What does not come in time comes later, or with a resume."""
 
     def get() -> None:
         with suppress(StorageRefused, OSError):
