@@ -25,12 +25,12 @@ from fsdp_lab.engine.rendezvous import backend_config
 from fsdp_lab.engine.resources import release_placement_group, worker_resources
 from fsdp_lab.engine.worker import train_worker
 from fsdp_lab.record.failures import set_aside_failures
-from fsdp_lab.record.trial_files import TrialWriter, read_metrics, wait_until_alone
+from fsdp_lab.record.trial_files import ENDED, TrialWriter, read_metrics, read_progress, wait_until_alone
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
 _LOOK_S = 0.1  # between two looks for another epoch
-_KILLS_S = 30.0  # a kill by the kernel so long ago may be why a rank has ended: Ray takes its time to tell
+_KILL_LOOKS = 300  # of these, half a minute: a kill by the kernel may be why a rank has ended, and Ray takes its time
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def train_with_retries(job: Job, epochs: Epochs) -> None:
 
     folder = Path(job.folder)
     for left in range(job.max_failures, -1, -1):
-        before, kills = log_sizes(folder), KernelKills()
+        before, kills = log_sizes(folder), deque([kernel_kills()], maxlen=_KILL_LOOKS)
         try:
             train_once(job, epochs, kills)
             return
@@ -144,7 +144,7 @@ def train_with_retries(job: Job, epochs: Epochs) -> None:
                     receive(Storage(job.storage), folder, patience_s=0.0)
             here = ray.get_runtime_context().get_node_id()
             errors = getattr(error, "worker_failures", {})
-            note_deaths(folder, errors, job.timeout_s, before, here, kills.is_recent())
+            note_deaths(folder, errors, job.timeout_s, before, here, kernel_kills() > kills[0])
             if not left or is_final(folder, error):
                 raise
         set_aside_failures(folder)
@@ -152,14 +152,20 @@ def train_with_retries(job: Job, epochs: Epochs) -> None:
             wait_until_alone(folder, _ALONE_LIMIT_S)  # workers end a moment after Ray has killed them
 
 
-def train_once(job: Job, epochs: Epochs, kills: KernelKills) -> None:
-    """Train with Ray Train in a thread, and report epochs meanwhile. However this ends, the workers are removed."""
+def train_once(job: Job, epochs: Epochs, kills: deque[int]) -> None:
+    """Train with Ray Train in a thread, and report epochs meanwhile. However this ends, the workers are removed.
+
+    Args:
+        kills: gets the counts of `kernel_kills`.
+    """
     ended: Future[None] = Future()
     threading.Thread(target=_fit, args=(job, ended), name="Ray Train", daemon=True).start()
     try:
         while not wait([ended], timeout=_LOOK_S).done:
+            if read_progress(Path(job.folder)).phase == ENDED:
+                return  # Ray Train may take many seconds to end
             epochs.report()
-            kills.look()
+            kills.append(kernel_kills())
         ended.result()
     except BaseException:  # Tune ends a trial by SystemExit
         release_placement_group(Path(job.folder))  # Ray forgets workers that ended while they started
@@ -211,26 +217,7 @@ def trainer(job: Job) -> Any:
     return TorchTrainer(train_worker, torch_config=backend, **settings)
 
 
-class KernelKills:
-    """Counts what the kernel of this node kills for lack of memory."""
-
-    def __init__(self) -> None:
-        self._counts = deque([(time.monotonic(), _kernel_kills())])
-
-    def look(self) -> None:
-        """Count again, at most once a second."""
-        now = time.monotonic()
-        if now - self._counts[-1][0] > 1.0:
-            self._counts.append((now, _kernel_kills()))
-            while now - self._counts[0][0] > _KILLS_S:
-                self._counts.popleft()
-
-    def is_recent(self) -> bool:
-        """Return whether there was such a kill in the last seconds."""
-        return _kernel_kills() > self._counts[0][1]
-
-
-def _kernel_kills() -> int:
+def kernel_kills() -> int:
     """Return how many processes the kernel has killed for lack of memory; 0 on a machine that does not count."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():

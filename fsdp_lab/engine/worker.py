@@ -64,6 +64,7 @@ def train_worker(job: dict[str, Any]) -> None:
             except RankFailure as failure:
                 print_failure(failure)
                 raise
+        ray.train.report({})  # Ray Train takes its time to end
     except RankFailure as failure:
         if failure.reason.code is Code.peer_lost:
             time.sleep(_PEER_S)

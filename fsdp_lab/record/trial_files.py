@@ -40,6 +40,9 @@ _OF_FACTS = f"{RESTORE}: its device and data are then not known"
 _OF_METRICS = f"{RESTORE} and outcome.json: a resume then ends the trial from its last checkpoint"
 
 
+ENDED = "ended"  # a phase: all ranks have trained to the end
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a trial ended.
@@ -120,15 +123,17 @@ class TrialWriter:
         self._reported: dict[int, dict[str, float]] | None = None
 
     def receive(self, content: dict[str, Any]) -> None:
-        """Write a report: `facts`, or the `metrics` of an epoch, of which it appends a line or replaces its line.
+        """Write a report: `facts`, or the `metrics` of an epoch as a new line or in place of its line; or the end.
 
         Raises:
             FileNotFoundError: the folder was removed. Ray may have made it again: it holds no `facts.json` then.
         """
         if "facts" in content:
             write_json(self._folder / "facts.json", content["facts"], parents=False)
-        else:
+        elif "metrics" in content:
             self._epoch(content["metrics"])
+        else:
+            ProgressFile(self._folder).write(phase=ENDED)
 
     def _epoch(self, metrics: dict[str, float]) -> None:
         (self._folder / "facts.json").stat()

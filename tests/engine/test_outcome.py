@@ -9,19 +9,23 @@ import pickle
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from ray.exceptions import OutOfMemoryError, RayActorError
+from ray.train import TrainingFailedError
 from torch.utils.data import DataLoader
 
 from fsdp_lab.config import ConfigError, TrialConfig, UserError
+from fsdp_lab.engine import job
 from fsdp_lab.engine.failures import code_of, failure_of
 from fsdp_lab.engine.files_of_ranks import at_end, receive
 from fsdp_lab.engine.inline import run_inline
-from fsdp_lab.engine.job import Epochs, KernelKills
+from fsdp_lab.engine.job import Epochs, Job, train_with_retries
 from fsdp_lab.engine.outcome import is_final, log_sizes, note_deaths
 from fsdp_lab.engine.rank import RankReporter, train_rank
 from fsdp_lab.engine.worker import join_ranks
@@ -269,19 +273,30 @@ def test_a_kill_by_the_kernel_counts_for_a_rank_on_its_node(node: str, log: str,
     assert failure.reason.code == code and words in reason_text(failure.reason)
 
 
-def test_a_kill_by_the_kernel_long_ago_is_no_cause(monkeypatch: pytest.MonkeyPatch):
-    """It may have been of another container. The kernel's counts and the clock are planted."""
-    now, count = [0.0], [0]
-    monkeypatch.setattr("fsdp_lab.engine.job.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("fsdp_lab.engine.job._kernel_kills", lambda: count[0])
-    kills = KernelKills()
-    for second in range(1, 100):
-        now[0], count[0] = float(second), int(second > 20)
-        kills.look()
-        if second <= 20 or second >= 60:
-            assert not kills.is_recent(), second
-        elif second <= 50:
-            assert kills.is_recent(), second
+@pytest.mark.parametrize(("killed_after", "counts"), [(20, False), (350, True)])
+def test_a_kill_by_the_kernel_long_ago_is_no_cause(
+    killed_after: int, counts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """It may have been of another container. The kernel's counts are planted; Ray Train ends after 400 looks."""
+    looks = iter(range(1000))
+    told = dict[str, bool]()
+    monkeypatch.setattr(job, "_LOOK_S", 0.0)
+    monkeypatch.setattr(job, "kernel_kills", lambda: int(next(looks) > killed_after))
+    monkeypatch.setattr(job, "release_placement_group", lambda folder: None)
+    monkeypatch.setattr("ray.get_runtime_context", Mock())
+    monkeypatch.setattr(job, "note_deaths", lambda *given: told.update(kernel_killed=given[-1]))
+
+    class Fails:
+        def fit(self) -> None:
+            while next(looks) < 400:
+                time.sleep(0.001)
+            raise TrainingFailedError
+
+    monkeypatch.setattr(job, "trainer", lambda given: Fails())
+    given = Job({}, str(tmp_path), 1, 1.0, False, "", None, 1.0, 0, True)
+    with pytest.raises(TrainingFailedError):
+        train_with_retries(given, Mock())
+    assert told["kernel_killed"] is counts
 
 
 @pytest.mark.parametrize(
