@@ -14,13 +14,13 @@ LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 _OTHERS = """
 import os, ray, subprocess, sys
 from fsdp_lab.config.sweep import ClusterConfig
-from fsdp_lab.engine.cluster import start_ray, stop_ray
+from fsdp_lab.engine.cluster import _own_folders, start_ray, stop_ray
 start_ray(ClusterConfig())
 task = "print(ray.get(ray.remote(lambda: 'ran').remote()))"
 exec(task)
 run = f"import ray, sys; ray.init(address=sys.argv[1], logging_level='ERROR'); {task}"
 context = ray.get_runtime_context()
-session = ray._private.worker._global_node.get_session_dir_path()
+(session,) = map(str, _own_folders)
 token = os.environ["RAY_AUTH_TOKEN"]
 grep = ["grep", "-rl", token, session, os.environ["HOME"]]
 print("in files:" + subprocess.run(grep, capture_output=True, text=True).stdout)
