@@ -348,7 +348,7 @@ FAULTS = (
           "sweep/test_tuner.py::"
           "test_that_a_trial_is_stopped_is_written_before_its_workers_go_unless_it_has_ended_by_itself"),
     Fault("trials that a memory kill ended begin from nothing", "fsdp_lab/sweep/executors/tuner.py",
-          "        state.resuming = state.resuming or state.status is TrialStatus.running\n", "",
+          "        state.resuming, most = True, sweep", "        most = sweep",
           "sweep/test_tuner.py::"
           "test_trials_of_a_tune_that_a_memory_kill_ended_resume_unless_they_get_nowhere"),
     Fault("Ray prints a paragraph about each killed worker", "fsdp_lab/engine/cluster.py",

@@ -15,9 +15,8 @@ from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder, read_start
 from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.status import ExitCode
-from fsdp_lab.sweep.executors.ray_tune import reach_cluster
 from fsdp_lab.sweep.names import run_name
-from fsdp_lab.sweep.runner import SweepPlan
+from fsdp_lab.sweep.runner import SweepPlan, reach_cluster
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.find import remember_last
 from fsdp_lab.sweep.store.folder import new_folder

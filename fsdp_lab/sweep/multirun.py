@@ -23,11 +23,10 @@ from fsdp_lab.record.sweep_json import SweepStart, begin_folder, read_start
 from fsdp_lab.record.trials_jsonl import add_trial, read_trials
 from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.composer import Composer
-from fsdp_lab.sweep.executors.ray_tune import reach_cluster
 from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, repeat_axis, swept_keys, with_overrides
 from fsdp_lab.sweep.names import run_name
 from fsdp_lab.sweep.plan import plan_sweep
-from fsdp_lab.sweep.runner import SweepPlan
+from fsdp_lab.sweep.runner import SweepPlan, reach_cluster
 from fsdp_lab.sweep.search import OptunaSearch, read_space
 from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.find import remember_last

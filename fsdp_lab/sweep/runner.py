@@ -12,6 +12,9 @@ from typing import Any, Protocol
 
 from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError
+from fsdp_lab.config.machine import ray_folder
+from fsdp_lab.config.sweep import Engine
+from fsdp_lab.engine.cluster import start_ray
 from fsdp_lab.files import sync
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.failures import RankFailure, record_failure
@@ -68,6 +71,22 @@ class SweepPlan:
         """Return dotted paths to the user's code."""
         trials = (path for state in self.state.trials for path in state.trial.config.code())
         return sorted({*trials, *(self.search.code() if self.search is not None else ())})
+
+
+def reach_cluster(plan: SweepPlan) -> None:
+    """Reach the Ray at `cluster.address` before the sweep writes anything anywhere.
+
+    Raises:
+        UserError: no Ray answers there, or not to this process's token; or none can be started here.
+    """
+    cluster = plan.config.cluster
+    if plan.config.engine is not Engine.ray or not plan.has_more():
+        return
+    if cluster.address is None:
+        ray_folder()  # which checks it
+    else:
+        print(f"connecting to Ray at {cluster.address}", flush=True)
+        start_ray(cluster, plan.code())
 
 
 class Listener:

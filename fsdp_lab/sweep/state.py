@@ -163,6 +163,11 @@ class SweepState:
         self.trials[number].status = TrialStatus.waiting
         self._queue.appendleft(number)
 
+    def running(self) -> list[int]:
+        """Return the trials that were given to the executor and have not ended; the last one first."""
+        begun = (TrialStatus.starting, TrialStatus.running)
+        return [number for number, state in enumerate(self.trials) if state.status in begun][::-1]
+
     @property
     def open(self) -> bool:
         return any(not state.ended for state in self.trials)

@@ -19,10 +19,9 @@ from fsdp_lab.record.trial_files import Outcome, read_forecast, read_metrics, re
 from fsdp_lab.speed.device import Basis
 from fsdp_lab.speed.predict import Speed
 from fsdp_lab.status import ExitCode, TrialStatus
-from fsdp_lab.sweep.executors.ray_tune import reach_cluster
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.forecasts import Forecasts
-from fsdp_lab.sweep.runner import SweepPlan, SweepRun, run_sweep
+from fsdp_lab.sweep.runner import SweepPlan, SweepRun, reach_cluster, run_sweep
 from fsdp_lab.sweep.search import OptunaSearch
 from tests.sweep.planted import CPU, Acts, Compose, Hears, plan_of
 
@@ -171,7 +170,7 @@ def test_a_cluster_is_reached_only_where_something_is_left_to_do(
 ):
     """A search that has suggested all its trials is resumed where its cluster is gone."""
     calls: list[Any] = []
-    monkeypatch.setattr("fsdp_lab.engine.cluster.start_ray", lambda *asked: calls.append(asked))
+    monkeypatch.setattr("fsdp_lab.sweep.runner.start_ray", lambda *asked: calls.append(asked))
     plan = plan_of(compose_trial, tmp_path, [[]], ["cluster.address=127.0.0.1:1", "cluster.num_workers=2"])
     plan.state.trials[0].status = TrialStatus(status)
     search = cast(OptunaSearch, SimpleNamespace(has_more=lambda: more, code=list))

@@ -21,7 +21,7 @@ from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import Outcome, read_outcome, write_outcome
 from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
-from fsdp_lab.sweep.executors.tuner import TuneCallback, _get_files, put_back_running
+from fsdp_lab.sweep.executors.tuner import TuneCallback, _get_files, put_back
 from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.schedulers.median import build_scheduler
 from tests.sweep.planted import Compose, Hears, plan_of
@@ -103,7 +103,7 @@ def test_that_a_trial_is_stopped_is_written_before_its_workers_go_unless_it_has_
     """Tune is planted. The trial's own process takes that its workers are gone for a failure."""
     sweep = SweepRun(plan_of(compose_trial, tmp_path, [[]]), [hears := Hears()])
     folder, trial = sweep.folder_of(0), SimpleNamespace(config={"number": 0}, trial_id="one")
-    callback = TuneCallback(sweep, cast("ResourceCatalog", SimpleNamespace(taken={})))
+    callback = TuneCallback(sweep, cast("ResourceCatalog", SimpleNamespace(taken={})), Counter())
     sweep.prepare(0)
     callback.on_trial_start(0, [], trial)
     failed = Outcome(TrialStatus.failed, Reason.of(Code.job_failed, text="its workers are gone"))
@@ -137,17 +137,21 @@ def test_trials_of_a_tune_that_a_memory_kill_ended_resume_unless_they_get_nowher
         sweep.prepare(sweep.next() or 0)
     for number in (0, 1, 2):
         sweep.begin(number)
+
+    def put_back_all() -> None:
+        for number in sweep.state.running():
+            put_back(sweep, number, deaths)
+
     metrics = sweep.folder_of(0) / "metrics.jsonl"
     metrics.write_text('{"epoch": 1, "train/loss": 2.0}\n')
     write_outcome(sweep.folder_of(2), Outcome(TrialStatus.finished))
-    put_back_running(sweep, deaths)
+    put_back_all()
     assert [state.status.name for state in sweep.states] == ["waiting", "waiting", "finished"]
     for number in (0, 1):
         assert sweep.next() == number
         sweep.prepare(number)
         sweep.begin(number)
     assert hears.epochs == [{"epoch": 1, "train/loss": 2.0}], "its folder is as it was"
-    put_back_running(sweep, deaths)
+    put_back_all()
     assert [state.status.name for state in sweep.states] == ["waiting", "failed", "finished"]
     assert sweep.states[1].reason == Reason.of(Code.no_outcome)
-    assert len(hears.logged) == 2 and "for lack of host memory" in hears.logged[0]

@@ -10,38 +10,19 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections import Counter
 
-from fsdp_lab.config.machine import ray_folder
-from fsdp_lab.config.sweep import Engine
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine import shortcut
-from fsdp_lab.sweep.runner import SweepPlan, SweepRun
+from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.shutdown import sigterm_interrupts
-
-
-def reach_cluster(plan: SweepPlan) -> None:
-    """Reach the Ray at `cluster.address` before the sweep writes anything anywhere.
-
-    Raises:
-        UserError: no Ray answers there, or not to this process's token; or none can be started here.
-    """
-    config = plan.config
-    if config.engine is not Engine.ray or not plan.has_more():
-        return
-    if config.cluster.address is None:
-        ray_folder()  # which checks it
-    else:
-        print(f"connecting to Ray at {config.cluster.address}", flush=True)
-        engine.start_ray(config.cluster, plan.code())
 
 
 class RayTuneExecutor:
     """The executor of `engine=ray`."""
 
-    def __init__(self) -> None:
-        self.interrupted_by: str | None = None
-        self._stopped = threading.Event()
+    interrupted_by: str | None = None
 
     def start(self, sweep: SweepRun) -> None:
         cluster = sweep.config.cluster
@@ -54,7 +35,8 @@ class RayTuneExecutor:
 
     def _watch_servers(self, sweep: SweepRun) -> None:
         """Interrupt this process when a server of its Ray ends, because Ray answers nothing then."""
-        while not self._stopped.wait(1.0) and not sweep.closed:
+        while not sweep.closed:
+            time.sleep(1.0)
             if lost := engine.lost_server():
                 self.interrupted_by = f"Ray's {lost}"
                 os.kill(os.getpid(), signal.SIGINT)
@@ -63,7 +45,7 @@ class RayTuneExecutor:
     def run(self, sweep: SweepRun) -> None:
         from ray.exceptions import OutOfMemoryError
 
-        from fsdp_lab.sweep.executors.tuner import build_tuner, put_back_running
+        from fsdp_lab.sweep.executors.tuner import build_tuner, put_back
 
         # Of Tune's own state on disk, which nothing here reads, it need not tell that it could not be written.
         logging.getLogger("ray.tune.execution.experiment_state").setLevel(logging.CRITICAL)
@@ -75,17 +57,18 @@ class RayTuneExecutor:
         try:
             while sweep.has_more():
                 try:
-                    build_tuner(sweep).fit()
+                    build_tuner(sweep, deaths).fit()
                     return
                 except Exception as error:
                     if not any(isinstance(each, OutOfMemoryError) for each in (error, error.__cause__)):
                         raise
-                    put_back_running(sweep, deaths)  # Ray killed a trial's own process, of which Tune knows nothing
+                    sweep.log("Ray killed a trial's own process for lack of memory; what ran resumes in a new one")
+                    for number in sweep.state.running():
+                        put_back(sweep, number, deaths)
         except KeyboardInterrupt:
             gc.disable()  # Tune's destructors ask Ray, which may not answer any more; this process ends soon
             raise
 
     def stop(self) -> None:
         """Disconnect from Ray; a Ray that was started here ends."""
-        self._stopped.set()
         engine.stop_ray()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections import Counter
@@ -30,12 +29,11 @@ from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.schedulers import build_scheduler
 
 _QUIET_S = 20.0  # a start takes about ten seconds; who waits longer is told what for
-_REPEAT_S = 60.0
 _MOST_STARTS = 5  # of a trial whose processes end before it begins
 _STORE_S = 5.0  # for the files of a stopped trial, while every other trial waits to be heard
 
 
-def build_tuner(sweep: SweepRun) -> tune.Tuner:
+def build_tuner(sweep: SweepRun, deaths: Counter[tuple[int, int]]) -> tune.Tuner:
     """Return a tuner for the sweep. Checks first that the cluster can hold each known trial.
 
     Raises:
@@ -59,31 +57,28 @@ def build_tuner(sweep: SweepRun) -> tune.Tuner:
             name=".ray_tune",
             storage_path=str(sweep.folder),
             verbose=0,
-            callbacks=[TuneCallback(sweep, catalog)],
+            callbacks=[TuneCallback(sweep, catalog, deaths)],
             # a trial whose own process was killed; what goes wrong in it is the job's to try again
             failure_config=tune.FailureConfig(max_failures=sweep.config.cluster.max_failures),
         ),
     )
 
 
-def put_back_running(sweep: SweepRun, deaths: Counter[tuple[int, int]]) -> None:
-    """Let the trials that ran begin again: Tune has ended them all because Ray killed the process of one for memory.
+def put_back(sweep: SweepRun, number: int, deaths: Counter[tuple[int, int]]) -> None:
+    """Let a trial begin again whose own process has ended; it fails if that happens often without a new epoch.
 
     Args:
-        deaths: how often that happened to a trial, by its number and its epochs so far. One to which it happens more
-            than `cluster.max_failures` times without a new epoch fails.
+        deaths: of the processes of trials, by the trial's number and its epochs so far.
     """
-    sweep.log("Ray killed a trial's own process for lack of host memory; the trials that ran resume in new ones")
-    for number, state in reversed(list(enumerate(sweep.states))):
-        if state.status not in (TrialStatus.starting, TrialStatus.running):
-            continue
-        resources.release_placement_group(folder := sweep.folder_of(number))
-        state.resuming = state.resuming or state.status is TrialStatus.running
-        deaths[number, len(state.epochs)] += 1
-        if read_outcome(folder) or deaths[number, len(state.epochs)] > sweep.config.cluster.max_failures:
-            sweep.end(number)
-        else:
-            sweep.state.put_back(number)
+    state, most = sweep.states[number], _MOST_STARTS
+    if state.status is TrialStatus.running:
+        state.resuming, most = True, sweep.config.cluster.max_failures
+        resources.release_placement_group(sweep.folder_of(number))
+    deaths[number, len(state.epochs)] += 1
+    if read_outcome(sweep.folder_of(number)) or deaths[number, len(state.epochs)] > most:
+        sweep.end(number)
+    else:
+        sweep.state.put_back(number)
 
 
 class NextTrial(Searcher):
@@ -121,10 +116,7 @@ class NextTrial(Searcher):
         return None
 
     def _may_have_room(self) -> bool:
-        """Return whether the next trial fits.
-
-        A search suggests as late as possible, so the resources that its trials share decide.
-        """
+        """Return whether the next trial fits. A search suggests late, so the resources that its trials share decide."""
         number = self._sweep.state.next_waiting()
         with suppress(ConfigError):  # what is suggested may be smaller
             return self._catalog.has_room(self._sweep.config_of(number) if number is not None else self._sweep.config)
@@ -132,9 +124,6 @@ class NextTrial(Searcher):
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
         self._catalog.taken.pop(trial_id, None)
-
-    def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
-        """Do nothing: the sweep's folder has the state."""
 
 
 def job_of(config: SweepConfig, folder: str, address: str | None) -> Job:
@@ -145,7 +134,7 @@ def job_of(config: SweepConfig, folder: str, address: str | None) -> Job:
         num_workers=workers_of(config),
         cpus_per_worker=resources.resolve_cpus_per_worker(config.cluster),
         use_gpu=resources.num_gpus() > 0,
-        launched_in=os.getcwd(),
+        launched_in=str(Path.cwd()),
         timeout_s=config.trial_timeout_s,
         wait_timeout_s=config.cluster.wait_timeout_s,
         max_failures=config.cluster.max_failures,
@@ -162,11 +151,10 @@ class TuneCallback(TrialProgressCallback):
     Tune adds no `TrialProgressCallback` of its own then, which would print a line for a trial that reported nothing.
     """
 
-    def __init__(self, sweep: SweepRun, catalog: ResourceCatalog) -> None:
+    def __init__(self, sweep: SweepRun, catalog: ResourceCatalog, deaths: Counter[tuple[int, int]]) -> None:
         super().__init__()
-        self._sweep, self._catalog = sweep, catalog
+        self._sweep, self._catalog, self._deaths = sweep, catalog, deaths
         self._speak_at: dict[int, float] = {}
-        self._put_back: Counter[int] = Counter()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return nothing: Tune keeps a copy of its callbacks on disk, and this one's state is in the driver."""
@@ -177,31 +165,25 @@ class TuneCallback(TrialProgressCallback):
         self._sweep.begin(number)
         self._speak_at[number] = time.monotonic() + _QUIET_S
 
-    def on_trial_result(
-        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
-    ) -> None:
-        """Publish the epoch that a trial reports, and end the trial if the scheduler stops it."""
-        number, is_stopped = trial.config["number"], result.get("done", False)
-        if is_stopped:
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
+        """Publish the epoch that a trial reports. If the scheduler stops the trial, its workers end first."""
+        number = trial.config["number"]
+        if result.get("done"):
             # In this order: that its workers are gone is no failure, and the next trial waits for their places.
             self._sweep.write_stop(number, result)
-            folder, address = self._sweep.folder_of(number), self._sweep.address_of(number)
-            resources.release_placement_group(folder)
-            if address is not None:
+            resources.release_placement_group(folder := self._sweep.folder_of(number))
+            if address := self._sweep.address_of(number):
                 _get_files(address, folder)
         self._sweep.epoch(number, result)
-        if is_stopped:
-            self._sweep.end(number)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """End a trial; begin it again if its process ended before the trial began."""
         number = trial.config["number"]
         self._speak_at.pop(number, None)
         self._catalog.taken.pop(trial.trial_id, None)
-        if self._sweep.states[number].status is TrialStatus.starting and self._put_back[number] < _MOST_STARTS:
-            self._put_back[number] += 1
-            self._sweep.state.put_back(number)
+        if self._sweep.states[number].status is TrialStatus.starting:
             self._log(number, ": its own process ended before it began; it starts in a new one")
+            put_back(self._sweep, number, self._deaths)
             return
         if read_outcome(self._sweep.folder_of(number)) is None:  # its process was killed, and cannot free their places
             resources.release_placement_group(self._sweep.folder_of(number))
@@ -226,7 +208,7 @@ class TuneCallback(TrialProgressCallback):
             if self._sweep.has_facts(number):
                 del self._speak_at[number]
             elif time.monotonic() > speak_at and read_progress(self._sweep.folder_of(number)).time is None:
-                self._speak_at[number] = time.monotonic() + _REPEAT_S
+                self._speak_at[number] = time.monotonic() + 3 * _QUIET_S
                 if resources.unmet_request():
                     self._log(number, f" waits for {self._catalog.free_for(self._sweep.config_of(number))}")
 
