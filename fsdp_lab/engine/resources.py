@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab import hardware
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.sweep import ClusterConfig, Placement
-from fsdp_lab.engine.nodes import groups_that_fit, nodes
 from fsdp_lab.record.trial_files import read_places
 from fsdp_lab.wording import resources_text
+
+_ROUNDING = 1e-6  # of quotients of shares of a core
 
 
 def num_gpus() -> int:
@@ -50,10 +52,10 @@ def check_capacity(cluster: ClusterConfig, num_workers: int) -> dict[str, float]
     """
     import ray
 
-    alive = sum(node.alive for node in nodes())
-    if alive > 1 and cluster.storage_path is None:
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if len(nodes) > 1 and cluster.storage_path is None:
         raise ConfigError(
-            f"cluster.storage_path=null: the cluster has {alive} nodes, and all workers of a trial write into one "
+            f"cluster.storage_path=null: the cluster has {len(nodes)} nodes, and all workers of a trial write into one "
             "folder; set cluster.storage_path to a folder that all of them mount, or to s3://bucket/prefix."
         )
     total = ray.cluster_resources()
@@ -68,20 +70,26 @@ def check_capacity(cluster: ClusterConfig, num_workers: int) -> dict[str, float]
                 f"cluster.num_workers={max(1, fits)}"
                 + (" or a smaller cluster.cpus_per_worker." if name == "CPU" else " or add nodes.")
             )
-    if (fits := groups_that_fit(each, nodes())) < num_workers:
+    if (fits := groups_that_fit(each, nodes)) < num_workers:
         raise ConfigError(
             f"cluster.num_workers={num_workers} with {resources_text(each)} each: the nodes hold {fits} of these "
             f"workers, because each has to be on one node; use cluster.num_workers={max(1, fits)} or a smaller "
             "cluster.cpus_per_worker."
         )
-    if cluster.placement is Placement.strict_pack and not groups_that_fit(needed, nodes()):
-        most = max(groups_that_fit(each, [node]) for node in nodes())
+    if cluster.placement is Placement.strict_pack and not groups_that_fit(needed, nodes):
+        most = max(groups_that_fit(each, [node]) for node in nodes)
         raise ConfigError(
             f"cluster.placement=strict_pack with cluster.num_workers={num_workers}: no node holds more than {most} of "
             f"these workers ({resources_text(each)} each); use cluster.num_workers={max(1, most)}, or "
             "cluster.placement=pack."
         )
     return needed
+
+
+def groups_that_fit(group: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> int:
+    """Return how many groups of workers nodes with these resources can hold, each group on one node."""
+    needed = {name: amount for name, amount in group.items() if amount}
+    return sum(min(int(node.get(name, 0.0) / needed[name] + _ROUNDING) for name in needed) for node in nodes)
 
 
 def worker_resources(cpus_per_worker: float, use_gpu: bool) -> dict[str, float]:

@@ -111,8 +111,7 @@ def test_a_cluster_that_does_not_answer_is_named_before_anything_is_composed(tmp
 
 
 def rays_with(monkeypatch: pytest.MonkeyPatch, *cores: float) -> None:
-    names = {"NodeManagerAddress": "10.0.0.1", "NodeManagerPort": 1, "NodeManagerHostname": "one", "Alive": True}
-    known = [{**names, "NodeID": str(i), "Resources": {"CPU": each}} for i, each in enumerate(cores)]
+    known = [{"Alive": True, "Resources": {"CPU": each}} for each in cores]
     monkeypatch.setattr("ray.nodes", lambda: known)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": sum(cores)})
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from fsdp_lab.engine.nodes import Node, groups_that_fit
+from fsdp_lab.engine.resources import groups_that_fit
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.reason_texts import reason_text
 from tests.trained import PLAIN, TINY
 
-A = Node("a", "10.0.0.1", 1, "head", True, {"CPU": 4.0, "memory": 1e9})
-B = Node("b", "10.0.0.2", 1, "other", True, {"CPU": 96.0, "GPU": 8.0})
-GONE = replace(B, alive=False, resources={})
-BACK = replace(B, id="c")
+HEAD, OTHER = {"CPU": 4.0, "memory": 1e9}, {"CPU": 96.0, "GPU": 8.0}
 EACH = {"CPU": 1.0, "GPU": 1.0}
 
 
@@ -23,7 +18,7 @@ EACH = {"CPU": 1.0, "GPU": 1.0}
     [({"CPU": 1.0, "GPU": 4.0}, 4), ({"GPU": 8.0}, 2), ({"GPU": 9.0}, 0), ({"CPU": 3.0}, 65)],
 )
 def test_groups_of_workers_are_counted_by_node(group: dict[str, float], count: int):
-    assert groups_that_fit(group, [A, B, BACK, GONE]) == count
+    assert groups_that_fit(group, [HEAD, OTHER, OTHER]) == count
 
 
 def test_workers_without_a_place_are_explained():
