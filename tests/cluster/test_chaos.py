@@ -79,7 +79,8 @@ def test_a_node_that_joins_is_used_by_the_next_trial(cluster: Cluster, tmp_path:
     while node.address in cluster.alive():  # else Ray may give the first trial to it
         time.sleep(0.5)
     one_worker = ("cluster.num_workers=1", f"training.epochs={_EPOCHS},{_EPOCHS + 1},2")
-    with running(cluster, tmp_path, "-m", *TWO_NODES, *one_worker) as process:
+    others = [word for word in TWO_NODES if not word.startswith("training.epochs=")]
+    with running(cluster, tmp_path, "-m", *others, *one_worker) as process:
         wait_for(lambda: trains(tmp_path), process)
         cluster.start(node)
         assert process.wait(250) == 0, printed(tmp_path)

@@ -23,11 +23,13 @@ def words(cluster: Cluster, folder: Path, storage: str = "") -> tuple[str, ...]:
     return f"cluster.address={cluster.address}", f"cluster.storage_path={storage or folder / 'storage'}"
 
 
-def sweep(cluster: Cluster, folder: Path, *arguments: str, storage: str = "") -> subprocess.CompletedProcess[str]:
+def sweep(
+    cluster: Cluster, folder: Path, *arguments: str, storage: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
     """A sweep that is typed on the first node."""
     return subprocess.run(
         cluster.nodes[0].command(sys.executable, "-m", "fsdp_lab", *words(cluster, folder, storage), *arguments),
-        env=cluster.environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+        env={**cluster.environment, **variables}, cwd=folder, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
@@ -45,9 +47,10 @@ def same_losses(row: dict[str, str], other: dict[str, str]) -> bool:
     return losses(row) == pytest.approx(losses(other), rel=2**-23, abs=0)
 
 
-def test_two_nodes_give_the_losses_of_one(cluster: Cluster, bucket: str, tmp_path: Path):
+@pytest.mark.parametrize("variables", [{}, {"FSDP_LAB_PUBLIC_RAY": "1"}], ids=["shortcut", "without"])
+def test_two_nodes_give_the_losses_of_one(cluster: Cluster, bucket: str, variables: dict[str, str], tmp_path: Path):
     """Host names resolve to the loopback on both, and nobody has named an interface. The nodes share no folder."""
-    done = sweep(cluster, tmp_path, *TWO_NODES_AND_ONE, storage=f"{bucket}/nodes")
+    done = sweep(cluster, tmp_path, *TWO_NODES_AND_ONE, storage=f"{bucket}/nodes{len(variables)}", **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [len(set(nodes)) for nodes in addresses(tmp_path)] == [2, 1]
     two, one = results(tmp_path)
