@@ -25,7 +25,7 @@ from fsdp_lab.engine.rendezvous import backend_config
 from fsdp_lab.engine.resources import release_placement_group, worker_resources
 from fsdp_lab.engine.worker import train_worker
 from fsdp_lab.record.failures import set_aside_failures
-from fsdp_lab.record.trial_files import ENDED, TrialWriter, read_metrics, read_progress, wait_until_alone
+from fsdp_lab.record.trial_files import ENDED, TrialWriter, read_metrics, read_outcome, read_progress, wait_until_alone
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
@@ -83,7 +83,8 @@ def run_job(job: Job, report: Callable[[dict[str, Any]], None]) -> None:
         report: gets the metrics of each epoch once, when the folder has them; not called again after it has raised.
     """
     folder, begun, failed = Path(job.folder), time.monotonic(), None
-    if not folder.is_dir():  # removed while the trial waited for its place; Ray Train would make it again
+    # removed while the trial waited for its place, and Ray Train would make it again; or killed after its end
+    if not folder.is_dir() or read_outcome(folder):
         return
     try:
         set_aside_failures(folder)  # of a start before this one
@@ -158,6 +159,8 @@ def train_once(job: Job, epochs: Epochs, kills: deque[int]) -> None:
     Args:
         kills: gets the counts of `kernel_kills`.
     """
+    for name in ("places.json", "progress.json"):  # of an attempt before this one
+        Path(job.folder, name).unlink(missing_ok=True)
     ended: Future[None] = Future()
     threading.Thread(target=_fit, args=(job, ended), name="Ray Train", daemon=True).start()
     try:

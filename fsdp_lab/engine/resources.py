@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,24 @@ def release_placement_group(folder: Path) -> None:
 
     if places := read_places(folder):
         remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(places["placement_group"]))))
+
+
+def release_unnamed_groups(folders: Sequence[Path]) -> None:
+    """Free what a trial holds whose own process was killed before its workers could name their placement group.
+
+    Args:
+        folders: of the trials that train, in a Ray that nobody else uses. Nothing is freed if one has no group yet.
+    """
+    from ray import PlacementGroupID
+    from ray.util import placement_group_table, remove_placement_group
+    from ray.util.placement_group import PlacementGroup
+
+    places = [read_places(folder) for folder in folders]
+    if all(places):
+        named = {each["placement_group"] for each in places if each}
+        for group, status in placement_group_table().items():
+            if group not in named and status["state"] == "CREATED":
+                remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
 
 
 def driver_node() -> dict[str, float]:

@@ -421,3 +421,48 @@ def test_the_ranks_of_the_node_are_ours_when_others_are_counted(monkeypatch: pyt
     monkeypatch.delenv(WORKER_CPUS)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert [process.pid for process in launchers()] == [os.getpid()]
+
+
+_GROUPS = """
+import sys
+from pathlib import Path
+from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.engine.cluster import start_ray, stop_ray
+from fsdp_lab.engine.resources import release_placement_group, release_unnamed_groups
+from fsdp_lab.record.trial_files import write_places
+start_ray(ClusterConfig())
+import ray
+from ray.util import placement_group, placement_group_table
+
+def states():
+    return [placement_group_table(group)["state"] for group in groups]
+
+groups = [placement_group([{"CPU": 0.01}]) for _ in range(3)]
+ray.get([group.ready() for group in groups])
+groups.append(placement_group([{"CPU": 10000}]))
+named, without = Path("named"), Path("without")
+for folder in (named, without):
+    folder.mkdir()
+write_places(named, [{"placement_group": groups[0].id.hex(), "node": "a", "address": "b"}])
+release_placement_group(without)
+release_unnamed_groups([named, without])
+print(*states())
+release_unnamed_groups([named])
+print(*states())
+release_placement_group(named)
+release_placement_group(named)
+print(*states())
+stop_ray()
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(120)
+def test_what_no_trial_has_named_is_freed_when_another_waits(tmp_path: Path):
+    """Unless one that trains has no group yet: it may be its. A group that waits itself stays."""
+    done = subprocess.run(
+        [sys.executable, "-c", _GROUPS], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=True
+    )
+    assert done.stdout.splitlines() == [
+        "CREATED CREATED CREATED PENDING", "CREATED REMOVED REMOVED PENDING", "REMOVED REMOVED REMOVED PENDING",
+    ], done.stderr  # fmt: skip

@@ -278,20 +278,23 @@ def test_a_kill_by_the_kernel_long_ago_is_no_cause(
     killed_after: int, counts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """It may have been of another container. The kernel's counts are planted; Ray Train ends after 400 looks."""
-    looks = iter(range(1000))
-    told = dict[str, bool]()
-    monkeypatch.setattr(job, "_LOOK_S", 0.0)
-    monkeypatch.setattr(job, "kernel_kills", lambda: int(next(looks) > killed_after))
-    monkeypatch.setattr(job, "release_placement_group", lambda folder: None)
-    monkeypatch.setattr("ray.get_runtime_context", Mock())
-    monkeypatch.setattr(job, "note_deaths", lambda *given: told.update(kernel_killed=given[-1]))
+    looks, told = list[int](), dict[str, bool]()
+
+    def kernel_kills() -> int:
+        looks.append(int(len(looks) > killed_after))
+        return looks[-1]
 
     class Fails:
         def fit(self) -> None:
-            while next(looks) < 400:
+            while len(looks) < 400:
                 time.sleep(0.001)
             raise TrainingFailedError
 
+    monkeypatch.setattr(job, "_LOOK_S", 0.001)
+    monkeypatch.setattr(job, "kernel_kills", kernel_kills)
+    monkeypatch.setattr(job, "release_placement_group", lambda folder: None)
+    monkeypatch.setattr("ray.get_runtime_context", Mock())
+    monkeypatch.setattr(job, "note_deaths", lambda *given: told.update(kernel_killed=given[-1]))
     monkeypatch.setattr(job, "trainer", lambda given: Fails())
     given = Job({}, str(tmp_path), 1, 1.0, False, "", None, 1.0, 0, True)
     with pytest.raises(TrainingFailedError):

@@ -210,7 +210,15 @@ class TuneCallback(TrialProgressCallback):
             elif time.monotonic() > speak_at and read_progress(self._sweep.folder_of(number)).time is None:
                 self._speak_at[number] = time.monotonic() + 3 * _QUIET_S
                 if resources.unmet_request():
+                    self._free_for(number)
                     self._log(number, f" waits for {self._catalog.free_for(self._sweep.config_of(number))}")
+
+    def _free_for(self, number: int) -> None:
+        """Free what no trial trains with, for one that waits."""
+        if self._sweep.config.cluster.address is None:
+            states = enumerate(self._sweep.states)
+            training = [n for n, state in states if state.status is TrialStatus.running and n != number]
+            resources.release_unnamed_groups([self._sweep.folder_of(n) for n in training])
 
     def _log(self, number: int, what: str) -> None:
         self._sweep.log(f"{label(number, self._sweep.states)}{what}")
