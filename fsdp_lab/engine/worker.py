@@ -26,6 +26,7 @@ from fsdp_lab.record.reasons import Code
 from fsdp_lab.record.trial_files import ProgressFile, hold_alive
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
 
+_SENT_S = 3.0  # for the other ranks that hang, to send theirs: the first that ends takes them down
 _PEER_S = 1.0  # for Ray to learn why a peer ended, which is the cause, before it learns of this rank
 
 
@@ -49,7 +50,9 @@ def train_worker(job: dict[str, Any]) -> None:
             config = from_dict(TrialConfig, job["config"])
             progress = ProgressFile(folder) if rank == 0 else None
             if uploads is not None:
-                threading.Thread(target=send_stacks, args=(uploads, folder, rank), daemon=True).start()
+                log = folder / "logs" / f"rank{rank}.log"
+                stuck = (uploads, log, log.stat().st_size)
+                threading.Thread(target=end_when_stuck, args=stuck, daemon=True).start()
             reporter = RankReporter(
                 config.data.name,
                 lambda content: report(content, uploads),
@@ -73,12 +76,13 @@ def train_worker(job: dict[str, Any]) -> None:
         raise failure_of(error, rank, code_of(error)) from error
 
 
-def send_stacks(uploads: Uploads, folder: Path, rank: int) -> None:
+def end_when_stuck(uploads: Uploads, log: Path, since: int) -> None:
     """Wait for the stacks of a rank that hangs, send its log, and end the process, whose folder goes with it."""
-    while not read_stacks(folder / "logs" / f"rank{rank}.log"):
+    while not read_stacks(log, since):
         time.sleep(1.0)
     with suppress(StorageRefused, StorageAway):
         uploads.send()
+    time.sleep(_SENT_S)
     os._exit(1)
 
 

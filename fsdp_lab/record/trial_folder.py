@@ -41,7 +41,7 @@ TRIAL_FILES = (
     TrialFile("failures*/*", artifact=""),
     TrialFile("facts.json"),
     TrialFile("metrics.jsonl", artifact=""),
-    TrialFile("progress.json"),
+    TrialFile("progress.json", of_ranks=True),
     TrialFile("error.txt", artifact=""),
     TrialFile("outcome.json"),
 )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from s3fs import S3FileSystem
 
 from fsdp_lab.storage import Storage, StorageAway, StorageRefused
+from tests.conftest import run_cli
 from tests.s3 import ALL_OF_THEM, Faults
+from tests.servers import lay_store
+from tests.sweep import fates
+from tests.sweep.conftest import results
+from tests.trained import PLAIN, TINY
 
 pytestmark = pytest.mark.cluster
 
@@ -55,3 +61,18 @@ def test_refusals_name_the_address_and_what_to_do(address: str, faults: Faults, 
     faults.cuts = ALL_OF_THEM
     with pytest.raises(StorageAway, match=f"{address}: the store does not answer"):
         Storage(address).write("a", b"1")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_rank_that_hangs_sends_its_log_and_its_line_is_named(address: str, tmp_path: Path):
+    """Its scratch folder goes with its process."""
+    shutil.copy(Path(fates.__file__), tmp_path)
+    lay_store(tmp_path)
+    words = (*PLAIN, *TINY, "model._target_=fates.Fate", "model.fate=hangs", "model.mark=X", "trial_timeout_s=15")
+    done = run_cli(tmp_path, *words, f"cluster.storage_path={address}", "training.epochs=2", timeout=200)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (row,) = results(tmp_path)
+    assert row["error"].startswith("no progress for trial_timeout_s=15 s since"), row["error"]
+    assert "fates.py" in row["error"] and " in hangs; its stack is in " in row["error"]
+    assert "Timeout (0:00:15)!" in (tmp_path / "out" / "logs" / "rank1.log").read_text()
