@@ -53,8 +53,11 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server.kill()
 
 
-@pytest.fixture
-def sweep(tmp_path: Path, server: Server) -> Iterator[GatedSweep]:
+@pytest.fixture(params=["", pytest.param("1", marks=pytest.mark.full)], ids=["", "without the shortcut"])
+def sweep(
+    tmp_path: Path, server: Server, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[GatedSweep]:
+    monkeypatch.setenv("FSDP_LAB_PUBLIC_RAY", request.param)
     with gated_sweep(tmp_path) as sweep:
         yield sweep
 

@@ -157,7 +157,9 @@ def press_ctrl_c(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.ci
-def test_an_interrupt_ends_it_and_leaves_nothing_running(tmp_path: Path):
+@pytest.mark.parametrize("public", ["", "1"], ids=["", "without the shortcut"])
+def test_an_interrupt_ends_it_and_leaves_nothing_running(public: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FSDP_LAB_PUBLIC_RAY", public)
     with started(tmp_path, *LONG) as process:
         wait_for(lambda: has_trained_an_epoch(tmp_path / "out"), process)
         family = descendants(process.pid)
