@@ -169,7 +169,7 @@ class ClusterConfig:
     cpus_per_worker: Optional[float] = key(None, positive, example=1)
     """Cores of a worker; null: 1 on a CPU, on GPU nodes the node's cores / its GPUs, 1 to 16."""
     placement: Placement = key(Placement.pack)
-    """Put workers, or hybrid sharding's groups of them, on few nodes, on many, or on one node only."""
+    """Put workers on few nodes, on many, or on one node only."""
     address: Optional[str] = key(None, may_differ=Between.STARTS)
     """Address of a running Ray cluster; null: start Ray on this machine."""
     storage_path: Optional[str] = key(None)

@@ -1,49 +1,56 @@
-"""The stacks that faulthandler writes into a rank's log when a phase or a step takes too long."""
+"""The stacks that faulthandler writes into a rank's file when a phase or a step takes too long."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from fsdp_lab.record.failures import RankFailure
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import TrialProgress
 
-_TIMED_OUT = re.compile(r"^Timeout \([\d:.]+\)!$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _LIBRARY = re.compile(r"/(site-packages|dist-packages|python3\.\d+)/|<frozen")
-_COLLECTIVES = "/torch/distributed/"
+_COLLECTIVES, _LOADER = "/torch/distributed/", "/torch/utils/data/dataloader.py"
 
 
-def read_stacks(log: Path, since: int = 0) -> str:
-    """Return the stacks of all threads in a log, beyond so many bytes; "": none."""
-    with suppress(OSError):
-        written = log.read_bytes()[since:].decode(errors="replace")
-        return written[found[-1].end() :] if (found := list(_TIMED_OUT.finditer(written))) else ""
-    return ""
+def stacks_file(folder: Path, rank: int) -> Path:
+    """Return the file in a trial's folder that has the stacks of a rank that hung; else it is empty, or not there."""
+    return folder / "logs" / f"stuck.rank{rank}.txt"
 
 
-def timeout_of(stacks: Mapping[int, str], logs: Path, limit_s: float | None, progress: TrialProgress) -> RankFailure:
+def timeout_of(folder: Path, limit_s: float, progress: TrialProgress, num_ranks: int) -> RankFailure | None:
     """Return the failure of the first rank that stands outside of a collective, in which others wait for it.
 
+    A rank whose process is suspended writes no stacks.
+
     Args:
-        stacks: by rank.
-        logs: the folder of the ranks' logs.
+        folder: the trial's.
         limit_s: `trial_timeout_s`.
+        num_ranks: 0: not known.
     """
-    places = {rank: place(text) for rank, text in stacks.items()}
+    files = {int(file.stem.removeprefix("stuck.rank")): file for file in (folder / "logs").glob("stuck.rank*.txt")}
+    places = {rank: place(text) for rank, file in files.items() if (text := file.read_text(errors="replace"))}
+    if not places:
+        return None
     rank = min(places, key=lambda rank: (_COLLECTIVES in places[rank], rank))
-    stuck = {"rank": rank, "place": places[rank], "log": str(logs / f"rank{rank}.log")}
+    stuck = {"rank": rank, "place": places[rank], "log": str(files[rank])}
+    silent = [other for other in range(num_ranks) if other not in places]
+    if silent and _COLLECTIVES in places[rank]:
+        rank, stuck = silent[0], {"rank": silent[0]}
     since = {"phase": progress.phase} if progress.phase else {"step": progress.step}
-    return RankFailure(Reason.of(Code.timed_out, rank=rank, limit_s=limit_s, stuck=stuck, **since))
+    # before any error that another rank raised because this one ended
+    return RankFailure(Reason.of(Code.timed_out, rank=rank, limit_s=limit_s, stuck=stuck, **since), at=progress.time)
 
 
 def place(stacks: str) -> str:
-    """Return the innermost line, outside of libraries, of the thread that trains; in a collective, the collective's."""
+    """Return the innermost line of the thread that trains, outside of libraries; or that of a collective or a loader.
+
+    The thread that trains is the deepest if faulthandler, which writes a hundred lines of each, has cut its beginning.
+    """
     threads = [_FRAME.findall(thread) for thread in stacks.split("\n\n")]
-    frames = next((frames for frames in threads if any(name == "train_rank" for *_, name in frames)), [])
+    trains = (frames for frames in threads if any(name == "train_rank" for *_, name in frames))
+    frames = next(trains, max(threads, key=len))
     in_collective = bool(frames) and _COLLECTIVES in frames[0][0]
-    own = (frame for frame in frames if in_collective or not _LIBRARY.search(frame[0]))
-    return next((f"{file}:{line} in {name}" for file, line, name in own), "an unknown place")
+    shown = [f for f in frames if in_collective or _LOADER in f[0] or not _LIBRARY.search(f[0])] or frames
+    return next((f"{file}:{line} in {name}" for file, line, name in shown), "an unknown place")

@@ -22,7 +22,7 @@ from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.engine.files_of_ranks import at_end, receive
 from fsdp_lab.engine.outcome import end_trial, is_final, log_sizes, note_deaths, why
 from fsdp_lab.engine.rendezvous import backend_config
-from fsdp_lab.engine.resources import release_placement_group, worker_resources
+from fsdp_lab.engine.resources import mark_of, release_placement_group, worker_resources
 from fsdp_lab.engine.worker import train_worker
 from fsdp_lab.record.failures import set_aside_failures
 from fsdp_lab.record.trial_files import ENDED, TrialWriter, read_metrics, read_outcome, read_progress, wait_until_alone
@@ -40,14 +40,9 @@ class Job:
     Attributes:
         config: `to_dict` of a `TrialConfig`.
         folder: the trial's. Every node sees it, or, with `storage`, only the driver's.
-        num_workers: the resolved `cluster.num_workers`.
-        cpus_per_worker: the resolved `cluster.cpus_per_worker`.
         launched_in: the working directory of the command, so that relative paths mean the same in every process.
-        timeout_s: `trial_timeout_s`; None: never.
         ray_is_ours: the driver started Ray, which ends with the driver.
-        by_shortcut: Ray Train runs by `shortcut`.
         storage: the trial's address in object storage; None: the folder is shared.
-        placement: a name of `Placement`.
     """
 
     config: dict[str, Any]
@@ -159,8 +154,7 @@ def train_once(job: Job, epochs: Epochs, kills: deque[int]) -> None:
     Args:
         kills: gets the counts of `kernel_kills`.
     """
-    for name in ("places.json", "progress.json"):  # of an attempt before this one
-        Path(job.folder, name).unlink(missing_ok=True)
+    Path(job.folder, "progress.json").unlink(missing_ok=True)  # of an attempt before this one
     ended: Future[None] = Future()
     threading.Thread(target=_fit, args=(job, ended), name="Ray Train", daemon=True).start()
     try:
@@ -202,7 +196,7 @@ def trainer(job: Job) -> Any:
         "scaling_config": ScalingConfig(
             num_workers=job.num_workers,
             use_gpu=job.use_gpu,
-            resources_per_worker=job.each,
+            resources_per_worker={**job.each, "memory": mark_of(Path(job.folder))},
             placement_strategy=Placement[job.placement].value,
         ),
         "run_config": RunConfig(

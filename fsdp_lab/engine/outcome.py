@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.engine.failures import PLAIN
-from fsdp_lab.engine.hang import read_stacks, timeout_of
+from fsdp_lab.engine.hang import timeout_of
 from fsdp_lab.record.failures import RankFailure, read_failures, record_failure
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import (
@@ -25,7 +25,7 @@ from fsdp_lab.status import TrialStatus
 
 _TAIL_LINES = 50  # of a log, for the report of a failure
 # What faulthandler writes into a rank's log, the last before the process ends.
-_CRASH = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
+_CRASH = re.compile(r"Fatal Python error: (.+)$", re.MULTILINE)
 _SIZES_DIFFER = "Received data size doesn't match expected size"  # gloo's, before it aborts the process
 # It would be so again.
 _FINAL = (Code.out_of_memory, Code.host_out_of_memory, Code.timed_out, Code.user_error, Code.diverged)
@@ -63,18 +63,16 @@ def note_deaths(
     """
     places, progress = read_places(folder), read_progress(folder)
     logs, before = folder / "logs", before or {}
-    named = {int(log.stem.removeprefix("rank")): log for log in sorted(logs.glob("rank*.log"))}
-    stuck = {rank: text for rank, log in named.items() if (text := read_stacks(log, before.get(log.name, 0)))}
-    if stuck:
-        record_failure(folder, timeout_of(stuck, logs, limit_s, progress))
+    if limit_s is not None and (timeout := timeout_of(folder, limit_s, progress, len(places))):
+        record_failure(folder, timeout)
     known = {failure.rank for failure in read_failures(folder)}
     for rank, error in errors.items():
-        if rank in known or rank in stuck:
+        if rank in known:
             continue
         if isinstance(error, RankFailure):
             record_failure(folder, error)
             continue
-        node, address = (places[key][rank] if places else None for key in ("nodes", "addresses"))
+        node, address = places[rank] if places else (None, None)
         log = logs / f"rank{rank}.log"
         written = _written(log, before)
         values: dict[str, Any] = {"rank": rank, "at": f"step {progress.step}" if progress.step else None}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from fsdp_lab.config import TrialConfig, UserError
 from fsdp_lab.engine.failures import code_of, failure_of
@@ -19,17 +20,21 @@ if TYPE_CHECKING:  # it imports PyTorch
     from fsdp_lab.training.train import Reporter
 
 
+_GRACE_S = 60.0
+
+
 class RankReporter:
     """Reports what a rank does, and ends its process where a phase or a step takes too long.
 
-    The stacks are written to standard error then, which is the rank's log, also those of native code.
+    The stacks of all threads are written then, also where native code holds Python's lock.
 
     Args:
         data_name: of the data set, a fact of the trial.
         report: gets the `facts`, or the `metrics` of an epoch.
         progress: gets phases and steps; None: not of this rank.
+        stacks: the file for them.
         limit_s: of a phase or a step; None: none.
-        exits: whether the process ends then; else only its stacks are written.
+        exits: whether the process ends at once; else a minute later.
     """
 
     def __init__(
@@ -37,11 +42,12 @@ class RankReporter:
         data_name: str,
         report: Callable[[dict[str, Any]], None],
         progress: ProgressFile | None = None,
+        stacks: IO[str] | None = None,
         limit_s: float | None = None,
         exits: bool = True,
     ) -> None:
         self._data_name, self._report, self._progress = data_name, report, progress
-        self._limit_s, self._exits = limit_s, exits
+        self._stacks, self._limit_s, self._exits = stacks, limit_s, exits
 
     def phase(self, name: str) -> None:
         self._begin(phase=name)
@@ -56,8 +62,10 @@ class RankReporter:
         self._report({"metrics": metrics})
 
     def _begin(self, **doing: str | int) -> None:
-        if self._limit_s is not None:
-            faulthandler.dump_traceback_later(self._limit_s, exit=self._exits)
+        if self._limit_s is not None and self._stacks is not None:
+            faulthandler.dump_traceback_later(self._limit_s, exit=self._exits, file=self._stacks)
+            if not self._exits:
+                signal.setitimer(signal.ITIMER_REAL, self._limit_s + _GRACE_S)
         if self._progress is not None:
             self._progress.write(**doing)
 
@@ -97,6 +105,7 @@ def train_rank(
         raise failure_of(error, rank, code_of(error)) from error
     finally:
         faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def check_gpu(rank: int, wanted: bool) -> None:

@@ -26,7 +26,7 @@ def backend_config(folder: Path) -> Any:
         share_cuda_visible_devices = True  # NCCL wants to see the GPUs of all ranks on a node
 
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
-            places = worker_group.execute(own_place)
+            places = worker_group.execute(own_node)
             write_places(folder, places)
             worker_group.execute(set_variables, places[0]["address"], worker_group.execute_single(0, free_port))
 
@@ -36,18 +36,11 @@ def backend_config(folder: Path) -> Any:
     return Config()
 
 
-def own_place() -> dict[str, str]:
-    """Return the placement group and the node of this worker by Ray's names, and the node's address."""
+def own_node() -> dict[str, str]:
+    """Return the node of this process, by Ray's name and its address."""
     import ray
-    from ray.util import get_current_placement_group
 
-    group = get_current_placement_group()
-    assert group is not None, "workers of Ray Train are in one"
-    return {
-        "placement_group": group.id.hex(),
-        "node": ray.get_runtime_context().get_node_id(),
-        "address": ray.util.get_node_ip_address(),
-    }
+    return {"node": ray.get_runtime_context().get_node_id(), "address": ray.util.get_node_ip_address()}
 
 
 def free_port() -> int:

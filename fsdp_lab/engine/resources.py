@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from fsdp_lab import hardware
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.sweep import ClusterConfig, Placement
-from fsdp_lab.record.trial_files import read_places
 from fsdp_lab.wording import resources_text
 
 _ROUNDING = 1e-6  # of quotients of shares of a core
@@ -97,35 +97,25 @@ def worker_resources(cpus_per_worker: float, use_gpu: bool) -> dict[str, float]:
     return {"CPU": cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})}
 
 
+def mark_of(folder: Path) -> float:
+    """Return some bytes of memory that each worker of a trial asks for, by which its placement group is known."""
+    return 2.0 + crc32(str(folder).encode()) % 2**24
+
+
 def release_placement_group(folder: Path) -> None:
-    """Free the resources of the trial in a folder: kill its workers and remove their placement group.
+    """Free the resources of the trial in a folder: kill its workers and remove their placement groups.
 
     Ray does not do that by itself if the trial's process was killed, or stopped by a scheduler.
     """
-    from ray import PlacementGroupID
-    from ray.util import remove_placement_group
-    from ray.util.placement_group import PlacementGroup
-
-    if places := read_places(folder):
-        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(places["placement_group"]))))
-
-
-def release_unnamed_groups(folders: Sequence[Path]) -> None:
-    """Free what a trial holds whose own process was killed before its workers could name their placement group.
-
-    Args:
-        folders: of the trials that train, in a Ray that nobody else uses. Nothing is freed if one has no group yet.
-    """
-    from ray import PlacementGroupID
+    import ray
     from ray.util import placement_group_table, remove_placement_group
     from ray.util.placement_group import PlacementGroup
 
-    places = [read_places(folder) for folder in folders]
-    if all(places):
-        named = {each["placement_group"] for each in places if each}
-        for group, status in placement_group_table().items():
-            if group not in named and status["state"] == "CREATED":
-                remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
+    job = ray.get_runtime_context().get_job_id()
+    for number, group in placement_group_table().items():
+        is_of_trial = any(bundle.get("memory") == mark_of(folder) for bundle in group["bundles"].values())
+        if is_of_trial and number.endswith(job) and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))
 
 
 def driver_node() -> dict[str, float]:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ from typing import Any
 from fsdp_lab.config import TrialConfig, from_dict
 from fsdp_lab.engine.failures import code_of, failure_of, print_failure
 from fsdp_lab.engine.files_of_ranks import Uploads, at_end, scratch_folder
-from fsdp_lab.engine.hang import read_stacks
+from fsdp_lab.engine.hang import stacks_file
 from fsdp_lab.engine.rank import RankReporter, check_gpu, train_rank
 from fsdp_lab.hardware import WORKER_CPUS
 from fsdp_lab.record.failures import RankFailure
 from fsdp_lab.record.reasons import Code
 from fsdp_lab.record.trial_files import ProgressFile, hold_alive
-from fsdp_lab.storage import Storage, StorageAway, StorageRefused
+from fsdp_lab.storage import Storage
 
 _SENT_S = 3.0  # for the other ranks that hang, to send theirs: the first that ends takes them down
 _PEER_S = 1.0  # for Ray to learn why a peer ended, which is the cause, before it learns of this rank
@@ -48,25 +48,27 @@ def train_worker(job: dict[str, Any]) -> None:
         with own_folder(job, rank) as (folder, uploads):
             prepare_process(job, folder, rank)
             config = from_dict(TrialConfig, job["config"])
-            progress = ProgressFile(folder) if rank == 0 else None
-            if uploads is not None:
-                log = folder / "logs" / f"rank{rank}.log"
-                stuck = (uploads, log, log.stat().st_size)
-                threading.Thread(target=end_when_stuck, args=stuck, daemon=True).start()
-            reporter = RankReporter(
-                config.data.name,
-                lambda content: report(content, uploads),
-                progress,
-                job["timeout_s"],
-                exits=uploads is None,
-            )
-            reporter.phase("importing PyTorch and joining the other workers")
-            try:
-                join = partial(join_ranks, rank, job["use_gpu"], config)
-                train_rank(config, folder, rank, reporter, job["storage"], join)
-            except RankFailure as failure:
-                print_failure(failure)
-                raise
+            stacks = stacks_file(folder, rank)
+            with stacks.open("w") as file:
+                if uploads is not None:
+                    threading.Thread(target=end_when_stuck, args=(uploads, stacks), daemon=True).start()
+                reporter = RankReporter(
+                    config.data.name,
+                    lambda content: report(content, uploads),
+                    ProgressFile(folder) if rank == 0 else None,
+                    file,
+                    job["timeout_s"],
+                    exits=uploads is None,
+                )
+                reporter.phase("importing PyTorch and joining the other workers")
+                try:
+                    join = partial(join_ranks, rank, job["use_gpu"], config)
+                    train_rank(config, folder, rank, reporter, job["storage"], join)
+                except RankFailure as failure:
+                    print_failure(failure)
+                    raise
+                finally:
+                    stacks.unlink(missing_ok=True)
         ray.train.report({})  # Ray Train takes its time to end
     except RankFailure as failure:
         if failure.reason.code is Code.peer_lost:
@@ -76,14 +78,15 @@ def train_worker(job: dict[str, Any]) -> None:
         raise failure_of(error, rank, code_of(error)) from error
 
 
-def end_when_stuck(uploads: Uploads, log: Path, since: int) -> None:
-    """Wait for the stacks of a rank that hangs, send its log, and end the process, whose folder goes with it."""
-    while not read_stacks(log, since):
+def end_when_stuck(uploads: Uploads, stacks: Path) -> None:
+    """Wait for the stacks of a rank that hangs, send its files, which nobody finds on its node, and end the process."""
+    while not (stacks.exists() and stacks.stat().st_size):
         time.sleep(1.0)
-    with suppress(StorageRefused, StorageAway):
+    try:
         uploads.send()
-    time.sleep(_SENT_S)
-    os._exit(1)
+        time.sleep(_SENT_S)
+    finally:
+        os._exit(1)
 
 
 def report(content: dict[str, Any], uploads: Uploads | None) -> None:

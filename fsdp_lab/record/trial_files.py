@@ -2,15 +2,16 @@
 
 | file | who writes it | what |
 | --- | --- | --- |
-| `facts.json` | the trial's own process | device, data digest, notes, as rank 0 reports them when training starts |
-| `places.json` | the trial's own process | the workers' placement group, the node of each rank and its address |
+| `facts.json` | Ray Train's controller | device, data digest, notes, as rank 0 reports them when training starts |
+| `places.json` | Ray Train's controller | the node of each rank, by Ray's name and its address |
 | `progress.json` | rank 0 | the current phase or step, and when it started |
-| `metrics.jsonl` | the trial's own process | a line of metrics an epoch, as rank 0 reports them |
+| `metrics.jsonl` | Ray Train's controller | a line of metrics an epoch, as rank 0 reports them |
 | `error.txt` | the trial's own process | the traceback and the end of the log, if the reason does not say it all |
 | `failures/rank<r>.json` | the trial's own process | reason, traceback; `failures.<n>/`: those of an earlier attempt |
 | `outcome.json` | the trial's own process, or the driver | its result: how it ended, and why |
 | `forecast.json` | the driver | its forecast |
-| `logs/rank<r>.log` | every rank | its output; its stacks, if a phase or a step lasted longer than `trial_timeout_s` |
+| `logs/rank<r>.log` | every rank | its output |
+| `logs/stuck.rank<r>.txt` | every rank | its stacks, if a phase or a step took longer than `trial_timeout_s` |
 | `memory_*_rank<r>.*` | every rank | the profile of a step: peaks, with `timeline` also a page and a snapshot |
 | `trace_rank0.json.gz` | rank 0 | with `profile_trace=true` three steps, for Perfetto or chrome://tracing |
 | `.alive` | every rank | locked while a process of the trial lives |
@@ -153,7 +154,7 @@ class ProgressFile:
     """Writes `progress.json`: in place, as every step writes it."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = os.open(folder / "progress.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._file = (folder / "progress.json").open("w")
         self._longest = 0
 
     def write(self, **doing: str | int) -> None:
@@ -161,7 +162,7 @@ class ProgressFile:
         text = json.dumps({**doing, "time": time.time()})
         self._longest = max(self._longest, len(text))
         with suppress(OSError):  # a full disk ends a trial where it loses results, not here
-            os.pwrite(self._file, text.ljust(self._longest).encode(), 0)
+            os.pwrite(self._file.fileno(), text.ljust(self._longest).encode(), 0)
 
 
 @dataclass(frozen=True)
@@ -186,23 +187,20 @@ def read_progress(folder: Path) -> TrialProgress:
     return TrialProgress(**{name: content[name] for name in TrialProgress.__annotations__ if name in content})
 
 
-def write_places(folder: Path, places: Sequence[Mapping[str, str]]) -> None:
+def write_places(folder: Path, nodes: Sequence[Mapping[str, str]]) -> None:
     """Write `places.json`.
 
     Args:
-        places: of each rank: its `placement_group` and `node` by Ray's names, and the node's `address`.
+        nodes: that of each rank: its `node`, which is Ray's name, and its `address`.
     """
-    content = {
-        "placement_group": places[0]["placement_group"],
-        "nodes": [place["node"] for place in places],
-        "addresses": [place["address"] for place in places],
-    }
+    content = {"nodes": [node["node"] for node in nodes], "addresses": [node["address"] for node in nodes]}
     write_json(folder / "places.json", content, parents=False)
 
 
-def read_places(folder: Path) -> dict[str, Any] | None:
-    """Return the `placement_group`, and the `nodes` and `addresses` of the ranks; None: not known."""
-    return read_object(folder / "places.json", placement_group=str, nodes=list[str], addresses=list[str])
+def read_places(folder: Path) -> list[tuple[str, str]]:
+    """Return the node of each rank, by Ray's name and its address; empty: not known."""
+    content = read_object(folder / "places.json", nodes=list[str], addresses=list[str])
+    return list(zip(content["nodes"], content["addresses"], strict=True)) if content else []
 
 
 def write_error(folder: Path, text: str) -> None:

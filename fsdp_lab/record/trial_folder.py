@@ -36,6 +36,7 @@ TRIAL_FILES = (
     TrialFile("model.pt", of_ranks=True, artifact="model"),
     TrialFile("model/*", of_ranks=True, artifact=""),
     TrialFile("logs/rank*.log", of_ranks=True),
+    TrialFile("logs/stuck.rank*.txt", of_ranks=True),
     TrialFile("memory_*_rank*", of_ranks=True, artifact="memory"),
     TrialFile("trace_rank*", of_ranks=True, artifact="trace"),
     TrialFile("failures*/*", artifact=""),

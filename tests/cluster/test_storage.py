@@ -75,4 +75,4 @@ def test_a_rank_that_hangs_sends_its_log_and_its_line_is_named(address: str, tmp
     (row,) = results(tmp_path)
     assert row["error"].startswith("no progress for trial_timeout_s=15 s since"), row["error"]
     assert "fates.py" in row["error"] and " in hangs; its stack is in " in row["error"]
-    assert "Timeout (0:00:15)!" in (tmp_path / "out" / "logs" / "rank1.log").read_text()
+    assert "Timeout (0:00:15)!" in (tmp_path / "out" / "logs" / "stuck.rank1.txt").read_text()

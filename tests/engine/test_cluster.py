@@ -424,12 +424,10 @@ def test_the_ranks_of_the_node_are_ours_when_others_are_counted(monkeypatch: pyt
 
 
 _GROUPS = """
-import sys
 from pathlib import Path
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import start_ray, stop_ray
-from fsdp_lab.engine.resources import release_placement_group, release_unnamed_groups
-from fsdp_lab.record.trial_files import write_places
+from fsdp_lab.engine.resources import mark_of, release_placement_group
 start_ray(ClusterConfig())
 import ray
 from ray.util import placement_group, placement_group_table
@@ -437,20 +435,14 @@ from ray.util import placement_group, placement_group_table
 def states():
     return [placement_group_table(group)["state"] for group in groups]
 
-groups = [placement_group([{"CPU": 0.01}]) for _ in range(3)]
+def workers(folder, cpus):
+    return placement_group([{"CPU": cpus, "memory": mark_of(Path(folder))}] * 2)
+
+groups = [workers("one", 0.01), workers("two", 0.01), placement_group([{"memory": 1}])]
 ray.get([group.ready() for group in groups])
-groups.append(placement_group([{"CPU": 10000}]))
-named, without = Path("named"), Path("without")
-for folder in (named, without):
-    folder.mkdir()
-write_places(named, [{"placement_group": groups[0].id.hex(), "node": "a", "address": "b"}])
-release_placement_group(without)
-release_unnamed_groups([named, without])
-print(*states())
-release_unnamed_groups([named])
-print(*states())
-release_placement_group(named)
-release_placement_group(named)
+groups.append(workers("two", 10000))
+release_placement_group(Path("two"))
+release_placement_group(Path("two"))
 print(*states())
 stop_ray()
 """
@@ -458,11 +450,9 @@ stop_ray()
 
 @pytest.mark.ci
 @pytest.mark.timeout(120)
-def test_what_no_trial_has_named_is_freed_when_another_waits(tmp_path: Path):
-    """Unless one that trains has no group yet: it may be its. A group that waits itself stays."""
+def test_what_a_trial_holds_or_waits_for_is_freed_and_nothing_else(tmp_path: Path):
+    """Whoever asked for it, and though nobody has told its name."""
     done = subprocess.run(
         [sys.executable, "-c", _GROUPS], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=True
     )
-    assert done.stdout.splitlines() == [
-        "CREATED CREATED CREATED PENDING", "CREATED REMOVED REMOVED PENDING", "REMOVED REMOVED REMOVED PENDING",
-    ], done.stderr  # fmt: skip
+    assert done.stdout.split() == ["CREATED", "REMOVED", "CREATED", "REMOVED"], done.stderr

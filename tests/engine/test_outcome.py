@@ -24,6 +24,7 @@ from fsdp_lab.config import ConfigError, TrialConfig, UserError
 from fsdp_lab.engine import job
 from fsdp_lab.engine.failures import code_of, failure_of
 from fsdp_lab.engine.files_of_ranks import at_end, receive
+from fsdp_lab.engine.hang import place, stacks_file
 from fsdp_lab.engine.inline import run_inline
 from fsdp_lab.engine.job import Epochs, Job, train_with_retries
 from fsdp_lab.engine.outcome import is_final, log_sizes, note_deaths
@@ -250,7 +251,7 @@ def test_a_lost_epoch_that_is_reported_again_comes_back_to_its_place(tmp_path: P
     ids=["raised by a rank", "killed by Ray for lack of memory", "killed"],
 )
 def test_why_a_worker_ended_is_told(error: Exception, code: str, message: str, tmp_path: Path):
-    write_places(tmp_path, [{"placement_group": "ab", "node": "here", "address": "10.0.0.1"}] * 2)
+    write_places(tmp_path, [{"node": "here", "address": "10.0.0.1"}] * 2)
     note_deaths(tmp_path, {1: error}, here="here")
     (failure,) = read_failures(tmp_path)
     assert (failure.reason.code, reason_text(failure.reason)) == (code, message)
@@ -267,7 +268,7 @@ def test_why_a_worker_ended_is_told(error: Exception, code: str, message: str, t
 def test_a_kill_by_the_kernel_counts_for_a_rank_on_its_node(node: str, log: str, code: str, words: str, tmp_path: Path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").write_text(log)
-    write_places(tmp_path, [{"placement_group": "ab", "node": node, "address": "10.0.0.2"}])
+    write_places(tmp_path, [{"node": node, "address": "10.0.0.2"}])
     note_deaths(tmp_path, {0: RayActorError()}, here="here", kernel_killed=True)
     (failure,) = read_failures(tmp_path)
     assert failure.reason.code == code and words in reason_text(failure.reason)
@@ -320,17 +321,11 @@ def test_what_would_fail_again_is_not_tried_again(code: Code, final: bool, tmp_p
     assert is_final(tmp_path, RuntimeError("workers failed")) is final
 
 
-@pytest.mark.parametrize(
-    ("written", "words"),
-    [
-        ("Fatal Python error: Segmentation fault\n", "crashed: Segmentation fault"),
-        ("Timeout (0:00:02)!\n", "no progress"),
-    ],
-)
-def test_what_an_earlier_attempt_left_in_a_log_is_no_cause_of_this_one(written: str, words: str, tmp_path: Path):
+def test_a_crash_of_an_earlier_attempt_is_no_cause_of_this_one(tmp_path: Path):
+    """Its line may follow a progress bar without an end."""
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank0.log").write_text(written)
-    for before, expected in (({}, words), (log_sizes(tmp_path), "as if killed")):
+    (tmp_path / "logs" / "rank0.log").write_text("9/20 Fatal Python error: Segmentation fault\n")
+    for before, expected in (({}, "crashed: Segmentation fault"), (log_sizes(tmp_path), "as if killed")):
         note_deaths(tmp_path, {0: RayActorError()}, 2.0, before)
         (failure,) = read_failures(tmp_path)
         assert expected in reason_text(failure.reason)
@@ -340,6 +335,7 @@ def test_what_an_earlier_attempt_left_in_a_log_is_no_cause_of_this_one(written: 
 _HANGS = """
 import sys, threading, time
 from pathlib import Path
+from fsdp_lab.engine.hang import stacks_file
 from fsdp_lab.engine.rank import RankReporter
 from fsdp_lab.record.trial_files import ProgressFile
 
@@ -349,7 +345,8 @@ def train_rank():
 def waits_here():
     threading.Event().wait()
 
-reporter = RankReporter("digits", print, ProgressFile(Path.cwd()), 1.0)
+sys.stderr = None  # as code of a user's may do
+reporter = RankReporter("digits", print, ProgressFile(Path.cwd()), stacks_file(Path.cwd(), 0).open("w"), 1.0)
 for step in range(1, 8):
     time.sleep(0.2)
     reporter.step(step)
@@ -362,20 +359,14 @@ thread.join()
 def test_a_step_beyond_its_limit_ends_the_process_and_names_the_line(tmp_path: Path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "hangs.py").write_text(_HANGS)
-    with (tmp_path / "logs" / "rank0.log").open("w") as log:
-        done = subprocess.run(
-            [sys.executable, "hangs.py"],
-            cwd=tmp_path,
-            stderr=log,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            timeout=60,
-        )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "hangs.py"], cwd=tmp_path, timeout=60, env=environment)
     assert done.returncode == 1 and read_progress(tmp_path).step == 7
+    record_failure(tmp_path, RankFailure(Reason.of(Code.error, rank=1, error="DistNetworkError", text="0 bytes")))
     note_deaths(tmp_path, {0: RayActorError()}, 1.0)
-    (failure,) = read_failures(tmp_path)
-    text = reason_text(failure.reason)
+    text = reason_text(read_failures(tmp_path)[0].reason)
     assert text.startswith("no progress for trial_timeout_s=1 s since step 7 began; it was ended; rank 0 is at ")
-    assert f"{tmp_path}/hangs.py:11 in waits_here; its stack is in {tmp_path}/logs/rank0.log" in text
+    assert f"{tmp_path}/hangs.py:12 in waits_here; its stack is in {tmp_path}/logs/stuck.rank0.txt" in text
 
 
 def stack(*frames: str) -> str:
@@ -383,23 +374,45 @@ def stack(*frames: str) -> str:
     return f"Thread 0x1 (most recent call first):\n{lines}"
 
 
+_TRAINS = "/f/rank.py:1:train_rank"
+_OTHER = stack("/usr/python3.11/threading.py:5:wait")
+
+
 def test_the_rank_that_others_wait_for_is_named(tmp_path: Path):
     (tmp_path / "logs").mkdir()
-    waits = stack(
-        "/v/site-packages/torch/distributed/c10d.py:7:wait", "/home/me/net.py:3:forward", "/f/rank.py:1:train_rank"
-    )
-    stuck = stack("/usr/python3.11/threading.py:5:wait", "/home/me/net.py:4:forward", "/f/rank.py:1:train_rank")
-    other = stack("/usr/python3.11/threading.py:5:wait")
+    waits = stack("/v/site-packages/torch/distributed/c10d.py:7:wait", "/home/me/net.py:3:forward", _TRAINS)
+    stuck = stack("/usr/python3.11/threading.py:5:wait", "/home/me/net.py:4:forward", _TRAINS)
     for rank, own in enumerate((waits, stuck)):
-        (tmp_path / "logs" / f"rank{rank}.log").write_text(f"mine\nTimeout (0:00:09)!\n{other}\n{own}\n")
+        stacks_file(tmp_path, rank).write_text(f"Timeout (0:00:09)!\n{_OTHER}\n{own}\n")
     note_deaths(tmp_path, {0: RayActorError()}, 9.0)
-    (failure,) = read_failures(tmp_path)
+    failure = read_failures(tmp_path)[0]
     assert failure.reason.values["stuck"]["place"] == "/home/me/net.py:4 in forward" and failure.rank == 1
-    (tmp_path / "logs" / "rank1.log").unlink()
+    stacks_file(tmp_path, 1).write_text("")
     shutil.rmtree(tmp_path / "failures")
     note_deaths(tmp_path, {0: RayActorError()}, 9.0)
-    (failure,) = read_failures(tmp_path)
+    failure = read_failures(tmp_path)[0]
     assert failure.reason.values["stuck"]["place"] == "/v/site-packages/torch/distributed/c10d.py:7 in wait"
+    shutil.rmtree(tmp_path / "failures")
+    write_places(tmp_path, [{"node": "a", "address": "b"}] * 2)
+    note_deaths(tmp_path, {0: RayActorError()}, 9.0)
+    text = reason_text(read_failures(tmp_path)[0].reason)
+    assert text.endswith("rank 1, for which others wait, wrote no stack, as if its process were suspended")
+
+
+@pytest.mark.parametrize(
+    ("frames", "named"),
+    [
+        (["/v/site-packages/lab/net.py:3:forward", "/v/site-packages/lab/rank.py:1:train_rank"], "net.py:3 in forward"),
+        (["/home/me/net.py:3:forward"] * 100, "net.py:3 in forward"),  # faulthandler has cut the rest
+        ([], "threading.py:5 in wait"),
+        (
+            ["/usr/python3.11/queue.py:5:get", "/v/site-packages/torch/utils/data/dataloader.py:9:get", _TRAINS],
+            "dataloader.py:9 in get",
+        ),
+    ],
+)
+def test_a_place_is_named_of_any_stack(frames: list[str], named: str):
+    assert place(f"Timeout (0:00:09)!\n{_OTHER}\n{stack(*frames)}\n").endswith(named)
 
 
 def test_each_epoch_is_reported_once_and_the_last_when_the_trial_has_ended(tmp_path: Path):

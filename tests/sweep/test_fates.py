@@ -265,7 +265,9 @@ def test_the_folder_is_as_hydra_leaves_one(swept: Swept):
         assert hydra["job"]["num"] == number and hydra["runtime"]["choices"]["sharding"] == "per_block"
         overrides = yaml.safe_load((trial.path / ".hydra" / "overrides.yaml").read_text())
         assert f"model.fate={fate}" in overrides and "sharding=per_block" in overrides
-        assert {log.name for log in (trial.path / "logs").iterdir()} == {"rank0.log", "rank1.log"}
+        assert {log.name for log in (trial.path / "logs").glob("*.log")} == {"rank0.log", "rank1.log"}
+        stuck = [file.name for file in (trial.path / "logs").glob("stuck*") if file.stat().st_size]
+        assert sorted(stuck) == (["stuck.rank0.txt", "stuck.rank1.txt"] if fate == "hangs" else [])
 
 
 def test_results_csv_has_a_row_a_trial(swept: Swept):

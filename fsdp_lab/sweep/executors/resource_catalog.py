@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import ray
 
 from fsdp_lab.config import SweepConfig, workers_of
 from fsdp_lab.engine import resources
 
-_LOOK_S = 1.0  # at the cluster's resources
 _ROUNDING = 1e-6  # of sums of shares of a core
 
 
@@ -23,8 +20,6 @@ class ResourceCatalog:
     def __init__(self) -> None:
         self._needs: dict[str, dict[str, float]] = {}
         self._checked: set[int] = set()  # configurations, which their trials keep
-        self._total: dict[str, float] = {}
-        self._look_at = 0.0
         self.taken: dict[str, dict[str, float]] = {}
 
     def of(self, config: SweepConfig) -> dict[str, float]:
@@ -42,17 +37,11 @@ class ResourceCatalog:
             self._needs[key] = resources.check_capacity(config.cluster, workers_of(config))
         return self._needs[key]
 
-    def total(self) -> dict[str, float]:
-        """Return the cluster's resources, at most a second old."""
-        if (now := time.monotonic()) >= self._look_at:
-            self._total, self._look_at = ray.cluster_resources(), now + _LOOK_S
-        return self._total
-
     def has_room(self, config: SweepConfig) -> bool:
         """Return whether a trial fits beside the running ones. The first always does: it waits for nodes that died."""
         if not self.taken:
             return True
-        total, all_taken = self.total(), self.taken.values()
+        total, all_taken = ray.cluster_resources(), self.taken.values()
         return all(
             amount + sum(taken.get(name, 0.0) for taken in all_taken) <= total.get(name, 0.0) + _ROUNDING
             for name, amount in self.of(config).items()
@@ -60,7 +49,7 @@ class ResourceCatalog:
 
     def free_for(self, config: SweepConfig) -> str:
         """Return text about what a trial needs, how much of it is free, and how long it waits."""
-        free, total = ray.available_resources(), self.total()
+        free, total = ray.available_resources(), ray.cluster_resources()
         needed = " and ".join(
             f"{amount:g} {name} ({free.get(name, 0):g} of {total.get(name, 0):g} free)"
             for name, amount in self.of(config).items()

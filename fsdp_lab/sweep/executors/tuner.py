@@ -29,7 +29,7 @@ from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.schedulers import build_scheduler
 
 _QUIET_S = 20.0  # a start takes about ten seconds; who waits longer is told what for
-_MOST_STARTS = 5  # of a trial whose processes end before it begins
+_MOST_STARTS = 5  # of a trial whose own processes end without a new epoch
 _STORE_S = 5.0  # for the files of a stopped trial, while every other trial waits to be heard
 
 
@@ -70,12 +70,12 @@ def put_back(sweep: SweepRun, number: int, deaths: Counter[tuple[int, int]]) -> 
     Args:
         deaths: of the processes of trials, by the trial's number and its epochs so far.
     """
-    state, most = sweep.states[number], _MOST_STARTS
+    state = sweep.states[number]
     if state.status is TrialStatus.running:
-        state.resuming, most = True, sweep.config.cluster.max_failures
+        state.resuming = True
         resources.release_placement_group(sweep.folder_of(number))
     deaths[number, len(state.epochs)] += 1
-    if read_outcome(sweep.folder_of(number)) or deaths[number, len(state.epochs)] > most:
+    if read_outcome(sweep.folder_of(number)) or deaths[number, len(state.epochs)] > _MOST_STARTS:
         sweep.end(number)
     else:
         sweep.state.put_back(number)
@@ -210,15 +210,7 @@ class TuneCallback(TrialProgressCallback):
             elif time.monotonic() > speak_at and read_progress(self._sweep.folder_of(number)).time is None:
                 self._speak_at[number] = time.monotonic() + 3 * _QUIET_S
                 if resources.unmet_request():
-                    self._free_for(number)
                     self._log(number, f" waits for {self._catalog.free_for(self._sweep.config_of(number))}")
-
-    def _free_for(self, number: int) -> None:
-        """Free what no trial trains with, for one that waits."""
-        if self._sweep.config.cluster.address is None:
-            states = enumerate(self._sweep.states)
-            training = [n for n, state in states if state.status is TrialStatus.running and n != number]
-            resources.release_unnamed_groups([self._sweep.folder_of(n) for n in training])
 
     def _log(self, number: int, what: str) -> None:
         self._sweep.log(f"{label(number, self._sweep.states)}{what}")
