@@ -26,10 +26,10 @@ from unittest import mock
 
 import psutil
 
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.engine.job import Job
-from fsdp_lab.files import write_json
 from fsdp_lab.record.trial_files import Outcome, ProgressFile, TrialWriter, write_outcome
-from fsdp_lab.status import TrialStatus
+from fsdp_lab.storage.files import write_json
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 
 MOST_COST_MS = 80.0
@@ -104,7 +104,7 @@ class Marks(Listener):
 
 def run(folder: Path, cpus: int, arguments: list[str]) -> None:
     """A sweep in this process whose trials pretend; leaves `marks.json`."""
-    from fsdp_lab.__main__ import main
+    from fsdp_lab.commands.main import main
     from fsdp_lab.sweep import start
     from fsdp_lab.sweep.executors import tuner
 
@@ -117,7 +117,7 @@ def run(folder: Path, cpus: int, arguments: list[str]) -> None:
     with (
         mock.patch.object(tuner, "trial_function", pretend),
         mock.patch.object(start, "run_sweep", watched),
-        mock.patch("fsdp_lab.hardware.num_cpus", return_value=cpus),
+        mock.patch("fsdp_lab.machine.hardware.num_cpus", return_value=cpus),
         mock.patch("fsdp_lab.config.machine.num_cpus", return_value=cpus),
     ):
         main()

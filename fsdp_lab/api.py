@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.key_value_args import quoted
-from fsdp_lab.status import ExitCode
+from fsdp_lab.config.status import ExitCode
 
 if TYPE_CHECKING:
     from fsdp_lab.forecast.result import ForecastResult
@@ -70,10 +70,10 @@ def forecast(*overrides: Any, folder: Path | str | None = None, quiet: bool = Fa
         UserError: the overrides are refused, with the message of the command; or no forecast can be made.
         KeyboardInterrupt: it was interrupted. The folder has the forecasts that were made.
     """
-    from fsdp_lab.explain import explain
-    from fsdp_lab.forecast.cells import hydra_as_it_was, plan_forecasts
-    from fsdp_lab.forecast.grid import forecast_grid
-    from fsdp_lab.terminal import open_console
+    from fsdp_lab.commands.explain import explain
+    from fsdp_lab.commands.forecast_cells import hydra_as_it_was, plan_forecasts
+    from fsdp_lab.commands.forecast_grid import forecast_grid
+    from fsdp_lab.report.terminal import open_console
 
     chosen = Path(folder) if folder is not None else _new_folder("outputs/forecast")
     console = open_console()

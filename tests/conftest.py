@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fsdp_lab import hardware
+from fsdp_lab.machine import hardware
 from tests import forked
 from tests.servers import lay_store
 
@@ -34,7 +34,7 @@ FASHION_MNIST = ROOT.parent / "shared" / "data"
 # Calls `main` and prints afterwards which of the slow libraries were imported.
 _MAIN_THAT_LISTS = """
 import sys
-from fsdp_lab.__main__ import main
+from fsdp_lab.commands.main import main
 try:
     main()
 finally:

@@ -37,10 +37,10 @@ _LIMIT_S = 300
 _START_S = 180  # of the server: half a minute of imports where other tests use the cores
 # What commands and ranks import while they run. Not Ray, which reads its environment as it is imported.
 _IMPORTED = (
-    "fsdp_lab.__main__", "fsdp_lab.report.__main__", "fsdp_lab.forecast.__main__", "mlflow", "mlflow.entities",
+    "fsdp_lab.commands.main", "fsdp_lab.commands.report", "fsdp_lab.commands.forecast", "mlflow", "mlflow.entities",
     "mlflow.store.tracking.sqlalchemy_store", "plotly.graph_objects", "plotly.io", "plotly.offline", "scipy.stats",
     "torch.distributed.checkpoint", "torch.utils.serialization", "torchvision.models", "yaml", "pytest",
-    "fsdp_lab.training", "fsdp_lab.training.__main__", "fsdp_lab.cpu_contention", "fsdp_lab.sweep.start",
+    "fsdp_lab.training", "fsdp_lab.training.__main__", "fsdp_lab.machine.cpu_contention", "fsdp_lab.sweep.start",
     "fsdp_lab.sweep.multirun", "fsdp_lab.sweep.executors.inline", "fsdp_lab.sweep.sweep_data",
     "fsdp_lab.workloads.vision.classification", "fsdp_lab.workloads.vision.mlp",
     "fsdp_lab.workloads.vision.models", "fsdp_lab.workloads.vision.digits", "hydra_plugins.fsdp_lab_sweeper.sweeper",

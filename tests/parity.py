@@ -249,7 +249,7 @@ def train_rows(rows: Sequence[Row], ranks: int) -> dict[Row, Result]:
 
 def train_each(cases: list[list[str]]) -> list[tuple[Any, Peaks | None]]:
     """On one rank: of each case `((losses, last metrics, exported weights), peaks of the second step)`."""
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     results = []
     for words in cases:

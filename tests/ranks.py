@@ -100,7 +100,7 @@ def config(*overrides: str) -> NightlyConfig:
 
 def train_all(cases: list[list[str]], folder: str = "") -> list[tuple[list[float], list[dict[str, float]]]]:
     """Train each case; `(loss of every step, metrics of every epoch)` for each."""
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     results = []
     for overrides in cases:

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
-from fsdp_lab import hardware
 from fsdp_lab.config import ConfigError, machine
+from fsdp_lab.machine import hardware
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).with_name("messages.txt")
@@ -407,8 +407,8 @@ def _answer(words: str, command: str) -> Answer:
     """Let a command run, but for the training and the forecasting that would follow."""
     from hydra.core.global_hydra import GlobalHydra
 
-    from fsdp_lab import __main__ as trial_command
-    from fsdp_lab.forecast import __main__ as forecast_command
+    from fsdp_lab.commands import forecast as forecast_command
+    from fsdp_lab.commands import main as trial_command
 
     main: Callable[[], int | None] = forecast_command.main if command == FORECAST else trial_command.main
     variables, typed = _typed(words, command)

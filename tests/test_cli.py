@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_lab.__main__ import options_first
+from fsdp_lab.commands.main import options_first
 from fsdp_lab.config import conf_dir
 from fsdp_lab.config.conf import group_dirs
 from tests.conftest import run_cli

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from fsdp_lab.nightly.__main__ import read_words
+from fsdp_lab.commands.nightly import read_words
 from fsdp_lab.nightly.read_study import read_study
 from fsdp_lab.nightly.schedule import cron_trigger, night_after
 from tests.conftest import ROOT

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.forecast.__main__ import plan_forecasts
+from fsdp_lab.commands.forecast import plan_forecasts
 from tests.conftest import ROOT
 from tests.pages import all_commands, lay_project
 

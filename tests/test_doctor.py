@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab import doctor
+from fsdp_lab.commands import doctor
 from tests.conftest import ROOT, FakeGpus
 
 # A process with its own mounts: Docker's small /dev/shm, and a disk with half a megabyte left.
@@ -63,8 +63,8 @@ def test_a_gpu_that_pytorch_does_not_see_is_found(fake_gpus: FakeGpus):
 
 
 def test_too_few_cores_and_too_little_memory_are_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fsdp_lab.hardware.num_cpus", lambda: 1)
-    monkeypatch.setattr("fsdp_lab.hardware.host_memory", lambda: 2**29)
+    monkeypatch.setattr("fsdp_lab.machine.hardware.num_cpus", lambda: 1)
+    monkeypatch.setattr("fsdp_lab.machine.hardware.host_memory", lambda: 2**29)
     assert doctor._cores("fewer workers")[1:] == ("fewer workers", False)
     memory = doctor._memory("end others")
     assert memory.fails and memory.observation.startswith("0.5 GiB free of 0.5 GiB")

@@ -11,7 +11,7 @@ from threading import Barrier
 import pytest
 
 from fsdp_lab.config import UserError
-from fsdp_lab.files import read_object, whole, whole_folder, write_json
+from fsdp_lab.storage.files import read_object, whole, whole_folder, write_json
 
 
 def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path):

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from fsdp_lab import __main__ as trial_command
+from fsdp_lab.commands import forecast as forecast_command
+from fsdp_lab.commands import main as trial_command
 from fsdp_lab.config import all_keys
 from fsdp_lab.config.conf import groups
-from fsdp_lab.forecast import __main__ as forecast_command
 from fsdp_lab.sweep import start
 
 VALUES = (

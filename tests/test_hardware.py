@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab import hardware
 from fsdp_lab.config import UserError
 from fsdp_lab.config.machine import check_float8, check_gpus, check_pytorch
 from fsdp_lab.forecast.devices import for_cuda
-from fsdp_lab.hardware import default_cpus_per_worker, default_loader_workers, worker_cpus
+from fsdp_lab.machine import hardware
+from fsdp_lab.machine.hardware import default_cpus_per_worker, default_loader_workers, worker_cpus
 from tests.cgroups import enter, group
 from tests.conftest import ROOT, FakeGpus
 from tests.ranks import config
@@ -33,7 +33,7 @@ cuda = SimpleNamespace(device_count=lambda: len(visible), get_device_properties=
 """
 _COUNT_HERE = """
 import os, sys
-from fsdp_lab import hardware
+from fsdp_lab.machine import hardware
 from fsdp_lab.config import UserError
 from fsdp_lab.config.machine import check_local_capacity, default_num_workers
 from fsdp_lab.config.sweep import ClusterConfig

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from fsdp_lab.layout import Layout, matches, read_layout, shortened
+from fsdp_lab.training.layout import Layout, matches, read_layout, shortened
 
 NAMES = ["first", "blocks", *(f"blocks.{i}.{part}" for i in range(12) for part in ("mlp.0", "mlp.1", "mlp.2")), "ln_1"]
 

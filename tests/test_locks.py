@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.config import UserError
-from fsdp_lab.locks import InUse, exclusive, holder, locked, share_until_exit
+from fsdp_lab.storage.locks import InUse, exclusive, holder, locked, share_until_exit
 
 _HOLD = {
     "alone": "with exclusive(path): print('has it', flush=True); sys.stdin.read()",
@@ -26,7 +26,7 @@ _HOLD = {
 @contextmanager
 def held(path: Path, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
     """Another process that has the lock until its input ends, or it is killed."""
-    script = "import sys, pathlib; from fsdp_lab.locks import exclusive, share_until_exit\n"
+    script = "import sys, pathlib; from fsdp_lab.storage.locks import exclusive, share_until_exit\n"
     script += f"path = pathlib.Path(sys.argv[1])\n{_HOLD[how]}"
     command = [sys.executable, "-c", script, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:

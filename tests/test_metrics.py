@@ -15,18 +15,17 @@ import pytest
 from omegaconf import DictConfig
 from rich.console import Console as RichConsole
 
-from fsdp_lab import metrics
-from fsdp_lab.compose import Trial
-from fsdp_lab.config import ConfigError, SweepConfig, objectives
+from fsdp_lab.config import ConfigError, SweepConfig, metrics, objectives
+from fsdp_lab.config.compose import Trial
+from fsdp_lab.config.metrics import METRICS, Column, Gate, Metric, declared
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.metrics import METRICS, Column, Gate, Metric, declared
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.nightly.gate import LOSS, judge, judged_columns
 from fsdp_lab.nightly.texts import row
 from fsdp_lab.record.results_csv import write_results
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.page import to_html
 from fsdp_lab.report.plots import figures
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.results_csv import rows_of
 from fsdp_lab.sweep.listeners.table import epoch_line

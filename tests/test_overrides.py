@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.config import ConfigError, conf_dir
-from fsdp_lab.overrides import read_overrides, search_path
+from fsdp_lab.config.overrides import read_overrides, search_path
 
 SPELLINGS = {
     "sharding=root": [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fsdp_lab.commands.predict import data_of, device_type, read_options
 from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.workload import DataConfig
-from fsdp_lab.predict import data_of, device_type, read_options
 
 
 @pytest.mark.parametrize(

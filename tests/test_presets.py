@@ -13,8 +13,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from fsdp_lab.compose import register_schema, typed_config
 from fsdp_lab.config import SweepConfig, UserError, conf_dir, from_dict, to_dict, with_custom
+from fsdp_lab.config.compose import register_schema, typed_config
 from fsdp_lab.config.conf import group_dirs
 from fsdp_lab.sweep.grid import all_overrides
 from tests.conftest import FASHION_MNIST, ROOT
@@ -94,7 +94,7 @@ def test_every_option_composes_and_passes_the_checks(configs: dict[str, SweepCon
 
 def train_each(cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
     """On each rank: option -> the losses of its steps and its metrics, or what was raised."""
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     results: dict[str, Any] = {}
     for option, values in cases.items():

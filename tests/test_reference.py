@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
-from fsdp_lab import __version__, reference
+from fsdp_lab import __version__
+from fsdp_lab.commands import reference
 from fsdp_lab.config import ConfigError, NightlyConfig, all_keys
 from fsdp_lab.config.conf import data_sheets, group_dirs
 from fsdp_lab.config.describe import describe_keys
 from fsdp_lab.config.key import keys_of
-from fsdp_lab.metrics import METRICS
-from fsdp_lab.status import ExitCode
+from fsdp_lab.config.metrics import METRICS
+from fsdp_lab.config.status import ExitCode
 from tests.conftest import ROOT, run_cli
 
 KEYS = {key.name: key for group in describe_keys() for key in group.keys}
@@ -87,7 +88,7 @@ def test_committed_pages_are_those_of_the_code():
     assert spec and spec.loader
     tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tables)
-    pages = {page.name: page.read_text() for page in tables.FOLDER.glob("*.md")}
+    pages = {page.name: page.read_text() for page in tables.FILES}
     old = [name for name, text in pages.items() if tables.filled(text) != text]
     assert not old, f"python docs/tables.py writes them again: {old}"
     assert "| `cluster.num_workers` |" in pages["keys.md"] and "| `sharding=per_block` |" in pages["options.md"]
@@ -110,7 +111,7 @@ def test_tables_of_files_are_read_from_docstrings(file: str):
 
 def test_a_docstring_without_a_table_is_refused():
     with pytest.raises(ValueError, match=r"fsdp_lab/status\.py has no table"):
-        reference.table_in("status.py")
+        reference.table_in("config/status.py")
 
 
 def test_keys_are_shown_with_their_meanings(cli):

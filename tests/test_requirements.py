@@ -20,7 +20,8 @@ BROUGHT = (
     "networkx", "jinja2", "markupsafe", "fsspec", "triton", "nvidia", "fsdp_lab",
 )  # fmt: skip
 MODULES = (
-    "fsdp_lab.hardware", "fsdp_lab.config", "fsdp_lab.workloads", "fsdp_lab.training", "fsdp_lab.training.__main__",
+    "fsdp_lab.machine.hardware", "fsdp_lab.config", "fsdp_lab.workloads", "fsdp_lab.training",
+    "fsdp_lab.training.__main__",
     "fsdp_lab.forecast.fake", "fsdp_lab.forecast.capacity", "fsdp_lab.forecast.forecast", "fsdp_lab.forecast.run",
     "fsdp_lab.engine.rank", "fsdp_lab.record.trial_files",
 )  # fmt: skip

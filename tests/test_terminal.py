@@ -16,7 +16,7 @@ from itertools import product
 import pytest
 from rich.console import Console
 
-from fsdp_lab.terminal import Column, FittingTable, fit
+from fsdp_lab.report.terminal import Column, FittingTable, fit
 
 AXES = {
     "sharding": ("ddp", "per_block"),
@@ -85,7 +85,7 @@ def test_the_line_below_names_what_left_and_where_it_is():
 _PRINTS = """
 import sys
 from rich.text import Text
-from fsdp_lab.terminal import Column, FittingTable, open_console
+from fsdp_lab.report.terminal import Column, FittingTable, open_console
 console = open_console()
 console.print(FittingTable([Column("setting", ["a", "b"], is_text=True), Column("samples/s", ["*1.5", "2.5"])]))
 console.print(Text("Recommended: a", style="bold"))

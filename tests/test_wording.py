@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_lab.wording import count, duration, four_digits, significant, time_left
+from fsdp_lab.config.wording import count, duration, four_digits, significant, time_left
 
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0 trials"), (1, "1 trial"), (2, "2 trials"), (1254, "1,254 trials")])

@@ -23,8 +23,8 @@ from benchmarks.published.rows import MPT, STEPS, read_mpt, read_steps
 from benchmarks.published.steps import Traced, trace
 from benchmarks.published.summary import COLUMNS, Result, summary, table, write_rows
 from fsdp_lab.forecast.capacity import GIB
-from fsdp_lab.speed.device import Efficiency, Reached
-from fsdp_lab.speed.pairs import pair_error
+from fsdp_lab.forecast.speed.device import Efficiency, Reached
+from fsdp_lab.forecast.speed.pairs import pair_error
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA, RESULTS = ROOT.parent / "shared" / "data", ROOT / "experiments" / "published" / "results"

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.published.steps import Traced
-from fsdp_lab.speed.device import Efficiency
+from fsdp_lab.forecast.speed.device import Efficiency
 
 START = Efficiency(matmul=0.85, attention=0.6, memory=0.6, link=0.6, network=0.4)
 _PRIOR = 0.02  # what a factor of e away from the start weighs, as a relative error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.conf import device_file
-from fsdp_lab.speed.device import Device, load_device, on_network
+from fsdp_lab.forecast.speed.device import Device, load_device, on_network
 
 MPT, STEPS = "published_fsdp_speed.csv", "published_steps.csv"
 _VOCABULARY = 50368  # of MPT

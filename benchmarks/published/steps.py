@@ -12,10 +12,10 @@ from benchmarks.published.rows import Row
 from fsdp_lab.forecast.allocator import STREAMS, STREAMS_BEFORE_129721
 from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL_ERROR, Forecast
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
-from fsdp_lab.hardware import num_cpus
-from fsdp_lab.speed.device import Device, on_network
-from fsdp_lab.speed.predict import NETWORKS, step_seconds
-from fsdp_lab.speed.program import Operator
+from fsdp_lab.forecast.speed.device import Device, on_network
+from fsdp_lab.forecast.speed.predict import NETWORKS, step_seconds
+from fsdp_lab.forecast.speed.program import Operator
+from fsdp_lab.machine.hardware import num_cpus
 
 DEPTHS = (4, 6)  # a step is linear in its equal blocks; even numbers, for rows that checkpoint every second block
 # Of a GPU: what needs less fits, however its memory is fragmented (0.31 of the GPU at most here). To follow the memory

@@ -1,8 +1,7 @@
-"""The configuration: every key with its rules, by who needs it. Imports no heavy library.
+"""The configuration: every key with its rules, by who needs it. Imports `machine`, and no heavy library here.
 
 `TrialConfig` determines the training, `SweepConfig` adds what a sweep needs, `NightlyConfig` what its nights need.
-Start with `key.py`, the metadata of a key, and `trial.py`, whose groups are in `workload.py`, `parallel.py` and
-`training.py`. `registry.py` lists the models, data sets, samplers and schedulers.
+Start with `key.py`, the metadata of a key, `trial.py`, the groups of a trial, and `compose.py`, Hydra's config -> ours.
 """
 
 from fsdp_lab.config.address import is_address

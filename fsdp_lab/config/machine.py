@@ -13,7 +13,7 @@ from fsdp_lab.config.address import SCHEMES, is_address, scheme_of
 from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.sweep import ClusterConfig, Engine, SweepConfig
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.hardware import (
+from fsdp_lab.machine.hardware import (
     cpus_per_gpu,
     default_loader_workers,
     gpu_problem,

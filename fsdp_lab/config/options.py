@@ -7,11 +7,12 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Optional, get_type_hints
 
-from fsdp_lab.config.conf import conf_dir
+from fsdp_lab.config.conf import OPEN_GROUPS, conf_dir, groups
 from fsdp_lab.config.convert import flatten
 from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.nightly import NightlyConfig
+from fsdp_lab.config.suggest import did_you_mean
 
 
 def all_keys() -> list[str]:
@@ -147,3 +148,17 @@ def values_implied_by_option(group: str, option: str) -> dict[str, Any]:
     defaults, keys = flatten(NightlyConfig()), keys_of(NightlyConfig)
     implied = [name for name in keys if name.startswith(f"{group}.") and keys[name].named_by_option]
     return {name: values.get(name.partition(".")[2], defaults[name]) for name in implied}
+
+
+def valid_keys(key: str) -> str:
+    """Return sentences about the keys and groups that there are, and which one was probably meant."""
+    prefix = key.split(".")[0].lstrip("+~")
+    same = [k for k in all_keys() if k.startswith(f"{prefix}.")]
+    if "." in key and same:
+        known = [*same, *(f"{group}._target_" for group in OPEN_GROUPS if group == prefix)]
+        return (
+            f"{did_you_mean(key, known) or did_you_mean(key, all_keys())}The keys of {prefix} are: {', '.join(same)}."
+        )
+    top = sorted({k.split(".")[0] for k in all_keys()})
+    meant = did_you_mean(key, [*groups(), *top, *all_keys()])
+    return f"{meant}The groups are: {', '.join(groups())}. The keys begin with: {', '.join(top)}."

@@ -65,6 +65,12 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     return _most_alike(name, [each for each in names if _leaf(each) in letters])
 
 
+def did_you_mean(key: str, known: list[str]) -> str:
+    """Return a question that ends with a space, or an empty text if nothing is close."""
+    meant = closest(key, known)
+    return f"Did you mean {meant}? " if meant else ""
+
+
 def _most_alike(name: str, names: Iterable[str]) -> str | None:
     return max(names, key=lambda each: difflib.SequenceMatcher(a=name, b=each).ratio(), default=None)
 

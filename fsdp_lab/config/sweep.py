@@ -19,10 +19,10 @@ from fsdp_lab.config.key import (
     not_negative,
     positive,
 )
+from fsdp_lab.config.metrics import can_be_objective, objective_keys
 from fsdp_lab.config.registry import module_of
 from fsdp_lab.config.suggest import closest
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.metrics import can_be_objective, objective_keys
 
 
 class Engine(Enum):

@@ -1,6 +1,5 @@
-"""One trial as a Ray Train job: cluster, workers, failures. Ray is imported inside the calls.
+"""One trial as a Ray Train job: cluster, workers, failures. Imports Ray inside the calls, and rooms up to `record`.
 
 Start with `job.py`, which runs in Tune's process, `worker.py`, which Ray's workers run, and `rank.py`, which trains.
-`cluster.py` starts Ray or connects to it. `outcome.py` tells why ranks failed and what is tried again. `shortcut.py`
-has every private name of Ray; trials run without it, too.
+`cluster.py` starts Ray or connects to it; `shortcut.py` has every private name of Ray, and trials run without it, too.
 """

@@ -17,13 +17,13 @@ from typing import Any
 
 import psutil
 
-from fsdp_lab import hardware
 from fsdp_lab.config import UserError
 from fsdp_lab.config.machine import RunningCluster
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.config.target import user_root
 from fsdp_lab.engine.files_of_ranks import remove_left_scratch
 from fsdp_lab.engine.ray_job import is_rays_copy
+from fsdp_lab.machine import hardware
 
 # Set before Ray is imported. Ray prints little, keeps paths relative to where the command was typed, and
 # its controller looks after workers often: a report waits for that look (2 s by default).

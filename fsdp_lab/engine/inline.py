@@ -12,10 +12,10 @@ from fsdp_lab.engine.failures import code_of, failure_of
 from fsdp_lab.engine.files_of_ranks import Uploads, at_end
 from fsdp_lab.engine.outcome import end_trial
 from fsdp_lab.engine.rank import RankReporter, check_gpu, train_rank
-from fsdp_lab.hardware import num_gpus
+from fsdp_lab.machine.hardware import num_gpus
 from fsdp_lab.record.failures import RankFailure, record_failure, set_aside_failures
 from fsdp_lab.record.trial_files import ProgressFile, TrialWriter
-from fsdp_lab.storage import Storage
+from fsdp_lab.storage.objects import Storage
 
 
 def run_inline(

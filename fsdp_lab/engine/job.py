@@ -26,7 +26,7 @@ from fsdp_lab.engine.resources import mark_of, release_placement_group, worker_r
 from fsdp_lab.engine.worker import train_worker
 from fsdp_lab.record.failures import set_aside_failures
 from fsdp_lab.record.trial_files import ENDED, TrialWriter, read_metrics, read_outcome, read_progress, wait_until_alone
-from fsdp_lab.storage import Storage, StorageAway, StorageRefused
+from fsdp_lab.storage.objects import Storage, StorageAway, StorageRefused
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
 _LOOK_S = 0.1  # between two looks for another epoch

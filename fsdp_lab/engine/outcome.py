@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.engine.failures import PLAIN
 from fsdp_lab.engine.hang import timeout_of
 from fsdp_lab.record.failures import RankFailure, read_failures, record_failure
@@ -21,7 +22,6 @@ from fsdp_lab.record.trial_files import (
     write_error,
     write_outcome,
 )
-from fsdp_lab.status import TrialStatus
 
 _TAIL_LINES = 50  # of a log, for the report of a failure
 # What faulthandler writes into a rank's log, the last before the process ends.

@@ -88,8 +88,9 @@ def train_rank(
     Raises:
         RankFailure: any error, with its reason. KeyboardInterrupt is raised as it is.
     """
-    from fsdp_lab.training import DivergedError, train
     from fsdp_lab.training.distributed import keep_threads, leave_process_group
+    from fsdp_lab.training.divergence import DivergedError
+    from fsdp_lab.training.train import train
 
     try:
         keep_threads()

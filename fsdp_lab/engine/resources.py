@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from fsdp_lab import hardware
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.sweep import ClusterConfig, Placement
-from fsdp_lab.wording import resources_text
+from fsdp_lab.config.wording import resources_text
+from fsdp_lab.machine import hardware
 
 _ROUNDING = 1e-6  # of quotients of shares of a core
 

@@ -11,7 +11,7 @@ import asyncio
 import os
 from typing import Any
 
-from fsdp_lab.private import Name
+from fsdp_lab.machine.private import Name
 
 _TRAINER, _EXECUTION = "ray.train.v2.api.data_parallel_trainer", "ray.train.v2._internal.execution"
 NAMES = (

@@ -20,11 +20,11 @@ from fsdp_lab.engine.failures import code_of, failure_of, print_failure
 from fsdp_lab.engine.files_of_ranks import Uploads, at_end, scratch_folder
 from fsdp_lab.engine.hang import stacks_file
 from fsdp_lab.engine.rank import RankReporter, check_gpu, train_rank
-from fsdp_lab.hardware import WORKER_CPUS
+from fsdp_lab.machine.hardware import WORKER_CPUS
 from fsdp_lab.record.failures import RankFailure
 from fsdp_lab.record.reasons import Code
 from fsdp_lab.record.trial_files import ProgressFile, hold_alive
-from fsdp_lab.storage import Storage
+from fsdp_lab.storage.objects import Storage
 
 _SENT_S = 3.0  # for the other ranks that hang, to send theirs: the first that ends takes them down
 _PEER_S = 1.0  # for Ray to learn why a peer ended, which is the cause, before it learns of this rank

@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fsdp_lab.profile import Profile
+from fsdp_lab.training.profile import Profile
 
 MIN_BLOCK = 512  # every request is rounded up to a multiple
 SMALL_SIZE = 2**20  # the largest request that shares segments of `SMALL_SEGMENT`

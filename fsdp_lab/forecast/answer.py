@@ -8,16 +8,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fsdp_lab.config import may_change_speed
+from fsdp_lab.config.metrics import MEMORY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.speed.predict import Speed
 from fsdp_lab.forecast.table import Row, forecasts_frame
 from fsdp_lab.forecast.words import words_of_forecasts
-from fsdp_lab.metrics import MEMORY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
 from fsdp_lab.report.answer import Answer, with_a_line, words_of_a_report
 from fsdp_lab.report.qualify import LEAST
 from fsdp_lab.report.recommend import Recommendation, recommend
 from fsdp_lab.report.settings import Rules, Setting
-from fsdp_lab.speed.predict import Speed
-from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,8 +7,8 @@ from typing import Literal
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.config.parallel import Granularity, ReshardPolicy
-from fsdp_lab.layout import Layout
-from fsdp_lab.speed.predict import Speed
+from fsdp_lab.forecast.speed.predict import Speed
+from fsdp_lab.training.layout import Layout
 
 GIB = 2**30
 
@@ -63,7 +63,7 @@ class Forecast:
     """The memory of one worker, in bytes, and its speed.
 
     Attributes:
-        peaks: place -> category -> bytes, with `total`, as in `fsdp_lab.profile`.
+        peaks: place -> category -> bytes, with `total`, as in `fsdp_lab.training.profile`.
         active_bytes: the peak in the allocator's blocks on a GPU; None for a CPU.
         reserved_bytes: what the allocator takes from the GPU; None for a CPU.
         allowances: what the device holds outside of tensors, by name.

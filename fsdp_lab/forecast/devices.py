@@ -12,9 +12,9 @@ from fsdp_lab.config.machine import check_gpus, gpus_are_here
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.forecast.capacity import GIB, Host
 from fsdp_lab.forecast.observations import read_observations
-from fsdp_lab.hardware import gpus, host_memory, num_gpus
-from fsdp_lab.speed.device import Device, digest, load_device, on_network
-from fsdp_lab.speed.refine import Observation, refine
+from fsdp_lab.forecast.speed.device import Device, digest, load_device, on_network
+from fsdp_lab.forecast.speed.refine import Observation, refine
+from fsdp_lab.machine.hardware import gpus, host_memory, num_gpus
 
 
 def for_cuda(config: SweepConfig) -> bool:

@@ -31,19 +31,19 @@ from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tens
 from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.forecast.keep import ratio_group
 from fsdp_lab.forecast.kernels import HOPPER, Gpu, buffer_bytes, cuda_kernels
+from fsdp_lab.forecast.speed.costs import in_tf32
+from fsdp_lab.forecast.speed.device import Device, DeviceKind
+from fsdp_lab.forecast.speed.predict import Speed, predict
+from fsdp_lab.forecast.speed.program import Operator
 from fsdp_lab.forecast.trace import StepTrace
-from fsdp_lab.layout import Layout
-from fsdp_lab.profile import Profile
-from fsdp_lab.speed.costs import in_tf32
-from fsdp_lab.speed.device import Device, DeviceKind
-from fsdp_lab.speed.predict import Speed, predict
-from fsdp_lab.speed.program import Operator
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.data import microbatch_size
 from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
+from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.loop import train_step
 from fsdp_lab.training.memory import TRACKED_STEPS, main_settings, record_step
 from fsdp_lab.training.optimizer import gradient_device
+from fsdp_lab.training.profile import Profile
 from fsdp_lab.training.timeline import write_timeline
 from fsdp_lab.training.torch_private import (
     DataDependentOutputException,

@@ -10,11 +10,11 @@ from hashlib import sha256
 
 from fsdp_lab.config import TrialConfig, flatten, memory_settings
 from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.speed.device import Device, DeviceKind, digest
+from fsdp_lab.forecast.speed.predict import Speed
 from fsdp_lab.forecast.words import words_of_forecasts
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.predicted import Predicted
-from fsdp_lab.speed.device import Device, DeviceKind, digest
-from fsdp_lab.speed.predict import Speed
 
 
 def predicted(speed: Speed) -> Predicted:

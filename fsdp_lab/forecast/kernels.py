@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_lab.forecast.fake import ACCELERATOR
-from fsdp_lab.speed.device import Device
+from fsdp_lab.forecast.speed.device import Device
 from fsdp_lab.training.torch_private import (
     OnKernel,
     TorchDispatchMode,

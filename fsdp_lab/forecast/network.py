@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from fsdp_lab.forecast.speed.predict import Network, Speed
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.record.trial import words
-from fsdp_lab.speed.predict import Network, Speed
 
 
 def network_sentences(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list[str]:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from fsdp_lab.config import cpu_notes, gpu_notes, sharding_notes
 from fsdp_lab.config.training import ActivationCheckpointing
+from fsdp_lab.config.wording import count
 from fsdp_lab.forecast.capacity import GIB, Forecast
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import unit_of
 from fsdp_lab.forecast.words import words_of_forecasts
-from fsdp_lab.wording import count
 
 
 def request_notes(requests: Sequence[Request]) -> list[str]:

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.files import read_object, write_json
-from fsdp_lab.locks import exclusive
-from fsdp_lab.speed.predict import Parts
-from fsdp_lab.speed.refine import Observation
+from fsdp_lab.forecast.speed.predict import Parts
+from fsdp_lab.forecast.speed.refine import Observation
+from fsdp_lab.storage.files import read_object, write_json
+from fsdp_lab.storage.locks import exclusive
 
 _FOLDER = Path("outputs/devices/trials")
 _MOST = 500  # that are kept of a device, the newest

@@ -18,8 +18,8 @@ from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.capacity import Forecast, Host, NoForecast, on_capacity
 from fsdp_lab.forecast.devices import capacity_bytes, data_sheet, for_cuda, host_of, is_here, refined
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
-from fsdp_lab.hardware import num_cpus
-from fsdp_lab.speed.device import Device
+from fsdp_lab.forecast.speed.device import Device
+from fsdp_lab.machine.hardware import num_cpus
 
 LIMIT_S = 420.0  # for one forecast and the imports before it; the largest model here takes some ten seconds
 _A_PROCESS = 4  # forecasts: a process first imports PyTorch, which takes as long as four small ones

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.files import whole
+from fsdp_lab.config.wording import four_digits
 from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.speed.predict import BOUNDS
 from fsdp_lab.forecast.words import no_forecast_text
-from fsdp_lab.profile import CATEGORIES
-from fsdp_lab.speed.predict import BOUNDS
-from fsdp_lab.terminal import Column, FittingTable
-from fsdp_lab.wording import four_digits
+from fsdp_lab.report.terminal import Column, FittingTable
+from fsdp_lab.storage.files import whole
+from fsdp_lab.training.profile import CATEGORIES
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,4 +1,4 @@
-"""The operators of a step that runs on fake tensors, as `fsdp_lab.speed` prices them."""
+"""The operators of a step that runs on fake tensors, as `fsdp_lab.forecast.speed` prices them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_lab.speed.program import Kind, Operator, Stream
+from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
 from fsdp_lab.training.torch_private import (
     ALL_GATHER,
     ALL_REDUCE,

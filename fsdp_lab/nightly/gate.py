@@ -14,10 +14,10 @@ from itertools import pairwise
 from statistics import median, variance
 from typing import TYPE_CHECKING
 
+from fsdp_lab.config.metrics import LOSS_EPS, SPEED, Metric, gated
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.metrics import LOSS_EPS, SPEED, Metric, gated
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.report.settings import loss_metric
-from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import UserError, from_dict
-from fsdp_lab.files import write_text
 from fsdp_lab.nightly.gate import Finding
+from fsdp_lab.storage.files import write_text
 
 if TYPE_CHECKING:
     import pandas as pd

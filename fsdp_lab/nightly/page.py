@@ -7,14 +7,14 @@ from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from fsdp_lab.config.metrics import Metric, gated
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.metrics import Metric, gated
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.nightly.gate import STATUS
 from fsdp_lab.nightly.nights import Night, Verdict, changes
 from fsdp_lab.nightly.texts import regressions_line, say, template
 from fsdp_lab.report.page import page
 from fsdp_lab.report.plots import COLORS, GREY
-from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:
     import pandas as pd

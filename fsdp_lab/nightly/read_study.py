@@ -11,7 +11,6 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from fsdp_lab.compose import check, group_choices, nightly_config, register_schema
 from fsdp_lab.config import (
     Between,
     ConfigError,
@@ -23,14 +22,15 @@ from fsdp_lab.config import (
     with_custom,
     workers_of,
 )
+from fsdp_lab.config.compose import check, group_choices, nightly_config, register_schema
 from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.key_value_args import key_of, with_environment
 from fsdp_lab.config.machine import loader_workers_of
-from fsdp_lab.hardware import cpu_name, gpus, num_gpus
+from fsdp_lab.config.overrides import read_overrides, search_path
+from fsdp_lab.config.wording import count
+from fsdp_lab.machine.hardware import cpu_name, gpus, num_gpus
 from fsdp_lab.nightly.nights import Night
-from fsdp_lab.overrides import read_overrides, search_path
 from fsdp_lab.sweep.grid import all_overrides, discrete_values, fixed_words
-from fsdp_lab.wording import count
 
 _NOT_HERE = {  # keys that a night sets itself
     **{key: "a night always trains anew" for key in all_keys() if key.startswith("resume")},

@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 
 from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.code import code_digest, user_digest
-from fsdp_lab.files import write_text
+from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.nightly.attempt import frame_of, run_sweep
 from fsdp_lab.nightly.gate import judge, judged_columns
 from fsdp_lab.nightly.nights import (
@@ -32,8 +32,8 @@ from fsdp_lab.nightly.nights import (
 from fsdp_lab.nightly.page import nights_page
 from fsdp_lab.nightly.read_study import Study
 from fsdp_lab.nightly.texts import markdown, regressions_line, row, say, terminal_table, title
-from fsdp_lab.status import ExitCode, TrialStatus
-from fsdp_lab.terminal import open_console
+from fsdp_lab.report.terminal import open_console
+from fsdp_lab.storage.files import write_text
 from fsdp_lab.tracking import annotate, find_sweep_run
 from fsdp_lab.tracking.tags import machine_tags
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fsdp_lab.metrics import Metric, gated
+from fsdp_lab.config.metrics import Metric, gated
 from fsdp_lab.nightly.gate import STATUS, Finding, Outcome
 from fsdp_lab.nightly.nights import Night
 from fsdp_lab.report.render import environment
-from fsdp_lab.terminal import Column, FittingTable
+from fsdp_lab.report.terminal import Column, FittingTable
 
 
 class Row(NamedTuple):

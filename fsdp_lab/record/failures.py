@@ -6,8 +6,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp_lab.files import RESTORE, read_object, write_json
 from fsdp_lab.record.reasons import Code, Reason
+from fsdp_lab.storage.files import RESTORE, read_object, write_json
 
 
 class RankFailure(Exception):

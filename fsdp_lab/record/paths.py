@@ -7,9 +7,9 @@ import re
 import uuid
 from pathlib import Path
 
-from fsdp_lab.compose import Trial
 from fsdp_lab.config import UserError, is_address
-from fsdp_lab.files import write_text
+from fsdp_lab.config.compose import Trial
+from fsdp_lab.storage.files import write_text
 
 _STORAGE = ".storage"
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from fsdp_lab.status import TrialStatus
+from fsdp_lab.config.status import TrialStatus
 
 
 class Code(StrEnum):

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.files import write_text
-from fsdp_lab.metrics import table_columns
+from fsdp_lab.config.metrics import table_columns
+from fsdp_lab.storage.files import write_text
 
 _FILE = "results.csv"
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.trial import TrialRecord
-from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:
     import pandas as pd

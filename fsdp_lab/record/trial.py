@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import SweepConfig
-from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, PREDICTED_BY, PREDICTED_SPEED, SPEED
+from fsdp_lab.config.metrics import FORECAST_ERROR, MEMORY, PREDICTED_BY, PREDICTED_SPEED, SPEED
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.reasons import Reason
-from fsdp_lab.status import TrialStatus
 
 
 @dataclass
@@ -28,7 +28,7 @@ class TrialRecord:
         seconds: that it took; None: not known.
         span: when it ran, from and to, in seconds since 1970; None: not known.
         facts: what rank 0 reported before its first step: its device, data and layout.
-        forecast_words: what of its forecast is no number (`fsdp_lab.metrics.FORECAST_WORDS`).
+        forecast_words: what of its forecast is no number (`fsdp_lab.config.metrics.FORECAST_WORDS`).
         config: typed; None: of another version.
         folder: that the trial's processes wrote to.
     """
@@ -63,7 +63,7 @@ class TrialRecord:
 
     @property
     def predicted_by(self) -> str:
-        """The basis of the predicted speed (`fsdp_lab.speed.device.Basis`); "" without one."""
+        """The basis of the predicted speed (`fsdp_lab.forecast.speed.device.Basis`); "" without one."""
         return self.forecast_words.get(PREDICTED_BY, "")
 
 

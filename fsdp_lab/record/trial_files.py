@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import UserError
-from fsdp_lab.files import RESTORE, append_line, read_lines, read_object, sync, whole, write_json, write_text
-from fsdp_lab.locks import InUse, exclusive, share_until_exit
-from fsdp_lab.metrics import FORECAST_WORDS
+from fsdp_lab.config.metrics import FORECAST_WORDS
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.reasons import Reason
-from fsdp_lab.status import TrialStatus
+from fsdp_lab.storage.files import RESTORE, append_line, read_lines, read_object, sync, whole, write_json, write_text
+from fsdp_lab.storage.locks import InUse, exclusive, share_until_exit
 
 _OF_OUTCOME = f"{RESTORE}: a resume then ends the trial from its last checkpoint"
 _OF_FORECAST = f"{RESTORE}: the trial then has no forecast"

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.compose import Trial
 from fsdp_lab.config import UserError
-from fsdp_lab.files import append_line, read_lines
+from fsdp_lab.config.compose import Trial
 from fsdp_lab.record.paths import storage, trial_address
+from fsdp_lab.storage.files import append_line, read_lines
 
 _REMEDY = (
     "restore it from a copy, or write that line again, with the overrides in .hydra/overrides.yaml of its trial; "

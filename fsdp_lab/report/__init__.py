@@ -1,4 +1,4 @@
-"""The report of a sweep: tables, plots and the recommended setting. Never trains.
+"""The report of a sweep: tables, plots and the recommended setting. Imports `record`; never trains.
 
 Start with `recommend.py`, which chooses from a frame by rules and returns codes with values. `speed.py` computes
 intervals, `answer.py` and `templates/` write the sentences, `write.py` the three files.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_lab.config import SweepConfig
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.choice import departures
@@ -15,7 +16,6 @@ from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
 from fsdp_lab.report.render import environment
 from fsdp_lab.report.self_check import check_itself
 from fsdp_lab.report.settings import REPEATS, Rules, Setting
-from fsdp_lab.status import TrialStatus
 
 # What is typed for a sweep and says nothing of one trial.
 _OF_A_SWEEP = ("repeat=", "repeats=", "search=", "search.", "scheduler=", "scheduler.", "objective=")

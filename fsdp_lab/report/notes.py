@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from fsdp_lab.metrics import OTHERS_CPU
+from fsdp_lab.config.metrics import OTHERS_CPU
 from fsdp_lab.report.settings import Setting, Settings, column
 from fsdp_lab.report.speed import Basis
 from fsdp_lab.report.statements import Statement

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.metrics import FORECAST, MEMORY
+from fsdp_lab.config.metrics import FORECAST, MEMORY
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.report.answer import with_a_line
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.plots import figures
@@ -14,7 +15,6 @@ from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.report.render import environment
 from fsdp_lab.report.settings import column
 from fsdp_lab.report.tables import MOST, trials_table
-from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:
     import pandas as pd

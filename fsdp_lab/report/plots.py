@@ -7,14 +7,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsdp_lab.metrics import MEMORY, MIB, SPEED, declared, table_columns
+from fsdp_lab.config.metrics import MEMORY, MIB, SPEED, declared, table_columns
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.settings import Setting
 from fsdp_lab.report.speed import Interval
 from fsdp_lab.report.tables import shown_trials, url_of
 from fsdp_lab.report.texts import speed_text
-from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -17,8 +17,8 @@ from fsdp_lab.config.training import (
     OptimizerImplementation,
     OptimizerName,
 )
-from fsdp_lab.layout import Layout, read_layout
 from fsdp_lab.record.trial import TrialRecord
+from fsdp_lab.training.layout import Layout, read_layout
 
 SCRIPT = "use_pytorch.py"  # in the report's folder
 _OPTIMIZERS = {OptimizerName.adam: "Adam", OptimizerName.adamw: "AdamW", OptimizerName.sgd: "SGD"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from fsdp_lab.metrics import SPEED
+from fsdp_lab.config.metrics import SPEED
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.report.settings import Setting, Settings
 from fsdp_lab.report.statements import Statement
-from fsdp_lab.status import TrialStatus
 
 _NO_MATTER = {
     TrialStatus.waiting, TrialStatus.starting, TrialStatus.running, TrialStatus.interrupted, TrialStatus.stopped,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fsdp_lab.metrics import MEDIAN_STEP, MEMORY, SPEED, declared, spacing
+from fsdp_lab.config.metrics import MEDIAN_STEP, MEMORY, SPEED, declared, spacing
 from fsdp_lab.report.choice import SAME_MEMORY, pareto_front
 from fsdp_lab.report.notes import notes_on, notes_on_the_model
 from fsdp_lab.report.qualify import does_not_fit, qualify, ratio

@@ -7,8 +7,9 @@ import re
 from functools import cache
 from typing import Any
 
+from fsdp_lab.config.metrics import MIB, declared, mib
 from fsdp_lab.config.training import TrainingConfig
-from fsdp_lab.metrics import MIB, declared, mib
+from fsdp_lab.config.wording import count, resources_text
 from fsdp_lab.record.trial import words
 from fsdp_lab.report.choice import PLAIN
 from fsdp_lab.report.texts import (
@@ -20,7 +21,6 @@ from fsdp_lab.report.texts import (
     short_count,
     times_text,
 )
-from fsdp_lab.wording import count, resources_text
 
 # An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
 _STEPS_TO_TIME = TrainingConfig().timing_warmup_steps + 2 + 1

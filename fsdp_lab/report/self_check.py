@@ -14,8 +14,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fsdp_lab.config.metrics import EARLY_LOSS, FIRST_LOSS, LOSS_EPS, TRAIN_LOSS, VAL_LOSS
 from fsdp_lab.config.parallel import PrecisionConfig
-from fsdp_lab.metrics import EARLY_LOSS, FIRST_LOSS, LOSS_EPS, TRAIN_LOSS, VAL_LOSS
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.choice import departures
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fsdp_lab.config import may_change_speed
-from fsdp_lab.metrics import (
+from fsdp_lab.config.metrics import (
     MEMORY,
     PREDICTED_SPEED,
     RATIO_ERROR,
@@ -19,11 +19,11 @@ from fsdp_lab.metrics import (
     VAL_LOSS,
     spacing,
 )  # fmt: skip
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.trial import words
 from fsdp_lab.report.predicted import Predicted, PredictedSpeeds
 from fsdp_lab.report.self_check import SelfCheck
 from fsdp_lab.report.speed import Interval, Speeds
-from fsdp_lab.status import TrialStatus
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fsdp_lab.status import TrialStatus
+from fsdp_lab.config.status import TrialStatus
 
 # Why a setting does not qualify, besides the statuses in which its trials ended.
 WhyNot = Literal["no_result", "too_large", "tight", "no_figure", "loss_too_high", "untimed", "differs"]

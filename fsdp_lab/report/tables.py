@@ -6,11 +6,11 @@ import math
 from functools import partial
 from typing import Any
 
-from fsdp_lab.metrics import table_columns
+from fsdp_lab.config.metrics import table_columns
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.recommend import Recommendation
-from fsdp_lab.status import TrialStatus
 
 MOST = 500  # trials in the table and the pictures
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from fsdp_lab.metrics import MIB
+from fsdp_lab.config.metrics import MIB
+from fsdp_lab.config.wording import significant
 from fsdp_lab.report.speed import Interval
-from fsdp_lab.wording import significant
 
 
 def times_text(ratio: Interval) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fsdp_lab.metrics import SPEED
+from fsdp_lab.config.metrics import SPEED
 from fsdp_lab.report.choice import departures, smallest
 from fsdp_lab.report.predicted import EQUAL
 from fsdp_lab.report.settings import Setting, Settings

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsdp_lab.files import write_text
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html
 from fsdp_lab.report.pytorch import SCRIPT, setting_of
+from fsdp_lab.storage.files import write_text
 
 _REPORT = "report.html"
 FILES = (_REPORT, SCRIPT)

@@ -8,13 +8,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from fsdp_lab.compose import Trial
 from fsdp_lab.config import objectives
-from fsdp_lab.locks import locked
+from fsdp_lab.config.compose import Trial
+from fsdp_lab.config.status import ExitCode
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder, read_start
 from fsdp_lab.record.trials_jsonl import add_trial
-from fsdp_lab.status import ExitCode
+from fsdp_lab.storage.locks import locked
 from fsdp_lab.sweep.names import run_name
 from fsdp_lab.sweep.runner import SweepPlan, reach_cluster
 from fsdp_lab.sweep.state import SweepState, TrialState

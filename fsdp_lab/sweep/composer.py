@@ -17,8 +17,8 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, flag_override, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fsdp_lab.compose import Trial, group_choices, plain, typed_and_used_up
 from fsdp_lab.config import all_keys
+from fsdp_lab.config.compose import Trial, group_choices, plain, typed_and_used_up
 from fsdp_lab.config.conf import OPEN_GROUPS
 
 _KEYS = frozenset(all_keys())

@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 
 from fsdp_lab.config import ConfigError, SweepConfig
 from fsdp_lab.config.key_value_args import key_of
-from fsdp_lab.overrides import value_word
+from fsdp_lab.config.overrides import value_word
 
 
 def enumerate_grid(

@@ -13,15 +13,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
-from fsdp_lab.compose import Trial, check_hydra
 from fsdp_lab.config import ConfigError, SweepConfig, objectives
+from fsdp_lab.config.compose import Trial, check_hydra
+from fsdp_lab.config.status import ExitCode
+from fsdp_lab.config.wording import count
 from fsdp_lab.forecast.devices import check_sweep
-from fsdp_lab.hardware import num_gpus
-from fsdp_lab.locks import locked
+from fsdp_lab.machine.hardware import num_gpus
 from fsdp_lab.record.hydra_folder import write_hydra_folder, write_multirun_yaml
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder, read_start
 from fsdp_lab.record.trials_jsonl import add_trial, read_trials
-from fsdp_lab.status import ExitCode
+from fsdp_lab.storage.locks import locked
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, repeat_axis, swept_keys, with_overrides
 from fsdp_lab.sweep.names import run_name
@@ -32,7 +33,6 @@ from fsdp_lab.sweep.state import SweepState, TrialState
 from fsdp_lab.sweep.store.find import remember_last
 from fsdp_lab.sweep.store.folder import check_trial_folders, new_folder
 from fsdp_lab.sweep.store.resume import check_unchanged, resumed_states
-from fsdp_lab.wording import count
 
 
 def run_multirun(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.compose import Trial
+from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.conf import OPEN_GROUPS
 from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.key_value_args import key_of, quoted

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import (
     CombinationError,
     ConfigError,
@@ -14,8 +13,9 @@ from fsdp_lab.config import (
     effective_settings,
     workers_of,
 )
+from fsdp_lab.config.compose import Trial, check
+from fsdp_lab.config.wording import count
 from fsdp_lab.sweep.grid import swept_keys
-from fsdp_lab.wording import count
 
 
 @dataclass

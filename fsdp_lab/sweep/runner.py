@@ -10,12 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError
+from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.machine import ray_folder
+from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.config.sweep import Engine
+from fsdp_lab.config.wording import count
 from fsdp_lab.engine.cluster import start_ray
-from fsdp_lab.files import sync
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.failures import RankFailure, record_failure
 from fsdp_lab.record.hydra_folder import write_hydra_folder, write_missing_hydra_folder
@@ -34,11 +35,10 @@ from fsdp_lab.record.trial_files import (
 )
 from fsdp_lab.record.trial_folder import clear_attempt, clear_left_over
 from fsdp_lab.record.trials_jsonl import add_trial
-from fsdp_lab.status import ExitCode, TrialStatus
+from fsdp_lab.storage.files import sync
 from fsdp_lab.sweep.search import OptunaSearch
 from fsdp_lab.sweep.shutdown import interruptible
 from fsdp_lab.sweep.state import SweepState, TrialState
-from fsdp_lab.wording import count
 
 _CHANGES = ("began", "facts", "forecast", "epoch", "ended")  # events of a trial
 

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 
-from fsdp_lab.compose import Trial
-from fsdp_lab.compose import check as check_here
 from fsdp_lab.config import CombinationError, ConfigError, SweepConfig, effective_settings, flatten, workers_of
+from fsdp_lab.config.compose import Trial
+from fsdp_lab.config.compose import check as check_here
 from fsdp_lab.config.key import check_range, keys_of
 from fsdp_lab.config.options import may_name_code
 from fsdp_lab.config.registry import module_of
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import SearchConfig
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
 
 if TYPE_CHECKING:

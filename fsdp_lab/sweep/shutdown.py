@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from fsdp_lab.config.status import ExitCode
 from fsdp_lab.engine.cluster import end_descendants
-from fsdp_lab.status import ExitCode
 
 _LIMIT_S = 8.0  # then what hangs is left behind
 _LAST_S = 2.0  # of it, for what the thread of the deadline does itself

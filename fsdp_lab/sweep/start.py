@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fsdp_lab.config import is_address
+from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.engine.ray_job import check_job
 from fsdp_lab.report.write import FILES
-from fsdp_lab.status import ExitCode
-from fsdp_lab.storage import check_access
+from fsdp_lab.storage.objects import check_access
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.forecasts import Forecasts
 from fsdp_lab.sweep.listeners.mlflow import MlflowRuns

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from fsdp_lab.compose import Trial, variables_in
+from fsdp_lab.config.compose import Trial, variables_in
+from fsdp_lab.config.metrics import PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
+from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.metrics import PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
 from fsdp_lab.record.trial import TrialRecord, with_forecast
 from fsdp_lab.record.trial_files import Outcome
 from fsdp_lab.report.choice import pareto_front
-from fsdp_lab.status import ExitCode, TrialStatus
 
 
 class TrialState(TrialRecord):

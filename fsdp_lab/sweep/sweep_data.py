@@ -13,8 +13,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override
 from hydra.errors import HydraException
 
-from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, UserError, is_address
+from fsdp_lab.config.compose import Trial
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import SearchConfig, objectives_in
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.record.paths import storage
@@ -22,7 +23,6 @@ from fsdp_lab.record.results_csv import read_run_ids
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trials_jsonl import read_trials
 from fsdp_lab.report import data
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import swept_keys, unescaped
 from fsdp_lab.sweep.names import setting_text
 from fsdp_lab.sweep.state import TrialState

@@ -1,6 +1,6 @@
-"""MLflow: the only package that imports it. One writer, a thread of the driver.
+"""MLflow: the only room that imports it. One writer, a thread of the driver. Imports `config` and `storage`.
 
-`projection.py` compares the record with the store and sends what is missing, `writes.py` makes the single writes,
+Start with `projection.py`, which compares the record with the store and sends what is missing by `writes.py`.
 `read.py` finds a sweep's run and its files.
 """
 

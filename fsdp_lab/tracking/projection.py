@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking import writes
 from fsdp_lab.tracking.store import is_away, open_store, reason_of, refusals, runs_of, runs_url
 from fsdp_lab.tracking.tags import RECORDED_TAG, SWEEP_TAG, TRIAL_TAG, fact_tags, one_line, shortened, stored_name

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.sweep import TrackingConfig
-from fsdp_lab.locks import InUse, exclusive
+from fsdp_lab.storage.locks import InUse, exclusive
 from fsdp_lab.tracking.tags import NAME_LENGTH, SWEEP_TAG, how_to_read, one_line
 
 if TYPE_CHECKING:

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import fsdp_lab
-from fsdp_lab import metrics
-from fsdp_lab.config import code
+from fsdp_lab.config import code, metrics
 from fsdp_lab.config.convert import flatten, value_text
 from fsdp_lab.config.key import keys_of
+from fsdp_lab.config.metrics import PREDICTED_BY
 from fsdp_lab.config.options import values_implied_by_option
 from fsdp_lab.config.sweep import SweepConfig
-from fsdp_lab.metrics import PREDICTED_BY
 
 _FOR_SAMPLERS = ("search.num_trials", "search.seed")  # a grid has all its cells
 _HOW_TO_READ = """\

@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fsdp_lab.metrics import TRAIN_LOSS, VAL_LOSS, mib_figures
-from fsdp_lab.status import TrialStatus
+from fsdp_lab.config.metrics import TRAIN_LOSS, VAL_LOSS, mib_figures
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.tracking.tags import answer_tags, stored_name
 
 if TYPE_CHECKING:

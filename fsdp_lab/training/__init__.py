@@ -1,9 +1,5 @@
 """Training one trial in plain PyTorch, under torchrun or any launcher that makes a process group.
 
-Imports neither Ray nor Hydra nor MLflow. `train` is the whole flow; start reading there.
+Imports neither Ray nor Hydra nor MLflow, and nothing here: reports read layouts without PyTorch.
+Start with `train.py`, the whole flow.
 """
-
-from fsdp_lab.training.divergence import DivergedError
-from fsdp_lab.training.train import Reporter, train
-
-__all__ = ["DivergedError", "Reporter", "train"]

@@ -22,7 +22,7 @@ from fsdp_lab.config import ConfigError, NightlyConfig, TrialConfig, UserError, 
 from fsdp_lab.config.conf import OPEN_GROUPS, group_dirs
 from fsdp_lab.config.options import with_custom
 from fsdp_lab.config.workload import known_vocab_size
-from fsdp_lab.output import outlast_reader
+from fsdp_lab.machine.output import outlast_reader
 from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.train import train
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from fsdp_lab.profile import Event, Profile
+from fsdp_lab.training.profile import Event, Profile
 from fsdp_lab.training.torch_private import Change, allocator_changes
 
 _FORWARD = "fsdp_lab: a forward pass begins"

@@ -8,8 +8,8 @@ from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.config.wording import count
 from fsdp_lab.training.torch_private import unsplit_classes
-from fsdp_lab.wording import count
 
 BlockClasses = tuple[type[nn.Module], ...]
 

@@ -33,7 +33,6 @@ from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.training import CheckpointConfig, CheckpointMode
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.layout import Layout
 from fsdp_lab.training.checkpoint_place import META, Where, place_of, reader, step_of, writer
 from fsdp_lab.training.checkpoint_source import (
     check_meta,
@@ -42,6 +41,7 @@ from fsdp_lab.training.checkpoint_source import (
     trial_identity,
 )
 from fsdp_lab.training.distributed import DistributedContext, together
+from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.model_state import AsSaved, CheckpointError, load_model_state, model_state
 
 Metrics = dict[str, float]

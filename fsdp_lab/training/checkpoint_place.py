@@ -28,8 +28,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from fsdp_lab.config.address import is_address
-from fsdp_lab.files import sync
-from fsdp_lab.storage import Stamp, Storage, options
+from fsdp_lab.storage.files import sync
+from fsdp_lab.storage.objects import Stamp, Storage, options
 from fsdp_lab.training.model_state import CheckpointError
 
 META = "meta.json"

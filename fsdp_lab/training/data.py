@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.hardware import default_loader_workers, worker_cpus
+from fsdp_lab.machine.hardware import default_loader_workers, worker_cpus
 from fsdp_lab.training.distributed import DistributedContext, ParallelDims, together
 from fsdp_lab.workloads.base import Batch, Data, Dataset, DataSpec
 from fsdp_lab.workloads.construct import seed_all

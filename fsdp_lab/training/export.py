@@ -15,7 +15,7 @@ from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import DATA_FILE, DataConfig, ModelConfig
-from fsdp_lab.files import whole, whole_folder, write_json
+from fsdp_lab.storage.files import whole, whole_folder, write_json
 from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.model_state import is_extra_state
 from fsdp_lab.workloads.user.model import build_model_spec

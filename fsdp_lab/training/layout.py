@@ -1,17 +1,59 @@
-"""The layout of a model that was just sharded."""
+"""How a trial divided its model among its ranks: plain values, enough to divide the same model in another script."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import nn
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.layout import Layout, shortened
-from fsdp_lab.training.blocks import BlockClasses
-from fsdp_lab.training.shardable import has_complex
-from fsdp_lab.training.torch_private import without_wrappers
+
+if TYPE_CHECKING:  # a report reads layouts without PyTorch
+    from torch import nn
+
+    from fsdp_lab.training.blocks import BlockClasses
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sharding units of a model and its blocks, by name.
+
+    Attributes:
+        units: names of the modules that are units of their own, without the root, as before activation checkpointing
+            wrapped any; `*` stands for any number.
+        blocks: names of the modules that activation checkpointing wraps and compile compiles, in the same form.
+        find_unused: whether some parameters may get no gradient.
+        has_complex: whether some trained parameters are complex.
+    """
+
+    units: Sequence[str] = field(default_factory=list)
+    blocks: Sequence[str] = field(default_factory=list)
+    find_unused: bool = False
+    has_complex: bool = False
+
+
+def read_layout(values: Any) -> Layout | None:
+    """Return the layout in a trial's facts; None if they are damaged."""
+    try:
+        return Layout(**values)
+    except TypeError:
+        return None
+
+
+def matches(patterns: Sequence[str], name: str) -> bool:
+    """Return whether a module's name is one of the patterns, in which `*` stands for a number."""
+    return re.fullmatch("|".join(patterns).replace("*", r"\d+"), name) is not None
+
+
+def shortened(names: Sequence[str], all_names: Collection[str]) -> list[str]:
+    """Return patterns that match these of all names and no others, with `*` for as many numbers as that allows."""
+    for count in range(max((len(re.findall(r"\d+", name)) for name in names), default=0), 0, -1):
+        patterns = list(dict.fromkeys(re.sub(r"\d+", "*", name, count=count) for name in names))
+        if {name for name in all_names if matches(patterns, name)} == set(names):
+            return patterns
+    return list(names)
 
 
 def describe_layout(
@@ -23,6 +65,9 @@ def describe_layout(
         units: the modules that `apply_fully_shard` sharded, without the root.
         find_unused: whether DDP looks for parameters without a gradient.
     """
+    from fsdp_lab.training.shardable import has_complex
+    from fsdp_lab.training.torch_private import without_wrappers
+
     names = {id(module): without_wrappers(name) for name, module in model.named_modules()}
     return Layout(
         units=shortened([names[id(unit)] for unit in units], list(names.values())),

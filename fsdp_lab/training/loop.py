@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.metrics import EARLY_LOSS, FIRST_LOSS, LOSS_EPS
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.metrics import EARLY_LOSS, FIRST_LOSS, LOSS_EPS
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck

@@ -21,11 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.training import MemoryProfile as Detail
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.files import write_json
-from fsdp_lab.profile import CATEGORIES, Event, Profile
+from fsdp_lab.storage.files import write_json
 from fsdp_lab.training.allocator_profile import AllocatorRecorder
 from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.module_names import ModuleNames
+from fsdp_lab.training.profile import CATEGORIES, Event, Profile
 from fsdp_lab.training.torch_private import (
     FUNCTIONAL_COLLECTIVES,
     GATHERS_AND_SCATTERS,

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.files import whole
+from fsdp_lab.storage.files import whole
 from fsdp_lab.training.distributed import DistributedContext
 
 TRACED_STEPS = 3

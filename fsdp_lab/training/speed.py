@@ -18,7 +18,7 @@ from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.distributed import DistributedContext
 
 if TYPE_CHECKING:
-    from fsdp_lab.cpu_contention import Window
+    from fsdp_lab.machine.cpu_contention import Window
 
 
 # Dense matrix peaks in FLOP/s by the device's whole name. `conf/device` owns those of its GPUs; a GPU machine may have
@@ -167,7 +167,7 @@ def variance_of_sum(times: Sequence[float]) -> float:
 def watch_cores() -> Window | None:
     """Start to watch the CPU use of other processes on this node; None without psutil, no dependency of PyTorch."""
     try:
-        from fsdp_lab.cpu_contention import Window, launchers
+        from fsdp_lab.machine.cpu_contention import Window, launchers
     except ImportError:
         return None
     return Window(*launchers())

@@ -10,8 +10,8 @@ from typing import Any
 
 from jinja2 import Environment
 
-from fsdp_lab.files import write_text
-from fsdp_lab.profile import CATEGORIES, PLACES, Profile
+from fsdp_lab.storage.files import write_text
+from fsdp_lab.training.profile import CATEGORIES, PLACES, Profile
 
 # Neighbours in the stack differ in lightness, so that they stay apart without colour vision.
 COLOURS = {

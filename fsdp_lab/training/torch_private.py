@@ -51,7 +51,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as _DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_lab.private import Name
+from fsdp_lab.machine.private import Name
 
 __all__ = [
     "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensorMode", "TorchDispatchMode",

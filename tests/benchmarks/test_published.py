@@ -20,9 +20,9 @@ from benchmarks.published.rows import STEPS, Row, read_steps
 from benchmarks.published.steps import Step, Traced
 from benchmarks.published.summary import Result, summary
 from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.speed.device import Efficiency, load_device
+from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
 from fsdp_lab.forecast.words import COMPARED
-from fsdp_lab.speed.device import Efficiency, load_device
-from fsdp_lab.speed.program import Kind, Operator, Stream
 from fsdp_lab.workloads.language.llama import Llama
 
 A100 = load_device(Path(__file__).parents[2] / "conf" / "device" / "a100_80gb.yaml")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_lab.storage import Storage, StorageRefused
+from fsdp_lab.storage.objects import Storage, StorageRefused
 from fsdp_lab.training.checkpoint_place import InStorage, place_of
 from tests.s3 import Faults
 

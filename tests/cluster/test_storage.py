@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from s3fs import S3FileSystem
 
-from fsdp_lab.storage import Storage, StorageAway, StorageRefused
+from fsdp_lab.storage.objects import Storage, StorageAway, StorageRefused
 from tests.conftest import run_cli
 from tests.s3 import ALL_OF_THEM, Faults
 from tests.servers import lay_store

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.storage import Storage
+from fsdp_lab.storage.objects import Storage
 from tests.conftest import run_cli
 from tests.folders import Store
 from tests.s3 import KEY_ID, SECRET, Faults, held_in

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab import hardware
 from fsdp_lab.config import (
     ConfigError,
     SweepConfig,
@@ -25,6 +24,7 @@ from fsdp_lab.config import (
 from fsdp_lab.config.machine import check_local_capacity, loader_workers_of, ray_folder
 from fsdp_lab.config.notes import node_notes
 from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.machine import hardware
 from tests.ranks import read_config
 
 

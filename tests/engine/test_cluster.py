@@ -18,11 +18,11 @@ import torch
 from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.machine import RunningCluster
 from fsdp_lab.config.sweep import ClusterConfig, Placement
-from fsdp_lab.cpu_contention import launchers
 from fsdp_lab.engine import cluster as cluster_module
 from fsdp_lab.engine.cluster import code_environment, reachable, running_cluster
 from fsdp_lab.engine.resources import check_capacity, cpus_per_worker_on, resolve_cpus_per_worker
-from fsdp_lab.hardware import WORKER_CPUS
+from fsdp_lab.machine.cpu_contention import launchers
+from fsdp_lab.machine.hardware import WORKER_CPUS
 from tests.conftest import ROOT, run_cli
 from tests.engine.ray_cluster import process_tree, ray_head
 from tests.servers import free_port
@@ -137,7 +137,7 @@ def test_cpus_per_worker_by_the_nodes(nodes: list[tuple[bool, int, int]], each: 
 
 _START = """
 import os, ray, sys
-from fsdp_lab import hardware
+from fsdp_lab.machine import hardware
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import _own_folders, start_ray, stop_ray
 from fsdp_lab.engine.resources import num_gpus
@@ -223,8 +223,8 @@ def test_a_server_of_rays_that_ended_is_named(server: str):
 
 
 _WITH_A_GPU = """
-from fsdp_lab import hardware
-from fsdp_lab.__main__ import main
+from fsdp_lab.machine import hardware
+from fsdp_lab.commands.main import main
 hardware._ask_pytorch = lambda visible: ((hardware.Gpu("NVIDIA H200", 2**37, (9, 0)),), "")
 main()
 """

@@ -30,7 +30,6 @@ from fsdp_lab.engine.job import Epochs, Job, train_with_retries
 from fsdp_lab.engine.outcome import is_final, log_sizes, note_deaths
 from fsdp_lab.engine.rank import RankReporter, train_rank
 from fsdp_lab.engine.worker import join_ranks
-from fsdp_lab.files import append_line
 from fsdp_lab.record.failures import RankFailure, read_failures, record_failure
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import (
@@ -43,7 +42,8 @@ from fsdp_lab.record.trial_files import (
 )
 from fsdp_lab.record.trial_folder import clear_left_over
 from fsdp_lab.report.reason_texts import reason_text
-from fsdp_lab.storage import Storage, StorageAway
+from fsdp_lab.storage.files import append_line
+from fsdp_lab.storage.objects import Storage, StorageAway
 from tests.conftest import ROOT, FakeGpus
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_lab.engine import shortcut
 from fsdp_lab.engine.cluster import set_environment
-from fsdp_lab.private import Name
+from fsdp_lab.machine.private import Name
 
 set_environment()  # the second Ray Train is the one that is asked
 

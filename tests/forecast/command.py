@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from fsdp_lab.commands.forecast import main
 from fsdp_lab.forecast import run
-from fsdp_lab.forecast.__main__ import main
 from tests.workloads.user.project import importable
 
 

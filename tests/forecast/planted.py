@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.speed.device import Basis
+from fsdp_lab.forecast.speed.predict import BOUNDS, Speed
 from fsdp_lab.forecast.table import Row
-from fsdp_lab.speed.device import Basis
-from fsdp_lab.speed.predict import BOUNDS, Speed
 
 CONTEXT = 100  # bytes, of what is tight or fits
 PEAK = 700

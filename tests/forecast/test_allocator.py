@@ -13,7 +13,7 @@ import torch
 from fsdp_lab.forecast import allocator as rules
 from fsdp_lab.forecast.allocator import STREAMS_BEFORE_129721, CachingAllocator, allocator_peaks
 from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.profile import Event, Profile
+from fsdp_lab.training.profile import Event, Profile
 from tests.ranks import config
 
 MIB = 2**20

@@ -17,10 +17,10 @@ from fsdp_lab.forecast.answer import answers
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.notes import allowances_note
 from fsdp_lab.forecast.sentences import sentences
+from fsdp_lab.forecast.speed.device import Basis
+from fsdp_lab.forecast.speed.predict import Network, Speed
 from fsdp_lab.forecast.table import MOST_ROWS, Row, best_rows, forecast_table
 from fsdp_lab.forecast.tries import Try
-from fsdp_lab.speed.device import Basis
-from fsdp_lab.speed.predict import Network, Speed
 
 GIB = 2**30
 AXES = ["sharding", "precision", "activation_checkpointing"]

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fsdp_lab.commands.forecast_cells import plan_forecasts
+from fsdp_lab.commands.forecast_grid import print_scope
 from fsdp_lab.config import ConfigError
-from fsdp_lab.forecast.cells import plan_forecasts
 from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.forecast.grid import print_scope
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.training.__main__ import read_config
 from tests.forecast.command import forecast_here
@@ -67,7 +67,7 @@ def test_one_configuration(forecast: Command, tmp_path: Path, monkeypatch: pytes
 
 
 def test_where_no_bar_is_seen_lines_state_how_far_it_is(forecast: Command, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fsdp_lab.forecast.grid.SPEAK_S", 0.0)
+    monkeypatch.setattr("fsdp_lab.commands.forecast_grid.SPEAK_S", 0.0)
     done = forecast(
         "-m", "model=mlp", "sharding=root,ddp", "precision=fp32", "reshard_after_forward=always", "offload=none"
     )

@@ -15,9 +15,9 @@ from torch.hub import tqdm
 
 from fsdp_lab.config.conf import device_file
 from fsdp_lab.forecast.forecast import forecast, forecast_profile, forecast_step
-from fsdp_lab.speed.device import load_device
-from fsdp_lab.speed.predict import predict
-from fsdp_lab.speed.program import Kind, Operator
+from fsdp_lab.forecast.speed.device import load_device
+from fsdp_lab.forecast.speed.predict import predict
+from fsdp_lab.forecast.speed.program import Kind, Operator
 from fsdp_lab.training.torch_private import kernels_planned
 from tests.ranks import config
 

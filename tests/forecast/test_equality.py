@@ -56,7 +56,8 @@ INVOLVED = ("precision=bf16_mixed", "training.grad_accum_steps=2", "training.max
 
 def timelines(cases: list[list[str]]) -> list[list[Change]]:
     """On one rank: what the page of the second step of each case is made of."""
-    from fsdp_lab.training import timeline, train
+    from fsdp_lab.training import timeline
+    from fsdp_lab.training.train import train
 
     kept: list[list[Change]] = []
     write = timeline.write_timeline

@@ -21,7 +21,7 @@ from fsdp_lab.forecast.devices import gpu_memory
 from fsdp_lab.forecast.forecast import NeedsValuesError, forecast, forecast_profile, pinned_rounding
 from fsdp_lab.forecast.run import Background, Forecaster, Request, forecast_all, forecast_one
 from fsdp_lab.forecast.words import no_forecast_text
-from fsdp_lab.profile import Event, Profile
+from fsdp_lab.training.profile import Event, Profile
 from fsdp_lab.workloads.build import build_workload
 from tests.conftest import FakeGpus
 from tests.processes import called, still_running

@@ -10,9 +10,9 @@ import pytest
 from fsdp_lab.config import ConfigError, check_forecast
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.keep import number_kept, passed_over, ratio_group, why_all
+from fsdp_lab.forecast.speed.device import DeviceKind
 from fsdp_lab.record.reasons import Code
 from fsdp_lab.report.reason_texts import reason_text
-from fsdp_lab.speed.device import DeviceKind
 from tests.forecast.planted import forecast_of, row
 from tests.forecast.test_speed import LANGUAGE, sheet
 from tests.ranks import config

@@ -11,9 +11,9 @@ import pytest
 
 from fsdp_lab.forecast.devices import data_sheet
 from fsdp_lab.forecast.network import network_sentences
-from fsdp_lab.speed.device import Factors, on_network
-from fsdp_lab.speed.predict import Network, predict
-from fsdp_lab.speed.program import Kind, Operator, Stream
+from fsdp_lab.forecast.speed.device import Factors, on_network
+from fsdp_lab.forecast.speed.predict import Network, predict
+from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
 from tests.forecast.command import forecast_here
 from tests.forecast.planted import row
 from tests.ranks import config

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from fsdp_lab.config import UserError
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.forecast.devices import data_sheet, refined
 from fsdp_lab.forecast.observations import observations_file, read_observations, record_observation
 from fsdp_lab.forecast.run import Request, forecast_one
-from fsdp_lab.speed.device import Basis, Factors, digest
-from fsdp_lab.speed.predict import Parts
-from fsdp_lab.speed.refine import Observation
-from fsdp_lab.status import TrialStatus
+from fsdp_lab.forecast.speed.device import Basis, Factors, digest
+from fsdp_lab.forecast.speed.predict import Parts
+from fsdp_lab.forecast.speed.refine import Observation
 from fsdp_lab.sweep.listeners.forecasts import Forecasts, ran_there, reliable_step_s
 from tests.ranks import config
 from tests.speed.test_costs import ROUND

@@ -12,9 +12,9 @@ from fsdp_lab.forecast.answer import answers
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.scaling import Series, series_of
+from fsdp_lab.forecast.speed.predict import Network, Speed
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.forecast.tries import Try, try_others
-from fsdp_lab.speed.predict import Network, Speed
 from tests.forecast.test_answer import HYBRID, SLOWER, fast, hybrids, over_nodes, row
 from tests.ranks import config
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_lab.forecast.forecast import forecast_profile, forecast_step
-from fsdp_lab.speed.program import Kind, Operator, Stream
-from fsdp_lab.training import train
+from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
+from fsdp_lab.training.train import train
 from fsdp_lab.workloads.base import tensors_of
 from fsdp_lab.workloads.build import build_workload
 from tests.ranks import Memo, config, run_ranks

@@ -23,7 +23,7 @@ TRIAL = ("task=language", "data.seq_len=32", "optimizer.lr=0.01", "data.num_trai
 
 def train_in(folder: str, words: list[str]) -> tuple[list[float], dict[str, float], str | None]:
     """On one rank: losses of the steps of this start, metrics of the last epoch, and what it resumed from."""
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     losses, memo = list[float](), Memo()
     train(config(*TRIAL, *words), Path(folder), memo, losses.extend)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fsdp_lab.forecast.run import Request, forecast_all
-from fsdp_lab.profile import CATEGORIES
+from fsdp_lab.training.profile import CATEGORIES
 from tests.gpu.conftest import Machine
 from tests.gpu.ranks import Ranks
 from tests.ranks import Memo, config
@@ -70,7 +70,7 @@ def trial_of(machine: Machine, words: str, each: int) -> list[str]:
 
 def measure(words: list[str], cuda: bool) -> dict[str, float]:
     """On one rank: the metrics of a few steps, and what the process holds on the GPU outside of the allocator."""
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     memo = Memo()
     with tempfile.TemporaryDirectory() as folder:

@@ -43,7 +43,7 @@ def trial_of(name: str, device: str) -> Any:
 
 
 def ours(name: str, device: str) -> dict[str, float]:
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     memo = Memo()
     with tempfile.TemporaryDirectory() as folder:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.nightly import __main__ as main_module
+from fsdp_lab.commands import nightly as main_module
 from fsdp_lab.nightly import run
 from fsdp_lab.nightly.nights import Night, read_nights
 from fsdp_lab.nightly.read_study import Study, read_study

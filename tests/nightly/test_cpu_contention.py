@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from fsdp_lab import cpu_contention
-from fsdp_lab.cpu_contention import Window, _busy_s, _family_s
+from fsdp_lab.machine import cpu_contention
+from fsdp_lab.machine.cpu_contention import Window, _busy_s, _family_s
 from tests.conftest import run_cli
 from tests.folders import TrialFolder
 from tests.trained import INLINE

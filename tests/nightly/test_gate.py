@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 from scipy.stats import t
 
+from fsdp_lab.config.metrics import DATA_WAIT, FORECAST_ERROR, LOSS_EPS, MEMORY, SPEED
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.metrics import DATA_WAIT, FORECAST_ERROR, LOSS_EPS, MEMORY, SPEED
 from fsdp_lab.nightly.gate import LOSS, STATUS, Finding, Outcome, judge, judged_columns
 
 TOLERANCE = ToleranceConfig()

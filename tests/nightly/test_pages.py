@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from fsdp_lab.config.metrics import FORECAST_ERROR, MEMORY, MIB, SPEED, gated
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.metrics import FORECAST_ERROR, MEMORY, MIB, SPEED, gated
 from fsdp_lab.nightly.gate import LOSS, STATUS, Finding, Outcome
 from fsdp_lab.nightly.nights import Night, Verdict, night_id
 from fsdp_lab.nightly.page import chart, frame_of_nights, nights_page

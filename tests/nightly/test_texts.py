@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fsdp_lab.config.metrics import DATA_WAIT, FORECAST_ERROR, LOSS_EPS, MEMORY, MIB, SPEED
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.metrics import DATA_WAIT, FORECAST_ERROR, LOSS_EPS, MEMORY, MIB, SPEED
 from fsdp_lab.nightly.gate import LOSS, STATUS, judge
 from fsdp_lab.nightly.nights import Night, Verdict, changes, night_id
 from fsdp_lab.nightly.texts import markdown, terminal_table, title

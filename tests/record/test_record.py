@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 
 from fsdp_lab.config import SweepConfig
-from fsdp_lab.metrics import MEMORY, MIB, SPEED
+from fsdp_lab.config.metrics import MEMORY, MIB, SPEED
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.trial import with_forecast
 from fsdp_lab.report.write import write_report
-from fsdp_lab.status import TrialStatus
 from tests.report.sweeps import sweep
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from fsdp_lab.metrics import MIB, OTHERS_CPU, SPEED
+from fsdp_lab.config.metrics import MIB, OTHERS_CPU, SPEED
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.data import SweepData
-from fsdp_lab.status import TrialStatus
 
 # sharding, precision, status, MiB, samples/s, val loss
 ROWS = (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.report.__main__ import main
+from fsdp_lab.commands.report import main
 from tests import forked, trained
 from tests.conftest import run_cli
 from tests.folders import Store, page_rows

@@ -20,16 +20,16 @@ from typing import Any
 import jinja2
 import pytest
 
-from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig
-from fsdp_lab.metrics import MIB, OTHERS_CPU, SPEED, table_columns
+from fsdp_lab.config.compose import Trial
+from fsdp_lab.config.metrics import MIB, OTHERS_CPU, SPEED, table_columns
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.results_csv import write_results
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html
 from fsdp_lab.report.reason_texts import reason_text
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.results_csv import rows_of
 from fsdp_lab.sweep.state import SweepState, TrialState
 from tests.conftest import ROOT

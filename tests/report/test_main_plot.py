@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.plots import GREY, Chart, figures, main_chart
-from fsdp_lab.status import TrialStatus
 from tests.report.sweeps import ROWS, sweep, trial
 
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from fsdp_lab.config import TrialConfig
-from fsdp_lab.layout import Layout
 from fsdp_lab.report.pytorch import to_pytorch
+from fsdp_lab.training.layout import Layout
 from tests.conftest import ROOT
 from tests.ranks import Memo, config, run_ranks, selected
 from tests.workloads.user import unusual
@@ -84,7 +84,7 @@ def train_and_paste(cases: list[Case]) -> list[dict[str, Any]]:
     """Train each case, paste its function and its step into the bare script, and train that on the same ranks."""
     import torch.distributed as dist
 
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     results = []
     for words in cases:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from fsdp_lab.config import SweepConfig
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import Answer, answer, plain_text
 from fsdp_lab.report.page import to_html
 from fsdp_lab.report.self_check import check_itself
-from fsdp_lab.status import TrialStatus
 from tests.report.sweeps import sweep, trial
 
 # By epoch: the loss of training and validation. DDP is right; the others are of a model that branches by rank.

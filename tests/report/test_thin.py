@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.metrics import MIB
+from fsdp_lab.config.metrics import MIB
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.data import SweepData
@@ -15,7 +16,6 @@ from fsdp_lab.report.page import to_html
 from fsdp_lab.report.plots import figures
 from fsdp_lab.report.tables import MOST, shown_trials
 from fsdp_lab.report.write import write_report
-from fsdp_lab.status import TrialStatus
 from tests.report.sweeps import sweep
 
 COUNT = 1200

@@ -10,9 +10,9 @@ import torch
 from torch._inductor import comm_analysis
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.speed.costs import collective_seconds, in_tf32, occupied, seconds
-from fsdp_lab.speed.device import Basis, Device, DeviceKind, Efficiency, KnownError, Reached
-from fsdp_lab.speed.program import Kind, Operator, Stream
+from fsdp_lab.forecast.speed.costs import collective_seconds, in_tf32, occupied, seconds
+from fsdp_lab.forecast.speed.device import Basis, Device, DeviceKind, Efficiency, KnownError, Reached
+from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
 
 ROUND = Device(
     name="round", kind=DeviceKind.cuda, basis=Basis.data_sheet,

@@ -9,7 +9,7 @@ import yaml
 
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.conf import known_devices
-from fsdp_lab.speed.device import KnownError, load_device
+from fsdp_lab.forecast.speed.device import KnownError, load_device
 from fsdp_lab.training.speed import PEAK_FLOPS
 
 MISSING = object()

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.forecast.forecast import forecast_step
-from fsdp_lab.speed.costs import seconds
-from fsdp_lab.speed.device import Device, load_device
-from fsdp_lab.speed.program import Kind, Operator, Stream
-from fsdp_lab.speed.streams import Schedule, schedule
+from fsdp_lab.forecast.speed.costs import seconds
+from fsdp_lab.forecast.speed.device import Device, load_device
+from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
+from fsdp_lab.forecast.speed.streams import Schedule, schedule
 from tests.ranks import config
 from tests.speed.test_streams import busy
 

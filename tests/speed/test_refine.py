@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_lab.speed.costs import seconds
-from fsdp_lab.speed.device import Basis, Factors, KnownError
-from fsdp_lab.speed.predict import Parts, predict
-from fsdp_lab.speed.program import Kind, Stream
-from fsdp_lab.speed.refine import Observation, refine
+from fsdp_lab.forecast.speed.costs import seconds
+from fsdp_lab.forecast.speed.device import Basis, Factors, KnownError
+from fsdp_lab.forecast.speed.predict import Parts, predict
+from fsdp_lab.forecast.speed.program import Kind, Stream
+from fsdp_lab.forecast.speed.refine import Observation, refine
 from tests.speed.test_costs import ROUND, gather, operator
 
 

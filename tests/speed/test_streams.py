@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_lab.speed.program import Kind, Operator, Stream
-from fsdp_lab.speed.streams import Schedule, schedule
+from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
+from fsdp_lab.forecast.speed.streams import Schedule, schedule
 
 
 def gathers(unit: int) -> list[tuple[Operator, float]]:

@@ -20,8 +20,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext, RunMode
 from mlflow.entities import Run
 
-from fsdp_lab.compose import Trial, register_schema
 from fsdp_lab.config import conf_dir
+from fsdp_lab.config.compose import Trial, register_schema
 from fsdp_lab.sweep.composer import Composer
 from tests.conftest import STORE, command_line
 from tests.folders import Store, SweepFolder

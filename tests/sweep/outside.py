@@ -17,7 +17,7 @@ def registering(key: str, name: str) -> str:
     return f"""
 import sys
 sys.path.append({str(ROOT)!r})
-from fsdp_lab.__main__ import main
+from fsdp_lab.commands.main import main
 from fsdp_lab.config.registry import register
 register({key!r}, {name!r}, "tests.sweep.outside")
 main()

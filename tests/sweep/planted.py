@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fsdp_lab.compose import Trial
+from fsdp_lab.config.compose import Trial
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.reasons import Reason
 from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_files import Outcome
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.runner import Listener, SweepPlan, SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
 

@@ -138,7 +138,7 @@ def _check_runs(sweep: GatedSweep, server: Server) -> None:
 
 def _train(folder: str) -> list[float]:
     """The losses of a trial without the platform, whose epochs all may begin."""
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     os.chdir(folder)
     sys.path.insert(0, folder)

@@ -21,7 +21,7 @@ import yaml
 from mlflow.entities import Run
 
 from fsdp_lab.config import NightlyConfig, from_dict
-from fsdp_lab.metrics import METRICS, declared
+from fsdp_lab.config.metrics import METRICS, declared
 from fsdp_lab.sweep.sweep_data import sweep_in
 from tests import forked
 from tests.folders import Store, SweepFolder, TrialFolder
@@ -234,7 +234,7 @@ def test_nobody_listens_beyond_the_loopback_but_the_store_of_rank_0(swept: Swept
 
 
 def plain_run(values: dict[str, Any], folder: Path) -> list[dict[str, float]]:
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     os.chdir(folder)
     sys.path.insert(0, str(folder))

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.locks import InUse
+from fsdp_lab.storage.locks import InUse
 from fsdp_lab.sweep.store.folder import Occupied, check_trial_folders, new_folder
 from tests.conftest import run_cli
 from tests.sweep.conftest import has_trained_an_epoch, results, started, wait_for

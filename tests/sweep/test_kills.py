@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.explain import explain
-from fsdp_lab.files import write_text
+from fsdp_lab.commands.explain import explain
+from fsdp_lab.storage.files import write_text
 from tests.conftest import run_cli
 from tests.folders import Store, SweepFolder
 from tests.forked import Commands, Done

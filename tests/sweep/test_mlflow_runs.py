@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from mlflow.entities import Run
 
-from fsdp_lab.files import append_line, write_json
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_files import Outcome
-from fsdp_lab.status import TrialStatus
+from fsdp_lab.storage.files import append_line, write_json
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun, run_sweep

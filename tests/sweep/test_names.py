@@ -8,8 +8,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig, from_dict
+from fsdp_lab.config.compose import Trial
 from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.sweep.grid import enumerate_grid
 from fsdp_lab.sweep.listeners.results_csv import rows_of

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from fsdp_lab.forecast.cells import hydra_as_it_was
+from fsdp_lab.commands.forecast_cells import hydra_as_it_was
+from fsdp_lab.config.status import ExitCode
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import read_outcome
-from fsdp_lab.status import ExitCode
 from fsdp_lab.sweep.listeners.forecasts import Forecasts
 from fsdp_lab.sweep.listeners.results_csv import ResultsCsv
 from fsdp_lab.sweep.runner import Listener, SweepPlan, run_sweep
@@ -36,7 +36,7 @@ CAPACITY_MIB = 20
 SCRIPT = f"""
 import sys
 sys.path.append({str(ROOT)!r})
-from fsdp_lab.__main__ import main
+from fsdp_lab.commands.main import main
 from tests.other_words import other_words
 replaced = other_words()
 main()

@@ -162,7 +162,7 @@ _FILLS_THE_HOST = """
 import os, time
 from pathlib import Path
 
-from fsdp_lab.__main__ import main
+from fsdp_lab.commands.main import main
 from fsdp_lab.engine.cluster import set_environment
 
 set_environment()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.address import check_credentials
+from fsdp_lab.config.compose import Trial
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder
 from fsdp_lab.record.trials_jsonl import add_trial

@@ -13,8 +13,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext, RunMode
 from omegaconf import open_dict
 
-from fsdp_lab.compose import plain, typed_config
 from fsdp_lab.config import ConfigError, SweepConfig, default_num_workers, workers_of
+from fsdp_lab.config.compose import plain, typed_config
 from fsdp_lab.config.machine import RunningCluster, ask_clusters
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.grid import enumerate_grid

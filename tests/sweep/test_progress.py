@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.failures import RankFailure, record_failure
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.listeners.console import MOST_ROWS, Console, _where_traced
 from fsdp_lab.sweep.listeners.progress import share_done
 from fsdp_lab.sweep.listeners.table import trial_table

@@ -13,12 +13,12 @@ import pytest
 
 from fsdp_lab.config import SweepConfig, UserError, from_dict
 from fsdp_lab.config.machine import RunningCluster
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.paths import storage
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder, read_start
 from fsdp_lab.record.trial_files import Outcome, wait_until_alone, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial, read_trials
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import with_overrides
 from fsdp_lab.sweep.store import changes
 from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers

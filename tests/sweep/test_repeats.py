@@ -12,10 +12,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from fsdp_lab.compose import Trial
 from fsdp_lab.config import SweepConfig
+from fsdp_lab.config.compose import Trial
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.training import TrainingConfig
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import repeat_axis
 from fsdp_lab.sweep.state import SweepState, TrialState
 from tests.conftest import run_cli

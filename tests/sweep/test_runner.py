@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import pytest
 
-from fsdp_lab.files import append_line
+from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.speed.device import Basis
+from fsdp_lab.forecast.speed.predict import Speed
 from fsdp_lab.record.failures import read_failures
 from fsdp_lab.record.trial_files import Outcome, read_forecast, read_metrics, read_outcome
-from fsdp_lab.speed.device import Basis
-from fsdp_lab.speed.predict import Speed
-from fsdp_lab.status import ExitCode, TrialStatus
+from fsdp_lab.storage.files import append_line
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.forecasts import Forecasts
 from fsdp_lab.sweep.runner import SweepPlan, SweepRun, reach_cluster, run_sweep

@@ -12,11 +12,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from fsdp_lab.compose import Trial
 from fsdp_lab.config import ConfigError, SweepConfig
+from fsdp_lab.config.compose import Trial
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import SearchConfig
 from fsdp_lab.report.choice import pareto_front
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import enumerate_grid
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.search import OptunaSearch, read_space

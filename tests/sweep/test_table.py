@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fsdp_lab.status import TrialStatus
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.listeners.table import epoch_line, how_far, trial_table
 from fsdp_lab.sweep.state import SweepState, TrialState

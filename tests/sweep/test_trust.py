@@ -19,13 +19,13 @@ import pytest
 from fsdp_lab.config import ConfigError, SweepConfig
 from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.config.options import CODE_KEYS
-from fsdp_lab.files import append_line
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.paths import storage
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder
 from fsdp_lab.record.trial_files import Outcome, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial
-from fsdp_lab.status import TrialStatus
+from fsdp_lab.storage.files import append_line
 from fsdp_lab.sweep.store import trust
 from fsdp_lab.sweep.store.resume import resume_arguments
 from fsdp_lab.sweep.sweep_data import sweep_in

@@ -15,11 +15,11 @@ from ray.tune.experiment.trial import Trial
 
 from fsdp_lab.config import ConfigError, SweepConfig
 from fsdp_lab.config.parallel import ShardingConfig
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import Outcome, read_outcome, write_outcome
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
 from fsdp_lab.sweep.executors.tuner import TuneCallback, _get_files, put_back
 from fsdp_lab.sweep.runner import SweepRun

@@ -20,9 +20,9 @@ from mlflow.entities import Run
 
 import fsdp_lab
 from fsdp_lab.config.parallel import Granularity, ShardingConfig
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import SearchConfig, SweepConfig, TrackingConfig
 from fsdp_lab.config.training import OptimizerConfig
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.tracking import Projection, TrackingError, WantedRun, annotate
 from fsdp_lab.tracking.tags import (
     COMMAND_TAG,

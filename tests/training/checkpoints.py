@@ -55,7 +55,7 @@ def train_in(jobs: list[Job]) -> list[Reported]:
     """Do each job in turn, on this rank."""
     import torch.distributed as dist
 
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     results = []
     for job in jobs:

@@ -32,6 +32,6 @@ def test_a_loader_takes_the_processes_and_the_pinning_of_its_device(
     asked: dict[str, Any] = {}
     monkeypatch.setattr(data, "DataLoader", lambda source, **options: asked.update(options))
     monkeypatch.setattr(data, "worker_cpus", lambda: 4.0)
-    monkeypatch.setattr("fsdp_lab.hardware.shared_memory", lambda: 2**30)
+    monkeypatch.setattr("fsdp_lab.machine.hardware.shared_memory", lambda: 2**30)
     data.build_loader(None, None, given, torch.device(device))  # type: ignore[arg-type]
     assert asked["num_workers"] == workers and asked["pin_memory"] is (device == "cuda")

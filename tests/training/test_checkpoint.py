@@ -377,7 +377,7 @@ def ahead_of_saving(folder: str) -> list[str]:
     import torch
     from torch.distributed.checkpoint import filesystem
 
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     asked = []
     main = threading.current_thread()

@@ -48,7 +48,7 @@ def train_and_hang(where: str, folder: Path) -> None:
     """A real training that stops for ever inside its second save, where the test kills it."""
     import fsdp_lab.training.checkpoint as module
     import fsdp_lab.training.checkpoint_place as place
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     def write(real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return real(*args, **kwargs)

@@ -56,7 +56,8 @@ class Steps(Memo):
 
 
 def train_with_a_huge_rate(num_train: int) -> tuple[int, int, str]:
-    from fsdp_lab.training import DivergedError, train
+    from fsdp_lab.training.divergence import DivergedError
+    from fsdp_lab.training.train import train
 
     memo = Steps()
     words = ("model=mlp", "optimizer.lr=1e30", f"data.num_train={num_train}", "training.global_batch_size=16")

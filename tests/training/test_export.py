@@ -57,7 +57,7 @@ def train_and_export(folder: str, cases: list[str], best: list[str]) -> tuple[di
     """Train the named ones of `CASES`, and of `BEST`."""
 
     def train_case(name: str, words: list[str]) -> tuple[Path, list[dict[str, float]]]:
-        from fsdp_lab.training import train
+        from fsdp_lab.training.train import train
 
         memo, own = Memo(), Path(folder, name)
         own.mkdir(exist_ok=True)

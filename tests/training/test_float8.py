@@ -82,7 +82,7 @@ def losses_on_gpu(words: list[str], folder: str) -> list[float]:
     """On one rank with a GPU: the loss of each step."""
     import torch.distributed as dist
 
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     dist.destroy_process_group()  # tests.ranks made one for CPUs
     losses: list[float] = []

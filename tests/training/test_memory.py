@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_lab.config.metrics import declared
 from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.metrics import declared
-from fsdp_lab.profile import CATEGORIES, Event, Holder, Profile
 from fsdp_lab.training.memory import metrics_of_ranks
+from fsdp_lab.training.profile import CATEGORIES, Event, Holder, Profile
 from tests.ranks import Memo, config, run_ranks, selected, train_leaving
 
 
@@ -163,7 +163,7 @@ def test_the_peak_is_that_of_the_second_step_where_an_epoch_has_one(left: dict[s
 def run_out(words: list[str]) -> dict[str, Any]:
     """Train with little more memory than this process has now."""
     from fsdp_lab.engine.failures import is_out_of_memory
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     with tempfile.TemporaryDirectory() as folder:
         torch.ones(1, requires_grad=True).sum().backward()  # reserves the addresses of autograd's threads

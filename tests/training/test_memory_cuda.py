@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from fsdp_lab.config.training import MemoryProfile as Detail
-from fsdp_lab.profile import Event, Profile
 from fsdp_lab.training import memory as module
 from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.memory import MemoryProfiler, start_clean
+from fsdp_lab.training.profile import Event, Profile
 from tests.ranks import config
 
 GPU = torch.device("cuda", 0)

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from fsdp_lab.config import ModelError
-from fsdp_lab.layout import Layout
 from fsdp_lab.training.blocks import find_block_classes
-from fsdp_lab.training.layout import unit_notes
+from fsdp_lab.training.layout import Layout, unit_notes
 from fsdp_lab.training.parallelize import in_groups, sharding_units
 from fsdp_lab.training.shardable import check_parameters, make_contiguous
 from fsdp_lab.workloads.construct import Blueprint

@@ -11,8 +11,8 @@ import torch
 
 from fsdp_lab.config.notes import cpu_notes, gpu_notes
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training import train
 from fsdp_lab.training.distributed import DistributedContext
+from fsdp_lab.training.train import train
 from tests.ranks import Memo, config
 
 TRAINING = sys.modules["fsdp_lab.training.train"]  # `train` is the function, too

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fsdp_lab.profile import CATEGORIES, Event, Profile
+from fsdp_lab.training.profile import CATEGORIES, Event, Profile
 from fsdp_lab.training.timeline import COLOURS, HEIGHT, WIDTH, states, write_timeline
 
 if TYPE_CHECKING:

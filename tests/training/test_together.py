@@ -39,7 +39,7 @@ class FailsOnTheFirst(nn.Module):
 
 def fail(folder: str) -> list[str]:
     """What is raised on this rank, in turn where the data are prepared, saved, and given their first values."""
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     ranks, raised, prepared = setup_distributed(), list[str](), list[Exception]()
 

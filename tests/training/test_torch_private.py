@@ -12,11 +12,11 @@ from torch.distributed._tools import fsdp2_mem_tracker, mem_tracker
 from fsdp_lab.forecast.fake import HOST, fake_world
 from fsdp_lab.forecast.forecast import forecast_step
 from fsdp_lab.forecast.trace import StepTrace
-from fsdp_lab.profile import CATEGORIES
 from fsdp_lab.training import torch_private
 from fsdp_lab.training.blocks import find_block_classes
 from fsdp_lab.training.distributed import build_parallel_dims
 from fsdp_lab.training.parallelize import apply_fully_shard
+from fsdp_lab.training.profile import CATEGORIES
 from fsdp_lab.workloads.build import build_model_spec
 from tests.ranks import config
 

@@ -16,13 +16,13 @@ from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.search import Searcher
 
 from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, to_dict, workers_of
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.engine import resources, shortcut
 from fsdp_lab.engine.files_of_ranks import receive
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import read_outcome, read_progress
-from fsdp_lab.status import TrialStatus
-from fsdp_lab.storage import Storage, StorageRefused
+from fsdp_lab.storage.objects import Storage, StorageRefused
 from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.runner import SweepRun

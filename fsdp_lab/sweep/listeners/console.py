@@ -12,19 +12,19 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from fsdp_lab.config.status import ExitCode, TrialStatus
+from fsdp_lab.config.wording import duration
 from fsdp_lab.record.failures import read_failures
 from fsdp_lab.record.reasons import Code
 from fsdp_lab.report.answer import Answer, plain_text
 from fsdp_lab.report.reason_texts import reason_text
-from fsdp_lab.status import ExitCode, TrialStatus
+from fsdp_lab.report.terminal import open_console
 from fsdp_lab.sweep.listeners.pace import Pace
 from fsdp_lab.sweep.listeners.progress import share_done
 from fsdp_lab.sweep.listeners.table import epoch_line, how_far, trial_table
 from fsdp_lab.sweep.names import label, relative, resume_command, resume_lines, run_name
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import SweepState
-from fsdp_lab.terminal import open_console
-from fsdp_lab.wording import duration
 
 MOST_ROWS = 500  # of the last table; of more trials it has a few
 _FEW_ROWS = 50

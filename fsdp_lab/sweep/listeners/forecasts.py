@@ -11,6 +11,9 @@ from types import TracebackType
 from fsdp_lab.config import UserError, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.config.machine import gpus_are_here
+from fsdp_lab.config.metrics import DATA_WAIT, MIB, OTHERS_CPU, SPEED
+from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.config.wording import count, significant, time_left
 from fsdp_lab.engine import resources
 from fsdp_lab.forecast.answer import CONDITIONS, recommended
 from fsdp_lab.forecast.capacity import Forecast
@@ -18,21 +21,18 @@ from fsdp_lab.forecast.devices import capacity_here, check_sweep, data_sheet, da
 from fsdp_lab.forecast.keep import passed_over, why_all
 from fsdp_lab.forecast.observations import record_observation
 from fsdp_lab.forecast.run import Background, Forecaster, Request
+from fsdp_lab.forecast.speed.device import digest
+from fsdp_lab.forecast.speed.predict import Speed
+from fsdp_lab.forecast.speed.refine import Observation
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.forecast.words import no_forecast_text
-from fsdp_lab.hardware import gpus, num_gpus
-from fsdp_lab.metrics import DATA_WAIT, MIB, OTHERS_CPU, SPEED
+from fsdp_lab.machine.hardware import gpus, num_gpus
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.choice import PLAIN
 from fsdp_lab.report.reason_texts import needs_text
-from fsdp_lab.speed.device import digest
-from fsdp_lab.speed.predict import Speed
-from fsdp_lab.speed.refine import Observation
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.names import label, setting
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun
 from fsdp_lab.sweep.state import TrialState
-from fsdp_lab.wording import count, significant, time_left
 
 MAX_OTHERS_CPU = 0.1  # the share of the cores that other processes may use beside a trial that is learnt from
 _USERS = ("model_error", "user_error")  # what training would end with, too

@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import Engine, TrackingConfig
+from fsdp_lab.config.wording import count
 from fsdp_lab.record.trial_folder import TRIAL_FILES
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.report.write import FILES
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import unescaped
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.names import command_line, config_dir_words, resume_command, short_name, sweep_name
@@ -19,7 +20,6 @@ from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.tracking import Projection, WantedRun
 from fsdp_lab.tracking.tags import RECOMMENDED_TAG, RECORDED_TAG, SweepAnswer, sweep_tags, trial_params, trial_tags
-from fsdp_lab.wording import count
 
 _EARLY_LIMIT_S = 3.0  # when the sweep ends early
 

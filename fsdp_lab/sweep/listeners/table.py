@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from rich.text import Text
 
-from fsdp_lab.metrics import MEMORY, SPEED, TRAIN_LOSS, VAL_LOSS, Metric, declared, same_loss, table_columns
-from fsdp_lab.status import TrialStatus
+from fsdp_lab.config.metrics import MEMORY, SPEED, TRAIN_LOSS, VAL_LOSS, Metric, declared, same_loss, table_columns
+from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.config.wording import count
+from fsdp_lab.report.terminal import Column, FittingTable
 from fsdp_lab.sweep.names import setting_text
 from fsdp_lab.sweep.state import SweepState, TrialState
-from fsdp_lab.terminal import Column, FittingTable
-from fsdp_lab.wording import count
 
 _STYLE = {
     TrialStatus.finished: "green",

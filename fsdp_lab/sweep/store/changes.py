@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsdp_lab.compose import with_variables
 from fsdp_lab.config import Between, SweepConfig, UserError, settings, workers_of
 from fsdp_lab.config.code import code_digest, commit
+from fsdp_lab.config.compose import with_variables
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.record.sweep_json import SweepStart, versions
 

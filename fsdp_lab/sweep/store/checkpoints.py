@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_lab.config import is_address
 from fsdp_lab.record.paths import is_storage_of
 from fsdp_lab.record.trials_jsonl import lines_of
-from fsdp_lab.storage import Storage
+from fsdp_lab.storage.objects import Storage
 
 _WEIGHTS = ("checkpoints", "model.pt", "model")  # of a trial
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fsdp_lab.config import UserError
-from fsdp_lab.files import write_text
+from fsdp_lab.storage.files import write_text
 
 _LAST = Path("outputs/last_sweep")  # the folder that `resume=last` stands for, seen from where commands are typed
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from fsdp_lab.config import ConfigError, UserError
-from fsdp_lab.locks import InUse, locked
+from fsdp_lab.storage.locks import InUse, locked
 from fsdp_lab.sweep.names import relative, resume_command
 
 _ROOM = 200  # bytes of a path for the files below a trial's folder

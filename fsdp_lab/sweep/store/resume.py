@@ -10,20 +10,20 @@ from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from fsdp_lab.compose import Trial, check
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, to_dict
+from fsdp_lab.config.compose import Trial, check
 from fsdp_lab.config.key_value_args import key_of, quoted
+from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.config.wording import count
 from fsdp_lab.engine.ray_job import COPIES, is_rays_copy
 from fsdp_lab.record.paths import storage
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trial_files import read_any_facts, read_forecast, read_metrics, read_outcome
 from fsdp_lab.record.trials_jsonl import lines_of
-from fsdp_lab.status import TrialStatus
 from fsdp_lab.sweep.grid import with_overrides
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers
 from fsdp_lab.sweep.store.trust import check_keys, find_trusted, read_trust
-from fsdp_lab.wording import count
 
 
 def resume_arguments(arguments: Sequence[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_lab.private import Name
+from fsdp_lab.machine.private import Name
 from fsdp_lab.workloads.hf.library import transformers
 
 NAMES = (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.wording import count
+from fsdp_lab.config.wording import count
 from fsdp_lab.workloads.language.tokens import SplitName
 from fsdp_lab.workloads.seq2seq.pairs import Pair, Pairs, check_lengths
 from fsdp_lab.workloads.seq2seq.pydoc import one_line

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.locks import InUse, exclusive
+from fsdp_lab.storage.locks import InUse, exclusive
 from fsdp_lab.workloads.vision.images import Images
 
 _FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")

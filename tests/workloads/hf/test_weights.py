@@ -47,7 +47,7 @@ def from_folder(name: str, folder: Path) -> list[str]:
 
 def export_all(cells: Sequence[tuple[str, str]], folder: str) -> dict[tuple[str, str], float]:
     """On each rank: train every model in its shardings. Return the loss of its validation."""
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     losses = {}
     for name, sharding in cells:
@@ -61,7 +61,7 @@ def export_all(cells: Sequence[tuple[str, str]], folder: str) -> dict[tuple[str,
 
 def best_and_last(folder: str) -> dict[str, int]:
     """On each rank: export the best epoch, then in another trial the last. Return the step of each."""
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     steps = {}
     for name in ("best", "last"):

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 import torch
 
-from fsdp_lab.compose import check
+from fsdp_lab.config.compose import check
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.workloads.seq2seq.codec import Bytes, build_codec
 from fsdp_lab.workloads.seq2seq.pairs import Pair, Pairs

@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from fsdp_lab import predict
+from fsdp_lab.commands import predict
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.workloads.seq2seq.pydoc import PydocSummaries
 from tests.parity import t5

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_lab.__main__ import main
+from fsdp_lab.commands.main import main
 from tests.conftest import STORE, run_cli
 from tests.forecast.command import forecast_here
 from tests.test_fuzz import status_of

@@ -127,7 +127,7 @@ for sharding in ("ddp", "root", "per_layer"):  # the last would train
 
 
 def train_each(cases: dict[str, tuple[str, ...]], more: list[str]) -> dict[str, dict[str, float] | str]:
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     results: dict[str, dict[str, float] | str] = {}
     for name, words in cases.items():
@@ -201,7 +201,7 @@ AUGMENTED = [*NET, f"data._target_={HERE}.data.Augmented", *LOSS, "training.epoc
 
 def on_one_rank(folder: str) -> tuple[list[list[str]], list[tuple[list[float], list[dict[str, float]]]]]:
     """The phases of three trials, and what five others learn, the last two in one folder."""
-    from fsdp_lab.training import train
+    from fsdp_lab.training.train import train
 
     collected = []
     for words in (THEIRS, NO_DATA, NO_MODEL):
@@ -363,9 +363,9 @@ def test_the_digest_is_of_the_files_of_the_users_packages(tmp_path: Path) -> Non
     """Any file of them: one that is changed, new, renamed or gone; not of the installed ones, which have versions."""
     write_project(tmp_path)
     with importable(tmp_path):
-        named = ["my_project.net.Net", "my_project.data.Corpus", "torch.nn.Linear", "fsdp_lab.compose.check"]
+        named = ["my_project.net.Net", "my_project.data.Corpus", "torch.nn.Linear", "fsdp_lab.config.compose.check"]
         assert user_packages(named) == ["my_project"]
-        assert user_root("torch.nn.Linear") is None and user_root("fsdp_lab.compose.check") is None
+        assert user_root("torch.nn.Linear") is None and user_root("fsdp_lab.config.compose.check") is None
         digests, data = [code_digest(["my_project"])], tmp_path / "my_project/data.py"
         data.write_text(data.read_text() + "# other\n")
         digests.append(code_digest(["my_project"]))

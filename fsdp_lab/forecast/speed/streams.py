@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_lab.speed.program import Kind, Operator, Stream, num_nodes
+from fsdp_lab.forecast.speed.program import Kind, Operator, Stream, num_nodes
 
 _COPIES_GRADIENTS = ("chunk_cat", "chunk_cat_mixed_dtype")  # into what a scatter sends
 

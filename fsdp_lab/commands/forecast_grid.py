@@ -12,18 +12,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from fsdp_lab.compose import Trial
+from fsdp_lab.commands.forecast_cells import arguments, workers
 from fsdp_lab.config import UserError
+from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.parallel import Granularity
+from fsdp_lab.config.wording import count, time_left
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
-from fsdp_lab.forecast.cells import arguments, workers
 from fsdp_lab.forecast.notes import allowances_note, bound_notes, host_notes, request_notes, room_remedies
 from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
 from fsdp_lab.forecast.table import Row, best_rows, forecast_table, in_order, write_csv
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.plan import Plan
-from fsdp_lab.wording import count, time_left
 
 if TYPE_CHECKING:
     from fsdp_lab.forecast.result import ForecastResult

@@ -17,11 +17,11 @@ from fsdp_lab.config import ConfigError, all_keys
 from fsdp_lab.config.conf import data_sheets, group_dirs, groups, options_of
 from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.describe import GroupDescription, KeyDescription, describe_keys
+from fsdp_lab.config.metrics import METRICS, Metric
 from fsdp_lab.config.options import option_values
 from fsdp_lab.config.suggest import closest
-from fsdp_lab.metrics import METRICS, Metric
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(fsdp_lab.__file__).parent
 _LIBRARIES = ("torch", "ray", "mlflow", "hydra-core")  # what a report of a bug should name
 _TABLE = re.compile(r"^\|.*\|$(\n^\|.*\|$)+", re.MULTILINE)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_lab.speed.costs import seconds
-from fsdp_lab.speed.device import SETTINGS_FOR_ERRORS, Basis, Device, DeviceKind, Factors, on_network
-from fsdp_lab.speed.program import Kind, Operator, Stream, num_nodes
-from fsdp_lab.speed.streams import schedule
+from fsdp_lab.forecast.speed.costs import seconds
+from fsdp_lab.forecast.speed.device import SETTINGS_FOR_ERRORS, Basis, Device, DeviceKind, Factors, on_network
+from fsdp_lab.forecast.speed.program import Kind, Operator, Stream, num_nodes
+from fsdp_lab.forecast.speed.streams import schedule
 
 BOUNDS = ("compute", "gather", "scatter", "transfer", "launch")
 # The share of a step from which launches count: of the published steps that efficiencies were fitted to they bound at

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import psutil
 
-from fsdp_lab.hardware import WORKER_CPUS
+from fsdp_lab.machine.hardware import WORKER_CPUS
 
 _IDLE = ("idle", "iowait", "guest", "guest_nice")  # a guest's time is within user's already
 

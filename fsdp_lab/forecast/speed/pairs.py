@@ -7,7 +7,7 @@ from itertools import combinations
 from math import ceil, exp, log
 from statistics import median
 
-from fsdp_lab.speed.device import KnownError
+from fsdp_lab.forecast.speed.device import KnownError
 
 _LEAST, _MOST = 0.01, 0.9  # the range that a device's file allows
 _PAIRS = 20  # the fewest for a 90th percentile

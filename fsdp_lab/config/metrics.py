@@ -344,7 +344,7 @@ def declared(key: str) -> Metric:
     for metric in exact or METRICS:
         if metric.matches(key):
             return metric
-    raise KeyError(f"{key} is not declared in fsdp_lab.metrics")
+    raise KeyError(f"{key} is not declared in fsdp_lab.config.metrics")
 
 
 def table_columns(table: Table, known: Iterable[str] = ()) -> list[Metric]:

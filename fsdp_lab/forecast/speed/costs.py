@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fsdp_lab.speed.device import Device, DeviceKind, Reached
-from fsdp_lab.speed.program import Kind, Operator, Stream, num_nodes
+from fsdp_lab.forecast.speed.device import Device, DeviceKind, Reached
+from fsdp_lab.forecast.speed.program import Kind, Operator, Stream, num_nodes
 
 _TILE = (128, 128)  # of a matrix product's result, which one core computes
 # The rate of attention backwards relative to forwards. FlashAttention: 25-35 % and 30-50 % of the peak

@@ -33,9 +33,9 @@ from fsdp_lab.config import (
 from fsdp_lab.config.address import check_credentials
 from fsdp_lab.config.conf import OPEN_GROUPS
 from fsdp_lab.config.machine import check_local_capacity
+from fsdp_lab.config.options import valid_keys
 from fsdp_lab.config.training import OptimizerConfig
 from fsdp_lab.config.workload import DataConfig, ModelConfig, known_vocab_size
-from fsdp_lab.explain import valid_keys
 
 _KEYS = frozenset(all_keys())
 

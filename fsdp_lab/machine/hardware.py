@@ -16,8 +16,6 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from fsdp_lab.wording import count
-
 _MAX_CPUS_PER_WORKER = 16
 _MAX_LOADER_WORKERS = 4
 _LEAST_SHARED_MEMORY = 2**30  # Docker gives 64 MiB where nobody asks for more
@@ -123,7 +121,8 @@ def cpu_name() -> str:
     found = None
     with suppress(OSError):  # Linux alone has the file
         found = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return f"{found[1] if found else platform.machine()} ({count(num_cpus(), 'core')})"
+    cores = num_cpus()
+    return f"{found[1] if found else platform.machine()} ({cores} core{'s' if cores != 1 else ''})"
 
 
 def host_memory() -> int:

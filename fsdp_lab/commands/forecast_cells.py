@@ -12,7 +12,6 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.singleton import Singleton
 
-from fsdp_lab.compose import Trial, group_choices, register_schema, typed_config
 from fsdp_lab.config import (
     ConfigError,
     SweepConfig,
@@ -23,9 +22,10 @@ from fsdp_lab.config import (
     split_config_dir,
     with_custom,
 )
+from fsdp_lab.config.compose import Trial, group_choices, register_schema, typed_config
 from fsdp_lab.config.options import option_values
+from fsdp_lab.config.overrides import read_overrides, search_path
 from fsdp_lab.forecast.devices import check_device
-from fsdp_lab.overrides import read_overrides, search_path
 from fsdp_lab.sweep.grid import all_overrides, enumerate_grid, fixed_words, swept_keys
 from fsdp_lab.sweep.plan import Plan, plan_sweep
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from fsdp_lab.speed.device import SETTINGS_FOR_ERRORS, Basis, Device, Factors, KnownError
-from fsdp_lab.speed.pairs import pair_error
-from fsdp_lab.speed.predict import Parts
+from fsdp_lab.forecast.speed.device import SETTINGS_FOR_ERRORS, Basis, Device, Factors, KnownError
+from fsdp_lab.forecast.speed.pairs import pair_error
+from fsdp_lab.forecast.speed.predict import Parts
 
 _NOISE = 0.1  # of a trial, as a relative error
 # Prior widths: how far from 1 a factor may be before a trial has run.

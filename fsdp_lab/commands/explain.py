@@ -10,10 +10,11 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from fsdp_lab.config import NightlyConfig, UserError, all_keys, flatten
-from fsdp_lab.config.conf import OPEN_GROUPS, groups, options_of
+from fsdp_lab.config import NightlyConfig, UserError, flatten
+from fsdp_lab.config.conf import options_of
 from fsdp_lab.config.key import keys_of
-from fsdp_lab.config.suggest import closest
+from fsdp_lab.config.options import valid_keys
+from fsdp_lab.config.suggest import did_you_mean
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
@@ -80,7 +81,7 @@ def _missing_option(error: MissingConfigException) -> str:
     options = list(error.options or options_of(group))
     if not options:
         return one_line(str(error))
-    choose = f"{_meant(option, options)}Choose one of: {', '.join(options)}"
+    choose = f"{did_you_mean(option, options)}Choose one of: {', '.join(options)}"
     if group == "sharding" and (meant := _SHARDINGS.get(option.lower().replace("-", "_"))):
         choose += f"; {option} is {meant}"
     return f"{group}={option} is not an option. {choose}."
@@ -128,7 +129,7 @@ def wrong_value(key: str, value: str, cause: str) -> str:
     """
     if match := re.search(r"expected one of \[(.*?)\]", cause):
         values = match[1].split(", ")
-        return f"{key}={value} is not one of its values. {_meant(value, values)}Use one of: {', '.join(values)}."
+        return f"{key}={value} is not one of its values. {did_you_mean(value, values)}Use one of: {', '.join(values)}."
     remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "").format(example=_example(key))
     if not value:
         remedy += "; it is empty: put a value with a $ into single quotes, or the shell expands it"
@@ -140,23 +141,6 @@ def _example(key: str) -> str:
     known, default = keys_of(NightlyConfig).get(key), flatten(NightlyConfig()).get(key)
     value = default if default is not None or known is None else known.example
     return f"{value:g}" if isinstance(value, int | float) else "0.001"
-
-
-def valid_keys(key: str) -> str:
-    """Return sentences about the keys and groups that there are, and which one was probably meant."""
-    prefix = key.split(".")[0].lstrip("+~")
-    same = [k for k in all_keys() if k.startswith(f"{prefix}.")]
-    if "." in key and same:
-        known = [*same, *(f"{group}._target_" for group in OPEN_GROUPS if group == prefix)]
-        return f"{_meant(key, known) or _meant(key, all_keys())}The keys of {prefix} are: {', '.join(same)}."
-    top = sorted({k.split(".")[0] for k in all_keys()})
-    meant = _meant(key, [*groups(), *top, *all_keys()])
-    return f"{meant}The groups are: {', '.join(groups())}. The keys begin with: {', '.join(top)}."
-
-
-def _meant(key: str, known: list[str]) -> str:
-    meant = closest(key, known)
-    return f"Did you mean {meant}? " if meant else ""
 
 
 def one_line(text: str) -> str:

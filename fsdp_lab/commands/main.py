@@ -1,0 +1,193 @@
+"""The command line: one trial, or with -m a sweep. `python -m fsdp_lab --help` is the table of contents."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import hydra
+
+from fsdp_lab.commands.explain import explain
+from fsdp_lab.commands.reference import keys_text, versions
+from fsdp_lab.config import ConfigError, all_keys, conf_dir, split_config_dir, with_custom
+from fsdp_lab.config.compose import Trial, check, register_schema, single_trial
+from fsdp_lab.config.conf import groups
+from fsdp_lab.config.key_value_args import key_of, with_environment
+from fsdp_lab.config.launcher import leave_launcher
+from fsdp_lab.config.machine import ask_clusters
+from fsdp_lab.config.options import names_code
+from fsdp_lab.config.overrides import read_overrides, search_path
+from fsdp_lab.config.status import ExitCode
+from fsdp_lab.config.target import import_from
+from fsdp_lab.engine.cluster import running_cluster, stop_ray
+from fsdp_lab.machine.output import outlast_reader
+
+_SHOWS = ("--cfg", "-c", "--info", "-i")  # Hydra's options that print instead of running
+
+
+def main() -> None:
+    """Run, and leave with 0 (every trial has a result), 1 (one failed), 2 (bad input) or 130 (interrupted)."""
+    outlast_reader()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be told in one message
+    try:
+        if (answer := information(sys.argv[1:])) is not None:
+            print(answer)
+            return
+        leave_launcher()
+        config_dir, words = split_config_dir(sys.argv[1:])
+        if {"-h", "--help"} & set(words):
+            words = ["--help"]  # Hydra would first compose a trial of the other words
+        search_path(config_dir)  # looks whether the folder is there, and what is in it
+        options, overrides = _split(words)
+        check_options(options)
+        overrides = read_overrides(overrides, config_dir)
+        if nightly := [key for key in map(key_of, overrides) if key.partition(".")[0] == "nightly"]:
+            raise ConfigError(
+                f"{nightly[0]} is a key of python -m fsdp_lab.nightly; leave it out here, or use it there."
+            )
+        folder = [f"--config-dir={config_dir}"] if config_dir is not None else []  # a resume compares it
+        _, words = split_config_dir(with_custom(resume_first([*folder, *options, *overrides])))
+        sys.argv[1:] = options_first(with_environment(words), config_dir)
+        if config_dir is not None or names_code(words):
+            import_from(os.getcwd())
+    except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
+        leave(error)
+    register_schema()
+    ask_clusters(running_cluster)
+    app = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(run_single)
+    try:
+        app()
+    except KeyboardInterrupt:
+        end_interrupted()
+    except SystemExit as end:
+        if end.code == ExitCode.interrupted:
+            end_interrupted()
+        raise
+    except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
+        leave(error)
+
+
+def information(arguments: Sequence[str]) -> str | None:
+    """Return what `--version` or `--keys [part of a name ...]` prints; None without either.
+
+    `doctor` exits with its own status.
+
+    Raises:
+        ConfigError: no key contains the part.
+    """
+    if arguments[:1] == ["doctor"]:
+        from fsdp_lab.commands.doctor import main as examine
+
+        sys.exit(examine(arguments[1:]))
+    if "--version" in arguments:
+        return versions()
+    if "--keys" in arguments:
+        return keys_text([word for word in arguments if not word.startswith("-")], shutil.get_terminal_size().columns)
+    return None
+
+
+def end_interrupted() -> NoReturn:
+    """Exit with 130 after everything that is registered for the exit.
+
+    Ray's native threads, interrupted in the middle of their start, would crash the interpreter during its shutdown.
+    """
+    atexit._run_exitfuncs()
+    stop_ray()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ExitCode.interrupted)
+
+
+def run_single(cfg: Any) -> None:
+    """Run one trial: Hydra's function without -m."""
+    from fsdp_lab.sweep.alone import list_alone, run_alone
+
+    try:
+        trial = single_trial(cfg)
+        check(trial.config)
+        if trial.config.repeats > 1:
+            raise ConfigError(f"repeats={trial.config.repeats} is for sweeps; add -m.")
+        for note in _alone_notes(trial):
+            print(note)
+        code = list_alone(trial) if trial.config.dry_run else run_alone(trial)
+    except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
+        leave(error)  # here already: Hydra would print a line of its own first
+    if code:
+        sys.exit(code)
+
+
+def _alone_notes(trial: Trial) -> Iterator[str]:
+    """Yield lines about what looks like several trials and is one."""
+    axes = [key for key, values in trial.hydra_config.hydra.sweeper.params.items() if "," in str(values)]
+    if (preset := trial.choices.get("experiment", "null")) != "null" and axes:
+        yield f"experiment={preset} sweeps {', '.join(axes)}; without -m this is one trial"
+    if trial.config.repeat:
+        yield f"repeat={trial.config.repeat} names one run; for several of each setting use -m and repeats=..."
+
+
+def leave(error: Exception) -> NoReturn:
+    """Print an error that the user can fix and exit with 2; let a bug keep its traceback."""
+    message = explain(error)
+    if message is None:
+        raise error
+    print(f"fsdp_lab: {message}", file=sys.stderr)
+    sys.exit(ExitCode.refused)
+
+
+def resume_first(arguments: list[str]) -> list[str]:
+    """Return the command line that `resume=...` stands for, or an unchanged one."""
+    if not any(a.startswith("resume=") and a != "resume=null" for a in arguments):
+        return arguments
+    from fsdp_lab.sweep.store.resume import resume_arguments
+
+    return resume_arguments(arguments)
+
+
+def check_options(options: Sequence[str]) -> None:
+    """Check that options are ones that this command has, in full.
+
+    Raises:
+        ConfigError: one is not; or it names another configuration than ours.
+    """
+    for name in (option.partition("=")[0] for option in options if option.startswith("-")):
+        if name in _CONFIG:
+            raise ConfigError(
+                f"{name} cannot be used: the configuration is fsdp_lab's. Put your own options into a folder that "
+                "--config-dir names, and what you type every time into a preset there, experiment/<name>.yaml."
+            )
+        if name not in _OPTIONS:
+            key = name.lstrip("-")
+            meant = f"write {key}=<value>" if key in (*all_keys(), *groups()) else f"use one of {', '.join(_OPTIONS)}"
+            raise ConfigError(f"{name} is not an option; {meant}.")
+
+
+_CONFIG = ("--config-path", "-cp", "--config-name", "-cn")
+_OPTIONS = ("-m", "--multirun", "-r", "--run", "--config-dir", "-cd", *_SHOWS, "--resolve", "-p", "--package", "-sc",
+    "--shell-completion", "--hydra-help", "--experimental-rerun", "--version", "--keys", "-h", "--help")  # fmt: skip
+# Hydra's options whose value is a word of its own.
+_WITH_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn")
+
+
+def options_first(arguments: list[str], config_dir: str | None) -> list[str]:
+    """Return the arguments with options first, `-m` and `--config-dir` before all others.
+
+    argparse needs the overrides together, but people type options anywhere. If a config is to be shown, `-m` is
+    dropped: Hydra refuses both at once, and shows one trial's.
+    """
+    shows = any(a.partition("=")[0] in _SHOWS for a in arguments)
+    flags = [] if shows else [a for a in arguments if a in ("-m", "--multirun")]
+    folder = [f"--config-dir={config_dir}"] if config_dir is not None else []
+    options, words = _split([a for a in arguments if a not in ("-m", "--multirun")])
+    return [*flags[:1], *folder, *options, *words]
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return Hydra's options, and the overrides."""
+    rest = list(arguments)
+    follows = [before in _WITH_VALUE and "=" not in a for before, a in zip(["", *rest], rest, strict=False)]
+    options = [a for a, is_value in zip(rest, follows, strict=True) if is_value or a.startswith("-")]
+    return options, [a for a, is_value in zip(rest, follows, strict=True) if not (is_value or a.startswith("-"))]
