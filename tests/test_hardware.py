@@ -186,7 +186,7 @@ def test_float8_without_torchao_says_how_to_install_it(fake_gpus: FakeGpus, monk
 def test_cores_and_memory_are_those_of_the_control_group(
     controller: str, limit: dict[str, int], asked: str, answer: int
 ):
-    command = [sys.executable, "-c", f"from fsdp_lab import hardware; print(hardware.{asked}())"]
+    command = [sys.executable, "-c", f"from fsdp_lab.machine import hardware; print(hardware.{asked}())"]
     with group(controller, **limit) as folder:
         printed = subprocess.check_output(command, cwd=ROOT, preexec_fn=lambda: enter(folder), timeout=60)
     assert int(printed) == answer

@@ -110,7 +110,7 @@ def test_tables_of_files_are_read_from_docstrings(file: str):
 
 
 def test_a_docstring_without_a_table_is_refused():
-    with pytest.raises(ValueError, match=r"fsdp_lab/status\.py has no table"):
+    with pytest.raises(ValueError, match=r"fsdp_lab/config/status\.py has no table"):
         reference.table_in("config/status.py")
 
 

@@ -114,7 +114,7 @@ def test_a_gpu_that_pytorch_does_not_see_is_reported(
     """With all that is needed to find out which of those who count is wrong; and before NCCL fails on it."""
     fake_gpus(4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    monkeypatch.setattr("fsdp_lab.training.train", lambda *args, **options: None)
+    monkeypatch.setattr("fsdp_lab.training.train.train", lambda *args, **options: None)
     reporter = reporter_of(tmp_path)
     chosen = list[int]()
     monkeypatch.setattr("fsdp_lab.training.distributed.choose_gpu", chosen.append)
@@ -137,7 +137,7 @@ def test_a_gpu_that_pytorch_does_not_see_is_reported(
 def test_a_gpu_that_nobody_counted_is_reported(on_cpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Without a word the trial would train on the CPU, beside a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("fsdp_lab.training.train", lambda *args, **options: None)
+    monkeypatch.setattr("fsdp_lab.training.train.train", lambda *args, **options: None)
     with pytest.raises(RankFailure) if on_cpu else nullcontext() as raised:
         join = (lambda: join_ranks(0, False, TrialConfig())) if on_cpu else lambda: None
         train_rank(TrialConfig(), tmp_path, 0, reporter_of(tmp_path), join=join)
