@@ -29,9 +29,8 @@ fastest, comes first:
                cached blocks fit them better
   host         host memory in use while a GPU computes
   fits         yes: `needs` is within the capacity; tight: only without the allocator's cache, so it may run slower or
-               run out of memory; no: not even then; upper bound: `needs` is more than the capacity, but an upper
-               bound, so nobody knows. The recommendation uses `yes` and `upper bound`, the largest microbatch `yes`
-               (unsure: of one sample it is not `yes`); forecast.prune skips `no`
+               run out of memory; no: not even then. The recommendation and the largest microbatch use `yes` (unsure:
+               of one sample it is `tight`); forecast.prune skips `no`
   step ms      with a device: the predicted optimizer step, and tokens/s or samples/s per device
   MFU          the model's FLOPs divided by those that the device could do in that time
   bound        the resource that limits the step most: compute, gather, scatter, transfer (offload), launch

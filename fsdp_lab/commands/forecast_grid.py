@@ -19,7 +19,7 @@ from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.wording import count, time_left
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
-from fsdp_lab.forecast.notes import allowances_note, bound_notes, host_notes, request_notes, room_remedies
+from fsdp_lab.forecast.notes import allowances_note, host_notes, request_notes, room_remedies
 from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
 from fsdp_lab.forecast.table import Row, best_rows, forecast_table, in_order, write_csv
 from fsdp_lab.sweep.names import setting
@@ -89,7 +89,7 @@ def _print(console: Console, result: ForecastResult) -> None:
         console.print(f"The best {len(best)} of {len(result.shown)} settings{each}; the file below has all.")
     if held := allowances_note(forecasts):
         console.print(held, highlight=False)
-    for note in [*bound_notes(forecasts), *host_notes(forecasts)]:
+    for note in host_notes(forecasts):
         console.print(f"note: {note}", highlight=False, markup=False)
     written = count(len(list(result.folder.glob("timeline_*.html"))), "timeline page")
     console.print(f"written: {result.folder}/forecast.csv, {written}", highlight=False)

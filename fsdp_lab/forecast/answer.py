@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from fsdp_lab.config import may_change_speed
 from fsdp_lab.config.metrics import MEMORY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
 from fsdp_lab.config.status import TrialStatus
-from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.speed.predict import Speed
 from fsdp_lab.forecast.table import Row, forecasts_frame
 from fsdp_lab.forecast.words import words_of_forecasts
@@ -75,16 +74,8 @@ class ForecastAnswer(Answer):
     @property
     def roomy(self) -> Setting | None:
         """The fastest other setting that leaves room on its GPU; None without one."""
-        return self._fastest(lambda forecast: not forecast.nearly_full)
-
-    @property
-    def sure(self) -> Setting | None:
-        """The fastest other setting that fits for certain; None without one."""
-        return self._fastest(lambda forecast: bool(forecast.fits))
-
-    def _fastest(self, wanted: Callable[[Forecast], bool]) -> Setting | None:
         r = self.recommendation
-        able = [s for s in r.able if s is not r.setting and wanted(self.row(s).forecast)]
+        able = [s for s in r.able if s is not r.setting and not self.row(s).forecast.nearly_full]
         return max(able, key=lambda s: samples_per_s(self.row(s)), default=None)
 
 
@@ -123,16 +114,17 @@ def recommended(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> 
 
 
 def _frame(rows: Sequence[Row], swept: Sequence[str]) -> pd.DataFrame:
-    """Return forecasts as a sweep's frame; what may fit counts as fitting."""
+    """Return forecasts as a sweep's frame."""
     frame = forecasts_frame(rows, swept)
     samples = (frame["samples_per_s_of_all"] * frame["step_s"]).round()
     short = [row.forecast.host_is_short for row in rows]  # of the host, which is then what it does not fit
-    capacity = frame["capacity_bytes"].where(frame["fits"] != "upper bound")
     figures = {
         MEMORY: frame["needed_bytes"],
         "forecast/needed_bytes": frame["needed_bytes"].mask(short, [r.forecast.host_needed_bytes for r in rows]),
         LEAST: frame["least_bytes"].where(frame["fits"] == "tight"),
-        "forecast/capacity_bytes": capacity.mask(short, [r.forecast.host.memory_bytes or 0 for r in rows]),
+        "forecast/capacity_bytes": frame["capacity_bytes"].mask(
+            short, [r.forecast.host.memory_bytes or 0 for r in rows]
+        ),
         PREDICTED_SPEED: frame["samples_per_s_of_all"],
         f"{PREDICTED_SPEED}_low": samples / frame["step_high_s"],
         f"{PREDICTED_SPEED}_high": samples / frame["step_low_s"],

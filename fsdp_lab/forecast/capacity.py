@@ -75,7 +75,6 @@ class Forecast:
         no_speed: why there is no speed.
         error: why there is no forecast, and no peaks.
         traceback: of that error, if it was raised from another, such as one of the user's code; else "".
-        upper_bound: what makes the memory an upper bound, in words such as `compile=true`; "": it is none.
         num_params: of the whole model, and of the worker's part.
         host: of the worker.
         layout: how the model was divided; None without a forecast.
@@ -95,7 +94,6 @@ class Forecast:
     no_speed: str | None = None
     error: NoForecast | None = None
     traceback: str = ""
-    upper_bound: str = ""
     num_params: tuple[int, int] = (0, 0)
     host: Host = field(default_factory=Host)
     layout: Layout | None = None
@@ -138,19 +136,12 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits its device and its host; None without a forecast or a capacity, or see `may_fit`."""
+        """Whether it fits its device and its host; None without a forecast or a capacity."""
         if self.host_is_short:
             return False
-        if self.capacity_bytes is None or self.error or self.may_fit:
+        if self.capacity_bytes is None or self.error:
             return None
         return self.needed_bytes <= self.capacity_bytes
-
-    @property
-    def may_fit(self) -> bool:
-        """Whether an upper bound exceeds the capacity: it may fit or not. Nothing may be skipped because of it."""
-        if self.capacity_bytes is None or self.error or self.host_is_short:
-            return False
-        return bool(self.upper_bound) and self.needed_bytes > self.capacity_bytes
 
     @property
     def tight(self) -> bool:
@@ -158,7 +149,7 @@ class Forecast:
 
         The allocator does that when the device is full. Such a setting may run slower, or still run out of memory.
         """
-        if self.fits is not False or self.host_is_short or self.active_bytes is None or self.reserved_bytes is None:
+        if self.fits is not False or self.host_is_short:
             return False
         assert self.capacity_bytes is not None
         return self.least_bytes <= self.capacity_bytes

@@ -89,7 +89,7 @@ def forecast(
     step = forecast_step(config, num_workers, cuda, 0, sheet is not None, gpu)
     profile, program = step.profile, step.program
     result = weigh(profile, config, num_workers, cuda, capacity_bytes)
-    result = replace(result, upper_bound=step.upper_bound, num_params=step.num_params, layout=step.layout)
+    result = replace(result, num_params=step.num_params, layout=step.layout)
     workload = build_workload(config.model, config.data, config.task)
     what = {"workers": str(num_workers), **main_settings(config, workload.model.description)}
     if sheet is not None:
@@ -254,14 +254,12 @@ class Step(NamedTuple):
 
     Attributes:
         program: its operators, if it was traced.
-        upper_bound: see `Forecast`.
         num_params: of the whole model, and of the rank's part.
         layout: how the model was divided.
     """
 
     profile: Profile
     program: list[Operator]
-    upper_bound: str = ""
     num_params: tuple[int, int] = (0, 0)
     layout: Layout | None = None
 
@@ -294,7 +292,7 @@ def forecast_step(
         workload = build_workload(config.model, config.data, config.task)
         dims = build_parallel_dims(config.sharding, ranks)
         try:
-            return _follow_as_trained(workload, config, dims, device, gpu if cuda else None, traced)
+            return _follow(workload, config, dims, device, gpu if cuda else None, traced)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             line, part = user_line(error), "the forward pass of the model"
             if any(isinstance(f.f_locals.get("self"), torch.optim.Optimizer) for f, _ in walk_tb(error.__traceback__)):
@@ -304,24 +302,6 @@ def forecast_step(
                 f"{f', at {line}' if line else ''}; measure this trial with memory_profile=peaks, or remove the "
                 "decision that depends on a value (.item(), if tensor:, nonzero)."
             ) from error
-
-
-def _follow_as_trained(
-    workload: Workload, config: TrialConfig, dims: ParallelDims, device: torch.device, gpu: Gpu | None, traced: bool
-) -> Step:
-    """Follow a step, compiled if `compile=true`; one that cannot be compiled for fake tensors is followed eagerly.
-
-    It holds more then: what a fused kernel keeps in registers is a tensor of its own.
-    """
-    try:
-        return _follow(workload, config, dims, device, gpu, traced)
-    except Exception as error:
-        if not config.compile:
-            raise
-        eager = replace(config, compile=False)
-        step = _follow(workload, eager, dims, device, gpu, traced)  # which raises what is not the compiler's
-        bound = f"compile=true, forecast as eager because of {type(error).__name__}"
-        return step._replace(upper_bound=bound)
 
 
 def _follow(

@@ -47,8 +47,8 @@ class Selection:
     - the setting that a forecast recommends, which may be slower but smaller
     - settings without a prediction
 
-    A setting that is tight, or that may fit, does not count towards the number if another fits; it is kept in addition
-    if it may be as fast.
+    A setting that is tight does not count towards the number if another fits; it is kept in addition if it may be as
+    fast.
 
     Args:
         forecasts: by the number of a trial.
@@ -66,8 +66,8 @@ class Selection:
     ) -> None:
         able = {n: f for n, f in forecasts.items() if f.fits is not False or f.tight}
         self.known = {n: predicted(f.speed) for n, f in able.items() if f.speed is not None}
-        fitting = {n: o for n, o in self.known.items() if forecasts[n].fits is not False and not forecasts[n].may_fit}
-        # one of each setting, the fastest first; where nothing fits, of what is tight or may fit
+        fitting = {n: o for n, o in self.known.items() if forecasts[n].fits is not False}
+        # one of each setting, the fastest first; where nothing fits, of what is tight
         ranked = {settings[n]: one for n, one in (fitting or self.known).items()}.values()
         self.ranked = sorted(ranked, key=lambda one: -one.speed)
         self.wanted = number_kept(keep, len(self.ranked))

@@ -47,12 +47,6 @@ def room_remedies(requests: Sequence[Request], swept: Sequence[str]) -> list[str
     return remedies
 
 
-def bound_notes(forecasts: Sequence[Forecast]) -> list[str]:
-    """Return a note for each reason why memory is an upper bound."""
-    reasons = dict.fromkeys(one.upper_bound for one in forecasts if one.upper_bound)
-    return [f"{reason}: the memory is an upper bound, and the speed has no fused kernels." for reason in reasons]
-
-
 def host_notes(forecasts: Sequence[Forecast]) -> list[str]:
     """Return what offloaded settings need of their host, if that is more than it has, or its memory is not known."""
     offloaded = [one for one in forecasts if not one.error and one.peaks.get("host", {}).get("param")]

@@ -71,8 +71,8 @@ class Row:
 def in_order(rows: Sequence[Row]) -> list[Row]:
     """Return the rows in the order of the table; rows without a forecast come last.
 
-    With speeds, each number of workers forms a group: what fits comes before what may fit, then what is tight, then
-    what does not fit, the fastest first. Without speeds the smallest peak comes first.
+    With speeds, each number of workers forms a group: what fits comes before what is tight, then what does not
+    fit, the fastest first. Without speeds the smallest peak comes first.
     """
 
     def place(row: Row) -> tuple[float, ...]:
@@ -80,7 +80,7 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
         if forecast.error:
             return (1,)
         if forecast.speed is not None:
-            room = forecast.may_fit + 2 * (forecast.fits is False) + (forecast.fits is False and not forecast.tight)
+            room = (forecast.fits is False) + (forecast.fits is False and not forecast.tight)
             return (0, forecast.num_workers, room, -forecast.speed.samples_per_s)
         return (0, 0, 0, forecast.peak_bytes)
 
@@ -145,7 +145,7 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
         add("bound", frame["bound"], str)
     if frame["largest_microbatch"].notna().any():
         largest = frame["largest_microbatch"].astype(object)
-        largest[(frame["largest_microbatch"] == 0) & frame["fits"].isin(["tight", "upper bound"])] = "unsure"
+        largest[(frame["largest_microbatch"] == 0) & (frame["fits"] == "tight")] = "unsure"
         add("largest microbatch", largest, lambda value: value if value == "unsure" else f"{value:,}")
     of = f"one of {max(workers):,} workers" if len(workers) == 1 and max(workers) > 1 else "one worker"
     return FittingTable(columns, f"forecast peak of {of}, {unit}", "forecast.csv")
@@ -207,6 +207,4 @@ def _figures(row: Row) -> dict[str, Any]:
 
 def _whether(forecast: Forecast) -> str | None:
     """Return whether it fits, in the words of the CSV; None: the capacity is not known."""
-    if forecast.may_fit:
-        return "upper bound"
     return None if forecast.fits is None else "true" if forecast.fits else "tight" if forecast.tight else "false"

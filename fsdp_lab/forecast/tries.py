@@ -42,7 +42,7 @@ class Try:
 
     @property
     def fits(self) -> bool:
-        return self.row.forecast.fits is not False and not self.row.forecast.may_fit
+        return self.row.forecast.fits is not False
 
     @property
     def is_faster(self) -> bool:

@@ -104,8 +104,7 @@ def figures_of(forecast: Forecast) -> dict[str, float]:
     """Return a forecast in bytes, seconds and samples/s, by the keys of metrics."""
     figures: dict[str, float | None] = {
         "forecast/peak_bytes": forecast.peak_bytes,
-        # else a setting would be judged by an upper bound
-        "forecast/needed_bytes": None if forecast.may_fit else forecast.needed_bytes,
+        "forecast/needed_bytes": forecast.needed_bytes,
         "forecast/reserved_bytes": forecast.reserved_bytes,
         "forecast/host_bytes": forecast.host_bytes or None,
         "forecast/capacity_bytes": forecast.capacity_bytes,

@@ -36,11 +36,11 @@ def row(setting: str, step_s: float, peak: int = 100, fits: bool = True, **chang
     return Row([setting], Forecast(True, 8, peaks, capacity_bytes=1000 if fits else 50, data_sheet="X", speed=speed))
 
 
-def forecast_of(verdict: str, step_s: float = 1.0, capacity: int | None = 1000, upper_bound: str = "") -> Forecast:
+def forecast_of(verdict: str, step_s: float = 1.0, capacity: int | None = 1000) -> Forecast:
     """Return one whose allocator caches: it fits ("yes"), fits without what is cached ("tight"), or does not ("no")."""
     reserved = NEEDS[verdict] - CONTEXT
     allowances = {"CUDA context": CONTEXT, "fragmentation": reserved - PEAK}
     return Forecast(
         True, 8, {"device": {"total": PEAK}}, allowances, {}, capacity, None, ACTIVE[verdict], reserved_bytes=reserved,
-        speed=speed_of(step_s), upper_bound=upper_bound,
+        speed=speed_of(step_s),
     )  # fmt: skip

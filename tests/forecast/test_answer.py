@@ -76,10 +76,10 @@ def over_workers() -> list[Row]:
 
 
 def some_of_few_workers() -> list[Row]:
-    """Six settings: four and one more fit 4 workers, one none, and of one only an upper bound is known."""
+    """Seven settings: four and one more fit 4 workers, one none, and one is tight."""
     rows = [fast(row((f"s{n}", str(m)), 80 / m), 1.0, m) for n in range(7) for m in (2, 4)]
     rows[1] = fast(row(("s0", "4"), 99), 1.0, 4)
-    rows[3] = fast(row(("s1", "4"), 99, upper_bound="compile=true"), 1.0, 4)
+    rows[3] = fast(row(("s1", "4"), 27, **TIGHT), 1.0, 4)
     return rows
 
 
@@ -137,7 +137,6 @@ CASES: dict[str, tuple[list[Row], list[str]]] = {
     "may_be_as_fast": two(fast(row([], 16), 1.0), fast(row([], 9), 1.05)),
     "tie_where_memory_is_scarce": two(fast(row([], 22), 1.0), fast(row([], 9), 1.02)),
     "tight_and_faster": two(fast(row([], 27, **TIGHT), 1.0), fast(row([], 9), 1.2)),
-    "upper_bound": two(fast(row([], 27, upper_bound="compile=true"), 1.0), fast(row([], 9), 1.2)),
     "data_sheet": ([fast(row([], 9.9), 0.1, basis=Basis.data_sheet)], []),
     "unlike_what_was_published": ([fast(row([], 9.9), 1.0, unlike=("float8", "several nodes"))], []),
     "workers": (over_workers(), ["activation_checkpointing", "cluster.num_workers"]),

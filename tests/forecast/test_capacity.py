@@ -54,11 +54,10 @@ def offloaded(gib: int | None, workers: int = 8, **changes: object) -> Forecast:
         (offloaded(799), False),
         (offloaded(799, workers=4), True),  # the others are on another host
         (offloaded(None), True),
-        (offloaded(799, upper_bound="compile=true"), False),  # the host has no compiler to hope for
     ],
 )
 def test_all_workers_of_a_host_have_to_fit_it(forecast: Forecast, fits: bool):
-    assert (forecast.fits, forecast.tight, forecast.may_fit) == (fits, False, False)
+    assert (forecast.fits, forecast.tight) == (fits, False)
     other = Row(["none"], forecast_of("yes", 3.0), None, 64)
     (answer,) = answers([Row(["cpu"], forecast, None, 64), other], ["offload"], 0.0)
     assert answer.best and answer.best.settings == (["cpu"] if fits else ["none"])
@@ -78,26 +77,19 @@ def test_the_hosts_memory_is_named_where_it_was_not_checked_or_is_short():
 
 
 def test_the_table_and_the_csv_name_it_and_it_stands_between_the_others(tmp_path: Path):
-    rows = in_order([*ROWS, Row(["fused"], forecast_of("no", 0.1, upper_bound="compile=true"), None, 64)])
-    assert [r.settings[0] for r in rows] == ["per_block", "fused", "root", "per_layer", "ddp"]
+    rows = in_order(ROWS)
+    assert [r.settings[0] for r in rows] == ["per_block", "root", "per_layer", "ddp"]
     (fits,) = [column.cells for column in forecast_table(rows, ["sharding"]).columns if column.name == "fits"]
-    assert fits == ["yes", "upper bound", "tight", "tight", "no"]
+    assert fits == ["yes", "tight", "tight", "no"]
     write_csv(tmp_path / "f.csv", rows, ["sharding"])
     cells = [(line["fits"], line["active_bytes"]) for line in csv.DictReader((tmp_path / "f.csv").open())]
-    assert cells == [("true", "750"), ("upper bound", "901"), ("tight", "900"), ("tight", "900"), ("false", "901")]
+    assert cells == [("true", "750"), ("tight", "900"), ("tight", "900"), ("false", "901")]
 
 
 def test_only_what_fits_is_recommended():
     (answer,) = answers(ROWS, ["sharding"], 0.0)
     assert answer.best and answer.best.settings == ["per_block"]
     assert set(answer.recommendation.why_not) == {"sharding=ddp", "sharding=root", "sharding=per_layer"}
-
-
-@pytest.mark.parametrize(("verdict", "may_fit"), [("yes", False), ("tight", True), ("no", True)])
-def test_an_upper_bound_says_that_a_setting_fits_and_never_that_it_does_not(verdict: str, may_fit: bool):
-    forecast = forecast_of(verdict, upper_bound="compile=true")
-    assert (forecast.fits, forecast.tight, forecast.may_fit) == (None if may_fit else True, False, may_fit)
-    assert not replace(forecast, capacity_bytes=None).may_fit
 
 
 ROOT = Path(__file__).parents[2]

@@ -119,12 +119,6 @@ def test_what_is_tight_takes_no_place_of_what_fits(verdicts: tuple[str, ...], ex
     assert left_out([forecast_of(verdict, 2.0**n) for n, verdict in enumerate(verdicts)]) == expected
 
 
-def test_an_upper_bound_takes_no_place_and_leaves_out_only_what_is_too_slow():
-    fast, slow = (forecast_of("no", step_s, upper_bound="compile=true") for step_s in (1.0, 4.0))
-    assert left_out([fast, forecast_of("yes", 2.0), forecast_of("no", 0.5)]) == {2}
-    assert left_out([slow, forecast_of("yes", 1.0)]) == {0}
-
-
 OURS = ("sharding=per_block", "precision=fp32")
 
 

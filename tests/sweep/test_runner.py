@@ -148,20 +148,6 @@ def test_keep_chooses_once(keeping: Callable[..., SweepPlan], monkeypatch: pytes
     assert skipped == 1 if ended is TrialStatus.finished else skipped > 2
 
 
-@pytest.mark.parametrize("upper_bound", ["", "compile=true"])
-def test_keep_and_prune_skip_nothing_by_an_upper_bound(
-    keeping: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch, upper_bound: str
-):
-    """By the forecasts, the last two are the fastest and do not fit."""
-    plan, forecasts = keeping("1", "forecast.prune=true"), of_speeds(1.7, 1.7, 1.7, 1.7, 1.0, 1.0)
-    forecasts[4:] = [replace(f, capacity_bytes=5, upper_bound=upper_bound) for f in forecasts[4:]]
-    hears = begun_by(plan, forecasts, monkeypatch)
-    assert hears.begun == ([0, 1, 2, 3, 4, 5] if upper_bound else [0, 1, 2, 3])
-    assert any("starts, and may run out of memory" in text for text in hears.logged) == bool(upper_bound)
-    for state in plan.state.trials[4:]:
-        assert ("forecast/needed_bytes" in state.forecast_figures) != bool(upper_bound)
-
-
 @pytest.mark.parametrize(
     ("status", "more", "reached"), [("finished", False, 0), ("finished", True, 1), ("waiting", False, 1)]
 )

@@ -201,13 +201,10 @@ class Forecasts(Listener):
         if forecast.largest_microbatch is not None:
             sweep.log(f"{name}: the largest microbatch that fits is {forecast.largest_microbatch}")
         sweep.forecast(number, forecast)
-        if not prune or not (forecast.may_fit or forecast.fits is False):
+        if not prune or forecast.fits is not False:
             return
         needs = needs_text(**forecast.shortage)
-        if forecast.may_fit:
-            bound = forecast.upper_bound
-            sweep.log(f"{name} starts, and may run out of memory: {needs}, which is an upper bound ({bound})")
-        elif forecast.tight:
+        if forecast.tight:
             sweep.log(f"{name} starts, but memory is tight: {needs}; it may be slow, or run out of memory")
         else:
             sweep.skip(number, Reason.of(Code.does_not_fit, **forecast.shortage))
