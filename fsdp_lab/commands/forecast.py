@@ -36,8 +36,6 @@ fastest, comes first:
   bound        the resource that limits the step most: compute, gather, scatter, transfer (offload), launch
 use=pytorch prints the recommended setting as a function of plain PyTorch instead.
 Memory columns that are zero in every row are left out, and settings beyond the best 24; the CSV has all of them.
-Where a step waits for gathers or scatters between nodes, hybrid sharding within nodes is forecast as well; where
-nothing fits, full activation checkpointing and one sample at once.
 """
 
 from __future__ import annotations

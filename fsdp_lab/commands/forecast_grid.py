@@ -41,8 +41,8 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
         KeyboardInterrupt: interrupted before the first forecast.
     """
     # what these import takes a second: refusals come before
+    from fsdp_lab.forecast.answer import answers
     from fsdp_lab.forecast.result import ForecastResult
-    from fsdp_lab.forecast.tries import try_others
 
     for line in plan.notes():
         console.print(line, highlight=False, markup=False)
@@ -59,27 +59,20 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
     finished = [n for n, forecast in enumerate(forecasts) if forecast.error != NoForecast("cancelled")]
     trials, requests = [plan.trials[n] for n in finished], [requests[n] for n in finished]
     every = _rows(trials, requests, [forecasts[n] for n in finished], swept)
-    result = ForecastResult(
-        swept,
-        in_order(every),
-        in_order(_shown(trials, every, swept)),
-        folder,
-        len(plan.trials) - len(finished),
-        first.report.speed_tolerance,
-        "images" if all(t.config.model.is_image_classifier for t in trials) else "items",
-        room_remedies(requests, swept),
-    )
-    if result.answers:
-        if not result.missing:
-            others = try_others(result.answers, swept, lambda requests: _with_progress(console, requests))
-            result = replace(result, tried=others)
+    shown, tolerance = in_order(_shown(trials, every, swept)), first.report.speed_tolerance
+    made = answers(shown, swept, tolerance, room_remedies(requests, swept))
+    result = ForecastResult(swept, in_order(every), shown, made, folder, len(plan.trials) - len(finished))
+    if made:
         write_csv(folder / "forecast.csv", result.rows, swept)
-        _print(console, result)
+        items = "images" if all(t.config.model.is_image_classifier for t in trials) else "items"
+        _print(console, result, items, tolerance)
     return result
 
 
-def _print(console: Console, result: ForecastResult) -> None:
-    for line in result.text.split("\n"):
+def _print(console: Console, result: ForecastResult, items: str, tolerance: float) -> None:
+    from fsdp_lab.forecast.sentences import sentences
+
+    for line in sentences(result.shown, result.axes, items, result.answers, tolerance):
         console.print(Text(line, style="bold" if "Recommended: " in line else ""))
     forecasts, best = [row.forecast for row in result.rows], best_rows(result.shown)
     console.print()

@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING
 
 from fsdp_lab.config import may_change_speed
 from fsdp_lab.config.metrics import MEMORY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
+from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.forecast.speed.predict import Speed
 from fsdp_lab.forecast.table import Row, forecasts_frame
-from fsdp_lab.forecast.words import words_of_forecasts
-from fsdp_lab.report.answer import Answer, with_a_line, words_of_a_report
+from fsdp_lab.forecast.words import say
+from fsdp_lab.report.answer import Answer, with_comparisons
 from fsdp_lab.report.qualify import LEAST
-from fsdp_lab.report.recommend import Recommendation, recommend
-from fsdp_lab.report.settings import Rules, Setting
+from fsdp_lab.report.recommend import recommend
+from fsdp_lab.report.settings import Rules, Setting, combinations
 
 if TYPE_CHECKING:
     import pandas as pd
 
-WORKERS = "cluster.num_workers"
-CONDITIONS = (WORKERS, "forecast.device", "training.global_batch_size")  # each value has its own answer
+WORKERS, BATCH = "cluster.num_workers", "training.global_batch_size"
+CONDITIONS = (WORKERS, "forecast.device", BATCH)  # each value has its own answer
+_WAITS = 0.5  # the share of a step that gathers and scatters bound, from which hybrid sharding is named
 
 
 @dataclass(frozen=True)
@@ -38,25 +40,6 @@ class ForecastAnswer(Answer):
     where: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     remedies: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, r: Recommendation, rows: list[Row], where: dict[str, str], remedies: Sequence[str]) -> ForecastAnswer:
-        bare = cls(r, "", [], [], [], {}, [], "", None, where, rows, remedies)
-        words, report = words_of_forecasts(), words_of_a_report()
-        details, notes = [], [report.note(note, None) for note in r.notes]
-        if bare.best is not None:
-            speed = bare.best.forecast.speed
-            why = (report.tie(r) if r.tied else report.why(r)) if r.others else ""
-            details = [words.step(speed) if speed else "", why, words.params(bare.best), words.room(bare)]
-            notes = [words.basis(speed) if speed else "", *notes]
-        return replace(
-            bare,
-            sentence=" ".join(_lines(words.head(bare))),
-            details=[line for text in details for line in _lines(text)],
-            lines=["\n".join(_lines(report.against(other, r))) for other in with_a_line(r)],
-            notes=[line for text in notes for line in _lines(text)],
-            why_not={name: " ".join(_lines(report.why_not(reason))) for name, reason in r.why_not.items()},
-        )
 
     def row(self, setting: Setting) -> Row:
         return self.rows[setting.trials[0]]
@@ -78,9 +61,17 @@ class ForecastAnswer(Answer):
         able = [s for s in r.able if s is not r.setting and not self.row(s).forecast.nearly_full]
         return max(able, key=lambda s: samples_per_s(self.row(s)), default=None)
 
-
-def _lines(text: str) -> list[str]:
-    return [" ".join(line.split()) for line in text.split("\n") if line.strip()]
+    @property
+    def num_replicas(self) -> int | None:
+        """The `sharding.dp_replicate` that shards within a node; None: the step waits for no network between nodes."""
+        speed, request = (self.best.forecast.speed, self.best.request) if self.best else (None, None)
+        if speed is None or speed.network is None or request is None or request.sheet is None:
+            return None
+        sharding = request.config.sharding
+        nodes, left_over = divmod(request.num_workers, request.sheet.node_size)
+        if sharding.granularity is Granularity.ddp or sharding.dp_replicate > 1 or left_over:
+            return None
+        return nodes if speed.shares.get("gather", 0.0) + speed.shares.get("scatter", 0.0) >= _WAITS else None
 
 
 def answers(
@@ -93,18 +84,23 @@ def answers(
         tolerance: `report.speed_tolerance`: what the fastest may be given up for if it nearly fills its GPU.
         remedies: overrides that leave more room on a GPU.
     """
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        if not row.forecast.error:
-            values = dict(zip(swept, row.settings, strict=True))
-            groups.setdefault(tuple(values[key] for key in CONDITIONS if key in swept), []).append(row)
-    axes = [key for key in swept if key not in CONDITIONS and may_change_speed(key)]
-    rules = Rules(axes, speed_tolerance=tolerance, predicted=True)
+    having = [row for row in rows if not row.forecast.error]
+    if not having:
+        return []
+    frame, conditions = _frame(having, swept), [key for key in CONDITIONS if key in swept]
+    rules = Rules(
+        [key for key in swept if key not in CONDITIONS and may_change_speed(key)],
+        speed_tolerance=tolerance,
+        predicted=True,
+    )
     made = []
-    for where, some in groups.items():
-        named = dict(zip([key for key in CONDITIONS if key in swept], where, strict=True))
-        r = recommend(_frame(some, swept), rules)
-        made.append(ForecastAnswer.of(r, some, named if len(groups) > 1 else {}, remedies))
+    for _, some in frame.groupby(combinations(frame, conditions)):
+        where = some.iloc[0][conditions].astype(str).to_dict() if len(some) < len(frame) else {}
+        answer = with_comparisons(ForecastAnswer(recommend(some.reset_index(drop=True), rules)))
+        answer = replace(answer, where=where, rows=[having[place] for place in some.index], remedies=remedies)
+        notes = [*say("basis", answer), *answer.notes]
+        (sentence,) = say("head", answer)
+        made.append(replace(answer, sentence=sentence, details=say("details", answer), notes=notes))
     return made
 
 

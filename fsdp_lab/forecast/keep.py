@@ -12,7 +12,7 @@ from fsdp_lab.config import TrialConfig, flatten, memory_settings
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.speed.device import Device, DeviceKind, digest
 from fsdp_lab.forecast.speed.predict import Speed
-from fsdp_lab.forecast.words import words_of_forecasts
+from fsdp_lab.forecast.words import say
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.predicted import Predicted
 
@@ -112,7 +112,7 @@ def why_all(
 ) -> str:
     """Return why `forecast.keep` skips nothing, where `passed_over` names no trial; the arguments are the same."""
     selection = Selection(forecasts, settings, keep, recommended)
-    return str(words_of_forecasts().keeps_all(len(selection.ranked), selection.wanted))
+    return " ".join(say("keeps_all", len(selection.ranked), selection.wanted))
 
 
 def number_kept(keep: str, settings: int) -> int:

@@ -10,7 +10,7 @@ from fsdp_lab.config.wording import count
 from fsdp_lab.forecast.capacity import GIB, Forecast
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import unit_of
-from fsdp_lab.forecast.words import words_of_forecasts
+from fsdp_lab.forecast.words import say
 
 
 def request_notes(requests: Sequence[Request]) -> list[str]:
@@ -77,4 +77,4 @@ def allowances_note(forecasts: Sequence[Forecast]) -> str:
     unit, divisor = unit_of(forecasts)
     digits = 2 if unit == "GiB" else 0
     sizes = {name: [f"{size / divisor:,.{digits}f}" for size in (min(all_), max(all_))] for name, all_ in held.items()}
-    return str(words_of_forecasts().allowances(unit, sizes)) if sizes else ""
+    return " ".join(say("allowances", unit, sizes)) if sizes else ""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.forecast.answer import ForecastAnswer, answers
+from fsdp_lab.forecast.answer import ForecastAnswer
 from fsdp_lab.forecast.capacity import GIB
-from fsdp_lab.forecast.sentences import sentences
 from fsdp_lab.forecast.table import COLUMNS, Row, forecasts_frame
-from fsdp_lab.forecast.tries import Try
 from fsdp_lab.forecast.words import no_forecast_text
 from fsdp_lab.record.trial import words
 
@@ -28,41 +25,26 @@ class ForecastResult:
         axes: the keys that differ between the settings.
         rows: a forecast a setting, the best first; of an interrupted command those that were made.
         shown: the same without settings that differ only in a key that has no effect on them.
+        answers: one for each device, number of workers and global batch size; none if no forecast could be made.
         folder: has `forecast.csv`, and a page for each forecast.
         missing: how many settings have no forecast because of an interrupt.
-        speed_tolerance: `report.speed_tolerance`.
-        items: what a batch consists of: images, or items.
-        remedies: overrides that leave more room on a GPU, of keys that are not axes.
-        tried: settings outside the grid that were forecast as well.
     """
 
     axes: Sequence[str]
     rows: Sequence[Row]
     shown: Sequence[Row]
+    answers: Sequence[ForecastAnswer]
     folder: Path
     missing: int
-    speed_tolerance: float
-    items: str
-    remedies: Sequence[str]
-    tried: Sequence[Try] = ()
 
     def frame(self) -> pd.DataFrame:
         """Return the rows with the columns of `forecast.csv`: the axes as typed, then bytes, seconds and samples/s."""
         return forecasts_frame(self.rows, self.axes)
 
-    @cached_property
-    def answers(self) -> list[ForecastAnswer]:
-        """The answer for each device, number of workers and global batch size; none if no forecast could be made."""
-        return answers(self.shown, self.axes, self.speed_tolerance, self.remedies)
-
     @property
     def recommendation(self) -> ForecastAnswer:
         """The first of the answers. Its sentence names its device, number of workers and batch size if they differ."""
         return self.answers[0]
-
-    @property
-    def text(self) -> str:
-        return sentences(self.shown, self.axes, self.items, self.answers, self.speed_tolerance, self.tried)
 
     @property
     def reasons(self) -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from fsdp_lab.forecast.answer import WORKERS, ForecastAnswer, samples_per_s
+from fsdp_lab.forecast.answer import BATCH, WORKERS, ForecastAnswer, samples_per_s
 from fsdp_lab.forecast.table import Row
-from fsdp_lab.forecast.tries import BATCH, Try
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,6 @@ class Point:
 
     Attributes:
         name: of the setting; "": the same with each number, or there is one.
-        hybrid: the same with hybrid sharding within nodes, if that fits and is faster.
         times: its total speed over that of the fewest workers.
         slower_than: fewer workers with a higher total speed; None: there are none.
         before: the recommended setting of the next fewer workers; None: these are the fewest.
@@ -25,7 +24,6 @@ class Point:
 
     row: Row
     name: str = ""
-    hybrid: Try | None = None
     times: float = 1.0
     slower_than: int | None = None
     before: Row | None = None
@@ -37,8 +35,8 @@ class Point:
 
     @property
     def total(self) -> float:
-        """Samples/s of all workers, with hybrid sharding if that is faster."""
-        return max(samples_per_s(self.row), samples_per_s(self.hybrid.row) if self.hybrid else 0.0)
+        """Samples/s of all workers."""
+        return samples_per_s(self.row)
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Series:
     enough: int | None
 
 
-def series_of(made: Sequence[ForecastAnswer], tried: Sequence[Try], tolerance: float) -> list[Series]:
+def series_of(made: Sequence[ForecastAnswer], tolerance: float) -> list[Series]:
     """Return a comparison for each device and microbatch, or for each batch size where microbatches differ.
 
     Args:
@@ -66,7 +64,7 @@ def series_of(made: Sequence[ForecastAnswer], tried: Sequence[Try], tolerance: f
     fitting = [one for one in made if one.best is not None and WORKERS in one.where]
     able = [one for one in fitting if one.best and one.best.forecast.speed is not None]
     equal, of_one_batch = _grouped(able, microbatch=True), _grouped(able, microbatch=False)
-    return [_series(some, tried, tolerance) for some in equal or of_one_batch]
+    return [_series(some, tolerance) for some in equal or of_one_batch]
 
 
 def _grouped(able: Sequence[ForecastAnswer], microbatch: bool) -> list[list[ForecastAnswer]]:
@@ -79,18 +77,17 @@ def _grouped(able: Sequence[ForecastAnswer], microbatch: bool) -> list[list[Fore
     return [some for some in groups.values() if len(some) > 1]
 
 
-def _series(some: Sequence[ForecastAnswer], tried: Sequence[Try], tolerance: float) -> Series:
+def _series(some: Sequence[ForecastAnswer], tolerance: float) -> Series:
     ordered = sorted(some, key=lambda one: one.least.forecast.num_workers)
     rows = [one.best for one in ordered if one.best is not None]
     names = [one.recommendation.setting.name if one.recommendation.setting else "" for one in ordered]
-    hybrids = [next((t for t in tried if t.of is row and t.is_faster), None) for row in rows]
-    points = [Point(rows[0], "", hybrids[0])]
-    for before, row, hybrid in zip(rows, rows[1:], hybrids[1:], strict=False):
+    points = [Point(rows[0])]
+    for before, row in pairwise(rows):
         each, each_before = (samples_per_s(r) / r.forecast.num_workers for r in (row, before))
         fastest = max(points, key=lambda point: samples_per_s(point.row))
         slower_than = fastest.workers if samples_per_s(row) < samples_per_s(fastest.row) else None
         times = samples_per_s(row) / samples_per_s(rows[0])
-        points.append(Point(row, "", hybrid, times, slower_than, before, 1 - each / each_before))
+        points.append(Point(row, "", times, slower_than, before, 1 - each / each_before))
     if len(set(names)) > 1:
         points = [replace(point, name=name) for point, name in zip(points, names, strict=True)]
     paying = points[0]

@@ -8,11 +8,9 @@ from dataclasses import replace
 
 from fsdp_lab.forecast.answer import WORKERS, ForecastAnswer
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.forecast.network import network_sentences
 from fsdp_lab.forecast.scaling import series_of
 from fsdp_lab.forecast.table import Row
-from fsdp_lab.forecast.tries import Try
-from fsdp_lab.forecast.words import words_of_forecasts
+from fsdp_lab.forecast.words import say
 from fsdp_lab.record.trial import words
 from fsdp_lab.report.answer import plain_text
 
@@ -22,31 +20,26 @@ _PLAIN = ("fp32", "float32", "false")  # of precisions
 
 
 def sentences(
-    rows: Sequence[Row],
-    swept: Sequence[str],
-    items: str,
-    made: Sequence[ForecastAnswer],
-    tolerance: float,
-    tried: Sequence[Try] = (),
-) -> str:
+    rows: Sequence[Row], swept: Sequence[str], items: str, made: Sequence[ForecastAnswer], tolerance: float
+) -> list[str]:
     """Return what fits, what more workers bring, and the answers, a line each.
 
     Args:
         items: the noun for the samples of a batch.
         tolerance: `report.speed_tolerance`.
-        tried: settings outside the grid.
     """
-    texts, having = words_of_forecasts(), [row for row in rows if not row.forecast.error]
-    lines = [texts.fits(rows, having, items), *map(texts.series, series_of(made, tried, tolerance))]
-    lines += [texts.fewest(_fewest(having, swept), having)]
+    having = [row for row in rows if not row.forecast.error]
+    lines = [*say("fits", rows, having, items), *say("series", series_of(made, tolerance))]
+    lines += say("fewest", _fewest(having, swept), having)
     for answer in made:
         new = [note for note in answer.notes if note not in lines]
-        others = [texts.tried(one) for one in tried if one.of is answer.best or one.of is answer.least]
         shown = replace(answer, notes=new, lines=answer.lines if len(made) <= _MOST_ANSWERS else [])
-        lines += plain_text(replace(shown, details=[*shown.details, *others]), "forecast.csv")
-    lines += [*network_sentences(rows, swept, tolerance), texts.losses(_precisions(made, swept))]
-    lines += [texts.more_workers(having)] if WORKERS not in swept else []
-    return "\n".join(line for text in lines for line in text.replace("`", "").split("\n") if line.strip())
+        lines += plain_text(shown, "forecast.csv")
+    speeds = [row.forecast.speed for row in rows if row.forecast.speed is not None and row.forecast.speed.network]
+    lines += dict.fromkeys([*say("reached", speeds), *say("assumed", speeds)])
+    lines += say("losses", _precisions(made, swept))
+    lines += say("more_workers", having) if WORKERS not in swept else []
+    return [line.replace("`", "") for line in lines]
 
 
 def _precisions(made: Sequence[ForecastAnswer], swept: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The sentences of forecasts, from their template. Imports no torch."""
+"""The sentences of forecasts, from `report/templates/forecast_words.j2`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,22 +6,14 @@ from typing import Any
 
 from fsdp_lab.forecast.capacity import NoForecast
 
-# Steps unlike those of the fits -> how many published ones on A100s and H100s were compared, and within how many %
-# all were predicted. A test counts them in experiments/published/results/rows.csv.
-COMPARED = {
-    "compile=true": (8, 15),
-    "float8": (2, 8),
-    "several nodes": (16, 16),
-    "hybrid sharding over several nodes": (2, 5),
-}
 
+def say(macro: str, *values: Any) -> list[str]:
+    """Return the lines of a sentence, or of several."""
+    from fsdp_lab.report.render import lines_of  # which imports Hydra: a step is followed without it
 
-def words_of_forecasts() -> Any:
-    from fsdp_lab.report.render import environment  # which imports Hydra: a step is followed without it
-
-    return environment(False).get_template("forecast_words.j2", globals={"compared": COMPARED}).module
+    return lines_of("forecast_words.j2", macro, *values)
 
 
 def no_forecast_text(error: NoForecast | None) -> str | None:
     """Return why there is no forecast, in a line; None: there is one."""
-    return None if error is None else str(words_of_forecasts().no_forecast(error))
+    return " ".join(say("no_forecast", error)) if error else None

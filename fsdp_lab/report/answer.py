@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.status import TrialStatus
@@ -13,12 +14,13 @@ from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.choice import departures
 from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
-from fsdp_lab.report.render import environment
+from fsdp_lab.report.render import environment, lines_of
 from fsdp_lab.report.self_check import check_itself
 from fsdp_lab.report.settings import REPEATS, Rules, Setting
 
 # What is typed for a sweep and says nothing of one trial.
 _OF_A_SWEEP = ("repeat=", "repeats=", "search=", "search.", "scheduler=", "scheduler.", "objective=")
+_say = partial(lines_of, "words.j2")
 _MOST_LINES = 6  # settings that are all compared; of more, those that differ from the recommended one in one value
 
 
@@ -39,14 +41,14 @@ class Answer:
     """
 
     recommendation: Recommendation
-    sentence: str
-    details: list[str]
-    lines: list[str]
-    notes: list[str]
-    why_not: dict[str, str]
-    rules: list[str]
-    command: str
-    trial: TrialRecord | None
+    sentence: str = ""
+    details: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    why_not: dict[str, str] = field(default_factory=dict)
+    rules: list[str] = field(default_factory=list)
+    command: str = ""
+    trial: TrialRecord | None = None
 
     @property
     def setting(self) -> Setting | None:
@@ -64,32 +66,32 @@ class Answer:
         return data
 
 
-def words_of_a_report() -> Any:
-    return environment(False).get_template("words.j2").module
+AnswerT = TypeVar("AnswerT", bound=Answer)
 
 
 def answer(sweep: SweepRecord) -> Answer:
     """Say which setting is recommended, why, and how sure that is."""
     r = recommend(sweep.frame(), rules_of(sweep), check_itself(sweep.trials, sweep.axes))
-    texts = words_of_a_report()
-    chosen = r.setting
-    details = [texts.why(r), texts.tie(r) if r.tied else "", texts.how_sure(r, sweep)] if chosen else []
-    trial = plainest(sweep, chosen) if chosen else None
-    return Answer(
-        r,
-        _line(texts.sentence(r, sweep)),
-        [_line(line) for line in details if line.strip()],
-        ["\n".join(map(_line, texts.against(other, r).split("\n"))) for other in with_a_line(r)],
-        [_line(texts.note(note, sweep)) for note in r.notes],
-        {name: _line(texts.why_not(reason)) for name, reason in r.why_not.items()},
-        [_line(rule) for rule in texts.rules(r, sweep).split("\n") if rule.strip()],
-        _command(sweep, chosen, trial) if chosen and trial else "",
-        trial,
+    trial = plainest(sweep, r.setting) if r.setting else None
+    return replace(
+        with_comparisons(Answer(r)),
+        sentence=" ".join(_say("sentence", r, sweep)),
+        details=_say("details", r) if r.setting else [],
+        rules=_say("rules", r),
+        command=_command(sweep, r.setting, trial) if r.setting and trial else "",
+        trial=trial,
     )
 
 
-def _line(text: str) -> str:
-    return " ".join(text.split())
+def with_comparisons(bare: AnswerT) -> AnswerT:
+    """Return an answer with what follows from its figures alone: its lines, notes and why settings do not qualify."""
+    r = bare.recommendation
+    return replace(
+        bare,
+        lines=["\n".join(_say("against", other, r)) for other in with_a_line(r)],
+        notes=[" ".join(_say("note", note)) for note in r.notes],
+        why_not={name: " ".join(_say("why_not", reason)) for name, reason in r.why_not.items()},
+    )
 
 
 def rules_of(sweep: SweepRecord) -> Rules:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 from fsdp_lab.record.reasons import Reason
-from fsdp_lab.report.render import environment
+from fsdp_lab.report.render import text_of
 
 
 def reason_text(reason: Reason | None) -> str:
     """Return why a trial did not finish, in a line; "" without a reason."""
     from jinja2 import UndefinedError
 
-    if reason is None:
-        return ""
     try:
-        return str(words_of_reasons().reason(reason.code, reason.values))
+        return text_of("reasons.j2", "reason", reason.code, reason.values) if reason else ""
     except (UndefinedError, TypeError, ValueError, AttributeError):  # a damaged file
-        return reason.code
+        return reason.code if reason else ""
 
 
 def needs_text(**shortage: float) -> str:
@@ -27,16 +22,4 @@ def needs_text(**shortage: float) -> str:
     Args:
         **shortage: the values of `Code.does_not_fit`.
     """
-    return str(words_of_reasons().needs(shortage))
-
-
-def words_of_reasons() -> Any:
-    """Return the template of these sentences; a value that it needs and that is missing is an error."""
-    return _strict_environment().get_template("reasons.j2").module
-
-
-@cache
-def _strict_environment() -> Any:
-    from jinja2 import StrictUndefined
-
-    return environment(False).overlay(undefined=StrictUndefined)
+    return text_of("reasons.j2", "needs", shortage)

@@ -26,16 +26,29 @@ from fsdp_lab.report.texts import (
 _STEPS_TO_TIME = TrainingConfig().timing_warmup_steps + 2 + 1
 
 
+def text_of(template: str, macro: str, *values: Any) -> str:
+    """Return the text of a macro. A value that it needs and that is missing is an error."""
+    return str(getattr(environment(False).get_template(template).module, macro)(*values))
+
+
+def lines_of(template: str, macro: str, *values: Any) -> list[str]:
+    """Return the lines of a macro's text that are not empty."""
+    return [line.rstrip() for line in text_of(template, macro, *values).split("\n") if line.strip()]
+
+
 @cache
 def environment(html: bool, package: str = "fsdp_lab.report") -> Any:
     """Return jinja2's environment for a package's templates; `html`: values are escaped, `code` in backticks marked."""
-    from jinja2 import Environment, PackageLoader
+    from jinja2 import Environment, PackageLoader, StrictUndefined, Undefined
     from markupsafe import Markup, escape
 
     def code(text: str) -> Markup:
         return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))).replace("\n", "<br>"))
 
-    made = Environment(loader=PackageLoader(package), autoescape=html, trim_blocks=True, lstrip_blocks=True)
+    made = Environment(
+        loader=PackageLoader(package), autoescape=html, undefined=Undefined if html else StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     made.filters |= {
         "breakable": lambda name: Markup(str(escape(name)).replace("_", "_<wbr>")),
         "change": ratio_text,
@@ -52,7 +65,6 @@ def environment(html: bool, package: str = "fsdp_lab.report") -> Any:
         "times": times_text,
         "words": words,
     }
-    made.globals["apart"] = apart_texts
-    made.globals |= {"gib": lambda size: f"{size / MIB / 1024:.4g}", "size": memory_text}
+    made.globals |= {"apart": apart_texts, "gib": lambda size: f"{size / MIB / 1024:.4g}", "size": memory_text}
     made.globals |= {"plain": words(PLAIN), "steps_to_time": _STEPS_TO_TIME}
     return made

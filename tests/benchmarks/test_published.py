@@ -22,7 +22,7 @@ from benchmarks.published.summary import Result, summary
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.speed.device import Efficiency, load_device
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
-from fsdp_lab.forecast.words import COMPARED
+from fsdp_lab.report.render import environment
 from fsdp_lab.workloads.language.llama import Llama
 
 A100 = load_device(Path(__file__).parents[2] / "conf" / "device" / "a100_80gb.yaml")
@@ -205,4 +205,4 @@ def test_what_forecasts_say_of_published_steps_is_what_the_rows_say():
         kind: (len(some), math.ceil(max(abs(float(one["error"].rstrip("%"))) for one in some)))
         for kind, some in kinds.items()
     }
-    assert found == COMPARED
+    assert found == environment(False).get_template("forecast_words.j2").module.compared

@@ -1,21 +1,18 @@
-"""The network between nodes: given or assumed, the range that follows, and the network at which the answer changes."""
+"""The network between nodes: given or assumed, and the range that follows."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fsdp_lab.forecast.devices import data_sheet
-from fsdp_lab.forecast.network import network_sentences
 from fsdp_lab.forecast.speed.device import Factors, on_network
-from fsdp_lab.forecast.speed.predict import Network, predict
+from fsdp_lab.forecast.speed.predict import predict
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
 from tests.forecast.command import forecast_here
-from tests.forecast.planted import row
 from tests.ranks import config
 from tests.speed.test_costs import ROUND
 
@@ -48,7 +45,7 @@ def test_a_network_that_is_given_or_that_trials_ran_on_widens_no_range(device):
 
 def test_a_step_of_one_node_uses_no_network():
     speed = predict(sends(4e10, ROUND.node_size), ROUND)
-    assert speed.network is None and network_sentences([row("root", 1.0)], ["sharding"], 0.03) == []
+    assert speed.network is None
 
 
 def test_the_key_gives_the_network_of_a_node():
@@ -59,24 +56,6 @@ def test_the_key_gives_the_network_of_a_node():
     assert (assumed.network_gbit, assumed.network_known) == (800, False)
     assert (given.network_gbit, given.network_known) == (400, True)
     assert given.basis is assumed.basis, "the file's other figures are those that were fitted"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "fits", "named"),
-    [
-        ((1.2, 1.1, 1.1), False, ""),
-        ((1.98, 1.1, 1.1), True, ""),  # a tie
-        ((1.0, 0.9, 0.9), True, "Above 960 Gbit/s a node, "),  # 1 s less 0.5 s an 800: equal 0.1 s before, at 960
-    ],
-)
-def test_only_what_fits_is_compared_and_a_tie_changes_no_answer(seconds: Sequence[float], fits: bool, named: str):
-    """Against full sharding, which waits for the network: 2, 1 and 0.5 s."""
-    rows = []
-    for name, steps, room in (("1", (2.0, 1.0, 0.5), True), ("4", seconds, fits)):
-        network = Network(800.0, dict(zip((400.0, 800.0, 1600.0), steps, strict=True)))
-        rows.append(row(name, 1.0, fits=room, network=network))
-    _, *others = network_sentences(rows, ["sharding.dp_replicate"], 0.03)
-    assert len(others) == bool(named) and "".join(others).startswith(named)
 
 
 def test_the_command_names_the_network_that_it_assumed(tmp_path: Path):
