@@ -19,9 +19,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from fsdp_lab.commands.nightly import read_words
-from fsdp_lab.nightly.read_study import read_study
-from fsdp_lab.nightly.schedule import cron_trigger, night_after
+from fsdp_lab.commands.nightly import night_times, read_study, read_words
 from tests.conftest import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -43,7 +41,7 @@ def check_command(words: Sequence[str]) -> None:
 
 
 def check_schedule(cron: str) -> None:
-    assert night_after(cron_trigger(cron, "UTC", NOW), NOW) == datetime(2026, 11, 21, 2, tzinfo=UTC)
+    assert night_times(cron, "UTC", NOW)(NOW) == datetime(2026, 11, 21, 2, tzinfo=UTC)
 
 
 def unit(name: str) -> configparser.RawConfigParser:

@@ -38,7 +38,7 @@ BESIDE = {
 OWNERS = {
     "ray": {"engine", "sweep"},
     "mlflow": {"tracking"},
-    "hydra": {"config", "sweep", "nightly", "commands", "hydra_plugins"},
+    "hydra": {"config", "sweep", "commands", "hydra_plugins"},
     "fsspec": {"storage"},
     "omegaconf": {"config", "sweep", "commands", "hydra_plugins"},
     "torch": {"workloads", "training", "forecast", "commands"},

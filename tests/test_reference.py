@@ -103,7 +103,7 @@ def test_pages_have_every_key_option_and_metric():
     assert [metric.key for metric in METRICS if f"| `{metric.key}`" not in metrics] == []
 
 
-@pytest.mark.parametrize("file", ["record/trial_files.py", "record/sweep_json.py", "nightly/nights.py"])
+@pytest.mark.parametrize("file", ["record/trial_files.py", "record/sweep_json.py", "nightly/night.py"])
 def test_tables_of_files_are_read_from_docstrings(file: str):
     head, rule, *rows = reference.table_in(file).splitlines()
     assert rule.startswith("| --- |") and len(rows) > 2 and head.count("|") == rows[0].count("|")

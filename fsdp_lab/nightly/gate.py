@@ -1,4 +1,4 @@
-"""What got worse in a night: setting by setting and metric, beyond tolerance, noise and rounding. Pure.
+"""A night, and what got worse in it: setting by setting and metric, beyond tolerance, noise and rounding. Pure.
 
 Every metric has positions on a scale where larger is worse and equal distances count the same. Tolerance, noise and
 rounding are distances there, so they can be compared, and are shown as changes of the metric.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from statistics import median, variance
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.metrics import LOSS_EPS, SPEED, Metric, gated
 from fsdp_lab.config.nightly import ToleranceConfig
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 STATUS = "status"  # the column with how a trial ended, and the subject of such a finding
 LOSS = "loss"  # the validation loss, or the training loss where there is none
+_USER_CODE, _TOOL = "user code ", "library fsdp_lab"  # keys of a night's origin
 _USUAL = 0.2  # repeats are expected to differ by at least this share of the tolerance (standard deviation) ...
 _WEIGHT = 20  # ... which counts as much as so many degrees of freedom of measured repeats
 _ENOUGH_NIGHTS = 5  # from so many on, how much nights differ from one another is known
@@ -47,6 +48,14 @@ class Outcome(StrEnum):
 
 
 _REGRESSIONS = (Outcome.regression, Outcome.drift, Outcome.unfinished, Outcome.lost)
+
+
+class Verdict(StrEnum):
+    incomplete = "incomplete"  # it runs, or was interrupted
+    good = "good"
+    regression = "regression"
+    accepted = "accepted"  # made the baseline by hand
+    failed = "failed"  # nothing finished
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,69 @@ class Finding:
     @property
     def is_regression(self) -> bool:
         return self.outcome in _REGRESSIONS
+
+
+@dataclass(frozen=True)
+class Night:
+    """A night of a study.
+
+    Attributes:
+        id: when it began; the name of its document and of its folder.
+        begun: seconds since 1970, by the clock of then.
+        study: the settings that all its trials share, which identify the study.
+        origin: what it ran: `machine` (device and workers: what speeds depend on), `commit` of the user's
+            working folder, `code` of fsdp_lab (a digest), `library <name>` (a version), and of packages that targets
+            name `user code <name>` (a digest).
+        trials: a row for each trial, with `judged_columns`.
+        baseline: the last good night, with which it was compared; None: there was none.
+        changed: what changed since the baseline: see `changes`.
+        run_id: of its sweep's MLflow run; "": none.
+        accepted: reason, by whom and when, of a night that was made the baseline by hand.
+        note: why the webhook did not get the verdict; "": it did, or there is none.
+        number: its place in the order in which nights ran, from 1.
+    """
+
+    id: str
+    begun: float
+    verdict: Verdict = Verdict.incomplete
+    study: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+    trials: list[dict[str, Any]] = field(default_factory=list)
+    baseline: str | None = None
+    changed: list[list[str]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    run_id: str = ""
+    accepted: dict[str, str] | None = None
+    note: str = ""
+    number: int = 0
+
+    @property
+    def regressions(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.is_regression]
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        import pandas as pd
+
+        return pd.DataFrame(self.trials)
+
+
+def since_accepted(nights: Sequence[Night]) -> list[Night]:
+    """Return the good nights from the last accepted one on: with them a night is compared."""
+    good = [night for night in nights if night.verdict in (Verdict.good, Verdict.accepted)]
+    accepted = [place for place, night in enumerate(good) if night.verdict is Verdict.accepted]
+    return good[accepted[-1] :] if accepted else good
+
+
+def changes(before: Night, night: Night) -> list[list[str]]:
+    """Return `(what, before, now)` of what changed since an earlier night; if fsdp_lab's commit did, not its code."""
+    there, here = before.origin, night.origin
+    keys = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
+    if _TOOL in keys and "code" in keys:
+        keys.remove("code")
+    if not all(any(key.startswith(_USER_CODE) for key in origin) for origin in (there, here)):
+        keys = [key for key in keys if not key.startswith(_USER_CODE)]  # one was interrupted before that was known
+    return [[key, there.get(key, "none"), here.get(key, "none")] for key in keys]
 
 
 class Scale:

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from fsdp_lab.commands import nightly as main_module
-from fsdp_lab.nightly import run
-from fsdp_lab.nightly.nights import Night, read_nights
-from fsdp_lab.nightly.read_study import Study, read_study
-from fsdp_lab.nightly.run import WEBHOOK
+from fsdp_lab.commands.nightly import read_study
+from fsdp_lab.nightly import night
+from fsdp_lab.nightly.gate import Night
+from fsdp_lab.nightly.night import Study, read_nights
+from fsdp_lab.nightly.texts import WEBHOOK
 from tests import trained
 
 # No schedule is to start a night in a test.
@@ -46,8 +47,8 @@ class PlantedNights:
         monkeypatch.chdir(folder)
         monkeypatch.delenv(WEBHOOK, raising=False)
         monkeypatch.setattr(main_module.signal, "signal", lambda *arguments: None)
-        monkeypatch.setattr(main_module, "run_night", lambda study, log: run.run_night(study, log, lambda: self.now))
-        monkeypatch.setattr(run, "run_sweep", lambda arguments, folder: self.sweep(folder))
+        monkeypatch.setattr(main_module, "run_night", lambda study: night.run_night(study, lambda: self.now))
+        monkeypatch.setattr(night, "run_sweep", lambda arguments, folder: self.sweep(folder))
 
     def _copy(self, folder: Path) -> int:
         trained.copy_sweep(folder, self.speeds)

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.nightly.nights import Night, read_nights
-from fsdp_lab.nightly.run import WEBHOOK
+from fsdp_lab.nightly.gate import Night
+from fsdp_lab.nightly.night import read_nights
+from fsdp_lab.nightly.texts import WEBHOOK
 from tests import forked, trained
 from tests.conftest import ROOT, STORE
 from tests.folders import Store

@@ -9,9 +9,9 @@ import pytest
 
 from fsdp_lab.config.metrics import FORECAST_ERROR, MEMORY, MIB, SPEED, gated
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.nightly.gate import LOSS, STATUS, Finding, Outcome
-from fsdp_lab.nightly.nights import Night, Verdict, night_id
-from fsdp_lab.nightly.page import chart, frame_of_nights, nights_page
+from fsdp_lab.nightly.gate import LOSS, STATUS, Finding, Night, Outcome, Verdict
+from fsdp_lab.nightly.night import night_id
+from fsdp_lab.nightly.texts import chart, frame_of_nights, nights_page
 
 JUDGED = {metric.key: metric for metric in gated()}
 SETTINGS = ("sharding=ddp", "sharding=per_block")

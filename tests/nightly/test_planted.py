@@ -3,21 +3,19 @@ test_night.py."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
-import time
 from pathlib import Path
 
 import pytest
 
+from fsdp_lab.commands.nightly import read_study
 from fsdp_lab.config.code import code_digest
-from fsdp_lab.nightly import read_study as read_study_module
-from fsdp_lab.nightly.attempt import run_sweep
-from fsdp_lab.nightly.nights import Night, Verdict, night_id, write_night
-from fsdp_lab.nightly.read_study import read_study
-from fsdp_lab.nightly.run import WEBHOOK, notify
+from fsdp_lab.nightly import night as night_module
+from fsdp_lab.nightly.gate import Night, Verdict
+from fsdp_lab.nightly.night import night_id, run_sweep, write_night
+from fsdp_lab.nightly.texts import WEBHOOK, notify
 from tests import trained
 from tests.conftest import FakeGpus
 from tests.folders import Store
@@ -158,21 +156,12 @@ def test_a_night_of_a_clock_that_was_wrong_keeps_its_place(nights: PlantedNights
     assert wrong.id in nights("--check", *WORDS).stdout
 
 
-def test_a_night_without_a_number_from_the_future_is_no_baseline(nights: PlantedNights):
-    assert nights("--once", *WORDS).returncode == 0
-    last = nights.last
-    for moment in (last.begun - 60.0, time.time() + 4e8):
-        write_night(nights.folder, dataclasses.replace(last, id=night_id(moment), begun=moment, number=0))
-    write_night(nights.folder, dataclasses.replace(last, number=0))
-    assert nights("--once", *WORDS).returncode == 0 and nights.last.baseline == last.id
-
-
 def test_a_machine_is_known_by_its_device_and_not_by_its_name(nights: PlantedNights, monkeypatch: pytest.MonkeyPatch):
     for name in ("pod-1", "pod-2"):
         monkeypatch.setattr("platform.node", lambda name=name: name)
         assert nights("--once", *WORDS).returncode == 0
     assert [f.outcome for f in nights.last.findings if f.metric == SPEED] == ["ok"] * trained.COUNT
-    monkeypatch.setattr(read_study_module, "cpu_name", lambda: "Another CPU (96 cores)")
+    monkeypatch.setattr(night_module, "cpu_name", lambda: "Another CPU (96 cores)")
     assert nights("--once", *WORDS).returncode == 0
     assert {f.outcome for f in nights.last.findings if f.metric == SPEED} == {"unmatched"}
     assert (
@@ -244,14 +233,14 @@ def test_a_killed_sweep_gives_the_signal_as_its_status(tmp_path, monkeypatch: py
 def test_a_webhook_that_is_down_or_refuses_is_a_note_and_changes_no_verdict(
     nights: PlantedNights, monkeypatch: pytest.MonkeyPatch
 ):
-    study, night = nights.study(), Night(ID, 0.0, Verdict.good)
-    assert notify(study, night) is None
+    night = Night(ID, 0.0, Verdict.good)
+    assert notify("x", nights.folder, night) is None
     monkeypatch.setenv(WEBHOOK, "http://127.0.0.1:9/t0psecret")
-    problem = notify(study, night)
+    problem = notify("x", nights.folder, night)
     assert problem is not None and "127.0.0.1:9" in problem and "t0psecret" not in problem
     with webhook(status=500) as (address, got):
         monkeypatch.setenv(WEBHOOK, address)
-        problem = notify(study, night)
+        problem = notify("x", nights.folder, night)
     assert problem is not None and "500" in problem and "t0psecret" not in problem and len(got) == 1
     monkeypatch.setenv(WEBHOOK, "http://127.0.0.1:9/t0psecret")
     done = nights("--once", *WORDS)

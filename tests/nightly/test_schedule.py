@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
+from typing import ClassVar
 from zoneinfo import ZoneInfo
 
 import pytest
 
+from fsdp_lab.commands import nightly as command
+from fsdp_lab.commands.nightly import is_due, night_times, run_schedule
 from fsdp_lab.config import ConfigError
-from fsdp_lab.nightly import schedule as schedule_module
-from fsdp_lab.nightly.nights import Night, Verdict, night_id
-from fsdp_lab.nightly.schedule import cron_trigger, is_due, night_after, run_schedule
+from fsdp_lab.nightly.gate import Night, Verdict
+from fsdp_lab.nightly.night import night_id
 
 FRIDAY = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
-DAILY = cron_trigger("0 2 * * *", "UTC", FRIDAY)
+DAILY = night_times("0 2 * * *", "UTC", FRIDAY)
 
 
 @pytest.mark.parametrize(
@@ -39,21 +38,19 @@ DAILY = cron_trigger("0 2 * * *", "UTC", FRIDAY)
     ],
 )
 def test_cron_means_what_it_means_to_cron(cron: str, expected: str):
-    assert night_after(cron_trigger(cron, "UTC", FRIDAY), FRIDAY) == datetime.fromisoformat(expected).replace(
-        tzinfo=UTC
-    )
+    assert night_times(cron, "UTC", FRIDAY)(FRIDAY) == datetime.fromisoformat(expected).replace(tzinfo=UTC)
 
 
 def test_the_zone_decides_also_where_an_hour_does_not_exist_or_comes_twice():
-    berlin = cron_trigger("30 2 * * *", "Europe/Berlin", FRIDAY)
-    summer, winter = (night_after(berlin, datetime(2026, month, 7, 12, tzinfo=UTC)) for month in (10, 11))
+    berlin = night_times("30 2 * * *", "Europe/Berlin", FRIDAY)
+    summer, winter = (berlin(datetime(2026, month, 7, 12, tzinfo=UTC)) for month in (10, 11))
     assert (summer.hour, winter.hour) == (0, 1)
-    spring = night_after(berlin, datetime(2026, 3, 28, 12, tzinfo=UTC))  # 02:30 does not exist there on the 29th
+    spring = berlin(datetime(2026, 3, 28, 12, tzinfo=UTC))  # 02:30 does not exist there on the 29th
     assert spring == datetime(2026, 3, 29, 1, 30, tzinfo=UTC)
-    assert night_after(berlin, spring) == datetime(2026, 3, 30, 0, 30, tzinfo=UTC)
+    assert berlin(spring) == datetime(2026, 3, 30, 0, 30, tzinfo=UTC)
     once = [datetime(2026, 10, 24, 12, tzinfo=UTC)]
     for _ in range(2):
-        once.append(night_after(berlin, once[-1]))
+        once.append(berlin(once[-1]))
     assert [f"{night:%d %H:%M}" for night in once[1:]] == ["25 00:30", "26 01:30"], "the first of two"
 
 
@@ -69,11 +66,11 @@ ZONES = (
 def test_every_date_has_one_night_when_the_clock_shows_it(zone: str, shown: str):
     """Of a year. Where clocks skip the time, the night is at what `zoneinfo` makes of it."""
     hour, minute = map(int, shown.split(":"))
-    times, day = cron_trigger(f"{minute} {hour} * * *", zone, FRIDAY), datetime(2026, 12, 31, hour, minute)
+    times, day = night_times(f"{minute} {hour} * * *", zone, FRIDAY), datetime(2026, 12, 31, hour, minute)
     night = day.replace(tzinfo=ZoneInfo(zone)).astimezone(UTC)
     for _ in range(365):
         day += timedelta(days=1)
-        night = night_after(times, night)
+        night = times(night)
         assert night == day.replace(tzinfo=ZoneInfo(zone)).astimezone(UTC), (day, night)
 
 
@@ -83,23 +80,20 @@ def test_every_date_has_one_night_when_the_clock_shows_it(zone: str, shown: str)
 )
 @pytest.mark.parametrize("cron", ["20 * * * *", "20 */1 * * *", "20 0-23 * * *"])
 def test_nights_of_every_hour_are_an_hour_apart_while_clocks_change(zone: str, hours: set[float], cron: str):
-    times, night = cron_trigger(cron, zone, FRIDAY), datetime(2027, 3, 20, tzinfo=UTC)
-    night, apart = night_after(times, night), set()
+    times, night = night_times(cron, zone, FRIDAY), datetime(2027, 3, 20, tzinfo=UTC)
+    night, apart = times(night), set()
     while night < datetime(2027, 11, 10, tzinfo=UTC):
-        night, before = night_after(times, night), night
+        night, before = times(night), night
         apart.add((night - before) / timedelta(hours=1))
     assert apart == hours
 
 
-@pytest.mark.parametrize(("value", "named"), [("Foo/Bar", "TZ=Foo/Bar in the environment"), ("CET-1CEST", "TZ=CET-1")])
-def test_a_machine_without_a_zone_by_name_is_told_which_variable_has_it(
-    monkeypatch: pytest.MonkeyPatch, value: str, named: str
-):
+@pytest.mark.parametrize("value", ["Foo/Bar", "CET-1CEST"])
+def test_a_machine_without_a_zone_by_name_is_refused(monkeypatch: pytest.MonkeyPatch, value: str):
     monkeypatch.setenv("TZ", value)
-    with pytest.raises(ConfigError, match=r"set it or nightly\.timezone to a name such as Europe/Berlin") as error:
-        cron_trigger("0 2 * * *", None, FRIDAY)
-    assert named in str(error.value)
-    assert night_after(cron_trigger("0 2 * * *", "Europe/Berlin", FRIDAY), FRIDAY).hour == 1
+    with pytest.raises(ConfigError, match=r"nightly\.timezone=null: .*use a name such as Europe/Berlin"):
+        night_times("0 2 * * *", None, FRIDAY)
+    assert night_times("0 2 * * *", "Europe/Berlin", FRIDAY)(FRIDAY).hour == 1
 
 
 @pytest.mark.parametrize(
@@ -119,7 +113,7 @@ def test_a_machine_without_a_zone_by_name_is_told_which_variable_has_it(
         ("0 2 * * mon-", "UTC", "mon- cannot be read"),
         ("0 2 1 jan- *", "UTC", "jan- cannot be read"),
         ("0 2 last * *", "UTC", "last cannot be read"),
-        ("0 2 * * 5-2", "UTC", "5-2 cannot be read as weekdays"),
+        ("0 2 * * 5-2", "UTC", "higher than the maximum"),
         ("0 2 * * 5-2 5", "UTC", "got 6, expected 5"),
         ("0 2 1 jan-jun/2 *", "UTC", "jan-jun/2 cannot be read"),
         ("0 2 * * 8", "UTC", "nightly.cron='0 2 * * 8'"),
@@ -130,7 +124,7 @@ def test_a_machine_without_a_zone_by_name_is_told_which_variable_has_it(
 )
 def test_what_is_no_schedule_is_reported(cron: str, zone: str, message: str):
     with pytest.raises(ConfigError, match="nightly") as error:
-        cron_trigger(cron, zone, FRIDAY)
+        night_times(cron, zone, FRIDAY)
     assert message in str(error.value)
 
 
@@ -162,52 +156,66 @@ def test_which_night_waits(nights: list[Night], now: str, expected: bool):
     assert is_due(nights, DAILY, datetime.fromtimestamp(at(now), UTC)) is expected
 
 
+class Interrupted:
+    """The process of a night that runs until the schedule is interrupted."""
+
+    commands: ClassVar[list[list[str]]] = []
+
+    def __init__(self, command: list[str], **options: object) -> None:
+        self.commands.append(command)
+        self._ended = False
+
+    def wait(self) -> int:
+        if not self._ended:
+            raise KeyboardInterrupt
+        return 130
+
+    def terminate(self) -> None:
+        self._ended = True
+
+
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_night_that_was_missed_runs_once_at_the_start(monkeypatch: pytest.MonkeyPatch, waits: bool):
-    """APScheduler itself runs, and is interrupted after a second, with or without a night."""
-    commands: list[list[str]] = []
-    logged: list[str] = []
-    ended = threading.Event()
+def test_a_night_that_was_missed_runs_once_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], waits: bool
+):
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
 
-    class Process:
-        def __init__(self, command: list[str], **options: object) -> None:
-            commands.append(command)
-
-        def wait(self) -> int:
-            ended.wait()
-            return 130
-
-        def terminate(self) -> None:
-            ended.set()
-
-    monkeypatch.setattr(schedule_module.subprocess, "Popen", Process)
-    main = threading.main_thread().ident or 0
-    threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT)).start()
-    assert run_schedule(DAILY, ["precision=fp32"], waits, logged.append) == (130 if waits else 0)
-    assert commands == [[sys.executable, "-m", "fsdp_lab.nightly", "--once", "precision=fp32"]] * waits
-    assert logged[0].startswith("the next night is ")
+    Interrupted.commands.clear()
+    monkeypatch.setattr(command.subprocess, "Popen", Interrupted)
+    monkeypatch.setattr(command.time, "sleep", interrupt)
+    assert run_schedule(DAILY, ["precision=fp32"], waits) == (130 if waits else 0)
+    assert Interrupted.commands == [[sys.executable, "-m", "fsdp_lab.nightly", "--once", "precision=fp32"]] * waits
+    assert capsys.readouterr().out.startswith("the next night is ")
 
 
-def test_a_night_that_was_killed_is_named_and_leaves_the_next_one_to_the_schedule(monkeypatch: pytest.MonkeyPatch):
-    """APScheduler's job alone."""
-    jobs: list[Callable[[], None]] = []
-    monkeypatch.setattr(schedule_module.BlockingScheduler, "start", lambda scheduler: jobs.pop()())
-    monkeypatch.setattr(schedule_module.BlockingScheduler, "add_job", lambda scheduler, run, *_, **__: jobs.append(run))
-    for status, was_killed in ((-9, True), (3, False)):
-        logged: list[str] = []
-        monkeypatch.setattr(
-            schedule_module.subprocess, "Popen", lambda *_, status=status, **__: SimpleNamespace(wait=lambda: status)
-        )
-        assert run_schedule(DAILY, [], False, logged.append) == 0
-        assert ("the night was killed, and is incomplete" in logged) is was_killed
-        assert logged[-1].startswith("the next night is ")
+@pytest.mark.parametrize(("status", "was_killed"), [(-9, True), (3, False)])
+def test_a_night_that_was_killed_is_named_and_leaves_the_next_one_to_the_schedule(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int, was_killed: bool
+):
+    """A clock that runs ahead by each sleep. The machine then sleeps for three days, of which one night is made up."""
+    now = [FRIDAY]
+    begun: list[datetime] = []
 
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> datetime:
+            return now[0]
 
-def test_what_was_missed_while_the_machine_slept_runs_once(monkeypatch: pytest.MonkeyPatch):
-    jobs: list[dict[str, object]] = []
-    monkeypatch.setattr(schedule_module.BlockingScheduler, "start", lambda scheduler: None)
-    monkeypatch.setattr(
-        schedule_module.BlockingScheduler, "add_job", lambda scheduler, run, trigger, **job: jobs.append(job)
-    )
-    assert run_schedule(DAILY, [], False, print) == 0
-    assert jobs == [{"coalesce": True, "misfire_grace_time": None}]
+    def sleep(seconds: float) -> None:
+        now[0] += timedelta(days=3) if len(begun) == 1 else timedelta(seconds=seconds)
+
+    def run(*_: object, **__: object) -> object:
+        begun.append(now[0])
+        if len(begun) == 3:
+            raise KeyboardInterrupt
+        return SimpleNamespace(wait=lambda: status)
+
+    monkeypatch.setattr(command, "datetime", Clock)
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    monkeypatch.setattr(command.subprocess, "Popen", run)
+    assert run_schedule(DAILY, [], False) == 0
+    first = datetime(2026, 11, 21, 2, tzinfo=UTC)
+    assert begun == [first, first + timedelta(days=3), first + timedelta(days=4)]
+    out = capsys.readouterr().out
+    assert ("the night was killed, and is incomplete" in out) is was_killed and out.count("the next night is ") == 3

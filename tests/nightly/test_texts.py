@@ -14,9 +14,9 @@ from rich.console import Console
 
 from fsdp_lab.config.metrics import DATA_WAIT, FORECAST_ERROR, LOSS_EPS, MEMORY, MIB, SPEED
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.nightly.gate import LOSS, STATUS, judge
-from fsdp_lab.nightly.nights import Night, Verdict, changes, night_id
-from fsdp_lab.nightly.texts import markdown, terminal_table, title
+from fsdp_lab.nightly.gate import LOSS, STATUS, Night, Verdict, changes, judge
+from fsdp_lab.nightly.night import night_id
+from fsdp_lab.nightly.texts import markdown, say, terminal_table
 
 VERDICTS = Path(__file__).with_name("verdicts.md")
 DAY = 86400.0
@@ -117,7 +117,9 @@ def test_the_terminal_shows_all_digits_regressions_first_and_a_setting_once(widt
 
 def test_a_regression_does_not_hide_that_speed_was_not_judged():
     both = last_of(trials(), trials(memory=25.0), changed={"machine": "NVIDIA H200, 2 workers"})
-    assert title(both).endswith(": a regression; speed was not judged: no good night on this machine has measured it")
+    assert say("title", both).endswith(
+        ": a regression; speed was not judged: no good night on this machine has measured it"
+    )
 
 
 def test_a_night_that_was_interrupted_before_its_code_was_known_blames_no_code():

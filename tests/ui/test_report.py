@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.nightly.page import nights_page
+from fsdp_lab.nightly.texts import nights_page
 from fsdp_lab.report.write import write_report
 from tests.ui.conftest import Lab
 
