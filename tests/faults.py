@@ -452,7 +452,7 @@ FAULTS = (
           "others[others > _BUSY]", "others[others > 2]",
           "report/test_recommend.py::test_trials_beside_other_processes_are_named_and_the_fastest_is_recommended"),
     Fault("an interval is half as wide", "fsdp_lab/report/speed.py",
-          "half = _quantile(groups, self._freedom) * ", "half = _quantile(groups, self._freedom) / 2 * ",
+          "half = _quantile(groups, self.freedom) * ", "half = _quantile(groups, self.freedom) / 2 * ",
           "report/test_speed.py"),
     Fault("a regression beyond the tolerance passes", "fsdp_lab/nightly/gate.py",
           "if change > max(limit, noise, rounding):", "if change > max(10 * limit, noise, rounding):", GATE),

@@ -8,9 +8,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fsdp_lab.config import may_change_speed
-from fsdp_lab.config.metrics import MEMORY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
+from fsdp_lab.config.metrics import MEMORY
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.forecast.keep import predicted
 from fsdp_lab.forecast.speed.predict import Speed
 from fsdp_lab.forecast.table import Row, forecasts_frame
 from fsdp_lab.forecast.words import say
@@ -111,23 +112,23 @@ def recommended(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> 
 
 def _frame(rows: Sequence[Row], swept: Sequence[str]) -> pd.DataFrame:
     """Return forecasts as a sweep's frame."""
+    import pandas as pd
+
     frame = forecasts_frame(rows, swept)
-    samples = (frame["samples_per_s_of_all"] * frame["step_s"]).round()
     short = [row.forecast.host_is_short for row in rows]  # of the host, which is then what it does not fit
+    host = [row.forecast.host.memory_bytes or 0 for row in rows]
     figures = {
         MEMORY: frame["needed_bytes"],
         "forecast/needed_bytes": frame["needed_bytes"].mask(short, [r.forecast.host_needed_bytes for r in rows]),
         LEAST: frame["least_bytes"].where(frame["fits"] == "tight"),
-        "forecast/capacity_bytes": frame["capacity_bytes"].mask(
-            short, [r.forecast.host.memory_bytes or 0 for r in rows]
-        ),
-        PREDICTED_SPEED: frame["samples_per_s_of_all"],
-        f"{PREDICTED_SPEED}_low": samples / frame["step_high_s"],
-        f"{PREDICTED_SPEED}_high": samples / frame["step_low_s"],
-        RATIO_ERROR: frame["ratio_error_p90"],
+        "forecast/capacity_bytes": frame["capacity_bytes"].mask(short, host),
     }
-    named = {"status": TrialStatus.finished, RATIO_GROUP: frame["ratio_group"].fillna("")}
-    return frame[[*swept, "device"]].assign(**{key: values.astype(float) for key, values in figures.items()}, **named)
+    speeds = [predicted(row.forecast.speed) if row.forecast.speed else None for row in rows]
+    return frame[[*swept, "device"]].assign(
+        status=TrialStatus.finished,
+        predicted=pd.Series(speeds, frame.index, object),
+        **{key: values.astype(float) for key, values in figures.items()},
+    )
 
 
 def samples_per_s(row: Row) -> float:

@@ -14,13 +14,13 @@ from fsdp_lab.forecast.speed.device import Device, DeviceKind, digest
 from fsdp_lab.forecast.speed.predict import Speed
 from fsdp_lab.forecast.words import say
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.report.predicted import Predicted
+from fsdp_lab.report.speed import Interval, Predicted
 
 
 def predicted(speed: Speed) -> Predicted:
     """Return a predicted speed in samples/s."""
-    low, high = speed.samples / speed.high_s, speed.samples / speed.low_s
-    return Predicted(speed.samples_per_s, low, high, speed.relative, speed.group, speed.samples)
+    rates = Interval(speed.samples_per_s, speed.samples / speed.high_s, speed.samples / speed.low_s)
+    return Predicted(rates, speed.relative, speed.group, speed.samples)
 
 
 def ratio_group(config: TrialConfig, num_workers: int, device: Device) -> str:
@@ -36,8 +36,10 @@ def ratio_group(config: TrialConfig, num_workers: int, device: Device) -> str:
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class Selection:
-    """The trials that `forecast.keep` measures, of one number of workers.
+def passed_over(
+    forecasts: Mapping[int, Forecast], settings: Mapping[int, str], keep: str, recommended: Collection[str] = ()
+) -> tuple[dict[int, Reason], str]:
+    """Return the trials of one number of workers that `forecast.keep` need not measure and why, or why it skips none.
 
     It keeps:
 
@@ -56,63 +58,25 @@ class Selection:
         keep: a number of settings, such as `5`, or a share of those that fit, such as `20%`.
         recommended: the identifiers that a forecast recommends.
     """
-
-    def __init__(
-        self,
-        forecasts: Mapping[int, Forecast],
-        settings: Mapping[int, str],
-        keep: str,
-        recommended: Collection[str] = (),
-    ) -> None:
-        able = {n: f for n, f in forecasts.items() if f.fits is not False or f.tight}
-        self.known = {n: predicted(f.speed) for n, f in able.items() if f.speed is not None}
-        fitting = {n: o for n, o in self.known.items() if forecasts[n].fits is not False}
-        # one of each setting, the fastest first; where nothing fits, of what is tight
-        ranked = {settings[n]: one for n, one in (fitting or self.known).items()}.values()
-        self.ranked = sorted(ranked, key=lambda one: -one.speed)
-        self.wanted = number_kept(keep, len(self.ranked))
-        self.last = self.ranked[: self.wanted][-1] if self.ranked else None
-        self._recommended = {n for n in forecasts if settings[n] in recommended}
-        self._no_room = {n: forecasts[n].shortage for n in forecasts.keys() - able.keys()}
-        self._keep = keep
-        self._in_rank = (fitting or self.known).keys()
-        self._of_batch = {one.samples: one.speed for one in reversed(self.ranked)}
-
-    def why_not(self, number: int) -> Reason | None:
-        """Return why a trial need not run; None: it is measured."""
-        one, last = self.known.get(number), self.last
-        if number in self._no_room:
-            return Reason.of(Code.does_not_fit, **self._no_room[number], keep=self._keep)
-        if one is None or last is None or one.may_reach(last) or number in self._recommended:
-            return None
-        if number in self._in_rank and one.speed >= self._of_batch[one.samples]:
-            return None
-        share, sure = one.speed / last.speed, one.ratio_error(last)
-        return Reason.of(
-            Code.too_slow, speed=one.speed, low=one.low, high=one.high, share=share, error=sure, keep=self._keep
-        )
-
-
-def passed_over(
-    forecasts: Mapping[int, Forecast],
-    settings: Mapping[int, str],
-    keep: str,
-    recommended: Collection[str] = (),
-) -> dict[int, Reason]:
-    """Return the trials that need not run, and why; the arguments are those of `Selection`."""
-    selection = Selection(forecasts, settings, keep, recommended)
-    return {number: why for number in forecasts if (why := selection.why_not(number)) is not None}
-
-
-def why_all(
-    forecasts: Mapping[int, Forecast],
-    settings: Mapping[int, str],
-    keep: str,
-    recommended: Collection[str] = (),
-) -> str:
-    """Return why `forecast.keep` skips nothing, where `passed_over` names no trial; the arguments are the same."""
-    selection = Selection(forecasts, settings, keep, recommended)
-    return " ".join(say("keeps_all", len(selection.ranked), selection.wanted))
+    able = {n: f for n, f in forecasts.items() if f.fits is not False or f.tight}
+    known = {n: predicted(f.speed) for n, f in able.items() if f.speed is not None}
+    counted = {n: one for n, one in known.items() if forecasts[n].fits is not False} or known
+    # one of each setting, the fastest first; where nothing fits, of what is tight
+    ranked = sorted({settings[n]: one for n, one in counted.items()}.values(), key=lambda one: -one.interval.value)
+    wanted = number_kept(keep, len(ranked))
+    of_batch = {one.samples: one.interval.value for one in reversed(ranked)}
+    reasons = {
+        n: Reason.of(Code.does_not_fit, **forecast.shortage, keep=keep)
+        for n, forecast in forecasts.items()
+        if n not in able
+    }
+    for number, one in known.items():
+        last, own = ranked[:wanted][-1], one.interval
+        fastest = number in counted and own.value >= of_batch[one.samples]
+        if one.ratio(last).high < 1 and settings[number] not in recommended and not fastest:
+            values = {"speed": own.value, "low": own.low, "high": own.high, "share": own.value / last.interval.value}
+            reasons[number] = Reason.of(Code.too_slow, **values, error=one.ratio_error(last), keep=keep)
+    return dict(sorted(reasons.items())), " ".join(say("keeps_all", len(ranked), wanted))
 
 
 def number_kept(keep: str, settings: int) -> int:

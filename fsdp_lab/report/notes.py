@@ -6,16 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 
 from fsdp_lab.config.metrics import OTHERS_CPU
-from fsdp_lab.report.settings import Setting, Settings, column
-from fsdp_lab.report.speed import Basis
-from fsdp_lab.report.statements import Statement
+from fsdp_lab.report.settings import Coded, Setting, Settings, column
 
 _CLEARLY = 0.02  # a loss that is lower by less may be chance
 _RECOMPUTED = "activation_checkpointing"
 _BUSY = 0.25  # of the cores: the share from which other processes are named
 
 
-def notes_on(settings: Settings, able: Sequence[Setting], raced: bool) -> list[Statement]:
+def notes_on(settings: Settings, able: Sequence[Setting], raced: bool) -> list[Coded]:
     """Return the notes below a recommendation.
 
     Args:
@@ -25,7 +23,7 @@ def notes_on(settings: Settings, able: Sequence[Setting], raced: bool) -> list[S
     return [*_on_speeds(settings, able, raced), *_on_losses(settings, able)]
 
 
-def notes_on_the_model(settings: Settings) -> Iterator[Statement]:
+def notes_on_the_model(settings: Settings) -> Iterator[Coded]:
     """Yield what settings that must compute the same show of the model, once each."""
     different = list(settings.check.different.items())
     if different:
@@ -35,7 +33,7 @@ def notes_on_the_model(settings: Settings) -> Iterator[Statement]:
         agree = [s for s in settings.alike(reference)[1:] if s not in wrong]
         plain = any(settings.of_trial[d.witness].values.get(_RECOMPUTED, "none") == "none" for _, d in different)
         named = {"reference": reference, "witness": witness, "wrong": wrong, "agree": agree, "sharded": plain}
-        yield Statement("differs", {**vars(one), **named})
+        yield Coded("differs", {**vars(one), **named})
     key = settings.loss_key
     for group in settings.check.agreeing:
         alike = settings.alike(settings.of_trial[group[0]])
@@ -45,32 +43,32 @@ def notes_on_the_model(settings: Settings) -> Iterator[Statement]:
         low, high = ranked[0], ranked[-1]
         least, most = low.figure(key), high.figure(key)
         if most - least > settings.rules.loss_tolerance * abs(least) + high.rounding(low, key):
-            yield Statement("amplified", {"metric": key, "least": least, "most": most})
+            yield Coded("amplified", {"metric": key, "least": least, "most": most})
             return
     finished = [s for s in settings.all if s.is_finished]
     if len(finished) > 1 and not different and {*finished} <= {*settings.alike(finished[0])}:
-        yield Statement("agree", {"count": len(finished)})
+        yield Coded("agree", {"count": len(finished)})
 
 
-def _on_speeds(settings: Settings, able: Sequence[Setting], raced: bool) -> Iterator[Statement]:
+def _on_speeds(settings: Settings, able: Sequence[Setting], raced: bool) -> Iterator[Coded]:
     rules = settings.rules
     others = column(settings.compared[settings.compared["device"] == "cpu"], OTHERS_CPU)
     busy = others[others > _BUSY]
     if raced and len(busy):
-        yield Statement("others_cpu", {"trials": list(busy.index), "share": busy.max(), "limit": _BUSY})
+        yield Coded("others_cpu", {"trials": list(busy.index), "share": busy.max(), "limit": _BUSY})
     beside = column(settings.compared, "beside")
     if raced and (beside > 0).any():
-        yield Statement("side_by_side", {"count": int((beside > 0).sum())})
-    if raced and len({s.group for s in able}) > 1 and settings.speeds.basis is Basis.nothing:
+        yield Coded("side_by_side", {"count": int((beside > 0).sum())})
+    if raced and len({s.group for s in able}) > 1 and not any(s.pace.interval.known for s in able):
         tried = any(len(s.trials) > 1 for s in settings.all)
-        yield Statement("one_run", {"tried": tried, "grid": not rules.objectives})
+        yield Coded("one_run", {"tried": tried, "grid": not rules.objectives})
     if settings.idle_axes:
-        yield Statement("idle", {"axes": settings.idle_axes})
+        yield Coded("idle", {"axes": settings.idle_axes})
 
 
-def _on_losses(settings: Settings, able: Sequence[Setting]) -> Iterator[Statement]:
+def _on_losses(settings: Settings, able: Sequence[Setting]) -> Iterator[Coded]:
     """Yield a note if no loss is clearly below that of a model that guesses."""
     trivial = settings.rules.trivial_loss
     least = min(s.figure(settings.loss_key, math.inf) for s in able)
     if trivial is not None and trivial * (1 - _CLEARLY) <= least < math.inf:
-        yield Statement("nothing_learned", {"metric": settings.loss_key, "loss": least, "trivial": trivial})
+        yield Coded("nothing_learned", {"metric": settings.loss_key, "loss": least, "trivial": trivial})

@@ -15,9 +15,8 @@ from fsdp_lab.report.choice import SAME_MEMORY, pareto_front
 from fsdp_lab.report.notes import notes_on, notes_on_the_model
 from fsdp_lab.report.qualify import does_not_fit, qualify, ratio
 from fsdp_lab.report.self_check import SelfCheck
-from fsdp_lab.report.settings import Rules, Setting, Settings
+from fsdp_lab.report.settings import Coded, Rules, Setting, Settings
 from fsdp_lab.report.speed import Interval
-from fsdp_lab.report.statements import Statement, TieBreak
 from fsdp_lab.report.ties import best_of, break_tie, is_tied
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class Comparison:
     memory: float
     loss: float
     rounded: bool
-    why_not: Statement | None
+    why_not: Coded | None
 
 
 @dataclass(frozen=True)
@@ -71,15 +70,15 @@ class Recommendation:
 
     settings: Settings = field(repr=False)
     setting: Setting | None
-    why: Statement
+    why: Coded
     no_speeds: bool
-    why_not: dict[str, Statement]
+    why_not: dict[str, Coded]
     axes: list[tuple[str, str]]
     front: list[Setting]
     tied: list[Setting] = field(default_factory=list)
-    tie_break: TieBreak | None = None
+    tie_break: str | None = None
     others: list[Comparison] = field(default_factory=list)
-    notes: list[Statement] = field(default_factory=list)
+    notes: list[Coded] = field(default_factory=list)
 
     @property
     def able(self) -> list[Setting]:
@@ -98,13 +97,13 @@ def recommend(frame: pd.DataFrame, rules: Rules, check: SelfCheck | None = None)
     able = settings.without(why_not)
     no_speeds = rules.by_speed and bool(able) and not any(s.speed for s in able)
     if rules.by_speed and not no_speeds:
-        why_not |= {s.name: Statement("untimed") for s in able if not s.speed}
+        why_not |= {s.name: Coded("untimed") for s in able if not s.speed}
         able = settings.without(why_not)
     axes = _axes(rules)
     front = _front(settings, axes, [name for name, reason in why_not.items() if reason.code == "differs"])
     findings = list(notes_on_the_model(settings))
     if not able:
-        why = Statement("none_qualifies" if settings.all else "no_trial")
+        why = Coded("none_qualifies" if settings.all else "no_trial")
         return Recommendation(settings, None, why, no_speeds, why_not, axes, front, notes=findings)
     best, raced = best_of(settings, able)
     chosen, tie_break = break_tie(settings, best, bool(raced))
@@ -150,7 +149,7 @@ def _why(
     tied: Sequence[Setting],
     front: Sequence[Setting],
     raced: bool,
-) -> Statement:
+) -> Coded:
     others = [s for s in able if s is not chosen]
     objectives = [o for o in settings.rules.objectives if raced or o[0] != SPEED]
     if objectives:
@@ -158,21 +157,21 @@ def _why(
         values = [s.figure(metric) for s in able]
         is_best = chosen.figure(metric) == (min(values) if better == "min" else max(values))
         of = {"objectives": objectives, "count": len(able), "is_best": is_best, "on_front": chosen in front}
-        return Statement("objectives", of)
+        return Coded("objectives", of)
     if len(settings.all) == 1:
-        return Statement("only")
+        return Coded("only")
     if not others:
-        return Statement("alone" if all(status.ended for s in settings.all for status in s.statuses) else "pending")
+        return Coded("alone" if all(status.ended for s in settings.all for status in s.statuses) else "pending")
     if not raced:
-        return Statement("least_memory" if MEMORY in chosen.figures else "lowest_loss", {"count": len(able)})
+        return Coded("least_memory" if MEMORY in chosen.figures else "lowest_loss", {"count": len(able)})
     if tied:
-        return Statement("tied")
+        return Coded("tied")
     if len({s.group for s in able}) == 1:
-        return Statement("same_speed", {"count": len(able)})
+        return Coded("same_speed", {"count": len(able)})
     following = max(others, key=lambda s: s.figure(SPEED))
-    ratio = settings.speeds.ratio(chosen.group, following.group)
+    ratio = chosen.times(following)
     by_median = None if ratio.known else _by_median_steps(settings, chosen, following, ratio.value)
-    return Statement("fastest", {"count": len(able), "next": following, "ratio": ratio, "by_median": by_median})
+    return Coded("fastest", {"count": len(able), "next": following, "ratio": ratio, "by_median": by_median})
 
 
 def _by_median_steps(settings: Settings, chosen: Setting, other: Setting, ratio: float) -> Interval | None:
@@ -187,7 +186,7 @@ def _by_median_steps(settings: Settings, chosen: Setting, other: Setting, ratio:
     return Interval(by_median) if abs(math.log(by_median / ratio)) > _UNEVEN else None
 
 
-def _compare(settings: Settings, other: Setting, chosen: Setting, tied: bool, why_not: Statement | None) -> Comparison:
+def _compare(settings: Settings, other: Setting, chosen: Setting, tied: bool, why_not: Coded | None) -> Comparison:
     can_differ = other.group != chosen.group
     timed = can_differ and other.is_finished and other.speed and chosen.speed
     peak, mine = other.figure(MEMORY), chosen.figure(MEMORY)
@@ -196,7 +195,7 @@ def _compare(settings: Settings, other: Setting, chosen: Setting, tied: bool, wh
     rounded = abs(loss - reference) <= other.rounding(chosen, settings.loss_key)
     return Comparison(
         other,
-        settings.speeds.ratio(other.group, chosen.group) if timed else None,
+        other.times(chosen) if timed else None,
         tied and can_differ,
         peak / mine if can_differ and peak > 0 and mine > 0 else math.nan,
         0.0 if rounded else change,

@@ -6,24 +6,14 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdp_lab.config import may_change_speed
-from fsdp_lab.config.metrics import (
-    MEMORY,
-    PREDICTED_SPEED,
-    RATIO_ERROR,
-    RATIO_GROUP,
-    SPEED,
-    TRAIN_LOSS,
-    VAL_LOSS,
-    spacing,
-)  # fmt: skip
+from fsdp_lab.config.metrics import MEMORY, SPEED, TRAIN_LOSS, VAL_LOSS, spacing
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.trial import words
-from fsdp_lab.report.predicted import Predicted, PredictedSpeeds
 from fsdp_lab.report.self_check import SelfCheck
-from fsdp_lab.report.speed import Interval, Speeds
+from fsdp_lab.report.speed import Interval, measured
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,6 +48,13 @@ class Rules:
         return not self.objectives or any(metric == SPEED for metric, _ in self.objectives)
 
 
+class Coded(NamedTuple):
+    """A code, and the values that its text in `templates/words.j2` needs."""
+
+    code: str
+    values: Mapping[str, Any] = {}
+
+
 @dataclass(frozen=True, eq=False)
 class Setting:
     """The trials that differ only in the attempt: one, or several repeats.
@@ -67,7 +64,7 @@ class Setting:
         trials: their numbers.
         statuses: how they ended.
         group: of the settings that cannot differ in speed.
-        speed: of the group, in samples/s; None: it is not compared.
+        pace: the speed of the group; None: it is not compared.
         peak: the median peak memory of the group, which nothing in it changes; infinite without one.
         figures: metric -> its median over the finished trials, for speed the estimate; only what is known.
     """
@@ -76,9 +73,20 @@ class Setting:
     trials: tuple[int, ...]
     statuses: tuple[TrialStatus, ...]
     group: int
-    speed: Interval | None
+    pace: Any  # Measured or Predicted, the same in all settings of a frame
     peak: float
     figures: Mapping[str, float]
+
+    @property
+    def speed(self) -> Interval | None:
+        """In samples/s, without ends that are not known to within a factor; None: it is not compared."""
+        speed = self.pace and self.pace.interval
+        return Interval(speed.value) if speed and math.isinf(speed.high) else speed
+
+    def times(self, other: Setting) -> Interval:
+        """Return how many times as fast as another one it is. Both have a speed."""
+        ratio: Interval = self.pace.ratio(other.pace)
+        return ratio
 
     @property
     def name(self) -> str:
@@ -105,7 +113,7 @@ class Settings:
     """The settings of a frame, in the order of their first trials.
 
     Args:
-        frame: a row a trial, as of `SweepRecord.frame`.
+        frame: a row a trial, as of `SweepRecord.frame`; of predictions with a column `predicted`, see `Predicted`.
         check: what the trials that must compute the same were found to compute.
 
     Attributes:
@@ -122,40 +130,38 @@ class Settings:
         self.axes = [axis for axis in rules.axes if axis not in (*REPEATS, *self.idle_axes)]
         self.speed_axes = [axis for axis in self.axes if may_change_speed(axis)]
         self.groups = combinations(frame, self.speed_axes)
-        self.speeds: Speeds | PredictedSpeeds = self._predicted() if rules.predicted else self._measured()
         self.all = self._settings()
 
     def _settings(self) -> list[Setting]:
         finished = self.frame.select_dtypes("number").replace([math.inf, -math.inf], math.nan)
         finished = finished[self.frame["status"] == TrialStatus.finished]
-        places = combinations(self.frame, self.axes)
+        places, paces = combinations(self.frame, self.axes), self._paces()
         medians = finished.groupby(places).median().to_dict("index")
         peaks = column(finished, MEMORY).groupby(self.groups).median().fillna(math.inf)
         settings = []
-        for place, trials in self.frame.groupby(places).groups.items():
-            rows = self.frame.loc[trials]
-            group = int(self.groups[trials[0]])
-            speed = self._speed(group)
+        for place, rows in self.frame.groupby(places):
+            group = int(self.groups[rows.index[0]])
+            pace = paces.get(group)
             known = {key: median for key, median in medians.get(place, {}).items() if not math.isnan(median)}
             known.pop(SPEED, None)  # of the trials alone
             settings.append(
                 Setting(
-                    {axis: rows[axis].iat[0] for axis in self.axes},
-                    tuple(trials),
+                    rows.iloc[0][self.axes].to_dict(),
+                    tuple(rows.index),
                     tuple(map(TrialStatus, rows["status"])),
                     group,
-                    speed,
+                    pace,
                     peaks.get(group, math.inf),
-                    {**known, SPEED: speed.value} if speed else known,
+                    {**known, SPEED: pace.interval.value} if pace else known,
                 )
             )
         return settings
 
-    def _speed(self, group: int) -> Interval | None:
-        if not self.speeds.has(group):
-            return None
-        speed = self.speeds.speed(group)
-        return speed if math.isfinite(speed.high) else Interval(speed.value)
+    def _paces(self) -> dict[int, Any]:
+        """Return the speed of each group that has one."""
+        if self.rules.predicted:
+            return self.frame["predicted"].dropna().groupby(self.groups).first().to_dict()
+        return measured(column(self.compared, SPEED).groupby(self.groups).apply(list).to_dict())
 
     def without(self, names: Container[str]) -> list[Setting]:
         """Return the settings but those of these names."""
@@ -191,21 +197,6 @@ class Settings:
         speeds, status = column(self.frame, SPEED), self.frame["status"]
         has_ended = status.isin([TrialStatus.finished, TrialStatus.stopped])
         return self.frame[has_ended & (speeds > 0) & (speeds < math.inf)]
-
-    def _measured(self) -> Speeds:
-        by_group = column(self.compared, SPEED).groupby(self.groups)
-        return Speeds({int(group): list(speeds) for group, speeds in by_group})
-
-    def _predicted(self) -> PredictedSpeeds:
-        figures = (PREDICTED_SPEED, f"{PREDICTED_SPEED}_low", f"{PREDICTED_SPEED}_high", RATIO_ERROR, RATIO_GROUP)
-        by_group: dict[int, Predicted] = {}
-        for group, speed, low, high, error, alike in zip(
-            self.groups, *(self.frame[key] for key in figures), strict=True
-        ):
-            if speed > 0:
-                relative = None if math.isnan(error) else error
-                by_group.setdefault(group, Predicted(speed, low, high, relative, alike))
-        return PredictedSpeeds(by_group)
 
 
 def combinations(frame: pd.DataFrame, axes: Sequence[str]) -> pd.Series[int]:

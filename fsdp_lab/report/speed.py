@@ -1,4 +1,4 @@
-"""The uncertainty of speeds: an interval for each group of runs, and for the ratio of two. Pure.
+"""Speeds with their uncertainty, measured or predicted, and the intervals of their ratios. Pure.
 
 Noise is a factor on a speed, so all computation is in logarithms, with one variance in all groups. A group's interval
 is Student's. The intervals of all ratios of a sweep hold together with the stated confidence: they are Tukey's with
@@ -15,21 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cache
 
 import numpy as np
 
+EQUAL = 0.0005  # as a share of a speed: predictions that differ by less are the same
 _CONFIDENCE = 0.95
 _WIDEST = math.log(100)
-
-
-class Basis(Enum):
-    """The source of intervals."""
-
-    repeats = "repeats"
-    predictions = "predictions"
-    nothing = "nothing"
 
 
 @dataclass(frozen=True)
@@ -51,50 +43,26 @@ class Interval:
         return math.isfinite(self.low)
 
 
-class Speeds:
-    """The speeds of groups of runs.
+@dataclass(frozen=True)
+class Noise:
+    """The noise of all runs of a sweep: the `variance` of a logarithm, by so many degrees of `freedom` of `groups`."""
 
-    Args:
-        runs: group -> the speeds of its runs, above 0.
-    """
+    variance: float
+    freedom: int
+    groups: int
 
-    def __init__(self, runs: Mapping[int, Sequence[float]]) -> None:
-        logs = {group: np.log(speeds) for group, speeds in runs.items()}
-        self._means = {group: float(of.mean()) for group, of in logs.items()}
-        self._counts = {group: len(of) for group, of in logs.items()}
-        self._freedom = sum(self._counts.values()) - len(logs)
-        rest = sum(float(((of - of.mean()) ** 2).sum()) for of in logs.values())
-        self._variance = rest / max(self._freedom, 1)
-
-    def has(self, group: int) -> bool:
-        """Whether a run of the group is known."""
-        return group in self._means
-
-    @property
-    def basis(self) -> Basis:
-        return Basis.repeats if self._freedom > 0 else Basis.nothing
-
-    def speed(self, group: int) -> Interval:
-        return self._interval(self._means[group], 1 / self._counts[group], groups=2)  # of two groups it is Student's
-
-    def ratio(self, a: int, b: int) -> Interval:
-        if a == b:
-            return Interval(1.0, 1.0, 1.0)
-        share = 1 / self._counts[a] + 1 / self._counts[b]
-        return self._interval(self._means[a] - self._means[b], share, len(self._means))
-
-    def _interval(self, log: float, share: float, groups: int) -> Interval:
+    def around(self, log: float, share: float, groups: int) -> Interval:
         """Return the interval around a logarithm; from 0 to infinity if it spans more than a factor of a hundred.
 
         Args:
             log: of a speed or a ratio.
             share: its variance over the variance of a run.
-            groups: how many of them the quantile is for.
+            groups: how many of them the quantile is for; of two it is Student's.
         """
         value = math.exp(log)
-        if self.basis is Basis.nothing:
+        if not self.freedom:
             return Interval(value)
-        half = _quantile(groups, self._freedom) * math.sqrt(self._variance * share)
+        half = _quantile(groups, self.freedom) * math.sqrt(self.variance * share)
         if half > _WIDEST:
             return Interval(value, 0.0, math.inf)
         return Interval(value, math.exp(log - half), math.exp(log + half))
@@ -105,3 +73,65 @@ def _quantile(groups: int, freedom: int) -> float:
     from scipy.stats import studentized_range
 
     return float(studentized_range.ppf(_CONFIDENCE, groups, freedom)) / math.sqrt(2)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The speed of a group of runs: the mean of their logarithms, and how many they are."""
+
+    log: float
+    runs: int
+    noise: Noise
+
+    @property
+    def interval(self) -> Interval:
+        return self.noise.around(self.log, 1 / self.runs, groups=2)
+
+    def ratio(self, other: Measured) -> Interval:
+        """Return the speed over another's of the same sweep."""
+        if self is other:
+            return Interval(1.0, 1.0, 1.0)
+        return self.noise.around(self.log - other.log, 1 / self.runs + 1 / other.runs, self.noise.groups)
+
+
+def measured(runs: Mapping[int, Sequence[float]]) -> dict[int, Measured]:
+    """Return the speed of each group by the speeds of its runs, which are above 0."""
+    logs = {group: np.log(speeds) for group, speeds in runs.items()}
+    freedom = sum(map(len, logs.values())) - len(logs)
+    rest = sum(float(((of - of.mean()) ** 2).sum()) for of in logs.values())
+    noise = Noise(rest / max(freedom, 1), freedom, len(logs))
+    return {group: Measured(float(of.mean()), len(of), noise) for group, of in logs.items()}
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A predicted speed.
+
+    Attributes:
+        interval: samples/s, and the range that holds nine of ten such predictions.
+        relative: the error of the ratio of two predictions of one group, for nine of ten; None: not known.
+        group: see `fsdp_lab.forecast.keep.ratio_group`; "": not known.
+        samples: the global batch size.
+    """
+
+    interval: Interval
+    relative: float | None = None
+    group: str = ""
+    samples: int = 0
+
+    def ratio(self, other: Predicted) -> Interval:
+        """Return the speed over another's: with the error of their ratio if it is known, else with both ranges."""
+        one, two = self.interval, other.interval
+        ratio, error = one.value / two.value, self.ratio_error(other)
+        if error is None:
+            return Interval(ratio, one.low / two.high, one.high / two.low)
+        return Interval(ratio, ratio / (1 + error), ratio * (1 + error))
+
+    def ratio_error(self, other: Predicted) -> float | None:
+        """Return the error of the ratio of the two; None: not known.
+
+        An error that is common to all predictions of a group need not be common to two groups.
+        """
+        if self.relative is None or other.relative is None or not self.group or self.group != other.group:
+            return None
+        return max(self.relative, other.relative)

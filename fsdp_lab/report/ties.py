@@ -8,9 +8,8 @@ from typing import Any
 
 from fsdp_lab.config.metrics import SPEED
 from fsdp_lab.report.choice import departures, smallest
-from fsdp_lab.report.predicted import EQUAL
 from fsdp_lab.report.settings import Setting, Settings
-from fsdp_lab.report.statements import TieBreak
+from fsdp_lab.report.speed import EQUAL
 
 SCARCE = 0.9  # of a device's memory: a setting that needs more makes memory scarce, as in forecasts
 
@@ -43,13 +42,13 @@ def is_memory_scarce(tied: Sequence[Setting]) -> bool:
     return any(s.figure("forecast/needed_bytes") > SCARCE * s.figure("forecast/capacity_bytes") for s in tied)
 
 
-def break_tie(settings: Settings, tied: Sequence[Setting], raced: bool) -> tuple[Setting, TieBreak]:
+def break_tie(settings: Settings, tied: Sequence[Setting], raced: bool) -> tuple[Setting, str]:
     left = list(tied)
-    decided: TieBreak = "speed" if raced and len(tied) == 1 else "order"
+    decided: str = "speed" if raced and len(tied) == 1 else "order"
     if not raced or settings.rules.predicted or is_memory_scarce(tied):
         left = [tied[place] for place in smallest([s.peak for s in tied])]
         decided = "memory" if len(left) < len(tied) else decided
-    rules: tuple[tuple[TieBreak, Callable[[Setting], Any]], ...] = (
+    rules: tuple[tuple[str, Callable[[Setting], Any]], ...] = (
         ("simplicity", lambda s: departures(s.values)),
         ("loss", lambda s: _loss_above(s, left, settings.loss_key)),
         ("speed", lambda s: -s.figure(SPEED, 0.0)),
@@ -72,6 +71,6 @@ def _loss_above(setting: Setting, others: Sequence[Setting], loss: str) -> float
 
 def is_tied(settings: Settings, one: Setting, other: Setting) -> bool:
     """Return whether two settings are equal in speed, within the tolerance, the noise or the error of predictions."""
-    ratio = settings.speeds.ratio(one.group, other.group)
+    ratio = one.times(other)
     limit = 1 / (1 - (EQUAL if settings.rules.predicted else settings.rules.speed_tolerance))
     return ratio.value == 1 or 1 / limit <= ratio.value <= limit or (ratio.known and ratio.low <= 1 <= ratio.high)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from fsdp_lab.config import ConfigError, check_forecast
+from fsdp_lab.forecast import keep as of_keep
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.forecast.keep import number_kept, passed_over, ratio_group, why_all
+from fsdp_lab.forecast.keep import number_kept, ratio_group
 from fsdp_lab.forecast.speed.device import DeviceKind
-from fsdp_lab.record.reasons import Code
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.reason_texts import reason_text
 from tests.forecast.planted import forecast_of, row
 from tests.forecast.test_speed import LANGUAGE, sheet
 from tests.ranks import config
+
+
+def passed_over(*arguments: Any, **more: Any) -> dict[int, Reason]:
+    return of_keep.passed_over(*arguments, **more)[0]
 
 
 def left_out(forecasts: Sequence[Forecast], keep: str = "1", names: str = "abcdefghijklmnopqrst") -> set[int]:
@@ -84,11 +90,11 @@ def test_the_fastest_of_each_global_batch_size_is_kept():
 def test_a_sweep_says_why_it_skips_nothing():
     forecasts, settings = dict(enumerate(of_seconds(1.0, 1.1, 1.2))), dict(enumerate("abc"))
     assert passed_over(forecasts, settings, "2") == {}
-    assert why_all(forecasts, settings, "2") == (
+    assert of_keep.passed_over(forecasts, settings, "2")[1] == (
         "nothing is skipped: each of the 3 settings may be one of the 2 fastest, by the errors of their predictions"
     )
     without = {0: replace(forecasts[0], speed=None)}
-    assert why_all(without, settings, "1") == "nothing is skipped: no setting has a predicted speed"
+    assert of_keep.passed_over(without, settings, "1")[1] == "nothing is skipped: no setting has a predicted speed"
 
 
 def test_repeats_are_one_setting_and_what_cannot_fit_or_has_no_prediction_is_not_ranked():

@@ -19,7 +19,7 @@ from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.recommend import Recommendation, recommend
-from fsdp_lab.report.statements import Statement
+from fsdp_lab.report.settings import Coded
 from tests.report.sweeps import REPEATED, ROWS, on_cpu, rounds, sweep, trial
 
 ROUNDED = {"train/loss_eps": 2.0**-7}  # near 4, bfloat16 has 4, 4.03125, 4.0625 above, and 3.984375 below
@@ -35,7 +35,7 @@ def chosen(made: SweepData) -> dict[str, str]:
     return setting.values
 
 
-def codes(reasons: list[Statement] | dict[str, Statement]) -> list[str]:
+def codes(reasons: list[Coded] | dict[str, Coded]) -> list[str]:
     return [str(reason.code) for reason in (reasons.values() if isinstance(reasons, dict) else reasons)]
 
 
@@ -214,7 +214,7 @@ def test_when_nothing_qualifies_it_says_that_and_why():
     r = of(sweep([trial(0, ("ddp", "fp32", "oom", 0, 0, 0)), trial(1, ("root", "fp32", "diverged", 0, 0, 0))]))
     assert r.setting is None and codes(r.why_not) == ["oom", "diverged"]
     nan = sweep([trial(0, ("ddp", "fp32", "finished", 10, 100.0, math.nan))])
-    assert of(nan).why_not["sharding=ddp precision=fp32"] == Statement("no_figure", {"metric": "train/loss"})
+    assert of(nan).why_not["sharding=ddp precision=fp32"] == Coded("no_figure", {"metric": "train/loss"})
     assert of(sweep([])).why.code == "no_trial" and answer(sweep([])).command == ""
 
 

@@ -9,24 +9,23 @@ import numpy as np
 import pytest
 from scipy.stats import tukey_hsd
 
-from fsdp_lab.report.speed import Basis, Speeds
+from fsdp_lab.report.speed import Measured, measured
 
 
-def of_logs(*groups: tuple[float, ...]) -> Speeds:
+def of_logs(*groups: tuple[float, ...]) -> dict[int, Measured]:
     """The groups' speeds, given by their logarithms."""
-    return Speeds({group: [math.exp(y) for y in logs] for group, logs in enumerate(groups)})
+    return measured({group: [math.exp(y) for y in logs] for group, logs in enumerate(groups)})
 
 
 def test_two_groups_by_hand():
     """Means 0.1 and 0.3. The squares within are 0.02 and 0.06, so a run's variance is 0.08 / 4 = 0.02; t of four
     degrees is 2.7764, and Tukey's interval of two groups is Student's."""
     speeds = of_logs((0.0, 0.1, 0.2), (0.2, 0.2, 0.5))
-    ratio, half = speeds.ratio(1, 0), 2.7764 * math.sqrt(0.02 * 2 / 3)
-    assert speeds.basis is Basis.repeats
+    ratio, half = speeds[1].ratio(speeds[0]), 2.7764 * math.sqrt(0.02 * 2 / 3)
     assert [math.log(x) for x in (ratio.value, ratio.low, ratio.high)] == pytest.approx(
         [0.2, 0.2 - half, 0.2 + half], abs=1e-4
     )
-    own, half = speeds.speed(0), 2.7764 * math.sqrt(0.02 / 3)
+    own, half = speeds[0].interval, 2.7764 * math.sqrt(0.02 / 3)
     assert [math.log(x) for x in (own.value, own.low, own.high)] == pytest.approx(
         [0.1, 0.1 - half, 0.1 + half], abs=1e-4
     )
@@ -35,7 +34,8 @@ def test_two_groups_by_hand():
 def test_more_groups_are_wider_apart_by_tukeys_published_quantiles():
     """Four groups of three runs leave 8 degrees of freedom; the studentized range is 4.53 there at 5 %, in tables."""
     noise = np.random.default_rng(1).normal(0, 0.1, (4, 3))
-    ratio = of_logs(*map(tuple, noise)).ratio(0, 1)
+    one, other, *_ = of_logs(*map(tuple, noise)).values()
+    ratio = one.ratio(other)
     error = math.sqrt(noise.var(axis=1, ddof=1).mean() / 3)
     assert math.log(ratio.high / ratio.value) == pytest.approx(4.53 * error, rel=1e-3)
 
@@ -46,22 +46,22 @@ def test_groups_of_several_sizes_have_the_intervals_of_scipy():
     speeds, expected = of_logs(*logs), tukey_hsd(*logs).confidence_interval(0.95)
     for a in range(3):
         for b in set(range(3)) - {a}:
-            ratio = speeds.ratio(a, b)
+            ratio = speeds[a].ratio(speeds[b])
             ends = [math.log(ratio.low), math.log(ratio.high)]
             assert ends == pytest.approx([expected.low[a, b], expected.high[a, b]], rel=1e-6)
 
 
 def test_a_group_of_one_run_has_the_noise_of_the_others():
     """Of which three leave two degrees of freedom, where t is 4.3027."""
-    ratio = of_logs((0.0, 0.1, 0.2), (0.5,)).ratio(1, 0)
+    several, one = of_logs((0.0, 0.1, 0.2), (0.5,)).values()
+    ratio = one.ratio(several)
     assert math.log(ratio.high / ratio.value) == pytest.approx(4.3027 * 0.1 * math.sqrt(1 + 1 / 3), rel=1e-3)
 
 
 def test_without_repeats_there_is_no_interval():
-    speeds = Speeds({0: [1000.0], 1: [1100.0]})
-    assert speeds.basis is Basis.nothing
-    assert speeds.ratio(1, 0).value == pytest.approx(1.1) and not speeds.ratio(1, 0).known
-    assert not speeds.speed(0).known
+    speeds = measured({0: [1000.0], 1: [1100.0]})
+    assert speeds[1].ratio(speeds[0]).value == pytest.approx(1.1) and not speeds[1].ratio(speeds[0]).known
+    assert not speeds[0].interval.known
 
 
 def independent(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -101,10 +101,10 @@ def test_intervals_cover_the_truth(shape: Callable[[np.random.Generator, int], n
         effects = rng.choice([0.0, 0.0, 0.05, 0.3], groups)
         noise = shape(rng, 3 * groups)
         drift = noise.mean() if shape is drifting else 0.0
-        speeds = Speeds(planted(noise, effects))
-        intervals = [speeds.speed(g) for g in range(groups)]
+        speeds = measured(planted(noise, effects))
+        intervals = [speeds[g].interval for g in range(groups)]
         own += np.mean([i.low <= math.exp(effects[g] + drift) <= i.high for g, i in enumerate(intervals)])
-        ratios = [(a, b, speeds.ratio(a, b)) for a in range(groups) for b in range(a)]
+        ratios = [(a, b, speeds[a].ratio(speeds[b])) for a in range(groups) for b in range(a)]
         held = [r.low <= math.exp(effects[a] - effects[b]) <= r.high for a, b, r in ratios]
         pair += held[0]
         whole += all(held)

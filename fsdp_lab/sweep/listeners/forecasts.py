@@ -18,7 +18,7 @@ from fsdp_lab.engine import resources
 from fsdp_lab.forecast.answer import CONDITIONS, recommended
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.devices import capacity_here, check_sweep, data_sheet, data_sheet_here, host_of, torch_version
-from fsdp_lab.forecast.keep import passed_over, why_all
+from fsdp_lab.forecast.keep import passed_over
 from fsdp_lab.forecast.observations import record_observation
 from fsdp_lab.forecast.run import Background, Forecaster, Request
 from fsdp_lab.forecast.speed.device import digest
@@ -121,8 +121,9 @@ class Forecasts(Listener):
         for workers in sorted({requests[n].num_workers for n in to_run}):
             mine = {n: forecast for n, forecast in to_run.items() if requests[n].num_workers == workers}
             mine_best = {settings[n] for n in best if n in mine}
-            left_out |= passed_over(mine, settings, keep, mine_best)
-            why[why_all(mine, settings, keep, mine_best)] = None
+            reasons, nothing_skipped = passed_over(mine, settings, keep, mine_best)
+            left_out |= reasons
+            why[nothing_skipped] = None
         for number, reason in left_out.items():
             sweep.skip(number, reason)
         kept = len({settings[n] for n in to_run if n not in left_out})
