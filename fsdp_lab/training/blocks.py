@@ -1,4 +1,4 @@
-"""The repeating blocks of a model: `per_block` shards them, checkpointing wraps them, compile compiles them."""
+"""The repeating blocks of a model: `per_block` shards them, checkpointing recomputes them, compile compiles them."""
 
 from __future__ import annotations
 

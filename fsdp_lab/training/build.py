@@ -18,7 +18,7 @@ from fsdp_lab.training.distributed import ParallelDims
 from fsdp_lab.training.float8 import apply_float8
 from fsdp_lab.training.layout import describe_layout
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device
-from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_methods, apply_to_blocks
+from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks, sharding_units
 from fsdp_lab.training.weights import build_blueprint
 from fsdp_lab.workloads.base import ModelSpec, Workload
 from fsdp_lab.workloads.construct import Blueprint
@@ -55,9 +55,9 @@ def build(
     check_blocks(model, blocks, config)
     if config.precision.float8:
         to_float8(model, blocks, device)
-    apply_to_blocks(model, blocks, config)
-    units = apply_fully_shard(model, blocks, config, dims.mesh)
-    apply_methods(model, units, config.model.forward_methods or ())
+    units = sharding_units(model, blocks, config.sharding)
+    apply_to_blocks(model, blocks, units, config)
+    apply_fully_shard(model, units, config, dims.mesh)
     layout = describe_layout(model, units, blocks, find_unused)
     materialize(model, blueprint)
     model = apply_ddp(model, config, device, find_unused)

@@ -104,7 +104,7 @@ def _used_outside(error: BaseException, model: nn.Module) -> str:
     ]
     if at_work and (unit := unit_of(at_work[-1][0])):
         entered, method = next((name, method) for name, method in at_work if unit_of(name) == unit)
-        if entered == unit and method.startswith("_"):  # a recomputation, without the hooks of a call
+        if entered == unit and method == "forward":  # a recomputation, without the hooks of a call
             return ""
         called = f".{method}()" if entered == unit else f", whose {entered[len(unit) + 1 :]}"
         return f"the unit {unit}{called} is called from outside"

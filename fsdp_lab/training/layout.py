@@ -21,9 +21,8 @@ class Layout:
     """The sharding units of a model and its blocks, by name.
 
     Attributes:
-        units: names of the modules that are units of their own, without the root, as before activation checkpointing
-            wrapped any; `*` stands for any number.
-        blocks: names of the modules that activation checkpointing wraps and compile compiles, in the same form.
+        units: names of the modules that are units of their own, without the root; `*` stands for any number.
+        blocks: names of the modules that activation checkpointing recomputes and compile compiles, in the same form.
         find_unused: whether some parameters may get no gradient.
         has_complex: whether some trained parameters are complex.
     """
@@ -66,9 +65,8 @@ def describe_layout(
         find_unused: whether DDP looks for parameters without a gradient.
     """
     from fsdp_lab.training.shardable import has_complex
-    from fsdp_lab.training.torch_private import without_wrappers
 
-    names = {id(module): without_wrappers(name) for name, module in model.named_modules()}
+    names = {id(module): name for name, module in model.named_modules()}
     return Layout(
         units=shortened([names[id(unit)] for unit in units], list(names.values())),
         blocks=shortened([names[id(m)] for m in model.modules() if isinstance(m, blocks)], list(names.values())),

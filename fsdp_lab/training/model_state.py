@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.training.torch_private import without_wrappers
 
 _BELOW = "train.model."  # so begin the names of a model's state in a checkpoint
 _SHOWN = 3  # differences in a message
@@ -64,10 +63,10 @@ def _unpack(content: bytes) -> Any:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return each module by its name in a saved state."""
+    """Return each module by its name in a saved state, which has no name for what `torch.compile` wraps."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     named = inner.named_modules(remove_duplicate=False)  # a wrapper comes before the module in it
-    return {without_wrappers(name): module for name, module in named}
+    return {f".{name}".replace("._orig_mod", "")[1:]: module for name, module in named}
 
 
 class AsSaved(dcp.DefaultLoadPlanner):

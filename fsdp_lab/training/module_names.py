@@ -7,12 +7,10 @@ from itertools import chain
 
 from torch import nn
 
-from fsdp_lab.training.torch_private import without_wrappers
-
 
 def plain_name(name: str) -> str:
-    """Return a module's name without the parts that wrappers add, and DDP before all."""
-    return without_wrappers(name.removeprefix("module."))
+    """Return a module's name without what DDP puts before it."""
+    return name.removeprefix("module.")
 
 
 class ModuleNames:
@@ -26,8 +24,7 @@ class ModuleNames:
         names: dict[nn.Module, list[str]] = defaultdict(list)
         for name, module in model.named_modules(remove_duplicate=False):
             names[module].append(plain_name(name))
-        self._shared = {name: same for same in map(_distinct, names.values()) if len(same) > 1 for name in same}
-        self._plain: dict[str, str] = {}
+        self._shared = {name: same for same in names.values() if len(same) > 1 for name in same}
         self._open: dict[str, int] = {}
         self._entered = 0
         self._latest = ""
@@ -48,20 +45,14 @@ class ModuleNames:
         return self._latest
 
     def _named(self, latest: list[str]) -> str:
-        shared_name = self._of(latest[0]) if latest else ""
+        shared_name = _below_the_model(latest[0]) if latest else ""
         if shared_name not in self._shared:
             return shared_name
-        users = [user for name in latest if (user := self._of(name)) and user not in self._shared]
+        users = [user for name in latest if (user := _below_the_model(name)) and user not in self._shared]
         by_user = (name for user in users for name in self._shared[shared_name] if name.startswith(f"{user}."))
         the_models = (name for name in self._shared[shared_name] if "." not in name)
         return next(chain(by_user, the_models), shared_name.rpartition(".")[2])
 
-    def _of(self, full: str) -> str:
-        if full not in self._plain:
-            self._plain[full] = plain_name(full.partition(".")[2])
-        return self._plain[full]
 
-
-def _distinct(names: list[str]) -> list[str]:
-    """Return the names without duplicates: a wrapper and the module in it have one name."""
-    return list(dict.fromkeys(names))
+def _below_the_model(full: str) -> str:
+    return plain_name(full.partition(".")[2])

@@ -39,7 +39,6 @@ from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.activation_checkpointing import check_no_unit_inside, checkpoint_blocks
 from fsdp_lab.training.blocks import BlockClasses
-from fsdp_lab.training.module_names import plain_name
 from fsdp_lab.training.shardable import check_parameters, make_contiguous
 from fsdp_lab.training.torch_private import one_post_forward_mesh
 from fsdp_lab.training.unit_hooks import UnitHooks, call_by_methods
@@ -52,43 +51,54 @@ _SYNC_BUFFERS: dict[str, Any] = {
 TORCH_DTYPE = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16, Dtype.float16: torch.float16}
 
 
-def apply_to_blocks(model: nn.Module, block_classes: BlockClasses, config: TrialConfig) -> None:
-    """Apply activation checkpointing, then compile, to every block, in place."""
-    every = model.named_modules(remove_duplicate=False)  # a block that two modules hold has two names
-    named = [(name, module) for name, module in every if isinstance(module, block_classes)]
-    blocks = {id(block): block for _, block in named}
-    if config.activation_checkpointing is not ActivationCheckpointing.none:
-        blocks = dict(zip(blocks, checkpoint_blocks(list(blocks.values()), config), strict=True))
-        for name, block in reversed(named):  # inner ones first, while their names hold
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, blocks[id(block)])
+def apply_to_blocks(
+    model: nn.Module, block_classes: BlockClasses, units: Sequence[nn.Module], config: TrialConfig
+) -> None:
+    """Apply activation checkpointing, then compile, to every block, in place.
+
+    Before that, let the methods `model.forward_methods` gather the units, and be recomputed where `forward` is.
+
+    Args:
+        units: the modules that are to become sharding units.
+
+    Raises:
+        ModelError: no module has such a method, or selective checkpointing of blocks with units inside.
+    """
+    blocks = [module for module in model.modules() if isinstance(module, block_classes)]
+    checkpointing = config.activation_checkpointing
+    if checkpointing is ActivationCheckpointing.selective:
+        check_no_unit_inside(blocks, units)
+    recomputed = blocks if checkpointing is not ActivationCheckpointing.none else []
+    _apply_methods(model, [*units, *recomputed], config.model.forward_methods or ())
+    checkpoint_blocks(blocks, config)
     if config.compile:
         torch.compiler.reset()  # code that an earlier trial of this process compiled, for any shape if it saw several
-        for block in blocks.values():
+        for block in blocks:
             block.compile()
 
 
-def apply_fully_shard(
-    model: nn.Module, block_classes: BlockClasses, config: TrialConfig, mesh: DeviceMesh
-) -> list[nn.Module]:
+def _apply_methods(model: nn.Module, modules: Sequence[nn.Module], names: Sequence[str]) -> None:
+    for name in names:
+        if not any(callable(getattr(type(module), name, None)) for module in model.modules()):
+            raise ModelError(f"model.forward_methods=[{name}]: no module of the model has a method of that name.")
+    for module in dict.fromkeys(modules):
+        call_by_methods(module, names)
+
+
+def apply_fully_shard(model: nn.Module, units: Sequence[nn.Module], config: TrialConfig, mesh: DeviceMesh) -> None:
     """Shard the model in place: the units bottom-up, then the root. `ddp` shards nothing.
 
     Args:
         model: on `meta`.
-
-    Returns:
-        the modules that are units, alone or together with their neighbours; without the root.
+        units: as `sharding_units` returns them.
 
     Raises:
-        UserError: selective checkpointing of blocks with units inside; see also `check_parameters`.
+        UserError: see `check_parameters`.
     """
     if config.sharding.granularity is Granularity.ddp:
         check_parameters(model, [], config)
-        return []
-    units = sharding_units(model, block_classes, config.sharding)
-    if config.activation_checkpointing is ActivationCheckpointing.selective:
-        check_no_unit_inside(model, units)
-    names = {id(module): plain_name(name) for name, module in model.named_modules()}
+        return
+    names = {id(module): name for name, module in model.named_modules()}
     for unit in units:
         UnitHooks(unit, names[id(unit)], config)  # before FSDP2's own hooks, which run after these
     UnitHooks(model, type(model).__name__, config, is_root=True)
@@ -108,21 +118,6 @@ def apply_fully_shard(
     if config.sharding.separate_reduce_scatter_group:
         separate_reduce_scatter_group(model)
     set_prefetch([group[0] for group in groups], config.sharding)
-    return units
-
-
-def apply_methods(model: nn.Module, units: Sequence[nn.Module], names: Sequence[str]) -> None:
-    """Let the methods of these names gather the units that they belong to, and be recomputed where `forward` is.
-
-    Raises:
-        ModelError: no module has a method of one of these names.
-    """
-    for name in names:
-        if not any(callable(getattr(type(module), name, None)) for module in model.modules()):
-            raise ModelError(f"model.forward_methods=[{name}]: no module of the model has a method of that name.")
-    recomputed = [module for module in model.modules() if hasattr(module, "checkpoint_fn")]
-    for module in dict.fromkeys((*units, *recomputed)):
-        call_by_methods(module, names)
 
 
 def separate_reduce_scatter_group(model: nn.Module) -> None:
@@ -176,12 +171,10 @@ def _is_tied(model: nn.Module, unit: nn.Module) -> bool:
 
 def _candidates(model: nn.Module, block_classes: BlockClasses, sharding: ShardingConfig) -> list[nn.Module]:
     match sharding.granularity:
-        case Granularity.root:
+        case Granularity.ddp | Granularity.root:
             return []
         case Granularity.per_block:
-            blocks = [m for m in _bottom_up(model) if isinstance(m, block_classes)]  # one may lie in another
-            wrapped = {id(m): w for w in model.modules() for m in w.children() if hasattr(w, "checkpoint_fn")}
-            return [wrapped.get(id(m), m) for m in blocks]
+            return [m for m in _bottom_up(model) if isinstance(m, block_classes)]  # one may lie in another
         case Granularity.per_layer:
             return [m for m in _bottom_up(model) if _holds_parameters(m)]
         case Granularity.size_based:

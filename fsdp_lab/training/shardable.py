@@ -12,7 +12,6 @@ from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.parallel import Dtype, Granularity
 from fsdp_lab.config.training import OptimizerImplementation, OptimizerName
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training.module_names import plain_name
 from fsdp_lab.workloads.base import shape_of
 
 
@@ -30,12 +29,12 @@ def check_parameters(model: nn.Module, units: Sequence[Sequence[nn.Module]], con
     Raises:
         ModelError: with the name of the first parameter that the configuration cannot train, and a remedy.
     """
-    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         _check_parameter(parameter, names[id(parameter)], config)
     if config.sharding.granularity is Granularity.ddp:
         return
-    modules = {id(module): plain_name(name) for name, module in model.named_modules()}
+    modules = {id(module): name for name, module in model.named_modules()}
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ModelError(

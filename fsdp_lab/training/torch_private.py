@@ -38,7 +38,6 @@ from torch.distributed._tools import mem_tracker, mod_tracker
 from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.distributed.fsdp import _fully_shard as fsdp_package
@@ -55,7 +54,6 @@ from fsdp_lab.machine.private import Name
 
 __all__ = [
     "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensorMode", "TorchDispatchMode",
-    "checkpoint_wrapper",
 ]  # fmt: skip
 
 _POST_FORWARD_MESH = "_get_post_forward_mesh_info"
@@ -79,7 +77,6 @@ OPTIONAL = (
 NAMES = (
     *OPTIONAL,
     # of training
-    Name("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper", ("module",)),
     Name("torch.cuda.memory", "_record_memory_history", ("enabled", "max_entries", "stacks")),
     Name("torch.cuda.memory", "_dump_snapshot", ("filename",)),
     Name(f"{_FSDP_COLLECTIVES}", "DefaultAllGather.allocate", ("size", "dtype", "device")),
@@ -152,8 +149,6 @@ NAMES = (
     Name("torch", "ops.aten._scaled_dot_product_attention_math"),
 )
 
-WRAPPED = "_checkpoint_wrapped_module"  # what `checkpoint_wrapper` puts into the names of parameters
-_WRAPPERS = (WRAPPED, "_orig_mod")  # and what `torch.compile` of a module puts there
 STEP_IF_FINITE = "_maybe_opt_step"  # the method of a GradScaler that asks whether a gradient was infinite
 
 # One tensor out, one in.
@@ -200,11 +195,6 @@ def _units_of(model: nn.Module) -> list[Any]:
     return list({id(state): state for state in states}.values())
 
 
-def without_wrappers(name: str) -> str:
-    """Return a module's or parameter's name as DCP saves it: without what checkpointing and `torch.compile` add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def collectives_announced(model: nn.Module, comes: Callable[[str, str, int], None]) -> list[str]:
     """Call `comes` before a unit gathers or reduces; return the names of all units.
 
@@ -221,7 +211,7 @@ def collectives_announced(model: nn.Module, comes: Callable[[str, str, int], Non
 
         return Announcing()
 
-    names = {module: without_wrappers(name) for name, module in model.named_modules()}
+    names = {module: name for name, module in model.named_modules()}
     units = []
     for state in _units_of(model):
         units.append(", ".join(names[module] or "the root" for module in state._modules))

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.parallel import Dtype, ReshardPolicy
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training.torch_private import REBUILDS_INPUTS, WRAPPED, gather_before_gradient_of
+from fsdp_lab.training.torch_private import REBUILDS_INPUTS, gather_before_gradient_of
 
 _METHOD = "_fsdp_lab_method"  # an argument, so that a recomputation chooses the same
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
@@ -139,16 +139,14 @@ def _storage(tensor: Tensor) -> StorageWeakRef | None:
     return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
 
-def call_by_methods(outer: nn.Module, names: Sequence[str]) -> None:
-    """Let other methods of a module than `forward` run its hooks, which gather its parameters, and its checkpointing.
+def call_by_methods(module: nn.Module, names: Sequence[str]) -> None:
+    """Let other methods of a module than `forward` run its hooks, which gather its parameters.
 
     Args:
-        outer: the module that is called, or the wrapper of activation checkpointing around it.
         names: of methods; those that the module lacks are skipped.
     """
-    inner: Any = getattr(outer, WRAPPED, outer)
-    own = {name: method for name in names if callable(method := getattr(inner, name, None))}
-    forward, at_work = inner.forward, list[str]()
+    own = {name: method for name in names if callable(method := getattr(module, name, None))}
+    forward, at_work = module.forward, list[str]()
 
     @wraps(forward)
     def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -160,9 +158,9 @@ def call_by_methods(outer: nn.Module, names: Sequence[str]) -> None:
             at_work.pop()
 
     def called(name: str, *args: Any, **kwargs: Any) -> Any:
-        return own[name](*args, **kwargs) if at_work else outer(*args, **kwargs, **{_METHOD: name})
+        return own[name](*args, **kwargs) if at_work else module(*args, **kwargs, **{_METHOD: name})
 
     if own:
-        inner.forward = chosen
+        module.forward = chosen
         for name, method in own.items():
-            setattr(inner, name, wraps(method)(partial(called, name)))
+            setattr(module, name, wraps(method)(partial(called, name)))

@@ -21,11 +21,9 @@ from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.distributed import together
 from fsdp_lab.training.optimizer import gradient_device
-from fsdp_lab.training.torch_private import WRAPPED, replace_tensors
+from fsdp_lab.training.torch_private import replace_tensors
 from fsdp_lab.workloads.base import ModelSpec
 from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded
-
-_WRAPPER = f"{WRAPPED}."
 
 
 def build_blueprint(spec: ModelSpec, config: TrialConfig) -> Blueprint:
@@ -64,10 +62,9 @@ def init_weights(
     """
     home = gradient_device(config, device)
     materialize(model, lambda old: torch.empty_like(old, device=home) if old.is_meta else old.to(device))
-    parameters = {name.replace(_WRAPPER, ""): parameter for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     if load is not None:
-        buffers = {name.replace(_WRAPPER, ""): buffer for name, buffer in model.named_buffers()}
-        together(lambda: load({**parameters, **buffers}))
+        together(lambda: load({**parameters, **dict(model.named_buffers())}))
         return
     source = 0 if config.init is Init.rank0 else None
     values: Iterable[tuple[str, Tensor | None]] = ((name, None) for name in blueprint.names)

@@ -6,7 +6,6 @@ import pytest
 from torch import nn
 
 from fsdp_lab.training.module_names import ModuleNames, plain_name
-from fsdp_lab.training.torch_private import WRAPPED
 
 
 class Block(nn.Module):
@@ -16,17 +15,17 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks with one rotary embedding, the second in a wrapper; a table of the model's own is in a part, too."""
+    """Two blocks with one rotary embedding; a table of the model's own is in a part, too."""
 
     def __init__(self) -> None:
         super().__init__()
         rotary = nn.Sequential(nn.Identity())
-        self.blocks = nn.ModuleList([Block(rotary), nn.ModuleDict({WRAPPED: Block(rotary)})])
+        self.blocks = nn.ModuleList([Block(rotary), Block(rotary)])
         self.table = nn.Identity()
         self.part = nn.ModuleDict({"words": self.table})
 
 
-ROTARY = f"Net.blocks.1.{WRAPPED}.attention.rotary"  # as PyTorch's tracker calls it: by the last that holds it
+ROTARY = "Net.blocks.1.attention.rotary"  # as PyTorch's tracker calls it: by the last that holds it
 
 
 @pytest.mark.parametrize(
@@ -37,8 +36,8 @@ ROTARY = f"Net.blocks.1.{WRAPPED}.attention.rotary"  # as PyTorch's tracker call
         (["Net", "Net.blocks.0", "Net.blocks.0.attention", ROTARY], "blocks.0.attention.rotary"),
         (["Net", "Net.blocks.0", f"{ROTARY}.0"], "blocks.0.attention.rotary.0"),
         # As a backward pass leaves them: an outer one of the block before is still open.
-        (["Net", "Net.blocks.0", f"Net.blocks.1.{WRAPPED}.attention", ROTARY], "blocks.1.attention.rotary"),
-        (["Net", f"Net.blocks.1.{WRAPPED}", "Net.blocks.0", ROTARY], "blocks.0.attention.rotary"),
+        (["Net", "Net.blocks.0", "Net.blocks.1.attention", ROTARY], "blocks.1.attention.rotary"),
+        (["Net", "Net.blocks.1", "Net.blocks.0", ROTARY], "blocks.0.attention.rotary"),
         (["Net", ROTARY], "rotary"),
         (["Net", "Net.part.words"], "table"),
         (["Net", "Net.part", "Net.part.words"], "part.words"),
@@ -55,4 +54,3 @@ def test_a_module_is_called_as_the_one_that_uses_it_calls_it(entered: list[str],
 
 def test_a_module_that_the_user_calls_module_keeps_its_name():
     assert plain_name("module.blocks.0.module.weight") == "blocks.0.module.weight"
-    assert plain_name(f"blocks.0.{WRAPPED}.weight") == "blocks.0.weight"

@@ -15,7 +15,7 @@ from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.training import torch_private
 from fsdp_lab.training.blocks import find_block_classes
 from fsdp_lab.training.distributed import build_parallel_dims
-from fsdp_lab.training.parallelize import apply_fully_shard
+from fsdp_lab.training.parallelize import apply_fully_shard, sharding_units
 from fsdp_lab.training.profile import CATEGORIES
 from fsdp_lab.workloads.build import build_model_spec
 from tests.ranks import config
@@ -32,11 +32,6 @@ def test_every_category_of_pytorchs_trackers_is_one_of_ours():
     assert set(torch_private.CATEGORY_OF.values()) <= set(CATEGORIES)
 
 
-def test_a_wrapped_module_puts_the_word_that_we_know_into_names():
-    wrapped = torch_private.checkpoint_wrapper(torch.nn.Linear(1, 1))
-    assert [name for name, _ in wrapped.named_modules()] == ["", torch_private.WRAPPED]
-
-
 def groups_made(num_layers: int, *words: str) -> int:
     """How many process groups one of 8 workers makes when it shards a ViT of so many blocks."""
     trial = config(f"model.num_layers={num_layers}", "sharding=per_block", *words)
@@ -49,7 +44,8 @@ def groups_made(num_layers: int, *words: str) -> int:
             model = spec.build()
         mesh = build_parallel_dims(trial.sharding, ranks).mesh
         with mock.patch.object(dist.distributed_c10d, "_new_process_group_helper", spy):
-            apply_fully_shard(model, find_block_classes(model), trial, mesh)
+            units = sharding_units(model, find_block_classes(model), trial.sharding)
+            apply_fully_shard(model, units, trial, mesh)
     return len(made)
 
 

@@ -93,8 +93,9 @@ def unit_names(*overrides: str) -> list[str]:
     trial = config(*overrides)
     model = build(trial)
     blocks = find_block_classes(model)
-    apply_to_blocks(model, blocks, trial)
-    return names_of(model, sharding_units(model, blocks, trial.sharding))
+    units = sharding_units(model, blocks, trial.sharding)
+    apply_to_blocks(model, blocks, units, trial)
+    return names_of(model, units)
 
 
 @pytest.mark.parametrize(

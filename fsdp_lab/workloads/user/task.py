@@ -21,7 +21,6 @@ from fsdp_lab.workloads.user.data import Marked
 
 # Words in PyTorch's RuntimeErrors about tensors that do not fit each other.
 _DOES_NOT_FIT = re.compile(r"shape|size|\bdim|dtype|scalar type|[Ee]xpected|must match|out of range|channels")
-_OF_WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
 
 LossFunction = Callable[[Any, Batch], Any]
 
@@ -264,6 +263,6 @@ def _where(error: BaseException, model: nn.Module) -> str:
             nearest = owner
     if nearest is None:
         return ""
-    name = _OF_WRAPPERS.sub("", names[id(nearest)]).removeprefix("module.").strip(".")
+    name = names[id(nearest)].removeprefix("module.")
     kind = plain_class(nearest).__name__
     return f"{name} ({kind})" if name and name != "module" else kind
