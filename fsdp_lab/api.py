@@ -31,7 +31,7 @@ from fsdp_lab.config.status import ExitCode
 
 if TYPE_CHECKING:
     from fsdp_lab.forecast.result import ForecastResult
-    from fsdp_lab.report.result import SweepResult
+    from fsdp_lab.report.data import SweepResult
 
 _END_S = 60.0  # for a command to end by itself after an interrupt
 
@@ -103,7 +103,7 @@ def report(which: Path | str = "last", *, trust: bool = False) -> SweepResult:
     Raises:
         UserError: there is no such sweep, or none of its trials has finished.
     """
-    from fsdp_lab.report.result import SweepResult
+    from fsdp_lab.report.data import SweepResult
     from fsdp_lab.sweep.store.trust import find_trusted
     from fsdp_lab.sweep.sweep_data import require_results, sweep_in
 

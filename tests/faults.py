@@ -174,7 +174,7 @@ FAULTS = (
     Fault("a forecast answers what an optimizer reads", "fsdp_lab/forecast/fake.py",
           "or _is_step_count(args[0], asks)", "or True",
           "forecast/test_forecast.py::test_an_optimizer_that_reads_a_value_has_no_forecast"),
-    Fault("a smaller setting is called the fastest", "fsdp_lab/report/ties.py",
+    Fault("a smaller setting is called the fastest", "fsdp_lab/report/recommend.py",
           "EQUAL if roomy else", "EQUAL if False else",
           "forecast/test_cli.py::test_the_fastest_is_the_fastest_though_a_plainer_setting_is_within_the_tolerance"),
     Fault("first weights are always drawn on the host", "fsdp_lab/workloads/construct.py",
@@ -444,7 +444,7 @@ FAULTS = (
     Fault("an address with a password is taken", "fsdp_lab/config/address.py",
           "if found and", "if not found and", "sweep/test_passwords.py"),
     # answers
-    Fault("a tie is called faster", "fsdp_lab/report/ties.py",
+    Fault("a tie is called faster", "fsdp_lab/report/recommend.py",
           " or (ratio.known and ratio.low <= 1 <= ratio.high)", "", "report/test_recommend.py"),
     Fault("trials beside other processes are not named", "fsdp_lab/report/notes.py",
           "others[others > _BUSY]", "others[others > 2]",

@@ -11,7 +11,7 @@ import pytest
 from fsdp_lab import api
 from fsdp_lab.forecast.table import COLUMNS
 from fsdp_lab.report.answer import Answer
-from fsdp_lab.report.result import SweepResult
+from fsdp_lab.report.data import SweepResult
 from tests import forked
 from tests.forecast.command import answered_here
 from tests.report.sweeps import sweep

@@ -115,19 +115,15 @@ def _guessing_loss(config: SweepConfig) -> float | None:
 def with_a_line(r: Recommendation) -> list[Comparison]:
     """Return the settings that get a line against the recommended one.
 
-    If there are many: for each other value the setting with the fewest other differences. Then the settings of which
-    a scheduler stopped every trial have none: their figures end at different epochs.
+    If there are many, only those that differ in the fewest values. Then the settings of which a scheduler stopped every
+    trial have none: their figures end at different epochs.
     """
     chosen = r.setting
     if chosen is None or len(r.others) <= _MOST_LINES:
         return r.others
     others = [other for other in r.others if {*other.setting.statuses} != {TrialStatus.stopped}]
-    apart = {id(o): sum(o.setting.values[axis] != value for axis, value in chosen.values.items()) for o in others}
-    nearest = set()
-    for axis, value in chosen.values.items():
-        for text in dict.fromkeys(o.setting.values[axis] for o in others if o.setting.values[axis] != value):
-            nearest.add(min((id(o) for o in others if o.setting.values[axis] == text), key=apart.__getitem__))
-    return [other for other in others if id(other) in nearest]
+    apart = [sum(o.setting.values[axis] != value for axis, value in chosen.values.items()) for o in others]
+    return [other for other, number in zip(others, apart, strict=True) if number == min(apart)]
 
 
 def plainest(sweep: SweepRecord, setting: Setting) -> TrialRecord:

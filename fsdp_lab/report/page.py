@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.config.metrics import FORECAST, MEMORY
+from fsdp_lab.config.metrics import FORECAST, MEMORY, table_columns
 from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.report.answer import with_a_line
 from fsdp_lab.report.data import SweepData
-from fsdp_lab.report.plots import figures
+from fsdp_lab.report.plots import MOST, figures, shown_trials, url_of
 from fsdp_lab.report.reason_texts import reason_text
+from fsdp_lab.report.recommend import Recommendation
 from fsdp_lab.report.render import environment
 from fsdp_lab.report.settings import column
-from fsdp_lab.report.tables import MOST, trials_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,7 +35,7 @@ def to_html(sweep: SweepData, script: bool = False) -> str:
         sweep=sweep,
         answer=answer,
         script=script,
-        table=trials_table(sweep, answer.recommendation),
+        table=_trials_table(sweep, answer.recommendation),
         most=MOST,
         failed=[trial for trial in sweep.trials if trial.status.ended and trial.status not in kept],
         reason=reason_text,
@@ -46,6 +48,26 @@ def _forecast_errors(frame: pd.DataFrame) -> pd.Series[float]:
     """Return by how much the forecast of the peak was off, as a ratio, for each finished trial that has both."""
     finished = frame[frame["status"] == TrialStatus.finished]
     return (column(finished, FORECAST) / column(finished, MEMORY) - 1).abs().replace(math.inf, math.nan).dropna()
+
+
+def _trials_table(sweep: SweepRecord, r: Recommendation) -> dict[str, Any]:
+    """Return the columns of the table of trials with the best value of each, and its trials, for the templates.
+
+    The figures that decided come first: a phone shows only a few columns.
+    """
+    frame = sweep.frame()
+    decided = [metric for metric, _ in r.axes]
+    columns = sorted((c for c in table_columns("report", frame) if c.key in frame), key=lambda c: c.key not in decided)
+    finished = frame[frame["status"] == TrialStatus.finished]
+    known = {c.key: finished[c.key].replace(math.inf, math.nan).dropna() for c in columns}
+    best = {column.key: column.best_of(list(known[column.key])) for column in columns}
+    return {
+        "heads": ["trial", *sweep.axes, "status", *(column.label for column in columns)],
+        "columns": columns,
+        "best": best,
+        "url": partial(url_of, sweep),
+        "trials": shown_trials(sweep, r),
+    }
 
 
 def page(title: str, about: str, body: str, charts: Iterable[tuple[str, Any]]) -> str:

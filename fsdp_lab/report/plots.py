@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fsdp_lab.config.metrics import MEMORY, MIB, SPEED, declared, table_columns
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.sweep import SweepRecord
+from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import Answer
+from fsdp_lab.report.recommend import Recommendation
 from fsdp_lab.report.settings import Setting
 from fsdp_lab.report.speed import Interval
-from fsdp_lab.report.tables import shown_trials, url_of
 from fsdp_lab.report.texts import speed_text
 
 if TYPE_CHECKING:
     import pandas as pd
 
+MOST = 500  # trials in the table and the pictures
 # Okabe and Ito's colours, which colour-blind readers can tell apart; on white their yellow is too faint for lines.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D31")
 GREY = "#888888"
@@ -264,3 +266,16 @@ def _lay_out(figure: Any, x: str, y: str, height: int) -> None:
         xaxis={"title": x, "automargin": True},
         yaxis_title=y,
     )
+
+
+def shown_trials(sweep: SweepRecord, r: Recommendation) -> list[TrialRecord]:
+    """Return up to `MOST` trials, in order: the recommended setting's, the Pareto front's, then the first others."""
+    chosen = r.setting.trials if r.setting else ()
+    front = {number for setting in r.front for number in setting.trials}
+    ranked = sorted(sweep.trials, key=lambda trial: (trial.number not in chosen, trial.number not in front))
+    return sorted(ranked[:MOST], key=lambda trial: trial.number)
+
+
+def url_of(sweep: SweepRecord, trial: TrialRecord) -> str:
+    """Return the address of a trial's run; "" if not known."""
+    return f"{sweep.runs_url}/{trial.run_id}" if sweep.runs_url and trial.run_id else ""

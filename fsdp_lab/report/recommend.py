@@ -6,23 +6,23 @@ Pure: from a frame and rules to codes with values. The texts are in `templates/`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.metrics import MEDIAN_STEP, MEMORY, SPEED, declared, spacing
-from fsdp_lab.report.choice import SAME_MEMORY, pareto_front
+from fsdp_lab.report.choice import SAME_MEMORY, departures, pareto_front, smallest
 from fsdp_lab.report.notes import notes_on, notes_on_the_model
 from fsdp_lab.report.qualify import does_not_fit, qualify, ratio
 from fsdp_lab.report.self_check import SelfCheck
 from fsdp_lab.report.settings import Coded, Rules, Setting, Settings
-from fsdp_lab.report.speed import Interval
-from fsdp_lab.report.ties import best_of, break_tie, is_tied
+from fsdp_lab.report.speed import EQUAL, Interval
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
+_SCARCE = 0.9  # of a device's memory: a setting that needs more makes memory scarce, as in forecasts
 _UNEVEN = 0.15  # a difference of logarithms: a mean and a median differ by more
 _SAME = 1e-5  # as a ratio: losses that differ by less are the same
 
@@ -105,10 +105,10 @@ def recommend(frame: pd.DataFrame, rules: Rules, check: SelfCheck | None = None)
     if not able:
         why = Coded("none_qualifies" if settings.all else "no_trial")
         return Recommendation(settings, None, why, no_speeds, why_not, axes, front, notes=findings)
-    best, raced = best_of(settings, able)
-    chosen, tie_break = break_tie(settings, best, bool(raced))
+    best, raced = _best_of(settings, able)
+    chosen, tie_break = _break_tie(settings, best, bool(raced))
     if raced:
-        tied = [s for s in raced if s.group != chosen.group and is_tied(settings, s, chosen)]
+        tied = [s for s in raced if s.group != chosen.group and _is_tied(settings, s, chosen)]
     else:
         limit = math.inf if rules.objectives else chosen.peak * (1 + SAME_MEMORY)
         tied = [s for s in best if s is not chosen and s.peak <= limit]
@@ -202,3 +202,65 @@ def _compare(settings: Settings, other: Setting, chosen: Setting, tied: bool, wh
         rounded and abs(change) > _SAME,
         why_not,
     )
+
+
+def _best_of(settings: Settings, able: Sequence[Setting]) -> tuple[list[Setting], list[Setting]]:
+    """Return the settings that are equally good, and those that were compared by their speeds.
+
+    Predictions have no noise of runs: of these only equal ones tie, unless the fastest makes memory scarce.
+    """
+    rules, left, raced = settings.rules, list(able), list[Setting]()
+    for metric, direction in rules.objectives or [(SPEED, "max")]:
+        known = [s for s in left if metric in s.figures]
+        if not known:
+            continue
+        sign = 1 if direction == "min" else -1
+        best = min(known, key=lambda s: sign * s.figure(metric))
+        if (metric, direction) == (SPEED, "max"):
+            raced = known
+            roomy = rules.predicted and not _is_memory_scarce([best])
+            tolerance = EQUAL if roomy else rules.speed_tolerance
+        else:
+            tolerance = 0.0 if metric == rules.objectives[-1][0] else rules.loss_tolerance
+        limit = sign * best.figure(metric) + (tolerance + 1e-9) * abs(best.figure(metric))
+        left = [s for s in known if sign * s.figure(metric) <= limit + s.rounding(best, metric)]
+    return left, raced
+
+
+def _is_memory_scarce(tied: Sequence[Setting]) -> bool:
+    """Return whether one of these settings nearly fills its device, by its forecast."""
+    return any(s.figure("forecast/needed_bytes") > _SCARCE * s.figure("forecast/capacity_bytes") for s in tied)
+
+
+def _break_tie(settings: Settings, tied: Sequence[Setting], raced: bool) -> tuple[Setting, str]:
+    left = list(tied)
+    decided: str = "speed" if raced and len(tied) == 1 else "order"
+    if not raced or settings.rules.predicted or _is_memory_scarce(tied):
+        left = [tied[place] for place in smallest([s.peak for s in tied])]
+        decided = "memory" if len(left) < len(tied) else decided
+    rules: tuple[tuple[str, Callable[[Setting], Any]], ...] = (
+        ("simplicity", lambda s: departures(s.values)),
+        ("loss", lambda s: _loss_above(s, left, settings.loss_key)),
+        ("speed", lambda s: -s.figure(SPEED, 0.0)),
+    )
+    for rule, key in rules:
+        keys = [key(s) for s in left]
+        kept = [s for s, own in zip(left, keys, strict=True) if own == min(keys)]
+        decided = rule if len(kept) < len(left) else decided
+        left = kept
+    return left[0], decided
+
+
+def _loss_above(setting: Setting, others: Sequence[Setting], loss: str) -> float:
+    """Return by how much a loss exceeds the lowest one, beyond their rounding; 0: it does not."""
+    lowest = min(others, key=lambda s: s.figure(loss, math.inf))
+    if loss not in lowest.figures:
+        return 0.0
+    return max(setting.figure(loss, math.inf) - lowest.figure(loss) - setting.rounding(lowest, loss), 0.0)
+
+
+def _is_tied(settings: Settings, one: Setting, other: Setting) -> bool:
+    """Return whether two settings are equal in speed, within the tolerance, the noise or the error of predictions."""
+    ratio = one.times(other)
+    limit = 1 / (1 - (EQUAL if settings.rules.predicted else settings.rules.speed_tolerance))
+    return ratio.value == 1 or 1 / limit <= ratio.value <= limit or (ratio.known and ratio.low <= 1 <= ratio.high)

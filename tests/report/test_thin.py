@@ -13,8 +13,7 @@ from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html
-from fsdp_lab.report.plots import figures
-from fsdp_lab.report.tables import MOST, shown_trials
+from fsdp_lab.report.plots import MOST, figures, shown_trials
 from fsdp_lab.report.write import write_report
 from tests.report.sweeps import sweep
 
