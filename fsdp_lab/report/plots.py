@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdp_lab.config.metrics import MEMORY, MIB, SPEED, declared, table_columns
@@ -67,8 +68,9 @@ def main_chart(sweep: SweepRecord, answer: Answer) -> Chart | None:
         return None
     x, y = differing if len(differing) == 2 else (_drawn_axis(table, r.settings.axes), differing[0])
     points = table.dropna(subset=differing)
-    if x not in better:
-        points = points.assign(**{x: _typed(points[x])})
+    numbers = None if x in better else _numbers(points[x])
+    if numbers is not None:
+        points = points.assign(**{x: numbers})
     by = _color_axis(points, [axis for axis in r.settings.axes if axis != x])
     names = {value: html.escape(f"{by}={value}") for value in _in_order(r.settings.frame[by])} if by else {}
     if by:
@@ -79,19 +81,21 @@ def main_chart(sweep: SweepRecord, answer: Answer) -> Chart | None:
         error_y="above" if has_bars else None, error_y_minus="below" if has_bars else None,
         color_discrete_map=dict(zip(names.values(), COLORS, strict=False)), color_discrete_sequence=COLORS,
         category_orders={"color": list(names.values())}, render_mode="svg",
-        log_x=x in sweep.log_axes and points[x].dtype.kind != "O" and bool((points[x] > 0).all()),
+        log_x=x in sweep.log_axes and numbers is not None and bool((numbers > 0).all()),
     )  # fmt: skip
     figure.update_traces(marker={"size": 11, "opacity": 0.9}, hovertemplate="%{customdata[1]}<extra></extra>")
     if by is None:
         figure.update_traces(name="settings")
-    if len(differing) == 2 and len(r.axes) == 2:
-        _draw_front(figure, points[points["front"]].sort_values([x, y]), x, y, better[x])
-    marker = {"symbol": "circle-open", "size": 22, "color": COLORS[6], "line": {"width": 2.5}}
+    front = points[points["front"]].sort_values([x, y])
+    if len(differing) == 2 and len(r.axes) == 2 and len(front) > 1:  # stairs: between two points nothing is better
+        line = {"shape": "hv" if better[x] == "min" else "vh", "dash": "dot", "color": GREY, "width": 1.5}
+        drawn = {"mode": "lines", "line": line, "zorder": -1, "hoverinfo": "skip"}
+        figure.add_scatter(x=front[x], y=front[y], name="Pareto front", **drawn)
     chosen = points[points["chosen"]]
     if len(chosen):
-        figure.add_scatter(
-            x=chosen[x], y=chosen[y], mode="markers", marker=marker, name="recommended", hoverinfo="skip"
-        )
+        ring = {"symbol": "circle-open", "size": 22, "color": COLORS[6], "line": {"width": 2.5}}
+        drawn = {"mode": "markers", "marker": ring, "hoverinfo": "skip"}
+        figure.add_scatter(x=chosen[x], y=chosen[y], name="recommended", **drawn)
     if has_bars and (points["above"] + points[y]).max() > _WIDEST * points[y].max():
         figure.update_yaxes(range=[0, _WIDEST * points[y].max()])
     _lay_out(figure, html.escape(_label(x, better)), declared(y).label, 430)
@@ -137,41 +141,30 @@ def _setting_text(setting: Setting, why_not: Mapping[str, str]) -> str:
     return "<br>".join(map(html.escape, lines))
 
 
-def _typed(values: pd.Series[Any]) -> pd.Series[Any]:
-    """Return the values of an axis as numbers, or as typed if one is a word."""
-    import numpy as np
+def _numbers(values: pd.Series[Any]) -> pd.Series[float] | None:
+    """Return the values of an axis as numbers; None if one is a word."""
     import pandas as pd
 
     numbers = pd.to_numeric(values, errors="coerce")
-    return numbers if np.isfinite(numbers).all() else values
+    return None if numbers.isna().any() else numbers
 
 
 def _in_order(values: pd.Series[Any]) -> list[str]:
     """Return each value of an axis once: numbers by their size, words as they come."""
     known = values.drop_duplicates()
-    typed = _typed(known)
-    return list(known if typed.dtype.kind == "O" else known[typed.sort_values().index])
+    numbers = _numbers(known)
+    return list(known if numbers is None else known[numbers.sort_values().index])
 
 
 def _drawn_axis(table: pd.DataFrame, axes: Sequence[str]) -> str:
     """Return the axis to draw a single metric over: the first with many numbers, else the first."""
-    many = (axis for axis in axes if table[axis].nunique() > _LISTED and _typed(table[axis]).dtype.kind != "O")
+    many = (axis for axis in axes if table[axis].nunique() > _LISTED and _numbers(table[axis]) is not None)
     return next(many, axes[0])
 
 
 def _color_axis(table: pd.DataFrame, axes: Sequence[str]) -> str | None:
     """Return the axis whose values have colours: the first that has few."""
     return next((axis for axis in axes if 1 < table[axis].nunique() <= _MOST_COLORS), None)
-
-
-def _draw_front(figure: Any, front: pd.DataFrame, x: str, y: str, better: str) -> None:
-    """Draw the Pareto front as stairs: between two points nothing better was measured."""
-    if len(front) < 2:
-        return
-    line = {"shape": "hv" if better == "min" else "vh", "dash": "dot", "color": GREY, "width": 1.5}
-    figure.add_scatter(
-        x=front[x], y=front[y], mode="lines", line=line, name="Pareto front", zorder=-1, hoverinfo="skip"
-    )
 
 
 def _note(table: pd.DataFrame, better: dict[str, str], x: str, y: str, has_bars: bool) -> str:
@@ -230,14 +223,16 @@ def breakdown(sweep: SweepRecord, answer: Answer) -> Chart | None:
     if not trials:
         return None
     trials.sort(key=lambda trial: trial.figures.get(MEMORY, math.inf), reverse=True)  # Plotly draws from the bottom
-    sizes = pd.DataFrame([
-        {"trial": _bar_label(trial.number, trial.setting.values()), "url": url_of(sweep, trial),
-         "category": category, "MiB": trial.figures.get(f"memory/{category}_bytes", 0.0) / MIB}
-        for category in _CATEGORY_COLORS for trial in trials
-    ])  # fmt: skip
-    sizes = sizes[sizes.groupby("category")["MiB"].transform("max") > 0]
+    rows = []
+    for trial in trials:
+        text = f"{trial.number} {' '.join(trial.setting.values())}"
+        bar = {"trial": html.escape(shorten(text, 62, placeholder=" …")), "url": url_of(sweep, trial)}
+        sizes = {c: trial.figures.get(f"memory/{c}_bytes", 0.0) / MIB for c in _CATEGORY_COLORS}
+        rows += [{**bar, "category": category, "MiB": size} for category, size in sizes.items()]
+    frame = pd.DataFrame(rows)
+    frame = frame[frame.groupby("category")["MiB"].transform("max") > 0]
     figure = px.bar(
-        sizes, x="MiB", y="trial", color="category", orientation="h", custom_data=["url"],
+        frame, x="MiB", y="trial", color="category", orientation="h", custom_data=["url"],
         color_discrete_map=_CATEGORY_COLORS,
     )  # fmt: skip
     figure.update_traces(marker_line_width=0, hovertemplate="%{y}<br>%{fullData.name} %{x:,.4~r} MiB<extra></extra>")
@@ -247,11 +242,6 @@ def breakdown(sweep: SweepRecord, answer: Answer) -> Chart | None:
     figure.update_yaxes(automargin=True, tickfont={"size": 12 if per_bar > 20 else 10}, dtick=1)
     note = "Memory by category at the peak of the largest worker."
     return Chart("breakdown", "Peak memory by category", figure, note)
-
-
-def _bar_label(number: int, values: Any) -> str:
-    text = " ".join(values)
-    return html.escape(f"{number}  {text if len(text) <= 60 else text[:59] + '…'}")
 
 
 def _lay_out(figure: Any, x: str, y: str, height: int) -> None:

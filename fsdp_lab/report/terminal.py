@@ -129,13 +129,8 @@ def _needed(columns: Sequence[Column], gap: int = _GAP) -> int:
 def _table(columns: Sequence[Column], width: int) -> Table:
     gap = _GAP if _needed(columns) <= width else _SMALL_GAP
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
-    spare, texts = width - _needed(columns, gap), sum(column.is_text for column in columns)
-    for column in columns:
-        used = column.narrowest
-        if column.is_text:  # texts share what is left
-            used += min(spare // texts, max(0, column.longest - used))
-            spare, texts = spare - (used - column.narrowest), texts - 1
-        table.add_column(Text(column.name), justify=column.justify, width=used, overflow="fold")
+    for c in columns:
+        table.add_column(Text(c.name), justify=c.justify, min_width=c.narrowest, no_wrap=not c.is_text, overflow="fold")
     for row in zip(*(column.cells for column in columns), strict=True):
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
