@@ -159,7 +159,7 @@ FAULTS = (
     Fault("a user's metrics are in no table", "fsdp_lab/config/metrics.py",
           "*METRICS[:place], *_of_users(known)", "*METRICS[:place]",
           "report/test_golden.py::test_a_users_metric_is_in_the_table_of_the_page_and_in_the_csv"),
-    Fault("trials side by side are not named", "fsdp_lab/report/notes.py",
+    Fault("trials side by side are not named", "fsdp_lab/report/qualify.py",
           "if raced and (beside > 0).any():", "if False:",
           "report/test_recommend.py::test_trials_that_ran_side_by_side_are_counted_once_in_a_note"),
     Fault("median steps are not compared", "fsdp_lab/report/recommend.py",
@@ -446,7 +446,7 @@ FAULTS = (
     # answers
     Fault("a tie is called faster", "fsdp_lab/report/recommend.py",
           " or (ratio.known and ratio.low <= 1 <= ratio.high)", "", "report/test_recommend.py"),
-    Fault("trials beside other processes are not named", "fsdp_lab/report/notes.py",
+    Fault("trials beside other processes are not named", "fsdp_lab/report/qualify.py",
           "others[others > _BUSY]", "others[others > 2]",
           "report/test_recommend.py::test_trials_beside_other_processes_are_named_and_the_fastest_is_recommended"),
     Fault("an interval is half as wide", "fsdp_lab/report/speed.py",

@@ -48,12 +48,9 @@ def pareto_front(
     figures = [[row.get(metric, math.nan) for metric, _ in objectives] for row in rows]
     values = np.reshape(figures, (len(rows), len(signs))) * signs
     slack = np.array([[of.get(metric, 0.0) for metric, _ in objectives] for of in equal_within or [{}] * len(rows)])
-    known = np.flatnonzero(np.isfinite(values).all(axis=1))
-    values, slack = values[known], slack[known]
-
-    def is_beaten(value: np.ndarray, own: np.ndarray) -> bool:
-        gains, equal = value - values, np.maximum(own, slack)
-        return bool(((gains >= -equal).all(axis=1) & (gains > equal).any(axis=1)).any())
-
-    pairs = zip(known.tolist(), values, slack, strict=True)
-    return [place for place, value, own in pairs if not is_beaten(value, own)]
+    known, front = np.flatnonzero(np.isfinite(values).all(axis=1)), []
+    for place in known.tolist():
+        gains, equal = values[place] - values[known], np.maximum(slack[place], slack[known])
+        if not ((gains >= -equal).all(axis=1) & (gains > equal).any(axis=1)).any():
+            front.append(place)
+    return front

@@ -12,11 +12,11 @@ from fsdp_lab.config.metrics import MEMORY, MIB, SPEED, declared, table_columns
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord
+from fsdp_lab.report import texts
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.recommend import Recommendation
 from fsdp_lab.report.settings import Setting
 from fsdp_lab.report.speed import Interval
-from fsdp_lab.report.texts import speed_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -134,7 +134,7 @@ def _setting_text(setting: Setting, why_not: Mapping[str, str]) -> str:
     trials = ", ".join(map(str, setting.trials[:_MOST_NUMBERS]))
     more = " …" if len(setting.trials) > _MOST_NUMBERS else ""
     lines += [f"trial{'s' if len(setting.trials) > 1 else ''} {trials}{more}"]
-    lines += [speed_text(setting.speed)] if setting.speed else []
+    lines += [texts.speed(setting.speed)] if setting.speed else []
     columns = [c for c in table_columns("terminal", setting.figures) if c.key != SPEED and c.key in setting.figures]
     lines += [f"{column.label} {column.text(setting.figure(column.key))}" for column in columns]
     lines += [f"does not qualify: {why_not[setting.name]}"] if setting.name in why_not else []

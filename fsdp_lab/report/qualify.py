@@ -1,17 +1,22 @@
-"""Which settings of a sweep qualify: they fit, and their loss is close to the best. Pure."""
+"""Which settings of a sweep qualify: they fit, and their loss is close to the best. What figures do not show. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from fsdp_lab.config.metrics import SPEED
+from fsdp_lab.config.metrics import OTHERS_CPU, SPEED
 from fsdp_lab.config.status import TrialStatus
-from fsdp_lab.report.settings import Coded, Setting, Settings
+from fsdp_lab.report.settings import Coded, Setting, Settings, column
 
 _NO_MATTER = {
     TrialStatus.waiting, TrialStatus.starting, TrialStatus.running, TrialStatus.interrupted, TrialStatus.stopped,
 }  # fmt: skip
+
+_CLEARLY = 0.02  # a loss that is lower by less may be chance
+_RECOMPUTED = "activation_checkpointing"
+_BUSY = 0.25  # of the cores: the share from which other processes are named
 
 LEAST = "least_bytes"  # a column of forecasts: the bytes without which a trial cannot run, its allowance aside
 
@@ -65,7 +70,7 @@ def _loss_too_high(settings: Settings, setting: Setting, best: Setting) -> Coded
     metric = settings.loss_key
     if metric not in setting.figures:
         return Coded("no_figure", {"metric": metric})
-    loss, least = min(setting.figure(metric), settings.least_alike.get(setting, math.inf)), best.figure(metric)
+    loss, least = min(s.figure(metric, math.inf) for s in settings.alike(setting)), best.figure(metric)
     if loss <= least + settings.rules.loss_tolerance * abs(least) + setting.rounding(best, metric):
         return None
     return Coded("loss_too_high", {"metric": metric, "above": ratio(loss, least), "loss": loss, "least": least})
@@ -74,3 +79,64 @@ def _loss_too_high(settings: Settings, setting: Setting, best: Setting) -> Coded
 def ratio(loss: float, reference: float) -> float:
     """Return the change of a loss as a ratio, infinite for a reference of zero; NaN: not known."""
     return (loss - reference) / abs(reference) if reference else loss * math.inf if loss else 0.0
+
+
+def notes_on(settings: Settings, able: Sequence[Setting], raced: bool) -> list[Coded]:
+    """Return the notes below a recommendation.
+
+    Args:
+        able: the settings that qualify.
+        raced: whether speeds were compared.
+    """
+    return [*_on_speeds(settings, able, raced), *_on_losses(settings, able)]
+
+
+def notes_on_the_model(settings: Settings) -> Iterator[Coded]:
+    """Yield what settings that must compute the same show of the model, once each."""
+    different = list(settings.check.different.items())
+    if different:
+        one = next((d for number, d in different if number == d.witness), different[0][1])
+        reference, witness = settings.of_trial[one.reference], settings.of_trial[one.witness]
+        wrong = list(dict.fromkeys(settings.of_trial[number] for number, _ in different))
+        agree = [s for s in settings.alike(reference)[1:] if s not in wrong]
+        plain = any(settings.of_trial[d.witness].values.get(_RECOMPUTED, "none") == "none" for _, d in different)
+        named = {"reference": reference, "witness": witness, "wrong": wrong, "agree": agree, "sharded": plain}
+        yield Coded("differs", {**vars(one), **named})
+    key = settings.loss_key
+    for group in settings.check.agreeing:
+        alike = settings.alike(settings.of_trial[group[0]])
+        ranked = sorted((s for s in alike if key in s.figures), key=lambda s: s.figure(key))
+        if not ranked:
+            continue
+        low, high = ranked[0], ranked[-1]
+        least, most = low.figure(key), high.figure(key)
+        if most - least > settings.rules.loss_tolerance * abs(least) + high.rounding(low, key):
+            yield Coded("amplified", {"metric": key, "least": least, "most": most})
+            return
+    finished = [s for s in settings.all if s.is_finished]
+    if len(finished) > 1 and not different and {*finished} <= {*settings.alike(finished[0])}:
+        yield Coded("agree", {"count": len(finished)})
+
+
+def _on_speeds(settings: Settings, able: Sequence[Setting], raced: bool) -> Iterator[Coded]:
+    rules = settings.rules
+    others = column(settings.compared[settings.compared["device"] == "cpu"], OTHERS_CPU)
+    busy = others[others > _BUSY]
+    if raced and len(busy):
+        yield Coded("others_cpu", {"trials": list(busy.index), "share": busy.max(), "limit": _BUSY})
+    beside = column(settings.compared, "beside")
+    if raced and (beside > 0).any():
+        yield Coded("side_by_side", {"count": int((beside > 0).sum())})
+    if raced and len({s.group for s in able}) > 1 and not any(s.pace.interval.known for s in able):
+        tried = any(len(s.trials) > 1 for s in settings.all)
+        yield Coded("one_run", {"tried": tried, "grid": not rules.objectives})
+    if settings.idle_axes:
+        yield Coded("idle", {"axes": settings.idle_axes})
+
+
+def _on_losses(settings: Settings, able: Sequence[Setting]) -> Iterator[Coded]:
+    """Yield a note if no loss is clearly below that of a model that guesses."""
+    trivial = settings.rules.trivial_loss
+    least = min(s.figure(settings.loss_key, math.inf) for s in able)
+    if trivial is not None and trivial * (1 - _CLEARLY) <= least < math.inf:
+        yield Coded("nothing_learned", {"metric": settings.loss_key, "loss": least, "trivial": trivial})

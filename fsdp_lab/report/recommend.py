@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.metrics import MEDIAN_STEP, MEMORY, SPEED, declared, spacing
 from fsdp_lab.report.choice import SAME_MEMORY, departures, pareto_front, smallest
-from fsdp_lab.report.notes import notes_on, notes_on_the_model
-from fsdp_lab.report.qualify import does_not_fit, qualify, ratio
+from fsdp_lab.report.qualify import does_not_fit, notes_on, notes_on_the_model, qualify, ratio
 from fsdp_lab.report.self_check import SelfCheck
 from fsdp_lab.report.settings import Coded, Rules, Setting, Settings
 from fsdp_lab.report.speed import EQUAL, Interval

@@ -5,22 +5,15 @@ from __future__ import annotations
 import math
 import re
 from functools import cache
+from inspect import getmembers, isfunction
 from typing import Any
 
-from fsdp_lab.config.metrics import MIB, declared, mib
+from fsdp_lab.config.metrics import mib
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.config.wording import count, resources_text
 from fsdp_lab.record.trial import words
+from fsdp_lab.report import texts
 from fsdp_lab.report.choice import PLAIN
-from fsdp_lab.report.texts import (
-    apart_texts,
-    figures_text,
-    memory_text,
-    percent_text,
-    ratio_text,
-    short_count,
-    times_text,
-)
 
 # An epoch's speed is that of its steps after those that warm up: the configured ones, and two that are followed.
 _STEPS_TO_TIME = TrainingConfig().timing_warmup_steps + 2 + 1
@@ -51,20 +44,14 @@ def environment(html: bool, package: str = "fsdp_lab.report") -> Any:
     )  # fmt: skip
     made.filters |= {
         "breakable": lambda name: Markup(str(escape(name)).replace("_", "_<wbr>")),
-        "change": ratio_text,
         "code": code,
         "count": count,
-        "figures": figures_text,
         "is_known": math.isfinite,
-        "memory": memory_text,
         "mib": mib,
-        "metric": lambda value, metric: declared(metric).text(value),
-        "percent": percent_text,
         "resources": resources_text,
-        "short": short_count,
-        "times": times_text,
         "words": words,
     }
-    made.globals |= {"apart": apart_texts, "gib": lambda size: f"{size / MIB / 1024:.4g}", "size": memory_text}
-    made.globals |= {"plain": words(PLAIN), "steps_to_time": _STEPS_TO_TIME}
+    figures = dict(getmembers(texts, isfunction))
+    made.filters |= figures
+    made.globals |= {**figures, "plain": words(PLAIN), "steps_to_time": _STEPS_TO_TIME}
     return made

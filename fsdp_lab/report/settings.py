@@ -178,16 +178,6 @@ class Settings:
         return list(dict.fromkeys([setting, *others]))
 
     @cached_property
-    def least_alike(self) -> dict[Setting, float]:
-        """The least loss of those that were found to compute the same as a setting, for each that was compared."""
-        least: dict[Setting, float] = {}
-        for group in self.check.agreeing:
-            alike = {self.of_trial[number] for number in group}
-            lowest = min(s.figure(self.loss_key, math.inf) for s in alike)
-            least |= {s: min(lowest, least.get(s, math.inf)) for s in alike}
-        return least
-
-    @cached_property
     def loss_key(self) -> str:
         return loss_metric(self.frame)
 
