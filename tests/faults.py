@@ -160,7 +160,7 @@ FAULTS = (
           "*METRICS[:place], *_of_users(known)", "*METRICS[:place]",
           "report/test_golden.py::test_a_users_metric_is_in_the_table_of_the_page_and_in_the_csv"),
     Fault("trials side by side are not named", "fsdp_lab/report/qualify.py",
-          "if raced and (beside > 0).any():", "if False:",
+          "if num_beside := int((column(settings.compared, \"beside\") > 0).sum()):", "if num_beside := 0:",
           "report/test_recommend.py::test_trials_that_ran_side_by_side_are_counted_once_in_a_note"),
     Fault("median steps are not compared", "fsdp_lab/report/recommend.py",
           "if abs(math.log(by_median / ratio)) > _UNEVEN else None", "if False else None",

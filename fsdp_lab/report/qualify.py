@@ -81,16 +81,6 @@ def ratio(loss: float, reference: float) -> float:
     return (loss - reference) / abs(reference) if reference else loss * math.inf if loss else 0.0
 
 
-def notes_on(settings: Settings, able: Sequence[Setting], raced: bool) -> list[Coded]:
-    """Return the notes below a recommendation.
-
-    Args:
-        able: the settings that qualify.
-        raced: whether speeds were compared.
-    """
-    return [*_on_speeds(settings, able, raced), *_on_losses(settings, able)]
-
-
 def notes_on_the_model(settings: Settings) -> Iterator[Coded]:
     """Yield what settings that must compute the same show of the model, once each."""
     different = list(settings.check.different.items())
@@ -118,25 +108,24 @@ def notes_on_the_model(settings: Settings) -> Iterator[Coded]:
         yield Coded("agree", {"count": len(finished)})
 
 
-def _on_speeds(settings: Settings, able: Sequence[Setting], raced: bool) -> Iterator[Coded]:
-    rules = settings.rules
-    others = column(settings.compared[settings.compared["device"] == "cpu"], OTHERS_CPU)
-    busy = others[others > _BUSY]
-    if raced and len(busy):
-        yield Coded("others_cpu", {"trials": list(busy.index), "share": busy.max(), "limit": _BUSY})
-    beside = column(settings.compared, "beside")
-    if raced and (beside > 0).any():
-        yield Coded("side_by_side", {"count": int((beside > 0).sum())})
-    if raced and len({s.group for s in able}) > 1 and not any(s.pace.interval.known for s in able):
-        tried = any(len(s.trials) > 1 for s in settings.all)
-        yield Coded("one_run", {"tried": tried, "grid": not rules.objectives})
+def notes_on(settings: Settings, able: Sequence[Setting], raced: bool) -> Iterator[Coded]:
+    """Yield what the figures below a recommendation do not show.
+
+    Args:
+        able: the settings that qualify.
+        raced: whether speeds were compared.
+    """
+    if raced:
+        others = column(settings.compared[settings.compared["device"] == "cpu"], OTHERS_CPU)
+        if len(busy := others[others > _BUSY]):
+            yield Coded("others_cpu", {"trials": list(busy.index), "share": busy.max(), "limit": _BUSY})
+        if num_beside := int((column(settings.compared, "beside") > 0).sum()):
+            yield Coded("side_by_side", {"count": num_beside})
+        if len({s.group for s in able}) > 1 and not any(s.pace.interval.known for s in able):
+            tried = any(len(s.trials) > 1 for s in settings.all)
+            yield Coded("one_run", {"tried": tried, "grid": not settings.rules.objectives})
     if settings.idle_axes:
         yield Coded("idle", {"axes": settings.idle_axes})
-
-
-def _on_losses(settings: Settings, able: Sequence[Setting]) -> Iterator[Coded]:
-    """Yield a note if no loss is clearly below that of a model that guesses."""
-    trivial = settings.rules.trivial_loss
-    least = min(s.figure(settings.loss_key, math.inf) for s in able)
-    if trivial is not None and trivial * (1 - _CLEARLY) <= least < math.inf:
+    trivial, least = settings.rules.trivial_loss, min(s.figure(settings.loss_key, math.inf) for s in able)
+    if trivial is not None and trivial * (1 - _CLEARLY) <= least < math.inf:  # none clearly better than guessing
         yield Coded("nothing_learned", {"metric": settings.loss_key, "loss": least, "trivial": trivial})

@@ -71,44 +71,51 @@ class SelfCheck:
 def check_itself(trials: Sequence[TrialRecord], axes: Sequence[str]) -> SelfCheck:
     """Compare the trials of a sweep that must have the same losses, by their epochs and first steps.
 
-    A trial without an epoch is not compared, and neither is a setting whose repeats disagree.
+    A trial without an epoch is not compared, and neither is a setting whose repeats disagree. What differs in float32
+    does so in other precisions with the same layout, too.
     """
     groups: dict[tuple[Values, Values], list[TrialRecord]] = {}
-    for trial in trials:
+    for trial in sorted(trials, key=_simplicity):
         if trial.epochs and _is_float32(trial):
             facts = tuple((key, str(trial.facts.get(key, ""))) for key in _FACTS)
             groups.setdefault((_without(trial, axes, (*_LAYOUT, *_OTHERS)), facts), []).append(trial)
     different: dict[int, Difference] = {}
-    agreeing: list[Sequence[int]] = []
-    for group in groups.values():
-        found = _compare(group, axes)
-        different |= found.different
-        agreeing += found.agreeing
-    return SelfCheck({**different, **_in_other_precisions(trials, axes, different, agreeing)}, agreeing)
+    agreeing = [_compare(group, axes, different) for group in groups.values()]
+    layouts = {trial.number: _without(trial, axes, ("precision", *_OTHERS)) for trial in trials}
+    right = {layouts[number] for group in agreeing for number in group}
+    wrong = {layouts[number]: one for number, one in different.items() if layouts[number] not in right}
+    for trial in trials:
+        if layouts[trial.number] in wrong and not _is_float32(trial):
+            different[trial.number] = wrong[layouts[trial.number]]
+    return SelfCheck(different, [group for group in agreeing if group])
 
 
-def _compare(group: Sequence[TrialRecord], axes: Sequence[str]) -> SelfCheck:
-    """Compare the settings of a group with the one that is sharded least."""
+def _compare(group: Sequence[TrialRecord], axes: Sequence[str], different: dict[int, Difference]) -> list[int]:
+    """Compare the settings of a group with its first, and return the numbers of those that agree.
+
+    Args:
+        different: gets those that differ in every repeat.
+    """
     settings: dict[Values, list[TrialRecord]] = {}
-    for trial in sorted(group, key=_simplicity):
+    for trial in group:
         settings.setdefault(_without(trial, axes, ("repeat",)), []).append(trial)
-    first, *others = settings.values()
-    reference, different = first[0], dict[int, Difference]()
-    if not others or any(_difference(reference, again) for again in first[1:]):
-        return SelfCheck()
-    agreeing = [trial.number for trial in first]
+    (reference, *again), *others = settings.values()
+    if not others or any(_difference(reference, one) for one in again):
+        return []
+    agreeing = [reference.number, *(trial.number for trial in again)]
     for repeats in others:
         found = {trial.number: _difference(reference, trial) for trial in repeats}
+        agreeing += [number for number, one in found.items() if one is None]
         if None not in found.values():
             different |= {number: one for number, one in found.items() if one is not None}
-        else:
-            agreeing += [number for number, one in found.items() if one is None]
-    return SelfCheck(different, [agreeing])
+    return agreeing
 
 
 def _difference(reference: TrialRecord, trial: TrialRecord) -> Difference | None:
     """Return the first figure that shows that two trials compute differently; None: rounding may explain all."""
-    scale = max(abs(loss) for loss in _first_losses(reference))
+    # a difference of first losses may start next to zero, and so may a loss
+    firsts = [reference.figures.get(FIRST_LOSS), reference.figures.get(EARLY_LOSS), reference.epochs[0].get(TRAIN_LOSS)]
+    scale = max((abs(loss) for loss in firsts if loss is not None and math.isfinite(loss)), default=1.0)
     gaps = {k: _gap(reference.figures, trial.figures, k, scale) for k in (FIRST_LOSS, EARLY_LOSS)}
     early = [k for k, gap in gaps.items() if not math.isnan(gap)]
     own_optimizer = trial.config is not None and trial.config.optimizer.target is not None
@@ -138,30 +145,6 @@ def _gap(one: Mapping[str, float], other: Mapping[str, float], key: str, least: 
     """Return the difference of two losses as a ratio, to `least` if both are smaller; NaN: not known."""
     a, b = one.get(key, math.nan), other.get(key, math.nan)
     return abs(a - b) / (max(abs(a), abs(b), least) or 1.0)
-
-
-def _first_losses(trial: TrialRecord) -> list[float]:
-    """Return the losses of the first steps and the first epoch: those of a difference may start next to zero."""
-    known = [trial.figures.get(FIRST_LOSS), trial.figures.get(EARLY_LOSS), trial.epochs[0].get(TRAIN_LOSS)]
-    return [loss for loss in known if loss is not None and math.isfinite(loss)] or [1.0]
-
-
-def _in_other_precisions(
-    trials: Sequence[TrialRecord],
-    axes: Sequence[str],
-    different: Mapping[int, Difference],
-    agreeing: Sequence[Sequence[int]],
-) -> dict[int, Difference]:
-    """Return what is known of trials in other precisions: what differs in float32 with their layout, they do too."""
-    by_number = {trial.number: trial for trial in trials}
-
-    def layout(trial: TrialRecord) -> Values:
-        return _without(trial, axes, ("precision", *_OTHERS))
-
-    right = {layout(by_number[number]) for group in agreeing for number in group}
-    wrong = {layout(by_number[number]): one for number, one in different.items()}
-    others = [trial for trial in trials if not _is_float32(trial)]
-    return {t.number: wrong[layout(t)] for t in others if layout(t) in wrong and layout(t) not in right}
 
 
 def _without(trial: TrialRecord, axes: Sequence[str], groups: Sequence[str]) -> Values:
