@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,12 +16,12 @@ from fsdp_lab.commands.forecast_cells import arguments, workers
 from fsdp_lab.config import UserError
 from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.convert import value_text
-from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.wording import count, time_left
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
-from fsdp_lab.forecast.notes import allowances_note, host_notes, request_notes, room_remedies
+from fsdp_lab.forecast.notes import allowances_note, request_notes, room_remedies
 from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
 from fsdp_lab.forecast.table import Row, best_rows, forecast_table, in_order, write_csv
+from fsdp_lab.forecast.words import say
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.plan import Plan
 
@@ -59,7 +59,7 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
     finished = [n for n, forecast in enumerate(forecasts) if forecast.error != NoForecast("cancelled")]
     trials, requests = [plan.trials[n] for n in finished], [requests[n] for n in finished]
     every = _rows(trials, requests, [forecasts[n] for n in finished], swept)
-    shown, tolerance = in_order(_shown(trials, every, swept)), first.report.speed_tolerance
+    shown, tolerance = in_order(_shown(every)), first.report.speed_tolerance
     made = answers(shown, swept, tolerance, room_remedies(requests, swept))
     result = ForecastResult(swept, in_order(every), shown, made, folder, len(plan.trials) - len(finished))
     if made:
@@ -82,7 +82,7 @@ def _print(console: Console, result: ForecastResult, items: str, tolerance: floa
         console.print(f"The best {len(best)} of {len(result.shown)} settings{each}; the file below has all.")
     if held := allowances_note(forecasts):
         console.print(held, highlight=False)
-    for note in host_notes(forecasts):
+    for note in say("host", forecasts):
         console.print(f"note: {note}", highlight=False, markup=False)
     written = count(len(list(result.folder.glob("timeline_*.html"))), "timeline page")
     console.print(f"written: {result.folder}/forecast.csv, {written}", highlight=False)
@@ -93,36 +93,29 @@ def _rows(
 ) -> list[Row]:
     """Return one row for each setting, in the order of the grid; settings that share a forecast share its pages."""
     pages: dict[str, Path | None] = {}
-    for request in requests:
-        pages.setdefault(request.key, request.page)
     rows = []
     for trial, request, forecast in zip(trials, requests, forecasts, strict=True):
-        training = trial.config.training
-        page = None if forecast.error else pages[request.key]
+        training, page = trial.config.training, pages.setdefault(request.key, request.page)
         microbatch = training.global_batch_size // request.num_workers // training.grad_accum_steps
-        rows.append(Row([value_text(setting(trial, key)) for key in swept], forecast, page, microbatch, request))
+        values = [value_text(setting(trial, key)) for key in swept]
+        rows.append(Row(values, forecast, None if forecast.error else page, microbatch, request))
     return rows
 
 
-def _shown(trials: Sequence[Trial], rows: Sequence[Row], swept: Sequence[str]) -> list[Row]:
-    """Return the rows without those that differ only in a key that has no effect on them.
+def _shown(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows without those that differ only in keys that have no effect on them, whose values are `any`.
 
     For example, DDP shards nothing, so it ignores how to gather parameters again.
     """
-    by_settings: dict[tuple[str, ...], Row] = {}
-    for trial, row in zip(trials, rows, strict=True):
-        shown = _as_shown(trial, row, swept)
-        by_settings.setdefault(tuple(shown.settings), shown)
-    return list(by_settings.values())
-
-
-def _as_shown(trial: Trial, row: Row, swept: Sequence[str]) -> Row:
-    idle = trial.config.sharding.granularity is Granularity.ddp
-    values = [
-        "any" if idle and key.partition(".")[0] == "reshard_after_forward" else value
-        for key, value in zip(swept, row.settings, strict=True)
-    ]
-    return replace(row, settings=values)
+    alike: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        assert row.request is not None
+        alike.setdefault((row.request.key, row.request.capacity_bytes, row.request.host), []).append(row)
+    shown = []
+    for some in alike.values():
+        values = [{*column} for column in zip(*(row.settings for row in some), strict=True)]
+        shown.append(replace(some[0], settings=[value.pop() if len(value) == 1 else "any" for value in values]))
+    return shown
 
 
 def _with_progress(console: Console, requests: list[Request]) -> list[Forecast]:

@@ -105,11 +105,6 @@ def answers(
     return made
 
 
-def recommended(rows: Sequence[Row], swept: Sequence[str], tolerance: float) -> list[Row]:
-    """Return the recommended setting of each device, number of workers and global batch size."""
-    return [answer.best for answer in answers(rows, swept, tolerance) if answer.best is not None]
-
-
 def _frame(rows: Sequence[Row], swept: Sequence[str]) -> pd.DataFrame:
     """Return forecasts as a sweep's frame."""
     import pandas as pd

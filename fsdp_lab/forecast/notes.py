@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fsdp_lab.config import cpu_notes, gpu_notes, sharding_notes
 from fsdp_lab.config.training import ActivationCheckpointing
-from fsdp_lab.config.wording import count
-from fsdp_lab.forecast.capacity import GIB, Forecast
+from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.table import unit_of
 from fsdp_lab.forecast.words import say
@@ -35,46 +34,15 @@ def _device_notes(request: Request) -> Iterator[str]:
 
 def room_remedies(requests: Sequence[Request], swept: Sequence[str]) -> list[str]:
     """Return overrides that leave more room on a GPU, of keys that are not swept."""
-    configs = [request.config for request in requests]
-    remedies = []
-    if "activation_checkpointing" not in swept and all(
-        config.activation_checkpointing is ActivationCheckpointing.none for config in configs
-    ):
-        remedies.append("activation_checkpointing=full")
-    smaller = any(r.config.training.global_batch_size > r.num_workers for r in requests)
-    if "training.global_batch_size" not in swept and smaller:
-        remedies.append("a smaller training.global_batch_size")
-    return remedies
-
-
-def host_notes(forecasts: Sequence[Forecast]) -> list[str]:
-    """Return what offloaded settings need of their host, if that is more than it has, or its memory is not known."""
-    offloaded = [one for one in forecasts if not one.error and one.peaks.get("host", {}).get("param")]
-    short = [one for one in offloaded if one.host_is_short]
-    unknown = [one for one in offloaded if one.host.memory_bytes is None]
-    notes = []
-    for some, what in ((short, "that fit no host"), (unknown, "not checked")):
-        if some:
-            most = max(some, key=lambda one: one.host_needed_bytes)
-            has, workers = most.host.memory_bytes, count(most.host.num_workers, "worker")
-            notes.append(
-                f"host memory: {count(len(some), 'offloaded setting')} {what}: {workers} of a host need up to "
-                f"{_gib(most.host_needed_bytes)}, and it has {'an unknown size' if has is None else _gib(has)}."
-            )
-    return notes
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:,.3g} GiB"
+    keeps_all = all(r.config.activation_checkpointing is ActivationCheckpointing.none for r in requests)
+    has_several = any(r.config.training.global_batch_size > r.num_workers for r in requests)
+    remedies = (
+        ("activation_checkpointing", "activation_checkpointing=full", keeps_all),
+        ("training.global_batch_size", "a smaller training.global_batch_size", has_several),
+    )
+    return [text for key, text, helps in remedies if helps and key not in swept]
 
 
 def allowances_note(forecasts: Sequence[Forecast]) -> str:
     """Return what `needs` includes besides tensors, in the unit of the table; "" for nothing."""
-    held: dict[str, list[int]] = {}
-    on_gpus = [forecast.allowances for forecast in forecasts if forecast.allowances]
-    for name in dict.fromkeys(name for each in on_gpus for name in each):
-        held[name] = [each.get(name, 0) for each in on_gpus]
-    unit, divisor = unit_of(forecasts)
-    digits = 2 if unit == "GiB" else 0
-    sizes = {name: [f"{size / divisor:,.{digits}f}" for size in (min(all_), max(all_))] for name, all_ in held.items()}
-    return " ".join(say("allowances", unit, sizes)) if sizes else ""
+    return " ".join(say("allowances", forecasts, *unit_of(forecasts)))

@@ -10,8 +10,9 @@ import pytest
 
 from fsdp_lab.forecast.answer import answers
 from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL, NEARLY_FULL_ERROR, Forecast, Host, NoForecast, on_capacity
-from fsdp_lab.forecast.notes import allowances_note, host_notes
+from fsdp_lab.forecast.notes import allowances_note
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
+from fsdp_lab.forecast.words import say
 from fsdp_lab.report.reason_texts import needs_text
 from tests.forecast.planted import forecast_of
 
@@ -68,8 +69,8 @@ def test_all_workers_of_a_host_have_to_fit_it(forecast: Forecast, fits: bool):
 
 
 def test_the_hosts_memory_is_named_where_it_was_not_checked_or_is_short():
-    assert host_notes([forecast_of("yes"), offloaded(800)]) == []
-    short, unknown = host_notes([offloaded(799), offloaded(None), offloaded(None, workers=4)])
+    assert say("host", [forecast_of("yes"), offloaded(800)]) == []
+    short, unknown = say("host", [offloaded(799), offloaded(None), offloaded(None, workers=4)])
     assert short == (
         "host memory: 1 offloaded setting that fit no host: 8 workers of a host need up to 800 GiB, and it has 799 GiB."
     )

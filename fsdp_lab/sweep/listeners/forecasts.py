@@ -15,7 +15,7 @@ from fsdp_lab.config.metrics import DATA_WAIT, MIB, OTHERS_CPU, SPEED
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.wording import count, significant, time_left
 from fsdp_lab.engine import resources
-from fsdp_lab.forecast.answer import CONDITIONS, recommended
+from fsdp_lab.forecast.answer import CONDITIONS, answers
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.devices import capacity_here, check_sweep, data_sheet, data_sheet_here, host_of, torch_version
 from fsdp_lab.forecast.keep import passed_over
@@ -263,7 +263,7 @@ def _recommended(sweep: SweepRun, forecasts: Mapping[int, Forecast]) -> list[int
         n: Row([*(str(setting(sweep.states[n].trial, key)) for key in keys[:-1]), str(n)], forecast)
         for n, forecast in forecasts.items()
     }
-    best = recommended(list(rows.values()), keys, sweep.config.report.speed_tolerance)
+    best = [answer.best for answer in answers(list(rows.values()), keys, sweep.config.report.speed_tolerance)]
     return [n for n, row in rows.items() if any(row is one for one in best)]
 
 
