@@ -7,9 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.singleton import Singleton
 
 from fsdp_lab.config import (
@@ -17,16 +14,15 @@ from fsdp_lab.config import (
     SweepConfig,
     check_forecast,
     check_pytorch,
-    conf_dir,
     default_num_workers,
     split_config_dir,
     with_custom,
 )
-from fsdp_lab.config.compose import Trial, group_choices, register_schema, typed_config
+from fsdp_lab.config.compose import Trial, cell_trial
 from fsdp_lab.config.options import option_values
 from fsdp_lab.config.overrides import read_overrides, search_path
 from fsdp_lab.forecast.devices import check_device
-from fsdp_lab.sweep.grid import all_overrides, enumerate_grid, fixed_words, swept_keys
+from fsdp_lab.sweep.grid import all_overrides, composer, enumerate_grid, swept_keys
 from fsdp_lab.sweep.plan import Plan, plan_sweep
 
 
@@ -53,23 +49,18 @@ def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str
         )
     search_words = search_path(config_dir)
     overrides = with_custom(read_overrides(overrides, config_dir))
-    register_schema()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with composer(overrides, search_words) as hydra:
 
         def cell(values: Sequence[str], number: int) -> Trial:
-            cfg = compose("config", [*values, *search_words], return_hydra_config=True)
-            return Trial(number, typed_config(cfg), group_choices(cfg), list(values), Path(), {})
+            return cell_trial(hydra.compose(values), values, number, Path())
 
         if not multirun:
             trial = cell(overrides, 0)
             check(trial.config)
             return Plan([trial]), []
-        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        shared = [*fixed_words(parser, {}, overrides), *search_words]  # a preset among them brings axes of its own
-        defaults = dict(compose("config", shared, return_hydra_config=True).hydra.sweeper.params)
-        grid = enumerate_grid(parser, defaults, overrides)
+        grid = enumerate_grid(hydra.parser, hydra.defaults, overrides)
         plan, swept = plan_sweep(grid, cell, check, fold=False), swept_keys(grid)
-        named = all_overrides(parser, {}, overrides)
+        named = all_overrides(hydra.parser, {}, overrides)
         return replace(plan, unnamed=[key for key in swept if key not in named]), swept
 
 

@@ -34,9 +34,6 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 from apscheduler.triggers.cron import CronTrigger
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from tzlocal import get_localzone
 
 from fsdp_lab.commands.explain import explain
@@ -45,13 +42,12 @@ from fsdp_lab.config import (
     ConfigError,
     NightlyConfig,
     all_keys,
-    conf_dir,
     settings,
     split_config_dir,
     with_custom,
     workers_of,
 )
-from fsdp_lab.config.compose import check, group_choices, nightly_config, register_schema
+from fsdp_lab.config.compose import check, group_choices, nightly_config
 from fsdp_lab.config.key_value_args import key_of, with_environment
 from fsdp_lab.config.launcher import leave_launcher
 from fsdp_lab.config.machine import loader_workers_of
@@ -62,7 +58,7 @@ from fsdp_lab.nightly.gate import Night, Verdict
 from fsdp_lab.nightly.night import Study, accept, good_nights, log, log_dates, read_nights, run_night
 from fsdp_lab.nightly.texts import regressions_line
 from fsdp_lab.storage.locks import holder, locked
-from fsdp_lab.sweep.grid import all_overrides, discrete_values, fixed_words
+from fsdp_lab.sweep.grid import all_overrides, composer, discrete_values
 
 NightTimes = Callable[[datetime], datetime]  # the first night after a moment, in UTC
 
@@ -219,20 +215,17 @@ def _compose(
 
     Then each axis, with an override for each value; and the default axes of `-m`, with their values; None: none.
     """
-    register_schema()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        shared = [*fixed_words(parser, {}, overrides), *search_words]  # a preset among them brings axes of its own
-        defaults = dict(compose("config", shared, return_hydra_config=True).hydra.sweeper.params)
-        axes = {o.get_key_element(): discrete_values(o) for o in all_overrides(parser, defaults, overrides).values()}
+    with composer(overrides, search_words) as hydra:
+        every = all_overrides(hydra.parser, hydra.defaults, overrides)
+        axes = {key: discrete_values(override) for key, override in every.items()}
         own = [key for key, values in axes.items() if key.lstrip("+").startswith("nightly.") and len(values) > 1]
         if own:
             raise ConfigError(
                 f"{own[0]} has several values, but takes one; quote a value with a comma: \"{own[0]}='0 2,14 * * *'\"."
             )
-        first = [values[0] for values in axes.values()]
-        cfg = compose("config", [*first, *search_words], return_hydra_config=True)
-    return nightly_config(cfg), group_choices(cfg).get("experiment", "nightly"), axes, defaults
+        cfg = hydra.compose([values[0] for values in axes.values()])
+    choices = group_choices(cfg)
+    return nightly_config(cfg), choices.get("experiment", "nightly"), axes, hydra.defaults
 
 
 def _settings(config: NightlyConfig, axes: Mapping[str, Sequence[str]]) -> dict[str, Any]:

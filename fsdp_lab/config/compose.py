@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -32,6 +32,7 @@ from fsdp_lab.config import (
 )
 from fsdp_lab.config.address import check_credentials
 from fsdp_lab.config.conf import OPEN_GROUPS
+from fsdp_lab.config.convert import leaves
 from fsdp_lab.config.machine import check_local_capacity
 from fsdp_lab.config.options import valid_keys
 from fsdp_lab.config.training import OptimizerConfig
@@ -48,8 +49,7 @@ class Trial:
         index: its number in the sweep; None: alone.
         choices: group -> option.
         overrides: its command line.
-        composed: the composed config, with Hydra's part, as plain values before interpolation. Trials of a sweep share
-            equal parts, so it must not be changed.
+        composed: the composed config, with Hydra's part, as plain values before interpolation.
     """
 
     index: int | None
@@ -130,7 +130,7 @@ def _per_worker(count: int, *, _root_: DictConfig) -> int:
 
 
 def typed_config(cfg: DictConfig) -> SweepConfig:
-    """Return a composed config as a sweep's.
+    """Return a composed config as a sweep's, and use it up: it loses Hydra's part.
 
     `nightly` is not part of it: no trial depends on it.
 
@@ -141,43 +141,23 @@ def typed_config(cfg: DictConfig) -> SweepConfig:
 
 
 def nightly_config(cfg: DictConfig) -> NightlyConfig:
-    """Return the dataclasses behind a composed config, without Hydra's own node.
+    """Return the dataclasses behind a composed config, and use it up.
 
     Raises:
         ConfigError: a key that no dataclass has: `+key=value` gets it past Hydra; or credentials in an address.
     """
-    own = OmegaConf.create(cfg)
-    with open_dict(own):
-        own.pop("hydra", None)
-    return _typed(own, check_keys=True)
-
-
-def typed_and_used_up(own: DictConfig, check_keys: bool) -> SweepConfig:
-    """Return what `typed_config` does, without its copy: for a config that nothing reads afterwards.
-
-    Args:
-        own: the composed config, without Hydra's part.
-        check_keys: False if another config with the same keys was converted.
-
-    Raises:
-        ConfigError: as for `nightly_config`.
-    """
-    return part(_typed(own, check_keys), SweepConfig)
-
-
-def _typed(own: DictConfig, check_keys: bool) -> NightlyConfig:
-    with open_dict(own):
-        _fill_vocab_size(own)
-    if check_keys:
-        open_groups = [group for group in OPEN_GROUPS if group != "optimizer" or own.optimizer.get("_target_")]
-        unknown = [key for key in _leaves(own) if key not in _KEYS and key.partition(".")[0] not in open_groups]
-        if unknown:
-            raise ConfigError(f"{unknown[0]} is not a key. {valid_keys(unknown[0])}")
+    with open_dict(cfg):
+        cfg.pop("hydra", None)
+        _fill_vocab_size(cfg)
+    open_groups = [group for group in OPEN_GROUPS if group != "optimizer" or cfg.optimizer.get("_target_")]
+    unknown = [key for key in leaves(plain(cfg)) if key not in _KEYS and key.partition(".")[0] not in open_groups]
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is not a key. {valid_keys(unknown[0])}")
     opened = {
-        group: kind.of_keys(OmegaConf.to_container(own[group], resolve=True), f"{group}.")  # type: ignore[arg-type, attr-defined]
+        group: kind.of_keys(OmegaConf.to_container(cfg[group], resolve=True), f"{group}.")  # type: ignore[arg-type, attr-defined]
         for group, kind in (("model", ModelConfig), ("data", DataConfig), ("optimizer", OptimizerConfig))
     }
-    config = OmegaConf.to_object(own)
+    config = OmegaConf.to_object(cfg)
     assert isinstance(config, NightlyConfig)
     values = {f.name: getattr(config, f.name) for f in fields(NightlyConfig)}
     objective = from_dict(SweepConfig, {"objective": config.objective}).objective
@@ -203,16 +183,6 @@ def _fill_vocab_size(own: DictConfig) -> None:
             f"model._target_={values['_target_']} has no key model.vocab_size, from which data.vocab_size is taken; "
             "set data.vocab_size=<number>, as in data.vocab_size=32000."
         )
-
-
-def _leaves(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a config; an empty group is a key of its own."""
-    for key in map(str, node):
-        value = None if OmegaConf.is_missing(node, key) else node[key]
-        if isinstance(value, DictConfig) and len(value):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
 
 
 def with_variables(saved: SweepConfig) -> SweepConfig:
@@ -271,15 +241,27 @@ def single_trial(cfg: DictConfig) -> Trial:
     check_hydra(hydra)
     with open_dict(cfg):
         cfg.hydra = hydra
-    composed = plain(cfg)
-    return Trial(
-        None,
-        typed_config(cfg),
-        group_choices(cfg),
-        composed["hydra"]["overrides"]["task"],  # as typed: a variable in it may be a secret
-        Path(hydra.runtime.output_dir),
-        composed,
-    )
+    # the overrides as typed: a variable in them may be a secret
+    return _trial(cfg, None, plain(cfg)["hydra"]["overrides"]["task"], Path(hydra.runtime.output_dir))
+
+
+def cell_trial(cfg: DictConfig, overrides: Sequence[str], number: int, sweep_folder: Path) -> Trial:
+    """Return the trial of a cell of a grid, or of a suggestion.
+
+    Args:
+        cfg: composed by Hydra, with its own part.
+        number: of the trial in its sweep.
+    """
+    with open_dict(cfg):
+        cfg.hydra.job.id = f"{cfg.hydra.job.name}_{number}"
+        cfg.hydra.job.num = number
+    HydraConfig.instance().set_config(cfg)  # which `${hydra:...}` reads
+    return _trial(cfg, number, overrides, sweep_folder / str(cfg.hydra.sweep.subdir))
+
+
+def _trial(cfg: DictConfig, number: int | None, overrides: Sequence[str], folder: Path) -> Trial:
+    choices, composed = group_choices(cfg), plain(cfg)
+    return Trial(number, typed_config(cfg), choices, list(overrides), folder, composed)
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import types
 import typing
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any, TypeVar, Union
 
@@ -41,15 +42,18 @@ def _plain(value: Any) -> Any:
 
 def flatten(config: Any) -> dict[str, Any]:
     """Return `{"optimizer.lr": 0.001, ...}` in the order of the schema, with the names of the command line."""
+    return leaves(to_dict(config))
 
-    def walk(prefix: str, node: dict[str, Any]) -> typing.Iterator[tuple[str, Any]]:
-        for key, value in node.items():
-            if isinstance(value, dict) and value:
-                yield from walk(f"{prefix}{key}.", value)
-            else:
-                yield f"{prefix}{key}", value
 
-    return dict(walk("", to_dict(config)))
+def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by their dotted keys; an empty dictionary is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= leaves(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def part(config: Any, config_class: type[T]) -> T:

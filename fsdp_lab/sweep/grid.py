@@ -1,20 +1,57 @@
-"""Overrides -> the list of trials, as Hydra itself enumerates them. Pure."""
+"""Overrides -> the list of trials, as Hydra itself enumerates them."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, Transformer
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 
-from fsdp_lab.config import ConfigError, SweepConfig
+from fsdp_lab.config import ConfigError, SweepConfig, conf_dir
+from fsdp_lab.config.compose import register_schema
 from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.config.overrides import value_word
+
+
+@dataclass(frozen=True)
+class Composer:
+    """What composes cells in a command that is no Hydra application, as a sweep does.
+
+    Attributes:
+        defaults: the default axes of a sweep, with those of a preset among the overrides.
+        compose: overrides of a cell -> its config, with Hydra's part.
+    """
+
+    parser: OverridesParser
+    defaults: dict[str, str | None]
+    compose: Callable[[Sequence[str]], DictConfig]
+
+
+@contextmanager
+def composer(overrides: Sequence[str], search_words: Sequence[str]) -> Iterator[Composer]:
+    """Let Hydra compose the cells of a command line.
+
+    Args:
+        search_words: overrides by which Hydra finds the user's options; they are no part of a cell.
+    """
+    register_schema()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+
+        def composed(words: Sequence[str]) -> DictConfig:
+            return compose("config", [*words, *search_words], return_hydra_config=True)
+
+        shared = composed(fixed_words(parser, {}, overrides))
+        yield Composer(parser, dict(shared.hydra.sweeper.params), composed)
 
 
 def enumerate_grid(

@@ -14,7 +14,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
 from fsdp_lab.config import ConfigError, SweepConfig, objectives
-from fsdp_lab.config.compose import Trial, check_hydra
+from fsdp_lab.config.compose import Trial, cell_trial, check_hydra
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.wording import count
 from fsdp_lab.forecast.devices import check_sweep
@@ -23,7 +23,6 @@ from fsdp_lab.record.hydra_folder import write_hydra_folder, write_multirun_yaml
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder, read_start
 from fsdp_lab.record.trials_jsonl import add_trial, read_trials
 from fsdp_lab.storage.locks import locked
-from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, repeat_axis, swept_keys, with_overrides
 from fsdp_lab.sweep.names import run_name
 from fsdp_lab.sweep.plan import plan_sweep
@@ -134,9 +133,14 @@ class Command:
         self.folder = Path(config.hydra.sweep.dir).absolute()
         self._defaults, self._arguments = defaults, list(arguments)
         self._parser = OverridesParser.create(config_loader=context.config_loader)
-        self._compose = Composer(context, config, self._parser, self.folder)
+        self._loader, self._config = context.config_loader, config
         self.common = self._compose(fixed_words(self._parser, defaults, self._arguments), 0)
         check_sweep(self.common.config)  # a grid takes seconds to compose
+
+    def _compose(self, overrides: Sequence[str], number: int) -> Trial:
+        """Return the trial of a cell. Raises what Hydra raises for an invalid override."""
+        cfg = self._loader.load_sweep_config(self._config, list(overrides))
+        return cell_trial(cfg, overrides, number, self.folder)
 
     def new_sweep(self) -> tuple[SweepPlan, list[str]]:
         """Return the plan of a sweep that starts now, and notes about what was left out of its grid.

@@ -8,21 +8,21 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from hydra import initialize_config_dir
-from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.types import HydraContext, RunMode
+from hydra.types import RunMode
 from mlflow.entities import Run
 
 from fsdp_lab.config import conf_dir
-from fsdp_lab.config.compose import Trial, register_schema
-from fsdp_lab.sweep.composer import Composer
+from fsdp_lab.config.compose import Trial, cell_trial, register_schema
 from tests.conftest import STORE, command_line
 from tests.folders import Store, SweepFolder
 from tests.processes import called, descendants
@@ -38,23 +38,19 @@ def parser() -> Iterator[OverridesParser]:
 
 
 @pytest.fixture(scope="module")
-def composer(parser: OverridesParser, tmp_path_factory: pytest.TempPathFactory) -> Composer:
-    """What makes the trials of `run_multirun` from cells; that they are what Hydra itself makes is in test_plan.py."""
+def composed(parser: OverridesParser) -> Callable[[tuple[str, ...]], Trial]:
+    """Each cell as trial 0, composed once for all tests of a module."""
     loader = GlobalHydra.instance().config_loader()
     master = loader.load_configuration("config", [], RunMode.MULTIRUN)
-    return Composer(HydraContext(loader, Callbacks()), master, parser, tmp_path_factory.mktemp("composed"))
+    return cache(lambda words: cell_trial(loader.load_sweep_config(master, list(words)), words, 0, Path()))
 
 
 @pytest.fixture
-def compose_trial(composer: Composer, tmp_path: Path) -> Callable[[Sequence[str], int], Trial]:
+def compose_trial(
+    composed: Callable[[tuple[str, ...]], Trial], tmp_path: Path
+) -> Callable[[Sequence[str], int], Trial]:
     """The trial of a cell, in the test's own folder."""
-
-    def compose(words: Sequence[str], number: int) -> Trial:
-        made = composer(words, number)
-        folder = tmp_path / made.folder.name
-        return Trial(made.index, made.config, made.choices, made.overrides, folder, made.composed)
-
-    return compose
+    return lambda words, number: replace(composed(tuple(words)), index=number, folder=tmp_path / str(number))
 
 
 @pytest.fixture

@@ -7,16 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.types import HydraContext, RunMode
-from omegaconf import open_dict
+from hydra.types import RunMode
 
-from fsdp_lab.config import ConfigError, SweepConfig, default_num_workers, workers_of
-from fsdp_lab.config.compose import plain, typed_config
+from fsdp_lab.config import SweepConfig, default_num_workers, workers_of
+from fsdp_lab.config.compose import cell_trial
 from fsdp_lab.config.machine import RunningCluster, ask_clusters
-from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.grid import enumerate_grid
 from fsdp_lab.sweep.multirun import axes_notes
 from fsdp_lab.sweep.plan import Plan, plan_sweep
@@ -99,49 +96,14 @@ def test_folder_numbers_run_without_gaps(plan):
     assert [number for _, number in made.folded] == [0, 1, 2]  # the trial that stands for each
 
 
-CELLS = (
-    ["sharding=root", "optimizer.lr=0.5"],
-    ["sharding=root", "optimizer.lr=0.25", "training.seed=3"],
-    ["optimizer=sgd", "optimizer.momentum=0.5", "model=mlp", "objective=[memory/peak_bytes:min]"],
-    ["cluster.num_workers=2", "training.global_batch_size=${per_worker:8}"],
-    ["experiment=fsdp_rules", "training.max_grad_norm=null"],
-)
-
-
-def test_cells_composed_by_parts_are_what_hydra_composes(parser: OverridesParser, tmp_path):
-    loader = GlobalHydra.instance().config_loader()
-    master = loader.load_configuration("config", ["hydra.sweep.subdir=${hydra.job.override_dirname}"], RunMode.MULTIRUN)
-    composer = Composer(HydraContext(loader, Callbacks()), master, parser, tmp_path)
-    for number, cell in enumerate([*CELLS, *CELLS]):
-        trial = composer(cell, number)
-        whole = loader.load_sweep_config(master, cell)
-        with open_dict(whole):
-            whole.hydra.job.id, whole.hydra.job.num = trial.hydra_config.hydra.job.id, number
-        assert trial.composed == plain(whole)
-        assert trial.config == typed_config(whole)
-        assert trial.folder == tmp_path / whole.hydra.job.override_dirname
-
-
 def test_hydras_own_resolver_reads_the_trial_that_is_composed(parser: OverridesParser, tmp_path):
     loader = GlobalHydra.instance().config_loader()
     subdir = "hydra.sweep.subdir='${hydra:runtime.choices.sharding}-${hydra:job.num}'"
     master = loader.load_configuration("config", [subdir], RunMode.MULTIRUN)
-    composer = Composer(HydraContext(loader, Callbacks()), master, parser, tmp_path)
     cells = [["sharding=root", "tracking.experiment=e${hydra:job.num}"], ["sharding=ddp", "tracking.experiment=x"]]
-    trials = [composer(cell, number) for number, cell in enumerate([*cells, *cells])]
-    assert [trial.folder.name for trial in trials] == ["root-0", "ddp-1", "root-2", "ddp-3"]
-    assert [trial.config.tracking.experiment for trial in trials] == ["e0", "x", "e2", "x"]
-
-
-def test_a_key_that_nothing_reads_is_an_error_of_every_cell(parser: OverridesParser, tmp_path):
-    """Cells with the same options are checked once; what a check refuses was not checked."""
-    loader = GlobalHydra.instance().config_loader()
-    master = loader.load_configuration("config", [], RunMode.MULTIRUN)
-    composer = Composer(HydraContext(loader, Callbacks()), master, parser, tmp_path)
-    composer(["optimizer.lr=0.5"], 0)
-    for cell in (["+optimizer.speed=1", "optimizer.lr=0.5"], ["+optimizer.speed=1", "optimizer.lr=0.25"]):
-        with pytest.raises(ConfigError, match=r"optimizer\.speed is not a key"):
-            composer(cell, 0)
+    trials = [cell_trial(loader.load_sweep_config(master, cell), cell, n, tmp_path) for n, cell in enumerate(cells)]
+    assert [trial.folder.name for trial in trials] == ["root-0", "ddp-1"]
+    assert [trial.config.tracking.experiment for trial in trials] == ["e0", "x"]
 
 
 def test_cells_are_composed_and_checked_for_the_workers_of_the_cluster(

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from fsdp_lab.config.status import TrialStatus
-from fsdp_lab.sweep.composer import Composer
 from fsdp_lab.sweep.listeners.table import epoch_line, how_far, trial_table
 from fsdp_lab.sweep.state import SweepState, TrialState
 
@@ -32,11 +31,11 @@ def show(sweep: SweepState, width: int) -> str:
 
 
 @pytest.fixture
-def sweep(composer: Composer) -> SweepState:
+def sweep(compose_trial) -> SweepState:
     states = []
     for number, (*values, status, loss, speed, mib) in enumerate(TRIALS):
         words = [f"{key}={value}" for key, value in zip(AXES, values, strict=True)]
-        state = TrialState(composer(words, number), TrialStatus(status))
+        state = TrialState(compose_trial(words, number), TrialStatus(status))
         if loss is not None:
             state.metrics = {
                 "epoch": 10, "train/loss": loss + 0.1, "val/loss": loss, "val/accuracy": 0.875,
