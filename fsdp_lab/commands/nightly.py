@@ -38,7 +38,6 @@ from tzlocal import get_localzone
 
 from fsdp_lab.commands.explain import explain
 from fsdp_lab.config import (
-    Between,
     ConfigError,
     NightlyConfig,
     all_keys,
@@ -47,6 +46,7 @@ from fsdp_lab.config import (
     with_custom,
     workers_of,
 )
+from fsdp_lab.config.compare import NIGHTS
 from fsdp_lab.config.compose import check, group_choices, nightly_config
 from fsdp_lab.config.key_value_args import key_of, with_environment
 from fsdp_lab.config.launcher import leave_launcher
@@ -233,7 +233,7 @@ def _settings(config: NightlyConfig, axes: Mapping[str, Sequence[str]]) -> dict[
     swept = {key.lstrip("+") for key, values in axes.items() if len(values) > 1}
     judged = {
         key: value
-        for key, value in settings(config, Between.NIGHTS).items()
+        for key, value in settings(config, NIGHTS).items()
         if key.partition(".")[0] not in swept and key not in swept
     }
     if "data.loader_workers" in judged:  # as a number: what null stands for changes what is measured

@@ -5,10 +5,10 @@ Start with `key.py`, the metadata of a key, `trial.py`, the groups of a trial, a
 """
 
 from fsdp_lab.config.address import is_address
-from fsdp_lab.config.compare import effective_settings, may_change_speed, memory_settings, settings, speed_settings
+from fsdp_lab.config.compare import effective_settings, forecast_settings, may_change_speed, settings
 from fsdp_lab.config.convert import flatten, from_dict, part, to_dict
 from fsdp_lab.config.errors import CombinationError, ConfigError, ModelError, UserError
-from fsdp_lab.config.key import Between, check_ranges
+from fsdp_lab.config.key import check_ranges
 from fsdp_lab.config.key_value_args import read_words
 from fsdp_lab.config.machine import (
     check_float8,
@@ -25,10 +25,9 @@ from fsdp_lab.config.sweep import SweepConfig, objectives, stops_on
 from fsdp_lab.config.trial import TrialConfig
 
 __all__ = [
-    "Between", "CombinationError", "ConfigError", "ModelError", "NightlyConfig", "SweepConfig", "TrialConfig",
-    "UserError", "all_keys", "check_float8", "check_forecast", "check_pytorch", "check_ranges", "check_storage",
-    "conf_dir", "cpu_notes", "default_num_workers", "effective_settings", "flatten", "from_dict", "gpu_notes",
-    "is_address",
-    "may_change_speed", "memory_notes", "memory_settings", "objectives", "part", "read_words", "settings",
-    "sharding_notes", "speed_settings", "split_config_dir", "stops_on", "to_dict", "with_custom", "workers_of",
+    "CombinationError", "ConfigError", "ModelError", "NightlyConfig", "SweepConfig", "TrialConfig", "UserError",
+    "all_keys", "check_float8", "check_forecast", "check_pytorch", "check_ranges", "check_storage", "conf_dir",
+    "cpu_notes", "default_num_workers", "effective_settings", "flatten", "forecast_settings", "from_dict",
+    "gpu_notes", "is_address", "may_change_speed", "memory_notes", "objectives", "part", "read_words", "settings",
+    "sharding_notes", "split_config_dir", "stops_on", "to_dict", "with_custom", "workers_of",
 ]  # fmt: skip

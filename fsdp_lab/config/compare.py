@@ -1,19 +1,54 @@
-"""Which keys of a config count in which comparison, read from the metadata of its fields."""
+"""Which keys count where two configs are compared: all but those that the comparison's list names."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from fsdp_lab.config.convert import flatten, part
-from fsdp_lab.config.key import Between, Memory, keys_of
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
 
+# In each list a group stands for all its keys.
+_RESUMES = ("dry_run", "resume", "resume_failed", "resume_anyway")
+_NOWHERE = (*_RESUMES, "trial_timeout_s", "report", "nightly")
+# Two cells of a grid, or two suggestions of a search: equal ones are one trial.
+CELLS = (*_NOWHERE, "forecast", "engine", "search", "scheduler", "repeats", "objective")
+# The start of a sweep and the start that resumes it.
+STARTS = (
+    *(*_NOWHERE, "search.num_trials", "cluster.address", "cluster.max_failures", "cluster.wait_timeout_s"),
+    *("tracking.patience_s", "tracking.ui"),
+)
+_LENGTH = ("training.epochs", "training.max_steps", "training.timing_warmup_steps")
+_RECORDS = ("checkpoint", "export", "profile_trace", "memory_profile", "data.loader_workers")
+# A trial and the checkpoint in its folder that it resumes from.
+CHECKPOINT = (*CELLS, *_LENGTH, *_RECORDS, "model.flops_per_unit", "cluster", "tracking")
+# Two nights of one study, wherever their trials run and are logged.
+NIGHTS = (*_NOWHERE, "forecast", "repeat", "repeats", "cluster", "tracking")
+# The MLflow parameters of a trial.
+PARAMS = (*_RESUMES, "repeats", "report", "nightly")
+# The speed and the peak memory of a step.
+STEP = (
+    *("optimizer.lr", "optimizer.beta1", "optimizer.beta2", "optimizer.scale_lr", "lr_schedule"),
+    *("training.seed", "repeat", "init"),
+)
+# The forecast of a step.
+FORECAST = (
+    *(*STEP, *_LENGTH, *_RECORDS, "data.num_train", "data.num_val", "task.metrics"),
+    *("precision.init_scale", "precision.growth_interval"),
+)
+# To a forecast it matters only whether these are set: neither null nor zero.
+_WHETHER = ("optimizer.weight_decay", "optimizer.momentum", "training.max_grad_norm")
 
-def settings(config: TrialConfig, between: Between) -> dict[str, Any]:
+
+def counts(key: str, ignored: Collection[str]) -> bool:
+    """Return whether a key counts in a comparison that ignores these keys and groups."""
+    return not any(key == name or key.startswith(f"{name}.") for name in ignored)
+
+
+def settings(config: TrialConfig, ignored: Collection[str]) -> dict[str, Any]:
     """Return the keys that count in a comparison, with their values."""
-    keys = keys_of(config)
-    return {name: value for name, value in flatten(config).items() if between not in keys[name].may_differ}
+    return {name: value for name, value in flatten(config).items() if counts(name, ignored)}
 
 
 def effective_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
@@ -22,38 +57,22 @@ def effective_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
     Args:
         num_workers: the number of ranks that `cluster.num_workers` stands for.
     """
-    return settings(config, Between.CELLS) | _effective(config, num_workers)
+    return settings(config, CELLS) | _effective(config, num_workers)
 
 
-def memory_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
-    """Return the settings that change the memory of an optimizer step: trials with equal values share one forecast.
+def forecast_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
+    """Return the settings that may change the operators or the memory of a step: equal ones share a forecast.
 
     Args:
         num_workers: the number of ranks that `cluster.num_workers` stands for.
     """
-    keys = keys_of(config)
-    counting = {name: value for name, value in flatten(config).items() if keys[name].memory is not None}
-    values = {n: bool(v) if keys[n].memory is Memory.WHETHER else v for n, v in counting.items()}
-    return values | _effective(config, num_workers)
-
-
-def speed_settings(config: TrialConfig) -> dict[str, Any]:
-    """Return the settings that may change a step's operators, beside those of `memory_settings`."""
-    trial = part(config, TrialConfig)
-    keys = keys_of(trial)  # with those of a model or data set of the user's
-    return {
-        name: value for name, value in flatten(trial).items() if keys[name].memory is None and keys[name].changes_speed
-    }
+    values = settings(part(config, TrialConfig), FORECAST)
+    return values | {name: bool(values[name]) for name in _WHETHER if name in values} | _effective(config, num_workers)
 
 
 def may_change_speed(axis: str) -> bool:
-    """Return whether other values of an axis may change the speed or the peak memory of a step.
-
-    Args:
-        axis: a key, or a group of keys; True for an unknown name.
-    """
-    below = [k.changes_speed for name, k in keys_of(TrialConfig).items() if name == axis or name.startswith(f"{axis}.")]
-    return any(below) or not below
+    """Return whether other values of a key, or options of a group, may change the speed or the peak of a step."""
+    return counts(axis, STEP)
 
 
 def _effective(config: TrialConfig, num_workers: int) -> dict[str, Any]:

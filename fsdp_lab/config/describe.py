@@ -75,9 +75,9 @@ def _keys(config_class: type, prefix: str) -> list[KeyDescription]:
     values = dataclasses.asdict(config_class()) if hasattr(config_class, "to_keys") else to_dict(config_class())
     keys: list[KeyDescription] = []
     for each in dataclasses.fields(config_class):
-        known: Key = each.metadata["key"]
         if dataclasses.is_dataclass(each.default_factory):
             continue
+        known: Key = each.metadata["key"]
         if each.name == "arguments" and values[each.name]:
             keys += _arguments(values["target"], values[each.name], prefix)
         name = "<argument>" if each.name == "arguments" else known.named or each.name

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Optional  # OmegaConf reads this on every Python that this project supports
 
-from fsdp_lab.config.key import EVERYWHERE, at_least_one, group, key, not_negative
+from fsdp_lab.config.key import at_least_one, key, not_negative
 from fsdp_lab.config.sweep import SweepConfig
 
 
@@ -44,7 +44,7 @@ class NightConfig:
     """Runs of each setting."""
     significance: float = key(0.005, _is_significance)
     """Probability with which noise may look like a regression of one setting and metric."""
-    tolerance: ToleranceConfig = group(ToleranceConfig)
+    tolerance: ToleranceConfig = field(default_factory=ToleranceConfig)
     folder: str = key("outputs/nightly")
     """Folder of all nights."""
     keep: int = key(3, at_least_one)
@@ -55,4 +55,4 @@ class NightConfig:
 class NightlyConfig(SweepConfig):
     """A sweep, and the nights in which it runs: every key that can be typed."""
 
-    nightly: NightConfig = group(NightConfig, may_differ=EVERYWHERE, is_param=False)
+    nightly: NightConfig = field(default_factory=NightConfig)

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Optional  # OmegaConf reads this on every Python that this project supports
 
 from fsdp_lab.config.errors import CombinationError, ConfigError
-from fsdp_lab.config.key import Memory, at_least_one, divisors, key, not_negative, positive
+from fsdp_lab.config.key import at_least_one, divisors, key, not_negative, positive
 
 
 class Granularity(Enum):
@@ -113,13 +113,13 @@ class ShardingConfig:
 class PrecisionConfig:
     """The types of computation and communication; sharded parameters stay float32."""
 
-    param_dtype: Dtype = key(Dtype.float32, named_by_option=True, memory=Memory.VALUE)
+    param_dtype: Dtype = key(Dtype.float32, named_by_option=True)
     """Type of gathered parameters and of computation."""
-    reduce_dtype: Dtype = key(Dtype.float32, named_by_option=True, memory=Memory.VALUE)
+    reduce_dtype: Dtype = key(Dtype.float32, named_by_option=True)
     """Type in which gradients are reduced."""
-    loss_scaling: bool = key(False, named_by_option=True, memory=Memory.VALUE)
+    loss_scaling: bool = key(False, named_by_option=True)
     """Scale the loss dynamically, as float16 needs."""
-    float8: bool = key(False, named_by_option=True, memory=Memory.VALUE)
+    float8: bool = key(False, named_by_option=True)
     """Multiply in float8, scaled by rows, in the linear layers of blocks; needs torchao."""
     tf32: bool = key(False, named_by_option=True)
     """Multiply float32 matrices in TF32 on GPUs since Ampere, by `torch.set_float32_matmul_precision("high")`."""

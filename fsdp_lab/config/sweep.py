@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import List, Optional  # OmegaConf reads these on every Python that this project supports
 
@@ -10,11 +10,8 @@ from fsdp_lab.config.address import check_address, is_address
 from fsdp_lab.config.conf import device_file, is_device, known_devices
 from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.key import (
-    EVERYWHERE,
-    Between,
     at_least_one,
     below_one,
-    group,
     key,
     not_negative,
     positive,
@@ -101,7 +98,7 @@ class SearchConfig:
 
     name: str = key("grid", named_by_option=True)
     """All combinations (`grid`), random ones, or Optuna's suggestions."""
-    num_trials: int = key(20, at_least_one, may_differ=Between.STARTS)
+    num_trials: int = key(20, at_least_one)
     """Trials of a search; a grid runs all its combinations."""
     seed: int = key(0, not_negative)
     """Seed of a search."""
@@ -170,13 +167,13 @@ class ClusterConfig:
     """Cores of a worker; null: 1 on a CPU, on GPU nodes the node's cores / its GPUs, 1 to 16."""
     placement: Placement = key(Placement.pack)
     """Put workers on few nodes, on many, or on one node only."""
-    address: Optional[str] = key(None, may_differ=Between.STARTS)
+    address: Optional[str] = key(None)
     """Address of a running Ray cluster; null: start Ray on this machine."""
     storage_path: Optional[str] = key(None)
     """Where workers write: a folder that every node mounts, or s3://bucket/prefix; null: the sweep's folder."""
-    max_failures: int = key(1, not_negative, may_differ=Between.STARTS)
+    max_failures: int = key(1, not_negative)
     """Restarts of a failed trial from its last checkpoint."""
-    wait_timeout_s: float = key(600.0, positive, may_differ=Between.STARTS)
+    wait_timeout_s: float = key(600.0, positive)
     """Seconds that a trial waits for free resources before it fails."""
 
     @property
@@ -209,9 +206,9 @@ class TrackingConfig:
     """MLflow's tracking store: sqlite:///<file>, or a server's address. Default: MLFLOW_TRACKING_URI, if it is set."""
     experiment: str = key("fsdp_lab")
     """Name of the MLflow experiment. Default: MLFLOW_EXPERIMENT_NAME, if it is set."""
-    patience_s: float = key(60.0, not_negative, may_differ=Between.STARTS)
+    patience_s: float = key(60.0, not_negative)
     """Seconds that the end of a sweep waits for an unreachable store."""
-    ui: Optional[str] = key(None, may_differ=Between.STARTS)
+    ui: Optional[str] = key(None)
     """Address of an MLflow UI on the store, for links in reports; null: `uri` if that is a server."""
 
 
@@ -225,38 +222,32 @@ class ReportConfig:
     """Settings within this ratio of the fastest tie; the simplest wins."""
 
 
-# The search and the forecast change no trial, but another search makes another sweep and another study.
-_FINDS_TRIALS = Between.CELLS | Between.CHECKPOINT
-# Nights may differ in where trials run and are logged.
-_IS_WHERE = Between.CHECKPOINT | Between.NIGHTS
-
-
 @dataclass
 class SweepConfig(TrialConfig):
     """A trial, and the sweep around it."""
 
-    forecast: ForecastConfig = group(ForecastConfig, may_differ=_FINDS_TRIALS | Between.NIGHTS)
-    engine: Engine = key(Engine.ray, may_differ=_FINDS_TRIALS)
+    forecast: ForecastConfig = field(default_factory=ForecastConfig)
+    engine: Engine = key(Engine.ray)
     """Train with Ray, or `inline`: in this process, with one worker, for a debugger."""
-    search: SearchConfig = group(SearchConfig, may_differ=_FINDS_TRIALS)
-    scheduler: SchedulerConfig = group(SchedulerConfig, may_differ=_FINDS_TRIALS)
-    repeats: int = key(1, at_least_one, may_differ=_FINDS_TRIALS | Between.NIGHTS, is_param=False)
+    search: SearchConfig = field(default_factory=SearchConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    repeats: int = key(1, at_least_one)
     """Runs of each setting of a grid, round by round."""
-    objective: List[str] = key(lambda: ["val/loss:min"], may_differ=_FINDS_TRIALS)
+    objective: List[str] = key(lambda: ["val/loss:min"])
     """Goals of a search, each `<metric>:min` or `<metric>:max`."""
-    trial_timeout_s: Optional[float] = key(1800.0, positive, may_differ=EVERYWHERE)
+    trial_timeout_s: Optional[float] = key(1800.0, positive)
     """Seconds without progress after which a trial is ended; null: never."""
-    dry_run: bool = key(False, may_differ=EVERYWHERE, is_param=False)
+    dry_run: bool = key(False)
     """List the trials and end; nothing is started or written."""
-    resume: Optional[str] = key(None, may_differ=EVERYWHERE, is_param=False)
+    resume: Optional[str] = key(None)
     """Sweep to continue: its folder, or `last`."""
-    resume_failed: bool = key(False, may_differ=EVERYWHERE, is_param=False)
+    resume_failed: bool = key(False)
     """Also rerun failed trials."""
-    resume_anyway: bool = key(False, may_differ=EVERYWHERE, is_param=False)
+    resume_anyway: bool = key(False)
     """Resume although configuration, code or data changed."""
-    cluster: ClusterConfig = group(ClusterConfig, may_differ=_IS_WHERE)
-    tracking: TrackingConfig = group(TrackingConfig, may_differ=_IS_WHERE)
-    report: ReportConfig = group(ReportConfig, may_differ=EVERYWHERE, is_param=False)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
 
     def check(self, num_workers: int) -> None:
         """Check a trial and the sweep around it.

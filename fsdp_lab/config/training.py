@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Optional, Self  # OmegaConf reads this on every Python that this project supports
 
 from fsdp_lab.config.errors import CombinationError, ConfigError
-from fsdp_lab.config.key import Between, Memory, at_least_one, below_one, key, not_negative, positive
+from fsdp_lab.config.key import at_least_one, below_one, key, not_negative, positive
 from fsdp_lab.config.open import OpenGroup
 from fsdp_lab.config.target import check_arguments, check_nested, import_callable, nested
 
@@ -98,21 +98,21 @@ class MemoryProfile(Enum):
 class TrainingConfig:
     """How long a trial trains, and with which batches."""
 
-    epochs: int = key(2, at_least_one, may_differ=Between.CHECKPOINT)
+    epochs: int = key(2, at_least_one)
     """Passes over the training data."""
-    max_steps: Optional[int] = key(None, at_least_one, may_differ=Between.CHECKPOINT)
+    max_steps: Optional[int] = key(None, at_least_one)
     """Optimizer steps after which a trial ends; null: only `epochs` counts."""
-    global_batch_size: int = key(64, at_least_one, memory=Memory.VALUE)
+    global_batch_size: int = key(64, at_least_one)
     """Samples of an optimizer step, over all workers; `${per_worker:64}` is 64 for each."""
-    grad_accum_steps: int = key(1, at_least_one, memory=Memory.VALUE)
+    grad_accum_steps: int = key(1, at_least_one)
     """Microbatches of an optimizer step on each worker."""
-    sync_each_microbatch: bool = key(False, memory=Memory.VALUE)
+    sync_each_microbatch: bool = key(False)
     """Reduce gradients after each microbatch, so that a rank never holds the whole model's."""
-    seed: int = key(0, not_negative, changes_speed=False)
+    seed: int = key(0, not_negative)
     """Seed of first weights, order of data and dropout."""
-    max_grad_norm: Optional[float] = key(None, positive, memory=Memory.WHETHER, example=1)
+    max_grad_norm: Optional[float] = key(None, positive, example=1)
     """Clip gradients to this norm; null: no clipping."""
-    timing_warmup_steps: int = key(3, not_negative, may_differ=Between.CHECKPOINT)
+    timing_warmup_steps: int = key(3, not_negative)
     """Optimizer steps at the start of a run that the speed excludes."""
 
     def check(self, num_workers: int) -> None:
@@ -164,25 +164,25 @@ class TrainingConfig:
 class OptimizerConfig(OpenGroup):
     """The optimizer: one of ours, or yours: `_target_` is called with `params`, `lr` and its arguments."""
 
-    target: Optional[str] = key(None, named="_target_", memory=Memory.VALUE)
+    target: Optional[str] = key(None, named="_target_")
     """For `custom`: import path of your class, or of a callable that returns a torch.optim.Optimizer."""
-    arguments: dict[str, Any] = key(dict, memory=Memory.VALUE)
+    arguments: dict[str, Any] = key(dict)
     """For `custom`, every key below `optimizer` but `lr` and `scale_lr`: an argument of the class."""
-    name: OptimizerName = key(OptimizerName.adam, named_by_option=True, memory=Memory.VALUE)
+    name: OptimizerName = key(OptimizerName.adam, named_by_option=True)
     """Algorithm."""
-    lr: float = key(1e-3, positive, changes_speed=False)
+    lr: float = key(1e-3, positive)
     """Learning rate."""
-    weight_decay: float = key(0.0, not_negative, memory=Memory.WHETHER)
+    weight_decay: float = key(0.0, not_negative)
     """Weight decay; decoupled with `adamw`."""
-    beta1: float = key(0.9, below_one, changes_speed=False)
+    beta1: float = key(0.9, below_one)
     """Adam's decay of the first moment."""
-    beta2: float = key(0.999, below_one, changes_speed=False)
+    beta2: float = key(0.999, below_one)
     """Adam's decay of the second moment."""
-    momentum: float = key(0.0, not_negative, memory=Memory.WHETHER)
+    momentum: float = key(0.0, not_negative)
     """Momentum of `sgd`."""
-    implementation: OptimizerImplementation = key(OptimizerImplementation.auto, memory=Memory.VALUE)
+    implementation: OptimizerImplementation = key(OptimizerImplementation.auto)
     """PyTorch's implementation; `auto`: fused if supported, else foreach."""
-    scale_lr: bool = key(False, changes_speed=False)
+    scale_lr: bool = key(False)
     """Multiply `lr` by the number of workers."""
 
     @classmethod

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdp_lab.config.errors import CombinationError
-from fsdp_lab.config.key import Between, Memory, at_least_one, check_ranges, group, key, not_negative
+from fsdp_lab.config.key import at_least_one, check_ranges, key, not_negative
 from fsdp_lab.config.parallel import Granularity, OffloadConfig, PrecisionConfig, ReshardConfig, ShardingConfig
 from fsdp_lab.config.parts import check_classes, check_parts, check_rows, check_vocab_size
 from fsdp_lab.config.training import (
@@ -26,34 +26,34 @@ from fsdp_lab.config.workload import DataConfig, ModelConfig, TaskConfig
 class TrialConfig:
     """Everything that determines the training of one setting."""
 
-    sharding: ShardingConfig = group(ShardingConfig, memory=Memory.VALUE)
-    precision: PrecisionConfig = group(PrecisionConfig)
-    offload: OffloadConfig = group(OffloadConfig, memory=Memory.VALUE)
-    reshard_after_forward: ReshardConfig = group(ReshardConfig, memory=Memory.VALUE)
-    model: ModelConfig = group(ModelConfig, memory=Memory.VALUE)
-    data: DataConfig = group(DataConfig)
-    task: TaskConfig = group(TaskConfig)
-    optimizer: OptimizerConfig = group(OptimizerConfig)
-    lr_schedule: LrScheduleConfig = group(LrScheduleConfig, changes_speed=False)
-    training: TrainingConfig = group(TrainingConfig)
-    repeat: int = key(0, not_negative, may_differ=Between.NIGHTS, changes_speed=False)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    reshard_after_forward: ReshardConfig = field(default_factory=ReshardConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    repeat: int = key(0, not_negative)
     """Number of this run of a setting; `-m repeats=3` sets it."""
-    init: Init = key(Init.rank0, changes_speed=False)
+    init: Init = key(Init.rank0)
     """Where first weights are built: on rank 0, and broadcast, or each rank's shard by itself, on the host (`meta`,
     same bits) or on the `device`, which is faster and draws other numbers on a GPU."""
-    activation_checkpointing: ActivationCheckpointing = key(ActivationCheckpointing.none, memory=Memory.VALUE)
+    activation_checkpointing: ActivationCheckpointing = key(ActivationCheckpointing.none)
     """Blocks to recompute in the backward pass: none, all (`full`), every n-th, or all but the outputs of some
     operators (`selective`)."""
-    activation_checkpointing_every: int = key(2, at_least_one, memory=Memory.VALUE)
+    activation_checkpointing_every: int = key(2, at_least_one)
     """The n of `activation_checkpointing=every_n`."""
-    compile: bool = key(False, memory=Memory.VALUE)
+    compile: bool = key(False)
     """Compile each block with torch.compile."""
-    checkpoint: CheckpointConfig = group(CheckpointConfig, may_differ=Between.CHECKPOINT)
-    export: bool = key(True, may_differ=Between.CHECKPOINT)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    export: bool = key(True)
     """Export the trained model as model.pt, or as a folder for from_pretrained."""
-    profile_trace: bool = key(False, may_differ=Between.CHECKPOINT)
+    profile_trace: bool = key(False)
     """Record three steps of rank 0 with torch.profiler, as a Chrome trace. They are not timed."""
-    memory_profile: MemoryProfile = key(MemoryProfile.peaks, may_differ=Between.CHECKPOINT)
+    memory_profile: MemoryProfile = key(MemoryProfile.peaks)
     """Record the memory of one step: not at all, its peak by category, or also a page that draws it."""
 
     def check(self, num_workers: int) -> None:

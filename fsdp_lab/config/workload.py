@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Optional  # OmegaConf reads this on every Python that this project supports
 
 from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
-from fsdp_lab.config.key import Between, Memory, at_least_one, key, not_negative, positive
+from fsdp_lab.config.key import at_least_one, key, not_negative, positive
 from fsdp_lab.config.open import OpenGroup
 from fsdp_lab.config.registry import module_of
 from fsdp_lab.config.source import ModelSource
@@ -48,7 +48,7 @@ class ModelConfig(OpenGroup):
     """Paths to the classes that `per_block` shards; null: found from the module."""
     forward_methods: Optional[list[str]] = key(None)
     """Methods of sharding units that other modules call, such as `encode`; null: only `forward`."""
-    flops_per_unit: Optional[float] = key(None, positive, may_differ=Between.CHECKPOINT)
+    flops_per_unit: Optional[float] = key(None, positive)
     """FLOPs of a forward and backward pass on one sample or token, for MFU; null: counted."""
 
     def check(self) -> None:
@@ -110,19 +110,17 @@ class DataConfig(OpenGroup):
     `example_batch(size, **arguments)` returns a batch of that size without reading.
     """
 
-    target: Optional[str] = key(
-        "fsdp_lab.workloads.vision.digits.Digits", named="_target_", named_by_option=True, memory=Memory.VALUE
-    )
+    target: Optional[str] = key("fsdp_lab.workloads.vision.digits.Digits", named="_target_", named_by_option=True)
     """Import path of your callable that returns a map-style data set."""
-    arguments: dict[str, Any] = key(dict, memory=Memory.VALUE)
+    arguments: dict[str, Any] = key(dict)
     """Every other key below `data`: an argument of the callable."""
-    collate_fn: Optional[str] = key(None, memory=Memory.VALUE)
+    collate_fn: Optional[str] = key(None)
     """Import path of a function that makes a batch from a list of items; null: PyTorch's default_collate."""
     num_train: Optional[int] = key(None, at_least_one)
     """Use only the first so many training samples; null: all."""
     num_val: Optional[int] = key(None, at_least_one)
     """Use only the first so many validation samples; null: all."""
-    loader_workers: Optional[int] = key(None, not_negative, may_differ=Between.CHECKPOINT)
+    loader_workers: Optional[int] = key(None, not_negative)
     """Loader processes of each worker; null: 0 on a CPU, on a GPU the worker's cores minus one, at most 4."""
 
     @property
@@ -228,15 +226,15 @@ def _is_unit(value: str) -> str | None:
 class TaskConfig:
     """The task that a model learns from a batch."""
 
-    name: str = key("classification", named_by_option=True, memory=Memory.VALUE)
+    name: str = key("classification", named_by_option=True)
     """Task."""
-    loss: Optional[str] = key(None, memory=Memory.VALUE)
+    loss: Optional[str] = key(None)
     """For `custom`: path to `f(model, batch)` that returns the mean loss, a scalar."""
     metrics: Optional[str] = key(None)
     """For `custom`: path to `f(model, batch)` that returns `{name: (sum, count)}` in validation."""
-    unit: Optional[str] = key(None, _is_unit, memory=Memory.VALUE)
+    unit: Optional[str] = key(None, _is_unit)
     """What speed counts: `samples` or `tokens`; null: the task's own."""
-    loss_chunks: int = key(1, at_least_one, memory=Memory.VALUE)
+    loss_chunks: int = key(1, at_least_one)
     """For `language`: compute the loss in so many parts of the sequence, which hold fewer logits at once."""
 
     def check(self) -> None:

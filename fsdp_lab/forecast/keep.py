@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from fractions import Fraction
 from hashlib import sha256
 
-from fsdp_lab.config import TrialConfig, flatten, memory_settings
+from fsdp_lab.config import TrialConfig, flatten, forecast_settings
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.speed.device import Device, DeviceKind, digest
 from fsdp_lab.forecast.speed.predict import Speed
@@ -29,7 +29,7 @@ def ratio_group(config: TrialConfig, num_workers: int, device: Device) -> str:
     Its predictions have the same model, data, task, number of workers, compilation and offloading, and figures of a
     device.
     """
-    known = memory_settings(config, num_workers).items()
+    known = forecast_settings(config, num_workers).items()
     what = {name: value for name, value in known if name.partition(".")[0] in ("model", "data")}
     offload = config.offload.target.value if device.kind is DeviceKind.cuda else ""  # on a CPU it does nothing
     parts = [what, flatten(config.task), num_workers, config.compile, offload, digest(device)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from fsdp_lab.config import ModelError, SweepConfig, UserError, memory_settings, speed_settings
+from fsdp_lab.config import ModelError, SweepConfig, UserError, forecast_settings
 from fsdp_lab.config.parallel import OffloadConfig
 from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.capacity import Forecast, Host, NoForecast, on_capacity
@@ -64,8 +64,7 @@ class Request:
         asks = self.config.forecast.largest_microbatch
         config = self.config if self.cuda else replace(self.config, offload=OffloadConfig())
         capacity = self.capacity_bytes if asks else None
-        speed = [repr(self.sheet), speed_settings(self.config)] if self.sheet else None
-        settings = [memory_settings(config, self.num_workers), self.cuda, capacity, speed]
+        settings = [forecast_settings(config, self.num_workers), self.cuda, capacity, repr(self.sheet)]
         return json.dumps(settings, sort_keys=True)
 
 

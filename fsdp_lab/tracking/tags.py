@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import fsdp_lab
-from fsdp_lab.config import code, metrics
-from fsdp_lab.config.convert import flatten, value_text
-from fsdp_lab.config.key import keys_of
+from fsdp_lab.config import code, compare, metrics
+from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.metrics import PREDICTED_BY
 from fsdp_lab.config.options import values_implied_by_option
 from fsdp_lab.config.sweep import SweepConfig
@@ -106,9 +105,8 @@ def trial_params(
     that name variables of the environment.
     """
     chosen = {key: value for key, value in choices.items() if value not in (None, "", "null")}
-    keys = keys_of(config)
     idle = () if config.search.samples else _FOR_SAMPLERS
-    own = {k: v for k, v in flatten(config).items() if keys[k].is_param and k not in idle}
+    own = compare.settings(config, (*compare.PARAMS, *idle))
     own |= {key: value for key, value in (typed or {}).items() if key in own}
     own["cluster.num_workers"] = config.cluster.num_workers or num_workers
     if own["cluster.num_workers"] is None:  # MLflow changes no parameter

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from fsdp_lab.config.compare import settings
+from fsdp_lab.config.compare import CHECKPOINT, counts, settings
 from fsdp_lab.config.conf import OPEN_GROUPS
 from fsdp_lab.config.convert import to_dict
-from fsdp_lab.config.key import Between, keys_of
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint_place import Where
 from fsdp_lab.training.model_state import CheckpointError
@@ -53,7 +52,7 @@ def order_of(config: TrialConfig) -> dict[str, Any]:
 
 
 def trial_identity(config: TrialConfig) -> dict[str, Any]:
-    return settings(config, Between.CHECKPOINT)
+    return settings(config, CHECKPOINT)
 
 
 def check_same_trial(meta: dict[str, Any], source: Where, config: TrialConfig) -> None:
@@ -63,14 +62,9 @@ def check_same_trial(meta: dict[str, Any], source: Where, config: TrialConfig) -
         CheckpointError: with the settings that differ.
     """
     here, there = trial_identity(config), trial_identity(TrialConfig()) | meta["trial"]  # older ones lack newer keys
-    known = keys_of(TrialConfig)
-    gone = [
-        k
-        for k in meta["trial"]
-        if k.partition(".")[0] in OPEN_GROUPS
-        and k not in here
-        and (k not in known or Between.CHECKPOINT not in known[k].may_differ)
-    ]  # arguments of another callable
+    gone = [  # arguments of another callable
+        k for k in meta["trial"] if k.partition(".")[0] in OPEN_GROUPS and k not in here and counts(k, CHECKPOINT)
+    ]
     other = [
         f"{k}={there.get(k)} in the checkpoint, {here.get(k)} now"
         for k in [*here, *gone]

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Sequence
 
 import pytest
 from omegaconf import OmegaConf
 
 from fsdp_lab.config import (
-    Between,
     ConfigError,
     NightlyConfig,
     SweepConfig,
     TrialConfig,
     all_keys,
     check_ranges,
-    memory_settings,
+    forecast_settings,
     part,
     settings,
-    speed_settings,
     to_dict,
 )
+from fsdp_lab.config.compare import CELLS, CHECKPOINT, NIGHTS, PARAMS, STARTS, STEP
 from fsdp_lab.config.key import key, keys_of
 from fsdp_lab.config.nightly import NightConfig
 from fsdp_lab.config.options import values_implied_by_option
@@ -30,13 +30,14 @@ from fsdp_lab.config.training import OptimizerConfig
 from fsdp_lab.config.workload import DataConfig, ModelConfig
 
 # Another value makes another trial of a grid (cells), is refused by a resume (starts) and by the trial's own checkpoint
-# (checkpoint), is another study (nights), asks for a forecast of its own (memory), is an MLflow parameter (param).
+# (checkpoint), is another study (nights), asks for a forecast of its own (forecast), is an MLflow parameter (param).
 COUNTS = {
-    "cells starts checkpoint nights memory param": """
+    "cells starts checkpoint nights forecast param": """
         sharding.granularity sharding.dp_replicate sharding.min_num_params sharding.blocks_per_unit
         sharding.separate_reduce_scatter_group sharding.forward_prefetch sharding.backward_prefetch
-        precision.param_dtype precision.reduce_dtype precision.loss_scaling precision.float8 offload.target
-        reshard_after_forward.policy reshard_after_forward.size model._target_ model.image_size model.num_channels
+        precision.param_dtype precision.reduce_dtype precision.loss_scaling precision.float8 precision.tf32
+        offload.target reshard_after_forward.policy reshard_after_forward.size model._target_ model.image_size
+        model.num_channels
         model.patch_size model.num_layers model.num_heads model.hidden_dim model.mlp_dim model.num_classes
         model.block_classes model.forward_methods data._target_ data.collate_fn task.name task.loss
         task.loss_chunks task.unit optimizer._target_ optimizer.name optimizer.weight_decay optimizer.momentum
@@ -45,11 +46,11 @@ COUNTS = {
         activation_checkpointing activation_checkpointing_every compile
     """,
     "cells starts checkpoint nights param": """
-        precision.tf32 precision.init_scale precision.growth_interval data.num_train data.num_val task.metrics
+        precision.init_scale precision.growth_interval data.num_train data.num_val task.metrics
         optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.scale_lr lr_schedule.name
         lr_schedule.warmup_steps lr_schedule.min_lr_ratio lr_schedule.step_epochs lr_schedule.gamma training.seed init
     """,
-    "cells starts nights memory param": "model.flops_per_unit",
+    "cells starts nights forecast param": "model.flops_per_unit",
     "cells starts nights param": """
         data.loader_workers training.epochs training.max_steps training.timing_warmup_steps checkpoint.mode
         checkpoint.every_epochs checkpoint.keep_last checkpoint.keep_best checkpoint.resume_from
@@ -104,38 +105,30 @@ def test_every_key_is_decided():
     assert sorted(all_keys()) == sorted(EXPECTED)
 
 
-@pytest.mark.parametrize("between", ["cells", "starts", "checkpoint", "nights"])
-def test_what_counts_in_a_comparison(between: str):
-    assert set(settings(NightlyConfig(), Between[between.upper()])) == {k for k, v in EXPECTED.items() if between in v}
+@pytest.mark.parametrize(
+    ("between", "ignored"),
+    [("cells", CELLS), ("starts", STARTS), ("checkpoint", CHECKPOINT), ("nights", NIGHTS), ("param", PARAMS)],
+)
+def test_what_counts_in_a_comparison(between: str, ignored: Sequence[str]):
+    assert set(settings(NightlyConfig(), ignored)) == {k for k, v in EXPECTED.items() if between in v}
 
 
-def test_what_counts_for_memory():
+def test_what_counts_for_a_forecast():
     # one process holds no more for more workers as such: their number is asked for apart, and is not a key here
-    counting = set(memory_settings(NightlyConfig(), 2)) - {"cluster.num_workers"}
-    assert counting == {k for k, v in EXPECTED.items() if "memory" in v}
+    counting = set(forecast_settings(NightlyConfig(), 2)) - {"cluster.num_workers"}
+    assert counting == {k for k, v in EXPECTED.items() if "forecast" in v}
 
 
 def test_what_cannot_change_the_speed_of_a_step():
-    assert {name for name, known in KEYS.items() if not known.changes_speed} == {
+    assert set(KEYS) - set(settings(NightlyConfig(), STEP)) == {
         "optimizer.lr", "optimizer.beta1", "optimizer.beta2", "optimizer.scale_lr", "training.seed", "repeat", "init",
         "lr_schedule.name", "lr_schedule.warmup_steps", "lr_schedule.min_lr_ratio", "lr_schedule.step_epochs",
         "lr_schedule.gamma",
     }  # fmt: skip
 
 
-def test_forecasts_of_speed_are_shared_only_by_trials_that_agree_in_all_that_changes_it():
-    counting = set(memory_settings(NightlyConfig(), 2)) | set(speed_settings(NightlyConfig()))
-    still = {name for name, known in keys_of(TrialConfig).items() if not known.changes_speed}
-    assert set(keys_of(TrialConfig)) - counting <= still
-    assert {"compile", "task.metrics"} <= counting and "training.seed" not in counting
-
-
-def test_what_is_a_parameter():
-    assert {name for name, known in KEYS.items() if known.is_param} == {k for k, v in EXPECTED.items() if "param" in v}
-
-
 def test_a_key_of_a_sweep_does_not_keep_a_trial_from_its_checkpoint():
-    assert settings(NightlyConfig(), Between.CHECKPOINT) == settings(TrialConfig(), Between.CHECKPOINT)
+    assert settings(NightlyConfig(), CHECKPOINT) == settings(TrialConfig(), CHECKPOINT)
 
 
 @pytest.mark.parametrize("option", NAMED_BY_OPTION)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_lab.config import check_forecast, memory_settings
+from fsdp_lab.config import check_forecast, forecast_settings
 from fsdp_lab.forecast import forecast as module
 from fsdp_lab.forecast import run
 from fsdp_lab.forecast.capacity import CONTEXT_BYTES, GIB, NCCL_BYTES, NoForecast, communicators
@@ -263,9 +263,9 @@ OF_ITS_OWN = (
 
 
 def test_trials_share_a_forecast_where_no_figure_differs():
-    plain = memory_settings(config(), 2)
-    alike = [word for word in (*SHARED, *OF_ITS_OWN) if memory_settings(config(word), 2) == plain]
-    assert alike == [*SHARED] and plain != memory_settings(config(), 4)
+    plain = forecast_settings(config(), 2)
+    alike = [word for word in (*SHARED, *OF_ITS_OWN) if forecast_settings(config(word), 2) == plain]
+    assert alike == [*SHARED] and plain != forecast_settings(config(), 4)
 
 
 def test_many_are_forecast_once_each_and_come_back_in_their_order():

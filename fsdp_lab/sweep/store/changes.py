@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsdp_lab.config import Between, SweepConfig, UserError, settings, workers_of
+from fsdp_lab.config import SweepConfig, UserError, settings, workers_of
 from fsdp_lab.config.code import code_digest, commit
+from fsdp_lab.config.compare import STARTS
 from fsdp_lab.config.compose import with_variables
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.record.sweep_json import SweepStart, versions
@@ -43,7 +44,7 @@ def changes_of_config(trial_folder: Path, config: SweepConfig) -> list[str]:
         before = with_variables(saved_config(read_hydra_file(trial_folder, "config.yaml")))
     except UserError as error:
         return [f"{trial_folder / '.hydra/config.yaml'}: {error}"]
-    there, here = settings(before, Between.STARTS), settings(config, Between.STARTS)
+    there, here = settings(before, STARTS), settings(config, STARTS)
     return [
         f"{key} was {there.get(key)} and is {here.get(key)}"
         for key in dict.fromkeys([*here, *there])
