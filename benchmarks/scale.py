@@ -32,7 +32,7 @@ from fsdp_lab.record.trial_files import Outcome, ProgressFile, TrialWriter, writ
 from fsdp_lab.storage.files import write_json
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 
-MOST_COST_MS = 80.0
+MOST_COST_MS = 250.0
 MOST_GROWTH_MIB = 300.0
 LEAST_BUSY = 0.95
 _BLOCK = 250
