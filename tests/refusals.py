@@ -68,8 +68,6 @@ def without_split(noise): pass
 def loss(model, batch): pass
 def loss_of_the_model_alone(model): pass
 """,
-    "two/a.csv": "",
-    "two/b.csv": "",
     "columns/wikihowAll.csv": "title,summary,text\n",
     "spaces/wikihowAll.csv": "a b\n",
     "nothing/wikihowAll.csv": "\n",
@@ -165,7 +163,6 @@ model=lm_tiny data=digits               | data=digits data=pydoc
 task=language model.vocab_size=255      | model.vocab_size=255 model.vocab_size=256
 model=llama3_1b data.vocab_size=128257  | model.vocab_size=128256 data.vocab_size=128257
 model._target_=my_project.net.Summariser data=wikihow data.root=nowhere | data.root=nowhere wikihowAll.csv
-model._target_=my_project.net.Summariser data=wikihow data.root=two | data.root=two wikihowAll.csv
 model._target_=my_project.net.Summariser data=wikihow data.root=columns | columns/wikihowAll.csv headline
 model._target_=my_project.net.Summariser data=wikihow data.root=spaces | spaces/wikihowAll.csv headline
 model._target_=my_project.net.Summariser data=wikihow data.root=nothing | nothing/wikihowAll.csv headline

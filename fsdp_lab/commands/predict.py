@@ -119,8 +119,8 @@ def summarise(folder: Path, options: dict[str, str]) -> None:
     files = {name: options[key] for name in ("root", "tokenizer") if (key := f"data.{name}") in options}
     data = summaries.read_val(recorded_data(folder), files)
     model = load_whole(folder).to(device)
-    for summary in summaries.summarise(model, data, _SUMMARIES):
-        print(f"article:  {summary.article}\nheadline: {summary.headline}\nsummary:  {summary.written}\n", flush=True)
+    for article, headline, summary in summaries.summarise(model, data, _SUMMARIES):
+        print(f"article:  {article}\nheadline: {headline}\nsummary:  {summary}\n", flush=True)
     loss = summaries.score(model, data)
     print(f"{len(data)} validation pairs: loss {loss:.4f}, perplexity {math.exp(min(loss, 700.0)):.2f}")
 

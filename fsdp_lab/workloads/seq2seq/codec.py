@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fsdp_lab.config.errors import UserError
 
@@ -12,22 +12,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PAD = 0  # of T5 and ByT5; the attention mask leaves it out, so another tokenizer's meaning of 0 does not matter
-
-
-class Codec(Protocol):
-    """Translates texts to ids and back.
-
-    Attributes:
-        vocab_size: every id is less.
-    """
-
-    vocab_size: int
-
-    def encode(self, text: str, most: int) -> list[int]:
-        """Return at most so many ids, including the end of the text."""
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text without special tokens."""
 
 
 class Bytes:
@@ -51,18 +35,12 @@ class Bytes:
 
 
 class FromFile:
-    """A `tokenizer.json`. The special tokens of its post-processor are kept, and counted, when a text is cut.
+    """A `tokenizer.json`. The special tokens of its post-processor are kept, and counted, when a text is cut."""
 
-    Raises:
-        UserError: the file cannot be read.
-    """
-
-    def __init__(self, file: str) -> None:
-        made = read_tokenizer(file)
+    def __init__(self, made: Tokenizer) -> None:
         self.vocab_size = max(made.get_vocab().values(), default=-1) + 1  # some vocabularies have gaps
-        self._made = type(made).from_str(made.to_str())  # the other one is shared, and limits would be, too
+        self._made = made
         self._made.no_padding()
-        self._made.no_truncation()
 
     def encode(self, text: str, most: int) -> list[int]:
         self._made.enable_truncation(most)
@@ -72,6 +50,10 @@ class FromFile:
         return str(self._made.decode(ids))
 
 
+Codec = Bytes | FromFile
+
+
+@cache  # each trial of a sweep asks for its vocabulary
 def build_codec(tokenizer: str | None) -> Codec:
     """Return ByT5's codec, or that of a `tokenizer.json`.
 
@@ -79,19 +61,12 @@ def build_codec(tokenizer: str | None) -> Codec:
         tokenizer: the path of the file; None: bytes.
 
     Raises:
-        UserError: the file cannot be read.
-    """
-    return Bytes() if tokenizer is None else FromFile(tokenizer)
-
-
-def read_tokenizer(tokenizer: str) -> Tokenizer:
-    """Return the tokenizer of a `tokenizer.json`, which is shared by all callers.
-
-    Raises:
         UserError: the package or the file is missing, or the file is no tokenizer's.
     """
+    if tokenizer is None:
+        return Bytes()
     try:
-        import tokenizers  # noqa: F401 (whether it is there)
+        from tokenizers import Tokenizer
     except ImportError as error:
         raise UserError(
             f"data.tokenizer={tokenizer} needs the package tokenizers: pip install tokenizers, or leave "
@@ -100,14 +75,6 @@ def read_tokenizer(tokenizer: str) -> Tokenizer:
     if not Path(tokenizer).is_file():
         raise UserError(f"data.tokenizer={tokenizer} is not a file; give the path of a tokenizer.json.")
     try:
-        return _tokenizer(tokenizer, Path(tokenizer).stat().st_mtime)
+        return FromFile(Tokenizer.from_file(tokenizer))
     except Exception as error:  # the package raises nothing narrower
         raise UserError(f"data.tokenizer={tokenizer} is not a tokenizer.json: {error}") from error
-
-
-@cache
-def _tokenizer(file: str, changed: float) -> Tokenizer:
-    """Return the tokenizer of a file, once for each state of it: each trial of a sweep needs it."""
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(file)

@@ -38,7 +38,7 @@ class Pairs(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, pairs: Sequence[Pair], source_len: int, target_len: int, tokenizer: str | None) -> None:
-        check_lengths(source_len, target_len)
+        Pairs.check_files(source_len, target_len)
         self.pairs, self.source_len, self.target_len = pairs, source_len, target_len
         self.codec = build_codec(tokenizer)
         self.vocab_size = self.codec.vocab_size
@@ -46,6 +46,13 @@ class Pairs(Dataset[dict[str, Tensor]]):
     @staticmethod
     def least_vocab_size(tokenizer: str | None = None, **_: Any) -> int:
         return build_codec(tokenizer).vocab_size
+
+    @staticmethod
+    def check_files(source_len: int = 512, target_len: int = 150, **_: Any) -> None:
+        """Check that a text has space for a token and its end. Raises UserError for less."""
+        for name, length in (("source_len", source_len), ("target_len", target_len)):
+            if not isinstance(length, int) or length < 2:
+                raise UserError(f"data.{name}={length}: a text has at least one token and its end; use 2 or more.")
 
     @property
     def digest(self) -> str:
@@ -71,14 +78,3 @@ class Pairs(Dataset[dict[str, Tensor]]):
 
 def _filled(ids: list[int], length: int, padding: int) -> Tensor:
     return torch.tensor(ids + [padding] * (length - len(ids)), dtype=torch.int64)
-
-
-def check_lengths(source_len: int, target_len: int) -> None:
-    """Check that a text has space for a token and its end.
-
-    Raises:
-        UserError: a length is less than 2.
-    """
-    for name, length in (("source_len", source_len), ("target_len", target_len)):
-        if not isinstance(length, int) or length < 2:
-            raise UserError(f"data.{name}={length}: a text has at least one token and its end; use 2 or more.")

@@ -6,10 +6,9 @@ import re
 import zlib
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 from fsdp_lab.workloads.language.tokens import SplitName
-from fsdp_lab.workloads.seq2seq.pairs import Pair, Pairs, check_lengths
+from fsdp_lab.workloads.seq2seq.pairs import Pair, Pairs
 
 _VAL_SHARE = 10  # a tenth of the titles
 _UNDERLINE = re.compile(r"([*=~^\"-])\1{2,}")
@@ -28,29 +27,21 @@ class PydocSummaries(Pairs):
     ) -> None:
         super().__init__(read(split), source_len, target_len, tokenizer)
 
-    @staticmethod
-    def check_files(source_len: int = 512, target_len: int = 150, **_: Any) -> None:
-        """Check the lengths; no file is needed."""
-        check_lengths(source_len, target_len)
-
 
 def read(split: SplitName) -> list[Pair]:
     """Return the pairs of a split, each passage and its section's title on one line."""
     from pydoc_data.topics import topics
 
-    seen: set[str] = set()
-    pairs = []
+    pairs: dict[str, str] = {}
     for name in sorted(topics):
         for title, text in sections(topics[name]):
             for passage in passages(text):
-                if passage not in seen:
-                    seen.add(passage)
-                    pairs.append(Pair(passage, title))
-    return [pair for pair in pairs if _is_val(pair.target) == (split == "val")]
-
-
-def _is_val(title: str) -> bool:
-    return zlib.crc32(title.encode()) % _VAL_SHARE == 0
+                pairs.setdefault(passage, title)
+    return [
+        Pair(passage, title)
+        for passage, title in pairs.items()
+        if (zlib.crc32(title.encode()) % _VAL_SHARE == 0) == (split == "val")
+    ]
 
 
 def sections(topic: str) -> Iterator[tuple[str, str]]:

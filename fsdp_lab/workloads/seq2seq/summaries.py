@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,21 +17,6 @@ from fsdp_lab.workloads.seq2seq.task import Seq2Seq
 _TARGETS = ("fsdp_lab.workloads.seq2seq.pydoc.PydocSummaries", "fsdp_lab.workloads.seq2seq.wikihow.WikiHow")
 _FILES = ("root", "tokenizer")  # arguments that are files: which ones, the user says
 _BATCH = 32
-
-
-@dataclass(frozen=True)
-class Summary:
-    """An article, its headline, and the model's summary.
-
-    Attributes:
-        article: the part that the model read.
-        headline: the target of the data set.
-        written: the model's output.
-    """
-
-    article: str
-    headline: str
-    written: str
 
 
 def read_val(data: DataConfig, files: Mapping[str, str]) -> Pairs:
@@ -50,19 +34,18 @@ def read_val(data: DataConfig, files: Mapping[str, str]) -> Pairs:
             f"the model was trained on data._target_={data.target}, which is not called: it is a name from a file. "
             "Load the model with from_pretrained(<folder>) of its transformers class."
         )
-    arguments = {name: value for name, value in data.arguments.items() if name not in _FILES}
     if data.arguments.get("tokenizer") is not None and "tokenizer" not in files:
         raise UserError("the model was trained with a tokenizer; give it: data.tokenizer=<its tokenizer.json>.")
     if "root" in data.arguments and "root" not in files:
-        raise UserError("the model was trained on articles in a folder; give it: data.root=<folder of its CSV files>.")
+        raise UserError("the model was trained on articles in a folder; give it: data.root=<folder of wikihowAll.csv>.")
     given = {name: files[name] for name in _FILES if data.arguments.get(name) is not None}
-    pairs: Pairs = import_callable(data.target, "data._target_")(split="val", **arguments, **given)
+    pairs: Pairs = import_callable(data.target, "data._target_")(split="val", **{**data.arguments, **given})
     pairs.pairs = pairs.pairs[: data.num_val]
     return pairs
 
 
-def summarise(model: Any, data: Pairs, count: int) -> list[Summary]:
-    """Return the summaries that a model of transformers writes greedily.
+def summarise(model: Any, data: Pairs, count: int) -> list[tuple[str, str, str]]:
+    """Return `(article, headline, summary)`: what the model read, the target, and what it writes greedily.
 
     Args:
         model: of transformers, on any device.
@@ -74,7 +57,7 @@ def summarise(model: Any, data: Pairs, count: int) -> list[Summary]:
     with torch.no_grad():
         rows = model.generate(**sources, max_new_tokens=data.target_len, do_sample=False, num_beams=1).tolist()
     return [
-        Summary(data.codec.decode(source), data.pairs[i].target, data.codec.decode(written))
+        (data.codec.decode(source), data.pairs[i].target, data.codec.decode(written))
         for i, source, written in zip(indices, batch["input_ids"].tolist(), rows, strict=True)
     ]
 

@@ -9,18 +9,15 @@ import pytest
 import tokenizers
 import torch
 
-from fsdp_lab.config.compose import check
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.workloads.seq2seq.codec import Bytes, build_codec
 from fsdp_lab.workloads.seq2seq.pairs import Pair, Pairs
 from fsdp_lab.workloads.seq2seq.pydoc import passages, read, sections
 from fsdp_lab.workloads.seq2seq.task import Seq2Seq
 from fsdp_lab.workloads.seq2seq.wikihow import WikiHow
-from tests.workloads.language.test_config import composed
 from tests.workloads.seq2seq.net import Summariser
 
 # "Life is like a box of chocolates.", as the documentation of transformers' ByT5 gives it by hand: each byte plus 3.
-HERE = "tests.workloads.seq2seq.net"
 LIFE = "Life is like a box of chocolates."
 
 
@@ -106,6 +103,9 @@ ROWS = [
 ]
 
 
+VALIDATION = "How to Cook"  # one of the twentieth of titles that are in the validation split, by `zlib.crc32`
+
+
 def write_csv(file: Path, rows: list[tuple[str, ...]], header: tuple[str, ...] = ("headline", "title", "text")) -> None:
     """Written by hand, each cell in quotes: what the `csv` module is to read is not written by it."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -114,43 +114,15 @@ def write_csv(file: Path, rows: list[tuple[str, ...]], header: tuple[str, ...] =
 
 
 def test_rows_in_the_published_dialect(tmp_path: Path) -> None:
-    write_csv(tmp_path / "train.csv", ROWS)
-    write_csv(tmp_path / "val.csv", [("Unquoted.", "t", "x" * 200_000)])
+    long = ("Unquoted.", VALIDATION, "x" * 200_000)
+    write_csv(tmp_path / "wikihowAll.csv", [*ROWS, long])
     result = WikiHow("train", root=str(tmp_path)).pairs
     text = 'If you\'re "new", buy paper., Draw, every day. Then draw more.'
     assert result == [
         Pair(" ".join([text] * 3), "Buy paper. Draw every day. Draw more."),
         Pair('One says ""yes"" and then, after a while, "yes" again.', 'Say "yes", twice.'),
     ]
-    (long,) = WikiHow("val", root=str(tmp_path)).pairs
-    assert len(long.source) == 200_000
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-def test_few_articles_without_one_for_validation_are_reported_before_ray(tmp_path: Path, parts: int) -> None:
-    """By Python's own `zlib.crc32`, 'How to Make apple' and the four after it are not divisible by 20. The parts of an
-    article are one title."""
-    things = ("apple", "bread", "cake", "dough", "eggs")
-    rows = [
-        (f"Make {t} {i}.", f"How to Make {t}{i}", "A long text on how one makes it." * 3)
-        for t in things
-        for i in range(parts)
-    ]
-    write_csv(tmp_path / "mine.csv", rows)
-    message = (
-        f"^data.root={tmp_path}: none of the 5 articles of mine.csv is in the validation split, which is a "
-        "twentieth of the titles; use two files with train and val in their names.$"
-    )
-    with pytest.raises(UserError, match=message):
-        check(composed("data=wikihow", f"data.root={tmp_path}", f"model._target_={HERE}.Summariser"))
-    with pytest.raises(UserError, match=message):
-        WikiHow("val", root=str(tmp_path))
-    (tmp_path / "mine.csv").rename(tmp_path / "train.csv")
-    write_csv(tmp_path / "val.csv", ROWS[1:4])
-    with pytest.raises(UserError, match=r"val\.csv has no article with a shorter summary for the val split; use the"):
-        WikiHow("val", root=str(tmp_path))
-    write_csv(tmp_path / "val.csv", rows[:1])
-    check(composed("data=wikihow", f"data.root={tmp_path}", f"model._target_={HERE}.Summariser"))
+    assert WikiHow("val", root=str(tmp_path)).pairs == [Pair("x" * 200_000, "Unquoted.")]
 
 
 def test_one_file_is_split_by_title_and_parts_stay_together(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from fsdp_lab.commands import predict
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.workloads.seq2seq.pydoc import PydocSummaries
 from tests.parity import t5
-from tests.workloads.seq2seq.test_pairs import ROWS, word_tokenizer, write_csv
+from tests.workloads.seq2seq.test_pairs import ROWS, VALIDATION, word_tokenizer, write_csv
 
 PYDOC = {"_target_": "fsdp_lab.workloads.seq2seq.pydoc.PydocSummaries", "source_len": 24, "target_len": 12}
 WIKIHOW = {**PYDOC, "_target_": "fsdp_lab.workloads.seq2seq.wikihow.WikiHow", "root": "/home/somebody/.ssh"}
@@ -70,11 +70,10 @@ def test_only_files_that_are_typed_are_read(tmp_path: Path, capsys: pytest.Captu
     """The folder may be anybody's."""
     export(tmp_path / "model", WIKIHOW)
     with pytest.raises(
-        UserError, match=r"trained on articles in a folder; give it: data\.root=<folder of its CSV files>"
+        UserError, match=r"trained on articles in a folder; give it: data\.root=<folder of wikihowAll.csv>"
     ):
         predict.summarise(tmp_path / "model", {})
-    write_csv(tmp_path / "mine" / "a_train.csv", ROWS)
-    write_csv(tmp_path / "mine" / "a_val.csv", ROWS)
+    write_csv(tmp_path / "mine" / "wikihowAll.csv", [*ROWS, (ROWS[0][0], VALIDATION, ROWS[0][2])])
     predict.summarise(tmp_path / "model", {"data.root": f"{tmp_path}/mine"})
     assert capsys.readouterr().out.count("headline: Buy paper. Draw every day. Draw more.") == 1
     export(tmp_path / "model", {**PYDOC, "tokenizer": "/home/somebody/t.json"})
