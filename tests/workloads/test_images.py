@@ -10,8 +10,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from fsdp_lab.config import UserError
-from fsdp_lab.workloads.vision import digits as digits_module
-from fsdp_lab.workloads.vision.digits import Digits, read_digits
+from fsdp_lab.workloads.vision.digits import Digits
 from fsdp_lab.workloads.vision.fashion_mnist import FashionMnist
 from fsdp_lab.workloads.vision.images import Images, expand_channels
 from fsdp_lab.workloads.vision.synthetic import SyntheticImages
@@ -35,14 +34,6 @@ def test_digits_are_scikit_learns() -> None:
     assert ours == rows(scaled, torch.from_numpy(bunch.target))
     assert not set(rows(train.images, train.labels)) & set(rows(val.images, val.labels))
     assert set(val.labels.tolist()) == set(range(10))
-
-
-def test_digits_without_the_installed_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where scikit-learn keeps its file elsewhere, its own loader gives the same."""
-    with_table = read_digits()
-    monkeypatch.setattr(digits_module.importlib.util, "find_spec", lambda name: None)
-    for a, b in zip(with_table, read_digits(), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_batches_are_resized_and_scaled() -> None:
@@ -82,14 +73,6 @@ def test_a_failed_download_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("torchvision.datasets.FashionMNIST", refuse)
     with pytest.raises(UserError, match=rf"data.root={tmp_path}: {tmp_path}/FashionMNIST/raw .*the download failed"):
         FashionMnist("train", root=str(tmp_path), download=True)
-
-
-def test_a_folder_that_no_download_can_write_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="/file, which cannot be written") as caught:
-        FashionMnist.check_files(root=str(tmp_path / "file" / "below"))
-    assert "data.download=true" not in str(caught.value), "that is so already"
-    FashionMnist.check_files(root=str(tmp_path / "new" / "below"))
 
 
 def test_synthetic_shapes_and_seed() -> None:

@@ -71,15 +71,12 @@ def logits_of(outputs: Any) -> Tensor:
     Raises:
         UserError: the outputs have no logits of two dimensions.
     """
-    if isinstance(outputs, tuple | list) and outputs and not hasattr(outputs, "logits"):
-        outputs = outputs[0]
-    if not isinstance(outputs, Tensor):
-        found = part_of(outputs, "logits")
-        outputs = outputs if found is None else found
-    if isinstance(outputs, Tensor) and outputs.ndim == 2:
-        return outputs
-    what = f"a tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+    logits = part_of(outputs, "logits")
+    if logits is None:
+        logits = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
+    if isinstance(logits, Tensor) and logits.ndim == 2:
+        return logits
     raise UserError(
-        f"task=classification: the model returns {what}; it must return logits of shape (batch, classes), alone, "
-        "first in a tuple, or named logits; for another task use task.loss=<package.function>."
+        f"task=classification: the model returns {describe(outputs)}; it must return logits of shape (batch, classes), "
+        "alone, first in a tuple, or named logits; for another task use task.loss=<package.function>."
     )

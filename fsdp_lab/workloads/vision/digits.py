@@ -43,14 +43,8 @@ def read_digits() -> tuple[Tensor, Tensor]:
     import torch
 
     spec = importlib.util.find_spec("sklearn")
-    folders = spec.submodule_search_locations if spec else None
-    table = Path(folders[0], "datasets", "data", "digits.csv.gz") if folders else None
-    if table is not None and table.exists():
-        values = torch.from_numpy(np.loadtxt(table, delimiter=",", dtype=np.int64))
-        pixels, labels = values[:, :-1], values[:, -1]
-    else:
-        from sklearn.datasets import load_digits
-
-        bunch = load_digits()
-        pixels, labels = torch.from_numpy(bunch.data), torch.from_numpy(bunch.target).long()
+    assert spec is not None and spec.origin is not None
+    table = Path(spec.origin).with_name("datasets") / "data" / "digits.csv.gz"
+    values = torch.from_numpy(np.loadtxt(table, delimiter=",", dtype=np.int64))
+    pixels, labels = values[:, :-1], values[:, -1]
     return (pixels.double() * 255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8), labels

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,6 @@ from fsdp_lab.storage.locks import InUse, exclusive
 from fsdp_lab.workloads.vision.images import Images
 
 _FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-_REMEDY = "set data.root to the folder that holds FashionMNIST/raw, or use data=digits, which needs no files"
-_DOWNLOAD_TIMEOUT_S = 30.0
 _DOWNLOAD_WAIT_S = 900.0
 
 
@@ -38,52 +34,29 @@ class FashionMnist(Images):
     ) -> None:
         from torchvision.datasets import FashionMNIST
 
-        _prepare(root, download)
+        self.check_files(root, download)
+        if _missing(root):
+            try:
+                with exclusive(Path(root, ".download.lock"), _DOWNLOAD_WAIT_S):  # trials side by side
+                    FashionMNIST(root, download=True)
+            except (OSError, RuntimeError, InUse) as error:
+                raise _error(root, f"the download failed: {error}") from error
         part = FashionMNIST(root, train=split == "train")
         super().__init__(part.data.unsqueeze(1), part.targets.long(), image_size)
 
     @staticmethod
     def check_files(root: str = "outputs/data", download: bool = True, **_: Any) -> None:
-        """Check that no file is missing, unless the first worker of a node downloads it.
-
-        Raises:
-            UserError: a file is missing and may not be downloaded, or not to this folder.
-        """
-        if (missing := _missing(root)) is None:
-            return
-        if not download:
-            raise UserError(
-                f"{missing}{_REMEDY}, or set data.download=true with internet access (data.download=false)."
-            )
-        there = next(path for path in [Path(root).absolute(), *Path(root).absolute().parents] if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise UserError(f"{missing}{_REMEDY}: they cannot be downloaded to {there}, which cannot be written.")
+        """Check that no file is missing, unless the first worker of a node downloads it. Raises UserError."""
+        if not download and _missing(root):
+            raise _error(root, "data.download=false; true downloads them")
 
 
-def _prepare(root: str, download: bool) -> None:
-    if (missing := _missing(root)) is None:
-        return
-    reason = "data.download=false"
-    if download:
-        from torchvision.datasets import FashionMNIST
-
-        before = socket.getdefaulttimeout()
-        socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT_S)  # torchvision sets none: a dead mirror would hang
-        try:
-            with exclusive(Path(root, ".download.lock"), _DOWNLOAD_WAIT_S):  # trials side by side
-                FashionMNIST(root, download=True)
-            return
-        except (OSError, RuntimeError, InUse) as error:
-            reason = f"the download failed: {error}"
-        finally:
-            socket.setdefaulttimeout(before)
-    raise UserError(f"{missing}{_REMEDY} ({reason}).")
+def _missing(root: str) -> list[str]:
+    return [name for name in _FILES if not Path(root, "FashionMNIST", "raw", name).is_file()]
 
 
-def _missing(root: str) -> str | None:
-    """Return a sentence that names the files missing in `root`; None if all exist."""
-    folder = Path(root).absolute() / "FashionMNIST" / "raw"
-    missing = [name for name in _FILES if not (folder / name).is_file()]
-    if not missing:
-        return None
-    return f"data.root={root}: {folder} lacks Fashion-MNIST's {', '.join(missing)}; "
+def _error(root: str, reason: str) -> UserError:
+    return UserError(
+        f"data.root={root}: {Path(root).absolute()}/FashionMNIST/raw lacks {', '.join(_missing(root))} ({reason}); set "
+        "data.root to the folder that holds FashionMNIST/raw, or use data=digits, which needs no files."
+    )

@@ -16,11 +16,7 @@ class ImageClassifier(ModelSource):
     """A model of square images, whose arguments are sizes."""
 
     def check(self, **sizes: int) -> None:
-        """Check that each size is 1 or more.
-
-        Raises:
-            ConfigError: it is less.
-        """
+        """Check that each size is 1 or more. Raises ConfigError."""
         for name, size in sizes.items():
             if wrong := at_least_one(size):
                 raise ConfigError(f"model.{name}={size} {wrong}.")
@@ -68,12 +64,7 @@ class Vit(ImageClassifier):
         return model
 
     def check(self, **sizes: int) -> None:
-        """Check that the sizes divide each other.
-
-        Raises:
-            ConfigError: a size is below 1.
-            CombinationError: sizes that do not divide each other.
-        """
+        """Check that the sizes divide each other. Raises CombinationError, or ConfigError for one below 1."""
         super().check(**sizes)
         image_size, patch_size = sizes["image_size"], sizes["patch_size"]
         hidden_dim, num_heads = sizes["hidden_dim"], sizes["num_heads"]
