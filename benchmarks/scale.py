@@ -28,8 +28,8 @@ import psutil
 
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.engine.job import Job
-from fsdp_lab.record.trial_files import Outcome, ProgressFile, TrialWriter, write_outcome
-from fsdp_lab.storage.files import write_json
+from fsdp_lab.record.trial_files import ProgressFile, TrialWriter
+from fsdp_lab.record.trial_json import Outcome, write_outcome
 from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 
 MOST_COST_MS = 250.0
@@ -54,7 +54,7 @@ def pretend(config: dict[str, Any]) -> None:
         "data_digest": "0" * 16, "data_num_train": 1024, "data_num_val": 256, "data": "digits", "num_steps": 1,
         "resumed_from": None, "notes": [],
     }  # fmt: skip
-    write_json(folder / "facts.json", facts)
+    TrialWriter(folder).receive({"facts": facts})
     ProgressFile(folder).write(step=1)
     time.sleep(float(os.environ[_SLEEP]) * random.uniform(0.75, 1.25))
     speed = 1000 * random.lognormvariate(0, 0.1)

@@ -69,6 +69,7 @@ BATCHES = "workloads/user/test_batches.py::test_it_is_copied_in_its_class_and_it
 SYNCED = "sweep/test_kills.py::test_what_a_resume_needs_is_on_the_disk_before_its_name_and_its_name_after"
 FATES = "sweep/test_fates.py"
 TRACKING = "tracking/test_tracking.py"
+TRIAL_JSON = "record/test_trial_json.py::test_the_first_of_two_outcomes_counts_and_nothing_else_is_lost"
 GATE = "nightly/test_gate.py"
 FAULTS = (
     # suggestions
@@ -334,8 +335,10 @@ FAULTS = (
           "        for metrics in read_metrics(folder):", "        for metrics in ():",
           "sweep/test_runner.py::"
           "test_epochs_come_as_they_are_reported_and_from_the_folder_once_at_a_start_and_at_the_end"),
-    Fault("a later outcome of a trial replaces the first", "fsdp_lab/storage/files.py",
-          "    if replace:", "    if True:", "test_files.py::test_the_first_of_two_writers_counts"),
+    Fault("a later outcome of a trial replaces the first", "fsdp_lab/record/trial_json.py",
+          "        if trial.outcome is None:", "        if True:", TRIAL_JSON),
+    Fault("of two processes that change a trial's record one is lost", "fsdp_lab/record/trial_json.py",
+          '    with exclusive(folder / ".trial.lock", _LIMIT_S, parents=False):', "    if True:", TRIAL_JSON),
     Fault("a trial that is stopped has failed, because its workers went first", "fsdp_lab/sweep/executors/tuner.py",
           "            self._sweep.write_stop(number, result)",
           "            resources.release_placement_group(self._sweep.folder_of(number))\n"
@@ -386,8 +389,8 @@ FAULTS = (
     Fault("a lock is not taken", "fsdp_lab/storage/locks.py",
           "lock.acquire()\n    except Timeout:", "pass\n    except Timeout:", "test_locks.py"),
     Fault("a file has its name before it is on the disk", "fsdp_lab/storage/files.py",
-          "        if durable:\n            sync(making)\n        _rename(making, path, replace)\n        if durable:",
-          "        _rename(making, path, replace)\n        if durable:\n            sync(path)", SYNCED),
+          "        if durable:\n            sync(making)\n        making.rename(path)\n        if durable:",
+          "        making.rename(path)\n        if durable:\n            sync(path)", SYNCED),
     Fault("a foreign folder is accepted", "fsdp_lab/sweep/store/trust.py",
           "    if reason is not None and not trust:", "    if reason is not None and trust:", "sweep/test_trust.py"),
     Fault("a folder's override runs code", "fsdp_lab/sweep/store/trust.py",

@@ -49,12 +49,36 @@ class TrialFolder:
     @property
     def outcome(self) -> dict[str, Any] | None:
         """How it ended, with `status`; None: it has not ended, or its file is damaged."""
-        return _object(self.files / "outcome.json")
+        return self._record.get("outcome")
 
     @property
     def facts(self) -> dict[str, Any]:
         """What training recorded of itself as it started: the device, `resumed_from`, notes."""
-        return _object(self.files / "facts.json") or {}
+        return self._record.get("facts") or {}
+
+    @property
+    def forecast(self) -> dict[str, Any]:
+        """Its forecast: figures, and words such as `predicted_by`; empty without one."""
+        return {**self._record.get("forecast", {}), **self._record.get("forecast_words", {})}
+
+    @property
+    def addresses(self) -> list[str]:
+        """That of each rank's node; empty: not known."""
+        return [node["address"] for node in self._record.get("nodes", [])]
+
+    @property
+    def earlier_failures(self) -> list[dict[str, Any]]:
+        """Those of ranks in attempts before the last one."""
+        failures: list[dict[str, Any]] = self._record.get("earlier_failures", [])
+        return failures
+
+    @property
+    def _record(self) -> dict[str, Any]:
+        return _object(self.files / "trial.json") or {}
+
+    def change(self, **content: Any) -> None:
+        """Write other content into its record, as nothing does; `outcome=None`: it was killed before its end."""
+        (self.files / "trial.json").write_text(json.dumps(self._record | content))
 
     @property
     def error(self) -> str:

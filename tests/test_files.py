@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 
 import pytest
 
 from fsdp_lab.config import UserError
-from fsdp_lab.storage.files import read_object, whole, whole_folder, write_json
+from fsdp_lab.storage.files import read_object, whole_folder, write_json
 
 
 def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path):
@@ -36,32 +33,6 @@ def test_two_threads_may_write_one_file(tmp_path: Path):
             done.result()
             assert read_object(path) in contents
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_the_first_of_two_writers_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool):
-    """As outcome.json: the trial's own process, and the driver. Some file systems have no hard links."""
-
-    def refuse(*args: object, **options: object) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    if not links:
-        monkeypatch.setattr(os, "link", refuse)
-    gate = Barrier(2, timeout=60)
-
-    def write(path: Path, content: str) -> str:
-        with whole(path, replace=False) as making:
-            making.write_text(content)
-            if links:
-                gate.wait()
-        return path.read_text()
-
-    with ThreadPoolExecutor(2) as threads:
-        for number in range(200 if links else 1):
-            path = tmp_path / f"{number}.json"
-            read = [threads.submit(write, path, content) for content in ("one", "two")[: 2 if links else 1]]
-            assert {done.result() for done in read} == {path.read_text()}
-    assert len(list(tmp_path.iterdir())) == (200 if links else 1)
 
 
 def test_a_folder_takes_the_place_of_one_only_when_it_is_whole(tmp_path: Path):

@@ -92,7 +92,7 @@ def test_committed_pages_are_those_of_the_code():
     old = [name for name, text in pages.items() if tables.filled(text) != text]
     assert not old, f"python docs/tables.py writes them again: {old}"
     assert "| `cluster.num_workers` |" in pages["keys.md"] and "| `sharding=per_block` |" in pages["options.md"]
-    assert "| `val/loss` |" in pages["metrics.md"] and "| `outcome.json`" in pages["files.md"]
+    assert "| `val/loss` |" in pages["metrics.md"] and "| `trial.json`" in pages["files.md"]
 
 
 def test_pages_have_every_key_option_and_metric():

@@ -40,7 +40,7 @@ def test_generated_tables_are_there(site: Path):
         "<code>cluster.wait_timeout_s</code>" in text["keys"] and "<code>sharding=per_block</code>" in text["options"]
     )
     assert (
-        "<code>memory/&lt;category&gt;_bytes</code>" in text["metrics"] and "<code>outcome.json</code>" in text["files"]
+        "<code>memory/&lt;category&gt;_bytes</code>" in text["metrics"] and "<code>trial.json</code>" in text["files"]
     )
     assert not any("generated:" in page for page in text.values())
 

@@ -108,8 +108,10 @@ def typed(hint: Any, value: Any, key: str) -> Any:
         return float(value)
     if typing.get_origin(hint) is list and isinstance(value, list | str):  # one word is a list of one
         return [typed(typing.get_args(hint)[0], item, key) for item in ([value] if isinstance(value, str) else value)]
-    hint = typing.get_origin(hint) or hint  # a dictionary, whatever is in it
-    if type(value) is not hint:
+    if typing.get_origin(hint) is dict and isinstance(value, dict):
+        return {name: typed(typing.get_args(hint)[1], item, f"{key}.{name}") for name, item in value.items()}
+    hint = typing.get_origin(hint) or hint
+    if hint is not Any and type(value) is not hint:
         wanted = _WORDS.get(hint, f"a {getattr(hint, '__name__', hint)}")
         raise ConfigError(f"{key}={value} is a {type(value).__name__}; use {wanted}.")
     return value

@@ -9,15 +9,14 @@ from contextlib import suppress
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.target import user_line
-from fsdp_lab.record.failures import RankFailure
 from fsdp_lab.record.reasons import Code, Reason
+from fsdp_lab.record.trial_json import RankFailure
 
-# A person reads what to correct: no traceback says more, unless the error was raised from another.
-PLAIN = (Code.user_error, Code.diverged)
 _RAISED = re.compile(r"^[\w.]+Error: ", re.MULTILINE)  # before the message in Python's traceback
 
 
 def failure_of(error: BaseException, rank: int, code: Code) -> RankFailure:
+    """Return an error as plain values; without its traceback if the message says what a person has to correct."""
     if code is Code.user_error:
         # a process that loads data gives back a whole traceback, with the message at its end
         from_loader = str(error).startswith("Caught ")
@@ -33,19 +32,11 @@ def failure_of(error: BaseException, rank: int, code: Code) -> RankFailure:
         text=text.strip()[:300],
         line=user_line(error) if code is Code.error else None,
     )
-    return RankFailure(reason, _traceback(error))
+    return RankFailure(reason, "" if code is Code.diverged else _traceback(error))
 
 
 def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
-
-
-def print_failure(failure: RankFailure) -> None:
-    """Print an error into the rank's log: its traceback, or only the message of a user's error."""
-    if failure.reason.code is Code.user_error:
-        print(failure.reason.values["text"], file=sys.stderr, flush=True)
-    elif failure.reason.code is not Code.diverged:
-        print(failure.traceback, end="", file=sys.stderr, flush=True)
 
 
 def code_of(error: BaseException) -> Code:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from fsdp_lab.record.trial_folder import TRIAL_FILES
+from fsdp_lab.record.trial_files import TRIAL_FILES
 from fsdp_lab.storage.objects import Storage, StorageAway, StorageRefused
 
 _PATIENCE_S = 300.0  # for a store that is away at the end of a trial

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fsdp_lab.record.failures import RankFailure
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import TrialProgress
+from fsdp_lab.record.trial_json import RankFailure
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _LIBRARY = re.compile(r"/(site-packages|dist-packages|python3\.\d+)/|<frozen")
@@ -39,8 +39,9 @@ def timeout_of(folder: Path, limit_s: float, progress: TrialProgress, num_ranks:
     if silent and _COLLECTIVES in places[rank]:
         rank, stuck = silent[0], {"rank": silent[0]}
     since = {"phase": progress.phase} if progress.phase else {"step": progress.step}
+    reason = Reason.of(Code.timed_out, rank=rank, limit_s=limit_s, stuck=stuck, **since)
     # before any error that another rank raised because this one ended
-    return RankFailure(Reason.of(Code.timed_out, rank=rank, limit_s=limit_s, stuck=stuck, **since), at=progress.time)
+    return RankFailure(reason, time=progress.time or 0.0)
 
 
 def place(stacks: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ from fsdp_lab.engine.files_of_ranks import Uploads, at_end
 from fsdp_lab.engine.outcome import end_trial
 from fsdp_lab.engine.rank import RankReporter, check_gpu, train_rank
 from fsdp_lab.machine.hardware import num_gpus
-from fsdp_lab.record.failures import RankFailure, record_failure, set_aside_failures
 from fsdp_lab.record.trial_files import ProgressFile, TrialWriter
+from fsdp_lab.record.trial_json import RankFailure, changing, set_aside_failures
 from fsdp_lab.storage.objects import Storage
 
 
 def run_inline(
     config: TrialConfig, folder: Path, on_epoch: Callable[[dict[str, Any]], None], storage: str | None = None
 ) -> None:
-    """Train with one worker, and write `outcome.json` as a trial in separate processes does.
+    """Train with one worker, and write its outcome as a trial in separate processes does.
 
     There is no second attempt, and nothing ends a trial that hangs.
 
@@ -52,7 +53,8 @@ def run_inline(
             train_rank(config, folder, 0, reporter, storage=storage, join=join)
     except Exception as error:  # noqa: BLE001 - any end is a result of the trial
         failure = error if isinstance(error, RankFailure) else failure_of(error, 0, code_of(error))
-        record_failure(folder, failure)
+        with suppress(OSError), changing(folder) as trial:
+            trial.failures.append(failure)
     finally:
         from fsdp_lab.training.distributed import leave_process_group
 

@@ -24,8 +24,8 @@ from fsdp_lab.engine.outcome import end_trial, is_final, log_sizes, note_deaths,
 from fsdp_lab.engine.rendezvous import backend_config
 from fsdp_lab.engine.resources import mark_of, release_placement_group, worker_resources
 from fsdp_lab.engine.worker import train_worker
-from fsdp_lab.record.failures import set_aside_failures
-from fsdp_lab.record.trial_files import ENDED, TrialWriter, read_metrics, read_outcome, read_progress, wait_until_alone
+from fsdp_lab.record.trial_files import ENDED, TrialWriter, read_metrics, read_progress, wait_until_alone
+from fsdp_lab.record.trial_json import read_trial, set_aside_failures
 from fsdp_lab.storage.objects import Storage, StorageAway, StorageRefused
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
@@ -72,14 +72,14 @@ def trial_function(config: dict[str, Any]) -> None:
 
 
 def run_job(job: Job, report: Callable[[dict[str, Any]], None]) -> None:
-    """Train to the end, including restarts, and write `outcome.json` in the trial's folder if that can be written.
+    """Train to the end, including restarts, and write the outcome into the trial's folder if that can be written.
 
     Args:
         report: gets the metrics of each epoch once, when the folder has them; not called again after it has raised.
     """
     folder, begun, failed = Path(job.folder), time.monotonic(), None
     # removed while the trial waited for its place, and Ray Train would make it again; or killed after its end
-    if not folder.is_dir() or read_outcome(folder):
+    if not folder.is_dir() or read_trial(folder).outcome:
         return
     try:
         set_aside_failures(folder)  # of a start before this one
@@ -90,8 +90,8 @@ def run_job(job: Job, report: Callable[[dict[str, Any]], None]) -> None:
         epochs.report(ended=True)
     except Exception as error:  # noqa: BLE001 - any end of the job is a result of the trial
         failed = error
-    seconds = time.monotonic() - begun
-    end_trial(folder, seconds, failed, lambda error: why(error, job.each, job.num_workers, job.wait_timeout_s))
+    otherwise = why(failed, job.each, job.num_workers, job.wait_timeout_s) if failed else None
+    end_trial(folder, time.monotonic() - begun, failed, otherwise)
 
 
 class Epochs:

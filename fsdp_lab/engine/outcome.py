@@ -5,23 +5,16 @@ from __future__ import annotations
 import re
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config.status import TrialStatus
-from fsdp_lab.engine.failures import PLAIN
 from fsdp_lab.engine.hang import timeout_of
-from fsdp_lab.record.failures import RankFailure, read_failures, record_failure
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial_files import (
-    Outcome,
-    read_places,
-    read_progress,
-    write_error,
-    write_outcome,
-)
+from fsdp_lab.record.trial_files import read_progress, write_error
+from fsdp_lab.record.trial_json import Outcome, RankFailure, changing, read_trial, write_outcome
 
 _TAIL_LINES = 50  # of a log, for the report of a failure
 # What faulthandler writes into a rank's log, the last before the process ends.
@@ -33,8 +26,8 @@ _FINAL = (Code.out_of_memory, Code.host_out_of_memory, Code.timed_out, Code.user
 
 def is_final(folder: Path, error: Exception) -> bool:
     """Return whether another attempt would fail too, by what ranks recorded and by Ray Train's error."""
-    failures = read_failures(folder)
-    return bool(failures and failures[0].reason.code in _FINAL) or failed_to_be_placed(error)
+    cause = read_trial(folder).cause
+    return bool(cause and cause.reason.code in _FINAL) or failed_to_be_placed(error)
 
 
 def log_sizes(folder: Path) -> dict[str, int]:
@@ -61,20 +54,18 @@ def note_deaths(
         here: Ray's name of this node.
         kernel_killed: its kernel has just killed a process for lack of memory.
     """
-    places, progress = read_places(folder), read_progress(folder)
-    logs, before = folder / "logs", before or {}
-    if limit_s is not None and (timeout := timeout_of(folder, limit_s, progress, len(places))):
-        record_failure(folder, timeout)
-    known = {failure.rank for failure in read_failures(folder)}
+    nodes, progress = read_trial(folder).nodes, read_progress(folder)
+    timeout = timeout_of(folder, limit_s, progress, len(nodes)) if limit_s is not None else None
+    failures = [timeout] if timeout else []
     for rank, error in errors.items():
-        if rank in known:
+        if timeout and rank == timeout.rank:
             continue
         if isinstance(error, RankFailure):
-            record_failure(folder, error)
+            failures.append(error)
             continue
-        node, address = places[rank] if places else (None, None)
-        log = logs / f"rank{rank}.log"
-        written = _written(log, before)
+        node, address = (nodes[rank]["node"], nodes[rank]["address"]) if nodes else (None, None)
+        log = folder / "logs" / f"rank{rank}.log"
+        written = _written(log, before or {})
         values: dict[str, Any] = {"rank": rank, "at": f"step {progress.step}" if progress.step else None}
         causes = (error, getattr(error, "health_check_failure", None), error.__cause__)
         if any(type(cause).__name__ == "OutOfMemoryError" for cause in causes):
@@ -90,7 +81,9 @@ def note_deaths(
         else:
             code = Code.killed
             values |= {"node": address if node != here else None}
-        record_failure(folder, RankFailure(Reason.of(code, **values), "".join(traceback.format_exception(error))))
+        failures.append(RankFailure(Reason.of(code, **values), "".join(traceback.format_exception(error))))
+    with suppress(OSError), changing(folder) as trial:  # its outcome cannot be written either, and the driver logs why
+        trial.failures += failures
 
 
 def _written(log: Path, before: Mapping[str, int]) -> str:
@@ -132,31 +125,28 @@ def end_trial(
     folder: Path,
     seconds: float,
     error: Exception | None,
-    reason_of: Callable[[Exception], Reason] | None = None,
+    otherwise: Reason | None = None,
 ) -> None:
-    """Write `outcome.json`, and before it `error.txt` for an error without a plain message.
+    """Write how a trial ended, and before it `error.txt` for an error without a plain message.
 
     Args:
         folder: the trial's, with the failures of its ranks.
         error: that ended it; None: none did.
-        reason_of: returns the reason for an error that no rank recorded, other than a `RankFailure`.
+        otherwise: the reason for an error that no rank recorded.
     """
-    failures = read_failures(folder)
-    if error is not None and not (failures and failures[0].reason.code in PLAIN):
-        write_error(folder, report_of(folder, error))
-    reason = failures[0].reason if failures else error.reason if isinstance(error, RankFailure) else None
-    if reason is None and error is not None and reason_of is not None:
-        reason = reason_of(error)
+    cause = error if isinstance(error, RankFailure) else read_trial(folder).cause
+    if error is not None and (cause is None or cause.traceback):
+        write_error(folder, report_of(folder, cause, error))
+    reason = cause.reason if cause else otherwise
     with suppress(OSError):
         status = reason.status if reason else TrialStatus.finished
         write_outcome(folder, Outcome(status, reason, seconds, time.time()))
 
 
-def report_of(folder: Path, error: Exception) -> str:
+def report_of(folder: Path, cause: RankFailure | None, error: Exception) -> str:
     """Return the traceback of the rank that failed first, or else the job's own, and the end of its log."""
-    failures = read_failures(folder)
-    text = (failures[0].traceback if failures else "") or "".join(traceback.format_exception(error))
-    log = folder / "logs" / f"rank{failures[0].rank if failures else 0}.log"
+    text = cause.traceback if cause else "".join(traceback.format_exception(error))
+    log = folder / "logs" / f"rank{cause.rank if cause else 0}.log"
     if not log.exists():
         return text
     lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]

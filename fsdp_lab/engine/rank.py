@@ -12,9 +12,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from fsdp_lab.config import TrialConfig, UserError
 from fsdp_lab.engine.failures import code_of, failure_of
-from fsdp_lab.record.failures import RankFailure
 from fsdp_lab.record.reasons import Code
 from fsdp_lab.record.trial_files import ProgressFile
+from fsdp_lab.record.trial_json import RankFailure
 
 if TYPE_CHECKING:  # it imports PyTorch
     from fsdp_lab.training.train import Reporter

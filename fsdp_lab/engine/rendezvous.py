@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.record.trial_files import write_places
+from fsdp_lab.record.trial_json import changing
 
 
 def backend_config(folder: Path) -> Any:
@@ -27,7 +27,8 @@ def backend_config(folder: Path) -> Any:
 
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
             places = worker_group.execute(own_node)
-            write_places(folder, places)
+            with changing(folder) as trial:
+                trial.nodes = places
             worker_group.execute(set_variables, places[0]["address"], worker_group.execute_single(0, free_port))
 
     class Config(BackendConfig):

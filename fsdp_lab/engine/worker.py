@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, from_dict
-from fsdp_lab.engine.failures import code_of, failure_of, print_failure
+from fsdp_lab.engine.failures import code_of, failure_of
 from fsdp_lab.engine.files_of_ranks import Uploads, at_end, scratch_folder
 from fsdp_lab.engine.hang import stacks_file
 from fsdp_lab.engine.rank import RankReporter, check_gpu, train_rank
 from fsdp_lab.machine.hardware import WORKER_CPUS
-from fsdp_lab.record.failures import RankFailure
 from fsdp_lab.record.reasons import Code
 from fsdp_lab.record.trial_files import ProgressFile, hold_alive
+from fsdp_lab.record.trial_json import RankFailure
 from fsdp_lab.storage.objects import Storage
 
 _SENT_S = 3.0  # for the other ranks that hang, to send theirs: the first that ends takes them down
@@ -64,9 +64,6 @@ def train_worker(job: dict[str, Any]) -> None:
                 try:
                     join = partial(join_ranks, rank, job["use_gpu"], config)
                     train_rank(config, folder, rank, reporter, job["storage"], join)
-                except RankFailure as failure:
-                    print_failure(failure)
-                    raise
                 finally:
                     stacks.unlink(missing_ok=True)
         ray.train.report({})  # Ray Train takes its time to end

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -75,23 +74,12 @@ class Reason:
     """A code with its values, which are plain: they are written as JSON."""
 
     code: Code
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, code: Code, **values: Any) -> Reason:
         """Return a reason with these values; those that are None or empty are left out."""
         return cls(code, {key: value for key, value in values.items() if value not in (None, "", [], {})})
-
-    @classmethod
-    def read(cls, content: Any) -> Reason | None:
-        """Return what `to_dict` made; None for anything else."""
-        if not isinstance(content, dict) or not isinstance(content.get("values"), dict):
-            return None
-        known = content.get("code") in [code.value for code in Code]
-        return cls(Code(content["code"]), content["values"]) if known else None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def status(self) -> TrialStatus:

@@ -22,9 +22,10 @@ from fsdp_lab.config.code import code_digest, commit, user_packages
 from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.record.paths import make_storage, name_storage
-from fsdp_lab.record.trial_folder import clear_left_over
+from fsdp_lab.record.trial_files import clear_left_over
 from fsdp_lab.storage.files import sync, whole
 
+_LAYOUT = 1  # of the files in the folder; another one is refused
 _LIBRARIES = ("torch", "ray")  # what else decides what a trial does
 
 
@@ -40,8 +41,9 @@ class SweepStart:
         code: the digest of the Python files of fsdp_lab and of the user's packages.
         commit: of fsdp_lab's checkout; "": it is installed.
         libraries: name -> version.
-        num_trials: of a grid, all of which are recorded before it starts; None for a search, and from early versions.
+        num_trials: of a grid, all of which are recorded before it starts; None for a search.
         user_packages: of the user, which targets name.
+        layout: of the files in the folder.
     """
 
     id: str
@@ -54,6 +56,7 @@ class SweepStart:
     libraries: dict[str, str] = field(default_factory=dict)
     num_trials: int | None = None
     user_packages: list[str] = field(default_factory=list)
+    layout: int = _LAYOUT
 
     @staticmethod
     def of(arguments: Sequence[str], multirun: bool, config: SweepConfig) -> SweepStart:
@@ -99,11 +102,12 @@ def read_start(folder: Path, key: str = "resume") -> SweepStart:
         key: the key that names the folder on the command line.
 
     Raises:
-        UserError: the file is missing, unreadable or no record.
+        UserError: the file is missing, unreadable or no record, or of a version that had other files.
     """
     path = folder / "sweep.json"
     try:
-        return from_dict(SweepStart, json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        record = from_dict(SweepStart, content)
     except FileNotFoundError:
         raise UserError(
             f"{key}={folder}: no sweep was started there (there is no {path.name}); give the folder that holds "
@@ -115,3 +119,9 @@ def read_start(folder: Path, key: str = "resume") -> SweepStart:
         ) from None
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{key}={folder}: {path} cannot be read ({error}); start a new sweep.") from None
+    if content.get("layout") != _LAYOUT:
+        raise UserError(
+            f"{key}={folder}: another version of fsdp_lab started this sweep, and keeps its trials in other files; "
+            "use that version, or start a new sweep."
+        )
+    return record

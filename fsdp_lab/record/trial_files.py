@@ -2,76 +2,37 @@
 
 | file | who writes it | what |
 | --- | --- | --- |
-| `facts.json` | Ray Train's controller | device, data digest, notes, as rank 0 reports them when training starts |
-| `places.json` | Ray Train's controller | the node of each rank, by Ray's name and its address |
-| `progress.json` | rank 0 | the current phase or step, and when it started |
+| `trial.json` | the driver, its own process | its forecast, facts, nodes and failures; how it ended, and why |
 | `metrics.jsonl` | Ray Train's controller | a line of metrics an epoch, as rank 0 reports them |
-| `error.txt` | the trial's own process | the traceback and the end of the log, if the reason does not say it all |
-| `failures/rank<r>.json` | the trial's own process | reason, traceback; `failures.<n>/`: those of an earlier attempt |
-| `outcome.json` | the trial's own process, or the driver | its result: how it ended, and why |
-| `forecast.json` | the driver | its forecast |
+| `error.txt` | its own process, or the driver | a traceback and the end of the log, if the reason does not say it all |
+| `progress.json` | rank 0 | the current phase or step, and when it started |
 | `logs/rank<r>.log` | every rank | its output |
 | `logs/stuck.rank<r>.txt` | every rank | its stacks, if a phase or a step took longer than `trial_timeout_s` |
 | `memory_*_rank<r>.*` | every rank | the profile of a step: peaks, with `timeline` also a page and a snapshot |
 | `trace_rank0.json.gz` | rank 0 | with `profile_trace=true` three steps, for Perfetto or chrome://tracing |
 | `.alive` | every rank | locked while a process of the trial lives |
+| `.trial.lock` | the driver, its own process | locked while one of them changes `trial.json` |
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import UserError
-from fsdp_lab.config.metrics import FORECAST_WORDS
-from fsdp_lab.config.status import TrialStatus
-from fsdp_lab.record.reasons import Reason
-from fsdp_lab.storage.files import RESTORE, append_line, read_lines, read_object, sync, whole, write_json, write_text
+from fsdp_lab.record.trial_json import changing
+from fsdp_lab.storage.files import RESTORE, append_line, read_lines, read_object, write_text
 from fsdp_lab.storage.locks import InUse, exclusive, share_until_exit
 
-_OF_OUTCOME = f"{RESTORE}: a resume then ends the trial from its last checkpoint"
-_OF_FORECAST = f"{RESTORE}: the trial then has no forecast"
-_OF_FACTS = f"{RESTORE}: its device and data are then not known"
-_OF_METRICS = f"{RESTORE} and outcome.json: a resume then ends the trial from its last checkpoint"
-
-
+_OF_METRICS = f"{RESTORE} and trial.json: a resume then ends the trial from its last checkpoint"
 ENDED = "ended"  # a phase: all ranks have trained to the end
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a trial ended.
-
-    Attributes:
-        reason: why it did not finish; None: it did, or the scheduler stopped it.
-        seconds: from its begin to its end; None: not known.
-        ended: when, in seconds since 1970; None: not known.
-    """
-
-    status: TrialStatus
-    reason: Reason | None = None
-    seconds: float | None = None
-    ended: float | None = None
-
-
-def write_forecast(folder: Path, figures: dict[str, float], words: dict[str, str]) -> None:
-    """Write the forecast of a trial, if there is one; see `read_forecast`."""
-    if figures:
-        with suppress(OSError):  # a full disk ends a trial where it loses results, not here
-            write_json(folder / "forecast.json", {**figures, **words}, parents=False)
-
-
-def read_forecast(folder: Path) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the forecast of a trial: its figures, and its `FORECAST_WORDS`; both empty without a forecast."""
-    words: dict[str, Any] = dict.fromkeys(FORECAST_WORDS, str | None)
-    figures = read_object(folder / "forecast.json", _OF_FORECAST, float, **words) or {}
-    return figures, {key: figures.pop(key) for key in FORECAST_WORDS if key in figures}
 
 
 def read_metrics(folder: Path) -> Iterator[dict[str, float]]:
@@ -83,34 +44,6 @@ def read_metrics(folder: Path) -> Iterator[dict[str, float]]:
     lines = read_lines(folder / "metrics.jsonl", _OF_METRICS, float, epoch=int)
     epochs = {metrics["epoch"]: metrics for metrics in lines}
     yield from (epochs[epoch] for epoch in sorted(epochs))
-
-
-def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """Write how a trial ended. The first outcome stays: its own process and the driver may both have one."""
-    path = folder / "outcome.json"
-    if path.exists():
-        return
-    if (folder / "metrics.jsonl").exists():  # before the outcome, which says that its epochs are there
-        sync(folder / "metrics.jsonl")
-    with whole(path, durable=True, parents=False, replace=False) as making:
-        making.write_text(json.dumps(asdict(outcome), indent=1), encoding="utf-8")
-
-
-def read_outcome(folder: Path) -> Outcome | None:
-    """Return how a trial ended; None if it has not.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    path = folder / "outcome.json"
-    content = read_object(path, _OF_OUTCOME, status=str, seconds=float | None, ended=float | None)
-    if content is None:
-        return None
-    status = content["status"]
-    if status not in TrialStatus.__members__ or not TrialStatus(status).is_result:
-        raise UserError(f"{path} cannot be read (status={status} is not a result); {_OF_OUTCOME}.")
-    reason = Reason.read(content.get("reason"))
-    return Outcome(TrialStatus(status), reason, content.get("seconds"), content.get("ended"))
 
 
 class TrialWriter:
@@ -127,17 +60,18 @@ class TrialWriter:
         """Write a report: `facts`, or the `metrics` of an epoch as a new line or in place of its line; or the end.
 
         Raises:
-            FileNotFoundError: the folder was removed. Ray may have made it again: it holds no `facts.json` then.
+            FileNotFoundError: the folder was removed. Ray may have made it again: it holds no `trial.json` then.
         """
         if "facts" in content:
-            write_json(self._folder / "facts.json", content["facts"], parents=False)
+            with changing(self._folder) as trial:
+                trial.facts = content["facts"]
         elif "metrics" in content:
             self._epoch(content["metrics"])
         else:
             ProgressFile(self._folder).write(phase=ENDED)
 
     def _epoch(self, metrics: dict[str, float]) -> None:
-        (self._folder / "facts.json").stat()
+        (self._folder / "trial.json").stat()
         if self._reported is None:
             self._reported = {int(metrics["epoch"]): metrics for metrics in read_metrics(self._folder)}
         epoch = int(metrics["epoch"])
@@ -187,22 +121,6 @@ def read_progress(folder: Path) -> TrialProgress:
     return TrialProgress(**{name: content[name] for name in TrialProgress.__annotations__ if name in content})
 
 
-def write_places(folder: Path, nodes: Sequence[Mapping[str, str]]) -> None:
-    """Write `places.json`.
-
-    Args:
-        nodes: that of each rank: its `node`, which is Ray's name, and its `address`.
-    """
-    content = {"nodes": [node["node"] for node in nodes], "addresses": [node["address"] for node in nodes]}
-    write_json(folder / "places.json", content, parents=False)
-
-
-def read_places(folder: Path) -> list[tuple[str, str]]:
-    """Return the node of each rank, by Ray's name and its address; empty: not known."""
-    content = read_object(folder / "places.json", nodes=list[str], addresses=list[str])
-    return list(zip(content["nodes"], content["addresses"], strict=True)) if content else []
-
-
 def write_error(folder: Path, text: str) -> None:
     with suppress(OSError):  # the outcome cannot be written either, and the driver logs why
         write_text(folder / "error.txt", text, parents=False)
@@ -231,11 +149,56 @@ def exported(folder: Path) -> Path | None:
     return next((path for path in (folder / "model.pt", folder / "model") if path.exists()), None)
 
 
-def read_any_facts(folder: Path) -> dict[str, Any] | None:
-    """Return the facts of the last start that wrote some; None if none did."""
-    return read_facts(folder) or read_facts(folder, "facts.before.json")
+@dataclass(frozen=True)
+class TrialFile:
+    """Files of a trial, by a pattern of their names in its folder.
+
+    Attributes:
+        pattern: of the names.
+        of_ranks: ranks write them, and put them into object storage if the sweep has any.
+        artifact: their folder among the artifacts of its run; "": the one that they are in; None: they are none.
+    """
+
+    pattern: str
+    of_ranks: bool = False
+    artifact: str | None = None
 
 
-def read_facts(folder: Path, name: str = "facts.json") -> dict[str, Any] | None:
-    """Return the facts of the last start; None if it did not write any."""
-    return read_object(folder / name, _OF_FACTS, notes=list[str] | None)
+# They are removed in the reverse order: a trial with an outcome has the rest.
+# Checkpoints are not among them: a trial resumes from them or refuses them.
+TRIAL_FILES = (
+    TrialFile("model.pt", of_ranks=True, artifact="model"),
+    TrialFile("model/*", of_ranks=True, artifact=""),
+    TrialFile("logs/*rank*", of_ranks=True),
+    TrialFile("memory_*_rank*", of_ranks=True, artifact="memory"),
+    TrialFile("trace_rank*", of_ranks=True, artifact="trace"),
+    TrialFile("metrics.jsonl", artifact=""),
+    TrialFile("progress.json", of_ranks=True),
+    TrialFile("error.txt", artifact=""),
+    TrialFile("trial.json", artifact=""),
+)
+
+
+def clear_attempt(folder: Path) -> None:
+    """Prepare a trial's folder for a resume: reported results stay, what is about earlier processes is removed.
+
+    Its facts stay apart: a resume compares the data with them.
+    """
+    with changing(folder) as trial:
+        trial.facts, trial.facts_before = None, trial.any_facts
+        trial.outcome = None
+    for name in ("progress.json", "error.txt"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def clear_left_over(folder: Path) -> None:
+    """Remove the files of an earlier trial in its folder, which would be taken for this one's."""
+    for kind in reversed(TRIAL_FILES):
+        for path in folder.glob(kind.pattern):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+    for inner in ("model", "logs"):
+        with suppress(OSError):  # it holds other files
+            (folder / inner).rmdir()

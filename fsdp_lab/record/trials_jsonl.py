@@ -42,7 +42,7 @@ def read_trials(folder: Path, num_trials: int | None = None, key: str = "resume"
     """
     trials = [(line["overrides"], folder / line["folder"]) for line in lines_of(folder)]
     known = {path for _, path in trials}
-    unknown = num_trials is None and [path for path in folder.glob("*/outcome.json") if path.parent not in known]
+    unknown = num_trials is None and [path for path in folder.glob("*/trial.json") if path.parent not in known]
     if unknown or len(trials) < (num_trials or 0):
         raise UserError(
             f"{key}={folder}: {folder / 'trials.jsonl'} lacks {unknown[0].parent if unknown else 'a trial'}; restore "

@@ -69,7 +69,7 @@ def append_line(path: Path, text: str) -> None:
 
 
 @contextmanager
-def whole(path: Path, durable: bool = False, parents: bool = True, replace: bool = True) -> Iterator[Path]:
+def whole(path: Path, durable: bool = False, parents: bool = True) -> Iterator[Path]:
     """Yield a temporary name to write under, and rename it at the end: a reader never sees half a file.
 
     If the block raises, nothing is left.
@@ -79,7 +79,6 @@ def whole(path: Path, durable: bool = False, parents: bool = True, replace: bool
             resume needs.
         parents: make its folder. Not for files in a trial's or a sweep's folder, which must not be made again if it was
             removed meanwhile.
-        replace: a file that is there; False: it stays, and of several writers the first one counts.
 
     Raises:
         OSError: with the path, which Python omits if a write fails (a full disk).
@@ -91,7 +90,7 @@ def whole(path: Path, durable: bool = False, parents: bool = True, replace: bool
         yield making
         if durable:
             sync(making)
-        _rename(making, path, replace)
+        making.rename(path)
         if durable:
             sync(path.parent)
     except BaseException as error:
@@ -100,19 +99,6 @@ def whole(path: Path, durable: bool = False, parents: bool = True, replace: bool
         if isinstance(error, OSError):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
-
-
-def _rename(making: Path, path: Path, replace: bool) -> None:
-    if replace:
-        making.rename(path)
-        return
-    try:
-        path.hardlink_to(making)  # which no two processes can do
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without hard links
-        making.rename(path)
-    making.unlink(missing_ok=True)
 
 
 @contextmanager

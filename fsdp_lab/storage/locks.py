@@ -47,6 +47,7 @@ def exclusive(path: Path, limit_s: float = 0.0, parents: bool = True) -> Iterato
     """
     if parents:
         path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.stat()  # filelock would make it
     lock = FileLock(path, timeout=limit_s, poll_interval=_LOOK_S, fallback_to_soft=False, on_acquired=_sign)
     try:
         lock.acquire()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -18,22 +18,12 @@ from fsdp_lab.config.sweep import Engine
 from fsdp_lab.config.wording import count
 from fsdp_lab.engine.cluster import start_ray
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.record.failures import RankFailure, record_failure
 from fsdp_lab.record.hydra_folder import write_hydra_folder, write_missing_hydra_folder
 from fsdp_lab.record.paths import make_storage, storage, trial_address
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep_json import SweepStart
-from fsdp_lab.record.trial_files import (
-    Outcome,
-    exported,
-    read_any_facts,
-    read_facts,
-    read_metrics,
-    read_outcome,
-    write_forecast,
-    write_outcome,
-)
-from fsdp_lab.record.trial_folder import clear_attempt, clear_left_over
+from fsdp_lab.record.trial_files import clear_attempt, clear_left_over, exported, read_metrics, write_error
+from fsdp_lab.record.trial_json import Outcome, changing, read_trial, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.storage.files import sync
 from fsdp_lab.sweep.search import OptunaSearch
@@ -368,11 +358,12 @@ class SweepRun:
 
     def _write_forecast(self, number: int) -> None:
         state = self.states[number]
-        write_forecast(self.folder_of(number), state.forecast_figures, state.forecast_words)
+        with suppress(OSError), changing(self.folder_of(number)) as trial:  # a full disk ends a trial elsewhere
+            trial.forecast, trial.forecast_words = state.forecast_figures, state.forecast_words
 
     def has_facts(self, number: int) -> bool:
         """Return whether a trial has written its facts, which are read and published once."""
-        if number not in self._facts_read and (facts := read_facts(self.folder_of(number))):
+        if number not in self._facts_read and (facts := read_trial(self.folder_of(number)).facts):
             self._facts_read.add(number)
             self.states[number].facts = facts
             self.publish("facts", number, facts)
@@ -416,11 +407,12 @@ class SweepRun:
         state, folder = self.states[number], self.folder_of(number)
         if state.ended:
             return
-        outcome = outcome or read_outcome(folder) or Outcome(TrialStatus.failed, Reason.of(Code.no_outcome))
         self.has_facts(number)
+        recorded = read_trial(folder)
+        outcome = outcome or recorded.outcome or Outcome(TrialStatus.failed, Reason.of(Code.no_outcome))
         for metrics in read_metrics(folder):  # its process may have been killed before it reported one
             self._record_epoch(number, metrics)
-        state.facts = state.facts or read_any_facts(folder) or {}  # it may end before it has new ones
+        state.facts = state.facts or recorded.any_facts  # it may end before it has new ones
         state.end(outcome, time.time())
         if outcome.status.is_result:
             self._write_outcome(number, outcome)
@@ -438,8 +430,7 @@ class SweepRun:
         self.states[number].status = TrialStatus.starting
         self.prepare(number)
         if traceback:
-            of_rank = Reason(reason.code, {"rank": 0, **reason.values})
-            record_failure(self.folder_of(number), RankFailure(of_rank, traceback))
+            write_error(self.folder_of(number), traceback)
         self._end_unstarted(number, Outcome(TrialStatus.failed, reason))
 
     def _end_unstarted(self, number: int, outcome: Outcome) -> None:

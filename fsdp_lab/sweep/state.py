@@ -10,7 +10,7 @@ from fsdp_lab.config.metrics import PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, 
 from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.trial import TrialRecord, with_forecast
-from fsdp_lab.record.trial_files import Outcome
+from fsdp_lab.record.trial_json import Outcome
 from fsdp_lab.report.choice import pareto_front
 
 

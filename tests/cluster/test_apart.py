@@ -12,6 +12,7 @@ import pytest
 
 from tests.cluster.namespaces import TWO_NODES, Cluster, Node, cluster_over
 from tests.cluster.test_nodes import same_losses
+from tests.folders import SweepFolder, TrialFolder
 from tests.servers import lay_store
 from tests.sweep.conftest import results, wait_for
 
@@ -40,13 +41,13 @@ def test_a_sweep_whose_drivers_node_dies_is_finished_by_another(
             env=new.environment, cwd=there, capture_output=True, text=True, timeout=200, check=False,
         )  # fmt: skip
     first, (row, *_) = there / "out" / "0", results(there)
-    assert sorted(json.loads((first / "places.json").read_text())["addresses"]) == [head.address, other.address]
+    assert sorted(TrialFolder(first, first).addresses) == [head.address, other.address]
     assert same_losses(row, on_one_node)
     assert all(list(first.glob(f"{name}{rank}*")) for name in ("memory_peaks_rank", "logs/rank") for rank in "01")
     assert not list(there.glob("out/*/checkpoints")) and before < _EPOCHS
     assert done.returncode == 0, done.stdout + done.stderr
     assert [epochs(there / "out" / number) for number in "01"] == [[1, 2], [*range(1, _EPOCHS + 1)]]
-    resumed_from = json.loads((there / "out" / "1" / "facts.json").read_text())["resumed_from"]
+    resumed_from = SweepFolder(there / "out").trials[1].facts["resumed_from"]
     assert resumed_from.startswith(f"{bucket}/apart/here-out-"), resumed_from
 
 

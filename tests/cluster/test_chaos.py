@@ -14,6 +14,7 @@ import pytest
 
 from tests.cluster.namespaces import TWO_NODES, Cluster
 from tests.cluster.test_nodes import words
+from tests.folders import TrialFolder
 from tests.sweep.conftest import has_trained_an_epoch, results, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -84,7 +85,7 @@ def test_a_node_that_joins_is_used_by_the_next_trial(cluster: Cluster, tmp_path:
         wait_for(lambda: trains(tmp_path), process)
         cluster.start(node)
         assert process.wait(250) == 0, printed(tmp_path)
-    used = [json.loads(file.read_text())["addresses"] for file in sorted(tmp_path.glob("storage/**/places.json"))]
+    used = [TrialFolder(f.parent, f.parent).addresses for f in sorted(tmp_path.glob("storage/**/trial.json"))]
     assert used[0] == [cluster.nodes[0].address] and [node.address] in used[1:], printed(tmp_path)
 
 

@@ -19,6 +19,7 @@ import yaml
 from tests.cluster.namespaces import Cluster
 from tests.cluster.test_nodes import addresses
 from tests.conftest import ROOT
+from tests.folders import SweepFolder
 from tests.s3 import held_in
 from tests.servers import lay_store
 from tests.sweep.conftest import has_trained_an_epoch, runs
@@ -96,7 +97,7 @@ def test_a_job_says_with_its_status_how_the_sweep_ended(cluster: Cluster, projec
     assert "hydra.run.dir=/" in line and "tracking.uri=sqlite:////" in line
     assert "exit code 1" in ended(cluster, project, "failed"), job(cluster, project, "logs", "failed")
     assert "succeeded" in ended(cluster, project, "finished"), job(cluster, project, "logs", "finished")
-    assert (project.parent / "finished" / "outcome.json").exists()
+    assert SweepFolder(project.parent / "finished").trials[0].outcome is not None
 
 
 def test_the_command_of_the_manifest_for_kubernetes_runs_and_then_resumes(cluster: Cluster, tmp_path: Path):

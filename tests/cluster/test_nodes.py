@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.namespaces import ONE_NODE, TWO_NODES_AND_ONE, Cluster
+from tests.folders import TrialFolder
 from tests.servers import lay_store
 from tests.sweep.conftest import results
 from tests.trained import PLAIN, TINY
@@ -35,7 +35,7 @@ def sweep(
 
 def addresses(folder: Path) -> list[list[str]]:
     """The node of each rank, of every trial in the order of its number."""
-    return [json.loads(file.read_text())["addresses"] for file in sorted(folder.glob("**/places.json"))]
+    return [TrialFolder(file.parent, file.parent).addresses for file in sorted(folder.glob("**/trial.json"))]
 
 
 def losses(row: dict[str, str]) -> list[float]:

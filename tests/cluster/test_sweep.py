@@ -9,7 +9,7 @@ import pytest
 
 from fsdp_lab.storage.objects import Storage
 from tests.conftest import run_cli
-from tests.folders import Store
+from tests.folders import Store, SweepFolder
 from tests.s3 import KEY_ID, SECRET, Faults, held_in
 from tests.sweep.conftest import runs, started, wait_for
 from tests.trained import PLAIN, TINY
@@ -70,10 +70,10 @@ def test_a_sweep_that_was_killed_resumes_with_the_checkpoints_in_storage(address
     assert [epochs(out / number) for number in "01"] == [[*range(1, 9)]] * 2
     for run in runs(tmp_path)[1]:
         assert [step for step, _ in Store(tmp_path).history(run, "train/loss")] == [*range(1, 9)]
-    resumed_from = json.loads((out / "0" / "facts.json").read_text())["resumed_from"]
+    resumed_from = SweepFolder(out).trials[0].facts["resumed_from"]
     assert f"{address_of(out, address)}/0/checkpoints/step_" in resumed_from
     assert not list(out.glob("*/checkpoints")), "checkpoints are in storage alone"
-    assert len(json.loads((out / "0" / "places.json").read_text())["nodes"]) == 2, "the driver knows where ranks are"
+    assert len(SweepFolder(out).trials[0].addresses) == 2, "the driver knows where ranks are"
     assert leaks(tmp_path, address) == []
 
 
@@ -86,10 +86,10 @@ def test_a_trial_alone_keeps_its_last_checkpoint_in_storage_and_resumes_from_it(
     sweep = address_of(tmp_path / "out", address)
     kept = {name.split("/")[1] for name in Storage(sweep).files() if name.startswith("checkpoints/")}
     assert len(kept) == 2 and {name.partition(".")[0] for name in kept} == {"step_00000012"}, "the last, and its data"
-    (tmp_path / "out" / "outcome.json").unlink()
+    SweepFolder(tmp_path / "out").trials[0].change(outcome=None)
     done = run_cli(tmp_path, "resume=out")
     assert done.returncode == 0, done.stdout + done.stderr
-    resumed_from = json.loads((tmp_path / "out" / "facts.json").read_text())["resumed_from"]
+    resumed_from = SweepFolder(tmp_path / "out").trials[0].facts["resumed_from"]
     assert f"{sweep}/checkpoints/step_00000012" in resumed_from
 
 
@@ -108,7 +108,7 @@ def test_a_checkpoint_that_is_forbidden_fails_its_trial_by_name(address: str, fa
     assert (
         "saving the checkpoint s3://" in done.stdout and "step_00000008: PermissionError: Access Denied" in done.stdout
     )
-    assert json.loads((tmp_path / "out" / "outcome.json").read_text())["status"] == "failed"
+    assert SweepFolder(tmp_path / "out").trials[0].outcome["status"] == "failed"
     stored = Storage(address_of(tmp_path / "out", address)).files()
     markers = [name for name in stored if name.startswith("checkpoints/") and name.endswith(".json")]
     assert markers == ["checkpoints/step_00000004.json"]

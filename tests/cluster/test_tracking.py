@@ -17,7 +17,7 @@ import pytest
 from tests import postgres
 from tests.cluster.conftest import S3_PORT
 from tests.cluster.namespaces import Node
-from tests.folders import page_rows
+from tests.folders import SweepFolder, page_rows
 from tests.s3 import SECRET, held_in, settings
 from tests.servers import mlflow_server
 from tests.sweep.conftest import results
@@ -144,7 +144,7 @@ def test_a_killed_sweep_is_resumed_and_reported_from_another_node(shared: Shared
         0, tmp_path, "fsdp_lab", *SWEEP, "tracking.experiment=killed", "report.loss_tolerance=0.5", *SEEDS
     )
     until = time.monotonic() + _LIMIT_S
-    while not (tmp_path / "out" / "1" / "outcome.json").exists():
+    while len(done := SweepFolder(tmp_path / "out").trials) < 2 or done[1].outcome is None:
         assert sweep.poll() is None and time.monotonic() < until
         time.sleep(0.01)
     sweep.kill()

@@ -30,17 +30,9 @@ from fsdp_lab.engine.job import Epochs, Job, train_with_retries
 from fsdp_lab.engine.outcome import is_final, log_sizes, note_deaths
 from fsdp_lab.engine.rank import RankReporter, train_rank
 from fsdp_lab.engine.worker import join_ranks
-from fsdp_lab.record.failures import RankFailure, read_failures, record_failure
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial_files import (
-    ProgressFile,
-    TrialWriter,
-    read_metrics,
-    read_outcome,
-    read_progress,
-    write_places,
-)
-from fsdp_lab.record.trial_folder import clear_left_over
+from fsdp_lab.record.trial_files import ProgressFile, TrialWriter, clear_left_over, read_metrics, read_progress
+from fsdp_lab.record.trial_json import RankFailure, changing, read_trial, set_aside_failures
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.storage.files import append_line
 from fsdp_lab.storage.objects import Storage, StorageAway
@@ -50,6 +42,12 @@ from tests.conftest import ROOT, FakeGpus
 def reporter_of(folder: Path) -> RankReporter:
     """What a rank reports, written into the folder."""
     return RankReporter("digits", TrialWriter(folder).receive, ProgressFile(folder))
+
+
+def cause_in(folder: Path) -> RankFailure:
+    cause = read_trial(folder).cause
+    assert cause is not None
+    return cause
 
 
 def test_a_line_that_cannot_be_read_is_named_and_one_that_a_kill_cut_is_dropped(tmp_path: Path):
@@ -153,7 +151,7 @@ def test_an_inline_trial_asks_whether_pytorch_sees_the_gpu(
     fake_gpus(1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run_inline(TrialConfig(), tmp_path, lambda metrics: None)
-    outcome = read_outcome(tmp_path)
+    outcome = read_trial(tmp_path).outcome
     assert outcome is not None and outcome.status == "failed"
     assert "was given a GPU and PyTorch sees none" in reason_text(outcome.reason)
 
@@ -164,7 +162,7 @@ def test_an_inline_error_outside_of_the_training_has_its_traceback(monkeypatch: 
 
     monkeypatch.setattr("fsdp_lab.engine.inline.Uploads", refuse)
     run_inline(TrialConfig(), tmp_path, lambda metrics: None, storage=str(tmp_path / "storage"))
-    outcome = read_outcome(tmp_path)
+    outcome = read_trial(tmp_path).outcome
     assert outcome is not None and outcome.status == "failed"
     written = (tmp_path / "error.txt").read_text()
     assert written.startswith("Traceback") and written.endswith("RuntimeError: no uploads\n")
@@ -173,7 +171,7 @@ def test_an_inline_error_outside_of_the_training_has_its_traceback(monkeypatch: 
 def test_profiles_of_another_command_are_taken_away(tmp_path: Path):
     for name in ("memory_peaks_rank0.json", "memory_timeline_rank1.html", "model.pt"):
         (tmp_path / name).write_text(json.dumps({}))
-    for name in ("model/config.json", "logs/rank0.log", "failures.1/rank0.json"):
+    for name in ("model/config.json", "logs/rank0.log"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("{}")
     clear_left_over(tmp_path)
@@ -251,9 +249,10 @@ def test_a_lost_epoch_that_is_reported_again_comes_back_to_its_place(tmp_path: P
     ids=["raised by a rank", "killed by Ray for lack of memory", "killed"],
 )
 def test_why_a_worker_ended_is_told(error: Exception, code: str, message: str, tmp_path: Path):
-    write_places(tmp_path, [{"node": "here", "address": "10.0.0.1"}] * 2)
+    with changing(tmp_path) as trial:
+        trial.nodes = [{"node": "here", "address": "10.0.0.1"}] * 2
     note_deaths(tmp_path, {1: error}, here="here")
-    (failure,) = read_failures(tmp_path)
+    (failure,) = read_trial(tmp_path).failures
     assert (failure.reason.code, reason_text(failure.reason)) == (code, message)
 
 
@@ -268,9 +267,10 @@ def test_why_a_worker_ended_is_told(error: Exception, code: str, message: str, t
 def test_a_kill_by_the_kernel_counts_for_a_rank_on_its_node(node: str, log: str, code: str, words: str, tmp_path: Path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.log").write_text(log)
-    write_places(tmp_path, [{"node": node, "address": "10.0.0.2"}])
+    with changing(tmp_path) as trial:
+        trial.nodes = [{"node": node, "address": "10.0.0.2"}]
     note_deaths(tmp_path, {0: RayActorError()}, here="here", kernel_killed=True)
-    (failure,) = read_failures(tmp_path)
+    (failure,) = read_trial(tmp_path).failures
     assert failure.reason.code == code and words in reason_text(failure.reason)
 
 
@@ -317,7 +317,8 @@ def test_a_kill_by_the_kernel_long_ago_is_no_cause(
     ],
 )
 def test_what_would_fail_again_is_not_tried_again(code: Code, final: bool, tmp_path: Path):
-    record_failure(tmp_path, RankFailure(Reason.of(code, rank=0)))
+    with changing(tmp_path) as trial:
+        trial.failures.append(RankFailure(Reason.of(code, rank=0)))
     assert is_final(tmp_path, RuntimeError("workers failed")) is final
 
 
@@ -327,9 +328,9 @@ def test_a_crash_of_an_earlier_attempt_is_no_cause_of_this_one(tmp_path: Path):
     (tmp_path / "logs" / "rank0.log").write_text("9/20 Fatal Python error: Segmentation fault\n")
     for before, expected in (({}, "crashed: Segmentation fault"), (log_sizes(tmp_path), "as if killed")):
         note_deaths(tmp_path, {0: RayActorError()}, 2.0, before)
-        (failure,) = read_failures(tmp_path)
+        (failure,) = read_trial(tmp_path).failures
         assert expected in reason_text(failure.reason)
-        shutil.rmtree(tmp_path / "failures")
+        set_aside_failures(tmp_path)
 
 
 _HANGS = """
@@ -362,9 +363,10 @@ def test_a_step_beyond_its_limit_ends_the_process_and_names_the_line(tmp_path: P
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "hangs.py"], cwd=tmp_path, timeout=60, env=environment)
     assert done.returncode == 1 and read_progress(tmp_path).step == 7
-    record_failure(tmp_path, RankFailure(Reason.of(Code.error, rank=1, error="DistNetworkError", text="0 bytes")))
+    with changing(tmp_path) as trial:
+        trial.failures.append(RankFailure(Reason.of(Code.error, rank=1, error="DistNetworkError", text="0 bytes")))
     note_deaths(tmp_path, {0: RayActorError()}, 1.0)
-    text = reason_text(read_failures(tmp_path)[0].reason)
+    text = reason_text(cause_in(tmp_path).reason)
     assert text.startswith("no progress for trial_timeout_s=1 s since step 7 began; it was ended; rank 0 is at ")
     assert f"{tmp_path}/hangs.py:12 in waits_here; its stack is in {tmp_path}/logs/stuck.rank0.txt" in text
 
@@ -385,17 +387,18 @@ def test_the_rank_that_others_wait_for_is_named(tmp_path: Path):
     for rank, own in enumerate((waits, stuck)):
         stacks_file(tmp_path, rank).write_text(f"Timeout (0:00:09)!\n{_OTHER}\n{own}\n")
     note_deaths(tmp_path, {0: RayActorError()}, 9.0)
-    failure = read_failures(tmp_path)[0]
+    failure = cause_in(tmp_path)
     assert failure.reason.values["stuck"]["place"] == "/home/me/net.py:4 in forward" and failure.rank == 1
     stacks_file(tmp_path, 1).write_text("")
-    shutil.rmtree(tmp_path / "failures")
+    set_aside_failures(tmp_path)
     note_deaths(tmp_path, {0: RayActorError()}, 9.0)
-    failure = read_failures(tmp_path)[0]
+    failure = cause_in(tmp_path)
     assert failure.reason.values["stuck"]["place"] == "/v/site-packages/torch/distributed/c10d.py:7 in wait"
-    shutil.rmtree(tmp_path / "failures")
-    write_places(tmp_path, [{"node": "a", "address": "b"}] * 2)
+    set_aside_failures(tmp_path)
+    with changing(tmp_path) as trial:
+        trial.nodes = [{"node": "a", "address": "b"}] * 2
     note_deaths(tmp_path, {0: RayActorError()}, 9.0)
-    text = reason_text(read_failures(tmp_path)[0].reason)
+    text = reason_text(cause_in(tmp_path).reason)
     assert text.endswith("rank 1, for which others wait, wrote no stack, as if its process were suspended")
 
 
@@ -453,11 +456,11 @@ def test_files_from_storage_do_not_make_a_removed_folder_again(tmp_path: Path):
     there, trial = tmp_path / "there", tmp_path / "trial"
     (there / "logs").mkdir(parents=True)
     trial.mkdir()
-    for name in ("model.pt", "facts.json", "logs/rank0.log"):
+    for name in ("model.pt", "trial.json", "logs/rank0.log"):
         (there / name).write_text("{}")
     receive(Storage(f"file://{there}"), trial)
     files = sorted(str(path.relative_to(trial)) for path in trial.rglob("*") if path.is_file())
-    assert files == ["logs/rank0.log", "model.pt"], "the driver writes the facts itself"
+    assert files == ["logs/rank0.log", "model.pt"], "the driver has the record"
     shutil.rmtree(trial)
     with suppress(OSError):
         receive(Storage(f"file://{there}"), trial)

@@ -21,7 +21,7 @@ import pytest
 
 from fsdp_lab.config import TrialConfig, to_dict
 from fsdp_lab.engine.job import Job
-from fsdp_lab.record.trial_files import read_outcome
+from fsdp_lab.record.trial_json import read_trial
 from fsdp_lab.report.reason_texts import reason_text
 from tests.conftest import ROOT
 from tests.engine.ray_cluster import ray_head
@@ -97,7 +97,7 @@ def config() -> dict[str, Any]:
 
 
 def error_of(folder: Path) -> str:
-    outcome = read_outcome(folder)
+    outcome = read_trial(folder).outcome
     assert outcome is not None and outcome.reason is not None, outcome
     return reason_text(outcome.reason)
 
@@ -141,5 +141,5 @@ def test_when_the_model_cannot_be_exported(runner: Runner, config: dict[str, Any
 
 def test_the_next_trial_starts(runner: Runner, config: dict[str, Any], tmp_path: Path):
     runner.run(tmp_path, config)
-    outcome = read_outcome(tmp_path)
+    outcome = read_trial(tmp_path).outcome
     assert outcome is not None and outcome.reason is None

@@ -28,7 +28,7 @@ HANG_S, LIMIT_S = 600.0, 5.0
 def outcome(words: list[str]) -> tuple[str, dict[str, Any], list[str]]:
     """On one rank: the status of a trial, the values of its reason, and the files that it left."""
     from fsdp_lab.engine.rank import train_rank
-    from fsdp_lab.record.failures import RankFailure
+    from fsdp_lab.record.trial_json import RankFailure
 
     with tempfile.TemporaryDirectory() as name, _process_group_kept():
         folder, memo = Path(name), Memo()

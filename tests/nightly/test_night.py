@@ -19,7 +19,7 @@ from fsdp_lab.nightly.night import read_nights
 from fsdp_lab.nightly.texts import WEBHOOK
 from tests import forked, trained
 from tests.conftest import ROOT, STORE
-from tests.folders import Store
+from tests.folders import Store, TrialFolder
 from tests.nightly.conftest import IN_TWELVE_HOURS, webhook
 from tests.processes import descendants, still_running
 from tests.servers import lay_store
@@ -160,7 +160,7 @@ def test_an_interrupted_night_ends_with_its_sweep_and_is_incomplete(tmp_path: Pa
     words, study = (*STORED, "training.epochs=20"), tmp_path / "nights/nightly"
     lay_store(tmp_path)
     process = start(tmp_path, "--once", *words)
-    wait_for(lambda: list(tmp_path.glob("shared/*/*/outcome.json")), process)
+    wait_for(lambda: any(TrialFolder(f, f).outcome for f in tmp_path.glob("shared/*/*/")), process)
     second = nightly(tmp_path, "--once", *words)
     assert second.returncode == 2 and "is in use by another sweep or run (process" in second.stderr
     assert "now:      a night runs here (process" in nightly(tmp_path, "--check", *words).stdout

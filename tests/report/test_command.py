@@ -16,7 +16,7 @@ import pytest
 from fsdp_lab.commands.report import main
 from tests import forked, trained
 from tests.conftest import run_cli
-from tests.folders import Store, page_rows
+from tests.folders import Store, SweepFolder, page_rows
 from tests.forecast.command import forecast_here
 
 pytestmark = pytest.mark.ci
@@ -152,10 +152,9 @@ def test_what_cannot_be_is_reported_in_a_message(
 
 def test_a_sweep_with_nothing_finished_is_reported(folder: Path, tmp_path: Path):
     shutil.copytree(folder / "out", tmp_path / "out")
-    for outcome in (tmp_path / "out").glob("*/outcome.json"):
-        outcome.write_text(
-            '{"status": "failed", "reason": {"code": "job_failed", "values": {"text": "planted"}}, "seconds": 1.0}'
-        )
+    reason = {"code": "job_failed", "values": {"text": "planted"}}
+    for trial in SweepFolder(tmp_path / "out").trials:
+        trial.change(outcome={"status": "failed", "reason": reason, "seconds": 1.0})
     done = report(tmp_path, "sweep=out")
     assert done.returncode == 2 and "no trial has finished (4 failed)" in done.stderr
     assert "Traceback" not in done.stderr

@@ -9,7 +9,7 @@ from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.reasons import Reason
 from fsdp_lab.record.sweep_json import SweepStart
-from fsdp_lab.record.trial_files import Outcome
+from fsdp_lab.record.trial_json import Outcome
 from fsdp_lab.sweep.runner import Listener, SweepPlan, SweepRun
 from fsdp_lab.sweep.state import SweepState, TrialState
 

@@ -16,6 +16,7 @@ from fsdp_lab.sweep.store.trust import find_trusted
 from fsdp_lab.sweep.sweep_data import sweep_in
 from tests import forked, trained
 from tests.conftest import command_line, run_cli
+from tests.folders import SweepFolder
 from tests.servers import lay_store
 from tests.sweep.conftest import has_trained_an_epoch, results, started, wait_for
 from tests.trained import INLINE
@@ -29,8 +30,8 @@ def test_a_checkpoint_that_cannot_be_read_fails_its_trial_and_no_other(tmp_path:
     assert run_cli(tmp_path, *words).returncode == 0
     for shard in (tmp_path / "out/0/checkpoints").glob("step_*/*.distcp"):
         shard.write_bytes(b"\x5a" * shard.stat().st_size)
-    for number in range(2):
-        (tmp_path / "out" / str(number) / "outcome.json").unlink()
+    for trial in SweepFolder(tmp_path / "out").trials:
+        trial.change(outcome=None)
     done = run_cli(tmp_path, "resume=out", "training.epochs=3", "resume_anyway=true")
     output = done.stdout + done.stderr
     assert done.returncode == 1, output
@@ -76,7 +77,7 @@ def test_a_folder_that_is_removed_in_mid_sweep_ends_it(tmp_path: Path):
 
 
 FILES = ("sweep.json", "trials.jsonl", *(f"0/{name}" for name in (
-    "outcome.json", "facts.json", "metrics.jsonl", ".hydra/config.yaml", ".hydra/hydra.yaml",
+    "trial.json", "metrics.jsonl", ".hydra/config.yaml", ".hydra/hydra.yaml",
 )))  # fmt: skip
 
 
@@ -95,9 +96,11 @@ def test_a_file_that_cannot_be_read_is_named_with_the_remedy(tmp_path: Path):
 OTHER_TYPES = (
     *(("0/metrics.jsonl", f'{{"epoch": {epoch}}}') for epoch in ('"x"', "NaN", "null", "1.5", "true", "[1]")),
     *(("0/metrics.jsonl", f'{{"epoch": 1, "val/loss": {loss}}}') for loss in ('"q"', "null", "[]", "9" * 400)),
-    *(("0/forecast.json", f'{{"forecast/peak_bytes": {peak}}}') for peak in ('"q"', "null", "{}")),
-    ("0/forecast.json", '{"predicted_by": 3}'), ("0/facts.json", '{"notes": 5}'), ("0/facts.json", '{"notes": [5]}'),
-    ("0/outcome.json", '{"status": "finished", "seconds": "q"}'), ("0/outcome.json", '{"status": []}'),
+    *(("0/trial.json", f'{{"forecast": {{"forecast/peak_bytes": {peak}}}}}') for peak in ('"q"', "null", "{}")),
+    ("0/trial.json", '{"forecast_words": {"predicted_by": 3}}'), ("0/trial.json", '{"failures": [{"reason": 5}]}'),
+    *(("0/trial.json", f'{{"facts": {{"notes": {notes}}}}}') for notes in ("5", "[5]")),
+    ("0/trial.json", '{"outcome": {"status": "finished", "seconds": "q"}}'),
+    ("0/trial.json", '{"outcome": {"status": []}}'), ("0/trial.json", '{"nodes": [{"node": 5}]}'),
     *(("0/.hydra/hydra.yaml", f"hydra: {{verbose: 1, {rest}}}") for rest in ("", "runtime: {choices: 5}")),
     ("sweep.json", "[" * 100_000),
     *(("trials.jsonl", line) for line in (
@@ -131,10 +134,10 @@ def test_a_line_of_a_trial_is_written_again_as_the_message_says(tmp_path: Path):
 
 def test_a_file_that_cannot_be_read_ends_commands_with_2(tmp_path: Path):
     folder = trained.copy_trained(tmp_path)
-    (folder / "out/0/outcome.json").write_text("")
+    (folder / "out/0/trial.json").write_text("")
     for done in (run_cli(folder, "resume=out"), forked.run(folder, "fsdp_lab.report", "sweep=out")):
-        assert done.returncode == 2 and "out/0/outcome.json cannot be read" in done.stderr, done.stdout + done.stderr
+        assert done.returncode == 2 and "out/0/trial.json cannot be read" in done.stderr, done.stdout + done.stderr
         assert "restore it from a copy, or remove it" in done.stderr and "Traceback" not in done.stderr
-    (folder / "out/0/outcome.json").unlink()
+    (folder / "out/0/trial.json").unlink()
     assert run_cli(folder, "resume=out").returncode == 0
     assert [row["status"] for row in results(folder)] == ["finished"] * trained.COUNT

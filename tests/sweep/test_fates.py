@@ -320,4 +320,4 @@ def test_mlflow_has_the_files_of_trials(swept: Swept):
     store = Store(swept.folder)
     finished, failed = store.artifacts(swept.runs["finishes"]), store.artifacts(swept.runs["raises"])
     assert {"config/config.yaml", "config/overrides.yaml", "model/model.pt"} <= set(finished)
-    assert {"failures/rank0.json", "config/config.yaml"} <= set(failed)
+    assert {"trial.json", "error.txt", "config/config.yaml"} <= set(failed)

@@ -27,7 +27,7 @@ def test_starts_of_one_second_have_folders_of_their_own(tmp_path: Path):
     with new_folder(planned, KEY, hydra()) as first, new_folder(planned, KEY, hydra()) as second:
         assert (first.name, second.name) == ("14-05-09", "14-05-09-2")
         (first / "results.csv").touch()
-        (second / "facts.json").touch()
+        (second / "trial.json").touch()
     with new_folder(planned, KEY, hydra()) as third:
         assert third.name == "14-05-09-3", "the others have ended, and their results stay"
     with new_folder(planned, KEY, hydra()) as fourth:
@@ -47,7 +47,7 @@ def test_a_folder_that_was_typed_is_free_or_refused(tmp_path: Path):
         rf"{KEY}={tmp_path} holds results, which would be lost.*python -m fsdp_lab resume={tmp_path}\. .*: {KEY}=\.\.\."
     )
     (tmp_path / "trials.jsonl").touch()
-    for left in ("results.csv", "facts.json", "0/facts.json", "a/b/c/facts.json"):
+    for left in ("results.csv", "trial.json", "0/trial.json", "a/b/c/trial.json"):
         (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / left).touch()
         with pytest.raises(Occupied, match=reported), new_folder(tmp_path, KEY, typed):

@@ -13,7 +13,7 @@ from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.sweep.listeners.forecasts import MAX_OTHERS_CPU
 from fsdp_lab.training.__main__ import read_config
 from tests.conftest import run_cli
-from tests.folders import Store
+from tests.folders import Store, SweepFolder
 from tests.sweep.conftest import results, runs
 from tests.sweep.planted import CPU
 from tests.trained import TINY
@@ -56,7 +56,7 @@ def test_what_cannot_fit_is_recorded_and_never_started(pruned: Pruned):
     assert f"{pruned.peaks['never'] / 2**20:.2f} MiB of {pruned.capacity * 1024:.2f} MiB" in never["error"]
     assert "trial 1 starts" not in pruned.done.stdout
     left = {path.name for path in (pruned.folder / "out" / "1").iterdir()}
-    assert left == {".hydra", "forecast.json", "outcome.json"}, "nothing ran there"
+    assert left == {".hydra", "trial.json", ".trial.lock"}, "nothing ran there"
 
 
 def test_mlflow_has_its_figures(pruned: Pruned):
@@ -101,7 +101,7 @@ def test_only_the_most_promising_settings_are_measured_and_the_prediction_stands
     assert 0 < float(in_parts["forecast/samples_per_s"]) < float(at_once["forecast/samples_per_s"])
     error = float(at_once["perf/samples_per_s"]) / float(at_once["forecast/samples_per_s"]) - 1
     assert float(at_once["perf/forecast_error"]) == pytest.approx(error, rel=1e-3, abs=1e-3)
-    assert json.loads((tmp_path / "out" / "0" / "forecast.json").read_text())["predicted_by"] == "data sheet"
+    assert SweepFolder(tmp_path / "out").trials[0].forecast["predicted_by"] == "data sheet"
     _, (run, _) = runs(tmp_path)
     assert run.data.metrics["perf/forecast_error"] == pytest.approx(error, rel=1e-3)
     assert run.data.tags["predicted_by"] == "data sheet"

@@ -124,6 +124,11 @@ def test_a_sweep_that_is_killed_at_any_point_resumes_as_if_it_had_not_been(
     assert not wrong, f"{len(wrong)} of {len(numbers)} kills:\n\n" + "\n\n".join(wrong)
 
 
+def last(points: Sequence[str], point: str) -> int:
+    """Its last place: a trial's record is written several times, and its outcome last."""
+    return len(points) - 1 - points[::-1].index(point)
+
+
 def test_what_a_resume_needs_is_on_the_disk_before_its_name_and_its_name_after(
     undisturbed: tuple[list[str], dict[str, object]],
 ):
@@ -132,12 +137,12 @@ def test_what_a_resume_needs_is_on_the_disk_before_its_name_and_its_name_after(
     for name in ("multirun.yaml", "trials.jsonl", "results.csv"):
         assert f"append after out/{name}" in points or f"rename after out/{name}" in points, name
     for number in ("0", "1"):
-        outcome = points.index(f"rename before out/{number}/outcome.json")
+        outcome = last(points, f"rename before out/{number}/trial.json")
         assert f"fsync after out/{number}/metrics.jsonl" in points[:outcome], "it says how many epochs there are"
     checkpoints = [f"out/{number}/checkpoints/step_{step:08d}" for number in (0, 1) for step in (2, 4)]
-    for path in ("out/sweep.json", "out/0/outcome.json", "out/1/outcome.json", *checkpoints):
+    for path in ("out/sweep.json", "out/0/trial.json", "out/1/trial.json", *checkpoints):
         folder, _, name = path.rpartition("/")
-        renamed = points.index(f"rename after {path}")
+        renamed = last(points, f"rename after {path}")
         assert any(point.startswith(f"fsync after {folder}/.{name}.") for point in points[:renamed]), path
         assert points[renamed + 1 : renamed + 3] == [f"fsync before {folder}", f"fsync after {folder}"]
 

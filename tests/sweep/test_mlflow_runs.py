@@ -15,8 +15,8 @@ from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep_json import SweepStart
-from fsdp_lab.record.trial_files import Outcome
-from fsdp_lab.storage.files import append_line, write_json
+from fsdp_lab.record.trial_json import Outcome, changing, read_trial
+from fsdp_lab.storage.files import append_line
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
 from fsdp_lab.sweep.runner import Ending, Listener, SweepPlan, SweepRun, run_sweep
@@ -47,7 +47,8 @@ class Trains(Acts):
         sweep.prepare(number)
         sweep.forecast(number, FORECAST)
         sweep.begin(number)
-        write_json(folder / "facts.json", FACTS)
+        with changing(folder) as trial:
+            trial.facts = FACTS
         for epoch in range(1, LAST + 1):
             metrics = {"epoch": epoch, "step": 4 * epoch, "val/loss": 1.0 / epoch, "memory/peak_bytes": 9}
             metrics |= {"checkpoint/save_s": 0.5} if epoch == 2 else {}
@@ -57,8 +58,6 @@ class Trains(Acts):
         failed = number == 2
         if failed:
             (folder / "error.txt").write_text("broken")
-            for attempt in ("failures.1", "failures"):
-                write_json(folder / attempt / "rank0.json", {"attempt": attempt})
         sweep.end(number, Outcome(TrialStatus.failed, REASON) if failed else Outcome(TrialStatus.finished))
 
 
@@ -74,7 +73,7 @@ def planned(compose_trial: Compose, tmp_path: Path) -> Callable[[], SweepPlan]:
         for trial in trials:
             write_hydra_folder(trial)
         config = trials[0].config
-        resumed = (tmp_path / "0" / "outcome.json").exists()
+        resumed = read_trial(tmp_path / "0").outcome is not None
         states = resumed_states(trials, tmp_path, config) if resumed else [TrialState(trial) for trial in trials]
         records.append(records[0] if records else SweepStart.of([], True, config))
         state = SweepState(states, LOSS)
@@ -101,7 +100,7 @@ def test_a_run_has_every_epoch_and_the_files_of_its_trial(planned: Callable[[], 
         assert {"config/config.yaml", "config/overrides.yaml", "metrics.jsonl"} <= set(Store(tmp_path).artifacts(run))
         assert RECORDED_TAG in run.data.tags
     of_failed = set(Store(tmp_path).artifacts(children[2]))
-    assert {"error.txt", "failures/rank0.json", "failures.1/rank0.json"} <= of_failed, "each attempt's"
+    assert {"error.txt", "trial.json"} <= of_failed
 
 
 def test_a_run_says_how_its_trial_ended(planned: Callable[[], SweepPlan]):

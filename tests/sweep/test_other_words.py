@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from fsdp_lab.commands.forecast_cells import hydra_as_it_was
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial_files import read_outcome
+from fsdp_lab.record.trial_json import read_trial
 from fsdp_lab.sweep.listeners.forecasts import Forecasts
 from fsdp_lab.sweep.listeners.results_csv import ResultsCsv
 from fsdp_lab.sweep.runner import Listener, SweepPlan, run_sweep
@@ -88,7 +88,7 @@ def swept(
     """The exit status of a sweep, and the code of each trial's end; `results.csv` has no other words than `x`."""
     with other_words(), answered_here():
         code = run_sweep(plan, Acts(reasons), [ResultsCsv(lambda number: ""), *listeners])
-    ends = [read_outcome(state.trial.folder) for state in plan.state.trials]
+    ends = [read_trial(state.trial.folder).outcome for state in plan.state.trials]
     codes = [end.reason.code if end and end.reason else None for end in ends]
     assert [row["error"] for row in SweepFolder(plan.folder).rows] == ["x" if code else "" for code in codes]
     return code, codes

@@ -152,10 +152,10 @@ def test_out_of_memory_is_an_outcome_without_a_second_attempt(by: str, tmp_path:
     sweep, store = SweepFolder(tmp_path / "out"), Store(tmp_path)
     assert sweep.statuses == ["oom", "finished"], done.stdout
     assert "rank 0" in sweep.rows[0]["error"] and "out of memory" in sweep.rows[0]["error"]
-    assert not list(sweep.trials[0].path.glob("failures.*")), "there was one attempt"
+    assert sweep.trials[0].earlier_failures == [], "there was one attempt"
     run = store.trials[0]
     assert (run.info.status, run.data.tags["status"]) == ("FAILED", "oom")
-    assert "failures/rank0.json" in store.artifacts(run)
+    assert "trial.json" in store.artifacts(run)
 
 
 _FILLS_THE_HOST = """

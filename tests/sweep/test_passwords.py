@@ -19,6 +19,7 @@ from fsdp_lab.sweep.store.changes import changes_of_config
 from fsdp_lab.tracking.tags import trial_params
 from tests import forked
 from tests.conftest import STORE, run_cli
+from tests.folders import SweepFolder
 from tests.servers import mlflow_server
 from tests.trained import INLINE
 
@@ -139,8 +140,8 @@ def test_a_sweep_with_a_password_leaves_it_nowhere_and_goes_on(
         done = run_cli(folder, *axis, *(word for word in INLINE if word != STORE), f"tracking.uri={address}")
         output = done.stdout + done.stderr
         assert done.returncode == 0, output
-        trial = folder / "out" / ("1" if multirun else "")
-        (trial / "outcome.json").unlink()
+        trial = SweepFolder(folder / "out").trials[-1]
+        trial.change(outcome=None)
         done = run_cli(folder, "resume=out")
         output += done.stdout + done.stderr
         assert done.returncode == 0 and "finished" in done.stdout, output
@@ -151,5 +152,5 @@ def test_a_sweep_with_a_password_leaves_it_nowhere_and_goes_on(
     assert holding(folder / "out") == []
     assert PASSWORD.encode() not in (tmp_path / "mlflow.db").read_bytes()
     assert holding(tmp_path / "mlartifacts") == []
-    for path in (folder / "out", trial):
+    for path in (folder / "out", trial.path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700

@@ -12,8 +12,6 @@ import pytest
 from rich.console import Console as RichConsole
 
 from fsdp_lab.config.status import TrialStatus
-from fsdp_lab.record.failures import RankFailure, record_failure
-from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.sweep.listeners.console import MOST_ROWS, Console, _where_traced
 from fsdp_lab.sweep.listeners.progress import share_done
 from fsdp_lab.sweep.listeners.table import trial_table
@@ -82,11 +80,7 @@ def test_of_many_trials_the_last_table_has_a_few(compose_trial: Callable[..., ob
     assert " 49 failed" in shown.getvalue() and " 50 failed" not in shown.getvalue()
 
 
-@pytest.mark.parametrize(("code", "named"), [("error", "logs/rank1.log"), ("killed", "failures/rank1.json")])
-def test_a_failed_trial_names_the_file_that_has_its_traceback(code: str, named: str, tmp_path: Path):
-    """A rank's log lacks what Ray reports."""
-    record_failure(tmp_path, RankFailure(Reason.of(Code(code), rank=1), "Traceback"))
-    assert _where_traced(tmp_path).endswith("failures/rank1.json]"), "there is no log"
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank1.log").write_text("Traceback")
-    assert _where_traced(tmp_path).endswith(f"{named}]")
+def test_a_failed_trial_names_the_file_that_has_its_traceback(tmp_path: Path):
+    assert _where_traced(tmp_path) == ""
+    (tmp_path / "error.txt").write_text("Traceback")
+    assert _where_traced(tmp_path).endswith("error.txt]")

@@ -17,7 +17,8 @@ from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.paths import storage
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder, read_start
-from fsdp_lab.record.trial_files import Outcome, wait_until_alone, write_outcome
+from fsdp_lab.record.trial_files import wait_until_alone
+from fsdp_lab.record.trial_json import Outcome, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial, read_trials
 from fsdp_lab.sweep.grid import with_overrides
 from fsdp_lab.sweep.store import changes

@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 def forget(folder: Path, number: int) -> None:
     """As if everything had been killed in the middle of this trial."""
-    (folder / "out" / str(number) / "outcome.json").unlink(missing_ok=True)
+    SweepFolder(folder / "out").trials[number].change(outcome=None)
 
 
 def run_ids(folder: Path) -> list[str]:
@@ -102,8 +102,8 @@ def test_other_settings_data_and_code_are_refused_by_name_unless_forced(folder: 
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "training.epochs was 2 and is 3" in done.stderr and "resume_anyway=true" in done.stderr
     assert "max_failures" not in done.stderr, "this may be another"
-    facts, record = folder / "out" / "0" / "facts.json", folder / "out" / "sweep.json"
-    facts.write_text(json.dumps({**json.loads(facts.read_text()), "data_digest": "0123"}))
+    trial, record = SweepFolder(folder / "out").trials[0], folder / "out" / "sweep.json"
+    trial.change(facts={**trial.facts, "data_digest": "0123"})
     content = json.loads(record.read_text())
     record.write_text(json.dumps({**content, "code": "0"}))
     done = run_cli(folder, "resume=out")
@@ -115,9 +115,8 @@ def test_other_settings_data_and_code_are_refused_by_name_unless_forced(folder: 
 
 @pytest.mark.ci
 def test_a_failed_trial_has_a_result_and_is_tried_again_when_requested(folder: Path):
-    (folder / "out" / "0" / "outcome.json").write_text(
-        json.dumps({"status": "failed", "reason": {"code": "job_failed", "values": {"text": "it fell over"}}})
-    )
+    reason = {"code": "job_failed", "values": {"text": "it fell over"}}
+    SweepFolder(folder / "out").trials[0].change(outcome={"status": "failed", "reason": reason})
     done = run_cli(folder, "resume=out")
     assert done.returncode == 1 and " failed; add resume_failed=true to train again" in done.stdout
     assert "resume_failed=true" in done.stdout
@@ -149,7 +148,7 @@ def test_sigterm_prints_the_command_that_goes_on(tmp_path: Path):
 def test_a_trial_alone_goes_on_too(tmp_path: Path):
     done = run_cli(tmp_path, *INLINE)
     assert done.returncode == 0, output_of(done)
-    (tmp_path / "out" / "outcome.json").unlink()
+    SweepFolder(tmp_path / "out").trials[0].change(outcome=None)
     done = run_cli(tmp_path, "resume=last")
     assert done.returncode == 0, output_of(done)
     store = Store(tmp_path)
@@ -188,4 +187,4 @@ def test_what_diverges_is_a_result_and_takes_no_other_along(tmp_path: Path):
     store = Store(tmp_path)
     run, _ = store.trials
     assert run.info.status == "FAILED" and run.data.tags["status"] == "diverged"
-    assert "failures/rank0.json" in store.artifacts(run)
+    assert "trial.json" in store.artifacts(run)

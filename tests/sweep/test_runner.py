@@ -16,8 +16,8 @@ from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.speed.device import Basis
 from fsdp_lab.forecast.speed.predict import Speed
-from fsdp_lab.record.failures import read_failures
-from fsdp_lab.record.trial_files import Outcome, read_forecast, read_metrics, read_outcome
+from fsdp_lab.record.trial_files import read_metrics
+from fsdp_lab.record.trial_json import Outcome, read_trial
 from fsdp_lab.storage.files import append_line
 from fsdp_lab.sweep.listeners.console import Console
 from fsdp_lab.sweep.listeners.forecasts import Forecasts
@@ -49,11 +49,11 @@ def test_the_traceback_of_an_error_that_forecasts_find_is_kept(
 ):
     plan = plan_of_theirs(compose_trial, tmp_path, "Refuses", ["loss"] * 2)
     assert run_sweep(plan, Acts(), [Forecasts(plan), Console(plan.state, plan.swept)]) is ExitCode.failed
-    (failure,) = read_failures(plan.state.trials[0].trial.folder)
-    assert 'raise ValueError("these are too many")' in failure.traceback
+    first, second = (state.trial.folder / "error.txt" for state in plan.state.trials)
+    assert 'raise ValueError("these are too many")' in first.read_text()
     lines = [line for line in capsys.readouterr().out.splitlines() if " failed" in line and "too many" in line]
-    assert len(lines) == 1 and lines[0].endswith("/0/failures/rank0.json]"), lines
-    assert not read_failures(plan.state.trials[1].trial.folder)
+    assert len(lines) == 1 and lines[0].endswith("/0/error.txt]"), lines
+    assert not second.exists()
 
 
 @pytest.mark.ci
@@ -122,7 +122,8 @@ def test_keep_starts_the_most_promising_and_says_so(
     assert hears.begun == begun
     assert any(f"forecast.keep={keep}: {keep} settings to measure" in text for text in hears.logged)
     for number in {*range(6)} - {*begun}:
-        figures, words = read_forecast(plan.state.trials[number].trial.folder)
+        recorded = read_trial(plan.state.trials[number].trial.folder)
+        figures, words = recorded.forecast, recorded.forecast_words
         assert figures["forecast/ratio_error"] == 0.05, "for a resume"
         assert words == {"predicted_by": "data sheet", "ratio_group": "one"}
 
@@ -203,5 +204,5 @@ def test_a_trial_that_its_scheduler_stops_at_its_last_step_has_finished(
     sweep = SweepRun(plan_of(compose_trial, tmp_path, [words]), [])
     sweep.prepare(0)
     sweep.write_stop(0, {"epoch": epoch, "step": step})
-    outcome = read_outcome(sweep.folder_of(0))
+    outcome = read_trial(sweep.folder_of(0)).outcome
     assert outcome is not None and outcome.status == status

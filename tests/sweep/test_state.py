@@ -11,7 +11,7 @@ from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.record.trial_files import Outcome
+from fsdp_lab.record.trial_json import Outcome
 from fsdp_lab.sweep.state import SweepState, TrialState
 from tests.sweep.planted import LOSS
 

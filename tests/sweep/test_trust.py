@@ -23,7 +23,7 @@ from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.paths import storage
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder
-from fsdp_lab.record.trial_files import Outcome, write_outcome
+from fsdp_lab.record.trial_json import Outcome, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.storage.files import append_line
 from fsdp_lab.sweep.store import trust

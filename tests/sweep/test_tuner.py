@@ -19,7 +19,7 @@ from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial_files import Outcome, read_outcome, write_outcome
+from fsdp_lab.record.trial_json import Outcome, read_trial, write_outcome
 from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
 from fsdp_lab.sweep.executors.tuner import TuneCallback, _get_files, put_back
 from fsdp_lab.sweep.runner import SweepRun
@@ -113,12 +113,12 @@ def test_that_a_trial_is_stopped_is_written_before_its_workers_go_unless_it_has_
 
     monkeypatch.setattr("fsdp_lab.engine.resources.release_placement_group", release)
     callback.on_trial_result(0, [], trial, {"epoch": 1, "step": 8, "done": False})
-    assert freed == [] and read_outcome(folder) is None
+    assert freed == [] and read_trial(folder).outcome is None
     if by_itself:
         write_outcome(folder, Outcome(TrialStatus.finished))
     callback.on_trial_result(0, [], trial, {"epoch": 2, "step": 16, "done": True})
     callback.on_trial_complete(0, [], trial)
-    outcome, state = read_outcome(folder), sweep.states[0]
+    outcome, state = read_trial(folder).outcome, sweep.states[0]
     assert outcome is not None and outcome.status == state.status == ("finished" if by_itself else "stopped")
     assert freed == [folder] and state.reason is None and [epoch["epoch"] for epoch in hears.epochs] == [1, 2]
 

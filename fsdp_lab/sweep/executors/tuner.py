@@ -21,7 +21,8 @@ from fsdp_lab.engine import resources, shortcut
 from fsdp_lab.engine.files_of_ranks import receive
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial_files import read_outcome, read_progress
+from fsdp_lab.record.trial_files import read_progress
+from fsdp_lab.record.trial_json import read_trial
 from fsdp_lab.storage.objects import Storage, StorageRefused
 from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
 from fsdp_lab.sweep.names import label
@@ -75,7 +76,7 @@ def put_back(sweep: SweepRun, number: int, deaths: Counter[tuple[int, int]]) -> 
         state.resuming = True
         resources.release_placement_group(sweep.folder_of(number))
     deaths[number, len(state.epochs)] += 1
-    if read_outcome(sweep.folder_of(number)) or deaths[number, len(state.epochs)] > _MOST_STARTS:
+    if read_trial(sweep.folder_of(number)).outcome or deaths[number, len(state.epochs)] > _MOST_STARTS:
         sweep.end(number)
     else:
         sweep.state.put_back(number)
@@ -185,8 +186,9 @@ class TuneCallback(TrialProgressCallback):
             self._log(number, ": its own process ended before it began; it starts in a new one")
             put_back(self._sweep, number, self._deaths)
             return
-        if read_outcome(self._sweep.folder_of(number)) is None:  # its process was killed, and cannot free their places
-            resources.release_placement_group(self._sweep.folder_of(number))
+        folder = self._sweep.folder_of(number)
+        if read_trial(folder).outcome is None:  # its process was killed, and cannot free their places
+            resources.release_placement_group(folder)
         self._sweep.end(number)
 
     on_trial_error = on_trial_complete

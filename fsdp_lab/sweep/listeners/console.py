@@ -14,8 +14,6 @@ from rich.text import Text
 
 from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.config.wording import duration
-from fsdp_lab.record.failures import read_failures
-from fsdp_lab.record.reasons import Code
 from fsdp_lab.report.answer import Answer, plain_text
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.report.terminal import open_console
@@ -28,8 +26,6 @@ from fsdp_lab.sweep.state import SweepState
 
 MOST_ROWS = 500  # of the last table; of more trials it has a few
 _FEW_ROWS = 50
-# The rank has printed its traceback, see `print_failure`.
-_PRINTED = (Code.out_of_memory, Code.peer_lost, Code.error)
 
 
 class Console(Listener):
@@ -145,10 +141,5 @@ class Console(Listener):
 
 def _where_traced(folder: Path) -> str:
     """Return where the traceback of a failed trial is; "" without one, or if its message is enough."""
-    for failure in read_failures(folder)[:1]:
-        if failure.traceback:
-            log = folder / "logs" / f"rank{failure.rank}.log"
-            printed = failure.reason.code in _PRINTED and log.exists()
-            path = log if printed else folder / "failures" / f"rank{failure.rank}.json"
-            return f" [traceback: {relative(path)}]"
-    return ""
+    path = folder / "error.txt"
+    return f" [traceback: {relative(path)}]" if path.exists() else ""

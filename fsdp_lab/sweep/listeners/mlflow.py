@@ -10,7 +10,7 @@ from pathlib import Path
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import Engine, TrackingConfig
 from fsdp_lab.config.wording import count
-from fsdp_lab.record.trial_folder import TRIAL_FILES
+from fsdp_lab.record.trial_files import TRIAL_FILES
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.report.write import FILES
 from fsdp_lab.sweep.grid import unescaped

@@ -94,8 +94,8 @@ def new_folder(planned: Path, key: str, hydra: DictConfig) -> Iterator[Path]:
 
 def _check_free(folder: Path, key: str) -> None:
     """Check that a folder holds no sweep. One that was refused at its start has left only files that are rewritten."""
-    pattern = "**/facts.json" if (folder / "trials.jsonl").exists() else "*/facts.json"  # else it may be any folder
-    if not any((folder / name).exists() for name in ("results.csv", "facts.json")) and not any(folder.glob(pattern)):
+    pattern = "**/trial.json" if (folder / "trials.jsonl").exists() else "*/trial.json"  # else it may be any folder
+    if not any((folder / name).exists() for name in ("results.csv", "trial.json")) and not any(folder.glob(pattern)):
         return
     resuming = f" To resume it: {resume_command(folder)}." if (folder / "sweep.json").exists() else ""
     raise Occupied(

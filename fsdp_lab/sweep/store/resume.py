@@ -18,7 +18,8 @@ from fsdp_lab.config.wording import count
 from fsdp_lab.engine.ray_job import COPIES, is_rays_copy
 from fsdp_lab.record.paths import storage
 from fsdp_lab.record.sweep_json import SweepStart, read_start
-from fsdp_lab.record.trial_files import read_any_facts, read_forecast, read_metrics, read_outcome
+from fsdp_lab.record.trial_files import read_metrics
+from fsdp_lab.record.trial_json import read_trial
 from fsdp_lab.record.trials_jsonl import lines_of
 from fsdp_lab.sweep.grid import with_overrides
 from fsdp_lab.sweep.state import TrialState
@@ -89,9 +90,10 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -
 
 def read_state(state: TrialState, folder: Path) -> TrialState:
     """Fill in what a trial's folder records, and return the same."""
-    outcome = read_outcome(folder)
-    state.forecast_figures, state.forecast_words = read_forecast(folder)
-    state.facts = read_any_facts(folder) or {}
+    recorded = read_trial(folder)
+    outcome = recorded.outcome
+    state.forecast_figures, state.forecast_words = recorded.forecast, recorded.forecast_words
+    state.facts = recorded.any_facts
     state.epochs = list(read_metrics(folder))
     state.metrics = {key: value for epoch in state.epochs for key, value in epoch.items()}
     if outcome is not None:
@@ -143,9 +145,9 @@ def _changes_of_data(states: Sequence[TrialState], folder: Path) -> list[str]:
         return []
     recorded: dict[str, tuple[str, SweepConfig]] = {}  # what was reported, and a config that could read the data
     for state in states:
-        facts = read_any_facts(storage(state.trial, folder))
+        facts = read_trial(storage(state.trial, folder)).any_facts
         data = state.trial.config.data
-        if facts and "data_digest" in facts and data.name != "synthetic":  # which is made from its settings
+        if "data_digest" in facts and data.name != "synthetic":  # which is made from its settings
             key = json.dumps(to_dict(data), sort_keys=True)
             recorded.setdefault(key, (facts["data_digest"], state.trial.config))
     if not recorded:

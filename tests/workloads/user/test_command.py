@@ -15,6 +15,7 @@ import yaml
 
 from fsdp_lab.commands.main import main
 from tests.conftest import STORE, run_cli
+from tests.folders import SweepFolder
 from tests.forecast.command import forecast_here
 from tests.test_fuzz import status_of
 from tests.workloads.user.project import importable, write_project
@@ -91,7 +92,7 @@ def test_a_sweep_of_their_arguments_and_its_resume(project: Path, refusal: Calla
         ("mine", "my_project.net.Net", "0.5", "my_project.net.loss")
     }
 
-    (project / "out" / "1" / "outcome.json").unlink()
+    SweepFolder(project / "out").trials[1].change(outcome=None)
     assert "add it to the command after resume=...: --config-dir=conf_of_mine" in refusal("resume=out")
     resume = ("resume=out", "--config-dir=conf_of_mine")
     again = run_cli(project, *resume)
@@ -151,7 +152,7 @@ def test_their_code_reaches_the_workers_of_ray(project: Path) -> None:
     assert "forecast" in done.stdout
     metrics = last_metrics(project / "out" / "0")
     assert metrics["epoch"] == 2 and math.isfinite(metrics["val/loss"])
-    forecast_of = json.loads((project / "out" / "0" / "forecast.json").read_text())
+    forecast_of = SweepFolder(project / "out").trials[0].forecast
     assert forecast_of["forecast/peak_bytes"] == metrics["memory/peak_bytes"]
 
 
@@ -213,10 +214,7 @@ def test_what_a_trial_finds_is_one_message(project: Path) -> None:
     lines = (project / "my_project" / "net.py").read_text().splitlines()
     place = next(number for number, line in enumerate(lines, 1) if "boom" in line)
     folder = "out/2"
-    assert of_model.endswith(
-        f"RuntimeError: boom (my_project/net.py:{place}) [traceback: {folder}/failures/rank0.json]"
-    )
-    assert "boom" in json.loads((project / folder / "failures/rank0.json").read_text())["traceback"]
+    assert of_model.endswith(f"RuntimeError: boom (my_project/net.py:{place}) [traceback: {folder}/error.txt]")
     assert "boom" in (project / folder / "error.txt").read_text()
 
 
