@@ -31,14 +31,14 @@ from fsdp_lab.config.status import ExitCode
 
 if TYPE_CHECKING:
     from fsdp_lab.forecast.result import ForecastResult
-    from fsdp_lab.report.data import SweepResult
+    from fsdp_lab.report.data import SweepData
 
 _END_S = 60.0  # for a command to end by itself after an interrupt
 
 __all__ = ["UserError", "forecast", "report", "sweep"]
 
 
-def sweep(*overrides: Any, folder: Path | str | None = None, quiet: bool = False) -> SweepResult:
+def sweep(*overrides: Any, folder: Path | str | None = None, quiet: bool = False) -> SweepData:
     """Run a sweep as `python -m fsdp_lab -m <overrides>` does, and return its record.
 
     Args:
@@ -93,7 +93,7 @@ def forecast(*overrides: Any, folder: Path | str | None = None, quiet: bool = Fa
     return result
 
 
-def report(which: Path | str = "last", *, trust: bool = False) -> SweepResult:
+def report(which: Path | str = "last", *, trust: bool = False) -> SweepData:
     """Read the record of a sweep. Writes nothing.
 
     Args:
@@ -103,14 +103,13 @@ def report(which: Path | str = "last", *, trust: bool = False) -> SweepResult:
     Raises:
         UserError: there is no such sweep, or none of its trials has finished.
     """
-    from fsdp_lab.report.data import SweepResult
     from fsdp_lab.sweep.store.trust import find_trusted
     from fsdp_lab.sweep.sweep_data import require_results, sweep_in
 
     folder, _ = find_trusted(str(which), "sweep", trust)
     read, _, _ = sweep_in(folder)
     require_results(read, str(which))
-    return SweepResult(read)
+    return read
 
 
 def _words(overrides: Any) -> list[str]:

@@ -11,7 +11,6 @@ import pytest
 from fsdp_lab import api
 from fsdp_lab.forecast.table import COLUMNS
 from fsdp_lab.report.answer import Answer
-from fsdp_lab.report.data import SweepResult
 from tests import forked
 from tests.forecast.command import answered_here
 from tests.report.sweeps import sweep
@@ -85,7 +84,7 @@ def test_overrides_are_strings_lists_or_dictionaries(given: object, words: list[
 
 
 def test_a_sweep_has_its_answer_and_its_chart():
-    result = SweepResult(sweep())
+    result = sweep()
     assert "sharding=root precision=bf16" in result.recommendation.sentence and len(result.plot().data) > 0
     assert repr(result).startswith("Recommended: sharding=root precision=bf16") and "Compared with it" in repr(result)
     assert set(result.frame()["sharding"]) == {"ddp", "root", "per_block"}
@@ -96,7 +95,7 @@ def test_an_axis_of_numbers_is_a_column_of_numbers():
     for trial, rate in zip(rates.trials, ("0.001", "1e-05", "10"), strict=False):
         trial.setting["sharding"] = rate
     rates.trials[:] = rates.trials[:3]
-    assert SweepResult(rates).frame()["sharding"].tolist() == [0.001, 1e-05, 10.0]
+    assert rates.frame()["sharding"].tolist() == [0.001, 1e-05, 10.0]
 
 
 def run_in_a_fork(module: str, words: list[str], quiet: bool) -> None:
@@ -210,8 +209,8 @@ def test_a_sweep_is_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
     result = api.sweep("sharding=per_block", fixed, [*words, store], {"optimizer.lr": [1e-3, 1e-2]}, quiet=True)
     frame = result.frame()
-    assert result.record.axes == ["optimizer.lr"]
+    assert result.axes == ["optimizer.lr"]
     assert [*frame["status"]] == ["finished"] * 2 and [*frame["optimizer.lr"]] == [0.001, 0.01]
-    assert frame["val/loss"].tolist() == [trial.figures["val/loss"] for trial in result.record.trials]
+    assert frame["val/loss"].tolist() == [trial.figures["val/loss"] for trial in result.trials]
     assert result.recommendation.sentence
-    assert api.report().record.trials == result.record.trials
+    assert api.report().trials == result.trials

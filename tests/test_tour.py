@@ -14,12 +14,12 @@ pytestmark = pytest.mark.full
 # Behind the notebook's own cells, in its kernel.
 _CHECKS = """
 from pathlib import Path
-assert [len(trial.epochs) for trial in result.record.trials] == [2] * 4
-assert set(result.record.axes) == {"activation_checkpointing", "precision"}
+assert [len(trial.epochs) for trial in result.trials] == [2] * 4
+assert set(result.axes) == {"activation_checkpointing", "precision"}
 assert [*frame["status"]] == ["finished"] * 4
 assert "-m fsdp_lab" in result.recommendation.command or result.recommendation.setting is None
-assert (result.record.trials[0].folder.parent / "report.html").is_file()
-assert again.record.trials == result.record.trials
+assert (result.trials[0].folder.parent / "report.html").is_file()
+assert again.trials == result.trials
 assert {*forecasts.frame()["sharding"]} == {"ddp", "per_block"}
 for one in forecasts.frame().to_dict("records"):
     assert one["cluster.num_workers"] == 8 and one["step_s"] > 0

@@ -18,7 +18,7 @@ from fsdp_lab.forecast.words import say
 from fsdp_lab.report.answer import Answer, with_comparisons
 from fsdp_lab.report.qualify import LEAST
 from fsdp_lab.report.recommend import recommend
-from fsdp_lab.report.settings import Rules, Setting, combinations
+from fsdp_lab.report.settings import Rules, Setting, Settings, combinations
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -97,7 +97,7 @@ def answers(
     made = []
     for _, some in frame.groupby(combinations(frame, conditions)):
         where = some.iloc[0][conditions].astype(str).to_dict() if len(some) < len(frame) else {}
-        answer = with_comparisons(ForecastAnswer(recommend(some.reset_index(drop=True), rules)))
+        answer = with_comparisons(ForecastAnswer(recommend(Settings(some.reset_index(drop=True), rules))))
         answer = replace(answer, where=where, rows=[having[place] for place in some.index], remedies=remedies)
         notes = [*say("basis", answer), *answer.notes]
         (sentence,) = say("head", answer)

@@ -191,15 +191,14 @@ def _frame_of(folder: Path) -> pd.DataFrame:
     """Return the sweep in a folder, a row a trial, with the name of its setting; empty if it has none."""
     import pandas as pd
 
-    from fsdp_lab.report.settings import Settings
     from fsdp_lab.sweep.sweep_data import sweep_in
 
     try:
         sweep = sweep_in(folder)[0]
     except UserError:
         return pd.DataFrame(columns=[STATUS])
+    names = {number: setting.name for number, setting in sweep.settings.of_trial.items()}
     frame = sweep.frame()
-    names = {number: setting.name for number, setting in Settings(frame, sweep.rules).of_trial.items()}
     return frame.assign(setting=frame.index.map(names))
 
 

@@ -1,6 +1,6 @@
 """The setting that a sweep recommends, by figures alone: of those that qualify the fastest, or the best by objectives.
 
-Pure: from a frame and rules to codes with values. The texts are in `templates/`.
+Pure: from settings and rules to codes with values. The texts are in `templates/`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.config.metrics import MEDIAN_STEP, MEMORY, SPEED, declared, spacing
 from fsdp_lab.report.choice import SAME_MEMORY, departures, pareto_front, smallest
 from fsdp_lab.report.qualify import does_not_fit, notes_on, notes_on_the_model, qualify, ratio
-from fsdp_lab.report.self_check import SelfCheck
 from fsdp_lab.report.settings import Coded, Rules, Setting, Settings
 from fsdp_lab.report.speed import EQUAL, Interval
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 
 _SCARCE = 0.9  # of a device's memory: a setting that needs more makes memory scarce, as in forecasts
@@ -84,14 +83,9 @@ class Recommendation:
         return self.settings.without(self.why_not)
 
 
-def recommend(frame: pd.DataFrame, rules: Rules, check: SelfCheck | None = None) -> Recommendation:
-    """Choose a setting of a sweep.
-
-    Args:
-        frame: a row a trial, as of `SweepRecord.frame`.
-        check: what the trials that must compute the same were found to compute; None: they were not compared.
-    """
-    settings = Settings(frame, rules, check)
+def recommend(settings: Settings) -> Recommendation:
+    """Choose a setting of a sweep."""
+    rules = settings.rules
     why_not = qualify(settings)
     able = settings.without(why_not)
     no_speeds = rules.by_speed and bool(able) and not any(s.speed for s in able)

@@ -14,19 +14,20 @@ import pytest
 from fsdp_lab.config import SweepConfig, may_change_speed
 from fsdp_lab.config.metrics import DATA_WAIT, MEDIAN_STEP, MEMORY, MIB, SPEED, same_loss, spacing
 from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.recommend import Recommendation, recommend
-from fsdp_lab.report.settings import Coded
+from fsdp_lab.report.settings import Coded, Settings
 from tests.report.sweeps import REPEATED, ROWS, on_cpu, rounds, sweep, trial
 
 ROUNDED = {"train/loss_eps": 2.0**-7}  # near 4, bfloat16 has 4, 4.03125, 4.0625 above, and 3.984375 below
 
 
 def of(made: SweepData) -> Recommendation:
-    return recommend(made.frame(), made.rules)
+    return recommend(Settings(SweepRecord.frame(made), made.rules))
 
 
 def chosen(made: SweepData) -> dict[str, str]:
