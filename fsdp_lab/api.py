@@ -30,7 +30,7 @@ from fsdp_lab.config.key_value_args import quoted
 from fsdp_lab.config.status import ExitCode
 
 if TYPE_CHECKING:
-    from fsdp_lab.forecast.result import ForecastResult
+    from fsdp_lab.forecast.answer import ForecastResult
     from fsdp_lab.report.data import SweepData
 
 _END_S = 60.0  # for a command to end by itself after an interrupt

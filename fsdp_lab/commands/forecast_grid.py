@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from fsdp_lab.commands.forecast_cells import arguments, workers
@@ -18,7 +18,6 @@ from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.wording import count, time_left
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
-from fsdp_lab.forecast.notes import allowances_note, request_notes, room_remedies
 from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
 from fsdp_lab.forecast.table import Row, best_rows, forecast_table, in_order, write_csv
 from fsdp_lab.forecast.words import say
@@ -26,7 +25,7 @@ from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.plan import Plan
 
 if TYPE_CHECKING:
-    from fsdp_lab.forecast.result import ForecastResult
+    from fsdp_lab.forecast.answer import ForecastResult
 
 
 def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = False) -> ForecastResult:
@@ -41,8 +40,8 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
         KeyboardInterrupt: interrupted before the first forecast.
     """
     # what these import takes a second: refusals come before
-    from fsdp_lab.forecast.answer import answers
-    from fsdp_lab.forecast.result import ForecastResult
+    from fsdp_lab.forecast.answer import ForecastResult, answers
+    from fsdp_lab.forecast.sentences import room_remedies
 
     for line in plan.notes():
         console.print(line, highlight=False, markup=False)
@@ -70,7 +69,7 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
 
 
 def _print(console: Console, result: ForecastResult, items: str, tolerance: float) -> None:
-    from fsdp_lab.forecast.sentences import sentences
+    from fsdp_lab.forecast.sentences import allowances_note, sentences
 
     for line in sentences(result.shown, result.axes, items, result.answers, tolerance):
         console.print(Text(line, style="bold" if "Recommended: " in line else ""))
@@ -120,10 +119,9 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
 
 def _with_progress(console: Console, requests: list[Request]) -> list[Forecast]:
     """Return the forecasts, and show how many distinct ones are done and how long the others will take."""
-    left = TextColumn("{task.fields[left]}")
-    columns = (TextColumn("forecasting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left)
+    columns = (TextColumn("forecasting"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len({request.key for request in requests}), left="")
+        task = progress.add_task("", total=len({request.key for request in requests}))
         first = spoke = time.monotonic()
 
         def on_done(done: int, total: int) -> None:
@@ -131,10 +129,9 @@ def _with_progress(console: Console, requests: list[Request]) -> list[Forecast]:
             now = time.monotonic()
             if done == 1:  # much of its time was imports
                 first = now
-            left = time_left(done - 1, total - 1, now - first)
-            progress.update(task, completed=done, left=left)
+            progress.update(task, completed=done)
             if not console.is_terminal and now - spoke >= SPEAK_S:  # a pipe or a file shows no bar
-                spoke = now
+                spoke, left = now, time_left(done - 1, total - 1, now - first)
                 console.print(f"forecasting: {done} of {total} done{', ' if left else ''}{left}", highlight=False)
 
         return forecast_all(requests, on_done)
@@ -142,13 +139,13 @@ def _with_progress(console: Console, requests: list[Request]) -> list[Forecast]:
 
 def print_scope(console: Console, trials: list[Trial], requests: list[Request], swept: list[str]) -> None:
     """Print what the figures are about, and what in the configuration they do not include."""
+    from fsdp_lab.forecast.sentences import request_notes
+
     groups = ("model", "sharding", "precision", "offload", "reshard_after_forward", "optimizer")
     fixed = [f"{group}={trials[0].choices[group]}" for group in groups if group not in swept]
     fixed += [f"{key}={value}" for key, value in arguments(trials[0]).items() if key not in swept]
-    sizes = sorted(
-        {t.config.training.global_batch_size // r.num_workers for t, r in zip(trials, requests, strict=True)}
-    )
-    item = "image" if all(t.config.model.is_image_classifier for t in trials) else "item"
+    sizes = sorted({r.config.training.global_batch_size // r.num_workers for r in requests})
+    item = "image" if all(r.config.model.is_image_classifier for r in requests) else "item"
     fixed.append(f"{' or '.join(map(str, sizes))} {item}{'' if sizes == [1] else 's'} per worker and step")
     console.print(f"{count(len(trials), 'setting')}: {' '.join(fixed)}", highlight=False, markup=False)
     cuda = any(request.cuda for request in requests)

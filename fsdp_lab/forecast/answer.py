@@ -1,20 +1,23 @@
-"""The answers of forecasts, by the rules of a sweep's report and in its words. Imports no torch."""
+"""Forecasts with their answers, by the rules of a sweep's report and in its words. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import may_change_speed
 from fsdp_lab.config.metrics import MEMORY
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.forecast.capacity import GIB
 from fsdp_lab.forecast.keep import predicted
 from fsdp_lab.forecast.speed.predict import Speed
-from fsdp_lab.forecast.table import Row, forecasts_frame
-from fsdp_lab.forecast.words import say
+from fsdp_lab.forecast.table import COLUMNS, Row, forecasts_frame
+from fsdp_lab.forecast.words import no_forecast_text, say
+from fsdp_lab.record.trial import words
 from fsdp_lab.report.answer import Answer, with_comparisons
 from fsdp_lab.report.qualify import LEAST
 from fsdp_lab.report.recommend import recommend
@@ -130,3 +133,62 @@ def samples_per_s(row: Row) -> float:
     """Return the predicted samples/s of all workers; 0 without a speed."""
     speed: Speed | None = row.forecast.speed
     return speed.samples_per_s if speed else 0.0
+
+
+@dataclass(frozen=True)
+class ForecastResult:
+    """The forecasts of a command line.
+
+    Attributes:
+        axes: the keys that differ between the settings.
+        rows: a forecast a setting, the best first; of an interrupted command those that were made.
+        shown: the same without settings that differ only in a key that has no effect on them.
+        answers: one for each device, number of workers and global batch size; none if no forecast could be made.
+        folder: has `forecast.csv`, and a page for each forecast.
+        missing: how many settings have no forecast because of an interrupt.
+    """
+
+    axes: Sequence[str]
+    rows: Sequence[Row]
+    shown: Sequence[Row]
+    answers: Sequence[ForecastAnswer]
+    folder: Path
+    missing: int
+
+    def frame(self) -> pd.DataFrame:
+        """Return the rows with the columns of `forecast.csv`: the axes as typed, then bytes, seconds and samples/s."""
+        return forecasts_frame(self.rows, self.axes)
+
+    @property
+    def recommendation(self) -> ForecastAnswer:
+        """The first of the answers. Its sentence names its device, number of workers and batch size if they differ."""
+        return self.answers[0]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why settings have no forecast, or no speed; each reason once."""
+        every = [why for row in self.rows for why in (no_forecast_text(row.forecast.error), row.forecast.no_speed)]
+        return sorted({why for why in every if why})
+
+    def plot(self) -> Any:
+        """Return a Plotly figure: predicted speeds against needed memory; without speeds, the parts of each peak."""
+        import plotly.express as px
+
+        made = [row for row in self.shown if not row.forecast.error]
+        frame = forecasts_frame(made, self.axes)
+        names = [words(dict(zip(self.axes, row.settings, strict=True))) for row in made]
+        if frame["step_s"].isna().all():
+            parts = {name: frame[[f"{part}_bytes" for part in of]].sum(axis=1) / GIB for name, of in COLUMNS.items()}
+            figure = px.bar(frame[[]].assign(**parts), x=[*parts], y=names, orientation="h")
+            figure.update_yaxes(autorange="reversed")
+            return figure.update_layout(xaxis_title="GiB at the peak", yaxis_title=None, legend_title=None)
+        unit = "tokens" if frame["tokens_per_s_per_device"].notna().any() else "samples"
+        x, y = "GiB needed on a device", f"predicted {unit}/s per device"
+        rate = frame[f"{unit}_per_s_per_device"]
+        figures = {x: frame["needed_bytes"].astype(float) / GIB, y: rate, "setting": names}
+        figures["faster"] = rate * (frame["step_s"] / frame["step_low_s"] - 1)
+        figures["slower"] = rate * (1 - frame["step_s"] / frame["step_high_s"])
+        return px.scatter(
+            frame.assign(**figures), x=x, y=y, error_y="faster", error_y_minus="slower", hover_name="setting",
+            color=self.axes[0] if self.axes else None, symbol="fits" if frame["fits"].notna().any() else None,
+        )  # fmt: skip

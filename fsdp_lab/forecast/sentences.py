@@ -1,22 +1,24 @@
-"""What the command prints of forecasts: what fits, the answers, and what more workers bring. Imports no torch."""
+"""What the command prints of forecasts beside their table: what fits, the answers, notes. Imports no torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from fsdp_lab.forecast.answer import WORKERS, ForecastAnswer
+from fsdp_lab.config import cpu_notes, gpu_notes, sharding_notes
+from fsdp_lab.config.training import ActivationCheckpointing
+from fsdp_lab.forecast.answer import BATCH, WORKERS, ForecastAnswer
 from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.scaling import series_of
-from fsdp_lab.forecast.table import Row
+from fsdp_lab.forecast.table import Row, unit_of
 from fsdp_lab.forecast.words import say
 from fsdp_lab.record.trial import words
 from fsdp_lab.report.answer import plain_text
 
 _UNSURE = 1e12  # for numbers of workers: above all, and below none
 _MOST_ANSWERS = 3  # of more, only the recommended setting of each is described
-_PLAIN = ("fp32", "float32", "false")  # of precisions
 
 
 def sentences(
@@ -37,16 +39,9 @@ def sentences(
         lines += plain_text(shown, "forecast.csv")
     speeds = [row.forecast.speed for row in rows if row.forecast.speed is not None and row.forecast.speed.network]
     lines += dict.fromkeys([*say("reached", speeds), *say("assumed", speeds)])
-    lines += say("losses", _precisions(made, swept))
+    lines += say("losses") if any(key.partition(".")[0] == "precision" for key in swept) else []
     lines += say("more_workers", having) if WORKERS not in swept else []
     return [line.replace("`", "") for line in lines]
-
-
-def _precisions(made: Sequence[ForecastAnswer], swept: Sequence[str]) -> list[str]:
-    """Return the recommended values of precision, other than float32, where precision is varied."""
-    values = [dict(zip(swept, one.best.settings, strict=True)) for one in made if one.best is not None]
-    of = [{key: value for key, value in each.items() if key.partition(".")[0] == "precision"} for each in values]
-    return list(dict.fromkeys(words(each) for each in of if any(value not in _PLAIN for value in each.values())))
 
 
 def _fewest(rows: Sequence[Row], swept: Sequence[str]) -> dict[str, list[str]]:
@@ -64,3 +59,39 @@ def _fewest(rows: Sequence[Row], swept: Sequence[str]) -> dict[str, list[str]]:
         fewest.setdefault(min(holding, default=_UNSURE if unsure else math.inf), []).append(name)
     texts = {_UNSURE: "tight, or not known", math.inf: "none of these"}
     return {texts.get(number, f"{number:.0f}"): names for number, names in sorted(fewest.items())}
+
+
+def request_notes(requests: Sequence[Request]) -> list[str]:
+    """Return notes about what these forecasts assume or do not include; each note once."""
+    notes = [note for r in requests for note in (*sharding_notes(r.config), *_device_notes(r))]
+    sizes = sorted({r.config.training.global_batch_size // r.num_workers for r in requests})
+    if len({r.config.training.global_batch_size for r in requests}) == 1 and len(sizes) > 1:
+        notes.append(
+            f"the global batch is the same, so a worker has {sizes[-1]:,} items with the fewest workers and "
+            f"{sizes[0]:,} with the most; training.global_batch_size='${{per_worker:{sizes[-1]}}}' keeps {sizes[-1]:,}."
+        )
+    return list(dict.fromkeys(notes))
+
+
+def _device_notes(request: Request) -> Iterator[str]:
+    """Yield notes that depend on the device; of a GPU without a data sheet no speed is known, and its products are."""
+    if not request.cuda:
+        yield from cpu_notes(request.config)
+    elif request.sheet is not None and "tfloat32" in request.sheet.peak_flops:
+        yield from gpu_notes(request.config, has_tf32=True)
+
+
+def room_remedies(requests: Sequence[Request], swept: Sequence[str]) -> list[str]:
+    """Return overrides that leave more room on a GPU, of keys that are not swept."""
+    keeps_all = all(r.config.activation_checkpointing is ActivationCheckpointing.none for r in requests)
+    has_several = any(r.config.training.global_batch_size > r.num_workers for r in requests)
+    remedies = (
+        ("activation_checkpointing", "activation_checkpointing=full", keeps_all),
+        (BATCH, f"a smaller {BATCH}", has_several),
+    )
+    return [text for key, text, helps in remedies if helps and key not in swept]
+
+
+def allowances_note(forecasts: Sequence[Forecast]) -> str:
+    """Return what `needs` includes besides tensors, in the unit of the table; "" for nothing."""
+    return " ".join(say("allowances", forecasts, *unit_of(forecasts)))

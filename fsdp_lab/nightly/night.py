@@ -191,13 +191,14 @@ def _frame_of(folder: Path) -> pd.DataFrame:
     """Return the sweep in a folder, a row a trial, with the name of its setting; empty if it has none."""
     import pandas as pd
 
+    from fsdp_lab.report.answer import settings_of
     from fsdp_lab.sweep.sweep_data import sweep_in
 
     try:
         sweep = sweep_in(folder)[0]
     except UserError:
         return pd.DataFrame(columns=[STATUS])
-    names = {number: setting.name for number, setting in sweep.settings.of_trial.items()}
+    names = {number: setting.name for number, setting in settings_of(sweep).of_trial.items()}
     frame = sweep.frame()
     return frame.assign(setting=frame.index.map(names))
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.choice import departures
 from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
 from fsdp_lab.report.render import environment, lines_of
-from fsdp_lab.report.settings import REPEATS, Setting
-
-if TYPE_CHECKING:
-    from fsdp_lab.report.data import SweepData
+from fsdp_lab.report.self_check import check_itself
+from fsdp_lab.report.settings import REPEATS, Rules, Setting, Settings
 
 # What is typed for a sweep and says nothing of one trial.
 _OF_A_SWEEP = ("repeat=", "repeats=", "search=", "search.", "scheduler=", "scheduler.", "objective=")
@@ -69,9 +69,9 @@ class Answer:
 AnswerT = TypeVar("AnswerT", bound=Answer)
 
 
-def answer(sweep: SweepData) -> Answer:
+def answer(sweep: SweepRecord) -> Answer:
     """Say which setting is recommended, why, and how sure that is."""
-    r = recommend(sweep.settings)
+    r = recommend(settings_of(sweep))
     trial = plainest(sweep, r.setting) if r.setting else None
     return replace(
         with_comparisons(Answer(r)),
@@ -92,6 +92,27 @@ def with_comparisons(bare: AnswerT) -> AnswerT:
         notes=[" ".join(_say("note", note)) for note in r.notes],
         why_not={name: " ".join(_say("why_not", reason)) for name, reason in r.why_not.items()},
     )
+
+
+def settings_of(sweep: SweepRecord) -> Settings:
+    """Return the settings of a sweep, with the rules that judge them."""
+    trivial = {_guessing_loss(trial.config) for trial in sweep.trials if trial.config is not None}
+    rules = Rules(
+        tuple(sweep.axes),
+        sweep.loss_tolerance,
+        sweep.speed_tolerance,
+        tuple(sweep.objectives),
+        trivial.pop() if len(trivial) == 1 else None,
+    )
+    # the record's own frame, in which axes are as typed
+    return Settings(SweepRecord.frame(sweep), rules, check_itself(sweep.trials, sweep.axes))
+
+
+def _guessing_loss(config: SweepConfig) -> float | None:
+    """Return the cross entropy of guessing, of our image classifiers; read as data: nothing is imported."""
+    classes = config.model.arguments.get("num_classes")
+    is_known = config.task.name == "classification" and config.model.is_image_classifier
+    return math.log(classes) if is_known and isinstance(classes, int) and classes > 1 else None
 
 
 def with_a_line(r: Recommendation) -> list[Comparison]:

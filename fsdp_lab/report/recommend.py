@@ -8,17 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdp_lab.config.metrics import MEDIAN_STEP, MEMORY, SPEED, declared, spacing
 from fsdp_lab.report.choice import SAME_MEMORY, departures, pareto_front, smallest
 from fsdp_lab.report.qualify import does_not_fit, notes_on, notes_on_the_model, qualify, ratio
 from fsdp_lab.report.settings import Coded, Rules, Setting, Settings
 from fsdp_lab.report.speed import EQUAL, Interval
-
-if TYPE_CHECKING:
-    pass
-
 
 _SCARCE = 0.9  # of a device's memory: a setting that needs more makes memory scarce, as in forecasts
 _UNEVEN = 0.15  # a difference of logarithms: a mean and a median differ by more

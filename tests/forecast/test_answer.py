@@ -15,8 +15,7 @@ from rich.console import Console
 
 from fsdp_lab.forecast.answer import answers
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
-from fsdp_lab.forecast.notes import allowances_note
-from fsdp_lab.forecast.sentences import sentences
+from fsdp_lab.forecast.sentences import allowances_note, sentences
 from fsdp_lab.forecast.speed.device import Basis
 from fsdp_lab.forecast.speed.predict import Network, Speed
 from fsdp_lab.forecast.table import MOST_ROWS, Row, best_rows, forecast_table

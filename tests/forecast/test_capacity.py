@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_lab.forecast.answer import answers
 from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL, NEARLY_FULL_ERROR, Forecast, Host, NoForecast, on_capacity
-from fsdp_lab.forecast.notes import allowances_note
+from fsdp_lab.forecast.sentences import allowances_note
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
 from fsdp_lab.forecast.words import say
 from fsdp_lab.report.reason_texts import needs_text

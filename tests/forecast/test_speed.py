@@ -27,8 +27,8 @@ from fsdp_lab.forecast.devices import (
     sheet_of,
 )
 from fsdp_lab.forecast.forecast import forecast, forecast_step
-from fsdp_lab.forecast.notes import request_notes, room_remedies
 from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.sentences import request_notes, room_remedies
 from fsdp_lab.forecast.speed.device import Device, Factors, load_device
 from fsdp_lab.forecast.speed.predict import BOUNDS, predict
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv

@@ -16,7 +16,7 @@ from fsdp_lab.config.metrics import DATA_WAIT, MEDIAN_STEP, MEMORY, MIB, SPEED, 
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord
-from fsdp_lab.report.answer import answer, plain_text
+from fsdp_lab.report.answer import answer, plain_text, settings_of
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.recommend import Recommendation, recommend
@@ -27,7 +27,7 @@ ROUNDED = {"train/loss_eps": 2.0**-7}  # near 4, bfloat16 has 4, 4.03125, 4.0625
 
 
 def of(made: SweepData) -> Recommendation:
-    return recommend(Settings(SweepRecord.frame(made), made.rules))
+    return recommend(Settings(SweepRecord.frame(made), settings_of(made).rules))
 
 
 def chosen(made: SweepData) -> dict[str, str]:
