@@ -30,7 +30,6 @@ from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.engine.job import Job
 from fsdp_lab.record.trial_files import ProgressFile, TrialWriter
 from fsdp_lab.record.trial_json import Outcome, write_outcome
-from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
 
 MOST_COST_MS = 250.0
 MOST_GROWTH_MIB = 300.0
@@ -70,30 +69,28 @@ def pretend(config: dict[str, Any]) -> None:
     write_outcome(folder, Outcome(TrialStatus.finished, None, time.time() - begun))
 
 
-class Marks(Listener):
+class Marks:
     """Keeps the driver's CPU seconds and memory, at the beginning and after each block of trials."""
 
-    def __init__(self, to: Path) -> None:
-        self._to, self._process, self._ended = to, psutil.Process(), 0
+    def __init__(self, sweep: Any, to: Path) -> None:
+        self._sweep, self._to, self._process, self._ended = sweep, to, psutil.Process(), 0
         self.marks: dict[str, Any] = {"planned": None, "blocks": [], "spans": []}
 
-    def opened(self, sweep: SweepRun) -> None:
+    def opened(self) -> None:
         self.marks["planned"] = self._now()
-        self.marks["trials"] = len(sweep.states)
-
-    def ready(self, sweep: SweepRun) -> None:
+        self.marks["trials"] = len(self._sweep.trials)
         self.marks["blocks"].append(self._now())
 
-    def ended(self, sweep: SweepRun, number: int) -> None:
+    def ended(self, number: int) -> None:
         self._ended += 1
         if self._ended == 1:
             self.marks["first"] = self._now()
-        self.marks["spans"].append((sweep.states[number].begun, time.time()))
+        self.marks["spans"].append((self._sweep.trials[number].begun, time.time()))
         if self._ended % _BLOCK == 0:
             self.marks["blocks"].append(self._now())
             self._to.write_text(json.dumps(self.marks))
 
-    def finish(self, sweep: SweepRun, ending: Ending) -> None:
+    def closed(self, ending: Any) -> None:
         self.marks["finish"] = self._now()
         self._to.write_text(json.dumps(self.marks))
 
@@ -105,18 +102,24 @@ class Marks(Listener):
 def run(folder: Path, cpus: int, arguments: list[str]) -> None:
     """A sweep in this process whose trials pretend; leaves `marks.json`."""
     from fsdp_lab.commands.main import main
-    from fsdp_lab.sweep import start
+    from fsdp_lab.sweep import runner
     from fsdp_lab.sweep.executors import tuner
 
-    run_sweep = start.run_sweep
+    run_sweep = runner.run_sweep
 
-    def watched(plan: Any, executor: Any, listeners: Any) -> Any:
-        return run_sweep(plan, executor, [*listeners, Marks(folder / "marks.json")])
+    def watched(sweep: Any, executor: Any, outputs: Any) -> Any:
+        marks = Marks(sweep, folder / "marks.json")
+        for event in ("opened", "ended", "closed"):
+            setattr(outputs, event, after(getattr(outputs, event), getattr(marks, event)))
+        return run_sweep(sweep, executor, outputs)
+
+    def after(first: Any, then: Any) -> Any:
+        return lambda *details: (first(*details), then(*details))
 
     sys.argv = ["fsdp_lab", "-m", *arguments, f"hydra.sweep.dir={folder}/out", f"tracking.uri=sqlite:///{folder}/m.db"]
     with (
         mock.patch.object(tuner, "trial_function", pretend),
-        mock.patch.object(start, "run_sweep", watched),
+        mock.patch.object(runner, "run_sweep", watched),
         mock.patch("fsdp_lab.machine.hardware.num_cpus", return_value=cpus),
         mock.patch("fsdp_lab.config.machine.num_cpus", return_value=cpus),
     ):

@@ -41,7 +41,7 @@ _IMPORTED = (
     "mlflow.store.tracking.sqlalchemy_store", "plotly.graph_objects", "plotly.io", "plotly.offline", "scipy.stats",
     "torch.distributed.checkpoint", "torch.utils.serialization", "torchvision.models", "yaml", "pytest",
     "fsdp_lab.training", "fsdp_lab.training.__main__", "fsdp_lab.machine.cpu_contention", "fsdp_lab.sweep.start",
-    "fsdp_lab.sweep.multirun", "fsdp_lab.sweep.executors.inline", "fsdp_lab.sweep.sweep_data",
+    "fsdp_lab.sweep.command", "fsdp_lab.sweep.executors.inline", "fsdp_lab.sweep.sweep_data",
     "fsdp_lab.workloads.vision.classification", "fsdp_lab.workloads.vision.mlp",
     "fsdp_lab.workloads.vision.models", "fsdp_lab.workloads.vision.digits", "hydra_plugins.fsdp_lab_sweeper.sweeper",
 )  # fmt: skip

@@ -10,7 +10,7 @@ from unittest import mock
 import jinja2
 
 from fsdp_lab.config import UserError
-from fsdp_lab.sweep.listeners.console import Console
+from fsdp_lab.sweep.outputs.console import Console
 from fsdp_lab.training.divergence import DivergedError
 
 

@@ -26,13 +26,14 @@ from fsdp_lab.record.results_csv import write_results
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.page import to_html
 from fsdp_lab.report.plots import figures
-from fsdp_lab.sweep.listeners.console import Console
-from fsdp_lab.sweep.listeners.results_csv import rows_of
-from fsdp_lab.sweep.listeners.table import epoch_line
-from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.outputs.console import Console
+from fsdp_lab.sweep.outputs.results_csv import rows_of
+from fsdp_lab.sweep.outputs.table import epoch_line
+from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.tracking.tags import how_to_read
 from tests.conftest import ROOT
 from tests.report.sweeps import ROWS, sweep, trial
+from tests.sweep.planted import sweep_of
 
 KEY = "perf/stalled_s"
 ADDED = Metric(
@@ -51,7 +52,9 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Metric:
 
 def finished(number: int, figures: dict[str, float]) -> TrialState:
     one = Trial(number, SweepConfig(), {}, [], Path(), DictConfig({}))
-    return TrialState(one, TrialStatus.finished, metrics={"epoch": 1.0, **figures})
+    state = TrialState(one, TrialStatus.finished)
+    state.record_epoch({"epoch": 1.0, **figures})
+    return state
 
 
 def test_an_added_metric_is_in_the_table_of_results(added: Metric, tmp_path: Path):
@@ -76,11 +79,11 @@ def test_a_figure_has_one_text_whatever_others_have_and_nan_is_measured(tmp_path
 def test_an_added_metric_is_on_the_terminal(added: Metric):
     states = [finished(0, {KEY: 0.0123}), finished(1, {KEY: 0.0456})]
     shown = io.StringIO()
-    console = Console(SweepState(states, []), [], RichConsole(file=shown, width=160))
+    console = Console(sweep_of(states), RichConsole(file=shown, width=160))
     console.final()
     assert "stall" in shown.getvalue() and "*12.3" in shown.getvalue() and " 45.6" in shown.getvalue()
-    assert epoch_line(0, states[0].metrics, 2) == "trial 0:  epoch 1/2  stall 12.3"
-    assert epoch_line(0, states[0].metrics, None) == "trial 0:  epoch 1  stall 12.3"
+    assert epoch_line(states[0].trial, states[0].figures, 2) == "trial 0:  epoch 1/2  stall 12.3"
+    assert epoch_line(states[0].trial, states[0].figures, None) == "trial 0:  epoch 1  stall 12.3"
 
 
 def test_an_added_metric_is_in_the_report(added: Metric):

@@ -6,7 +6,7 @@ import atexit
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import hydra
@@ -14,7 +14,7 @@ import hydra
 from fsdp_lab.commands.explain import explain
 from fsdp_lab.commands.reference import keys_text, versions
 from fsdp_lab.config import ConfigError, all_keys, conf_dir, split_config_dir, with_custom
-from fsdp_lab.config.compose import Trial, check, register_schema, single_trial
+from fsdp_lab.config.compose import register_schema, single_trial
 from fsdp_lab.config.conf import groups
 from fsdp_lab.config.key_value_args import key_of, with_environment
 from fsdp_lab.config.launcher import leave_launcher
@@ -104,29 +104,15 @@ def end_interrupted() -> NoReturn:
 
 def run_single(cfg: Any) -> None:
     """Run one trial: Hydra's function without -m."""
-    from fsdp_lab.sweep.alone import list_alone, run_alone
+    from fsdp_lab.sweep.command import Alone
+    from fsdp_lab.sweep.start import run
 
     try:
-        trial = single_trial(cfg)
-        check(trial.config)
-        if trial.config.repeats > 1:
-            raise ConfigError(f"repeats={trial.config.repeats} is for sweeps; add -m.")
-        for note in _alone_notes(trial):
-            print(note)
-        code = list_alone(trial) if trial.config.dry_run else run_alone(trial)
+        code = run(Alone(single_trial(cfg)))
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
         leave(error)  # here already: Hydra would print a line of its own first
     if code:
         sys.exit(code)
-
-
-def _alone_notes(trial: Trial) -> Iterator[str]:
-    """Yield lines about what looks like several trials and is one."""
-    axes = [key for key, values in trial.hydra_config.hydra.sweeper.params.items() if "," in str(values)]
-    if (preset := trial.choices.get("experiment", "null")) != "null" and axes:
-        yield f"experiment={preset} sweeps {', '.join(axes)}; without -m this is one trial"
-    if trial.config.repeat:
-        yield f"repeat={trial.config.repeat} names one run; for several of each setting use -m and repeats=..."
 
 
 def leave(error: Exception) -> NoReturn:

@@ -14,7 +14,6 @@ from fsdp_lab.config.conf import OPEN_GROUPS
 from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.key_value_args import key_of, quoted
 from fsdp_lab.sweep.grid import unescaped
-from fsdp_lab.sweep.state import TrialState
 
 OF_A_NIGHT = "FSDP_LAB_OF_A_NIGHT"  # set by a night for its sweep
 
@@ -83,9 +82,9 @@ def sweep_name(trials: Sequence[Trial], swept: Sequence[str]) -> str:
     return f"{study}{axes or 'one setting'} ({how}{len(trials)} trial{'' if len(trials) == 1 else 's'})"
 
 
-def label(number: int, states: Sequence[TrialState]) -> str:
+def label(trial: Trial) -> str:
     """Return `trial 3`, or `trial` for a trial alone."""
-    return "trial" if states[number].trial.index is None else f"trial {number}"
+    return "trial" if trial.index is None else f"trial {trial.index}"
 
 
 def command_line() -> str:

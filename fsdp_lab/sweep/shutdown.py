@@ -9,41 +9,27 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.engine.cluster import end_descendants
+from fsdp_lab.sweep.sweep import Sweep
 
 _LIMIT_S = 8.0  # then what hangs is left behind
 _LAST_S = 2.0  # of it, for what the thread of the deadline does itself
 
 
-class Closable(Protocol):
-    @property
-    def closed(self) -> bool:
-        """Whether the sweep was closed."""
-
-    ends_by: float | None
-    """By when all waits of its end are over, on the monotonic clock; None: it was not interrupted."""
-
-    def log(self, text: str) -> None:
-        """Log a message for the user."""
-
-    def close(self, interrupted: bool) -> ExitCode:
-        """End the sweep, and return its exit status."""
-
-
 class ShutdownGuard:
     """From the first interrupt on: whatever hangs, this process has saved its state and exits in time."""
 
-    def __init__(self, sweep: Closable) -> None:
+    def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
         self._begun = False
         self.over = threading.Event()
 
     @property
     def closing(self) -> bool:
-        return self.over.is_set() or self._sweep.closed
+        return self.over.is_set() or self._sweep.ending is not None
 
     def begin(self) -> None:
         """Start the countdown, once."""
@@ -69,7 +55,7 @@ class ShutdownGuard:
 
 
 @contextmanager
-def interruptible(sweep: Closable) -> Iterator[None]:
+def interruptible(sweep: Sweep) -> Iterator[None]:
     """Let SIGTERM interrupt as Ctrl-C does: reported results stay, and the runs are ended."""
     guard = ShutdownGuard(sweep)
     if threading.current_thread() is not threading.main_thread():

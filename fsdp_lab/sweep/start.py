@@ -1,50 +1,141 @@
-"""Which executor and which listeners a sweep has, by its configuration."""
+"""From a command to its exit status: its sweep is planned, checked, recorded and run."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf
+
 from fsdp_lab.config import is_address
+from fsdp_lab.config.machine import ray_folder
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.sweep import Engine
+from fsdp_lab.config.wording import count
+from fsdp_lab.engine.cluster import start_ray
 from fsdp_lab.engine.ray_job import check_job
-from fsdp_lab.report.write import FILES
+from fsdp_lab.forecast.devices import check_sweep
+from fsdp_lab.record.hydra_folder import write_hydra_folder, write_multirun_yaml
+from fsdp_lab.record.sweep_json import begin_folder
+from fsdp_lab.record.trials_jsonl import add_trial
+from fsdp_lab.storage.locks import locked
 from fsdp_lab.storage.objects import check_access
-from fsdp_lab.sweep.listeners.console import Console
-from fsdp_lab.sweep.listeners.forecasts import Forecasts
-from fsdp_lab.sweep.listeners.mlflow import MlflowRuns
-from fsdp_lab.sweep.listeners.report import Report
-from fsdp_lab.sweep.listeners.results_csv import ResultsCsv
-from fsdp_lab.sweep.names import folder_key, relative, resume_lines, ui_command
-from fsdp_lab.sweep.runner import Executor, SweepPlan, run_sweep
+from fsdp_lab.sweep.command import Alone, Multirun
+from fsdp_lab.sweep.names import folder_key, relative, resume_lines, run_name, ui_command
+from fsdp_lab.sweep.store.find import remember_last
+from fsdp_lab.sweep.store.folder import new_folder
+from fsdp_lab.sweep.sweep import Sweep
+
+if TYPE_CHECKING:
+    from fsdp_lab.sweep.runner import Executor
 
 
-def start_sweep(plan: SweepPlan) -> ExitCode:
-    """Run a sweep and print the result.
+def run_multirun(
+    context: HydraContext, config: DictConfig, defaults: Mapping[str, str | None], arguments: Sequence[str]
+) -> None:
+    """Run every trial of a sweep, then leave with its exit status.
 
     Raises:
-        UserError: see `run_sweep`; a job of Ray's would lose its results; object storage refuses, or does not answer.
+        SystemExit: 1 when a trial failed, 130 when interrupted.
+        ConfigError: before anything starts, for a value that is wrong.
     """
-    check_job(plan.config, plan.folder, folder_key(plan.started.multirun))
-    if (place := plan.config.cluster.storage_path) is not None and is_address(place):
-        check_access(place)
-    console = Console(plan.state, plan.swept, ticks=plan.config.engine is not Engine.inline)
-    runs = MlflowRuns(plan.config.tracking, console)
-    report = Report(runs)
-    # In this order: MLflow first, so that the table has the runs' ids; forecasts last, for they may skip a trial.
-    listeners = [runs, console, ResultsCsv(runs.run_id), report]
-    if plan.config.engine is Engine.ray:
-        listeners.append(Forecasts(plan))
-    code = run_sweep(plan, build_executor(plan.config.engine), listeners)
-    console.final(report.answer)
-    where = relative(plan.folder)
-    shown = [f"report: {where}/{FILES[0]}"] if report.answer else []
-    shown += [f"results: {where}/results.csv", f"compare: {runs.ui_url or ui_command(plan.config.tracking.uri)}"]
+    if code := run(Multirun(context, config, defaults, arguments)):
+        sys.exit(code)
+
+
+def run(command: Alone | Multirun) -> ExitCode:
+    """Run the sweep of a command, or list its trials with `dry_run`, and return the exit status.
+
+    Raises:
+        UserError: the command is refused, and nothing was written; or see `run_sweep`.
+    """
+    config = command.config
+    with ExitStack() as held:
+        if config.resume is not None and not config.dry_run:
+            held.enter_context(locked(command.folder, "resume"))  # first: another resume may be at work
+        sweep, notes = command.sweep()
+        check_start(sweep)
+        if config.dry_run:
+            print(*_head(sweep), *notes, *_listed(sweep), sep="\n", flush=True)
+            _remove_empty(command.folder)
+            return ExitCode.finished
+        reach(sweep)
+        if config.resume is None:
+            folder = held.enter_context(new_folder(command.folder, command.key, command.hydra))
+            if folder != command.folder:
+                command = command.at(folder)
+                sweep, notes = command.sweep()
+            _record(sweep, command.multirun)
+        remember_last(sweep.folder)
+        for line in [*_head(sweep), *notes]:
+            print(line)
+        return start_sweep(sweep)
+
+
+def check_start(sweep: Sweep) -> None:
+    """Check what decides about a sweep as a whole: each of its trials was checked when it was composed.
+
+    Raises:
+        ConfigError: a job of Ray's would lose its results; or `forecast.keep` has nothing to choose by.
+    """
+    check_job(sweep.config, sweep.folder, folder_key(sweep.started.multirun))
+    check_sweep(sweep.config)
+
+
+def reach(sweep: Sweep) -> None:
+    """Reach object storage, and the Ray at `cluster.address`, before the sweep writes anything anywhere.
+
+    Raises:
+        UserError: one does not answer, or refuses; or no Ray can be started here.
+    """
+    cluster = sweep.config.cluster
+    if cluster.storage_path is not None and is_address(cluster.storage_path):
+        check_access(cluster.storage_path)
+    if sweep.config.engine is not Engine.ray or not sweep.has_more():
+        return
+    if cluster.address is None:
+        ray_folder()  # which checks it
+    else:
+        print(f"connecting to Ray at {cluster.address}", flush=True)
+        start_ray(cluster, sweep.code())
+
+
+def _record(sweep: Sweep, multirun: DictConfig | None) -> None:
+    """Write the record of a new sweep, and `.hydra/` of each known trial, as Hydra's launcher does."""
+    trials = [state.trial for state in sweep.trials]
+    begin_folder(sweep.folder, trials)
+    if multirun is not None:
+        write_multirun_yaml(sweep.folder, OmegaConf.to_container(multirun, resolve=False, enum_to_str=True))
+    for trial in trials:
+        write_hydra_folder(trial)
+        add_trial(sweep.folder, trial)
+    sweep.started.write(sweep.folder)
+
+
+def start_sweep(sweep: Sweep) -> ExitCode:
+    """Run a sweep and print the result. Raises as `run_sweep`."""
+    # what these import takes seconds: refusals come before
+    from fsdp_lab.sweep.forecasts import Forecasts
+    from fsdp_lab.sweep.outputs.outputs import Outputs
+    from fsdp_lab.sweep.runner import run_sweep
+
+    outputs = Outputs(sweep, Forecasts(sweep) if sweep.config.engine is Engine.ray else None)
+    code = run_sweep(sweep, _executor(sweep.config.engine), outputs)
+    outputs.console.final(outputs.answer)
+    runs, where = outputs.mlflow, relative(sweep.folder)
+    shown = [f"report: {where}/report.html"] if outputs.answer else []
+    shown += [f"results: {where}/results.csv", f"compare: {runs.ui_url or ui_command(sweep.config.tracking.uri)}"]
     shown += [f"MLflow run: {runs.parent_id}"] if runs.parent_id else []
-    shown += resume_lines(plan.folder) if code is ExitCode.interrupted else []
-    console.rich.print(*shown, sep="\n", highlight=False, soft_wrap=True)
+    shown += resume_lines(sweep.folder) if code is ExitCode.interrupted else []
+    outputs.console.rich.print(*shown, sep="\n", highlight=False, soft_wrap=True)
     return code
 
 
-def build_executor(engine: Engine) -> Executor:
+def _executor(engine: Engine) -> Executor:
     """Return the executor. Ray is imported only for a sweep that uses it."""
     if engine is Engine.inline:
         from fsdp_lab.sweep.executors.inline import InlineExecutor
@@ -53,3 +144,33 @@ def build_executor(engine: Engine) -> Executor:
     from fsdp_lab.sweep.executors.ray_tune import RayTuneExecutor
 
     return RayTuneExecutor()
+
+
+def _head(sweep: Sweep) -> list[str]:
+    """Return the line with the number of a sweep's trials, as far as that is known, and their axes."""
+    if not sweep.started.multirun:
+        return []
+    number, up_to = len(sweep.trials), ""
+    if sweep.config.search.samples:
+        number, up_to = max(number, sweep.config.search.num_trials), "up to "
+    how_many = f"{up_to}{count(number, 'trial')}"
+    if sweep.resumed:
+        how_many = f"the sweep resumes: {number - sum(state.ended for state in sweep.trials)} of {how_many} left"
+    return [f"{how_many}: {' × '.join(sweep.swept) or 'nothing is swept'}"]
+
+
+def _listed(sweep: Sweep) -> list[str]:
+    """Return a line for each known trial: its number, and what distinguishes it."""
+    if not sweep.started.multirun:
+        return [f"1 trial: {run_name(sweep.trials[0].trial, [])}"]
+    left = [(number, state) for number, state in enumerate(sweep.trials) if not state.ended]
+    lines = [f"  {number}  {run_name(state.trial, sweep.swept)}" for number, state in left]
+    return [*lines, "  further ones are suggested while it runs"] if sweep.search is not None else lines
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove the folder that Hydra has made, and those above it, as far as they are empty and below this one."""
+    with suppress(OSError):
+        for made in (folder, *folder.parents):
+            if made.is_relative_to(Path.cwd()) and made != Path.cwd():
+                made.rmdir()

@@ -46,6 +46,6 @@ class FsdpLabSweeper(Sweeper):
 
         if not issubclass(OmegaConf.get_type(self.config) or object, NightlyConfig):
             raise ConfigError("hydra/sweeper=fsdp_lab sweeps only fsdp_lab's configuration; use hydra/sweeper=basic.")
-        from fsdp_lab.sweep.multirun import run_multirun
+        from fsdp_lab.sweep.start import run_multirun
 
         return run_multirun(self.hydra_context, self.config, self.params, arguments)

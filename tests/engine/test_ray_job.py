@@ -14,7 +14,7 @@ from fsdp_lab.engine.cluster import code_environment
 from fsdp_lab.engine.ray_job import JOB_VARIABLE, check_job
 from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.sweep.names import OF_A_NIGHT, folder_key
-from fsdp_lab.sweep.start import start_sweep
+from fsdp_lab.sweep.start import check_start
 from tests.workloads.user.project import importable, write_project
 
 _STAYS = TrackingConfig(uri="sqlite:////shared/mlflow.db")
@@ -55,7 +55,7 @@ def test_a_night_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch):
     record = SweepStart("", [], True, "", 1)
     plan = SimpleNamespace(config=config, folder=Path("outputs/nightly/x/sweep"), started=record)
     with pytest.raises(ConfigError, match=r"for example nightly\.folder=/shared/fsdp_lab/<a name>$"):
-        start_sweep(plan)  # type: ignore[arg-type]  # refused before more of it is read
+        check_start(plan)  # type: ignore[arg-type]  # refused before more of it is read
 
 
 @pytest.mark.usefixtures("copy")

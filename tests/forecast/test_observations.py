@@ -18,7 +18,7 @@ from fsdp_lab.forecast.run import Request, forecast_one
 from fsdp_lab.forecast.speed.device import Basis, Factors, digest
 from fsdp_lab.forecast.speed.predict import Parts
 from fsdp_lab.forecast.speed.refine import Observation
-from fsdp_lab.sweep.listeners.forecasts import Forecasts, ran_there, reliable_step_s
+from fsdp_lab.sweep.forecasts import Forecasts, ran_there, reliable_step_s
 from tests.ranks import config
 from tests.speed.test_costs import ROUND
 from tests.speed.test_refine import observations
@@ -123,15 +123,15 @@ def test_a_trial_that_ends_is_kept_beside_its_prediction(
     forecast = forecast_one(asked)
     metrics = {"perf/samples_per_s": 320.0, "perf/data_wait_share": 0.5, "perf/others_cpu": others}
     state = SimpleNamespace(
-        trial=SimpleNamespace(config=asked.config), forecast=forecast, metrics=metrics, status=TrialStatus.finished,
+        trial=SimpleNamespace(config=asked.config), forecast=forecast, figures=metrics, status=TrialStatus.finished,
         device="cpu",
     )  # fmt: skip
-    sweep = SimpleNamespace(states=[state], folder=tmp_path / "sweep", log=print, log_once=print)
-    monkeypatch.setattr("fsdp_lab.sweep.listeners.forecasts.resources.num_gpus", lambda: 0)
-    plan = SimpleNamespace(config=asked.config, state=SimpleNamespace(trials=[]))
-    listener = Forecasts(plan)  # type: ignore[arg-type]
+    sweep = SimpleNamespace(trials=[], config=asked.config, folder=tmp_path / "sweep", log=print, log_once=print)
+    monkeypatch.setattr("fsdp_lab.sweep.forecasts.resources.num_gpus", lambda: 0)
+    forecasts = Forecasts(sweep)  # type: ignore[arg-type]
+    sweep.trials.append(state)
     for _ in range(2):  # a resume may publish it again
-        listener.ended(sweep, 0)  # type: ignore[arg-type]
+        forecasts.ended(0)
     assert asked.sheet is not None
     observations = read_observations(asked.sheet.name, version("torch"), digest(asked.sheet))
     assert [one.measured_s for one in observations] == pytest.approx([32 / 320 * 0.5] * kept)

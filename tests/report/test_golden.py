@@ -30,10 +30,11 @@ from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html
 from fsdp_lab.report.reason_texts import reason_text
-from fsdp_lab.sweep.listeners.results_csv import rows_of
-from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.outputs.results_csv import rows_of
+from fsdp_lab.sweep.state import TrialState
 from tests.conftest import ROOT
 from tests.report.sweeps import REPEATED, ROWS, on_cpu, rounds, sweep, trial
+from tests.sweep.planted import sweep_of
 
 FOLDER = Path(__file__).parent / "golden"
 RESULTS = FOLDER / "results.csv"
@@ -113,10 +114,12 @@ def table(made: SweepData) -> str:
     states = []
     for row, record in enumerate(made.trials):
         one = Trial(row, SweepConfig(), dict(record.setting), [], Path("out", str(row)), {})
-        states.append(TrialState(one, record.status, record.figures))
+        states.append(TrialState(one, record.status))
+        states[-1].figures = record.figures
         states[-1].reason = record.reason
-    front = SweepState(states, made.objectives).front()
-    return csv_of(states, made.axes, front, lambda row: made.trials[row].run_id)
+    planned = sweep_of(states)
+    planned.objectives = list(made.objectives)
+    return csv_of(states, made.axes, planned.front(), lambda row: made.trials[row].run_id)
 
 
 def csv_of(states: Sequence[TrialState], axes: Sequence[str], front: set[int], run_id: Callable[[int], str]) -> str:
@@ -165,7 +168,7 @@ def results() -> str:
         one = Trial(number, config, choices, [], Path("outputs", str(number)), {"optimizer": {"lr": rate.lr}})
         states.append(TrialState(one, status))
         if status.ended:
-            states[-1].metrics = dict(figures)
+            states[-1].figures = dict(figures)
             states[-1].seconds = number + 0.126
     next(state for state in states if state.status is TrialStatus.failed).reason = why
     return csv_of(states, ["sharding", "model", "optimizer.lr"], {2}, lambda n: f"run{n}")

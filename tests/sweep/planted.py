@@ -1,17 +1,23 @@
-"""Sweeps that train nothing: their plans, an executor that ends each trial as it is told, and what a listener hears."""
+"""Sweeps that train nothing: their plans, an executor that ends each trial as it is told, and what its outputs get."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
+from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.reasons import Reason
 from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_json import Outcome
-from fsdp_lab.sweep.runner import Listener, SweepPlan, SweepRun
-from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.forecasts import Forecasts
+from fsdp_lab.sweep.outputs.outputs import Outputs
+from fsdp_lab.sweep.outputs.results_csv import ResultsCsv
+from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.sweep import Sweep
 
 Compose = Callable[[Sequence[str], int], Trial]
 LOSS = [("val/loss", "min")]
@@ -41,17 +47,26 @@ source: made up
 """
 
 
+def sweep_of(states: Sequence[TrialState], folder: Path = Path(), swept: Sequence[str] = ()) -> Sweep:
+    """A sweep that has not started; its outputs hear what happens."""
+    config = states[0].trial.config if states else SweepConfig()
+    sweep = Sweep(states, config, folder, list(swept), SweepStart("", [], True, "", 1))
+    sweep.outputs = Hears(sweep)
+    return sweep
+
+
 def plan_of(
     compose: Compose,
     folder: Path,
     cells: Sequence[Sequence[str]],
     common: Sequence[str] = (),
     swept: Sequence[str] = (),
-) -> SweepPlan:
-    """The plan of a sweep with a trial for each cell, which has not started."""
+) -> Sweep:
+    """A sweep with a trial for each cell, which has not started."""
     trials = [compose([*common, *cell], number) for number, cell in enumerate(cells)]
-    states, config = SweepState([TrialState(trial) for trial in trials], LOSS), trials[0].config
-    return SweepPlan(states, config, folder, list(swept), SweepStart.of([], True, config))
+    sweep = sweep_of([TrialState(trial) for trial in trials], folder, swept)
+    sweep.started.write(folder)
+    return sweep
 
 
 class Acts:
@@ -66,13 +81,13 @@ class Acts:
     def __init__(self, reasons: Sequence[Reason | None] = ()) -> None:
         self._reasons = reasons
 
-    def start(self, sweep: SweepRun) -> None: ...
+    def start(self, sweep: Sweep) -> None: ...
 
-    def run(self, sweep: SweepRun) -> None:
+    def run(self, sweep: Sweep) -> None:
         while (number := sweep.next()) is not None:
             self.act(sweep, number)
 
-    def act(self, sweep: SweepRun, number: int) -> None:
+    def act(self, sweep: Sweep, number: int) -> None:
         sweep.prepare(number)
         sweep.begin(number)
         reason = self._reasons[number] if number < len(self._reasons) else None
@@ -81,19 +96,31 @@ class Acts:
     def stop(self) -> None: ...
 
 
-class Hears(Listener):
-    """Records which trials begin, the epochs, and what is logged."""
+class Hears(Outputs):
+    """Records which trials begin, the epochs, and what is logged; writes nothing but `results.csv` on request."""
 
-    def __init__(self) -> None:
+    def __init__(self, sweep: Sweep, forecasts: Forecasts | None = None, writes: bool = False) -> None:
+        self.sweep, self.forecasts, self.console, self.mlflow = sweep, forecasts, Mock(), Mock()
+        self.results: Any = ResultsCsv(sweep, lambda number: "") if writes else Mock()
         self.begun: list[int] = []
         self.epochs: list[dict[str, float]] = []
         self.logged: list[str] = []
 
-    def began(self, sweep: SweepRun, number: int) -> None:
+    def began(self, number: int) -> None:
+        super().began(number)
         self.begun.append(number)
 
-    def epoch(self, sweep: SweepRun, number: int, metrics: dict[str, float]) -> None:
+    def epoch(self, number: int, metrics: dict[str, float]) -> None:
+        super().epoch(number, metrics)
         self.epochs.append(metrics)
 
     def log(self, text: str) -> None:
         self.logged.append(text)
+
+    def report(self) -> None:
+        return None
+
+
+def heard(sweep: Sweep) -> Hears:
+    assert isinstance(sweep.outputs, Hears)
+    return sweep.outputs

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.sweep.listeners.forecasts import MAX_OTHERS_CPU
+from fsdp_lab.sweep.forecasts import MAX_OTHERS_CPU
 from fsdp_lab.training.__main__ import read_config
 from tests.conftest import run_cli
 from tests.folders import Store, SweepFolder

@@ -12,7 +12,6 @@ from fsdp_lab.config import SweepConfig, from_dict
 from fsdp_lab.config.compose import Trial
 from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.sweep.grid import enumerate_grid
-from fsdp_lab.sweep.listeners.results_csv import rows_of
 from fsdp_lab.sweep.names import (
     report_command,
     resume_command,
@@ -23,6 +22,7 @@ from fsdp_lab.sweep.names import (
     sweep_name,
     ui_command,
 )
+from fsdp_lab.sweep.outputs.results_csv import rows_of
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.sweep_data import log_axes, study_of, sweep_of

@@ -15,9 +15,9 @@ from fsdp_lab.commands.forecast_cells import hydra_as_it_was
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_json import read_trial
-from fsdp_lab.sweep.listeners.forecasts import Forecasts
-from fsdp_lab.sweep.listeners.results_csv import ResultsCsv
-from fsdp_lab.sweep.runner import Listener, SweepPlan, run_sweep
+from fsdp_lab.sweep.forecasts import Forecasts
+from fsdp_lab.sweep.runner import run_sweep
+from fsdp_lab.sweep.sweep import Sweep
 from fsdp_lab.tracking.tags import ANSWER_TAG, RECOMMENDED_TAG
 from tests import forked
 from tests.conftest import ROOT
@@ -26,7 +26,7 @@ from tests.forecast.command import answered_here, forecast_here
 from tests.other_words import other_words
 from tests.servers import lay_store
 from tests.sweep import fates
-from tests.sweep.planted import CPU, Acts, Compose, Hears, plan_of
+from tests.sweep.planted import CPU, Acts, Compose, Hears, heard, plan_of
 from tests.trained import HERE, PLAIN, SIZES
 
 pytestmark = pytest.mark.timeout(300)
@@ -83,12 +83,12 @@ def test_other_words_change_nothing_but_what_people_read(tmp_path: Path):
 
 
 def swept(
-    plan: SweepPlan, reasons: Sequence[Reason | None], *listeners: Listener
+    plan: Sweep, reasons: Sequence[Reason | None], forecasts: Forecasts | None = None
 ) -> tuple[ExitCode, list[Code | None]]:
     """The exit status of a sweep, and the code of each trial's end; `results.csv` has no other words than `x`."""
     with other_words(), answered_here():
-        code = run_sweep(plan, Acts(reasons), [ResultsCsv(lambda number: ""), *listeners])
-    ends = [read_trial(state.trial.folder).outcome for state in plan.state.trials]
+        code = run_sweep(plan, Acts(reasons), Hears(plan, forecasts, writes=True))
+    ends = [read_trial(state.trial.folder).outcome for state in plan.trials]
     codes = [end.reason.code if end and end.reason else None for end in ends]
     assert [row["error"] for row in SweepFolder(plan.folder).rows] == ["x" if code else "" for code in codes]
     return code, codes
@@ -116,10 +116,10 @@ def test_trials_whose_forecasts_fail_refer_to_the_first_of_the_same_error(compos
     common = ["task=custom", "model=custom", "data=example", "+model.width=8", "cluster.num_workers=2"]
     cells = [("Net", "of_each_item", 0.1), ("Net", "of_each_item", 0.2), ("Refuses", "loss", 0.1)]
     words = [[f"+model._target_={NET}.{m}", f"task.loss={NET}.{loss}", f"optimizer.lr={lr}"] for m, loss, lr in cells]
-    plan, hears = plan_of(compose_trial, tmp_path, words, common), Hears()
+    plan = plan_of(compose_trial, tmp_path, words, common)
     expected = [Code.forecast_failed, Code.same_as, Code.forecast_failed]
-    assert swept(plan, [], Forecasts(plan), hears) == (ExitCode.failed, expected)
-    assert hears.begun == [], "they would fail in training, too"
+    assert swept(plan, [], Forecasts(plan)) == (ExitCode.failed, expected)
+    assert heard(plan).begun == [], "they would fail in training, too"
 
 
 @pytest.mark.usefixtures("no_gpus")
@@ -127,10 +127,10 @@ def test_a_trial_whose_model_cannot_be_trained_does_not_start_and_the_others_do(
     common = ["task=custom", "model=custom", "data=example", "+model.width=8", "cluster.num_workers=2"]
     cells = [("Net", "loss"), ("Refuses", "loss"), ("Net", "of_each_item")]
     words = [[f"+model._target_={NET}.{m}", f"task.loss={NET}.{loss}"] for m, loss in cells]
-    plan, hears = plan_of(compose_trial, tmp_path, words, common), Hears()
+    plan = plan_of(compose_trial, tmp_path, words, common)
     expected = [None, Code.forecast_failed, Code.forecast_failed]
-    assert swept(plan, [None], Forecasts(plan), hears) == (ExitCode.failed, expected)
-    assert hears.begun == [0]
+    assert swept(plan, [None], Forecasts(plan)) == (ExitCode.failed, expected)
+    assert heard(plan).begun == [0]
 
 
 def test_the_command_of_forecasts_ends_as_it_does_with_words(tmp_path: Path):

@@ -14,8 +14,8 @@ from hydra.types import RunMode
 from fsdp_lab.config import SweepConfig, default_num_workers, workers_of
 from fsdp_lab.config.compose import cell_trial
 from fsdp_lab.config.machine import RunningCluster, ask_clusters
+from fsdp_lab.sweep.command import axes_notes
 from fsdp_lab.sweep.grid import enumerate_grid
-from fsdp_lab.sweep.multirun import axes_notes
 from fsdp_lab.sweep.plan import Plan, plan_sweep
 from tests.conftest import run_cli
 
@@ -153,7 +153,7 @@ def test_it_lists_the_trials_and_leaves_nothing(tmp_path: Path, words: tuple[str
 
 
 def test_axes_that_nobody_typed_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fsdp_lab.sweep.multirun.num_gpus", lambda: 0)
+    monkeypatch.setattr("fsdp_lab.sweep.command.num_gpus", lambda: 0)
     swept = ["precision", "offload"]
     first, second = axes_notes(AXES, ["offload=none,cpu"], swept, SweepConfig())
     assert "precision=fp32,fp16" in first and "offload=none,cpu" not in first

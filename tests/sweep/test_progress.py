@@ -6,56 +6,60 @@ import io
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console as RichConsole
 
 from fsdp_lab.config.status import TrialStatus
-from fsdp_lab.sweep.listeners.console import MOST_ROWS, Console, _where_traced
-from fsdp_lab.sweep.listeners.progress import share_done
-from fsdp_lab.sweep.listeners.table import trial_table
-from fsdp_lab.sweep.runner import SweepRun
-from fsdp_lab.sweep.state import SweepState, TrialState
-from tests.sweep.planted import Compose, plan_of
+from fsdp_lab.config.sweep import Engine
+from fsdp_lab.sweep.outputs.console import MOST_ROWS, Console, _where_traced
+from fsdp_lab.sweep.outputs.table import trial_table
+from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.sweep import Sweep
+from tests.sweep.planted import Compose, plan_of, sweep_of
 
 
 @pytest.fixture
-def sweep(compose_trial: Compose, tmp_path: Path) -> SweepRun:
+def sweep(compose_trial: Compose, tmp_path: Path) -> Sweep:
     """Four trials, of which the first runs."""
     cells = [[f"training.seed={seed}"] for seed in range(4)]
-    run = SweepRun(plan_of(compose_trial, tmp_path, cells, [], ["training.seed"]), [])
+    run = plan_of(compose_trial, tmp_path, cells, [], ["training.seed"])
     run.prepare(0)
-    run.states[0].status = TrialStatus.starting
+    run.trials[0].status = TrialStatus.starting
     run.begin(0)
     return run
 
 
-def test_the_bar_is_over_trials_and_their_epochs(sweep: SweepRun):
-    assert [share_done(state) for state in sweep.states] == [0.0] * 4
-    sweep.states[0].metrics = {"epoch": 1}
-    sweep.states[1].status = TrialStatus.finished
-    assert sum(map(share_done, sweep.states)) == 1 + 1 / sweep.states[0].trial.config.training.epochs
+def test_the_bar_is_over_trials_and_their_epochs(sweep: Sweep):
+    assert [state.share_done for state in sweep.trials] == [0.0] * 4
+    sweep.trials[0].record_epoch({"epoch": 1})
+    sweep.trials[1].status = TrialStatus.finished
+    assert sum(state.share_done for state in sweep.trials) == 1 + 1 / sweep.trials[0].trial.config.training.epochs
     shown = io.StringIO()
-    with Console(sweep.state, [], RichConsole(file=shown, force_terminal=True, width=80)) as console:
-        console.changed(sweep, 0)
+    console = Console(sweep, RichConsole(file=shown, force_terminal=True, width=80))
+    with console.bar:
+        console.draw()
     assert "1 of 4 trials has a result" in shown.getvalue() and "━" in shown.getvalue()
 
 
-def test_an_output_that_is_no_terminal_gets_lines_only(sweep: SweepRun, capsys: pytest.CaptureFixture[str]):
+def test_an_output_that_is_no_terminal_gets_lines_only(sweep: Sweep, capsys: pytest.CaptureFixture[str]):
     shown = io.StringIO()
-    with Console(sweep.state, ["training.seed"], RichConsole(file=shown, width=80)) as console:
-        console.began(sweep, 0)
-        console.changed(sweep, 0)
+    console = Console(sweep, RichConsole(file=shown, width=80))
+    with console.bar:
+        console.began(0)
+        console.draw()
     assert shown.getvalue() == ""
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("s] trial 0 starts: training.seed=0")
 
 
 @pytest.mark.parametrize("ticks", [True, False])
-def test_the_clock_ticks_while_nothing_happens_and_leaves_a_debugger_alone(sweep: SweepRun, ticks: bool):
+def test_the_clock_ticks_while_nothing_happens_and_leaves_a_debugger_alone(sweep: Sweep, ticks: bool):
     shown, threads = io.StringIO(), threading.active_count()
-    with Console(sweep.state, [], RichConsole(file=shown, force_terminal=True, width=80), ticks=ticks):
+    sweep.config = replace(sweep.config, engine=Engine.ray if ticks else Engine.inline)
+    with Console(sweep, RichConsole(file=shown, force_terminal=True, width=80)).bar:
         assert threading.active_count() == threads + ticks, "no thread draws beside a debugger"
         until = time.monotonic() + 60
         while ticks and "0:00:02" not in shown.getvalue():
@@ -65,8 +69,8 @@ def test_the_clock_ticks_while_nothing_happens_and_leaves_a_debugger_alone(sweep
 
 def test_the_table_has_no_column_that_no_trial_fills(compose_trial: Callable[..., object]):
     state = TrialState(compose_trial([], 0))  # type: ignore[arg-type]
-    state.metrics = {"epoch": 1, "train/loss": 0.5, "perf/samples_per_s": 9.0}
-    heads = [column.name for column in trial_table(SweepState([state], []), [], [(0, state)]).columns]
+    state.record_epoch({"epoch": 1, "train/loss": 0.5, "perf/samples_per_s": 9.0})
+    heads = [column.name for column in trial_table(sweep_of([state]), [(0, state)]).columns]
     assert {"epoch", "train loss", "samples/s"} <= {*heads}
     assert not {"tokens/s", "bits/byte"} & {*heads}
 
@@ -75,7 +79,7 @@ def test_of_many_trials_the_last_table_has_a_few(compose_trial: Callable[..., ob
     trial = compose_trial([], 0)
     states = [TrialState(trial, TrialStatus.failed) for _ in range(MOST_ROWS + 100)]  # type: ignore[arg-type]
     shown = io.StringIO()
-    Console(SweepState(states, []), [], RichConsole(file=shown, width=160)).final()
+    Console(sweep_of(states), RichConsole(file=shown, width=160)).final()
     assert "50 are below, the recommended ones first; all are in results.csv" in shown.getvalue()
     assert " 49 failed" in shown.getvalue() and " 50 failed" not in shown.getvalue()
 

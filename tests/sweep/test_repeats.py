@@ -17,8 +17,10 @@ from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.sweep.grid import repeat_axis
-from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.sweep import Sweep
 from tests.conftest import run_cli
+from tests.sweep.planted import sweep_of
 from tests.sweep.test_resume import forget, output_of
 from tests.trained import INLINE, PLAIN, TINY
 
@@ -32,16 +34,16 @@ def test_repeats_run_round_by_round_whatever_the_order_of_the_axes():
     """`sharding=a,b repeat=0,1,2` as typed would run all of a before any of b."""
     cells = [(sharding, repeat) for sharding in "ab" for repeat in range(3)]
     trials = [TrialState(compose([f"sharding={s}", f"repeat={r}"], n)) for n, (s, r) in enumerate(cells)]
-    assert order(SweepState(trials, [])) == ["a 0", "b 0", "b 1", "a 1", "a 2", "b 2"]
+    assert order(sweep_of(trials)) == ["a 0", "b 0", "b 1", "a 1", "a 2", "b 2"]
     seeded = [TrialState(replace(t.trial, config=with_seed(t.trial.config.repeat))) for t in trials]
-    assert order(SweepState(seeded, [])) == ["a 0", "b 0", "b 1", "a 1", "a 2", "b 2"], "seeds are repeats too"
+    assert order(sweep_of(seeded)) == ["a 0", "b 0", "b 1", "a 1", "a 2", "b 2"], "seeds are repeats too"
 
 
 def with_seed(seed: int) -> SweepConfig:
     return SweepConfig(training=TrainingConfig(seed=seed))
 
 
-def order(state: SweepState) -> list[str]:
+def order(state: Sweep) -> list[str]:
     collected = []
     while (number := state.next_waiting()) is not None:
         state.trials[number].status = TrialStatus.starting

@@ -19,16 +19,18 @@ from fsdp_lab.forecast.speed.predict import Speed
 from fsdp_lab.record.trial_files import read_metrics
 from fsdp_lab.record.trial_json import Outcome, read_trial
 from fsdp_lab.storage.files import append_line
-from fsdp_lab.sweep.listeners.console import Console
-from fsdp_lab.sweep.listeners.forecasts import Forecasts
-from fsdp_lab.sweep.runner import SweepPlan, SweepRun, reach_cluster, run_sweep
+from fsdp_lab.sweep.forecasts import Forecasts
+from fsdp_lab.sweep.outputs.console import Console
+from fsdp_lab.sweep.runner import run_sweep
 from fsdp_lab.sweep.search import OptunaSearch
-from tests.sweep.planted import CPU, Acts, Compose, Hears, plan_of
+from fsdp_lab.sweep.start import reach
+from fsdp_lab.sweep.sweep import Sweep
+from tests.sweep.planted import CPU, Acts, Compose, Hears, heard, plan_of
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 
 
-def plan_of_theirs(compose_trial: Compose, folder: Path, model: str, losses: Sequence[str]) -> SweepPlan:
+def plan_of_theirs(compose_trial: Compose, folder: Path, model: str, losses: Sequence[str]) -> Sweep:
     """A trial for each loss."""
     project = "tests.workloads.user.my_project.net"
     words = ["task=custom", "model=custom", "data=example", f"+model._target_={project}.{model}", "+model.width=8"]
@@ -38,8 +40,8 @@ def plan_of_theirs(compose_trial: Compose, folder: Path, model: str, losses: Seq
 @pytest.mark.ci
 def test_why_trials_have_no_forecast_is_logged_once(compose_trial: Compose, tmp_path: Path):
     """Their model reads a value, as training may."""
-    plan, hears = plan_of_theirs(compose_trial, tmp_path, "Asks", ["loss"] * 3), Hears()
-    run_sweep(plan, Acts(), [Forecasts(plan), hears])
+    plan = plan_of_theirs(compose_trial, tmp_path, "Asks", ["loss"] * 3)
+    hears = run(plan)
     assert len([text for text in hears.logged if text.startswith("no forecast: ")]) == 1
 
 
@@ -48,8 +50,11 @@ def test_the_traceback_of_an_error_that_forecasts_find_is_kept(
     compose_trial: Compose, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     plan = plan_of_theirs(compose_trial, tmp_path, "Refuses", ["loss"] * 2)
-    assert run_sweep(plan, Acts(), [Forecasts(plan), Console(plan.state, plan.swept)]) is ExitCode.failed
-    first, second = (state.trial.folder / "error.txt" for state in plan.state.trials)
+    hears = Hears(plan, Forecasts(plan))
+    hears.console = Console(plan)
+    hears.log = hears.console.log  # type: ignore[method-assign]
+    assert run_sweep(plan, Acts(), hears) is ExitCode.failed
+    first, second = (state.trial.folder / "error.txt" for state in plan.trials)
     assert 'raise ValueError("these are too many")' in first.read_text()
     lines = [line for line in capsys.readouterr().out.splitlines() if " failed" in line and "too many" in line]
     assert len(lines) == 1 and lines[0].endswith("/0/error.txt]"), lines
@@ -58,17 +63,21 @@ def test_the_traceback_of_an_error_that_forecasts_find_is_kept(
 
 @pytest.mark.ci
 def test_trials_whose_model_cannot_be_trained_do_not_begin(compose_trial: Compose, tmp_path: Path):
-    plan, hears = plan_of_theirs(compose_trial, tmp_path, "Net", ["of_each_item", "loss", "of_each_item"]), Hears()
-    run_sweep(plan, Acts(), [Forecasts(plan), hears])
-    assert hears.begun == [1]
+    plan = plan_of_theirs(compose_trial, tmp_path, "Net", ["of_each_item", "loss", "of_each_item"])
+    assert run(plan).begun == [1]
 
 
-def begun_by(plan: SweepPlan, forecasts: list[Forecast], monkeypatch: pytest.MonkeyPatch) -> Hears:
+def run(plan: Sweep) -> Hears:
+    hears = Hears(plan, Forecasts(plan))
+    run_sweep(plan, Acts(), hears)
+    return hears
+
+
+def begun_by(plan: Sweep, forecasts: list[Forecast], monkeypatch: pytest.MonkeyPatch) -> Hears:
     """Run a sweep whose forecasts are made by hand; all that are not skipped begin."""
     monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: forecasts)
-    hears = Hears()
-    run_sweep(plan, Acts(), [Forecasts(plan), hears])
-    begun = [number for number, state in enumerate(plan.state.trials) if state.status is TrialStatus.finished]
+    hears = run(plan)
+    begun = [number for number, state in enumerate(plan.trials) if state.status is TrialStatus.finished]
     assert hears.begun == begun, "the others are skipped"
     return hears
 
@@ -100,12 +109,12 @@ def of_speeds(*steps: float) -> list[Forecast]:
 
 
 @pytest.fixture
-def keeping(compose_trial: Compose, tmp_path: Path) -> Callable[..., SweepPlan]:
+def keeping(compose_trial: Compose, tmp_path: Path) -> Callable[..., Sweep]:
     """The plan of a sweep: of three shardings with two learning rates each, or of other cells."""
     (tmp_path / "cpu.yaml").write_text(CPU)
     six = [[f"sharding={name}", f"optimizer.lr={lr}"] for name in ("root", "ddp", "per_block") for lr in (1, 2)]
 
-    def plan(keep: str, *words: str, cells: Sequence[Sequence[str]] = six) -> SweepPlan:
+    def plan(keep: str, *words: str, cells: Sequence[Sequence[str]] = six) -> Sweep:
         common = [f"forecast.device={tmp_path}/cpu.yaml", f"forecast.keep='{keep}'", "model=mlp", *words]
         return plan_of(compose_trial, tmp_path, cells, common, ["sharding"])
 
@@ -114,7 +123,7 @@ def keeping(compose_trial: Compose, tmp_path: Path) -> Callable[..., SweepPlan]:
 
 @pytest.mark.parametrize(("keep", "begun"), [("2", [0, 1, 2, 3]), ("3", [0, 1, 2, 3, 4, 5])])
 def test_keep_starts_the_most_promising_and_says_so(
-    keeping: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch, keep: str, begun: list[int]
+    keeping: Callable[..., Sweep], monkeypatch: pytest.MonkeyPatch, keep: str, begun: list[int]
 ):
     """The speeds are made by hand; the rule is the sweep's."""
     plan = keeping(keep)
@@ -122,13 +131,13 @@ def test_keep_starts_the_most_promising_and_says_so(
     assert hears.begun == begun
     assert any(f"forecast.keep={keep}: {keep} settings to measure" in text for text in hears.logged)
     for number in {*range(6)} - {*begun}:
-        recorded = read_trial(plan.state.trials[number].trial.folder)
+        recorded = read_trial(plan.trials[number].trial.folder)
         figures, words = recorded.forecast, recorded.forecast_words
         assert figures["forecast/ratio_error"] == 0.05, "for a resume"
         assert words == {"predicted_by": "data sheet", "ratio_group": "one"}
 
 
-def test_keep_chooses_for_each_number_of_workers(keeping: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch):
+def test_keep_chooses_for_each_number_of_workers(keeping: Callable[..., Sweep], monkeypatch: pytest.MonkeyPatch):
     """Of each number root is the fastest, and memory is not scarce; all of 4 workers are faster."""
     cells = [[f"sharding={name}", f"cluster.num_workers={n}"] for n in (2, 4) for name in ("root", "per_block", "ddp")]
     forecasts = [
@@ -139,13 +148,13 @@ def test_keep_chooses_for_each_number_of_workers(keeping: Callable[..., SweepPla
 
 
 @pytest.mark.parametrize("ended", [TrialStatus.finished, TrialStatus.skipped])
-def test_keep_chooses_once(keeping: Callable[..., SweepPlan], monkeypatch: pytest.MonkeyPatch, ended: TrialStatus):
+def test_keep_chooses_once(keeping: Callable[..., Sweep], monkeypatch: pytest.MonkeyPatch, ended: TrialStatus):
     """A resume runs what is left of the choice; only a kill while it skipped leaves more to choose from."""
     plan = keeping("20%")
-    plan.state.trials[0].status, plan.state.trials[1].status = TrialStatus.skipped, ended
+    plan.trials[0].status, plan.trials[1].status = TrialStatus.skipped, ended
     monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: of_speeds(1.5, 1.5, 1.7, 1.7))
-    run_sweep(plan, Acts(), [Forecasts(plan)])
-    skipped = [state.status for state in plan.state.trials].count(TrialStatus.skipped)
+    run(plan)
+    skipped = [state.status for state in plan.trials].count(TrialStatus.skipped)
     assert skipped == 1 if ended is TrialStatus.finished else skipped > 2
 
 
@@ -157,11 +166,11 @@ def test_a_cluster_is_reached_only_where_something_is_left_to_do(
 ):
     """A search that has suggested all its trials is resumed where its cluster is gone."""
     calls: list[Any] = []
-    monkeypatch.setattr("fsdp_lab.sweep.runner.start_ray", lambda *asked: calls.append(asked))
+    monkeypatch.setattr("fsdp_lab.sweep.start.start_ray", lambda *asked: calls.append(asked))
     plan = plan_of(compose_trial, tmp_path, [[]], ["cluster.address=127.0.0.1:1", "cluster.num_workers=2"])
-    plan.state.trials[0].status = TrialStatus(status)
-    search = cast(OptunaSearch, SimpleNamespace(has_more=lambda: more, code=list))
-    reach_cluster(replace(plan, search=search))
+    plan.trials[0].status = TrialStatus(status)
+    plan.search = cast(OptunaSearch, SimpleNamespace(has_more=lambda: more, code=list))
+    reach(plan)
     assert len(calls) == reached
 
 
@@ -169,10 +178,9 @@ def test_epochs_come_as_they_are_reported_and_from_the_folder_once_at_a_start_an
     compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The trial's own process is killed between the file and its report of the epochs 2 and 5."""
-    hears, reads = Hears(), []
-    sweep = SweepRun(plan_of(compose_trial, tmp_path, [[]]), [hears])
-    folder = sweep.folder_of(0)
-    monkeypatch.setattr(f"{SweepRun.__module__}.read_metrics", lambda of: [reads.append(of), *read_metrics(of)][1:])
+    sweep, reads = plan_of(compose_trial, tmp_path, [[]]), []
+    hears, folder = heard(sweep), sweep.folder_of(0)
+    monkeypatch.setattr("fsdp_lab.sweep.sweep.read_metrics", lambda of: [reads.append(of), *read_metrics(of)][1:])
 
     def epoch(number: int, reported: bool = True) -> dict[str, float]:
         metrics = {"epoch": number, "step": 8 * number, "val/loss": math.nan}
@@ -193,7 +201,7 @@ def test_epochs_come_as_they_are_reported_and_from_the_folder_once_at_a_start_an
         [{name: float(v) if name != "epoch" else v for name, v in e.items()} for e in said]
     )
     assert repr(hears.epochs) == repr(list(read_metrics(folder))) and len(reads) == 3
-    assert sweep.states[0].epochs_before == 2 and sweep.states[0].metrics["checkpoint/save_s"] == 0.5
+    assert sweep.trials[0].epochs_before == 2 and sweep.trials[0].figures["checkpoint/save_s"] == 0.5
 
 
 @pytest.mark.parametrize(("epoch", "step", "status"), [(3, 24, "finished"), (2, 16, "stopped"), (10, 16, "finished")])
@@ -201,7 +209,7 @@ def test_a_trial_that_its_scheduler_stops_at_its_last_step_has_finished(
     epoch: int, step: int, status: str, compose_trial: Compose, tmp_path: Path
 ):
     words = ["training.epochs=10", "training.max_steps=20", "export=false"]
-    sweep = SweepRun(plan_of(compose_trial, tmp_path, [words]), [])
+    sweep = plan_of(compose_trial, tmp_path, [words])
     sweep.prepare(0)
     sweep.write_stop(0, {"epoch": epoch, "step": step})
     outcome = read_trial(sweep.folder_of(0)).outcome

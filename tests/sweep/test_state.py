@@ -12,14 +12,15 @@ from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.trial_json import Outcome
-from fsdp_lab.sweep.state import SweepState, TrialState
-from tests.sweep.planted import LOSS
+from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.sweep import Sweep
+from tests.sweep.planted import LOSS, sweep_of
 
 TRIAL = Trial(0, SweepConfig(), {}, [], Path(), DictConfig({}))
 
 
-def in_status(*statuses: str, objectives: list[tuple[str, str]] = LOSS) -> SweepState:
-    return SweepState([TrialState(TRIAL, TrialStatus(status)) for status in statuses], objectives)
+def in_status(*statuses: str) -> Sweep:
+    return sweep_of([TrialState(TRIAL, TrialStatus(status)) for status in statuses])
 
 
 def test_an_interrupted_trial_alone_has_ended_without_a_result():
@@ -59,22 +60,22 @@ def test_an_epoch_counts_once_and_what_it_lacks_stays():
     assert state.record_epoch({"epoch": 1, "val/loss": 2.0, "perf/samples_per_s": 5.0})
     assert not state.record_epoch({"epoch": 1, "val/loss": 9.0})
     assert state.record_epoch({"epoch": 2, "val/loss": 1.0})
-    assert state.metrics == {"epoch": 2, "val/loss": 1.0, "perf/samples_per_s": 5.0}
+    assert state.figures == {"epoch": 2, "val/loss": 1.0, "perf/samples_per_s": 5.0}
 
 
 def test_trials_begin_in_their_order():
     sweep = in_status("finished", "waiting", "waiting")
-    assert sweep.next_waiting() == 1 and sweep.open
+    assert sweep.next_waiting() == 1 and sweep.has_more()
     sweep.trials[1].status = TrialStatus.starting
     assert sweep.next_waiting() == 2
-    assert sweep.add(TRIAL) == 3
     assert in_status("finished", "interrupted").next_waiting() is None
 
 
 def test_the_front_is_of_finished_trials_in_several_objectives():
-    sweep = in_status("finished", "oom", "finished", "finished", objectives=[("a", "min"), ("b", "max")])
+    sweep = in_status("finished", "oom", "finished", "finished")
+    sweep.objectives = [("a", "min"), ("b", "max")]
     for state, (a, b) in zip(sweep.trials, [(1.0, 1.0), (0.0, 9.0), (2.0, 3.0), (3.0, 2.0)], strict=True):
-        state.metrics = {"a": a, "b": b}
+        state.figures = {"a": a, "b": b}
     assert sweep.front() == {0, 2}  # 1 would beat all, and has no result; 2 beats 3
     sweep.objectives = LOSS
     assert sweep.front() == set()
@@ -89,7 +90,9 @@ def state(cuda: bool) -> TrialState:
     reserved = 74 * MIB if cuda else None
     forecast = Forecast(cuda, 1, {"device": {"total": 9 * MIB}}, allowances, reserved_bytes=reserved)
     trial = Trial(None, SweepConfig(), {}, [], Path(), DictConfig({}))
-    return TrialState(trial, forecast=forecast)
+    state = TrialState(trial)
+    state.take_forecast(forecast)
+    return state
 
 
 @pytest.mark.parametrize(

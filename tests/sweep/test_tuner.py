@@ -22,9 +22,8 @@ from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_json import Outcome, read_trial, write_outcome
 from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
 from fsdp_lab.sweep.executors.tuner import TuneCallback, _get_files, put_back
-from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.schedulers.median import build_scheduler
-from tests.sweep.planted import Compose, Hears, plan_of
+from tests.sweep.planted import Compose, heard, plan_of
 
 
 @pytest.mark.parametrize(("workers", "each", "beside"), [(1, 0.25, 4), (2, 0.5, 1), (2, 0.25, 2)])
@@ -89,7 +88,8 @@ def test_the_metrics_of_an_epoch_are_what_was_reported_without_what_tune_adds(co
 
     result = Reports(config={"number": 0, "job": "{}"}).train()
     assert {"config", "done", "pid", "time_total_s", "timestamp"} <= result.keys()
-    sweep = SweepRun(plan_of(compose_trial, tmp_path, [[]]), [hears := Hears()])
+    sweep = plan_of(compose_trial, tmp_path, [[]])
+    hears = heard(sweep)
     sweep.epoch(0, {**result, "trial_id": "one"})
     assert repr(hears.epochs) == repr([{**reported, "step": 8.0}])
 
@@ -99,7 +99,8 @@ def test_that_a_trial_is_stopped_is_written_before_its_workers_go_unless_it_has_
     compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_itself: bool
 ):
     """Tune is planted. The trial's own process takes that its workers are gone for a failure."""
-    sweep = SweepRun(plan_of(compose_trial, tmp_path, [[]]), [hears := Hears()])
+    sweep = plan_of(compose_trial, tmp_path, [[]])
+    hears = heard(sweep)
     folder, trial = sweep.folder_of(0), SimpleNamespace(config={"number": 0}, trial_id="one")
     callback = TuneCallback(sweep, cast("ResourceCatalog", SimpleNamespace(taken={})), Counter())
     sweep.prepare(0)
@@ -118,7 +119,7 @@ def test_that_a_trial_is_stopped_is_written_before_its_workers_go_unless_it_has_
         write_outcome(folder, Outcome(TrialStatus.finished))
     callback.on_trial_result(0, [], trial, {"epoch": 2, "step": 16, "done": True})
     callback.on_trial_complete(0, [], trial)
-    outcome, state = read_trial(folder).outcome, sweep.states[0]
+    outcome, state = read_trial(folder).outcome, sweep.trials[0]
     assert outcome is not None and outcome.status == state.status == ("finished" if by_itself else "stopped")
     assert freed == [folder] and state.reason is None and [epoch["epoch"] for epoch in hears.epochs] == [1, 2]
 
@@ -129,28 +130,27 @@ def test_trials_of_a_tune_that_a_memory_kill_ended_resume_unless_they_get_nowher
     """The limit is one death. Trial 0 has an epoch in between, trial 1 none; trial 2 ended by itself."""
     monkeypatch.setattr("fsdp_lab.sweep.executors.tuner._MOST_STARTS", 1)
     monkeypatch.setattr("fsdp_lab.engine.resources.release_placement_group", lambda folder: None)
-    plan = plan_of(compose_trial, tmp_path, [[f"training.seed={seed}"] for seed in range(3)], (), ["training.seed"])
-    hears, deaths = Hears(), Counter[tuple[int, int]]()
-    sweep = SweepRun(plan, [hears])
+    sweep = plan_of(compose_trial, tmp_path, [[f"training.seed={seed}"] for seed in range(3)], (), ["training.seed"])
+    hears, deaths = heard(sweep), Counter[tuple[int, int]]()
     for _ in range(3):
         sweep.prepare(sweep.next() or 0)
     for number in (0, 1, 2):
         sweep.begin(number)
 
     def put_back_all() -> None:
-        for number in sweep.state.running():
+        for number in sweep.running():
             put_back(sweep, number, deaths)
 
     metrics = sweep.folder_of(0) / "metrics.jsonl"
     metrics.write_text('{"epoch": 1, "train/loss": 2.0}\n')
     write_outcome(sweep.folder_of(2), Outcome(TrialStatus.finished))
     put_back_all()
-    assert [state.status.name for state in sweep.states] == ["waiting", "waiting", "finished"]
+    assert [state.status.name for state in sweep.trials] == ["waiting", "waiting", "finished"]
     for number in (0, 1):
         assert sweep.next() == number
         sweep.prepare(number)
         sweep.begin(number)
     assert hears.epochs == [{"epoch": 1, "train/loss": 2.0}], "its folder is as it was"
     put_back_all()
-    assert [state.status.name for state in sweep.states] == ["waiting", "failed", "finished"]
-    assert sweep.states[1].reason == Reason.of(Code.no_outcome)
+    assert [state.status.name for state in sweep.trials] == ["waiting", "failed", "finished"]
+    assert sweep.trials[1].reason == Reason.of(Code.no_outcome)

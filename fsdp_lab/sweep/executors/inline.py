@@ -6,7 +6,7 @@ from functools import partial
 
 from fsdp_lab.config import TrialConfig, part
 from fsdp_lab.engine.inline import run_inline
-from fsdp_lab.sweep.runner import SweepRun
+from fsdp_lab.sweep.sweep import Sweep
 
 
 class InlineExecutor:
@@ -14,10 +14,10 @@ class InlineExecutor:
 
     interrupted_by = None
 
-    def start(self, sweep: SweepRun) -> None:
+    def start(self, sweep: Sweep) -> None:
         """Do nothing: this process is ready."""
 
-    def run(self, sweep: SweepRun) -> None:
+    def run(self, sweep: Sweep) -> None:
         while (number := sweep.next()) is not None:
             sweep.prepare(number)
             sweep.begin(number)

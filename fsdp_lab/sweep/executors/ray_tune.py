@@ -15,8 +15,8 @@ from collections import Counter
 
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine import shortcut
-from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.shutdown import sigterm_interrupts
+from fsdp_lab.sweep.sweep import Sweep
 
 
 class RayTuneExecutor:
@@ -24,25 +24,25 @@ class RayTuneExecutor:
 
     interrupted_by: str | None = None
 
-    def start(self, sweep: SweepRun) -> None:
+    def start(self, sweep: Sweep) -> None:
         cluster = sweep.config.cluster
         if cluster.address is None:
             sweep.log("Ray starts")
-        engine.start_ray(cluster, sweep.plan.code())
+        engine.start_ray(cluster, sweep.code())
         sigterm_interrupts()  # Ray has put a handler of its own
         if cluster.address is None:
             threading.Thread(target=self._watch_servers, args=(sweep,), name="ray", daemon=True).start()
 
-    def _watch_servers(self, sweep: SweepRun) -> None:
+    def _watch_servers(self, sweep: Sweep) -> None:
         """Interrupt this process when a server of its Ray ends, because Ray answers nothing then."""
-        while not sweep.closed:
+        while sweep.ending is None:
             time.sleep(1.0)
             if lost := engine.lost_server():
                 self.interrupted_by = f"Ray's {lost}"
                 os.kill(os.getpid(), signal.SIGINT)
                 return
 
-    def run(self, sweep: SweepRun) -> None:
+    def run(self, sweep: Sweep) -> None:
         from ray.exceptions import OutOfMemoryError
 
         from fsdp_lab.sweep.executors.tuner import build_tuner, put_back
@@ -63,7 +63,7 @@ class RayTuneExecutor:
                     if not any(isinstance(each, OutOfMemoryError) for each in (error, error.__cause__)):
                         raise
                     sweep.log("Ray killed a trial's own process for lack of memory; what ran resumes in a new one")
-                    for number in sweep.state.running():
+                    for number in sweep.running():
                         put_back(sweep, number, deaths)
         except KeyboardInterrupt:
             gc.disable()  # Tune's destructors ask Ray, which may not answer any more; this process ends soon

@@ -26,22 +26,22 @@ from fsdp_lab.record.trial_json import read_trial
 from fsdp_lab.storage.objects import Storage, StorageRefused
 from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
 from fsdp_lab.sweep.names import label
-from fsdp_lab.sweep.runner import SweepRun
 from fsdp_lab.sweep.schedulers import build_scheduler
+from fsdp_lab.sweep.sweep import Sweep
 
 _QUIET_S = 20.0  # a start takes about ten seconds; who waits longer is told what for
 _MOST_STARTS = 5  # of a trial whose own processes end without a new epoch
 _STORE_S = 5.0  # for the files of a stopped trial, while every other trial waits to be heard
 
 
-def build_tuner(sweep: SweepRun, deaths: Counter[tuple[int, int]]) -> tune.Tuner:
+def build_tuner(sweep: Sweep, deaths: Counter[tuple[int, int]]) -> tune.Tuner:
     """Return a tuner for the sweep. Checks first that the cluster can hold each known trial.
 
     Raises:
         ConfigError: the cluster cannot hold a trial.
     """
     catalog = ResourceCatalog()
-    for config in [state.trial.config for state in sweep.states if not state.ended] or [sweep.config]:
+    for config in [state.trial.config for state in sweep.trials if not state.ended] or [sweep.config]:
         catalog.of(config)  # told before the first begins
     # Tune's process for a trial only waits: it takes a byte, since it must take something, and no core.
     return tune.Tuner(
@@ -65,13 +65,13 @@ def build_tuner(sweep: SweepRun, deaths: Counter[tuple[int, int]]) -> tune.Tuner
     )
 
 
-def put_back(sweep: SweepRun, number: int, deaths: Counter[tuple[int, int]]) -> None:
+def put_back(sweep: Sweep, number: int, deaths: Counter[tuple[int, int]]) -> None:
     """Let a trial begin again whose own process has ended; it fails if that happens often without a new epoch.
 
     Args:
         deaths: of the processes of trials, by the trial's number and its epochs so far.
     """
-    state = sweep.states[number]
+    state = sweep.trials[number]
     if state.status is TrialStatus.running:
         state.resuming = True
         resources.release_placement_group(sweep.folder_of(number))
@@ -79,13 +79,13 @@ def put_back(sweep: SweepRun, number: int, deaths: Counter[tuple[int, int]]) -> 
     if read_trial(sweep.folder_of(number)).outcome or deaths[number, len(state.epochs)] > _MOST_STARTS:
         sweep.end(number)
     else:
-        sweep.state.put_back(number)
+        sweep.put_back(number)
 
 
 class NextTrial(Searcher):
     """Gives Tune the sweep's next trial when it has a place for one."""
 
-    def __init__(self, sweep: SweepRun, catalog: ResourceCatalog) -> None:
+    def __init__(self, sweep: Sweep, catalog: ResourceCatalog) -> None:
         super().__init__()
         self._sweep, self._catalog = sweep, catalog
 
@@ -108,7 +108,7 @@ class NextTrial(Searcher):
                 self._sweep.fail(number, Reason.of(Code.user_error, text=str(error)))
                 continue
             if not self._catalog.has_room(config):
-                self._sweep.state.put_back(number)
+                self._sweep.put_back(number)
                 return None
             self._catalog.taken[trial_id] = needed
             self._sweep.prepare(number)
@@ -118,7 +118,7 @@ class NextTrial(Searcher):
 
     def _may_have_room(self) -> bool:
         """Return whether the next trial fits. A search suggests late, so the resources that its trials share decide."""
-        number = self._sweep.state.next_waiting()
+        number = self._sweep.next_waiting()
         with suppress(ConfigError):  # what is suggested may be smaller
             return self._catalog.has_room(self._sweep.config_of(number) if number is not None else self._sweep.config)
         return True
@@ -152,7 +152,7 @@ class TuneCallback(TrialProgressCallback):
     Tune adds no `TrialProgressCallback` of its own then, which would print a line for a trial that reported nothing.
     """
 
-    def __init__(self, sweep: SweepRun, catalog: ResourceCatalog, deaths: Counter[tuple[int, int]]) -> None:
+    def __init__(self, sweep: Sweep, catalog: ResourceCatalog, deaths: Counter[tuple[int, int]]) -> None:
         super().__init__()
         self._sweep, self._catalog, self._deaths = sweep, catalog, deaths
         self._speak_at: dict[int, float] = {}
@@ -182,7 +182,7 @@ class TuneCallback(TrialProgressCallback):
         number = trial.config["number"]
         self._speak_at.pop(number, None)
         self._catalog.taken.pop(trial.trial_id, None)
-        if self._sweep.states[number].status is TrialStatus.starting:
+        if self._sweep.trials[number].status is TrialStatus.starting:
             self._log(number, ": its own process ended before it began; it starts in a new one")
             put_back(self._sweep, number, self._deaths)
             return
@@ -215,7 +215,7 @@ class TuneCallback(TrialProgressCallback):
                     self._log(number, f" waits for {self._catalog.free_for(self._sweep.config_of(number))}")
 
     def _log(self, number: int, what: str) -> None:
-        self._sweep.log(f"{label(number, self._sweep.states)}{what}")
+        self._sweep.log(f"{label(self._sweep.trials[number].trial)}{what}")
 
 
 def _get_files(address: str, folder: Path) -> None:

@@ -70,10 +70,14 @@ def _check_place(record: SweepStart, folder: Path) -> None:
     )
 
 
-def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -> list[TrialState]:
+def resumed_states(trials: Sequence[Trial], record: SweepStart, folder: Path, config: SweepConfig) -> list[TrialState]:
     """Return the state of each trial by the content of its folder.
 
     One without a result waits for its turn, and resumes from its last checkpoint.
+
+    Raises:
+        UserError: the sweep was started with other settings, code or data, unless `resume_anyway`; or a trial cannot
+            run here.
     """
     states = []
     for trial in trials:
@@ -83,47 +87,40 @@ def resumed_states(trials: Sequence[Trial], folder: Path, config: SweepConfig) -
         if config.resume_failed and state.status is TrialStatus.failed:  # its outcome is removed later
             state.status, state.reason, state.seconds = TrialStatus.waiting, None, None
         if not state.ended:  # it reports its epochs again
-            state.metrics, state.epochs, state.facts = {}, [], {}
+            state.recorded([], state.forecast_figures, state.forecast_words)
+            state.facts = {}
         states.append(state)
+    if not config.resume_anyway:
+        _check_unchanged(record, states, folder, config)
+    for state in states:
+        if not state.ended:
+            check(state.trial.config)
     return states
 
 
 def read_state(state: TrialState, folder: Path) -> TrialState:
     """Fill in what a trial's folder records, and return the same."""
     recorded = read_trial(folder)
-    outcome = recorded.outcome
-    state.forecast_figures, state.forecast_words = recorded.forecast, recorded.forecast_words
-    state.facts = recorded.any_facts
-    state.epochs = list(read_metrics(folder))
-    state.metrics = {key: value for epoch in state.epochs for key, value in epoch.items()}
+    outcome, state.facts = recorded.outcome, recorded.any_facts
+    state.recorded(list(read_metrics(folder)), recorded.forecast, recorded.forecast_words)
     if outcome is not None:
         state.status, state.reason, state.seconds = outcome.status, outcome.reason, outcome.seconds
         state.span = (outcome.ended - (outcome.seconds or 0.0), outcome.ended) if outcome.ended else None
     return state
 
 
-def check_unchanged(record: SweepStart, states: Sequence[TrialState], folder: Path, config: SweepConfig) -> None:
-    """Refuse to resume with other settings, code or data than the sweep was started with.
-
-    Raises:
-        UserError: with the differences, unless `resume_anyway`; or a trial cannot run here.
-    """
-    if not config.resume_anyway:
-        changes = {"": changes_of_code(record)}
-        for number, state in enumerate(states):
-            changes[f"trial {number}" if record.multirun else "the trial"] = changes_of_config(
-                state.trial.folder, state.trial.config
-            )
-        changes["workers"] = changes_of_workers(record, config)
-        changes["data"] = _changes_of_data(states, folder)
-        if text := _in_words(changes):
-            raise UserError(
-                f"resume={folder}: this differs from the start of the sweep: {text}. Restore it, start a new sweep, or "
-                "resume anyway with resume_anyway=true."
-            )
-    for state in states:
-        if not state.ended:
-            check(state.trial.config)
+def _check_unchanged(record: SweepStart, states: Sequence[TrialState], folder: Path, config: SweepConfig) -> None:
+    changes = {"": changes_of_code(record)}
+    for number, state in enumerate(states):
+        whose = f"trial {number}" if record.multirun else "the trial"
+        changes[whose] = changes_of_config(state.trial.folder, state.trial.config)
+    changes["workers"] = changes_of_workers(record, config)
+    changes["data"] = _changes_of_data(states, folder)
+    if text := _in_words(changes):
+        raise UserError(
+            f"resume={folder}: this differs from the start of the sweep: {text}. Restore it, start a new sweep, or "
+            "resume anyway with resume_anyway=true."
+        )
 
 
 def _in_words(changes: dict[str, list[str]]) -> str:

@@ -6,12 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 
 from rich.text import Text
 
+from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.metrics import MEMORY, SPEED, TRAIN_LOSS, VAL_LOSS, Metric, declared, same_loss, table_columns
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.wording import count
 from fsdp_lab.report.terminal import Column, FittingTable
-from fsdp_lab.sweep.names import setting_text
-from fsdp_lab.sweep.state import SweepState, TrialState
+from fsdp_lab.sweep.names import label, setting_text
+from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.sweep import Sweep
 
 _STYLE = {
     TrialStatus.finished: "green",
@@ -32,18 +34,13 @@ _DROP_LAST = ("val/bits_per_byte", "perf/tokens_per_s", "epoch", "forecast/peak_
 
 
 def trial_table(
-    sweep: SweepState,
-    swept: Sequence[str],
-    rows: Sequence[tuple[int, TrialState]],
-    chosen: Collection[int] = (),
-    title: str = "",
+    sweep: Sweep, rows: Sequence[tuple[int, TrialState]], chosen: Collection[int] = (), title: str = ""
 ) -> FittingTable:
     """Return a table with a row for each of the given trials.
 
     `*` marks the best of a column, `>` the recommended trials. A trial without a status has finished.
 
     Args:
-        swept: the keys that differ between trials.
         chosen: numbers of the recommended trials.
     """
     figures = [state.figures for state in sweep.trials]
@@ -58,7 +55,7 @@ def trial_table(
         ),
         *(
             Column(key, [setting_text(state.trial, key) for _, state in rows], is_axis=True, justify="left")
-            for key in swept
+            for key in sweep.swept
         ),
         *(
             Column(
@@ -74,7 +71,7 @@ def trial_table(
     return FittingTable(columns, title, elsewhere="results.csv")
 
 
-def how_far(sweep: SweepState) -> str:
+def how_far(sweep: Sweep) -> str:
     """Return text such as `3 of 36 trials have a result, 1 failed`."""
     failed = sum(state.status is TrialStatus.failed for state in sweep.trials)
     results = sum(state.status.is_result for state in sweep.trials) - failed
@@ -88,7 +85,7 @@ def _drop(key: str) -> int:
     return 1 + (_DROP_LAST.index(key) if key in _DROP_LAST else len(_DROP_LAST))
 
 
-def _metrics(sweep: SweepState, figures: Sequence[Mapping[str, float]]) -> list[Metric]:
+def _metrics(sweep: Sweep, figures: Sequence[Mapping[str, float]]) -> list[Metric]:
     known = dict.fromkeys(key for each in figures for key in each)
     metrics = [metric for metric in table_columns("terminal", known) if metric.key in known]
     of_table = {metric.key for metric in table_columns("terminal")}
@@ -102,7 +99,7 @@ def _trial_cell(number: int, state: TrialState, is_chosen: bool, digits: int) ->
 
 
 def _best(
-    sweep: SweepState, columns: Sequence[Metric], figures: Sequence[Mapping[str, float]]
+    sweep: Sweep, columns: Sequence[Metric], figures: Sequence[Mapping[str, float]]
 ) -> dict[str, Mapping[str, float]]:
     """Return for each column the figures of its best finished trial; no column whose trials are equal or unordered."""
     finished = [
@@ -132,10 +129,10 @@ def _cell(
     return Text(metric.text(value))
 
 
-def epoch_line(number: int | None, metrics: Mapping[str, float], epochs: int | None) -> str:
+def epoch_line(trial: Trial, metrics: Mapping[str, float], epochs: int | None) -> str:
     """Return a line about an epoch, for logs; `epochs` is None if `training.max_steps` may end the trial earlier."""
     parts = [
-        f"trial {number}:" if number is not None else "trial:",
+        f"{label(trial)}:",
         f"epoch {metrics['epoch']:.0f}" + (f"/{epochs}" if epochs is not None else ""),
     ]
     parts += [

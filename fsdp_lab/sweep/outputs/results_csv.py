@@ -9,47 +9,36 @@ from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.results_csv import write_results
 from fsdp_lab.report.reason_texts import reason_text
-from fsdp_lab.sweep.listeners.pace import Pace
 from fsdp_lab.sweep.names import setting
-from fsdp_lab.sweep.runner import Ending, Listener, SweepRun
+from fsdp_lab.sweep.outputs.pace import Pace
 from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.sweep import Sweep
 
 
-class ResultsCsv(Listener):
-    """Keeps the file up to date, at most a second late, or with thousands of trials some: a resume makes it anew."""
+class ResultsCsv:
+    """Keeps the file up to date, at most a second late, or with thousands of trials some: a resume makes it anew.
 
-    def __init__(self, run_id: Callable[[int], str]) -> None:
-        self._run_id = run_id
-        self._pace, self._stale, self._unwritable = Pace(), False, False
+    Attributes:
+        stale: something has changed since it was written.
+    """
 
-    def opened(self, sweep: SweepRun) -> None:
-        self._write(sweep)
+    def __init__(self, sweep: Sweep, run_id: Callable[[int], str]) -> None:
+        self._sweep, self._run_id = sweep, run_id
+        self._pace, self.stale = Pace(), False
 
-    def changed(self, sweep: SweepRun, number: int) -> None:
-        self._stale = True
-        self.tick(sweep)
+    def update(self) -> None:
+        if self.stale and self._pace.is_due:
+            self.write()
 
-    def tick(self, sweep: SweepRun) -> None:
-        if self._stale and self._pace.is_due:
-            self._write(sweep)
-
-    def closing(self, sweep: SweepRun, ending: Ending) -> None:
-        self._write(sweep)
-
-    def closed(self, sweep: SweepRun, ending: Ending) -> None:
-        self._write(sweep)
-
-    def _write(self, sweep: SweepRun) -> None:
+    def write(self) -> None:
         """Write the file. An error is reported once, because MLflow may continue."""
-        self._stale = False
+        sweep, self.stale = self._sweep, False
         try:
             with self._pace.kept():
-                swept = sweep.plan.swept
-                write_results(sweep.folder, swept, rows_of(sweep.states, swept, sweep.state.front(), self._run_id))
+                rows = rows_of(sweep.trials, sweep.swept, sweep.front(), self._run_id)
+                write_results(sweep.folder, sweep.swept, rows)
         except OSError as error:
-            if not self._unwritable:
-                sweep.log(f"{error.filename} is not up to date: {error.strerror}")
-            self._unwritable = True
+            sweep.log_once(f"{error.filename} is not up to date: {error.strerror}")
 
 
 def rows_of(

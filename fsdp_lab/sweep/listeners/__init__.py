@@ -1,1 +1,0 @@
-"""Listeners that publish a sweep: MLflow runs, `results.csv`, the report, the terminal; and its forecasts."""

@@ -1,0 +1,179 @@
+"""The MLflow runs of a sweep: a parent, and a child for each trial, as the record has them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.config.sweep import Engine
+from fsdp_lab.config.wording import count
+from fsdp_lab.record.trial_files import TRIAL_FILES
+from fsdp_lab.report.reason_texts import reason_text
+from fsdp_lab.report.write import FILES
+from fsdp_lab.sweep.events import Ending
+from fsdp_lab.sweep.grid import unescaped
+from fsdp_lab.sweep.names import command_line, config_dir_words, resume_command, short_name, sweep_name
+from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.sweep import Sweep
+from fsdp_lab.tracking import Projection, WantedRun
+from fsdp_lab.tracking.tags import RECOMMENDED_TAG, RECORDED_TAG, SweepAnswer, sweep_tags, trial_params, trial_tags
+
+_EARLY_LIMIT_S = 3.0  # when the sweep ends early
+
+
+class MlflowRuns:
+    """Says what each run should hold, and which have changed; `Projection` sends the difference."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep, self._tracking = sweep, sweep.config.tracking
+        self._projection = Projection(self._tracking, sweep.started.id, self._wanted, sweep.log)
+        self._ended: dict[int, int] = {}  # number of a trial -> milliseconds since 1970
+        self._ending: Ending | None = None
+        self._with_files = self._gave_up = False
+        self._until: float | None = None  # of all waits at an early end, on the monotonic clock
+        self._answer: SweepAnswer | None = None
+
+    @property
+    def parent_id(self) -> str:
+        """The id of the sweep's own run; "" for a trial alone, and before the store has it."""
+        return self._projection.run_id(None)
+
+    @property
+    def ui_url(self) -> str | None:
+        """Where a UI lists the experiment's runs; None where no server is known."""
+        return self._projection.ui_url
+
+    def run_id(self, number: int) -> str:
+        """Return the id of a trial's run; "" while it has none."""
+        return self._projection.run_id(number)
+
+    def open(self) -> None:
+        """Make the store's schema, and let it get the sweep's run, and what it lacks of trials that have ended.
+
+        Raises:
+            TrackingError: the store cannot be reached.
+        """
+        self._projection.open(self._sweep.resumed)
+        ended = [
+            n for n, state in enumerate(self._sweep.trials)
+            if state.ended and RECORDED_TAG not in self._tags_in_store(n)
+        ]  # fmt: skip
+        own = self._projection.stored(None)
+        ended_before = own is not None and own.ended is not None and not self._sweep.has_more()
+        self.change(*([] if ended_before else [None]), *ended)
+
+    def change(self, *numbers: int | None) -> None:
+        """Send what is new of these trials, or with None of the sweep, if it has a run of its own."""
+        multirun = self._sweep.started.multirun
+        self._projection.changed(*(number for number in numbers if number is not None or multirun))
+
+    def changed(self, number: int) -> None:
+        """Send what is new of a trial that has begun: of others it is sent with their first event."""
+        state = self._sweep.trials[number]
+        if state.status is TrialStatus.waiting:
+            return
+        if state.ended:
+            self._ended.setdefault(number, int(time.time() * 1000))
+        self.change(number)
+        if self._sweep.config.engine is Engine.inline and self._sweep.ending is None:
+            self._projection.settle(0.0)  # before this process trains on: a step shares no core
+
+    def settle(self, ending: Ending) -> None:
+        """End the sweep's run, and wait for the store: the report names the runs."""
+        self._ending = ending
+        of_earlier_start = [n for n, state in enumerate(self._sweep.trials) if not state.ended and self.run_id(n)]
+        self.change(None, *of_earlier_start)
+        self._settle(ending)
+
+    def finish(self, ending: Ending) -> None:
+        """Send the sweep's files, and log how many runs the store lacks something of."""
+        self._with_files = True
+        if self._sweep.started.multirun:
+            self.change(None)
+        elif self.run_id(0):
+            self.change(0)
+        unsent = self._settle(ending)
+        self._projection.stop(self._left_s(ending))
+        if unsent:
+            self._sweep.log(
+                f"{count(unsent, 'run')} did not reach the MLflow store as a whole; the trials' folders have the rest; "
+                f"to send it: {resume_command(self._sweep.folder)}"
+            )
+
+    def describe(self, answer: SweepAnswer) -> None:
+        """Send the sweep's answer, instead of an earlier one."""
+        before, self._answer = self._answer, answer
+        tagged = {n for n in range(len(self._sweep.trials)) if RECOMMENDED_TAG in self._tags_in_store(n)}
+        self.change(None, *tagged, *(a.trial for a in (before, answer) if a and a.trial is not None))
+
+    def _tags_in_store(self, number: int | None) -> Mapping[str, str]:
+        run = self._projection.stored(number)
+        return run.tags if run is not None else {}
+
+    def _settle(self, ending: Ending) -> int:
+        patience_s = 0.0 if self._gave_up else self._tracking.patience_s
+        unsent = self._projection.settle(patience_s, self._left_s(ending))
+        self._gave_up = unsent > 0
+        return unsent
+
+    def _left_s(self, ending: Ending) -> float | None:
+        """Return how long an end may still wait for the store, in all; None: without a limit."""
+        if not ending.early:
+            return None
+        if self._until is None:
+            self._until = min(time.monotonic() + _EARLY_LIMIT_S, ending.by or math.inf)
+        return max(0.0, self._until - time.monotonic())
+
+    def _wanted(self, number: int | None) -> WantedRun:
+        return self._of_sweep() if number is None else self._of_trial(number, self._sweep.trials[number])
+
+    def _of_sweep(self) -> WantedRun:
+        sweep, ending, answer = self._sweep, self._ending, self._answer
+        names: tuple[str, ...] = ("results.csv", "multirun.yaml")
+        if ending is not None and not ending.early:
+            names = (*names, *FILES)
+        own = self._projection.stored(None)
+        return WantedRun(
+            sweep_name([state.trial for state in sweep.trials], sweep.swept),
+            sweep_tags(sweep.folder, command_line()),
+            {"num_trials": str(len(sweep.trials)), **(answer.tags(self._tags_in_store(None)) if answer else {})},
+            figures=answer.metrics(own.figures if own else {}) if answer else {},
+            files=[(sweep.folder / name, "") for name in names] if self._with_files else (),
+            answer=answer.sentence if answer else "",
+            status=TrialStatus[ending.code.name] if ending else None,
+            error=str(ending.error) if ending and ending.error else None,
+        )
+
+    def _of_trial(self, number: int, state: TrialState) -> WantedRun:
+        trial = state.trial
+        words = [*config_dir_words(self._sweep.started.arguments), *map(unescaped, trial.overrides)]
+        epochs = {int(metrics["epoch"]): state.figures_at(metrics) for metrics in list(state.epochs)}
+        if state.forecast_figures:
+            epochs[0] = state.forecast_figures
+        tags = {"reason": str(state.reason.code)} if state.reason else {}
+        if self._answer is not None:
+            tags |= self._answer.tags_of_trial(number, self._tags_in_store(number))
+        return WantedRun(
+            short_name(trial, self._sweep.swept),
+            trial_tags(trial.folder, words),
+            tags,
+            trial_params(trial.config, trial.choices, state.facts.get("world_size"), state.variables),
+            epochs,
+            facts={**state.facts, **state.forecast_words},
+            files=list(_files(trial.folder, self._sweep.folder_of(number), state.ended)),
+            status=state.status if state.ended else TrialStatus.interrupted if self._ending else None,
+            error=reason_text(state.reason),
+            ended=self._ended.get(number),
+        )
+
+
+def _files(own: Path, folder: Path, ended: bool) -> Iterator[tuple[Path, str]]:
+    for name in ("config.yaml", "overrides.yaml"):
+        yield own / ".hydra" / name, "config"
+    if ended:
+        for kind in (kind for kind in TRIAL_FILES if kind.artifact is not None):
+            for path in sorted(folder.glob(kind.pattern)):
+                yield path, kind.artifact or ("" if path.parent == folder else path.parent.name)

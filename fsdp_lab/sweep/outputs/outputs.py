@@ -1,0 +1,137 @@
+"""Where a sweep is shown and published: the terminal, `results.csv`, MLflow and the report."""
+
+from __future__ import annotations
+
+from fsdp_lab.report.answer import Answer
+from fsdp_lab.report.write import FILES, write_report
+from fsdp_lab.sweep.events import Ending
+from fsdp_lab.sweep.forecasts import Forecasts
+from fsdp_lab.sweep.names import report_command
+from fsdp_lab.sweep.outputs.console import Console
+from fsdp_lab.sweep.outputs.mlflow import MlflowRuns
+from fsdp_lab.sweep.outputs.results_csv import ResultsCsv
+from fsdp_lab.sweep.sweep import Sweep
+from fsdp_lab.sweep.sweep_data import sweep_of
+from fsdp_lab.tracking.tags import SweepAnswer
+
+
+class Outputs:
+    """Shows each change of a sweep, after its state and its folder have it. Only `opened` may raise.
+
+    Use it as a context, entered before anything starts and left after everything has ended.
+
+    Args:
+        forecasts: of its trials, which may skip some, so that they come last; None: there are none.
+
+    Attributes:
+        answer: the report's recommendation; None: no report was written.
+    """
+
+    def __init__(self, sweep: Sweep, forecasts: Forecasts | None = None) -> None:
+        self.sweep, self.forecasts = sweep, forecasts
+        self.console = Console(sweep)
+        self.mlflow = MlflowRuns(sweep)
+        self.results = ResultsCsv(sweep, self.mlflow.run_id)
+        self.answer: Answer | None = None
+
+    def __enter__(self) -> Outputs:
+        self.console.bar.start()
+        if self.forecasts is not None:
+            self.forecasts.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.forecasts is not None:
+            self.forecasts.__exit__()
+        self.console.bar.stop()
+
+    def log(self, text: str) -> None:
+        """Show a message for the user."""
+        self.console.log(text)
+
+    def opened(self) -> None:
+        """Open MLflow, before anything has started.
+
+        Raises:
+            TrackingError: the store cannot be reached.
+        """
+        self.mlflow.open()
+        self.results.write()  # after MLflow: it has the runs' ids
+
+    def ready(self) -> None:
+        """Wait for forecasts: the executor is ready, and has begun no trial."""
+        if self.forecasts is not None:
+            self.forecasts.ready()
+
+    def added(self, number: int) -> None:
+        """Show that a search has suggested a trial: their number is in the name of the sweep's run."""
+        self.mlflow.change(None)
+        if self.forecasts is not None:
+            self.forecasts.added(number)
+
+    def began(self, number: int) -> None:
+        """Show the start of a trial; a second one after its process was killed."""
+        self.console.began(number)
+        self.changed(number)
+
+    def facts(self, number: int) -> None:
+        """Show what is known of a trial that is about to take its first step: its device, its data."""
+        self.console.facts(number)
+        self.changed(number)
+
+    def epoch(self, number: int, metrics: dict[str, float]) -> None:
+        self.console.epoch(number, metrics)
+        self.changed(number)
+
+    def ended(self, number: int) -> None:
+        """Show the end of a trial. An interrupted one has no result yet."""
+        self.console.ended(number)
+        self.changed(number)
+        if self.forecasts is not None:
+            self.forecasts.ended(number)
+
+    def changed(self, number: int) -> None:
+        """Publish a change of a trial: after the event's own line."""
+        self.mlflow.changed(number)
+        self.console.draw()
+        self.results.stale = True
+        self.results.update()
+
+    def tick(self) -> None:
+        """Catch up with changes: called several times a second while trials run."""
+        self.console.draw()
+        self.results.update()
+        if self.forecasts is not None:
+            self.forecasts.tick()
+
+    def closing(self, ending: Ending) -> None:
+        """Show that the sweep ends; trials that still run are ended after this."""
+        self.console.closing(ending)
+        self.results.write()
+        if self.forecasts is not None:
+            self.forecasts.end()
+
+    def closed(self, ending: Ending) -> None:
+        """Write what needs the end of every trial that ran."""
+        self.mlflow.settle(ending)  # first: the table and the report name the runs
+        self.console.closed(ending)
+        self.results.write()
+        if self.sweep.trials and self.sweep.started.multirun and not ending.early:
+            self.answer = self.report()
+        self.mlflow.finish(ending)  # last: it sends the other files
+
+    def report(self) -> Answer | None:
+        """Write the report, and its answer to MLflow. An error is logged with the command to try again."""
+        sweep = self.sweep
+        try:
+            data = sweep_of(
+                sweep.trials, sweep.swept, sweep.folder, sweep.started, self.mlflow.run_id, self.mlflow.parent_id
+            )
+            for name in FILES:  # of an earlier start: MLflow would get them as this one's
+                (sweep.folder / name).unlink(missing_ok=True)
+            answer = write_report(data, sweep.folder)
+            self.mlflow.describe(SweepAnswer(**answer.as_data))
+        except Exception as error:  # noqa: BLE001 - the results are there, and the report can be written again
+            self.log(f"the report could not be written ({error}); to try again: {report_command(sweep.folder)}")
+            return None
+        return answer

@@ -1,0 +1,313 @@
+"""A sweep: its trials, and all that happens to them. Each change is in its folder before its outputs show it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.config import SweepConfig, UserError, objectives
+from fsdp_lab.config.status import ExitCode, TrialStatus
+from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.record.hydra_folder import write_hydra_folder, write_missing_hydra_folder
+from fsdp_lab.record.paths import make_storage, storage, trial_address
+from fsdp_lab.record.reasons import Code, Reason
+from fsdp_lab.record.sweep_json import SweepStart
+from fsdp_lab.record.trial_files import clear_attempt, clear_left_over, exported, read_metrics, write_error
+from fsdp_lab.record.trial_json import Outcome, changing, read_trial, write_outcome
+from fsdp_lab.record.trials_jsonl import add_trial
+from fsdp_lab.report.choice import pareto_front
+from fsdp_lab.storage.files import sync
+from fsdp_lab.sweep.events import Ending, Events
+from fsdp_lab.sweep.search import OptunaSearch
+from fsdp_lab.sweep.state import TrialState, in_rounds
+
+
+class Sweep:
+    """A sweep, from its plan to its end.
+
+    Attributes:
+        trials: their states, in the order of their numbers; a search adds more.
+        config: of any trial, for the keys that all share.
+        swept: the keys that differ between trials.
+        started: what its start was given, and the code then.
+        search: suggests more trials; None: a grid.
+        resumed: whether the folder has trials of an earlier start.
+        objectives: `(metric, "min" or "max")` of each.
+        outputs: where each change is shown; set before it runs.
+        ending: None while it runs.
+        ends_by: when all waits of its end are over, on the monotonic clock; None: it was not interrupted.
+    """
+
+    outputs: Events
+    ending: Ending | None = None
+    ends_by: float | None = None
+
+    def __init__(
+        self,
+        trials: Sequence[TrialState],
+        config: SweepConfig,
+        folder: Path,
+        swept: Sequence[str],
+        started: SweepStart,
+        search: OptunaSearch | None = None,
+        resumed: bool = False,
+    ) -> None:
+        self.trials, self.config, self.folder = list(trials), config, folder
+        self.swept, self.started, self.search, self.resumed = swept, started, search, resumed
+        self.objectives = objectives(config)
+        self._queue = deque(in_rounds(self.trials))
+        self._is_open = False
+        self._logged: set[str] = set()
+
+    def has_more(self) -> bool:
+        """Return whether a trial has not ended, or more may be suggested."""
+        return any(not state.ended for state in self.trials) or (self.search is not None and self.search.has_more())
+
+    def code(self) -> list[str]:
+        """Return dotted paths to the user's code."""
+        trials = (path for state in self.trials for path in state.trial.config.code())
+        return sorted({*trials, *(self.search.code() if self.search is not None else ())})
+
+    def config_of(self, number: int) -> SweepConfig:
+        return self.trials[number].trial.config
+
+    def folder_of(self, number: int) -> Path:
+        """Return the folder that a trial's processes write to."""
+        return storage(self.trials[number].trial, self.folder)
+
+    def address_of(self, number: int) -> str | None:
+        """Return the address of a trial in object storage; None without one."""
+        return trial_address(self.trials[number].trial, self.folder)
+
+    def front(self) -> set[int]:
+        """Return the trials that no other beats in every objective; empty with a single objective."""
+        if len(self.objectives) < 2:
+            return set()
+        finished = [i for i, state in enumerate(self.trials) if state.status is TrialStatus.finished]
+        return {finished[i] for i in pareto_front([self.trials[i].figures for i in finished], self.objectives)}
+
+    def log(self, text: str) -> None:
+        self.outputs.log(text)
+
+    def log_once(self, text: str) -> None:
+        """Log a message for the user, unless it was logged before."""
+        if text not in self._logged:
+            self._logged.add(text)
+            self.log(text)
+
+    def open(self) -> None:
+        """Open the outputs.
+
+        Raises:
+            TrackingError: the store cannot be reached.
+        """
+        if self.resumed:
+            for state in self.trials:
+                write_missing_hydra_folder(state.trial)
+        self._is_open = True  # already: an interrupt in the middle of it closes what is open
+        try:
+            self.outputs.opened()
+        except UserError:
+            self._is_open = False
+            raise
+
+    def next(self) -> int | None:
+        """Return the number of the trial to begin next; None if there is none now.
+
+        Raises:
+            OSError: the sweep's folder was removed.
+        """
+        self._check_folder()
+        while True:
+            number = self.next_waiting()
+            if number is None:
+                number = self._suggested()
+            if number is None:
+                return None
+            if not self.trials[number].ended:  # what was just suggested may be skipped by its forecast
+                self.trials[number].status = TrialStatus.starting
+                return number
+
+    def next_waiting(self) -> int | None:
+        """Return the known trial to begin next; None without one."""
+        while self._queue and self.trials[self._queue[0]].status is not TrialStatus.waiting:
+            self._queue.popleft()
+        return self._queue[0] if self._queue else None
+
+    def put_back(self, number: int) -> None:
+        """Let a trial begin next that was given to the executor, and has not ended."""
+        self.trials[number].status = TrialStatus.waiting
+        self._queue.appendleft(number)
+
+    def running(self) -> list[int]:
+        """Return the trials that were given to the executor and have not ended; the last one first."""
+        begun = (TrialStatus.starting, TrialStatus.running)
+        return [number for number, state in enumerate(self.trials) if state.status in begun][::-1]
+
+    def _suggested(self) -> int | None:
+        """Return a new trial of the search, recorded before it starts, so that a resume finds it."""
+        if self.search is None:
+            return None
+        try:
+            trial = self.search.next()
+        finally:
+            for note in self.search.notes():
+                self.log(note)
+        if trial is None:
+            return None
+        clear_left_over(make_storage(trial, self.folder))
+        write_hydra_folder(trial)
+        add_trial(self.folder, trial)
+        sync(self.folder / "trials.jsonl")
+        number = len(self.trials)
+        self.trials.append(TrialState(trial))
+        self._queue.append(number)
+        self.outputs.added(number)
+        return number
+
+    def prepare(self, number: int) -> None:
+        """Remove files of another command from a trial's folder; a trial that resumes keeps its files."""
+        folder = make_storage(self.trials[number].trial, self.folder)
+        if self.trials[number].resuming:
+            clear_attempt(folder)
+        else:
+            clear_left_over(folder)
+
+    def begin(self, number: int) -> None:
+        """Begin a trial that has its resources; a second time after its process was killed."""
+        state = self.trials[number]
+        before = list(read_metrics(self.folder_of(number)))
+        state.epochs_before = int(before[-1]["epoch"]) if before else 0
+        state.begin(time.time())
+        self._write_forecast(number)
+        self.outputs.began(number)
+        for metrics in before:
+            self._record_epoch(number, metrics)
+
+    def forecast(self, number: int, forecast: Forecast) -> None:
+        state = self.trials[number]
+        state.take_forecast(forecast)
+        if state.begun is not None:
+            self._write_forecast(number)
+        self.outputs.changed(number)
+
+    def _write_forecast(self, number: int) -> None:
+        state = self.trials[number]
+        with suppress(OSError), changing(self.folder_of(number)) as trial:  # a full disk ends a trial elsewhere
+            trial.forecast, trial.forecast_words = state.forecast_figures, state.forecast_words
+
+    def has_facts(self, number: int) -> bool:
+        """Return whether a trial has written its facts, which are read and shown once."""
+        state = self.trials[number]
+        if not state.facts and (facts := read_trial(self.folder_of(number)).facts):
+            state.facts = facts
+            self.outputs.facts(number)
+        return bool(state.facts)
+
+    def epoch(self, number: int, report: Mapping[str, Any]) -> None:
+        """Take the metrics of an epoch, which the trial's folder has too, from a report that may have Tune's names."""
+        self.has_facts(number)
+        metrics = {name: float(value) for name, value in report.items() if "/" in name or name == "step"}
+        self._record_epoch(number, {"epoch": report["epoch"], **metrics})
+
+    def _record_epoch(self, number: int, metrics: dict[str, float]) -> None:
+        if self.trials[number].record_epoch(metrics):
+            self.outputs.epoch(number, metrics)
+
+    def tick(self) -> None:
+        """Let time pass: called repeatedly while trials run. Raises as `next`."""
+        self._check_folder()
+        self.outputs.tick()
+
+    def _check_folder(self) -> None:
+        self.folder.joinpath("sweep.json").stat()  # Ray makes a removed folder again, without this file
+
+    def write_stop(self, number: int, report: Mapping[str, Any]) -> None:
+        """Write the outcome of a trial that its scheduler stops at the epoch of a report, unless the trial has one.
+
+        It has finished if all its work is done, though nobody waited for it.
+        """
+        config = self.config_of(number)
+        through = config.training.is_through(report["epoch"], report.get("step", 0))
+        finished = through and (not config.export or exported(self.folder_of(number)) is not None)
+        self._write_outcome(number, Outcome(TrialStatus.finished if finished else TrialStatus.stopped))
+
+    def end(self, number: int, outcome: Outcome | None = None) -> None:
+        """End a trial. An interrupted one has no result yet.
+
+        Args:
+            outcome: None: what its folder has.
+        """
+        state, folder = self.trials[number], self.folder_of(number)
+        if state.ended:
+            return
+        self.has_facts(number)
+        recorded = read_trial(folder)
+        outcome = outcome or recorded.outcome or Outcome(TrialStatus.failed, Reason.of(Code.no_outcome))
+        for metrics in read_metrics(folder):  # its process may have been killed before it reported one
+            self._record_epoch(number, metrics)
+        state.facts = state.facts or recorded.any_facts  # it may end before it has new ones
+        self._end(number, outcome)
+
+    def skip(self, number: int, reason: Reason) -> None:
+        """Record a trial that cannot fit, or is not among the most promising, without starting it."""
+        folder = self.folder_of(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        clear_left_over(folder)  # what another command left there is not this one's result
+        self._write_forecast(number)
+        self._end(number, Outcome(TrialStatus.skipped, reason))
+
+    def fail(self, number: int, reason: Reason, traceback: str = "") -> None:
+        """Record a trial of which it is known that it fails, without starting it; with a traceback if there is one."""
+        self.prepare(number)
+        if traceback:
+            write_error(self.folder_of(number), traceback)
+        self._write_forecast(number)
+        self._end(number, Outcome(TrialStatus.failed, reason))
+
+    def _end(self, number: int, outcome: Outcome) -> None:
+        state = self.trials[number]
+        state.end(outcome, time.time())
+        if outcome.status.is_result:
+            self._write_outcome(number, outcome)
+        self.outputs.ended(number)
+        if self.search is not None:
+            self.search.report_result(state.trial, state.status, state.figures)
+
+    def _write_outcome(self, number: int, outcome: Outcome) -> None:
+        begun, folder, now = self.trials[number].begun, self.folder_of(number), time.time()
+        try:
+            write_outcome(folder, replace(outcome, seconds=now - begun if begun else None, ended=now))
+        except OSError as error:
+            self.log_once(f"{folder} cannot be written ({error.strerror}): a resume will retry this trial")
+
+    def close(self, interrupted: bool, error: BaseException | None = None) -> ExitCode:
+        """End trials that still run, and close the outputs; only the first call does."""
+        code = self.exit_code(interrupted, error)
+        if self.ending is not None or not self._is_open:
+            return code
+        self.ending = Ending(code, error, self.ends_by)
+        self.outputs.closing(self.ending)
+        reason = Reason.of(Code.sweep_failed, text=str(error)) if error else None
+        for number, state in enumerate(self.trials):
+            if state.status is TrialStatus.running:
+                self.end(number, Outcome(TrialStatus.interrupted, reason))
+        self.outputs.closed(self.ending)
+        return code
+
+    def exit_code(self, interrupted: bool, error: BaseException | None) -> ExitCode:
+        """Return how the sweep ends: finished if every trial has a result, failed if one failed.
+
+        Args:
+            error: that ended the sweep early, other than an interrupt; None: none did.
+        """
+        left = any(not state.ended for state in self.trials)
+        if interrupted or (left and error is None):
+            return ExitCode.interrupted
+        failed = error is not None or any(state.status is TrialStatus.failed for state in self.trials)
+        return ExitCode.failed if failed else ExitCode.finished
