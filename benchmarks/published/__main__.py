@@ -24,7 +24,7 @@ from benchmarks.published.steps import Traced, trace
 from benchmarks.published.summary import COLUMNS, Result, summary, table, write_rows
 from fsdp_lab.forecast.capacity import GIB
 from fsdp_lab.forecast.speed.device import Efficiency, Reached
-from fsdp_lab.forecast.speed.pairs import pair_error
+from fsdp_lab.forecast.speed.refine import pair_error
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA, RESULTS = ROOT.parent / "shared" / "data", ROOT / "experiments" / "published" / "results"

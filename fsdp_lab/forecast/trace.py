@@ -186,19 +186,9 @@ class StepTrace(TorchDispatchMode):
     ) -> None:  # fmt: skip
         """Record an operator, with the host's current phase and module."""
         assert self._where is not None
-        read, written = self._sizes(reads), self._sizes(writes)
-        operator = Operator(
-            name, kind, stream, *self._where(), flops, num_bytes, dtype, group, shape, tuple(read), tuple(written),
-            (*read.values(), *written.values()),
-        )  # fmt: skip
-        self.program.append(operator)
-
-    def _sizes(self, tensors: Sequence[Tensor]) -> dict[int, int]:
-        sizes: dict[int, int] = {}
-        for tensor in tensors:
-            number = self._number(tensor)
-            sizes[number] = max(sizes.get(number, 0), _bytes(tensor))
-        return sizes
+        read, written = (tuple(dict.fromkeys(map(self._number, tensors))) for tensors in (reads, writes))
+        where = self._where()
+        self.program.append(Operator(name, kind, stream, *where, flops, num_bytes, dtype, group, shape, read, written))
 
     def _number(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()

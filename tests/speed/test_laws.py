@@ -14,9 +14,9 @@ from fsdp_lab.forecast.forecast import forecast_step
 from fsdp_lab.forecast.speed.costs import seconds
 from fsdp_lab.forecast.speed.device import Device, load_device
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
-from fsdp_lab.forecast.speed.streams import Schedule, schedule
+from fsdp_lab.forecast.speed.streams import Slot, schedule
 from tests.ranks import config
-from tests.speed.test_streams import busy
+from tests.speed.test_streams import busy, end
 
 pytestmark = pytest.mark.ci
 
@@ -44,9 +44,8 @@ def traced(words: tuple[str, ...], workers: int = 16, batch: int = 32) -> tuple[
     return tuple(forecast_step(setting, workers, cuda=True, traced=True).program)
 
 
-def step(program: tuple[Operator, ...], device: Device = A100) -> Schedule:
-    launches = [device.launch_s] * len(program)
-    return schedule(program, [seconds(operator, device) for operator in program], launches)
+def step(program: tuple[Operator, ...], device: Device = A100) -> list[Slot]:
+    return schedule(program, [seconds(operator, device) for operator in program], device.launch_s)
 
 
 def invented(seed: int) -> tuple[Operator, ...]:
@@ -76,13 +75,13 @@ def test_more_bandwidth_and_arithmetic_never_slow_a_step_down():
 
 
 def _never_slower(program: tuple[Operator, ...], device: Device) -> None:
-    before = step(program, device).seconds
+    before = end(step(program, device))
     for factor in (1.1, 3.0, 100.0):
         for key in BANDWIDTHS:
             faster = replace(device, **{key: factor * getattr(device, key)})
-            assert step(program, faster).seconds <= before * (1 + 1e-12), (key, factor)
+            assert end(step(program, faster)) <= before * (1 + 1e-12), (key, factor)
         peaks = {dtype: factor * peak for dtype, peak in device.peak_flops.items()}
-        assert step(program, replace(device, peak_flops=peaks)).seconds <= before * (1 + 1e-12), factor
+        assert end(step(program, replace(device, peak_flops=peaks))) <= before * (1 + 1e-12), factor
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -97,7 +96,7 @@ def test_a_stream_does_one_thing_at_a_time_and_is_busy_for_as_long_as_its_operat
     made = step(program)
     for stream, taken in busy(made).items():
         assert taken == pytest.approx(sum(seconds(o, A100) for o in program if o.stream is stream)), stream
-        slots = [slot for slot in made.slots if slot.operator.stream is stream]
+        slots = [slot for slot in made if slot.operator.stream is stream]
         assert all(one.end <= other.begin for one, other in pairwise(slots)), stream
     issued = len(program) * A100.launch_s
-    assert max(busy(made).values()) <= made.seconds <= sum(busy(made).values()) + issued
+    assert max(busy(made).values()) <= end(made) <= sum(busy(made).values()) + issued

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from fsdp_lab.forecast.speed.device import KnownError
-from fsdp_lab.forecast.speed.pairs import pair_error
+from fsdp_lab.forecast.speed.refine import pair_error
 
 RATIOS = [0.9, 0.95, 1.0, 1.0, 1.05, 1.1, 1.2]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from fsdp_lab.config import ConfigError
 
@@ -132,7 +133,7 @@ class Device:
     kind: DeviceKind
     basis: Basis
     memory_gib: float
-    peak_flops: Mapping[str, float]
+    peak_flops: Mapping[str, float] = field(hash=False)
     memory_bandwidth: float
     num_cores: int
     link_bandwidth: float
@@ -175,9 +176,7 @@ class Device:
 
 _BYTES_OF_GBIT = 1e9 / 8
 SETTINGS_FOR_ERRORS = 8  # finished settings from which their own errors are known
-_ERRORS = ("error", "error_elsewhere", "relative")
 _NOT_IN_FILES = ("factors", "network_known")
-_FIELDS = {each.name: each.type for each in fields(Device) if each.name not in _NOT_IN_FILES}
 
 
 def on_network(device: Device, gbit: float) -> Device:
@@ -201,53 +200,50 @@ def load_device(path: Path) -> Device:
     import yaml  # forecasts of memory need only PyTorch and torchvision
 
     try:
-        read = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path.name} cannot be read as YAML: {' '.join(str(error).split())}") from error
-    content = _checked(read, set(_FIELDS), path.name, {"relative"})
-    if content.get("relative", ...) is None:
-        del content["relative"]
-    parts = {"reached": Reached, "efficiency": Efficiency} | {key: KnownError for key in _ERRORS if key in content}
-    for key, of in parts.items():
-        names = {each.name for each in fields(of)}
-        content[key] = of(**_checked(content[key], names, f"{path.name}: {key}", {"cudnn_attention"}))
-    for key, choices in (("kind", DeviceKind), ("basis", Basis)):
-        try:
-            content[key] = choices(content[key])
-        except ValueError:
-            known = ", ".join(choices)
-            raise ConfigError(f"{path.name}: {key}={content[key]} is not one of {known}; use one of these.") from None
-    _check_numbers(content, path.name)
-    return Device(**content)
+    device: Device = _part(Device, content, f"{path.name}: ")
+    return device
 
 
-def _check_numbers(content: Mapping[str, Any], where: str) -> None:
-    for key in ("name", "source"):
-        if not isinstance(content[key], str):
-            raise ConfigError(f"{where}: {key}={content[key]} is not text.")
-    if not isinstance(content["peak_flops"], dict) or not content["peak_flops"]:
-        raise ConfigError(f"{where}: peak_flops={content['peak_flops']} is not a mapping of dtypes to FLOP/s.")
-    numbers = {key: value for key, value in content.items() if _FIELDS[key] in ("float", "int")}
-    numbers |= {f"peak_flops.{dtype}": peak for dtype, peak in dict(content["peak_flops"]).items()}
-    errors = [key for key in _ERRORS if key in content]
-    for key in ("reached", "efficiency", *errors):
-        numbers |= {f"{key}.{name}": value for name, value in vars(content[key]).items() if value is not None}
-    for group in errors:
-        for key, value in vars(content[group]).items():
-            if isinstance(value, int | float) and value >= 1:
-                raise ConfigError(f"{where}: {group}.{key}={value} is a share of a step's time; use a number below 1.")
-    for key, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ConfigError(
-                f"{where}: {key}={value} is not a positive number; YAML writes 1.0e+12, with a point and a sign."
-            )
-
-
-def _checked(content: Any, expected: set[str], where: str, optional: Collection[str] = ()) -> dict[str, Any]:
-    keys = set(content) if isinstance(content, dict) else set()
-    missing, unknown = sorted(expected - keys - set(optional)), sorted(map(str, keys - expected))
+def _part(of: type[Any], content: Any, prefix: str) -> Any:
+    """Return a mapping of a data sheet as the dataclass that it stands for; `prefix` names it in an error."""
+    known = {each.name: each for each in fields(of) if each.name not in _NOT_IN_FILES}
+    given = content if isinstance(content, dict) else {}
+    missing = sorted(name for name, each in known.items() if each.default is MISSING and name not in given)
+    unknown = sorted(str(name) for name in given if name not in known)
     if missing or unknown:
+        where = prefix.rstrip(".: ")
         raise ConfigError(f"{where} is not a data sheet of a device: missing {missing}, unknown {unknown}.")
-    return dict(content)
+    types = get_type_hints(of)
+    values = {name: _value(types[name], value, f"{prefix}{name}") for name, value in given.items()}
+    for name, value in values.items():
+        if of is KnownError and value >= 1:
+            raise ConfigError(f"{prefix}{name}={value} is a share of a step's time; use a number below 1.")
+    return of(**values)
+
+
+def _value(kind: Any, value: Any, key: str) -> Any:
+    """Return a value of a data sheet, checked to be of the type of its field."""
+    if isinstance(kind, UnionType):  # of something and None
+        return None if value is None else _value(get_args(kind)[0], value, key)
+    if is_dataclass(kind):
+        return _part(kind, value, f"{key}.")  # type: ignore[arg-type]
+    if get_origin(kind) is Mapping:
+        if not isinstance(value, dict) or not value:
+            raise ConfigError(f"{key}={value} is not a mapping of dtypes to FLOP/s.")
+        return {dtype: _value(float, peak, f"{key}.{dtype}") for dtype, peak in value.items()}
+    if kind is str:
+        if not isinstance(value, str):
+            raise ConfigError(f"{key}={value} is not text.")
+        return value
+    if issubclass(kind, StrEnum):
+        if value not in [*kind]:
+            raise ConfigError(f"{key}={value} is not one of {', '.join(kind)}; use one of these.")
+        return kind(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{key}={value} is not a positive number; YAML writes 1.0e+12, with a point and a sign.")
+    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fsdp_lab.forecast.speed.costs import seconds
 from fsdp_lab.forecast.speed.device import SETTINGS_FOR_ERRORS, Basis, Device, DeviceKind, Factors, on_network
@@ -121,20 +121,17 @@ def predict(
         ConfigError: the device's file has no peak for the program's dtype.
     """
     durations = [seconds(operator, device) for operator in program]
-    launches = [device.launch_s] * len(program)
     bounds = [_bound_of(operator) for operator in program]
-    synchronous = device.kind is DeviceKind.cpu
 
     def run(slower: str = "", factor: float = 1.0) -> float:
         scaled = [d * factor if b == slower else d for d, b in zip(durations, bounds, strict=True)]
-        scale = factor if slower == "launch" else 1.0
-        issued = [cost * scale for cost in launches]
-        return schedule(program, scaled, issued, separate_scatter, synchronous, device.node_size).seconds
+        launch_s = device.launch_s * (factor if slower == "launch" else 1.0)
+        return _run(program, scaled, replace(device, launch_s=launch_s), separate_scatter)
 
     plain = run()
     exposed = {name: max(plain - run(name, 1 - _STEP), 0.0) / _STEP for name in {*bounds, "launch"}}
     total = sum(exposed.values()) or 1.0
-    hidden = _hidden(durations, launches, synchronous, plain)
+    hidden = _hidden(durations, device, plain)
     step_s = plain + (1 - device.factors.overlap) * hidden
     bound_unseen = exposed["launch"] / total > _LAUNCHES and device.factors.settings < SETTINGS_FOR_ERRORS
     looked_at = looked_at and not bound_unseen
@@ -172,14 +169,21 @@ def _network(program: Sequence[Operator], device: Device, separate_scatter: bool
 def step_seconds(program: Sequence[Operator], device: Device, separate_scatter: bool = False) -> float:
     """Return the seconds of a step, without the other results of `predict`."""
     durations = [seconds(operator, device) for operator in program]
-    launches, synchronous = [device.launch_s] * len(program), device.kind is DeviceKind.cpu
-    step_s = schedule(program, durations, launches, separate_scatter, synchronous, device.node_size).seconds
-    return step_s + (1 - device.factors.overlap) * _hidden(durations, launches, synchronous, step_s)
+    step_s = _run(program, durations, device, separate_scatter)
+    return step_s + (1 - device.factors.overlap) * _hidden(durations, device, step_s)
 
 
-def _hidden(durations: Sequence[float], launches: Sequence[float], synchronous: bool, seconds: float) -> float:
+def _run(program: Sequence[Operator], durations: Sequence[float], device: Device, separate_scatter: bool) -> float:
+    """Return the seconds until the last operator ends."""
+    synchronous = device.kind is DeviceKind.cpu
+    slots = schedule(program, durations, device.launch_s, separate_scatter, synchronous, device.node_size)
+    return max((slot.end for slot in slots), default=0.0)
+
+
+def _hidden(durations: Sequence[float], device: Device, step_s: float) -> float:
     """Return the seconds by which a step is shorter than all its operators in sequence."""
-    return max(sum(durations) + (sum(launches) if synchronous else 0.0) - seconds, 0.0)
+    launches = device.launch_s * len(durations) if device.kind is DeviceKind.cpu else 0.0
+    return max(sum(durations) + launches - step_s, 0.0)
 
 
 def _bound_of(operator: Operator) -> str:

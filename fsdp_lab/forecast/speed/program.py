@@ -57,7 +57,6 @@ class Operator:
         shape: of a matrix product, (batch, rows, columns, inner size); of attention, (heads of all samples, queries,
             keys, size of a head).
         reads: storages that it reads, as numbers. The schedule derives dependencies from them.
-        sizes: bytes that are read and written of each of these storages, in their order.
     """
 
     name: str
@@ -72,7 +71,6 @@ class Operator:
     shape: tuple[int, int, int, int] | None = None
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
 
 
 def num_nodes(group: Sequence[int], node_size: int) -> int:

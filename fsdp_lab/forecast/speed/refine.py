@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
+from math import ceil, exp, log
 from statistics import median
 
 from fsdp_lab.forecast.speed.device import SETTINGS_FOR_ERRORS, Basis, Device, Factors, KnownError
-from fsdp_lab.forecast.speed.pairs import pair_error
 from fsdp_lab.forecast.speed.predict import Parts
 
 _NOISE = 0.1  # of a trial, as a relative error
 # Prior widths: how far from 1 a factor may be before a trial has run.
 _COMPUTE, _COMMUNICATION, _OVERLAP = 0.3, 0.5, 0.5
+_PAIRS = 20  # the fewest for a 90th percentile
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,24 @@ def refine(device: Device, observations: Iterable[Observation]) -> Device:
     return replace(refined, error=error, error_elsewhere=error, relative=relative)
 
 
+def pair_error(groups: Iterable[Sequence[float]]) -> KnownError | None:
+    """Return the relative error of the ratio of two predicted times; None for fewer than twenty pairs.
+
+    An error common to all predictions cancels in it.
+
+    Args:
+        groups: for each model the ratios predicted / measured of its settings, above 0. Only settings of one group are
+            compared.
+    """
+    errors = sorted(exp(abs(log(a / b))) - 1 for ratios in groups for a, b in combinations(ratios, 2))
+    if len(errors) < _PAIRS:
+        return None
+    p90 = errors[ceil(0.9 * len(errors)) - 1]
+    return KnownError(_within(median(errors)), _within(p90))
+
+
 def _within(error: float) -> float:
-    return min(max(error, 0.01), 0.9)
+    return min(max(error, 0.01), 0.9)  # what a device's file allows
 
 
 def _settings(observations: Iterable[Observation]) -> list[Observation]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream, num_nodes
 
 _COPIES_GRADIENTS = ("chunk_cat", "chunk_cat_mixed_dtype")  # into what a scatter sends
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """When an operator runs, in seconds from the beginning of the step."""
 
     operator: Operator
@@ -20,30 +19,14 @@ class Slot:
     end: float
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """When each operator of a step runs.
-
-    Attributes:
-        slots: in the order of the program.
-    """
-
-    slots: Sequence[Slot]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the beginning of the step to the end of its last operator."""
-        return max((slot.end for slot in self.slots), default=0.0)
-
-
 def schedule(
     program: Sequence[Operator],
     durations: Sequence[float],
-    launches: Sequence[float],
+    launch_s: float,
     separate_scatter: bool = False,
     synchronous: bool = False,
     node_size: int = 0,
-) -> Schedule:
+) -> list[Slot]:
     """Return when each operator runs: after its launch, its stream's previous operator, and its data dependencies.
 
     It waits for writes of what it reads and overwrites, and for reads of what it overwrites. Groups that cross between
@@ -55,27 +38,25 @@ def schedule(
 
     Args:
         durations: seconds of each operator.
-        launches: seconds that the host takes to issue each operator.
+        launch_s: seconds that the host takes to issue an operator.
         separate_scatter: reductions have a communicator of their own.
         synchronous: the host waits for each operator, as on a CPU; a thread of gloo's sends DDP's reductions.
         node_size: devices of a node; 0: there is one node.
     """
     free: dict[Stream, float] = defaultdict(float)
-    written: dict[int, float] = {}
-    last_read: dict[int, float] = {}
+    written: dict[int, float] = defaultdict(float)
+    last_read: dict[int, float] = defaultdict(float)
     communicators: dict[tuple[object, ...], float] = defaultdict(float)
     network: dict[tuple[int, ...], float] = {}
-    scattered = [0.0]
     copied_out: list[float] = []
-    issued = 0.0
+    scattered = issued = 0.0
     slots = []
-    for operator, duration, launch_s in zip(program, durations, launches, strict=True):
+    for operator, duration in zip(program, durations, strict=True):
         issued += launch_s
         stream, reads, writes = operator.stream, operator.reads, operator.writes
         waits = [issued, free[stream]]
-        waits += [written[storage] for storage in reads if storage in written]
-        waits += [written[storage] for storage in writes if storage in written]
-        waits += [last_read[storage] for storage in writes if storage in last_read]
+        waits += [written[storage] for storage in (*reads, *writes)]
+        waits += [last_read[storage] for storage in writes]
         communicator = (operator.group, separate_scatter and stream is Stream.scatter)
         if operator.kind.is_collective:
             waits.append(communicators[communicator])
@@ -83,7 +64,7 @@ def schedule(
         if crosses:
             waits += [end for group, end in network.items() if group != operator.group]
         if operator.name.endswith(_COPIES_GRADIENTS) and stream is Stream.compute:
-            waits.append(scattered[-1])
+            waits.append(scattered)
         if stream is Stream.copy_in and operator.phase == "forward" and len(copied_out) > 1:
             waits.append(copied_out[-2])
         begin = max(waits)
@@ -93,15 +74,15 @@ def schedule(
         if crosses:
             network[operator.group] = end
         if operator.kind is Kind.scatter:
-            scattered.append(end)
+            scattered = end
         if operator.name.endswith("split_with_sizes_copy"):
             copied_out.append(end)
         if synchronous and not (operator.kind is Kind.reduce and operator.phase == "backward"):
             issued = end
         free[stream] = end
         for storage in reads:
-            last_read[storage] = max(last_read.get(storage, 0.0), end)
+            last_read[storage] = max(last_read[storage], end)
         for storage in writes:
             written[storage] = end
         slots.append(Slot(operator, begin, end))
-    return Schedule(slots)
+    return slots
