@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from benchmarks.published.rows import Row
 from fsdp_lab.forecast.allocator import STREAMS, STREAMS_BEFORE_129721
-from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL_ERROR, Forecast
+from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL_ERROR, Forecast, weigh
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
 from fsdp_lab.forecast.speed.device import Device, on_network
 from fsdp_lab.forecast.speed.predict import NETWORKS, step_seconds
@@ -120,7 +120,7 @@ def trace(rows: Sequence[Row], on_done: Callable[[int, int], None]) -> list[Trac
 def _trace(row: Row) -> Traced | str:
     os.environ["OMP_NUM_THREADS"] = "1"
     from fsdp_lab.forecast.forecast import Step as ForecastStep
-    from fsdp_lab.forecast.forecast import forecast_step, unlike, weigh
+    from fsdp_lab.forecast.forecast import forecast_step, unlike
     from fsdp_lab.forecast.kernels import Gpu
     from fsdp_lab.training.__main__ import read_config
 

@@ -1,14 +1,17 @@
-"""Whether a forecast peak fits a device: what the device holds in addition to tensors."""
+"""What a device holds in addition to tensors, and whether that fits. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fsdp_lab.config import TrialConfig
-from fsdp_lab.config.parallel import Granularity, ReshardPolicy
+from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, ReshardPolicy
+from fsdp_lab.forecast.allocator import STREAMS, allocator_peaks
 from fsdp_lab.forecast.speed.predict import Speed
 from fsdp_lab.training.layout import Layout
+from fsdp_lab.training.profile import Profile
 
 GIB = 2**30
 
@@ -197,25 +200,64 @@ def on_capacity(forecast: Forecast, capacity_bytes: int | None, host: Host = Hos
     return replace(forecast, speed=replace(forecast.speed, high_s=max(forecast.speed.high_s, slowest), relative=None))
 
 
-def allowances(
-    peak_bytes: int, reserved_bytes: int, num_communicators: int, compressed_bytes: int = 0
-) -> dict[str, int]:
-    """Return what a GPU holds in addition to the tensors of the peak, by name.
+def weigh(
+    profile: Profile,
+    config: TrialConfig,
+    num_workers: int,
+    cuda: bool,
+    capacity: int | None,
+    streams: Mapping[str, str] = STREAMS,
+    expandable: bool = False,
+) -> Forecast:
+    """Return what the device needs for a profile. A CPU's allocator is the system's: nothing is set aside.
 
     Args:
-        reserved_bytes: what the allocator is forecast to take from the GPU, including `WORKSPACE_BYTES`.
-        num_communicators: see `communicators`.
-        compressed_bytes: of the gradients that DDP compresses for the wire. PyTorch frees what NCCL has sent when its
-            watchdog looks, every 0.1 s: two copies are allowed for, as on an H200 with steps of 0.05 s.
+        capacity: of the device, in bytes; None: not known.
+        streams: see `allocator_peaks`.
+        expandable: see `CachingAllocator`.
     """
-    compressed = {COMPRESSED: 2 * compressed_bytes} if compressed_bytes else {}
-    return {
+    if not cuda:
+        return Forecast(False, num_workers, profile.peaks, capacity_bytes=capacity)
+    sharded, peak = config.sharding.granularity is not Granularity.ddp, profile.peaks["device"]
+    taken = allocator_peaks(profile, sharded, [WORKSPACE_BYTES], streams, expandable)
+    allowances = {
         "CUDA context": CONTEXT_BYTES,
-        "NCCL buffers": NCCL_BYTES * num_communicators,
+        "NCCL buffers": NCCL_BYTES * communicators(config, num_workers),
         "kernel workspaces": WORKSPACE_BYTES,
-        **compressed,
-        "fragmentation": reserved_bytes - peak_bytes - WORKSPACE_BYTES,
+        "fragmentation": taken.reserved - peak["total"] - WORKSPACE_BYTES,
     }
+    if not sharded and config.precision.reduce_dtype is not Dtype.float32:
+        # PyTorch frees what NCCL has sent when its watchdog looks, every 0.1 s: two copies, as on an H200 with steps of
+        # 0.05 s
+        allowances[COMPRESSED] = 2 * (peak["param"] // 2)
+    pinned = ("input", *(("param", "grad") if config.offload.target is OffloadTarget.cpu else ()))
+    return Forecast(
+        True,
+        num_workers,
+        profile.peaks,
+        allowances,
+        {"rounding of pinned buffers": pinned_rounding(profile, pinned)},
+        capacity,
+        active_bytes=taken.active,
+        reserved_bytes=taken.reserved,
+    )
+
+
+def pinned_rounding(profile: Profile, pinned: Collection[str]) -> int:
+    """Return the bytes that pinned buffers waste at the host's peak.
+
+    PyTorch's pinned allocator rounds each up to a power of two.
+
+    Args:
+        pinned: the categories. The loader pins batches; `offload=cpu` pins parameters and gradients, not the
+            optimizer's state.
+    """
+    alive: dict[int, tuple[str, int]] = {}
+    for event in profile.events[: profile.peak_index("host") + 1]:
+        if event.place == "host":
+            alive[event.storage] = (event.category, event.num_bytes)
+    sizes = [size for category, size in alive.values() if category in pinned and size]
+    return sum((1 << (size - 1).bit_length()) - size for size in sizes)
 
 
 def communicators(config: TrialConfig, num_workers: int) -> int:

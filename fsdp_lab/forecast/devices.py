@@ -13,7 +13,7 @@ from fsdp_lab.config.sweep import Engine
 from fsdp_lab.forecast.capacity import GIB, Host
 from fsdp_lab.forecast.observations import read_observations
 from fsdp_lab.forecast.speed.device import Device, digest, load_device, on_network
-from fsdp_lab.forecast.speed.refine import Observation, refine
+from fsdp_lab.forecast.speed.refine import refine
 from fsdp_lab.machine.hardware import gpus, host_memory, num_gpus
 
 
@@ -39,7 +39,13 @@ def data_sheet(config: SweepConfig) -> Device | None:
     Raises:
         ConfigError: its file is no data sheet.
     """
-    device, gbit = _in_file(config), config.forecast.network_gbit
+    file, gbit = device_file(config.forecast.device), config.forecast.network_gbit
+    if file is not None:
+        device: Device | None = _load(file)
+    else:
+        here = config.forecast.device == "auto" and gpus_are_here(config.cluster)
+        names = {gpu.name for gpu in gpus()} if here else set()
+        device = sheet_of(names.pop()) if len(names) == 1 else None
     return device if device is None or gbit is None else on_network(device, gbit)
 
 
@@ -56,43 +62,23 @@ def refined(device: Device | None) -> Device | None:
     """
     if device is None:
         return None
-    key = (repr(device), tuple(read_observations(device.name, torch_version(), digest(device))))
-    if key not in _corrected:
-        _corrected[key] = refine(device, key[1])
-    return _corrected[key]
+    return _refine(device, tuple(read_observations(device.name, torch_version(), digest(device))))
 
 
-_corrected: dict[tuple[str, tuple[Observation, ...]], Device] = {}  # a grid asks for each of its cells
-
-
-def _in_file(config: SweepConfig) -> Device | None:
-    file = device_file(config.forecast.device)
-    if file is not None:
-        return _load(file)
-    here = config.forecast.device == "auto" and gpus_are_here(config.cluster)
-    names = {gpu.name for gpu in gpus()} if here else set()
-    return sheet_of(names.pop()) if len(names) == 1 else None
-
-
-def _load(file: Path) -> Device:
-    """Read a device's file, again only when it has changed."""
-    try:
-        changed = file.stat().st_mtime_ns
-    except OSError:
-        changed = 0  # the reader says why
-    return _loaded(file.absolute(), changed)
-
-
-@lru_cache(maxsize=64)
-def _loaded(file: Path, changed: int) -> Device:
-    return load_device(file)
-
-
-@cache
 def sheet_of(gpu: str) -> Device | None:
     """Return the data sheet of a GPU, by the driver's name for it; None without one."""
     sheets = (_load(file) for file in data_sheets())
     return next((sheet for sheet in sheets if sheet.name == gpu), None)
+
+
+# Of a grid, each cell asks for both.
+_refine = lru_cache(maxsize=64)(refine)
+_read = lru_cache(maxsize=64)(lambda file, changed: load_device(file))
+
+
+def _load(file: Path) -> Device:
+    """Read a device's file, again only when it has changed."""
+    return _read(file.absolute(), file.stat().st_mtime_ns if file.exists() else 0)  # else the reader says what is wrong
 
 
 def check_device(config: SweepConfig, num_workers: int) -> None:
@@ -158,9 +144,8 @@ def capacity_bytes(config: SweepConfig, cuda: bool) -> int | None:
 
     `forecast.capacity_gib`, or the memory of the named device, or that of the smallest GPU here in a forecast for GPUs.
     """
-    if config.forecast.capacity_gib is None and config.forecast.device not in DEVICE_KINDS:
-        sheet = data_sheet(config)
-        return None if sheet is None else int(sheet.memory_gib * GIB)
+    if config.forecast.capacity_gib is None and (file := device_file(config.forecast.device)) is not None:
+        return _load(file).memory_bytes
     return capacity_here(config, cuda)
 
 
@@ -171,7 +156,7 @@ def capacity_here(config: SweepConfig, cuda: bool) -> int | None:
     if cuda and num_gpus() and gpus_are_here(config.cluster):
         return gpu_memory()
     sheet = data_sheet_here(config, cuda)
-    return None if sheet is None else int(sheet.memory_gib * GIB)
+    return None if sheet is None else sheet.memory_bytes
 
 
 def is_here(config: SweepConfig) -> bool:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from traceback import walk_tb
 from typing import NamedTuple
@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_lab.config import ConfigError, TrialConfig, UserError
 from fsdp_lab.config.parallel import Dtype, Granularity, OffloadConfig, OffloadTarget
 from fsdp_lab.config.target import user_line
-from fsdp_lab.forecast.allocator import STREAMS, allocator_peaks
-from fsdp_lab.forecast.capacity import WORKSPACE_BYTES, Forecast, allowances, communicators
+from fsdp_lab.forecast.capacity import Forecast, weigh
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.forecast.keep import ratio_group
@@ -58,7 +57,7 @@ from fsdp_lab.workloads.construct import Blueprint
 
 # Pageable memory is copied through pinned buffers first. An assumption: no measurement on a current GPU was found.
 PAGEABLE = 2.0
-_MICROBATCH_LIMIT = 2**20  # where memory does not stop it, the search does
+_MICROBATCH_LIMIT, _STEP_UP = 2**20, 2**4  # where memory does not stop it, the search does
 
 
 class NeedsValuesError(UserError):
@@ -154,58 +153,6 @@ def unlike(config: TrialConfig, num_workers: int, sheet: Device) -> tuple[str, .
     return tuple(name for name, differs in differences.items() if differs)
 
 
-def weigh(
-    profile: Profile,
-    config: TrialConfig,
-    num_workers: int,
-    cuda: bool,
-    capacity: int | None,
-    streams: Mapping[str, str] = STREAMS,
-    expandable: bool = False,
-) -> Forecast:
-    """Return what the device needs for a profile. A CPU's allocator is the system's: nothing is set aside.
-
-    Args:
-        capacity: of the device, in bytes; None: not known.
-        streams: see `allocator_peaks`.
-        expandable: see `CachingAllocator`.
-    """
-    if not cuda:
-        return Forecast(False, num_workers, profile.peaks, capacity_bytes=capacity)
-    sharded = config.sharding.granularity is not Granularity.ddp
-    taken = allocator_peaks(profile, sharded, [WORKSPACE_BYTES], streams, expandable)
-    pinned = ("input", *(("param", "grad") if config.offload.target is OffloadTarget.cpu else ()))
-    peak = profile.peaks["device"]
-    compressed = peak["param"] // 2 if not sharded and config.precision.reduce_dtype is not Dtype.float32 else 0
-    return Forecast(
-        True,
-        num_workers,
-        profile.peaks,
-        allowances(peak["total"], taken.reserved, communicators(config, num_workers), compressed),
-        {"rounding of pinned buffers": pinned_rounding(profile, pinned)},
-        capacity,
-        active_bytes=taken.active,
-        reserved_bytes=taken.reserved,
-    )
-
-
-def pinned_rounding(profile: Profile, pinned: Collection[str]) -> int:
-    """Return the bytes that pinned buffers waste at the host's peak.
-
-    PyTorch's pinned allocator rounds each up to a power of two.
-
-    Args:
-        pinned: the categories. The loader pins batches; `offload=cpu` pins parameters and gradients, not the
-            optimizer's state.
-    """
-    alive: dict[int, tuple[str, int]] = {}
-    for event in profile.events[: profile.peak_index("host") + 1]:
-        if event.place == "host":
-            alive[event.storage] = (event.category, event.num_bytes)
-    sizes = [size for category, size in alive.values() if category in pinned and size]
-    return sum((1 << (size - 1).bit_length()) - size for size in sizes)
-
-
 def largest_microbatch(
     config: TrialConfig, num_workers: int, cuda: bool, capacity_bytes: int, gpu: Gpu = HOPPER
 ) -> int:
@@ -213,40 +160,31 @@ def largest_microbatch(
 
     One more does not fit. Many more may, where the allocator's cached blocks suit them better: those are not tried.
 
-    The peak grows with the batch in straight pieces, each steeper than the one before. So a line through two sizes
-    points at or beyond the answer: few forecasts are needed, and the answer and its successor are both tried.
+    The peak grows with the batch in straight pieces, each steeper than the one before: a root finder that draws lines
+    needs few forecasts.
     """
-    needs: dict[int, int] = {}
+    from scipy.optimize import brentq  # other forecasts need only PyTorch and torchvision
 
-    def need(size: int) -> int:
-        if size not in needs:
-            batch = size * num_workers * config.training.grad_accum_steps
-            trial = replace(config, training=replace(config.training, global_batch_size=batch))
-            profile = forecast_profile(trial, num_workers, cuda, gpu=gpu)
-            needs[size] = weigh(profile, trial, num_workers, cuda, None).needed_bytes
-        return needs[size]
+    @cache
+    def room(size: int) -> int:
+        batch = size * num_workers * config.training.grad_accum_steps
+        trial = replace(config, training=replace(config.training, global_batch_size=batch))
+        profile = forecast_profile(trial, num_workers, cuda, gpu=gpu)
+        return capacity_bytes - weigh(profile, trial, num_workers, cuda, None).needed_bytes
 
-    if need(1) > capacity_bytes:
+    if room(1) < 0:
         return 0
-    low, high = 1, None  # low fits, high does not
-    guess = 2
-    while high is None or high - low > 1:
-        if need(guess) <= capacity_bytes:
-            low = guess
-        else:
-            high = guess
-        if low >= _MICROBATCH_LIMIT:
-            return low
-        other = high if high is not None else max((size for size in needs if size < low), default=1)
-        slope = (need(other) - need(low)) / (other - low) if other != low else 0
-        ahead = low + int((capacity_bytes - need(low)) / slope) if slope > 0 else low * 2
-        if high is None:
-            guess = min(max(ahead + 1, low + 1), low * 64, _MICROBATCH_LIMIT)
-        elif len(needs) < 10:
-            guess = min(max(ahead, low + 1), high - 1)
-        else:
-            guess = (low + high) // 2
-    return low
+    high = _STEP_UP
+    while room(high) >= 0:
+        if high >= _MICROBATCH_LIMIT:
+            return high
+        high *= _STEP_UP
+    most = int(brentq(lambda size: room(round(size)), high // _STEP_UP, high, xtol=0.5))
+    while room(most) < 0:
+        most -= 1
+    while room(most + 1) >= 0:
+        most += 1
+    return most
 
 
 class Step(NamedTuple):
@@ -379,11 +317,5 @@ def fake_microbatches(workload: Workload, config: TrialConfig, dims: ParallelDim
 
 
 def _mark_forward(model: nn.Module, values: ValuesOnRequest) -> None:
-    def enter(*_: object) -> None:
-        values.in_model = True
-
-    def leave(*_: object) -> None:
-        values.in_model = False
-
-    model.register_forward_pre_hook(enter)
-    model.register_forward_hook(leave, always_call=True)
+    model.register_forward_pre_hook(lambda *_: setattr(values, "in_model", True))
+    model.register_forward_hook(lambda *_: setattr(values, "in_model", False), always_call=True)

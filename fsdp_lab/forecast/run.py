@@ -7,10 +7,10 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from fsdp_lab.config import ModelError, SweepConfig, UserError, forecast_settings
 from fsdp_lab.config.parallel import OffloadConfig
@@ -176,28 +176,20 @@ class Background:
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = requests
-        self._forecasts: list[Forecast] = []
         self._progress = (0, 0)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="forecasts", daemon=True)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="forecasts")
 
-    def _run(self) -> None:
-        try:
-            self._forecasts = forecast_all(self._requests, self._note, self._stop)
-        except Exception as error:  # noqa: BLE001 - no forecast is worth a sweep
-            reason = _raised("error", error)
-            self._forecasts = [Forecast(r.cuda, r.num_workers, error=reason) for r in self._requests]
-
-    def _note(self, done: int, total: int) -> None:
-        self._progress = (done, total)
-
-    def __enter__(self) -> Background:
-        self._thread.start()
+    def __enter__(self) -> Self:
+        self._made = self._thread.submit(forecast_all, self._requests, self._note, self._stop)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(timeout=5.0)
+        self._thread.shutdown()
+
+    def _note(self, done: int, total: int) -> None:
+        self._progress = (done, total)
 
     def result(self, on_wait: Callable[[int, int], None] = lambda done, total: None) -> list[Forecast]:
         """Wait for all forecasts; `forecast_all` has its own limit.
@@ -205,11 +197,13 @@ class Background:
         Args:
             on_wait: called from time to time with the number of distinct forecasts that are done, and of all.
         """
-        while self._thread.is_alive():
-            self._thread.join(timeout=SPEAK_S)
-            if self._thread.is_alive():
-                on_wait(*self._progress)
-        return self._forecasts
+        while not wait([self._made], timeout=SPEAK_S).done:
+            on_wait(*self._progress)
+        try:
+            return self._made.result()
+        except Exception as error:  # noqa: BLE001 - no forecast is worth a sweep
+            reason = _raised("error", error)
+            return [Forecast(r.cuda, r.num_workers, error=reason) for r in self._requests]
 
 
 class Forecaster(Pool[Request, Forecast]):

@@ -16,9 +16,9 @@ from torch import nn
 from fsdp_lab.config import check_forecast, forecast_settings
 from fsdp_lab.forecast import forecast as module
 from fsdp_lab.forecast import run
-from fsdp_lab.forecast.capacity import CONTEXT_BYTES, GIB, NCCL_BYTES, NoForecast, communicators
+from fsdp_lab.forecast.capacity import CONTEXT_BYTES, GIB, NCCL_BYTES, NoForecast, communicators, pinned_rounding
 from fsdp_lab.forecast.devices import gpu_memory
-from fsdp_lab.forecast.forecast import NeedsValuesError, forecast, forecast_profile, pinned_rounding
+from fsdp_lab.forecast.forecast import NeedsValuesError, forecast, forecast_profile
 from fsdp_lab.forecast.run import Background, Forecaster, Request, forecast_all, forecast_one
 from fsdp_lab.forecast.words import no_forecast_text
 from fsdp_lab.training.profile import Event, Profile

@@ -155,6 +155,10 @@ class Device:
     network_known: bool = False
 
     @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * 2**30)
+
+    @property
     def network_gbit(self) -> float:
         return self.network_bandwidth / _BYTES_OF_GBIT
 
