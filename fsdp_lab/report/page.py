@@ -62,7 +62,6 @@ def _trials_table(sweep: SweepRecord, r: Recommendation) -> dict[str, Any]:
     known = {c.key: finished[c.key].replace(math.inf, math.nan).dropna() for c in columns}
     best = {column.key: column.best_of(list(known[column.key])) for column in columns}
     return {
-        "heads": ["trial", *sweep.axes, "status", *(column.label for column in columns)],
         "columns": columns,
         "best": best,
         "url": partial(url_of, sweep),

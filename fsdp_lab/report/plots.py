@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,10 +12,9 @@ from fsdp_lab.config.metrics import MEMORY, MIB, SPEED, declared, table_columns
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord
-from fsdp_lab.report import texts
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.recommend import Recommendation
-from fsdp_lab.report.settings import Setting
+from fsdp_lab.report.render import lines_of, text_of
 from fsdp_lab.report.speed import Interval
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ MOST = 500  # trials in the table and the pictures
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#8C6D31")
 GREY = "#888888"
 _MOST_COLORS = 6  # more values of an axis than these are not told apart by colours
-_MOST_NUMBERS = 6  # of trials over a point
 _LISTED = 4  # values of an axis of numbers that may be a list
 _SAME = 1e-3  # figures that differ by less than this ratio are one
 _STOPPED = "stopped early"
@@ -98,9 +96,11 @@ def main_chart(sweep: SweepRecord, answer: Answer) -> Chart | None:
         figure.add_scatter(x=chosen[x], y=chosen[y], name="recommended", **drawn)
     if has_bars and (points["above"] + points[y]).max() > _WIDEST * points[y].max():
         figure.update_yaxes(range=[0, _WIDEST * points[y].max()])
-    _lay_out(figure, html.escape(_label(x, better)), declared(y).label, 430)
-    heading = " against ".join("peak memory" if key == MEMORY else _label(key, better) for key in (y, x))
-    return Chart("main", heading[0].upper() + heading[1:], figure, _note(points, better, x, y, has_bars))
+    labels = {key: declared(key).label if key in better else key for key in (y, x)}
+    _lay_out(figure, html.escape(labels[x]), labels[y], 430)
+    heading = " against ".join(labels.values()).replace(declared(MEMORY).label, "peak memory")
+    note = text_of("words.j2", "chart", better[y], better.get(x), has_bars, points["url"].any())
+    return Chart("main", heading[0].upper() + heading[1:], figure, note)
 
 
 def _settings_table(sweep: SweepRecord, answer: Answer) -> pd.DataFrame:
@@ -112,33 +112,22 @@ def _settings_table(sweep: SweepRecord, answer: Answer) -> pd.DataFrame:
     rows = []
     for setting in r.settings.all:
         trials = [shown[number] for number in setting.trials if number in shown]
-        speed = setting.speed or Interval(math.nan)
+        if not trials:
+            continue
+        speed, known = setting.speed or Interval(math.nan), table_columns("terminal", setting.figures)
+        columns = [column for column in known if column.key != SPEED and column.key in setting.figures]
+        lines = lines_of("words.j2", "point", setting, columns, answer.why_not.get(setting.name))
         rows.append({
             **setting.values,
             **{metric: setting.figure(metric) / declared(metric).scale for metric, _ in r.axes},
             "above": speed.high - speed.value,
             "below": speed.value - speed.low,
-            "text": _setting_text(setting, answer.why_not),
+            "text": "<br>".join(map(html.escape, lines)),
             "url": url_of(sweep, trials[0]) if len(trials) == len(setting.trials) == 1 else "",
             "front": setting in r.front,
             "chosen": setting is r.setting,
-            "shown": bool(trials),
         })  # fmt: skip
-    table = pd.DataFrame(rows)
-    return table[table["shown"]]
-
-
-def _setting_text(setting: Setting, why_not: Mapping[str, str]) -> str:
-    """Return the text over a setting's point: its figures and the interval of its speed."""
-    lines = [f"{key}={value}" for key, value in setting.values.items()]
-    trials = ", ".join(map(str, setting.trials[:_MOST_NUMBERS]))
-    more = " …" if len(setting.trials) > _MOST_NUMBERS else ""
-    lines += [f"trial{'s' if len(setting.trials) > 1 else ''} {trials}{more}"]
-    lines += [texts.speed(setting.speed)] if setting.speed else []
-    columns = [c for c in table_columns("terminal", setting.figures) if c.key != SPEED and c.key in setting.figures]
-    lines += [f"{column.label} {column.text(setting.figure(column.key))}" for column in columns]
-    lines += [f"does not qualify: {why_not[setting.name]}"] if setting.name in why_not else []
-    return "<br>".join(map(html.escape, lines))
+    return pd.DataFrame(rows)
 
 
 def _numbers(values: pd.Series[Any]) -> pd.Series[float] | None:
@@ -165,18 +154,6 @@ def _drawn_axis(table: pd.DataFrame, axes: Sequence[str]) -> str:
 def _color_axis(table: pd.DataFrame, axes: Sequence[str]) -> str | None:
     """Return the axis whose values have colours: the first that has few."""
     return next((axis for axis in axes if 1 < table[axis].nunique() <= _MOST_COLORS), None)
-
-
-def _note(table: pd.DataFrame, better: dict[str, str], x: str, y: str, has_bars: bool) -> str:
-    ways = ["up" if better[y] == "max" else "down"]
-    ways += ["to the right" if better[x] == "max" else "to the left"] if x in better else []
-    bars = "Bars are 95 % intervals of samples/s. " if has_bars else ""
-    click = "; click on it to open its run" if table["url"].any() else ""
-    return f"{' and '.join(ways).capitalize()} is better. {bars}Hover over a point for its figures{click}."
-
-
-def _label(key: str, better: dict[str, str]) -> str:
-    return declared(key).label if key in better else key
 
 
 def _differs(values: pd.Series[Any]) -> bool:
