@@ -18,7 +18,7 @@ from fsdp_lab.forecast.speed.predict import Speed
 from fsdp_lab.forecast.table import COLUMNS, Row, forecasts_frame
 from fsdp_lab.forecast.words import no_forecast_text, say
 from fsdp_lab.record.trial import words
-from fsdp_lab.report.answer import Answer, with_comparisons
+from fsdp_lab.report.answer import Answer, comparisons
 from fsdp_lab.report.qualify import LEAST
 from fsdp_lab.report.recommend import recommend
 from fsdp_lab.report.settings import Rules, Setting, Settings, combinations
@@ -100,8 +100,8 @@ def answers(
     made = []
     for _, some in frame.groupby(combinations(frame, conditions)):
         where = some.iloc[0][conditions].astype(str).to_dict() if len(some) < len(frame) else {}
-        answer = with_comparisons(ForecastAnswer(recommend(Settings(some.reset_index(drop=True), rules))))
-        answer = replace(answer, where=where, rows=[having[place] for place in some.index], remedies=remedies)
+        r, own = recommend(Settings(some.reset_index(drop=True), rules)), [having[place] for place in some.index]
+        answer = ForecastAnswer(r, **comparisons(r), where=where, rows=own, remedies=remedies)
         notes = [*say("basis", answer), *answer.notes]
         (sentence,) = say("head", answer)
         made.append(replace(answer, sentence=sentence, details=say("details", answer), notes=notes))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.status import TrialStatus
@@ -66,32 +66,28 @@ class Answer:
         return data
 
 
-AnswerT = TypeVar("AnswerT", bound=Answer)
-
-
 def answer(sweep: SweepRecord) -> Answer:
     """Say which setting is recommended, why, and how sure that is."""
     r = recommend(settings_of(sweep))
     trial = plainest(sweep, r.setting) if r.setting else None
-    return replace(
-        with_comparisons(Answer(r)),
+    return Answer(
+        r,
         sentence=" ".join(_say("sentence", r, sweep)),
         details=_say("details", r) if r.setting else [],
         rules=_say("rules", r),
         command=_command(sweep, r.setting, trial) if r.setting and trial else "",
         trial=trial,
+        **comparisons(r),
     )
 
 
-def with_comparisons(bare: AnswerT) -> AnswerT:
-    """Return an answer with what follows from its figures alone: its lines, notes and why settings do not qualify."""
-    r = bare.recommendation
-    return replace(
-        bare,
-        lines=["\n".join(_say("against", other, r)) for other in with_a_line(r)],
-        notes=[" ".join(_say("note", note)) for note in r.notes],
-        why_not={name: " ".join(_say("why_not", reason)) for name, reason in r.why_not.items()},
-    )
+def comparisons(r: Recommendation) -> dict[str, Any]:
+    """Return the texts that follow from a recommendation alone: lines, notes, and why settings do not qualify."""
+    return {
+        "lines": ["\n".join(_say("against", other, r)) for other in with_a_line(r)],
+        "notes": [" ".join(_say("note", note)) for note in r.notes],
+        "why_not": {name: " ".join(_say("why_not", reason)) for name, reason in r.why_not.items()},
+    }
 
 
 def settings_of(sweep: SweepRecord) -> Settings:
