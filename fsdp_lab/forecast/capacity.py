@@ -252,11 +252,8 @@ def pinned_rounding(profile: Profile, pinned: Collection[str]) -> int:
         pinned: the categories. The loader pins batches; `offload=cpu` pins parameters and gradients, not the
             optimizer's state.
     """
-    alive: dict[int, tuple[str, int]] = {}
-    for event in profile.events[: profile.peak_index("host") + 1]:
-        if event.place == "host":
-            alive[event.storage] = (event.category, event.num_bytes)
-    sizes = [size for category, size in alive.values() if category in pinned and size]
+    peak = profile.peak("host")
+    sizes = [held.num_bytes for held in peak.held if held.category in pinned] if peak else []
     return sum((1 << (size - 1).bit_length()) - size for size in sizes)
 
 

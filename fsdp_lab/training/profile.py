@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
 
 # In the order they are stacked. What stands still lies at the bottom.
 CATEGORIES = (
@@ -44,14 +46,30 @@ class Event:
     phase: str
 
 
-@dataclass(frozen=True)
-class Holder:
-    """`count` storages of one category, allocated in one module, that were alive at the peak."""
+class Held(NamedTuple):
+    """A storage that is alive; `module` is the one that allocated it."""
 
     category: str
-    module: str
     num_bytes: int
-    count: int
+    module: str
+
+
+class Peak(NamedTuple):
+    """The moment at which a place held most.
+
+    Attributes:
+        index: of the event that led to it.
+        sums: the bytes of each category.
+        held: the storages.
+    """
+
+    index: int
+    sums: dict[str, int]
+    held: list[Held]
+
+    @property
+    def total(self) -> int:
+        return sum(self.sums.values())
 
 
 @dataclass
@@ -68,58 +86,43 @@ class Profile:
     begun: int = 0
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def deltas(self) -> list[int]:
-        """Return the bytes that each event adds at its place, negative for freed bytes."""
-        held: dict[int, int] = {}
-        out = []
-        for event in self.events:
-            out.append(event.num_bytes - held.get(event.storage, 0))
-            held[event.storage] = event.num_bytes
-        return out
+    def states(self, place: str = "device") -> Iterator[tuple[dict[str, int], dict[int, Held]]]:
+        """Yield what a place holds after each event: the bytes of each category, and the storages by their number.
 
-    def peak_index(self, place: str = "device") -> int:
-        """Return the index of the event after which `place` held most; -1 if it held nothing.
+        Both are changed by the next event.
+        """
+        sums = dict.fromkeys(CATEGORIES, 0)
+        alive: dict[int, Held] = {}
+        for event in self.events:
+            if event.place == place:
+                before = alive.pop(event.storage, None)
+                if before is not None:
+                    sums[before.category] -= before.num_bytes
+                if event.num_bytes:
+                    sums[event.category] += event.num_bytes
+                    module = before.module if before else event.module
+                    alive[event.storage] = Held(event.category, event.num_bytes, module)
+            yield sums, alive
+
+    def peak(self, place: str = "device") -> Peak | None:
+        """Return the peak of a place; None if it held nothing.
 
         Of equals it is the last, because a new storage often gets its category a moment later.
         """
-        best, total, index = 1, 0, -1
-        for i, (event, delta) in enumerate(zip(self.events, self.deltas(), strict=True)):
-            total += delta if event.place == place else 0
+        most, index = 1, -1
+        for i, (sums, _) in enumerate(self.states(place)):
             # what was there before the step counts once all of it is there, whichever place it ends with
-            if i >= self.begun - 1 and (event.place == place or i == self.begun - 1) and total >= best:
-                best, index = total, i
-        return index
-
-    def at_peak(self, place: str = "device") -> dict[str, int]:
-        """Return the bytes of each category at the peak of `place`, and their `total`; empty if it held nothing."""
-        alive = {e.storage: e for e in self.events[: self.peak_index(place) + 1] if e.place == place}
-        if not alive:
-            return {}
-        sums = dict.fromkeys(CATEGORIES, 0)
-        for event in alive.values():
-            sums[event.category] += event.num_bytes
-        return {**sums, "total": sum(sums.values())}
+            if i == self.begun - 1 or (i >= self.begun and self.events[i].place == place):
+                total = sum(sums.values())
+                if total >= most:
+                    most, index = total, i
+        if index < 0:
+            return None
+        sums, alive = next(islice(self.states(place), index, None))
+        return Peak(index, sums, list(alive.values()))
 
     def with_peaks(self) -> Profile:
         """Return this profile, once its events are complete, with its peaks."""
-        self.peaks = {place: at_peak for place in PLACES if (at_peak := self.at_peak(place))}
+        peaks = ((place, self.peak(place)) for place in PLACES)
+        self.peaks = {place: {**peak.sums, "total": peak.total} for place, peak in peaks if peak is not None}
         return self
-
-    def holders(self, place: str = "device") -> list[Holder]:
-        """Return the storages at the peak of `place`, grouped, the largest first."""
-        alive: dict[int, tuple[str, int]] = {}
-        made_in: dict[int, str] = {}
-        for event in self.events[: self.peak_index(place) + 1]:
-            if event.place != place:
-                continue
-            if event.num_bytes:
-                made_in.setdefault(event.storage, event.module)
-                alive[event.storage] = (event.category, event.num_bytes)
-            else:
-                alive.pop(event.storage, None)
-                made_in.pop(event.storage, None)
-        sums: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for storage, (category, num_bytes) in alive.items():
-            sums[category, made_in[storage]].append(num_bytes)
-        holders = [Holder(category, module, sum(sizes), len(sizes)) for (category, module), sizes in sums.items()]
-        return sorted(holders, key=lambda holder: (-holder.num_bytes, holder.category, holder.module))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from importlib import resources
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
 
 from fsdp_lab.storage.files import write_text
-from fsdp_lab.training.profile import CATEGORIES, PLACES, Profile
+from fsdp_lab.training.profile import CATEGORIES, PLACES, Peak, Profile
 
 # Neighbours in the stack differ in lightness, so that they stay apart without colour vision.
 COLOURS = {
@@ -32,48 +33,44 @@ def write_timeline(profile: Profile, path: Path, title: str, facts: Mapping[str,
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["size"] = _size
     template = resources.files("fsdp_lab.training").joinpath("timeline.html").read_text(encoding="utf-8")
-    charts = [_chart(profile, place) for place in PLACES if profile.peak_index(place) >= 0]
+    charts = [_chart(profile, place, peak) for place in PLACES if (peak := profile.peak(place)) is not None]
     page = environment.from_string(template).render(
         title=title, facts=facts, charts=charts, colours=COLOURS, width=WIDTH, height=HEIGHT
     )
     write_text(path, page)
 
 
-def states(profile: Profile, place: str) -> Iterator[dict[str, int]]:
-    """Yield the bytes of each category at a place: before the step's first event, then after each of its events."""
-    sums = dict.fromkeys(CATEGORIES, 0)
-    held: dict[int, tuple[str, int]] = {}
-    for index, event in enumerate(profile.events):
-        if index >= profile.begun:
-            yield dict(sums)
-        if event.place == place:
-            category, num_bytes = held.get(event.storage, (event.category, 0))
-            sums[category] -= num_bytes
-            sums[event.category] += event.num_bytes
-            held[event.storage] = (event.category, event.num_bytes)
-    yield dict(sums)
-
-
-def _chart(profile: Profile, place: str) -> dict[str, Any]:
+def _chart(profile: Profile, place: str, peak: Peak) -> dict[str, Any]:
     """Return the values of one drawing. Each column shows the highest of its states, so that no spike is lost."""
-    num_states = len(profile.events) - profile.begun + 1
-    numbered = enumerate(states(profile, place))
-    grouped = groupby(numbered, lambda state: state[0] * WIDTH // num_states)
-    columns = {column: max((held for _, held in each), key=lambda held: sum(held.values())) for column, each in grouped}
-    peak, index = profile.at_peak(place), profile.peak_index(place)
-    holders = profile.holders(place)
+    states = [dict.fromkeys(CATEGORIES, 0)] if not profile.begun else []
+    states += (dict(sums) for sums, _ in islice(profile.states(place), max(0, profile.begun - 1), None))
+    columns: dict[int, dict[str, int]] = {}
+    for number, sums in enumerate(states):
+        column = number * WIDTH // len(states)
+        columns[column] = max(columns.get(column, sums), sums, key=lambda held: sum(held.values()))
+    event = peak.index + 1 - profile.begun
+    holders = _holders(peak)
     return {
         "place": place,
         "peak": peak,
-        "event": index + 1 - profile.begun,
-        "num_events": num_states - 1,
-        "where": profile.events[index],
-        "x": (index + 1 - profile.begun + 0.5) * WIDTH / num_states,
-        "areas": list(_areas(columns, peak["total"])),
-        "phases": _phases(profile, num_states),
+        "event": event,
+        "num_events": len(states) - 1,
+        "where": profile.events[peak.index],
+        "x": (event + 0.5) * WIDTH / len(states),
+        "areas": list(_areas(columns, peak.total)),
+        "phases": _phases(profile, len(states)),
         "holders": holders[:_MAX_HOLDERS],
         "rest": holders[_MAX_HOLDERS:],
     }
+
+
+def _holders(peak: Peak) -> list[tuple[str, str, int, int]]:
+    """Return the category, module, bytes and number of the storages at a peak, the largest first."""
+    sizes = defaultdict[tuple[str, str], list[int]](list)
+    for held in peak.held:
+        sizes[held.category, held.module].append(held.num_bytes)
+    holders = [(category, module, sum(each), len(each)) for (category, module), each in sizes.items()]
+    return sorted(holders, key=lambda holder: (-holder[2], *holder[:2]))
 
 
 def _areas(columns: Mapping[int, Mapping[str, int]], most: int) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,12 @@ def timelines(cases: list[list[str]]) -> list[list[Change]]:
 
 
 def changes(profile: Any) -> list[Change]:
-    deltas = zip(profile.events, profile.deltas(), strict=True)
-    return [(event.place, event.category, delta, event.phase, event.module) for event, delta in deltas]
+    """Each event, with the bytes that it adds."""
+    held, found = Counter[int](), []
+    for event in profile.events:
+        found.append((event.place, event.category, event.num_bytes - held[event.storage], event.phase, event.module))
+        held[event.storage] = event.num_bytes
+    return found
 
 
 def in_any_order_of_frees(changes: list[Change]) -> list[Change]:

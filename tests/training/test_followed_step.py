@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,11 +47,8 @@ def followed(model: nn.Module, x: Tensor) -> int:
     with record_step(model, torch.optim.SGD(model.parameters()), [x], CPU) as recorder:
         model(x).backward()
     profile = recorder.finish()
-    held = most = 0
-    for change in profile.deltas()[profile.begun :]:
-        held += change
-        most = max(most, held)
-    return most
+    before, *during = (sum(sums.values()) for sums, _ in islice(profile.states(), profile.begun - 1, None))
+    return max(during) - before
 
 
 def reported(model: nn.Module, x: Tensor) -> int:

@@ -14,7 +14,7 @@ import torch
 from fsdp_lab.config.metrics import declared
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.training.memory import metrics_of_ranks
-from fsdp_lab.training.profile import CATEGORIES, Event, Holder, Profile
+from fsdp_lab.training.profile import CATEGORIES, Event, Held, Profile
 from tests.ranks import Memo, config, run_ranks, selected, train_leaving
 
 
@@ -36,29 +36,28 @@ SMALL = profile_of(
 )
 
 
-def test_deltas_are_what_each_change_adds():
-    assert SMALL.deltas() == [100, 7, 40, 20, 10, 0, -60, 30]
+def test_each_state_is_what_the_changes_add_up_to():
+    assert [sum(sums.values()) for sums, _ in SMALL.states()] == [100, 100, 140, 160, 170, 170, 110, 140]
 
 
 def test_the_peak_is_where_most_is_held_and_categories_are_settled():
-    assert SMALL.peak_index() == 5
-    peak = SMALL.at_peak()
-    assert {k: v for k, v in peak.items() if v} == {"param": 100, "activation": 60, "grad": 10, "total": 170}
-    assert SMALL.holders() == [
-        Holder("param", "m0", 100, 1), Holder("activation", "m2", 60, 1), Holder("grad", "m3", 10, 1),
-    ]  # fmt: skip
+    peak = SMALL.peak()
+    assert peak is not None and peak.index == 5 and peak.total == 170
+    assert {k: v for k, v in peak.sums.items() if v} == {"param": 100, "activation": 60, "grad": 10}
+    assert peak.held == [Held("param", 100, "m0"), Held("activation", 60, "m2"), Held("grad", 10, "m3")]
 
 
 def test_what_was_there_before_counts_whichever_place_it_ends_with():
-    assert SMALL.peak_index("host") == 1
-    assert SMALL.at_peak("host")["total"] == 7
+    host = SMALL.peak("host")
+    assert host is not None and (host.index, host.total) == (1, 7)
     shrinking = profile_of((0, "device", "param", 100), (1, "host", "input", 5), (0, "device", "param", 0), begun=2)
-    assert shrinking.peak_index() == 1 and shrinking.at_peak()["total"] == 100
+    peak = shrinking.peak()
+    assert peak is not None and (peak.index, peak.total) == (1, 100)
 
 
 def test_a_place_that_holds_nothing_has_no_peak():
-    assert profile_of((0, "device", "param", 1)).at_peak("host") == {}
-    assert Profile().peak_index() == -1
+    assert profile_of((0, "device", "param", 1)).peak("host") is None
+    assert Profile().peak() is None
 
 
 STEPS = ("training.max_steps=3", "model.num_layers=2")

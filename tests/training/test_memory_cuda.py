@@ -57,8 +57,7 @@ class FakeRecorder:
         pass
 
     def finish(self) -> Profile:
-        self.profile.peaks = {"device": self.profile.at_peak()}
-        return self.profile
+        return self.profile.with_peaks()
 
 
 @pytest.fixture
