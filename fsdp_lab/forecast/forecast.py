@@ -40,9 +40,10 @@ from fsdp_lab.training.data import microbatch_size
 from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
 from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.loop import train_step
-from fsdp_lab.training.memory import TRACKED_STEPS, main_settings, record_step
+from fsdp_lab.training.memory import TRACKED_STEPS, main_settings
 from fsdp_lab.training.optimizer import gradient_device
 from fsdp_lab.training.profile import Profile
+from fsdp_lab.training.recorder import record_step
 from fsdp_lab.training.timeline import write_timeline
 from fsdp_lab.training.torch_private import (
     DataDependentOutputException,

@@ -22,9 +22,8 @@ from fsdp_lab.training.torch_private import (
     FSDP_COPIES_OUT,
     FSDP_GATHERS,
     FSDP_REDUCES,
-    RANGE_ENTERS,
-    RANGE_LEAVES,
     REDUCE_SCATTER,
+    Ranges,
     TorchDispatchMode,
     active_fake_mode,
     argument,
@@ -63,7 +62,7 @@ class StepTrace(TorchDispatchMode):
         self._fake_mode: Any = None
         self._numbers: Any = WeakIdKeyDictionary()
         self._next = 0
-        self._ranges: list[str] = []
+        self._ranges = Ranges()
         self._reducing: Stream | None = None  # of the last collective that the reduction of this unit has issued
 
     @contextmanager
@@ -95,14 +94,10 @@ class StepTrace(TorchDispatchMode):
         result = func(*args, **kwargs)
         if active_fake_mode() is not self._fake_mode:
             return result  # DTensor tries an operator out on tensors of the whole shape
+        if self._ranges.see(func, args).startswith(FSDP_REDUCES):
+            self._reducing = None
         name = str(func.overloadpacket)
-        if name == RANGE_ENTERS:
-            self._ranges.append(args[0])
-            if args[0].startswith(FSDP_REDUCES):
-                self._reducing = None
-        elif name.startswith(RANGE_LEAVES):
-            del self._ranges[-1:]
-        elif name in _COLLECTIVES:
+        if name in _COLLECTIVES:
             self._collective(name, args, result)
         elif not name.startswith(_NO_WORK):
             self._record(name, func, args, kwargs, result)
@@ -124,7 +119,7 @@ class StepTrace(TorchDispatchMode):
 
     def _all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> None:
         """Record an all-reduce: FSDP2 has a stream for that of replicas, DDP reduces on the stream of scatters."""
-        stream = Stream.all_reduce if self._range().startswith(FSDP_REDUCES) else Stream.scatter
+        stream = Stream.all_reduce if self._ranges.innermost.startswith(FSDP_REDUCES) else Stream.scatter
         self._reducing = stream
         self.add(
             ALL_REDUCE, Kind.reduce, stream, [tensor], [tensor], _bytes(tensor), dtype=_dtype([tensor]), group=group
@@ -165,16 +160,12 @@ class StepTrace(TorchDispatchMode):
         """Return the stream on which FSDP2 runs an operator, by the profiler ranges that it marks."""
         if self._host is not None and all(t.device == self._host for t in (*read, *written)):
             return Stream.host
-        innermost = self._range()
+        innermost = self._ranges.innermost
         if innermost.startswith(FSDP_REDUCES) and self._reducing is not None:
             return self._reducing
         if innermost.startswith(FSDP_GATHERS) and not innermost.startswith(FSDP_COPIES_OUT):
             return Stream.copy_in
         return Stream.compute
-
-    def _range(self) -> str:
-        """Return the innermost of FSDP2's profiler ranges; "" outside of all."""
-        return next((name for name in reversed(self._ranges) if name.startswith("FSDP::")), "")
 
     def _crosses(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
         on_host = {t.device == self._host for t in (*read, *written)}

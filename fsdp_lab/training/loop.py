@@ -27,7 +27,6 @@ from fsdp_lab.training.parallelize import compute_precision, ddp_explained, set_
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer
 from fsdp_lab.training.step_checks import StepChecks
-from fsdp_lab.training.torch_private import is_of_tracker
 from fsdp_lab.workloads.base import Batch, Task, tensors_of, to_device
 from fsdp_lab.workloads.construct import seed_all
 
@@ -141,8 +140,6 @@ class Watch:
             error.add_note(f"step {state.step + 1}")
             if self.memory.failed_at:
                 error.add_note(self.memory.failed_at)
-            if is_of_tracker(error):
-                error.add_note("in what follows its memory: memory_profile=off avoids it")
             raise
 
     @contextmanager

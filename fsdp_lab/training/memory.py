@@ -1,14 +1,10 @@
-"""Follows every tensor of an optimizer step, real or fake, and reports the tensors at its peak.
-
-PyTorch's trackers see each storage come and go. They are subclassed here for three things that both lack: the order of
-changes, FSDP2 and DDP in the same categories, and the device separate from the host.
-"""
+"""Profiles the memory of a trial's first steps, and reports the peaks of all ranks."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.training import MemoryProfile as Detail
@@ -24,23 +19,15 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.storage.files import write_json
 from fsdp_lab.training.allocator_profile import AllocatorRecorder
 from fsdp_lab.training.distributed import DistributedContext
-from fsdp_lab.training.module_names import ModuleNames
-from fsdp_lab.training.profile import CATEGORIES, Event, Profile
+from fsdp_lab.training.gloo import SynchronousGlooMode
+from fsdp_lab.training.profile import CATEGORIES, Profile
+from fsdp_lab.training.recorder import StepRecorder, record_step
 from fsdp_lab.training.torch_private import (
-    FUNCTIONAL_COLLECTIVES,
-    GATHERS_AND_SCATTERS,
     AccumulatesInPlace,
-    FsdpTracker,
-    TorchDispatchMode,
-    Tracker,
     compiled_code_runs,
-    finished_work,
     free_cublas_workspaces,
-    not_reported,
     start_allocator_history,
     stop_allocator_history,
-    tracker_hooks_removed,
-    wait_for_functional,
     write_allocator_history,
 )
 
@@ -50,153 +37,6 @@ TRACKED_STEPS = 2
 _MOST_NAMED_RANKS = 8  # that have metrics of their own; beyond it, charts and tables are unreadable
 _TOTALS = ("peak_bytes", "active_bytes", "reserved_bytes", "host_peak_bytes")
 SNAPSHOT_ENTRIES = 100_000  # of the CUDA allocator's history: unbounded, a dump takes minutes
-
-
-class _Recorder(Tracker):
-    """Records each change of a step, in order, until the step is `over`.
-
-    PyTorch's tracker reports on the step's storages as long as they live, and a model that is freed later is no change
-    of the step.
-    """
-
-    def __init__(self, *args: Any, names: ModuleNames, device: torch.device) -> None:
-        super().__init__(*args)
-        self.names, self.device = names, device
-        self.over = False
-        self.buffer_bytes: Callable[[Any, Any], int] | None = None  # see `record_step`
-        self.failed_at = ""  # where an operator raised an error: "backward of blocks.3"
-        self.profile = Profile()
-        self._phase = "forward"
-        self._serials: dict[int, int] = {}
-
-    def changed(self, storage: int, freed: bool, device: torch.device, category: str, num_bytes: int) -> None:
-        if self.over:
-            return
-        serial = self._serials.setdefault(storage, len(self.profile.events))  # an event's index: used once only
-        if freed:
-            del self._serials[storage]
-        place = "device" if device == self.device else "host"
-        self.profile.events.append(Event(serial, place, category, num_bytes, self._module(), self._now()))
-
-    def _module(self) -> str:
-        return self.names.innermost(self.modules_at_work())
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        try:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-        except Exception:
-            phase, module = self.place()  # later no module is at work
-            self.failed_at = f"{phase} of {module}" if module else ""
-            raise
-        if self.buffer_bytes is not None and (num_bytes := self.buffer_bytes(func, args)) and not self.over:
-            storage = -1 - len(self.profile.events)
-            for size in (num_bytes, 0):
-                self.profile.events.append(Event(storage, "device", "temp", size, self._module(), self._now()))
-        return result
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self.over = True
-        yield
-        self.over, self._phase = False, "forward"
-
-    def place(self) -> tuple[str, str]:
-        """Return the phase and the innermost active module; "" outside of all modules."""
-        return self._now(), self._module()
-
-    def _now(self) -> str:
-        if self.in_backward():
-            self._phase = "backward"
-        elif self.in_optimizer() or (self._phase == "backward" and not self.modules_at_work()):
-            self._phase = "optimizer"  # clipping and unscaling count as part of it
-        elif self.modules_at_work():
-            self._phase = "forward"
-        return self._phase
-
-    def finish(self) -> Profile:
-        """Return the profile so far; a step that failed has one up to the failure."""
-        return self.profile.with_peaks()
-
-
-class _FsdpRecorder(_Recorder, FsdpTracker):
-    """The recorder for a model that is sharded."""
-
-
-class SynchronousGlooMode(TorchDispatchMode):
-    """Makes gloo's collectives synchronous, on copies of their tensors.
-
-    Gloo's threads hold their tensors for a varying time after a collective is done. Waited for at once and given
-    copies, they hold nothing that is followed, so the tensors of training are the same in every run. DDP's buckets are
-    float32 and live on in any case, and DDP needs the very same tensors back.
-    """
-
-    _ALL_REDUCE = torch.ops.c10d.allreduce_.default
-    _BROADCAST = torch.ops.c10d.broadcast_.default  # of the order of DDP's gradients, in its second step
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        kwargs = kwargs or {}
-        if func in GATHERS_AND_SCATTERS and args[0].device.type == "cpu":
-            output, given, *rest = args
-            with not_reported():
-                reached = torch.empty_like(output)
-                _wait(func(reached, given.clone(), *rest, **kwargs))
-                output.copy_(reached)
-            return output, finished_work()  # waited for: a second wait would show gloo's own buffers
-        if func in FUNCTIONAL_COLLECTIVES and args[0].device.type == "cpu":  # DTensor's: the norm of clipped gradients
-            return wait_for_functional(func(*args, **kwargs)).clone()
-        if func in (self._ALL_REDUCE, self._BROADCAST) and args[0][0].device.type == "cpu":
-            tensors, *rest = args
-            if func is self._ALL_REDUCE and tensors[0].dtype is torch.float32:
-                return tensors, _wait(func(tensors, *rest, **kwargs))
-            with not_reported():
-                copies = [tensor.clone() for tensor in tensors]
-                work = _wait(func(copies, *rest, **kwargs))
-                for tensor, copy in zip(tensors, copies, strict=True):
-                    tensor.copy_(copy)
-            return tensors, work
-        return func(*args, **kwargs)
-
-
-def _wait(result: Any) -> Any:
-    work = result[1]
-    dist.Work.unbox(work).wait()
-    return work
-
-
-@contextmanager
-def record_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Sequence[Tensor],
-    device: torch.device,
-    buffer_bytes: Callable[[Any, Any], int] | None = None,
-    inside: Callable[[_Recorder], AbstractContextManager[object]] = lambda recorder: nullcontext(),
-) -> Iterator[_Recorder]:
-    """Follow every tensor of the step inside.
-
-    Args:
-        batch: the step's tensors, which exist before it.
-        device: tensors on it count as `device`, all others as `host`.
-        buffer_bytes: the bytes that an operator's kernel asks for while it runs, by the operator and its arguments.
-        inside: a context that is entered last.
-    """
-    recorder: _Recorder
-    if isinstance(model, FSDPModule):
-        recorder = _FsdpRecorder(model, optimizer, names=ModuleNames(model), device=device)
-    else:
-        recorder = _Recorder(names=ModuleNames(model), device=device)
-        recorder.track_external(model, optimizer)
-    recorder.follow(batch)
-    recorder.buffer_bytes = buffer_bytes
-    try:
-        accumulates = AccumulatesInPlace()
-        with tracker_hooks_removed(), SynchronousGlooMode(), recorder, inside(recorder), accumulates:
-            with recorder.paused():
-                accumulates.learn(device)
-            recorder.profile.begun = len(recorder.profile.events)
-            yield recorder
-    finally:
-        recorder.over = True
 
 
 @contextmanager
@@ -256,14 +96,14 @@ class MemoryProfiler:
         history = self._cuda and self.detail is Detail.timeline
         if history:
             start_allocator_history(SNAPSHOT_ENTRIES)
-        recorder: _Recorder | AllocatorRecorder | None = None
+        recorder: StepRecorder | AllocatorRecorder | None = None
         follow = record_compiled_step if self.config.compile else record_step
         try:
             with follow(model, optimizer, batch, self.ranks.device) as recorder:
                 try:
                     yield
                 except Exception:
-                    self.failed_at = recorder.failed_at if isinstance(recorder, _Recorder) else ""
+                    self.failed_at = recorder.failed_at if isinstance(recorder, StepRecorder) else ""
                     raise
         finally:
             if recorder is not None:

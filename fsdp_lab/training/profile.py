@@ -54,7 +54,8 @@ class Held(NamedTuple):
     module: str
 
 
-class Peak(NamedTuple):
+@dataclass(frozen=True)
+class Peak:
     """The moment at which a place held most.
 
     Attributes:

@@ -6,17 +6,14 @@ something costs more, as its function says. Without any other, this module or th
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from traceback import walk_tb
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -33,27 +30,21 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed._tools import mem_tracker, mod_tracker
 from torch.distributed._tools.common_utils import get_untyped_storages
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
-from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.distributed.fsdp import _fully_shard as fsdp_package
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_state import _register_group_forward_hooks
-from torch.distributed.tensor import DTensor, _sharding_prop
+from torch.distributed.tensor import _sharding_prop
 from torch.nn.parallel import distributed as ddp
-from torch.utils import weak
 from torch.utils._python_dispatch import TorchDispatchMode as _DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.hooks import RemovableHandle
 
 from fsdp_lab.machine.private import Name
 
 __all__ = [
     "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensorMode", "TorchDispatchMode",
+    "active_fake_mode",
 ]  # fmt: skip
 
 _POST_FORWARD_MESH = "_get_post_forward_mesh_info"
@@ -67,8 +58,6 @@ REBUILDS_INPUTS = not hasattr(_common_utils, "replace_grad_tensors")
 _FSDP = "torch.distributed.fsdp._fully_shard._fully_shard"
 _FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _FSDP_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
-_TRACKER = "torch.distributed._tools.mem_tracker"
-_FSDP_TRACKER = "torch.distributed._tools.fsdp2_mem_tracker"
 
 OPTIONAL = (
     Name(_FSDP, _POST_FORWARD_MESH, ("reshard_after_forward", "mesh_info")),
@@ -82,32 +71,11 @@ NAMES = (
     Name(f"{_FSDP_COLLECTIVES}", "DefaultAllGather.allocate", ("size", "dtype", "device")),
     Name(f"{_FSDP_COLLECTIVES}", "DefaultReduceScatter.allocate", ("size", "dtype", "device")),
     # of a step that is followed
-    Name(_TRACKER, "MemTracker._update_snap", ("u_type", "winfo")),
-    Name(_TRACKER, "MemTracker._update_peak_stats", ("peak_state",)),
-    Name(_TRACKER, "MemTracker._pre_fw_hook", ("module", "inputs")),
-    Name(_TRACKER, "MemTracker._track_module_params_and_buffers", ("module", "install_grad_hooks")),
-    Name(_TRACKER, "MemTracker._update_and_maybe_create_winfos", ("t", "reftype")),
-    Name(_TRACKER, "_MemRefType.OTH"),
-    Name("torch", "_disable_dynamo", ("fn",)),
-    Name(_FSDP_TRACKER, "FSDPMemTracker._fsdp_state_pre_forward", ("fsdp_mod", "orig_fsdp_state_pre_fw")),
-    Name(
-        _FSDP_TRACKER,
-        "FSDPMemTracker._fsdp_param_group_post_backward",
-        ("fsdp_mod", "orig_fsdp_param_group_post_backward"),
-    ),
-    Name(_FSDP_TRACKER, "_FSDPRefType.INP"),
-    Name(_FSDP_TRACKER, "FSDPMemTracker._instrument_fsdp_module", ()),
-    Name(_FSDP_TRACKER, "FSDPMemTracker._deregister_module_and_optimizer_hooks", ()),
-    Name(_FSDP_TRACKER, "FSDPMemTracker._fsdp_state_post_forward", ("fsdp_mod", "orig_fsdp_state_post_fw")),
-    Name(_FSDP_STATE, "_register_group_forward_hooks", ("modules", "pre_hook", "post_hook", "modules_to_run")),
-    Name(_FSDP_STATE, "FSDPState._pre_forward"),
-    Name(_FSDP_STATE, "FSDPState._post_forward"),
     Name(_FSDP_STATE, "FSDPState._pre_backward", ("grad",)),
     Name(_FSDP, "FSDPModule._get_fsdp_state", ()),
     Name("torch", "Tensor._base"),
-    Name("torch.distributed._tools.mod_tracker", "register_multi_grad_hook"),
-    Name("torch.distributed._tools.mod_tracker", "ModTracker._maybe_set_engine_callback", ()),
-    Name(_TRACKER, "get_untyped_storages", ("t",)),
+    Name("torch._C", "_current_graph_task_id"),
+    Name("torch.distributed._tools.common_utils", "get_untyped_storages", ("t",)),
     Name("torch._guards", "active_fake_mode"),
     Name("torch", "Tensor._use_count"),
     Name("torch", "Tensor._version"),
@@ -151,8 +119,7 @@ NAMES = (
 
 STEP_IF_FINITE = "_maybe_opt_step"  # the method of a GradScaler that asks whether a gradient was infinite
 
-# One tensor out, one in.
-GATHERS_AND_SCATTERS = (torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default)
+GATHER, SCATTER = torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default  # output, input
 FUNCTIONAL_COLLECTIVES = (
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.all_gather_into_tensor.default,
@@ -469,250 +436,17 @@ def stop_allocator_history() -> None:
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
-# Both trackers' categories -> ours. "Other" is the batch, which DDP's tracker is given from outside.
-CATEGORY_OF = {
-    "Sharded Param": "param",
-    "Parameter": "param",
-    "Unsharded Param": "unsharded_param",
-    "Sharded Grad": "grad",
-    "Gradient": "grad",
-    "Unsharded Grad": "unsharded_grad",
-    "OptState": "optimizer",
-    "Optstate": "optimizer",
-    "Activation": "activation",
-    "All Gather": "all_gather",
-    "Reduce Scatter": "reduce_scatter",
-    "Temp": "temp",
-    "Buffer": "buffer",
-    "Inputs": "input",
-    "Other": "input",
-}
+def in_backward() -> bool:
+    """Return whether this thread computes a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _no_handle() -> RemovableHandle:
-    return RemovableHandle(OrderedDict())
-
-
-class Tracker(MemTracker):
-    """PyTorch's tracker of storages. It reports each change to a subclass by `changed`."""
-
-    ignore_compile_internals = TorchDispatchMode.ignore_compile_internals
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._fake_mode = active_fake_mode()
-
-    def changed(self, storage: int, freed: bool, device: torch.device, category: str, num_bytes: int) -> None:
-        """Handle a storage that was created, was freed, or changed its size or category.
-
-        Args:
-            storage: its number, which is used again once it is freed.
-            category: one of `profile.CATEGORIES`.
-            num_bytes: the bytes that were requested; 0 once freed.
-        """
-        raise NotImplementedError
-
-    def modules_at_work(self) -> set[str]:
-        """Return the full names of the modules that have been entered and not left, the model's own class first."""
-        return self._mod_tracker.parents - {"Global"}
-
-    def in_backward(self) -> bool:
-        return self._mod_tracker.is_bw
-
-    def in_optimizer(self) -> bool:
-        return self._in_opt
-
-    def follow(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            self._update_and_maybe_create_winfos(tensor, _MemRefType.OTH)
-
-    def _update_and_maybe_create_winfos(self, t: Tensor, *args: Any, **kwargs: Any) -> set[Any]:
-        return super()._update_and_maybe_create_winfos(t, *args, **kwargs) if t.layout is torch.strided else set()
-
-    def begins_forward(self, module: nn.Module) -> bool:
-        """Return whether a forward pass begins.
-
-        The base class lets each forward pass call every module once, so it refuses the second microbatch of an
-        accumulation. Its statistics of modules are not needed here and are reset.
-        """
-        return not self.modules_at_work() - {self._mod_tracker.get_known_fqn(module)} and not self.in_backward()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is DEVICE:  # no change of memory, and the modes below need not hear of it
-            return args[0].device
-        # DTensor tries an operation out on fake tensors of the whole shape first: they hold nothing.
-        # PyTorch 2.11 counts them. A DTensor itself the base class sends back, to come again as its parts.
-        if active_fake_mode() is not self._fake_mode and DTensor not in types:
-            return func(*args, **(kwargs or {}))
-        if self._makes_bucket(func, kwargs or {}):
-            bucket = func(*args, **(kwargs or {}))
-            self._update_and_maybe_create_winfos(bucket, _MemRefType.GRAD)
-            return bucket
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _makes_bucket(self, func: Any, kwargs: dict[str, Any]) -> bool:
-        """Return whether DDP makes one of the buckets that gradients are views of.
-
-        It makes them itself, before its module is entered, and its whole numbers are no buckets. The base class takes a
-        bucket for an activation.
-        """
-        return (
-            func is torch.ops.aten.empty.memory_format
-            and getattr(kwargs.get("dtype"), "is_floating_point", True)
-            and self.modules_at_work() == {ddp.DistributedDataParallel.__name__}
-            and not self.in_backward()
-        )
-
-    def _update_snap(self, u_type: Any, winfo: Any, *args: Any, **kwargs: Any) -> None:
-        winfo.mem_consumed = winfo.size * winfo.element_size  # as requested: the base class rounds it up on CUDA
-        super()._update_snap(u_type, winfo, *args, **kwargs)
-        freed = u_type.name == "DEL"
-        category = CATEGORY_OF[winfo.reftype.value]
-        self.changed(id(winfo), freed, winfo.device, category, 0 if freed else winfo.mem_consumed)
-
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        """Do nothing: the recorder finds the peak in the changes, and peaks of modules are not needed."""
-
-    def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
-        for parameter in module.parameters():
-            if not parameter.requires_grad:  # the base class would hook its gradient, which PyTorch refuses
-                self._param_to_grad_hook_handles[parameter] = (_no_handle(), _no_handle())
-        return super()._track_module_params_and_buffers(module, install_grad_hooks)
-
-    @torch._disable_dynamo
-    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
-        if self.begins_forward(module):
-            self.reset_mod_stats()
-        super()._pre_fw_hook(module, inputs)
-
-
-class FsdpTracker(Tracker, FSDPMemTracker):
-    """The tracker of a model that `fully_shard` was applied to.
-
-    The base class takes each module of a unit for a unit. It sees only the first module of several, whose hooks then go
-    to all of them, as PyTorch's do.
-    """
-
-    def _instrument_fsdp_module(self) -> None:
-        whole, others = self._root_mod, {id(other) for state in self._shared_units() for other in state._modules[1:]}
-        seen = [module for module in whole.modules() if id(module) not in others]
-        self._root_mod = SimpleNamespace(modules=lambda: seen, buffers=whole.buffers)  # type: ignore[assignment]
-        try:
-            super()._instrument_fsdp_module()
-        finally:
-            self._root_mod = whole
-        for state in self._shared_units():
-            first = state._modules[0]
-            before = self._fsdp_state_pre_forward(first, state._pre_forward)
-            after = self._fsdp_state_post_forward(first, state._post_forward)
-            _hook_together(state, before, after)
-
-    def _deregister_module_and_optimizer_hooks(self) -> None:
-        super()._deregister_module_and_optimizer_hooks()
-        for state in self._shared_units():
-            _hook_together(state, state._pre_forward, state._post_forward)
-
-    def _shared_units(self) -> list[Any]:
-        states = {
-            id(s): s for m in self._root_mod.modules() if isinstance(m, FSDPModule) and (s := m._get_fsdp_state())
-        }
-        return [state for state in states.values() if len(state._modules) > 1]
-
-    def follow(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            self._update_and_maybe_create_winfos(tensor, _FSDPRefType.INP)
-
-    def _fsdp_state_pre_forward(self, fsdp_mod: Any, orig_fsdp_state_pre_fw: Any) -> Any:
-        inner = super()._fsdp_state_pre_forward(fsdp_mod, orig_fsdp_state_pre_fw)
-
-        def fresh_at_root(*args: Any, **kwargs: Any) -> Any:
-            if self.begins_forward(fsdp_mod):
-                self.reset_mod_stats()
-            return inner(*args, **kwargs)
-
-        return torch._disable_dynamo(fresh_at_root)
-
-    def _fsdp_param_group_post_backward(self, fsdp_mod: Any, orig_fsdp_param_group_post_backward: Any) -> Any:
-        inner = super()._fsdp_param_group_post_backward(fsdp_mod, orig_fsdp_param_group_post_backward)
-
-        def where_called(*args: Any, **kwargs: Any) -> Any:
-            if fsdp_mod in self.memory_tracking:
-                return inner(*args, **kwargs)
-            return orig_fsdp_param_group_post_backward(*args, **kwargs)  # the tracker fails on a unit without a forward
-
-        return torch._disable_dynamo(where_called)
-
-
-def _hook_together(state: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Let a unit's modules call `before` when the first begins and `after` when the last ends.
-
-    These replace the hooks of its first module.
-    """
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
-    more = {"cast_output_dtype": state._cast_output_dtype} if hasattr(state, "_cast_output_dtype") else {}
-    handle = _register_group_forward_hooks(state._modules, before, after, state._modules_to_run_forward, **more)
-    state._pre_forward_hook_handle = state._post_forward_hook_handle = handle
-
-
-@contextmanager
-def tracker_hooks_removed() -> Iterator[None]:
-    """Remove the hooks that PyTorch's tracker of modules leaves on the graph.
-
-    They would keep the whole model alive for good: Python's collector does not see cycles that go through C++. Inside,
-    the tracker also follows `torch.autograd.grad` in a forward pass, and passes over sparse tensors.
-    """
-    handles = []
-
-    def register(tensors: Sequence[Tensor], fn: Any, *, mode: Any = "all") -> Any:
-        if any(tensor.is_leaf for tensor in tensors):  # whose gradients PyTorch cannot count inside of autograd.grad
-            mode = "any"
-        handles.append(register_multi_grad_hook(tensors, fn, mode=mode))
-        return handles[-1]
-
-    enqueue = mod_tracker.ModTracker._maybe_set_engine_callback
-
-    def keep_open(tracker: Any) -> None:
-        is_first, opened = not tracker._has_callback, tracker.parents - {"Global"}
-        enqueue(tracker)
-        if is_first and opened:  # the base class closes all modules at the end, also those whose forward pass goes on
-            counts = {name: tracker._active_module_cnt[name] for name in opened}
-
-            def reopen() -> None:
-                tracker.parents |= opened
-                tracker._active_module_cnt.update(counts)
-
-            torch.autograd.Variable._execution_engine.queue_callback(reopen)
-
-    def storages(tensor: Tensor) -> set[torch.UntypedStorage]:
-        try:
-            return get_untyped_storages(tensor)
-        except NotImplementedError:
-            return set()
-
-    with (
-        mock.patch.object(mod_tracker, "register_multi_grad_hook", torch._disable_dynamo(register)),
-        mock.patch.object(mod_tracker.ModTracker, "_maybe_set_engine_callback", keep_open),
-        mock.patch.object(mem_tracker, "get_untyped_storages", storages),
-    ):
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def is_of_tracker(error: Exception) -> bool:
-    """Return whether PyTorch's tracker itself raised an error, and not the step that it follows."""
-    codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
-    while codes and codes[-1].co_filename in (copy.__file__, weak.__file__):  # which it calls
-        codes.pop()
-    innermost = codes[-1] if codes else None
-    return (
-        innermost is not None
-        and Path(innermost.co_filename).parent == Path(mem_tracker.__file__).parent
-        and innermost.co_name != "resize_"  # it allocates
-    )
+def storages_of(tensor: Tensor) -> set[torch.UntypedStorage]:
+    """Return the storages of a tensor or of its parts; a sparse one has none."""
+    try:
+        return get_untyped_storages(tensor)
+    except NotImplementedError:
+        return set()
 
 
 def finished_work() -> Any:
@@ -764,12 +498,31 @@ def unsplit_classes(model: nn.Module) -> frozenset[str]:
     return frozenset(getattr(model, "_no_split_modules", None) or ())
 
 
-# What a trace finds in a step by its name: collectives, and the ranges that FSDP2 marks for profilers. Without a mark
-# its copies would count as computing.
+# What is found in a step by its name: collectives, and the ranges that FSDP2 marks for profilers.
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "c10d._allgather_base_", "c10d._reduce_scatter_base_", "c10d.allreduce_"
-RANGE_ENTERS, RANGE_LEAVES = "profiler._record_function_enter_new", "profiler._record_function_exit"
 FSDP_GATHERS, FSDP_COPIES_OUT = "FSDP::all_gather", "FSDP::all_gather_copy_out"
 FSDP_REDUCES = "FSDP::post_backward_reduce"
+FSDP_STARTS_PASS, FSDP_ENDS_FORWARD = ("FSDP::pre_forward", "FSDP::pre_backward"), "FSDP::post_forward"
+
+
+class Ranges:
+    """The ranges of FSDP2 that a dispatch mode is in. `innermost` is "" outside of all."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self.innermost = ""
+
+    def see(self, func: Any, args: Sequence[Any]) -> str:
+        """Look at an operator, and return the name of the range that it begins; "" if it begins none."""
+        begins = func.overloadpacket is torch.ops.profiler._record_function_enter_new
+        if begins:
+            self._names.append(args[0])
+        elif func.overloadpacket is torch.ops.profiler._record_function_exit:
+            self._names.pop()
+        else:
+            return ""
+        self.innermost = next((name for name in reversed(self._names) if name.startswith("FSDP::")), "")
+        return self._names[-1] if begins else ""
 
 
 def argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

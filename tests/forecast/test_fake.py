@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_lab.forecast.fake import HOST, ValuesOnRequest, fake_tensors
-from fsdp_lab.training.memory import _Recorder
-from fsdp_lab.training.module_names import ModuleNames
+from fsdp_lab.training.recorder import StepRecorder
 from fsdp_lab.training.torch_private import DEVICE, FakeTensorMode, TorchDispatchMode
 
 LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "l1_loss", "huber_loss", "kl_div", "poisson_nll_loss",
@@ -68,7 +67,7 @@ class Hears(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "mode",
-    [ValuesOnRequest, lambda: _Recorder(names=ModuleNames(nn.Module()), device=HOST)],
+    [ValuesOnRequest, lambda: StepRecorder(nn.Module(), HOST)],
     ids=["values", "recorder"],
 )
 def test_where_a_fake_tensor_lies_is_answered_by_the_first_mode_that_is_asked(

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed._tools import mem_tracker, mod_tracker
 
 from fsdp_lab.training.distributed import DistributedContext
-from fsdp_lab.training.loop import Watch
-from fsdp_lab.training.memory import MemoryProfiler, record_step
+from fsdp_lab.training.memory import MemoryProfiler
+from fsdp_lab.training.recorder import record_step
 from fsdp_lab.training.torch_private import Change, allocator_changes
 from tests.ranks import config
 
@@ -117,77 +114,32 @@ def test_out_of_memory_names_the_module(tmp_path: Path) -> None:
     assert (tmp_path / "memory_peaks_rank0.json").is_file(), "the last profile"
 
 
-class KeepsPairs(torch.optim.SGD):
-    """An optimizer whose state is no dictionary, which PyTorch allows."""
+class Shared(nn.Module):
+    """Two blocks with one rotary embedding, and a part that returns what another returns."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = (parameter.grad.clone(), 1)
-
-
-class Wrong(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
+    def __init__(self) -> None:
+        super().__init__()
+        rotary = nn.Sequential(nn.Sigmoid())
+        self.blocks = nn.ModuleList([nn.ModuleDict({"proj": nn.Linear(8, 8), "rotary": rotary}) for _ in range(2)])
+        self.ends = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Dropout(0.0))
+        for block in self.blocks:
+            block.forward = partial(self.through, block)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise KeyError("of the user's")
+    def through(block: Any, x: Tensor) -> Tensor:
+        return block["rotary"](block["proj"](x))
 
-
-class WrongBackward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return Wrong.apply(x)  # type: ignore[no-any-return]
+        for block in self.blocks:
+            x = block(x)
+        return self.ends(x)
 
 
-def forgets_modules(patch: pytest.MonkeyPatch) -> None:
-    """The tracker then lacks a module in its table, of weak references."""
-    patch.setattr(mem_tracker.MemTracker, "_track_inputs_or_outputs", lambda self, _: self.memory_tracking.clear())
-
-
-def loses_a_module(patch: pytest.MonkeyPatch) -> None:
-    """The tracker then finds modules entered that it does not know."""
-    patch.setattr(mod_tracker.ModTracker, "_get_append_fn", lambda *_: lambda *_: None)
-
-
-def nothing(patch: pytest.MonkeyPatch) -> None:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("module", "optimizer", "breaks", "is_trackers"),
-    [
-        (nn.Linear(8, 8), KeepsPairs, nothing, True),
-        (nn.Linear(8, 8), torch.optim.SGD, forgets_modules, True),
-        (nn.Linear(8, 8), torch.optim.SGD, loses_a_module, True),
-        (Full(), torch.optim.SGD, nothing, False),
-        (nn.Linear(4, 4), torch.optim.SGD, nothing, False),  # of another shape
-        (WrongBackward(), torch.optim.SGD, nothing, False),
-    ],
-)
-def test_an_error_of_the_tracker_says_how_to_avoid_it(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    module: nn.Module,
-    optimizer: type[torch.optim.Optimizer],
-    breaks: Callable[[pytest.MonkeyPatch], None],
-    is_trackers: bool,
-) -> None:
-    breaks(monkeypatch)
-    model, x = nn.Sequential(nn.Linear(8, 8), module), torch.randn(4, 8)
-    memory = MemoryProfiler(config("memory_profile=peaks"), "a model", DistributedContext(0, 0, 1, CPU), tmp_path)
-    checks: Any = SimpleNamespace(step=lambda number: nullcontext(False))
-    watch = Watch(SimpleNamespace(), memory, SimpleNamespace(), checks, lambda step: None)  # type: ignore[arg-type]
-    state: Any = SimpleNamespace(step=4, model=model, optimizer=optimizer(model.parameters(), lr=0.1))
-
-    def step() -> None:
-        with watch.step(state, [x]):
-            model(x).sum().backward()
-            state.optimizer.step()
-
-    with pytest.raises(Exception) as caught:
-        step()
-    notes = caught.value.__notes__
-    assert notes[0] == "step 5"
-    assert any("memory_profile=off" in note for note in notes) == is_trackers, caught.value
+def test_a_change_is_of_the_innermost_module_as_the_one_that_uses_it_calls_it() -> None:
+    model, x = Shared(), torch.ones(4, 8)
+    with record_step(model, torch.optim.SGD(model.parameters()), [x], CPU) as recorder:
+        model(x).sum().backward()
+    made = [e for e in recorder.profile.events[recorder.profile.begun :] if e.num_bytes == 4 * 8 * 4]
+    forward = ["blocks.0.proj", "blocks.0.rotary.0", "blocks.1.proj", "blocks.1.rotary.0", "ends.0.0"]
+    assert [e.module for e in made if e.phase == "forward"] == forward
+    assert [e.module for e in made if e.phase == "backward"] == ["ends.0.0", *reversed(forward[1:4])]

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed._tools import fsdp2_mem_tracker, mem_tracker
 
 from fsdp_lab.forecast.fake import HOST, fake_world
 from fsdp_lab.forecast.forecast import forecast_step
-from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.training import torch_private
 from fsdp_lab.training.blocks import find_block_classes
 from fsdp_lab.training.distributed import build_parallel_dims
 from fsdp_lab.training.parallelize import apply_fully_shard, sharding_units
-from fsdp_lab.training.profile import CATEGORIES
 from fsdp_lab.workloads.build import build_model_spec
 from tests.ranks import config
 
@@ -24,12 +22,6 @@ from tests.ranks import config
 def test_pytorch_has_the_names_as_we_use_them():
     lacks = [f"{name.module}: {name.lacks()}" for name in torch_private.NAMES if name.lacks() is not None]
     assert lacks == [], "see fsdp_lab/training/torch_private.py"
-
-
-def test_every_category_of_pytorchs_trackers_is_one_of_ours():
-    theirs = {kind.value for kind in (*mem_tracker._MemRefType, *fsdp2_mem_tracker._FSDPRefType)}
-    assert theirs <= torch_private.CATEGORY_OF.keys()
-    assert set(torch_private.CATEGORY_OF.values()) <= set(CATEGORIES)
 
 
 def groups_made(num_layers: int, *words: str) -> int:
@@ -72,19 +64,16 @@ def test_workspaces_are_what_the_allocator_gets_back(monkeypatch: pytest.MonkeyP
 
 def test_a_step_has_the_names_that_a_trace_looks_for(monkeypatch: pytest.MonkeyPatch):
     seen: set[str] = set()
-    dispatch = StepTrace.__torch_dispatch__
+    look = torch_private.Ranges.see
 
-    def noted(self: StepTrace, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = str(func.overloadpacket)
-        seen.add(name)
-        if name == torch_private.RANGE_ENTERS:
-            seen.add(str(args[0]))
-        return dispatch(self, func, types, args, kwargs)
+    def noted(self: torch_private.Ranges, func: Any, args: Any) -> str:
+        began = look(self, func, args)
+        seen.update((str(func.overloadpacket), began))
+        return began
 
-    monkeypatch.setattr(StepTrace, "__torch_dispatch__", noted)
+    monkeypatch.setattr(torch_private.Ranges, "see", noted)
     forecast_step(config("sharding=per_block", "sharding.dp_replicate=2"), 4, cuda=True, traced=True)
-    names = (torch_private.ALL_GATHER, torch_private.REDUCE_SCATTER, torch_private.RANGE_ENTERS)
-    assert {*names} <= seen
-    for mark in (torch_private.FSDP_GATHERS, torch_private.FSDP_COPIES_OUT, torch_private.FSDP_REDUCES):
-        assert any(name.startswith(mark) for name in seen), mark
-    assert any(name.startswith(torch_private.RANGE_LEAVES) for name in seen)
+    assert {torch_private.ALL_GATHER, torch_private.REDUCE_SCATTER} <= seen
+    passes = (*torch_private.FSDP_STARTS_PASS, torch_private.FSDP_ENDS_FORWARD)
+    marks = (torch_private.FSDP_GATHERS, torch_private.FSDP_COPIES_OUT, torch_private.FSDP_REDUCES, *passes)
+    assert [mark for mark in marks if not any(name.startswith(mark) for name in seen)] == []

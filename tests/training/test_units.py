@@ -26,7 +26,7 @@ def gathers_of_steps(cases: list[list[str]]) -> list[list[int]]:
     from fsdp_lab.training.build import build
     from fsdp_lab.training.distributed import build_parallel_dims, setup_distributed
     from fsdp_lab.training.loop import train_step
-    from fsdp_lab.training.memory import record_step
+    from fsdp_lab.training.recorder import record_step
     from fsdp_lab.training.weights import init_weights
     from fsdp_lab.workloads.base import tensors_of
     from fsdp_lab.workloads.build import build_workload

@@ -1,0 +1,59 @@
+"""Gloo's collectives in a step whose memory is followed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_lab.training.torch_private import (
+    FUNCTIONAL_COLLECTIVES,
+    GATHER,
+    SCATTER,
+    TorchDispatchMode,
+    finished_work,
+    not_reported,
+    wait_for_functional,
+)
+
+
+class SynchronousGlooMode(TorchDispatchMode):
+    """Makes gloo's collectives synchronous, on copies of their tensors.
+
+    Gloo's threads hold their tensors for a varying time after a collective is done. Waited for at once and given
+    copies, they hold nothing that is followed, so the tensors of training are the same in every run. DDP's buckets are
+    float32 and live on in any case, and DDP needs the very same tensors back.
+    """
+
+    _ALL_REDUCE = torch.ops.c10d.allreduce_.default
+    _BROADCAST = torch.ops.c10d.broadcast_.default  # of the order of DDP's gradients, in its second step
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if func in (GATHER, SCATTER) and args[0].device.type == "cpu":
+            output, given, *rest = args
+            with not_reported():
+                reached = torch.empty_like(output)
+                _wait(func(reached, given.clone(), *rest, **kwargs))
+                output.copy_(reached)
+            return output, finished_work()  # waited for: a second wait would show gloo's own buffers
+        if func in FUNCTIONAL_COLLECTIVES and args[0].device.type == "cpu":  # DTensor's: the norm of clipped gradients
+            return wait_for_functional(func(*args, **kwargs)).clone()
+        if func in (self._ALL_REDUCE, self._BROADCAST) and args[0][0].device.type == "cpu":
+            tensors, *rest = args
+            if func is self._ALL_REDUCE and tensors[0].dtype is torch.float32:
+                return tensors, _wait(func(tensors, *rest, **kwargs))
+            with not_reported():
+                copies = [tensor.clone() for tensor in tensors]
+                work = _wait(func(copies, *rest, **kwargs))
+                for tensor, copy in zip(tensors, copies, strict=True):
+                    tensor.copy_(copy)
+            return tensors, work
+        return func(*args, **kwargs)
+
+
+def _wait(result: Any) -> Any:
+    work = result[1]
+    dist.Work.unbox(work).wait()
+    return work

@@ -1,0 +1,320 @@
+"""Records every tensor storage of an optimizer step, real or fake: when it comes, goes, changes its size or its use.
+
+A mode sees the tensors that operators return. What they are for follows from the phase, from hooks on parameters, and
+from the ranges that FSDP2 marks for profilers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_lab.training.gloo import SynchronousGlooMode
+from fsdp_lab.training.profile import Event, Profile
+from fsdp_lab.training.torch_private import (
+    DEVICE,
+    FSDP_COPIES_OUT,
+    FSDP_ENDS_FORWARD,
+    FSDP_STARTS_PASS,
+    GATHER,
+    SCATTER,
+    AccumulatesInPlace,
+    Ranges,
+    TorchDispatchMode,
+    active_fake_mode,
+    in_backward,
+    storages_of,
+    wait_for_functional,
+)
+from fsdp_lab.workloads.base import tensors_of
+
+
+class ModulesAtWork:
+    """Names the module whose forward or backward pass was entered last and not left.
+
+    A module that several others hold, such as the rotary embedding of all blocks, is named below the one that uses it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = defaultdict[nn.Module, list[str]](list, {model: [""]})
+        whole = model.module if isinstance(model, DistributedDataParallel) else model
+        for name, module in whole.named_modules(remove_duplicate=False):
+            self._names[module].append(name)
+        self._entered: list[tuple[str, bool]] = []  # the names, and whether in a backward pass
+        self._handles: list[RemovableHandle] = []
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow every module inside. Hooks that stayed on the graph would keep the model alive for good."""
+        before = register_module_forward_pre_hook(self._forward_begins)
+        self._handles += [before, register_module_forward_hook(self._forward_ends, always_call=True)]
+        try:
+            yield
+        finally:
+            for handle in self._handles:
+                handle.remove()
+
+    def names(self) -> list[str]:
+        """Return the names of all that are at work, the innermost last."""
+        if not in_backward():  # a backward pass leaves those open whose inputs get no gradient
+            self._entered = [entry for entry in self._entered if not entry[1]]
+        return [name for name, _ in self._entered]
+
+    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or module not in self._names:
+            return
+        users = self.names()
+        names = self._names[module]
+        name = next((name for name in names if users and name.startswith(f"{users[-1]}.")), names[0])
+        self._entered.append((name, False))
+        self._hook(args, partial(self._leave, name, True))
+
+    def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or module not in self._names:
+            return
+        name = next(name for name, backward in reversed(self._entered) if not backward)
+        self._leave(name, False)
+        given = tensors_of(args)
+        made = [tensor for tensor in tensors_of(output) if all(tensor is not one for one in given)]
+        self._hook(made, partial(self._backward_begins, name))
+
+    def _hook(self, values: Any, hook: Callable[[Tensor], None]) -> None:
+        if torch.is_grad_enabled() and not in_backward():
+            self._handles += [tensor.register_hook(hook) for tensor in tensors_of(values) if tensor.requires_grad]
+
+    def _backward_begins(self, name: str, gradient: Tensor) -> None:
+        if (name, True) in self._entered:
+            return
+        place, inside = len(self._entered), f"{name}." if name else ""
+        while place and self._entered[place - 1][0].startswith(inside):  # it returns what an inner one returns
+            place -= 1
+        self._entered.insert(place, (name, True))
+
+    def _leave(self, name: str, backward: bool, gradient: Tensor | None = None) -> None:
+        if (name, backward) in self._entered:
+            self._entered.reverse()
+            self._entered.remove((name, backward))
+            self._entered.reverse()
+
+
+@dataclass
+class _Storage:
+    number: int
+    place: str
+    category: str
+    num_bytes: int
+    dies: weakref.ref[torch.UntypedStorage] | None = None
+
+
+class StepRecorder(TorchDispatchMode):
+    """Records each change of a step until it is `over`: a model that is freed later is no change of it.
+
+    Args:
+        device: tensors on it count as `device`, all others as `host`.
+        buffer_bytes: see `record_step`.
+
+    Attributes:
+        failed_at: where an operator raised an error: "backward of blocks.3".
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, buffer_bytes: Callable[[Any, Any], int] | None = None
+    ) -> None:
+        super().__init__()
+        self.over = False
+        self.failed_at = ""
+        self.profile = Profile()
+        self._model, self._device, self._buffer_bytes = model, device, buffer_bytes
+        self._modules = ModulesAtWork(model)
+        self._fake_mode = active_fake_mode()
+        self._ranges = Ranges()
+        self._phase = "forward"
+        self._in_optimizer = False
+        self._storages: dict[int, _Storage] = {}
+        self._numbers = count()
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Record inside."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:  # which no mode sees
+            resize(storage, size)
+            if (known := self._storages.get(id(storage))) is not None:
+                self._has_size(known, storage)
+
+        optimizer_hooks = [
+            register_optimizer_step_pre_hook(lambda *_: setattr(self, "_in_optimizer", True)),
+            register_optimizer_step_post_hook(lambda *_: setattr(self, "_in_optimizer", False)),
+        ]
+        self._hook_gradients("grad")
+        try:
+            with mock.patch.object(torch.UntypedStorage, "resize_", resize_), self._modules.followed(), self:
+                yield
+        finally:
+            self.over = True
+            for handle in (*optimizer_hooks, *self._hooks.values()):
+                handle.remove()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.over = True
+        yield
+        self.over, self._phase = False, "forward"
+
+    def hold(self, tensor: Tensor, category: str, known_too: bool = True) -> None:
+        """Note a tensor's storages, with a category.
+
+        Args:
+            known_too: also change the category of those that were noted before.
+        """
+        for storage in storages_of(tensor):
+            known = self._storages.get(id(storage))
+            if known is None:
+                dies = weakref.ref(storage, partial(self._dies, id(storage)))
+                place = "device" if tensor.device == self._device else "host"
+                known = self._storages[id(storage)] = _Storage(next(self._numbers), place, category, 0, dies)
+            elif known_too and known.category != category:
+                known.category = category
+                if known.num_bytes:
+                    self._record(known)
+            self._has_size(known, storage)
+
+    def place(self) -> tuple[str, str]:
+        """Return the phase and the innermost active module; "" outside of all modules."""
+        at_work = self._modules.names()
+        if in_backward():
+            self._phase = "backward"
+        elif self._in_optimizer or (self._phase == "backward" and not at_work):
+            self._phase = "optimizer"  # clipping and unscaling count as part of it
+        elif at_work:
+            self._phase = "forward"
+        return self._phase, at_work[-1] if at_work else ""
+
+    def finish(self) -> Profile:
+        """Return the profile so far; a step that failed has one up to the failure."""
+        return self.profile.with_peaks()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if func is DEVICE:  # no change of memory, and the modes below need not hear of it
+            return args[0].device
+        if DTensor in types:
+            return NotImplemented  # it comes again as this rank's parts
+        # DTensor tries an operation out on fake tensors of the whole shape first: they hold nothing
+        if active_fake_mode() is not self._fake_mode:
+            return func(*args, **kwargs)
+        if func is wait_for_functional.default and self._fake_mode is not None:
+            return args[0]  # a fake one would be another tensor
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            phase, module = self.place()  # later no module is at work
+            self.failed_at = f"{phase} of {module}" if module else ""
+            raise
+        if self._ranges.see(func, args).startswith(FSDP_ENDS_FORWARD):
+            self._hook_gradients("unsharded_grad")
+        if func is GATHER:
+            self.hold(args[0], "all_gather")
+        elif func is SCATTER:
+            self.hold(args[1], "reduce_scatter")
+        category = self._category(func, kwargs)
+        for tensor in tensors_of((result, kwargs.get("out"))):
+            self.hold(tensor, category, known_too=False)
+        if self._buffer_bytes is not None and (num_bytes := self._buffer_bytes(func, args)):
+            number = next(self._numbers)
+            for size in (num_bytes, 0):
+                self._record(_Storage(number, "device", "temp", size))
+        return result
+
+    def _category(self, func: Any, kwargs: dict[str, Any]) -> str:
+        """Return what an operator's results are for, as far as it is known by now."""
+        if self._in_optimizer:
+            return "optimizer"
+        if self._ranges.innermost.startswith((*FSDP_STARTS_PASS, FSDP_COPIES_OUT)):
+            return "unsharded_param"
+        if in_backward() and not torch.is_grad_enabled():
+            return "temp"  # a recomputation takes gradients
+        is_number = getattr(kwargs.get("dtype"), "is_floating_point", True)
+        in_ddp = isinstance(self._model, DistributedDataParallel) and len(self._modules.names()) == 1
+        if in_ddp and not in_backward() and func is torch.ops.aten.empty.memory_format and is_number:
+            return "grad"  # a bucket of gradients, which DDP makes before its module is entered
+        return "activation"
+
+    def _hook_gradients(self, category: str) -> None:
+        """Let parameters note their gradients: once FSDP2 has gathered some, their copies, too."""
+        for parameter in self._model.parameters():
+            if parameter.requires_grad and parameter not in self._hooks:
+                note = partial(self._has_gradient, category)
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(note)
+
+    def _has_gradient(self, category: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.hold(parameter.grad, category)
+
+    def _has_size(self, known: _Storage, storage: torch.UntypedStorage) -> None:
+        if known.num_bytes != storage.nbytes():
+            known.num_bytes = storage.nbytes()
+            self._record(known)
+
+    def _dies(self, key: int, _: Any) -> None:
+        known = self._storages.pop(key)
+        if known.num_bytes:
+            known.num_bytes = 0
+            self._record(known)
+
+    def _record(self, known: _Storage) -> None:
+        if not self.over:
+            phase, module = self.place()
+            self.profile.events.append(Event(known.number, known.place, known.category, known.num_bytes, module, phase))
+
+
+@contextmanager
+def record_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Sequence[Tensor],
+    device: torch.device,
+    buffer_bytes: Callable[[Any, Any], int] | None = None,
+    inside: Callable[[StepRecorder], AbstractContextManager[object]] = lambda recorder: nullcontext(),
+) -> Iterator[StepRecorder]:
+    """Follow every tensor of the step inside.
+
+    Args:
+        batch: the step's tensors, which exist before it.
+        device: tensors on it count as `device`, all others as `host`.
+        buffer_bytes: the bytes that an operator's kernel asks for while it runs, by the operator and its arguments.
+        inside: a context that is entered last.
+    """
+    recorder = StepRecorder(model, device, buffer_bytes)
+    for parameter in model.parameters():
+        recorder.hold(parameter, "param")
+        if parameter.grad is not None:
+            recorder.hold(parameter.grad, "grad")
+    for category, tensors in {
+        "buffer": model.buffers(), "optimizer": tensors_of(optimizer.state), "input": batch,
+    }.items():  # fmt: skip
+        for tensor in tensors:
+            recorder.hold(tensor, category)
+    accumulates = AccumulatesInPlace()
+    with SynchronousGlooMode(), recorder.following(), inside(recorder), accumulates:
+        with recorder.paused():
+            accumulates.learn(device)
+        recorder.profile.begun = len(recorder.profile.events)
+        yield recorder
