@@ -137,11 +137,11 @@ def build_parallel_dims(sharding: ShardingConfig, ranks: DistributedContext) -> 
     return ParallelDims(shape.get("dp_replicate", 1), shape.get("dp_shard", 1), rank=ranks.rank, mesh=mesh)
 
 
-def gather(text: str) -> list[str]:
-    """Return the texts of all ranks in their order, on every rank: so all fail together with the same message."""
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    return texts
+def gather(value: T) -> list[T]:
+    """Return the values of all ranks in their order, on every rank: so all fail together with the same message."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def together(do: Callable[[], T]) -> T:
@@ -151,9 +151,7 @@ def together(do: Callable[[], T]) -> T:
         result = do()
     except Exception as error:  # noqa: BLE001 (it is raised below)
         failed = error
-    errors: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, failed and _sendable(failed))
-    for rank, first in enumerate(errors):
+    for rank, first in enumerate(gather(failed and _sendable(failed))):
         if first is not None:
             raise failed if failed is not None and rank == dist.get_rank() else first
     return result
@@ -170,4 +168,4 @@ def _sendable(error: Exception) -> Exception:
 
 def largest(value: float) -> float:
     """Return the largest of the ranks' values, on every rank."""
-    return max(map(float, gather(repr(value))))
+    return max(gather(value))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsdp_lab.training.step_checks import StepChecks
 
-_EVERY = 10  # steps between two looks; a loss is seen at the second look after it, so within 20 steps
+_EVERY = 10  # steps between two looks, each of which waits for the device
 
 
 class DivergedError(RuntimeError):
@@ -20,9 +20,8 @@ class DivergedError(RuntimeError):
 class LossCheck:
     """Raises on every rank once a step's loss is not finite.
 
-    Every ten steps the ranks exchange their losses since, and look at those that they exchanged the time before. These
-    have reached the host by then, so no rank waits for its device. Every rank calls each method at the same steps. The
-    mark of what a rank has done goes with them.
+    Every ten steps the ranks exchange their losses since, with the mark of what each has done. Every rank calls each
+    method at the same steps.
 
     Args:
         step: the last step before the first one that is checked.
@@ -33,50 +32,26 @@ class LossCheck:
     def __init__(self, step: int, device: torch.device, checks: StepChecks | None = None) -> None:
         self._first, self._device, self._checks = step + 1, device, checks
         self._losses: list[Tensor] = []
-        self._sent: _Exchanged | None = None
 
     def add(self, loss: Tensor) -> None:
-        """Check the losses exchanged before, if it is time.
+        """Check the losses so far, if it is time.
 
         Args:
             loss: of the next step, this rank's part, on the device.
         """
         self._losses.append(loss)
         if len(self._losses) == _EVERY:
-            self._exchange()
+            self.finish()
 
     def finish(self) -> None:
         """Check all losses so far."""
-        if self._losses:
-            self._exchange()
-        if self._sent is not None:
-            self._sent.check()
-
-    def _exchange(self) -> None:
-        before, self._sent = self._sent, _Exchanged(self._first, self._losses, self._device, self._checks)
-        self._first, self._losses = self._first + len(self._losses), []
-        if before is not None:
-            before.check()
-
-
-class _Exchanged:
-    """The losses of some steps on all ranks, on their way to the host."""
-
-    def __init__(self, first: int, losses: list[Tensor], device: torch.device, checks: StepChecks | None) -> None:
-        mark = torch.full((), float(checks.mark if checks else 0), device=device)  # exact: it has 24 bits
-        mine = torch.stack([*(loss.float() for loss in losses), mark])
-        everyone = torch.empty(dist.get_world_size() * len(mine), device=device)
+        if not self._losses:
+            return
+        mark = torch.full((), float(self._checks.mark if self._checks else 0), device=self._device)  # exact: 24 bits
+        mine = torch.stack([*(loss.float() for loss in self._losses), mark])
+        everyone = torch.empty(dist.get_world_size() * len(mine), device=self._device)
         dist.all_gather_into_tensor(everyone, mine)
-        self._first, self._checks = first, checks
-        self._by_rank = everyone.view(-1, len(mine)).to("cpu", non_blocking=True)  # into pinned memory
-        self._arrived = torch.cuda.Event() if device.type == "cuda" else None
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def check(self) -> None:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        *by_step, marks = self._by_rank.T.tolist()
+        *by_step, marks = everyone.view(-1, len(mine)).T.tolist()
         if self._checks is not None and len(set(marks)) > 1:
             self._checks.explain()
         for number, losses in enumerate(by_step, self._first):
@@ -84,3 +59,4 @@ class _Exchanged:
             if ranks:
                 more = f" and {len(ranks) - 1} more" if ranks[1:] else ""
                 raise DivergedError(f"the loss of step {number} is {losses[ranks[0]]} on rank {ranks[0]}{more}")
+        self._first, self._losses = self._first + len(self._losses), []

@@ -180,7 +180,7 @@ def train_epoch(
         metrics over the global batch, and the loss of every step averaged over all ranks.
 
     Raises:
-        DivergedError: a step's loss is not finite. Raised within 20 steps.
+        DivergedError: a step's loss is not finite. Raised within ten steps.
         UserError: see `StepChecks.step`.
     """
     state.model.train()
@@ -245,7 +245,7 @@ def evaluate(
             sums[0] += total
             sums[1] += count
     # a user's metrics may name what a batch has, so that ranks have others, or in another order
-    names = sorted({name for texts in gather("\n".join(totals)) for name in texts.split("\n")})
+    names = sorted({name for names in gather([*totals]) for name in names})
     reduced = dims.sum(torch.stack([totals.get(name, torch.zeros_like(totals["loss"])) for name in names])).tolist()
     means = {name: total / count for name, (total, count) in zip(names, reduced, strict=True) if count}
     if "loss" not in means:

@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_lab.config.training import ActivationCheckpointing
@@ -18,7 +17,7 @@ from fsdp_lab.config.training import MemoryProfile as Detail
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.storage.files import write_json
 from fsdp_lab.training.allocator_profile import AllocatorRecorder
-from fsdp_lab.training.distributed import DistributedContext
+from fsdp_lab.training.distributed import DistributedContext, gather
 from fsdp_lab.training.gloo import SynchronousGlooMode
 from fsdp_lab.training.profile import CATEGORIES, Profile
 from fsdp_lab.training.recorder import StepRecorder, record_step
@@ -157,7 +156,7 @@ class MemoryProfiler:
                 mine |= self._allocator_figures(explained=mine["peak_bytes"] - mine["other_bytes"])
                 with suppress(OSError):  # as in `track`
                     self._write_peaks(self._profile, allocator=self._measured)
-            self._figures = over_ranks(mine)
+            self._figures = metrics_of_ranks(gather(mine))
         return self._figures
 
     def _allocator_figures(self, explained: float) -> dict[str, float]:
@@ -220,13 +219,6 @@ def peak_figures(peaks: dict[str, dict[str, int]]) -> dict[str, float]:
             out[f"{prefix}peak_bytes"] = float(sums["total"])
             out.update({f"{prefix}{name}_bytes": float(sums[name]) for name in CATEGORIES if name in sums})
     return out
-
-
-def over_ranks(mine: dict[str, float]) -> dict[str, float]:
-    """Gather the figures of all ranks, and return their metrics; see `metrics_of_ranks`."""
-    everyone: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    return metrics_of_ranks(everyone)
 
 
 def metrics_of_ranks(everyone: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -31,20 +31,11 @@ from fsdp_lab.training.torch_private import (
 
 FIRST_STEPS = 2  # in which ranks compare before each collective; they are not timed
 EVERY = 10  # later steps between two looks
-_PIECE = 1 << 18  # numbers of a weight that are looked at together: more take memory
 _REMEDY = (
     "With FSDP2 all ranks must use the same modules in the same order, or they exchange the wrong weights: let every "
     "rank use them (add 0 times the output of one that a rank does not need), or use sharding=ddp, which looks for "
     "parameters without a gradient."
 )
-_DOES = {
-    "gather": "gathers the weights of {unit}",
-    "reduce": "reduces {size} gradients of {unit}",
-    "forward": "has ended its forward pass",
-    "backward": "has ended its backward pass",
-    "gradients": "has other gradients",
-}
-_EVENTS = tuple(_DOES)
 
 
 class StepChecks:
@@ -67,15 +58,14 @@ class StepChecks:
         self._trained = {id(parameter) for _, parameter in self._parameters if parameter.requires_grad}
         self._is_sharded = isinstance(model, FSDPModule) and not config.precision.float8
         self._compares = isinstance(model, FSDPModule) and dist.get_world_size() > 1
-        self._watches_data = self._is_sharded and not config.compile
         self._meetings = 0  # how many events from now on are compared as they come
         self._step = self._seen = 0
         self._evaluated = False
-        self._used: Counter[tuple[str, str, int]] = Counter()
-        self._gradients = deque[str](maxlen=2 * EVERY)  # of a step: which parameters have one; seen by then
+        self._collectives = Counter[str]()
+        self._lacking = deque[list[str]](maxlen=2 * EVERY)  # of a step: parameters without a gradient; seen by then
         self.mark = 0
         if self._compares:
-            self._units = collectives_announced(model, self._comes)
+            self._units = collectives_announced(model, self._collective)
 
     @contextmanager
     def step(self, number: int) -> Iterator[bool]:
@@ -91,13 +81,10 @@ class StepChecks:
         is_first = self._seen <= FIRST_STEPS  # with DDP, too, so that all settings are timed over the same steps
         if is_first and self._is_sharded and self._compares:
             self._meetings = 1 << 62
-        handles = self._watch_data() if is_first and self._watches_data else []
         try:
             yield is_first
         finally:
             self._meetings = 0
-            for handle in handles:
-                handle.remove()
         if is_first or self._seen % EVERY == 0:
             self.check_parameters()
 
@@ -108,18 +95,16 @@ class StepChecks:
         copies = [(name, copy) for name, shard, copy in self._gathered if id(shard) not in self._trained]
         for name, parameter in (*self._frozen, *copies):  # a copy is frozen again when its unit is gathered again
             self._check_trained(name, parameter)
-        if not self._compares:
-            return
-        number = 0
-        if event == "gradients":
-            self._gradients.append("".join("01"[parameter.grad is not None] for _, parameter in self._parameters))
-            number = zlib.crc32(self._gradients[-1].encode())
-        self._comes(event, "", number)
+        if self._compares and event == "gradients":
+            self._lacking.append([plain_name(name) for name, parameter in self._parameters if parameter.grad is None])
+            self._comes("has other gradients", str(self._lacking[-1]))
+        elif self._compares:
+            self._comes(f"has ended its {event} pass")
 
     def evaluation(self) -> None:
         """Compare the beginning of the first evaluation as it comes."""
         if self._compares and not self._evaluated:
-            self._meetings = 2 * len(self._units)
+            self._meetings = 2 * self._units
         self._evaluated = True
 
     def check(self) -> None:
@@ -128,59 +113,46 @@ class StepChecks:
         Raises:
             UserError: see `step`.
         """
-        if self._compares and len(set(gather(str(self.mark)))) > 1:
+        if self._compares and len(set(gather(self.mark))) > 1:
             self.explain()
         self.check_parameters()
 
     def explain(self) -> NoReturn:
         """Raise what ranks have done differently; every rank calls it."""
-        mine = "\n".join(f"{what}\t{unit}\t{size}\t{n}" for (what, unit, size), n in sorted(self._used.items()))
-        ranks = [Counter(self._lines(text)) for text in gather(mine)]
-        for rank, other in enumerate(ranks):
-            for what, unit, size in sorted((ranks[0] - other).keys() | (other - ranks[0]).keys()):
-                if what in ("gather", "reduce"):
-                    done = _DOES[what].format(unit=unit, size=size)
-                    counts = [ranks[r][what, unit, size] for r in (0, rank)]
-                    self._refuse(f"rank 0 {done} {counts[0]} times and rank {rank} {counts[1]} times")
-        self._refuse_gradients("ranks use modules in another order")
+        ranks = gather((self._collectives, list(self._lacking)))
+        first, lacking = ranks[0]
+        for rank, (collectives, _) in enumerate(ranks):
+            for does in sorted((first - collectives).keys() | (collectives - first).keys()):
+                self._refuse(f"rank 0 {does} {first[does]} times and rank {rank} {collectives[does]} times")
+        for rank, (_, others) in enumerate(ranks):
+            for mine, theirs in zip(lacking, others, strict=True):
+                for name in (*mine, *theirs):
+                    if (name in mine) != (name in theirs):
+                        has, lacks = (rank, 0) if name in mine else (0, rank)
+                        self._refuse(f"{name} has a gradient on rank {has} and none on rank {lacks}")
+        self._refuse("ranks use modules in another order")
 
-    @staticmethod
-    def _lines(text: str) -> dict[tuple[str, str, int], int]:
-        rows = (line.split("\t") for line in text.splitlines())
-        return {(what, unit, int(size)): int(n) for what, unit, size, n in rows}
+    def _collective(self, does: str) -> None:
+        self._collectives[does] += 1
+        self._comes(does)
 
-    def _comes(self, what: str, unit: str, size: int) -> None:
+    def _comes(self, does: str, details: str = "") -> None:
         """Note what this rank does next, and compare it with the others if it is time."""
-        self._used[what, unit, size] += 1
-        self.mark = zlib.crc32(f"{self.mark} {what} {unit} {size}".encode()) & 0xFFFFFF
+        self.mark = zlib.crc32(f"{self.mark} {does} {details}".encode()) & 0xFFFFFF
         if not self._meetings:
             return
         self._meetings -= 1
-        number = self._units.index(unit) if unit else -1
         with without_modes(), not_reported():
-            mine = torch.tensor([_EVENTS.index(what), number, size], device=self._device)
-            everyone = mine.new_empty(dist.get_world_size() * 3)
-            dist.all_gather_into_tensor(everyone, mine)
-            ranks = everyone.view(-1, 3).tolist()
-        for rank, other in enumerate(ranks):
-            if other != ranks[0]:
-                if {ranks[0][0], other[0]} == {_EVENTS.index("gradients")}:
-                    self._refuse_gradients("ranks have other gradients")
-                first, second = (
-                    _DOES[_EVENTS[event]].format(unit=self._units[unit], size=size)
-                    for event, unit, size in (ranks[0], other)
-                )
-                self._refuse(f"rank 0 {first}, and rank {rank} {second}")
-
-    def _refuse_gradients(self, what: str) -> NoReturn:
-        ranks = [text.split("\n") for text in gather("\n".join(self._gradients))]
-        for rank, other in enumerate(ranks):
-            for mine, theirs in zip(ranks[0], other, strict=True):
-                for (name, _), on_first, on_other in zip(self._parameters, mine, theirs, strict=False):
-                    if on_first != on_other:
-                        has, lacks = (0, rank) if on_first == "1" else (rank, 0)
-                        self._refuse(f"{plain_name(name)} has a gradient on rank {has} and none on rank {lacks}")
-        self._refuse(what)
+            mine = torch.tensor([self.mark], device=self._device)
+            marks = mine.new_empty(dist.get_world_size())
+            dist.all_gather_into_tensor(marks, mine)
+            if len(set(marks.tolist())) == 1:
+                return
+            ranks = gather(does)
+            for rank, other in enumerate(ranks):
+                if other != ranks[0]:
+                    self._refuse(f"rank 0 {ranks[0]}, and rank {rank} {other}")
+            self.explain()
 
     def _refuse(self, what: str) -> NoReturn:
         raise UserError(f"{self._sharding}: up to step {self._step} {what}. {_REMEDY}")
@@ -214,38 +186,3 @@ class StepChecks:
             "a copy of it for each pass and frees that again, so the write is lost. Write it outside of forward, as in "
             "a hook of the optimizer's step, keep it in a buffer (register_buffer), or use sharding=ddp."
         )
-
-    def _watch_data(self) -> list[torch.utils.hooks.RemovableHandle]:
-        """Compare the values of gathered parameters around each unit's forward pass: `.data` counts no writes."""
-        before: dict[nn.Module, dict[str, tuple[int, int]]] = {}
-
-        def entered(module: nn.Module, args: object) -> None:
-            before[module] = _values(module)
-
-        def left(module: nn.Module, args: object, output: object) -> None:
-            values = _values(module)
-            for name, old in before.pop(module, {}).items():
-                if name in values and values[name] != old:
-                    self._refuse_write(f"{names[module]}.{name}".lstrip("."))
-
-        names = {module: name for name, module in self._model.named_modules()}
-        units = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
-        handles = [nn.Module.register_forward_pre_hook(module, entered) for module in units]
-        return [*handles, *(module.register_forward_hook(left, prepend=True) for module in units)]
-
-
-def _values(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return where each gathered parameter is, and a number of its bits."""
-    with without_modes(), not_reported(), torch.no_grad():
-        gathered = [(name, p) for name, p in module.named_parameters() if type(p.data) is Tensor and p.numel()]
-        return {name: (p.data_ptr(), _digest(p)) for name, p in gathered}
-
-
-def _digest(tensor: Tensor) -> int:
-    """Return a number that depends on a tensor's bits and on their places: `torch.hash_tensor` knows no places."""
-    bits = tensor.flatten().view({1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32))
-    places = torch.arange(1, min(len(bits), _PIECE) + 1, device=bits.device)
-    digest = places.new_zeros(())
-    for piece in bits.split(_PIECE):
-        digest = 31 * digest + (piece * places[: len(piece)]).sum()  # of 64 bits, without those beyond
-    return int(digest)

@@ -162,30 +162,28 @@ def _units_of(model: nn.Module) -> list[Any]:
     return list({id(state): state for state in states}.values())
 
 
-def collectives_announced(model: nn.Module, comes: Callable[[str, str, int], None]) -> list[str]:
-    """Call `comes` before a unit gathers or reduces; return the names of all units.
+def collectives_announced(model: nn.Module, comes: Callable[[str], None]) -> int:
+    """Call `comes` before a unit gathers or reduces, with what it does in words; return the number of units.
 
-    Args:
-        comes: called with `gather` or `reduce`, the unit's name, and the number of elements: of a reduction once for
-            what goes in, and once for what comes out.
+    A reduction is announced once for what goes in, and once for what comes out.
     """
 
-    def announcing(base: Any, what: str, unit: str) -> Any:
+    def announcing(base: Any, does: str) -> Any:
         class Announcing(base):  # type: ignore[misc]
             def allocate(self, size: Sequence[int], **kwargs: Any) -> Tensor:
-                comes(what, unit, size[0])
+                comes(does.format(size=size[0]))
                 return super().allocate(size, **kwargs)  # type: ignore[no-any-return]
 
         return Announcing()
 
     names = {module: name for name, module in model.named_modules()}
-    units = []
-    for state in _units_of(model):
-        units.append(", ".join(names[module] or "the root" for module in state._modules))
+    units = _units_of(model)
+    for state in units:
+        unit = ", ".join(names[module] or "the root" for module in state._modules)
         if (group := state._fsdp_param_group) is not None:
-            group._all_gather_comm = announcing(DefaultAllGather, "gather", units[-1])
-            group._reduce_scatter_comm = announcing(DefaultReduceScatter, "reduce", units[-1])
-    return units
+            group._all_gather_comm = announcing(DefaultAllGather, f"gathers the weights of {unit}")
+            group._reduce_scatter_comm = announcing(DefaultReduceScatter, f"reduces {{size}} gradients of {unit}")
+    return len(units)
 
 
 def unsharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, nn.Parameter]]:

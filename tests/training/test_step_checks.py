@@ -108,44 +108,8 @@ class Scaled(Block):
         return super().changed(x)
 
 
-class ScaledData(Block):
-    def changed(self, x: Tensor) -> Tensor:
-        self.first.weight.data.mul_(0.9)
-        return super().changed(x)
-
-
-class Halved(Block):
-    """Its norm's weights are as many equal numbers, whose bits together give 0; `exclusive or` sees no change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def changed(self, x: Tensor) -> Tensor:
-        self.norm.weight.data.mul_(0.5)
-        return super().changed(self.norm(x))
-
-
-class Rolled(Block):
-    def changed(self, x: Tensor) -> Tensor:
-        self.first.weight.data.copy_(self.first.weight.data.roll(1, 0))
-        return super().changed(x)
-
-
-class WritesHalf(Model):
-    block = Halved
-
-
-class WritesRolled(Model):
-    block = Rolled
-
-
 class Writes(Model):
     block = Scaled
-
-
-class WritesData(Model):
-    block = ScaledData
 
 
 class Unfrozen(Block):
@@ -229,10 +193,8 @@ REFUSED: list[tuple[list[str], str]] = [
     (words("InsideOnce", BLOCK), f"{GRADIENT} and none on rank 0"),
     (words("InsideUneven", BLOCK), r"rank 0 reduces 144 gradients of blocks\.2, and rank 1 reduces 72 gradients of"),
     (words("Writes", BLOCK, "reshard_after_forward=never"), WRITTEN),
-    (words("WritesData", ROOT, "memory_profile=peaks"), WRITTEN),
-    (words("WritesData", BLOCK, "activation_checkpointing=full"), WRITTEN),
-    (words("WritesHalf", BLOCK), r"blocks\.0\.norm\.weight was written in a forward"),
-    (words("WritesRolled", BLOCK, "precision=bf16"), WRITTEN),
+    (words("Writes", ROOT, "memory_profile=peaks"), WRITTEN),
+    (words("Writes", BLOCK, "activation_checkpointing=full", "precision=bf16"), WRITTEN),
     *((words("Unfreezes", sharding), UNFROZEN) for sharding in (BLOCK, ROOT, "sharding=ddp")),
     *((words("UnfreezesBlocks", sharding), UNFROZEN) for sharding in (BLOCK, "sharding=ddp")),
 ]
