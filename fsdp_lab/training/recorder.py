@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_lab.training.gloo import SynchronousGlooMode
 from fsdp_lab.training.profile import Event, Profile
@@ -147,7 +148,9 @@ class StepRecorder(TorchDispatchMode):
         self._in_optimizer = False
         self._storages: dict[int, _Storage] = {}
         self._numbers = count()
-        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self._hooks: Any = (
+            WeakIdKeyDictionary()
+        )  # by parameter: `reshard_after_forward=to_size` makes some and frees them
 
     @contextmanager
     def following(self) -> Iterator[None]:
