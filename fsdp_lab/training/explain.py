@@ -16,7 +16,6 @@ from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.parallel import Dtype
 from fsdp_lab.config.target import user_line
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training.module_names import plain_name
 
 _FREED = "out of bounds for storage of size 0"
 _MIXED = "mixed torch.Tensor and DTensor"
@@ -74,9 +73,7 @@ def _at(error: BaseException) -> str:
 
 
 def _names(model: nn.Module, kind: type[nn.Module] | type[FSDPModule]) -> dict[nn.Module, str]:
-    return {
-        m: plain_name(name) for name, m in model.named_modules() if isinstance(m, kind) and isinstance(m, nn.Module)
-    }
+    return {m: name for name, m in model.named_modules() if isinstance(m, kind) and isinstance(m, nn.Module)}
 
 
 def _freed(model: nn.Module) -> str:

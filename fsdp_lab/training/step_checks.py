@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.distributed import gather
-from fsdp_lab.training.module_names import plain_name
 from fsdp_lab.training.torch_private import (
     collectives_announced,
     not_reported,
@@ -50,9 +50,10 @@ class StepChecks:
     """
 
     def __init__(self, model: nn.Module, config: TrialConfig, device: torch.device) -> None:
-        self._model, self._device = model, device
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._device = device
         self._sharding = f"sharding={config.sharding.granularity.name}"
-        self._parameters = list(model.named_parameters())
+        self._parameters = list(self._model.named_parameters())
         self._frozen = [(name, parameter) for name, parameter in self._parameters if not parameter.requires_grad]
         self._gathered: list[tuple[str, nn.Parameter, nn.Parameter]] = []
         self._trained = {id(parameter) for _, parameter in self._parameters if parameter.requires_grad}
@@ -96,7 +97,7 @@ class StepChecks:
         for name, parameter in (*self._frozen, *copies):  # a copy is frozen again when its unit is gathered again
             self._check_trained(name, parameter)
         if self._compares and event == "gradients":
-            self._lacking.append([plain_name(name) for name, parameter in self._parameters if parameter.grad is None])
+            self._lacking.append([name for name, parameter in self._parameters if parameter.grad is None])
             self._comes("has other gradients", str(self._lacking[-1]))
         elif self._compares:
             self._comes(f"has ended its {event} pass")
@@ -174,7 +175,7 @@ class StepChecks:
     def _check_trained(self, name: str, parameter: Tensor) -> None:
         if parameter.requires_grad or parameter.grad is not None:
             raise UserError(
-                f"{plain_name(name)} requires a gradient by step {self._step}, but was frozen or not there at the "
+                f"{name} requires a gradient by step {self._step}, but was frozen or not there at the "
                 "start, when the optimizer was made, so it is never trained. Let it require one from the constructor "
                 "on, and multiply its part by 0 until it is to be trained; or train in two trials, the second with "
                 "checkpoint.resume_from=<the first>."
@@ -182,7 +183,7 @@ class StepChecks:
 
     def _refuse_write(self, name: str) -> NoReturn:
         raise UserError(
-            f"{self._sharding}: {plain_name(name)} was written in a forward pass, by step {self._step}. FSDP2 gathers "
+            f"{self._sharding}: {name} was written in a forward pass, by step {self._step}. FSDP2 gathers "
             "a copy of it for each pass and frees that again, so the write is lost. Write it outside of forward, as in "
             "a hook of the optimizer's step, keep it in a buffer (register_buffer), or use sharding=ddp."
         )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -15,10 +14,10 @@ from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.parallel import Dtype, ReshardPolicy
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.torch_private import REBUILDS_INPUTS, gather_before_gradient_of
+from fsdp_lab.workloads.base import parts_of
 
 _METHOD = "_fsdp_lab_method"  # an argument, so that a recomputation chooses the same
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
-_OPAQUE = (Tensor, nn.Module, type, str, bytes, int, float, complex, torch.dtype, torch.device)
 
 
 class UnitHooks:
@@ -48,12 +47,12 @@ class UnitHooks:
 
     @torch.compiler.disable
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the containers that the unit gets, of which FSDP2 makes copies."""
-        given = [*args, *kwargs.values()]
+        """Note the lists and dictionaries that the unit gets, of which FSDP2 makes copies."""
         self._before = [
-            (container, [*map(id, _parts(container))])
-            for container in _changeable((*given,))
-            if self._rebuilds or any(tensor.requires_grad for tensor in tensors_inside(container))
+            (given, [*map(id, _parts(given))])
+            for given in (*args, *kwargs.values())
+            if isinstance(given, list | dict)
+            and (self._rebuilds or any(tensor.requires_grad for tensor in tensors_inside(given)))
         ]
 
     @torch.compiler.disable
@@ -116,23 +115,9 @@ def _objects(value: Any) -> Iterator[Any]:
 
 
 def _parts(value: Any) -> list[Any]:
-    if value is None or isinstance(value, _OPAQUE) or callable(value):
+    if isinstance(value, Tensor) or callable(value):
         return []
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset):
-        return list(value)
-    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
-    attributes = (getattr(value, name, None) for name in slots)
-    return [*getattr(value, "__dict__", {}).values(), *attributes]
-
-
-def _changeable(value: Any) -> Iterator[Any]:
-    """Yield the lists, dictionaries and dataclasses inside, which FSDP2 rebuilds around other tensors."""
-    for part in _parts(value) if isinstance(value, tuple | list | dict) or is_dataclass(value) else ():
-        if isinstance(part, list | dict) or is_dataclass(part):
-            yield part
-        yield from _changeable(part)
+    return [part for _, part in parts_of(value)] or [*getattr(value, "__dict__", {}).values()]
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef | None:

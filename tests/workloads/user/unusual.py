@@ -179,13 +179,6 @@ class Result:
         self.values = values
 
 
-class Slots:
-    __slots__ = ("values",)
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-
 class Named(NamedTuple):
     values: Tensor
 
@@ -205,7 +198,6 @@ class Returns(nn.Module):
 
 RETURNED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "object": (Result, lambda x: x.values),
-    "slots": (Slots, lambda x: x.values),
     "user_dict": (lambda x: UserDict(values=x), lambda x: x["values"]),
     "nested": (lambda x: {"a": [Result(Result(x))]}, lambda x: x["a"][0].values.values),
     "named": (lambda x: (Named(x), None), lambda x: x[0].values),
