@@ -58,13 +58,13 @@ def train_step(
         if len(microbatches) > 1:  # it walks through the whole model
             is_last = i == len(microbatches) - 1
             set_gradient_sync(state.model, is_last, each=config.training.sync_each_microbatch)
-        with sharding_explained(state.model, config), ddp_explained(), compute_precision(config, device):
+        with sharding_explained(state.model, config, forward=True), ddp_explained(), compute_precision(config, device):
             outputs = task.forward(state.model, batch)
         loss = task.loss(outputs, batch)
         state.loss_dtype = loss.dtype
         loss = loss / len(microbatches) if weights is None else loss * weights[i]
         passed("forward")
-        with sharding_explained(state.model, config):
+        with sharding_explained(state.model, config, forward=False):
             state.scaler.scale(loss).backward()
         passed("backward")
         total += loss.detach()

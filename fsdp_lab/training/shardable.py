@@ -12,7 +12,6 @@ from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.parallel import Dtype, Granularity
 from fsdp_lab.config.training import OptimizerImplementation, OptimizerName
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.workloads.base import shape_of
 
 
 def has_complex(model: nn.Module) -> bool:
@@ -63,43 +62,23 @@ def make_contiguous(model: nn.Module) -> None:
 
 
 def _check_parameter(parameter: nn.Parameter, name: str, config: TrialConfig) -> None:
-    precision = config.precision
-    if parameter.layout is not torch.strided:
-        raise ModelError(f"the parameter {name} is sparse, and DDP and FSDP2 train dense ones; register x.to_dense().")
+    precision, sharded = config.precision, config.sharding.granularity is not Granularity.ddp
+    in_float32 = precision.param_dtype is Dtype.float32
     if parameter.is_complex() and parameter.requires_grad:
-        sharded = config.sharding.granularity is not Granularity.ddp
-        if sharded and config.optimizer.name is not OptimizerName.sgd:
+        reduced = precision.reduce_dtype is Dtype.float32 and not precision.loss_scaling
+        fused = config.optimizer.implementation is OptimizerImplementation.fused
+        if fused or not reduced or (sharded and not (in_float32 and config.optimizer.name is OptimizerName.sgd)):
             raise ModelError(
-                f"optimizer={config.optimizer.kind}: the parameter {name} is {_dtype(parameter)}, of whose shards "
-                "PyTorch's optimizers update a copy only; use optimizer=sgd, sharding=ddp, or register "
-                "torch.view_as_real(x), and view it as complex in forward."
+                f"the parameter {name} is {_dtype(parameter)}: it trains with reductions in float32, no loss scaling "
+                "and no fused optimizer, and under FSDP2 with optimizer=sgd precision=fp32 only; use these, or "
+                "register torch.view_as_real(x), and view it as complex in forward."
             )
-        if precision.reduce_dtype is not Dtype.float32 or precision.loss_scaling:
-            scaled = " precision.loss_scaling=true" if precision.loss_scaling else ""
-            raise ModelError(
-                f"precision.reduce_dtype={precision.reduce_dtype.value}{scaled}: the parameter {name} is "
-                f"{_dtype(parameter)}, whose gradient would lose its imaginary part; "
-                "use precision=fp32, or register torch.view_as_real(x), and view it as complex in forward."
-            )
-        if config.optimizer.implementation is OptimizerImplementation.fused:
-            raise ModelError(
-                f"optimizer.implementation=fused: the parameter {name} is {_dtype(parameter)}, and fused kernels take "
-                "real numbers; use optimizer.implementation=auto."
-            )
-    if config.sharding.granularity is Granularity.ddp:
-        return
-    if not parameter.ndim:
+    if sharded and not parameter.ndim:
         raise ModelError(
             f"{_sharding(config)}: the parameter {name} is a scalar, and FSDP2 shards the first dimension; register "
             "it with one, as x.reshape(1), or use sharding=ddp."
         )
-    if not parameter.numel() and (parameter.requires_grad or len(parameter)):
-        raise ModelError(
-            f"{_sharding(config)}: the parameter {name} of {shape_of(parameter)} has no elements, and FSDP2 cannot "
-            "gather it; leave it out, or use sharding=ddp."
-        )
-    wide = (parameter.is_complex() and parameter.requires_grad) or parameter.dtype is torch.float64
-    if wide and precision.param_dtype is not Dtype.float32:
+    if sharded and parameter.dtype is torch.float64 and not in_float32:
         raise ModelError(
             f"precision.param_dtype={precision.param_dtype.value}: the parameter {name} is {_dtype(parameter)}, of "
             "which FSDP2 would keep too little; use precision=fp32, which keeps the dtypes of a model."

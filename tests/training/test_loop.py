@@ -115,7 +115,7 @@ def test_the_type_of_a_loss_is_recorded_where_it_rounds() -> None:
 def test_ranks_may_have_other_metrics_and_none_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """This rank saw metrics `b` and `empty`; the other one saw `a`, with a sum of 6 over 2."""
     other = {"a": (6.0, 2.0), "loss": (3.0, 1.0)}
-    monkeypatch.setattr(loop, "gather", lambda text: [text, "\n".join(other)])
+    monkeypatch.setattr(loop, "gather", lambda names: [names, [*other]])
 
     class Named(Task):
         def forward(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

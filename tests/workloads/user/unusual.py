@@ -117,10 +117,6 @@ def channels_last() -> nn.Module:
     return Layers(Block(Convolved()), Block(Convolved()))
 
 
-def sparse() -> nn.Module:
-    return Layers(Block(Own(torch.eye(WIDTH).to_sparse())), Block())
-
-
 class Scaled(nn.Module):
     def __init__(self, scale: Tensor) -> None:
         super().__init__()
@@ -133,12 +129,6 @@ class Scaled(nn.Module):
 
 def scalar() -> nn.Module:
     return Layers(Block(Scaled(torch.tensor(1.0))), Block())
-
-
-def empty(rows: int, columns: int, trained: bool) -> nn.Module:
-    model = Layers(Block(Scaled(torch.ones(rows, columns))), Block())
-    model.blocks[0].inner.scale.requires_grad_(trained)
-    return model
 
 
 def whole_numbers() -> nn.Module:
