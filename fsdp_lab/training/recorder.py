@@ -163,8 +163,8 @@ class StepRecorder(TorchDispatchMode):
                 self._has_size(known, storage)
 
         optimizer_hooks = [
-            register_optimizer_step_pre_hook(lambda *_: setattr(self, "_in_optimizer", True)),
-            register_optimizer_step_post_hook(lambda *_: setattr(self, "_in_optimizer", False)),
+            register_optimizer_step_pre_hook(partial(self._optimizer_steps, True)),
+            register_optimizer_step_post_hook(partial(self._optimizer_steps, False)),
         ]
         self._hook_gradients("grad")
         try:
@@ -266,6 +266,9 @@ class StepRecorder(TorchDispatchMode):
             if parameter.requires_grad and parameter not in self._hooks:
                 note = partial(self._has_gradient, category)
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(note)
+
+    def _optimizer_steps(self, begins: bool, *_: Any) -> None:
+        self._in_optimizer = begins
 
     def _has_gradient(self, category: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
