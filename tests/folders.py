@@ -67,9 +67,9 @@ class TrialFolder:
         return [node["address"] for node in self._record.get("nodes", [])]
 
     @property
-    def earlier_failures(self) -> list[dict[str, Any]]:
-        """Those of ranks in attempts before the last one."""
-        failures: list[dict[str, Any]] = self._record.get("earlier_failures", [])
+    def earlier_failures(self) -> list[list[dict[str, Any]]]:
+        """Those of ranks in each attempt before the last one."""
+        failures: list[list[dict[str, Any]]] = self._record.get("earlier_failures", [])
         return failures
 
     @property

@@ -76,7 +76,7 @@ class TrialJson:
         facts: that rank 0 reported before its first step; None: this start has not reported any.
         facts_before: of the start before.
         failures: of ranks, in this attempt.
-        earlier_failures: in the attempts before.
+        earlier_failures: in each attempt before that failed.
         outcome: None: it has not ended.
     """
 
@@ -86,7 +86,7 @@ class TrialJson:
     facts: dict[str, Any] | None = None
     facts_before: dict[str, Any] | None = None
     failures: list[RankFailure] = field(default_factory=list)
-    earlier_failures: list[RankFailure] = field(default_factory=list)
+    earlier_failures: list[list[RankFailure]] = field(default_factory=list)
     outcome: Outcome | None = None
 
     @property
@@ -145,8 +145,9 @@ def changing(folder: Path, durable: bool = False) -> Iterator[TrialJson]:
 def set_aside_failures(folder: Path) -> None:
     """Keep the failures of an attempt apart from those of the next one."""
     with changing(folder) as trial:
-        trial.earlier_failures += trial.failures
-        trial.failures = []
+        if trial.failures:
+            trial.earlier_failures.append(trial.failures)
+            trial.failures = []
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:

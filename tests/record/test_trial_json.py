@@ -48,7 +48,9 @@ def test_it_is_read_as_it_was_written(tmp_path: Path):
     clear_attempt(tmp_path)  # a start that was killed before rank 0 reported
     trial = read_trial(tmp_path)
     assert (trial.outcome, trial.cause, trial.facts) == (None, None, None)
-    assert trial.any_facts["device"] == "cpu" and [each.rank for each in trial.earlier_failures] == [0, 1]
+    assert trial.any_facts["device"] == "cpu" and [
+        [each.rank for each in attempt] for attempt in trial.earlier_failures
+    ] == [[0, 1]]
 
 
 def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path):

@@ -184,7 +184,7 @@ def test_a_crash_in_native_code_has_its_stack_in_the_log(sweep_of: Callable[[Ite
 
 def test_only_what_another_attempt_may_mend_is_tried_again(each: Swept):
     """Once: `cluster.max_failures=1`. The failures of the first attempt are set aside."""
-    attempts = {fate: 1 + len(list(each.trial(fate).path.glob("failures.*"))) for fate in each.fates}
+    attempts = {fate: 1 + len(each.trial(fate).earlier_failures) for fate in each.fates}
     again = ("raises", "killed", "killed_again", "crashes", "exits")
     assert attempts == {fate: 2 if fate in again else 1 for fate in each.fates}
 

@@ -59,7 +59,7 @@ def ends(folder: Path) -> dict[str, tuple[str, str | None, bool]]:
     trials = dict(zip(ENDS, SweepFolder(folder / "out").trials, strict=True))
     outcomes = {fate: trial.outcome or {} for fate, trial in trials.items()}
     codes = {fate: (outcome["reason"] or {}).get("code") for fate, outcome in outcomes.items()}
-    again = {fate: (trial.path / "failures.1").exists() for fate, trial in trials.items()}
+    again = {fate: trial.earlier_failures != [] for fate, trial in trials.items()}
     return {fate: (outcomes[fate]["status"], codes[fate], again[fate]) for fate in ENDS}
 
 
