@@ -58,23 +58,12 @@ def check_capacity(cluster: ClusterConfig, num_workers: int) -> dict[str, float]
             f"cluster.storage_path=null: the cluster has {len(nodes)} nodes, and all workers of a trial write into one "
             "folder; set cluster.storage_path to a folder that all of them mount, or to s3://bucket/prefix."
         )
-    total = ray.cluster_resources()
     each = worker_resources(resolve_cpus_per_worker(cluster), use_gpu=num_gpus() > 0)
     needed = {name: amount * num_workers for name, amount in each.items()}
-    for name, amount in needed.items():
-        have = total.get(name, 0.0)
-        if amount > have:
-            fits = int(have / each[name])
-            raise ConfigError(
-                f"cluster.num_workers={num_workers} needs {amount:g} {name}, the cluster has {have:g} in all; use "
-                f"cluster.num_workers={max(1, fits)}"
-                + (" or a smaller cluster.cpus_per_worker." if name == "CPU" else " or add nodes.")
-            )
     if (fits := groups_that_fit(each, nodes)) < num_workers:
         raise ConfigError(
-            f"cluster.num_workers={num_workers} with {resources_text(each)} each: the nodes hold {fits} of these "
-            f"workers, because each has to be on one node; use cluster.num_workers={max(1, fits)} or a smaller "
-            "cluster.cpus_per_worker."
+            f"cluster.num_workers={num_workers} with {resources_text(each)} each: the cluster's nodes hold {fits} of "
+            f"these workers; use cluster.num_workers={max(1, fits)}, a smaller cluster.cpus_per_worker, or more nodes."
         )
     if cluster.placement is Placement.strict_pack and not groups_that_fit(needed, nodes):
         most = max(groups_that_fit(each, [node]) for node in nodes)

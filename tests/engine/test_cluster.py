@@ -37,7 +37,7 @@ def test_more_than_the_cluster_has_is_refused_with_both_numbers(monkeypatch: pyt
     assert check_capacity(ClusterConfig(cpus_per_worker=0.5), 2) == {"CPU": 1.0}
     assert check_capacity(ClusterConfig(cpus_per_worker=0.25), 1) == {"CPU": 0.25}
     assert resolve_cpus_per_worker(ClusterConfig()) == 1.0
-    message = "cluster.num_workers=2 needs 2 CPU, the cluster has 1 in all; use cluster.num_workers=1"
+    message = "cluster.num_workers=2 with 1 CPU each: the cluster's nodes hold 1 .* use cluster.num_workers=1, a"
     with pytest.raises(ConfigError, match=message):
         check_capacity(ClusterConfig(), 2)
 
@@ -48,7 +48,9 @@ def test_workers_of_which_each_fits_no_node_are_refused(monkeypatch: pytest.Monk
     shared = {"storage_path": "/shared"}
     assert check_capacity(ClusterConfig(cpus_per_worker=2, **shared), 5) == {"CPU": 10.0}
     assert check_capacity(ClusterConfig(cpus_per_worker=1 / 3, **shared), 30)
-    with pytest.raises(ConfigError, match=r"num_workers=2 with 5 CPU each: the nodes hold 1 .* use .*num_workers=1 or"):
+    with pytest.raises(
+        ConfigError, match=r"num_workers=2 with 5 CPU each: .* hold 1 of .* use .*num_workers=1, a"
+    ):
         check_capacity(ClusterConfig(cpus_per_worker=5, **shared), 2)
     packed = ClusterConfig(cpus_per_worker=2, placement=Placement.strict_pack, **shared)
     assert check_capacity(packed, 4) == {"CPU": 8.0}
