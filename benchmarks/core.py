@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdp_lab.config import TrialConfig, part
 from fsdp_lab.engine.rank import RankReporter
-from fsdp_lab.record.trial_files import ProgressFile, TrialWriter
+from fsdp_lab.record.trial_files import TrialWriter
 from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.training.train import train
 
@@ -21,5 +21,5 @@ if __name__ == "__main__":
     folder.mkdir(parents=True, exist_ok=True)
     config = part(read_config(None, sys.argv[2:]), TrialConfig)
     own = folder if os.environ["RANK"] == "0" else Path(tempfile.mkdtemp())  # of which only rank 0's is looked at
-    train(config, folder, RankReporter(config.data.name, TrialWriter(own).receive, ProgressFile(own)))
+    train(config, folder, RankReporter(TrialWriter(own).receive, (own / "progress.json").open("w")))
     dist.destroy_process_group()

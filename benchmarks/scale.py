@@ -28,7 +28,7 @@ import psutil
 
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.engine.job import Job
-from fsdp_lab.record.trial_files import ProgressFile, TrialWriter
+from fsdp_lab.record.trial_files import TrialWriter, write_progress
 from fsdp_lab.record.trial_json import Outcome, write_outcome
 
 MOST_COST_MS = 250.0
@@ -54,7 +54,8 @@ def pretend(config: dict[str, Any]) -> None:
         "resumed_from": None, "notes": [],
     }  # fmt: skip
     TrialWriter(folder).receive({"facts": facts})
-    ProgressFile(folder).write(step=1)
+    with (folder / "progress.json").open("w") as file:
+        write_progress(file, step=1)
     time.sleep(float(os.environ[_SLEEP]) * random.uniform(0.75, 1.25))
     speed = 1000 * random.lognormvariate(0, 0.1)
     metrics = {

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
 import traceback
-from contextlib import suppress
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.target import user_line
@@ -48,7 +46,6 @@ def code_of(error: BaseException) -> Code:
 
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-_CUBLAS_BYTES = 64 * 2**20  # what cuBLAS and cuBLASLt want on Hopper, 32 MiB each
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -61,17 +58,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    if "CUBLAS_STATUS_NOT_INITIALIZED" in str(error):  # cuBLAS does not say why it could not start
-        free = free_gpu_bytes()
-        return free is not None and free < _CUBLAS_BYTES
     return any(sign in str(error) for sign in _OUT_OF_MEMORY)
-
-
-def free_gpu_bytes() -> int | None:
-    """Return the free bytes of the current GPU; None without PyTorch, or if it cannot tell after the error."""
-    with suppress(Exception):
-        return int(sys.modules["torch"].cuda.mem_get_info()[0])
-    return None
 
 
 def is_peer_failure(error: BaseException) -> bool:

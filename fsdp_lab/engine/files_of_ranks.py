@@ -48,13 +48,6 @@ class Uploads:
         self._storage, self._folder = storage, folder
         self._sent: dict[str, tuple[int, int]] = {}
 
-    def continue_log(self, rank: int) -> None:
-        """Get the rank's log of an earlier attempt, to append to it. Raises as `send`."""
-        log = self._folder / "logs" / f"rank{rank}.log"
-        log.parent.mkdir(exist_ok=True)
-        with suppress(FileNotFoundError):
-            self._storage.get(f"logs/{log.name}", log)
-
     def send(self) -> None:
         """Put every file that has changed.
 

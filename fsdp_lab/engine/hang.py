@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.record.trial_files import TrialProgress
 from fsdp_lab.record.trial_json import RankFailure
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -19,7 +20,7 @@ def stacks_file(folder: Path, rank: int) -> Path:
     return folder / "logs" / f"stuck.rank{rank}.txt"
 
 
-def timeout_of(folder: Path, limit_s: float, progress: TrialProgress, num_ranks: int) -> RankFailure | None:
+def timeout_of(folder: Path, limit_s: float, progress: Mapping[str, Any], num_ranks: int) -> RankFailure | None:
     """Return the failure of the first rank that stands outside of a collective, in which others wait for it.
 
     A rank whose process is suspended writes no stacks.
@@ -27,6 +28,7 @@ def timeout_of(folder: Path, limit_s: float, progress: TrialProgress, num_ranks:
     Args:
         folder: the trial's.
         limit_s: `trial_timeout_s`.
+        progress: see `read_progress`.
         num_ranks: 0: not known.
     """
     files = {int(file.stem.removeprefix("stuck.rank")): file for file in (folder / "logs").glob("stuck.rank*.txt")}
@@ -38,10 +40,10 @@ def timeout_of(folder: Path, limit_s: float, progress: TrialProgress, num_ranks:
     silent = [other for other in range(num_ranks) if other not in places]
     if silent and _COLLECTIVES in places[rank]:
         rank, stuck = silent[0], {"rank": silent[0]}
-    since = {"phase": progress.phase} if progress.phase else {"step": progress.step}
+    since = {key: progress[key] for key in ("phase", "step") if key in progress}
     reason = Reason.of(Code.timed_out, rank=rank, limit_s=limit_s, stuck=stuck, **since)
     # before any error that another rank raised because this one ended
-    return RankFailure(reason, time=progress.time or 0.0)
+    return RankFailure(reason, time=progress.get("time", 0.0))
 
 
 def place(stacks: str) -> str:

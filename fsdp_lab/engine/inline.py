@@ -14,7 +14,7 @@ from fsdp_lab.engine.files_of_ranks import Uploads, at_end
 from fsdp_lab.engine.outcome import end_trial
 from fsdp_lab.engine.rank import RankReporter, check_gpu, train_rank
 from fsdp_lab.machine.hardware import num_gpus
-from fsdp_lab.record.trial_files import ProgressFile, TrialWriter
+from fsdp_lab.record.trial_files import TrialWriter
 from fsdp_lab.record.trial_json import RankFailure, changing, set_aside_failures
 from fsdp_lab.storage.objects import Storage
 
@@ -48,7 +48,7 @@ def run_inline(
     try:
         uploads = Uploads(Storage(storage), folder) if storage else None
         join = (lambda: check_gpu(0, True)) if num_gpus() else lambda: None
-        reporter = RankReporter(config.data.name, write_and_send, ProgressFile(folder))
+        reporter = RankReporter(write_and_send, (folder / "progress.json").open("w"))
         with at_end(send):
             train_rank(config, folder, 0, reporter, storage=storage, join=join)
     except Exception as error:  # noqa: BLE001 - any end is a result of the trial

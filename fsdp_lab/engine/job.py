@@ -159,7 +159,7 @@ def train_once(job: Job, epochs: Epochs, kills: deque[int]) -> None:
     threading.Thread(target=_fit, args=(job, ended), name="Ray Train", daemon=True).start()
     try:
         while not wait([ended], timeout=_LOOK_S).done:
-            if read_progress(Path(job.folder)).phase == ENDED:
+            if read_progress(Path(job.folder)).get("phase") == ENDED:
                 return  # Ray Train may take many seconds to end
             epochs.report()
             kills.append(kernel_kills())

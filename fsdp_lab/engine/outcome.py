@@ -66,7 +66,7 @@ def note_deaths(
         node, address = (nodes[rank]["node"], nodes[rank]["address"]) if nodes else (None, None)
         log = folder / "logs" / f"rank{rank}.log"
         written = _written(log, before or {})
-        values: dict[str, Any] = {"rank": rank, "at": f"step {progress.step}" if progress.step else None}
+        values: dict[str, Any] = {"rank": rank, "at": f"step {progress['step']}" if "step" in progress else None}
         causes = (error, getattr(error, "health_check_failure", None), error.__cause__)
         if any(type(cause).__name__ == "OutOfMemoryError" for cause in causes):
             code = Code.host_out_of_memory

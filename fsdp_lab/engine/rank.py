@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 from fsdp_lab.config import TrialConfig, UserError
 from fsdp_lab.engine.failures import code_of, failure_of
 from fsdp_lab.record.reasons import Code
-from fsdp_lab.record.trial_files import ProgressFile
+from fsdp_lab.record.trial_files import write_progress
 from fsdp_lab.record.trial_json import RankFailure
 
 if TYPE_CHECKING:  # it imports PyTorch
@@ -29,9 +29,8 @@ class RankReporter:
     The stacks of all threads are written then, also where native code holds Python's lock.
 
     Args:
-        data_name: of the data set, a fact of the trial.
         report: gets the `facts`, or the `metrics` of an epoch.
-        progress: gets phases and steps; None: not of this rank.
+        progress: the file for phases and steps; None: not of this rank.
         stacks: the file for them.
         limit_s: of a phase or a step; None: none.
         exits: whether the process ends at once; else a minute later.
@@ -39,14 +38,13 @@ class RankReporter:
 
     def __init__(
         self,
-        data_name: str,
         report: Callable[[dict[str, Any]], None],
-        progress: ProgressFile | None = None,
+        progress: IO[str] | None = None,
         stacks: IO[str] | None = None,
         limit_s: float | None = None,
         exits: bool = True,
     ) -> None:
-        self._data_name, self._report, self._progress = data_name, report, progress
+        self._report, self._progress = report, progress
         self._stacks, self._limit_s, self._exits = stacks, limit_s, exits
 
     def phase(self, name: str) -> None:
@@ -56,7 +54,7 @@ class RankReporter:
         self._begin(step=step)
 
     def facts(self, facts: dict[str, Any]) -> None:
-        self._report({"facts": {**facts, "data": self._data_name}})
+        self._report({"facts": facts})
 
     def epoch(self, metrics: dict[str, float], checkpoint: Path | str | None) -> None:
         self._report({"metrics": metrics})
@@ -67,7 +65,7 @@ class RankReporter:
             if not self._exits:
                 signal.setitimer(signal.ITIMER_REAL, self._limit_s + _GRACE_S)
         if self._progress is not None:
-            self._progress.write(**doing)
+            write_progress(self._progress, **doing)
 
 
 def train_rank(

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from fsdp_lab.engine.hang import stacks_file
 from fsdp_lab.engine.rank import RankReporter, check_gpu, train_rank
 from fsdp_lab.machine.hardware import WORKER_CPUS
 from fsdp_lab.record.reasons import Code
-from fsdp_lab.record.trial_files import ProgressFile, hold_alive
+from fsdp_lab.record.trial_files import hold_alive
 from fsdp_lab.record.trial_json import RankFailure
 from fsdp_lab.storage.objects import Storage
 
@@ -53,9 +53,8 @@ def train_worker(job: dict[str, Any]) -> None:
                 if uploads is not None:
                     threading.Thread(target=end_when_stuck, args=(uploads, stacks), daemon=True).start()
                 reporter = RankReporter(
-                    config.data.name,
                     lambda content: report(content, uploads),
-                    ProgressFile(folder) if rank == 0 else None,
+                    (folder / "progress.json").open("w") if rank == 0 else None,
                     file,
                     job["timeout_s"],
                     exits=uploads is None,
@@ -139,8 +138,12 @@ def own_folder(job: dict[str, Any], rank: int) -> Iterator[tuple[Path, Uploads |
     if job["storage"] is not None:
         scratch = scratch_folder()
         try:
-            uploads = Uploads(Storage(job["storage"]), scratch)
-            uploads.continue_log(rank)
+            storage = Storage(job["storage"])
+            uploads = Uploads(storage, scratch)
+            log = scratch / "logs" / f"rank{rank}.log"
+            log.parent.mkdir()
+            with suppress(FileNotFoundError):  # of an attempt before
+                storage.get(f"logs/{log.name}", log)
             with at_end(uploads.send):
                 yield scratch, uploads
         finally:

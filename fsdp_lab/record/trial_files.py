@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fsdp_lab.config import UserError
 from fsdp_lab.record.trial_json import changing
@@ -68,7 +68,8 @@ class TrialWriter:
         elif "metrics" in content:
             self._epoch(content["metrics"])
         else:
-            ProgressFile(self._folder).write(phase=ENDED)
+            with (self._folder / "progress.json").open("w") as file:
+                write_progress(file, phase=ENDED)
 
     def _epoch(self, metrics: dict[str, float]) -> None:
         (self._folder / "trial.json").stat()
@@ -84,41 +85,22 @@ class TrialWriter:
             write_text(self._file, "".join(f"{line}\n" for line in lines_now), parents=False)
 
 
-class ProgressFile:
-    """Writes `progress.json`: in place, as every step writes it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = (folder / "progress.json").open("w")
-        self._longest = 0
-
-    def write(self, **doing: str | int) -> None:
-        """Write the `phase` or the `step` (from 1) that begins."""
-        text = json.dumps({**doing, "time": time.time()})
-        self._longest = max(self._longest, len(text))
-        with suppress(OSError):  # a full disk ends a trial where it loses results, not here
-            os.pwrite(self._file.fileno(), text.ljust(self._longest).encode(), 0)
+def write_progress(file: IO[str], **doing: str | int) -> None:
+    """Write the `phase` or the `step` (from 1) that begins into `progress.json`: in place, as every step does so."""
+    text = json.dumps({**doing, "time": time.time()}).encode()
+    with suppress(OSError):  # a full disk ends a trial where it loses results, not here
+        os.pwrite(file.fileno(), text, 0)
+        os.ftruncate(file.fileno(), len(text))
 
 
-@dataclass(frozen=True)
-class TrialProgress:
-    """What a trial is doing, as its rank 0 reports; None is what is not known yet.
+def read_progress(folder: Path) -> dict[str, Any]:
+    """Return the `phase` or the `step` of rank 0, and the `time` when it began, in seconds since 1970.
 
-    Attributes:
-        phase: work other than a step; None: it is in a step.
-        step: the optimizer step, from 1.
-        time: when the phase or the step began, in seconds since 1970.
+    It is empty before the trial has begun one, and while one is being written.
     """
-
-    phase: str | None = None
-    step: int | None = None
-    time: float | None = None
-
-
-def read_progress(folder: Path) -> TrialProgress:
-    content: dict[str, Any] = {}
-    with suppress(UserError):  # it is being written
-        content = read_object(folder / "progress.json") or {}
-    return TrialProgress(**{name: content[name] for name in TrialProgress.__annotations__ if name in content})
+    with suppress(UserError):
+        return read_object(folder / "progress.json") or {}
+    return {}
 
 
 def write_error(folder: Path, text: str) -> None:

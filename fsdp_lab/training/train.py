@@ -127,7 +127,8 @@ def _train(
     resumed_from = checkpoints.load(state, steps_per_epoch)
     facts = _facts(config, ranks, state, data, resumed_from)
     steps = min(steps_per_epoch * config.training.epochs, config.training.max_steps or math.inf)
-    reporter.facts({**facts, "num_steps": int(steps), "notes": [*checkpoints.notes, *notes, *facts["notes"]]})
+    notes = [*checkpoints.notes, *notes, *facts["notes"]]
+    reporter.facts({**facts, "data": config.data.name, "num_steps": int(steps), "notes": notes})
     for metrics in state.history:
         reporter.epoch(metrics, resumed_from)
 

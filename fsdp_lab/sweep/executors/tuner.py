@@ -209,7 +209,7 @@ class TuneCallback(TrialProgressCallback):
         for number, speak_at in list(self._speak_at.items()):
             if self._sweep.has_facts(number):
                 del self._speak_at[number]
-            elif time.monotonic() > speak_at and read_progress(self._sweep.folder_of(number)).time is None:
+            elif time.monotonic() > speak_at and not read_progress(self._sweep.folder_of(number)):
                 self._speak_at[number] = time.monotonic() + 3 * _QUIET_S
                 if resources.unmet_request():
                     self._log(number, f" waits for {self._catalog.free_for(self._sweep.config_of(number))}")
