@@ -113,10 +113,3 @@ def driver_node() -> dict[str, float]:
 
     name = f"node:{ray.util.get_node_ip_address()}"
     return {name: 0.001} if sum(n["Alive"] for n in ray.nodes()) > 1 and name in ray.cluster_resources() else {}
-
-
-def unmet_request() -> bool:
-    """Return whether any workers wait to be placed: the cluster is full."""
-    from ray.util import placement_group_table
-
-    return any(group["state"] in ("PENDING", "RESCHEDULING") for group in placement_group_table().values())

@@ -46,12 +46,3 @@ class ResourceCatalog:
             amount + sum(taken.get(name, 0.0) for taken in all_taken) <= total.get(name, 0.0) + _ROUNDING
             for name, amount in self.of(config).items()
         )
-
-    def free_for(self, config: SweepConfig) -> str:
-        """Return text about what a trial needs, how much of it is free, and how long it waits."""
-        free, total = ray.available_resources(), ray.cluster_resources()
-        needed = " and ".join(
-            f"{amount:g} {name} ({free.get(name, 0):g} of {total.get(name, 0):g} free)"
-            for name, amount in self.of(config).items()
-        )
-        return f"{needed}; it gives up after cluster.wait_timeout_s={config.cluster.wait_timeout_s:g} s"

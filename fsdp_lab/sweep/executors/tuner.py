@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from ray.tune.search import Searcher
 
 from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, to_dict, workers_of
 from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.config.wording import resources_text
 from fsdp_lab.engine import resources, shortcut
 from fsdp_lab.engine.files_of_ranks import receive
 from fsdp_lab.engine.job import Job, trial_function
@@ -210,9 +212,11 @@ class TuneCallback(TrialProgressCallback):
             if self._sweep.has_facts(number):
                 del self._speak_at[number]
             elif time.monotonic() > speak_at and not read_progress(self._sweep.folder_of(number)):
-                self._speak_at[number] = time.monotonic() + 3 * _QUIET_S
-                if resources.unmet_request():
-                    self._log(number, f" waits for {self._catalog.free_for(self._sweep.config_of(number))}")
+                self._speak_at[number] = math.inf
+                config = self._sweep.config_of(number)
+                needed = resources_text(self._catalog.of(config))
+                limit = f"cluster.wait_timeout_s={config.cluster.wait_timeout_s:g}"
+                self._log(number, f" waits for {needed}; it gives up after {limit} s")
 
     def _log(self, number: int, what: str) -> None:
         self._sweep.log(f"{label(self._sweep.trials[number].trial)}{what}")
