@@ -95,7 +95,7 @@ class TrialFolder:
     @property
     def checkpoints(self) -> list[Path]:
         """Its checkpoints, oldest first, including damaged ones."""
-        return sorted((self.files / "checkpoints").glob("step_*"))
+        return sorted((self.files / "checkpoints").glob("step_*.json"))
 
 
 class SweepFolder:

@@ -85,7 +85,7 @@ class Memo:
     def step(self, step: int) -> None:
         pass
 
-    def epoch(self, metrics: dict[str, float], checkpoint: Path | None) -> None:
+    def epoch(self, metrics: dict[str, float]) -> None:
         self.reported.append(dict(metrics))
 
 

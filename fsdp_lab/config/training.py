@@ -318,6 +318,6 @@ class CheckpointConfig:
             return
         folder, epoch = Path(self.resume_from), 0
         with suppress(OSError, ValueError, LookupError, TypeError):  # an address has no such files either
-            newest = max(folder.glob("step_*/meta.json"), default=folder / "meta.json")
+            newest = max(folder.glob("step_*.json"), default=folder.with_suffix(".json"))
             epoch = int(json.loads(newest.read_text())["epoch"])
         training.check_left(f"checkpoint.resume_from={self.resume_from}", epoch)

@@ -56,7 +56,7 @@ class RankReporter:
     def facts(self, facts: dict[str, Any]) -> None:
         self._report({"facts": facts})
 
-    def epoch(self, metrics: dict[str, float], checkpoint: Path | str | None) -> None:
+    def epoch(self, metrics: dict[str, float]) -> None:
         self._report({"metrics": metrics})
 
     def _begin(self, **doing: str | int) -> None:

@@ -45,7 +45,7 @@ class ConsoleReporter:
         """Do nothing."""
         pass
 
-    def epoch(self, metrics: Metrics, checkpoint: Path | str | None) -> None:
+    def epoch(self, metrics: Metrics) -> None:
         if self.speaks:
             print(json.dumps({key: round(value, 6) for key, value in metrics.items()}), flush=True)
 

@@ -1,9 +1,6 @@
-"""Checkpoints: DCP shards, written under a temporary name and renamed when complete.
+"""Checkpoints: DCP shards, which are a checkpoint once a file names them all (`checkpoint_place.py`).
 
-A folder of checkpoints holds `step_00000022/` and so on. Each has DCP's files and `meta.json`, which names what wrote
-it, and carries the metrics of the epochs so far. Folders with other names are no checkpoints. A damaged checkpoint is
-skipped for the one before. `checkpoint_place.py` has the files, on a disk and in object storage.
-
+It also carries what wrote it, and the metrics of the epochs so far. A damaged checkpoint is skipped for the one before.
 DCP's own files are read with pickle: load only checkpoints that you or your jobs wrote.
 """
 
@@ -33,13 +30,8 @@ from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.training import CheckpointConfig, CheckpointMode
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training.checkpoint_place import META, Where, place_of, reader, step_of, writer
-from fsdp_lab.training.checkpoint_source import (
-    check_meta,
-    check_same_trial,
-    order_of,
-    trial_identity,
-)
+from fsdp_lab.training.checkpoint_place import MARKER, Place, Saved, writer
+from fsdp_lab.training.checkpoint_source import check_meta, check_same_trial, order_of, trial_identity
 from fsdp_lab.training.distributed import DistributedContext, together
 from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.model_state import AsSaved, CheckpointError, load_model_state, model_state
@@ -123,86 +115,86 @@ class TrainState(Stateful):
 
 
 class Checkpoints:
-    """The checkpoints of one trial, in a folder that all ranks see or at an address in object storage.
+    """The checkpoints of one trial.
 
     Attributes:
         notes: sentences about the checkpoint that was loaded.
         times_count: whether the steps that its history timed were this run's: on as many workers, and on such devices.
     """
 
-    def __init__(self, place: Where, config: TrialConfig, ranks: DistributedContext) -> None:
-        self.place, self.config, self.ranks = place_of(place), config, ranks
+    def __init__(self, place: str, config: TrialConfig, ranks: DistributedContext) -> None:
+        """Prepare the checkpoints of a trial.
+
+        Args:
+            place: a folder that all ranks see, or an address in object storage.
+        """
+        self.place, self.config, self.ranks = Place(place), config, ranks
         self.settings: CheckpointConfig = config.checkpoint
-        self.notes: list[str] = []  # on what was loaded
+        self.notes: list[str] = []
         self.times_count = False
-        self._newest: Where | None = None
-        self._writing: tuple[Future[Any], Where, int, dict[str, Any], float] | None = None
+        self._newest = ""  # the name of the last one that was loaded or saved here
+        self._writing: tuple[Future[Any], str, dict[str, Any], float] | None = None
         self._async_group: dist.ProcessGroup | None = None
 
-    def load(self, state: TrainState, steps_per_epoch: int) -> Where | None:
+    def load(self, state: TrainState, steps_per_epoch: int) -> str | None:
         """Resume from this trial's own last checkpoint, else start where `checkpoint.resume_from` ended.
 
         Of another run, weights, optimizer and position continue. Metrics, times and settings are this trial's.
 
         Returns:
-            the checkpoint that was loaded; None: training starts from step 0.
+            the name of the checkpoint that was loaded; None: training starts from step 0.
 
         Raises:
             CheckpointError: `resume_from` has no checkpoint, or the checkpoint is damaged or of another model or
                 PyTorch.
             CombinationError: the other run has trained all that this one is to train.
         """
-        source, meta, self.notes = self._agree_on_source()
+        source, is_own, self.notes = self._on_first_rank(self._find_source)  # ranks could see different files
         if source is None:
             return None
-        check_meta(meta, source, self.config)
-        if own := self.place.has(source):
-            check_same_trial(meta, source, self.config)
-            self._newest = source
+        name, meta = source.name, source.meta
+        check_meta(meta, name, self.config)
+        if is_own:
+            check_same_trial(meta, name, self.config)
         settings = settings_of(state, self.config)
         try:
-            with ordinary_errors(f"loading the checkpoint {source}"):
-                files = reader(place_of(source), source)
-                dcp.load({"train": state}, storage_reader=files, planner=self._planner(state, source))
+            self._load({"train": state}, source, state)
         except Exception as error:
             ours = isinstance(error, UserError) or not isinstance(error.__cause__, CheckpointException)
             if ours or is_of_the_machine(error):
                 raise
             raise CheckpointError(
-                f"the checkpoint {source} is damaged: its files have the expected sizes but cannot be read "
-                f"({type(error).__name__}: {str(error).partition(chr(10))[0][:200]}); move it away to start from the "
-                "checkpoint before it."
+                f"the checkpoint {name} is damaged: its files have the expected sizes but cannot be read "
+                f"({type(error).__name__}: {str(error).partition(chr(10))[0][:200]}); move it away, {name}.json, to "
+                "start from the checkpoint before it."
             ) from error
-        if own:
-            state.history = meta["history"]
+        if is_own:
+            self._newest, state.history = name, meta["history"]
             there, here = (meta["world_size"], meta.get("device")), (self.ranks.world_size, self.ranks.device_name)
             self.times_count = there == here
-            return source
-        self.notes += continue_another(state, meta, source, self.config, settings, steps_per_epoch)
-        return source
+        else:
+            self.notes += continue_another(state, meta, name, self.config, settings, steps_per_epoch)
+        return name
 
-    def _agree_on_source(self) -> tuple[Where | None, dict[str, Any], list[str]]:
-        """Let rank 0 look and broadcast the answer: on a slow shared disk ranks could see different files.
-
-        Returns:
-            the checkpoint to load, its metadata, and a note about each damaged one that was skipped.
-        """
-        return self._on_first_rank(self._find_source)
-
-    def _find_source(self) -> tuple[Where | None, dict[str, Any], list[str]]:
+    def _find_source(self) -> tuple[Saved | None, bool, list[str]]:
+        """Return the checkpoint to load, whether it is this trial's, and a note about each damaged one."""
         source, damaged = self.place.find_latest()
+        is_own = source is not None
         if source is None and self.settings.resume_from is not None:
-            source, damaged_there = place_of(self.settings.resume_from).find_latest()
+            source, damaged_there = Place(self.settings.resume_from).find_latest()
             if source is None:
                 raise CheckpointError(
-                    f"checkpoint.resume_from={self.settings.resume_from} has no complete checkpoint; give a "
-                    f"folder named step_<number> with a {META} in it, or its parent folder."
-                    + "".join(f" Damaged: {each}." for each in damaged_there)
+                    f"checkpoint.resume_from={self.settings.resume_from} has no complete checkpoint; give a folder "
+                    f"that has a {MARKER}, or that file." + "".join(f" Damaged: {each}." for each in damaged_there)
                 )
             damaged += damaged_there
-        instead = f"training starts from {source}" if source else "training starts from step 0"
-        notes = [f"skipped a damaged checkpoint, {each}; {instead}" for each in damaged]
-        return source, place_of(source).meta(source) if source else {}, notes
+        instead = f"training starts from {source.name}" if source else "training starts from step 0"
+        return source, is_own, [f"skipped a damaged checkpoint, {each}; {instead}" for each in damaged]
+
+    def _load(self, into: dict[str, Any], source: Saved, state: TrainState) -> None:
+        planner = AsSaved(state.model, self.ranks.device, source.name)
+        with ordinary_errors(f"loading the checkpoint {source.name}"):
+            dcp.load(into, storage_reader=source.reader(), planner=planner)
 
     def save(self, state: TrainState, metrics: Metrics) -> Metrics:
         """Save now (`sync`) or start to (`async`); every rank calls it.
@@ -215,7 +207,7 @@ class Checkpoints:
             return metrics
         begun = time.perf_counter()
         metrics.update(self.finish())
-        making = self._begin(state.step)
+        making = self._on_first_rank(lambda: self.place.begin(state.step))
         if self.settings.mode is CheckpointMode["async"]:
             if self._async_group is None:  # its own group: a thread must not mix with training's messages
                 group = dist.new_group(backend="gloo")
@@ -225,24 +217,20 @@ class Checkpoints:
             # its own, would ask for a stream of GPU 0 and so open a context there, on every rank. The writer is the
             # stager too, and blocks as the default one does.
             stager = writer(making, per_thread_copy_ahead=0)
-            with ordinary_errors(f"saving the checkpoint {self.place.named(state.step)}"):
+            with ordinary_errors(f"saving the checkpoint {making.rpartition('.')[0]}"):
                 future = dcp.async_save({"train": state}, storage_writer=stager, process_group=self._async_group)
             assert isinstance(future, Future)
             metrics["checkpoint/blocked_s"] = time.perf_counter() - begun
             state.remember(metrics)
-            self._writing = (future, making, state.step, self._meta(state), begun)
+            self._writing = (future, making, self._meta(state), begun)
             return metrics
-        with ordinary_errors(f"saving the checkpoint {self.place.named(state.step)}"):
+        with ordinary_errors(f"saving the checkpoint {making.rpartition('.')[0]}"):
             dcp.save({"train": state}, storage_writer=writer(making))
         metrics["checkpoint/bytes"] = self._size(making)
         metrics["checkpoint/save_s"] = metrics["checkpoint/blocked_s"] = time.perf_counter() - begun
         state.remember(metrics)
-        self._publish(making, state.step, self._meta(state))
+        self._publish(making, self._meta(state))
         return metrics
-
-    def last_whole(self) -> Where | None:
-        """Return the newest finished checkpoint of this trial that was loaded or saved here; None: none was."""
-        return self._newest
 
     def finish(self) -> Metrics:
         """Wait for a running save and publish it. Every rank calls it, also at the end of training.
@@ -252,12 +240,12 @@ class Checkpoints:
         """
         if self._writing is None:
             return {}
-        future, making, step, meta, begun = self._writing
-        with ordinary_errors(f"saving the checkpoint {self.place.named(step)}"):
+        future, making, meta, begun = self._writing
+        with ordinary_errors(f"saving the checkpoint {making.rpartition('.')[0]}"):
             future.result(timeout=1800)
         self._writing = None
         figures = {"checkpoint/save_s": time.perf_counter() - begun, "checkpoint/bytes": self._size(making)}
-        self._publish(making, step, meta)
+        self._publish(making, meta)
         return figures
 
     def load_best_weights(self, state: TrainState) -> int:
@@ -265,18 +253,12 @@ class Checkpoints:
 
         Every rank calls it, at the end of training.
         """
-        best = self._on_first_rank(self.place.best)
-        step = step_of(best)
-        if best == self._newest:
-            return step
-        saved = {"train": {"model": model_state(state.model)}}
-        with ordinary_errors(f"loading the checkpoint {best}"):
-            dcp.load(saved, storage_reader=reader(self.place, best), planner=self._planner(state, best))
-        load_model_state(state.model, saved["train"]["model"])
-        return step
-
-    def _planner(self, state: TrainState, source: Where) -> AsSaved:
-        return AsSaved(state.model, self.ranks.device, source)
+        best: Saved = self._on_first_rank(self.place.best)
+        if best.name != self._newest:
+            saved = {"train": {"model": model_state(state.model)}}
+            self._load(saved, best, state)
+            load_model_state(state.model, saved["train"]["model"])
+        return best.step
 
     def _on_first_rank(self, do: Callable[[], Any]) -> Any:
         """Return the result that `do` has on rank 0 on every rank, or raise its error on every rank."""
@@ -284,20 +266,17 @@ class Checkpoints:
         dist.broadcast_object_list(done, src=0)
         return done[0]
 
-    def _begin(self, step: int) -> Where:
-        return self._on_first_rank(lambda: self.place.begin(step))
-
-    def _size(self, making: Where) -> float:
+    def _size(self, making: str) -> float:
         """Return the bytes of a finished save. Only rank 0, which also publishes it, looks."""
         return float(self._on_first_rank(lambda: self.place.size(making)))
 
-    def _publish(self, making: Where, step: int, meta: dict[str, Any]) -> None:
+    def _publish(self, making: str, meta: dict[str, Any]) -> None:
         """Publish a save on rank 0, and then remove checkpoints that need not be kept."""
 
-        def publish() -> Where:
-            target = self.place.publish(making, step, meta)
+        def publish() -> str:
+            name = self.place.publish(making, meta)
             self.place.prune(self.settings.keep_last, self.settings.keep_best)
-            return target
+            return name
 
         self._newest = self._on_first_rank(publish)
 
@@ -331,7 +310,7 @@ def settings_of(state: TrainState, config: TrialConfig) -> list[dict[str, Any]]:
 def continue_another(
     state: TrainState,
     meta: dict[str, Any],
-    source: Where,
+    source: str,
     config: TrialConfig,
     settings: list[dict[str, Any]],
     steps_per_epoch: int,

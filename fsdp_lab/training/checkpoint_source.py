@@ -6,18 +6,16 @@ from typing import Any
 
 import torch
 
-from fsdp_lab.config.compare import CHECKPOINT, counts, settings
-from fsdp_lab.config.conf import OPEN_GROUPS
+from fsdp_lab.config.compare import CHECKPOINT, settings
 from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training.checkpoint_place import Where
 from fsdp_lab.training.model_state import CheckpointError
 
 # Keys of the model that change no parameter.
 _NO_WEIGHTS = ("block_classes", "flops_per_unit")
 
 
-def check_meta(meta: dict[str, Any], source: Where, config: TrialConfig) -> None:
+def check_meta(meta: dict[str, Any], source: str, config: TrialConfig) -> None:
     """Refuse a checkpoint of another model, optimizer or PyTorch, naming the difference.
 
     Raises:
@@ -55,23 +53,20 @@ def trial_identity(config: TrialConfig) -> dict[str, Any]:
     return settings(config, CHECKPOINT)
 
 
-def check_same_trial(meta: dict[str, Any], source: Where, config: TrialConfig) -> None:
+def check_same_trial(meta: dict[str, Any], source: str, config: TrialConfig) -> None:
     """Refuse to resume in a folder in which another trial was trained.
 
     Raises:
         CheckpointError: with the settings that differ.
     """
-    here, there = trial_identity(config), trial_identity(TrialConfig()) | meta["trial"]  # older ones lack newer keys
-    gone = [  # arguments of another callable
-        k for k in meta["trial"] if k.partition(".")[0] in OPEN_GROUPS and k not in here and counts(k, CHECKPOINT)
-    ]
+    here, there, older = trial_identity(config), meta["trial"], trial_identity(TrialConfig())
     other = [
         f"{k}={there.get(k)} in the checkpoint, {here.get(k)} now"
-        for k in [*here, *gone]
-        if there.get(k) != here.get(k)
+        for k in dict.fromkeys([*here, *there])
+        if there.get(k, older.get(k)) != here.get(k)  # a version before this one may lack a key
     ]
     if other:
-        folder = str(source).rpartition("/checkpoints/")[0]
+        folder = source.rpartition("/checkpoints/")[0]
         raise CheckpointError(
             f"the folder {folder} holds another trial ({'; '.join(other)}); use another folder, or "
             f"checkpoint.resume_from={source} in a new one to continue from its weights."

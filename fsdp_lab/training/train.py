@@ -21,7 +21,6 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.blocks import batch_norm_notes
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
-from fsdp_lab.training.checkpoint_place import Where
 from fsdp_lab.training.data import build_loaders, load_data
 from fsdp_lab.training.distributed import DistributedContext, build_parallel_dims, gather, largest, setup_distributed
 from fsdp_lab.training.export import check_exportable, export_model
@@ -50,13 +49,10 @@ class Reporter(Protocol):
     def step(self, step: int) -> None:
         """Report the beginning of an optimizer step, counted from 1."""
 
-    def epoch(self, metrics: Metrics, checkpoint: Where | None) -> None:
+    def epoch(self, metrics: Metrics) -> None:
         """Report the metrics of a finished epoch, including `epoch` and `step`.
 
         After a resume the earlier epochs are reported again, so nothing is lost between a checkpoint and its report.
-
-        Args:
-            checkpoint: the newest finished one; None: none yet.
         """
 
 
@@ -123,14 +119,14 @@ def _train(
     if config.export and workload.model.save is None:
         check_exportable(state.model)
     reporter.phase("loading a checkpoint")
-    checkpoints = Checkpoints(f"{storage}/checkpoints" if storage else folder / "checkpoints", config, ranks)
+    checkpoints = Checkpoints(f"{storage or folder}/checkpoints", config, ranks)
     resumed_from = checkpoints.load(state, steps_per_epoch)
     facts = _facts(config, ranks, state, data, resumed_from)
     steps = min(steps_per_epoch * config.training.epochs, config.training.max_steps or math.inf)
     notes = [*checkpoints.notes, *notes, *facts["notes"]]
     reporter.facts({**facts, "data": config.data.name, "num_steps": int(steps), "notes": notes})
     for metrics in state.history:
-        reporter.epoch(metrics, resumed_from)
+        reporter.epoch(metrics)
 
     watch = Watch(
         StepTimer(config.training.timing_warmup_steps, ranks),
@@ -161,7 +157,7 @@ def _train(
         metrics.update(epoch=state.epoch + 1, step=state.step)
         if state.epoch_step >= steps_per_epoch:  # else max_steps cut it short: a resume takes the rest
             state.epoch, state.epoch_step = state.epoch + 1, 0
-        reporter.epoch(_keep(metrics, state, config, checkpoints), checkpoints.last_whole())
+        reporter.epoch(_keep(metrics, state, config, checkpoints))
 
     watch.trace.finish()
     if config.export:
@@ -189,7 +185,7 @@ def _facts(
     ranks: DistributedContext,
     state: TrainState,
     data: Data,
-    resumed_from: Where | None,
+    resumed_from: str | None,
 ) -> dict[str, Any]:
     on_cpu = ranks.device.type == "cpu"
     is_hybrid = config.sharding.dp_replicate > 1 and config.sharding.granularity is not Granularity.ddp
@@ -202,7 +198,7 @@ def _facts(
         "data_digest": data.digest,
         "data_num_train": len(data.train),
         "data_num_val": len(data.val),
-        "resumed_from": str(resumed_from) if resumed_from else None,
+        "resumed_from": resumed_from,
         "notes": [
             *sharding_notes(config),
             *memory_notes(config),

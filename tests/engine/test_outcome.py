@@ -161,12 +161,12 @@ def test_a_folder_that_is_made_anew_under_a_trial_gets_no_epochs(tmp_path: Path)
     """Ray makes the folder of a removed trial again, for its own files."""
     reporter = reporter_of(tmp_path)
     reporter.facts({"device": "cpu"})
-    reporter.epoch({"epoch": 1.0}, None)
+    reporter.epoch({"epoch": 1.0})
     for path in tmp_path.iterdir():
         path.unlink()
     reporter.step(9)
     with pytest.raises(FileNotFoundError):
-        reporter.epoch({"epoch": 2.0}, None)
+        reporter.epoch({"epoch": 2.0})
     assert not list(tmp_path.iterdir())
 
 
@@ -185,16 +185,16 @@ def test_an_epoch_that_is_reported_again_stands_in_the_file_once(tmp_path: Path)
     reporter = reporter_of(tmp_path)
     reporter.facts({})
     for epoch in (1, 2, 3):
-        reporter.epoch({"epoch": epoch, "perf/step_seconds": 0.5 + epoch, "val/loss": math.inf}, None)
+        reporter.epoch({"epoch": epoch, "perf/step_seconds": 0.5 + epoch, "val/loss": math.inf})
     before = file.read_bytes()
     with file.open("a") as lines:
         lines.write('{"epoch": 4, "val')  # a kill
     again = reporter_of(tmp_path)
     for epoch in (1, 2):
-        again.epoch({"epoch": epoch, "perf/step_seconds": 0.5 + epoch, "val/loss": math.inf}, None)
+        again.epoch({"epoch": epoch, "perf/step_seconds": 0.5 + epoch, "val/loss": math.inf})
         assert file.read_bytes().startswith(before)
     for epoch in (3, 4):
-        again.epoch({"epoch": epoch, "perf/step_seconds": 9.0}, None)
+        again.epoch({"epoch": epoch, "perf/step_seconds": 9.0})
     output = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["epoch"], line["perf/step_seconds"]) for line in output] == [(1, 1.5), (2, 2.5), (3, 9.0), (4, 9.0)]
 
@@ -204,7 +204,7 @@ def test_a_lost_epoch_that_is_reported_again_comes_back_to_its_place(tmp_path: P
     reporter = reporter_of(tmp_path)
     reporter.facts({})
     for epoch in (1, 2, 3):
-        reporter.epoch({"epoch": epoch}, None)
+        reporter.epoch({"epoch": epoch})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"epoch": 1}\n{"epoch": 2}\n{"epoch": 3}\n'
 
 

@@ -139,7 +139,7 @@ def test_what_a_resume_needs_is_on_the_disk_before_its_name_and_its_name_after(
     for number in ("0", "1"):
         outcome = last(points, f"rename before out/{number}/trial.json")
         assert f"fsync after out/{number}/metrics.jsonl" in points[:outcome], "it says how many epochs there are"
-    checkpoints = [f"out/{number}/checkpoints/step_{step:08d}" for number in (0, 1) for step in (2, 4)]
+    checkpoints = [f"out/{number}/checkpoints/step_{step:08d}.json" for number in (0, 1) for step in (2, 4)]
     for path in ("out/sweep.json", "out/0/trial.json", "out/1/trial.json", *checkpoints):
         folder, _, name = path.rpartition("/")
         renamed = last(points, f"rename after {path}")

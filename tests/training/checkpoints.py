@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ class Job:
         folder: of the trial.
         overrides: of three epochs with the settings of `SMALL`; None: the folder is only prepared.
         copied: what the folder is copied from before; "": nothing.
-        harmed: what is then done to which file in it.
+        harmed: what is then done to which file in it, by a pattern.
     """
 
     folder: str
@@ -38,7 +39,8 @@ class Job:
         if self.copied:
             shutil.copytree(self.copied, self.folder)
         for harm, file in self.harmed:
-            harm(Path(self.folder, file))
+            (path,) = Path(self.folder).glob(file)
+            harm(path)
 
 
 @dataclass
@@ -84,9 +86,18 @@ def overwrite(file: Path) -> None:
 
 
 def names(*steps: int) -> list[str]:
-    """The folders of the checkpoints of these steps."""
+    """The names of the checkpoints of these steps."""
     return [f"step_{step:08d}" for step in steps]
 
 
 def names_in(folder: Path) -> list[str]:
-    return sorted(f.name for f in folder.iterdir())
+    """The checkpoints in a folder that holds nothing else: of each a marker, and the data that it names."""
+    markers = sorted(folder.glob("*.json"))
+    data = [json.loads(marker.read_text())["data"] for marker in markers]
+    assert sorted(f.name for f in folder.iterdir()) == sorted([*data, *(marker.name for marker in markers)])
+    return [marker.stem for marker in markers]
+
+
+def data_of(checkpoint: Path) -> Path:
+    """The folder of a checkpoint's files."""
+    return next(folder for folder in checkpoint.parent.glob(f"{checkpoint.name}.*") if folder.is_dir())

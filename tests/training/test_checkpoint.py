@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_lab.config import CombinationError
-from fsdp_lab.training.checkpoint_place import OnDisk
+from fsdp_lab.training.checkpoint_place import Place
 from fsdp_lab.training.checkpoint_source import check_meta
 from fsdp_lab.training.model_state import CheckpointError
 from tests.ranks import Memo, config, run_ranks, selected
@@ -26,6 +26,7 @@ from tests.training.checkpoints import (
     Job,
     Reported,
     cut,
+    data_of,
     names,
     names_in,
     overwrite,
@@ -80,9 +81,9 @@ class Runs:
 
     def last(self, name: str) -> Path:
         """The newest checkpoint of a folder."""
-        found = OnDisk(self.folder / name / "checkpoints").find_latest()[0]
+        found = Place(f"{self.folder / name}/checkpoints").find_latest()[0]
         assert found is not None
-        return found
+        return Path(found.name)
 
 
 def stopped_jobs(folder: Path, name: str, overrides: list[str]) -> dict[str, Job]:
@@ -96,7 +97,7 @@ def stopped_jobs(folder: Path, name: str, overrides: list[str]) -> dict[str, Job
 def later_jobs(folder: Path) -> dict[str, Job]:
     """What follows the runs of `adam`, and the run `kept`, which has two checkpoints."""
     kept, elsewhere, last = f"{folder}/kept", f"{folder}/elsewhere", f"checkpoints/{names(4)[0]}"
-    meta, shard, both = f"{last}/meta.json", f"{last}/__1_0.distcp", [f"checkpoints/{n}/meta.json" for n in names(2, 4)]
+    meta, shard, both = f"{last}.json", f"{last}.*/__1_0.distcp", [f"checkpoints/{n}.json" for n in names(2, 4)]
     source = "checkpoint.resume_from="
     unsaved = [
         "checkpoint.mode=off",
@@ -126,7 +127,7 @@ def later_jobs(folder: Path) -> dict[str, Job]:
         "cut meta": Job(f"{folder}/cut meta", KEEP_TWO, kept, [(cut, meta)]),
         "no shard": Job(f"{folder}/no shard", [*KEEP_TWO, ASYNC], kept, [(Path.unlink, shard)]),
         "other bytes": Job(f"{folder}/other bytes", KEEP_TWO, kept, [(overwrite, shard)]),
-        "other metadata": Job(f"{folder}/other metadata", KEEP_TWO, kept, [(overwrite, f"{last}/.metadata")]),
+        "other metadata": Job(f"{folder}/other metadata", KEEP_TWO, kept, [(overwrite, f"{last}.*/.metadata")]),
         "anew": Job(f"{folder}/anew", KEEP_TWO, kept, [(cut, file) for file in both]),
         "elsewhere": Job(elsewhere, None, kept, [(cut, meta)]),
         "from elsewhere": Job(f"{folder}/from elsewhere", [*KEEP_TWO, f"{source}{elsewhere}/checkpoints"]),
@@ -206,7 +207,7 @@ def on_others(runs: Runs, request: pytest.FixtureRequest) -> dict[str, Reported]
         for other in selected(request, "other"):
             name, _, number = other.partition(" on ")
             if int(number) == size:
-                meta = f"checkpoints/{names(2)[0]}/meta.json"
+                meta = f"checkpoints/{names(2)[0]}.json"
                 copied = Job(f"{runs.folder}/{other}", OTHER_RANKS[name], f"{runs.folder}/other {name}")
                 jobs[other] = replace(copied, harmed=[(say_timed, meta)])
         if jobs:
@@ -232,7 +233,7 @@ def test_save_figures(runs: Runs, same: str) -> None:
     assert all(e["checkpoint/blocked_s"] > 0 for e in epochs)
     last = epochs[-1]
     assert last["checkpoint/save_s"] >= last["checkpoint/blocked_s"]
-    on_disk = sum(f.stat().st_size for f in runs.last(f"{same}_whole").iterdir() if f.name != "meta.json")
+    on_disk = sum(f.stat().st_size for f in data_of(runs.last(f"{same}_whole")).iterdir())
     assert last["checkpoint/bytes"] == on_disk > NUM_PARAMS * 4 * 3  # weights and Adam's two moments
 
 
@@ -315,10 +316,10 @@ DAMAGED = "checkpoints/step_00000004"
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        ("from nowhere", ("checkpoint.resume_from={folder}/empty", "no complete checkpoint", "meta.json")),
+        ("from nowhere", ("checkpoint.resume_from={folder}/empty", "no complete checkpoint", "step_<number>.json")),
         ("other model", ("model.num_layers=2 in the checkpoint, 3 now",)),
         ("other optimizer", ("optimizer=adam in the checkpoint, sgd now",)),
-        ("from the damaged one", ("meta.json cannot be read",)),
+        ("from the damaged one", ("step_00000004.json cannot be read",)),
         ("through", ("3 epochs, which counts, and training.epochs=3 asks", "training.epochs=6 for 3 more")),
         ("through its steps", ("3 steps, which counts, and training.max_steps=2", "training.max_steps=null")),
         # only the reader finds bytes that are damaged
@@ -334,23 +335,23 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank(runs: Runs, job: str, w
 
 def test_another_pytorch_is_refused(runs: Runs) -> None:
     source = runs.last("adam")
-    meta = json.loads((source / "meta.json").read_text())
+    meta = json.loads(source.with_suffix(".json").read_text())
     trial = config(*SMALL)
-    check_meta(meta, source, trial)
+    check_meta(meta, str(source), trial)
     meta["torch_version"] = "2.4.1"
     with pytest.raises(CheckpointError, match=r"written by PyTorch 2\.4\.1, and this is") as caught:
-        check_meta(meta, source, trial)
+        check_meta(meta, str(source), trial)
     assert torch.__version__ in str(caught.value)
     assert "checkpoint.any_torch_version=true" in str(caught.value)
-    check_meta(meta, source, config(*SMALL, "checkpoint.any_torch_version=true"))
+    check_meta(meta, str(source), config(*SMALL, "checkpoint.any_torch_version=true"))
 
 
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        ("cut meta", "meta.json cannot be read"),
+        ("cut meta", "step_00000004.json cannot be read"),
         ("no shard", "__1_0.distcp is missing"),
-        ("from elsewhere", "meta.json cannot be read"),
+        ("from elsewhere", "step_00000004.json cannot be read"),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(runs: Runs, job: str, words: str) -> None:
@@ -361,7 +362,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(runs: Runs, job:
     (note,) = [note for note in reported.facts["notes"] if "damaged" in note]
     assert names(4)[0] in note and names(2)[0] in note and words in note
     folder = runs.folder / job / "checkpoints"
-    assert names_in(folder) == names(4, 6) and OnDisk(folder).whole() == [folder / each for each in names(4, 6)]
+    assert names_in(folder) == names(4, 6) and all(each.damage is None for each in Place(str(folder)).saved())
 
 
 @pytest.mark.parametrize("job", ["anew"])

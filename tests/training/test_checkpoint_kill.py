@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_lab.training.checkpoint_place import OnDisk
+from fsdp_lab.training.checkpoint_place import Place
 from tests import forked
 from tests.conftest import ROOT
 from tests.ranks import Memo, config, run_ranks, selected
@@ -60,9 +60,9 @@ def train_and_hang(where: str, folder: Path) -> None:
     if where == "async":
         hang_at_second_call(reached, module.dcp, "async_save", lambda *call: write(*call).result())
     if where == "published":
-        hang_at_second_call(reached, place.OnDisk, "outdated")
+        hang_at_second_call(reached, place.Place, "prune")
     if where == "pruning":
-        hang_at_second_call(reached, place.shutil, "rmtree", counts=lambda path, *a: path.name.endswith("trash"))
+        hang_at_second_call(reached, place.shutil, "rmtree")
     mode = "async" if where == "async" else "sync"
     train(config(*SMALL, *FOUR, f"checkpoint.mode={mode}"), folder, Memo())
 
@@ -85,8 +85,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     jobs: dict[str, Job] = {}
     for where in selected(request, "where"):
         kill(where, folder / where)
-        found = OnDisk(folder / where / "checkpoints").find_latest()[0]
-        assert found is not None and [found.name] == names(KILLED[where]), where
+        found = Place(f"{folder / where}/checkpoints").find_latest()[0]
+        assert found is not None and found.step == KILLED[where], where
         jobs[where] = Job(str(folder / where), [SYNC, *FOUR])
     jobs["whole"] = Job(str(folder / "whole"), FOUR)
     results = dict(zip(jobs, run_ranks(1, train_in, list(jobs.values()))[0], strict=True))

@@ -45,7 +45,7 @@ def test_torchrun_end_to_end(tmp_path: Path) -> None:
     assert (facts["world_size"], facts["num_params"], facts["data_num_train"]) == (2, 139_018, 128)
     assert 0 < epoch["train/loss"] < 3
     assert epoch["memory/rank1/peak_bytes"] > 0
-    assert (tmp_path / "out/checkpoints/step_00000002/meta.json").is_file()  # 128 images, 64 a step
+    assert (tmp_path / "out/checkpoints/step_00000002.json").is_file()  # 128 images, 64 a step
     weights = torch.load(tmp_path / "out/model.pt", weights_only=True)["state_dict"]
     assert sum(w.numel() for w in weights.values()) == 139_018
 
