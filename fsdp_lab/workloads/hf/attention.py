@@ -1,8 +1,7 @@
 """Attention whose masks do not depend on values.
 
 A forecast has no values, and a GPU would synchronize for one in each forward pass. transformers reads a mask's values
-to
-skip a mask that masks nothing. Under fake tensors it cannot, and builds the mask: a forecast would hold more than
+to skip a mask that masks nothing. Under fake tensors it cannot, and builds the mask: a forecast would hold more than
 training does. Both names below are PyTorch's attention; they differ in what is known about masks.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,24 @@ def read_config(config: Config | None, overrides: Mapping[str, Any]) -> Any:
     Raises:
         UserError: it cannot be read, transformers has no such model, or the configuration has no such key.
     """
-    values, overrides = read_values(config), _with_floats(overrides)
+    values = read_values(config)
     kind = _class_of(values, config)
-    try:
+    with translated(config, overrides):
         plain = kind.from_dict(copy.deepcopy(values))
         _check_keys(plain, overrides, config)
         merged = merge(values, {plain.attribute_map.get(name, name): value for name, value in overrides.items()})
         check_values(merged, named(config))
         return kind.from_dict(with_layers(merged, overrides))
+
+
+@contextmanager
+def translated(config: Config | None, overrides: Mapping[str, Any]) -> Iterator[None]:
+    """Translate what a configuration or a model of transformers raises, which may be anything, into a ConfigError."""
+    try:
+        yield
     except UserError:
         raise
-    except Exception as error:  # each configuration raises what it likes
+    except Exception as error:
         shown = "".join(f" model.{name}={value}" for name, value in overrides.items())
         raise ConfigError(f"{named(config)}{shown}: {' '.join(str(error).split())}") from error
 
@@ -57,19 +65,8 @@ def read_values(config: Config | None) -> dict[str, Any]:
             "model.config is not set; give a folder with a config.json, such a file, or a name on the Hugging Face "
             "hub, such as model.config=openai-community/gpt2."
         )
-    values = _with_floats(dict(config) if isinstance(config, Mapping) else _read(config))
+    values = dict(config) if isinstance(config, Mapping) else _read(config)
     check_values(values, named(config))
-    return values
-
-
-def _with_floats(values: Any) -> Any:
-    """Return a copy with the floats that JSON lacks, which transformers writes as `{"__float__": "-Infinity"}`."""
-    if isinstance(values, Mapping):
-        if [*values] == ["__float__"] and values["__float__"] in ("Infinity", "-Infinity", "NaN"):
-            return float(values["__float__"])
-        return {key: _with_floats(value) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return [_with_floats(value) for value in values]
     return values
 
 

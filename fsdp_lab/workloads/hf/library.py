@@ -10,7 +10,7 @@ from fsdp_lab.config.errors import UserError
 
 @cache
 def transformers() -> Any:
-    """Return the package, with warnings off: the driver and each rank would print them.
+    """Return the package, without warnings and progress bars: the driver and each rank would print them.
 
     Raises:
         UserError: it is not installed.
@@ -24,4 +24,5 @@ def transformers() -> Any:
             "pip install -e '.[hf]' in the clone."
         ) from error
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     return transformers

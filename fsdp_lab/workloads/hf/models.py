@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.config.errors import ConfigError, UserError
+from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.source import ModelSource
 from fsdp_lab.workloads.hf import attention, weights
-from fsdp_lab.workloads.hf.configuration import Config, folder_of, named, read_config
+from fsdp_lab.workloads.hf.configuration import Config, folder_of, named, read_config, translated
 from fsdp_lab.workloads.hf.library import transformers
 
+_SHIFTS = "prepare_decoder_input_ids_from_labels"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -24,16 +25,14 @@ class HuggingFace(ModelSource):
 
     Attributes:
         mapping: the name of its table, configuration class -> model class.
-        kind: for messages.
+        kind: with its article, for messages.
         prepare: changes a model after it was built.
-        method: a method that the model's class must have; None: none.
     """
 
     auto_class: str
     mapping: str
     kind: str
     prepare: Callable[[Any], None]
-    method: str | None = None
 
     def __call__(self, config: Config, pretrained: bool = False, **overrides: Any) -> nn.Module:
         """Return the model in float32, with random weights.
@@ -47,32 +46,23 @@ class HuggingFace(ModelSource):
         return made
 
     def check(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> None:
-        hf_config = read_config(config, overrides)
-        if type(hf_config) in (classes := getattr(transformers(), self.mapping)):
-            if self.method is not None and not hasattr(classes[type(hf_config)], self.method):
-                raise ConfigError(
-                    f"{named(config)}: {classes[type(hf_config)].__name__} has no {self.method}, which makes the "
-                    "decoder's tokens from the labels; use a model that has it, such as T5 or BART, or "
-                    "model._target_ with your own function."
-                )
-            if self == causal_lm:
-                self._check_causal(hf_config, config)
-            return
-        others = [name for name, other in MODELS.items() if type(hf_config) in getattr(transformers(), other.mapping)]
-        remedy = f"use model={' or model='.join(others)}" if others else "transformers has it only for other tasks"
-        raise ConfigError(f"{named(config)}: {_a(hf_config.model_type)} model is not {_a(self.kind)}; {remedy}.")
-
-    def _check_causal(self, config: Any, typed: Config | None) -> None:
-        """Check that the model is no encoder, as those are that transformers also has for masked tokens.
-
-        Raises:
-            ConfigError: it sees the tokens that it is to predict.
-        """
-        masked = type(config) in transformers().MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
-        if masked and getattr(config, "is_decoder", None) is False:
+        library, hf_config = transformers(), read_config(config, overrides)
+        if type(hf_config) not in (classes := getattr(library, self.mapping)):
+            others = [name for name, other in MODELS.items() if type(hf_config) in getattr(library, other.mapping)]
+            remedy = f"use model={' or model='.join(others)}" if others else "transformers has it only for other tasks"
+            raise ConfigError(f"{named(config)}: {hf_config.model_type} is not {self.kind}; {remedy}.")
+        if self == seq2seq and not hasattr(classes[type(hf_config)], _SHIFTS):
             raise ConfigError(
-                f"{named(typed)}: {_a(config.model_type)} model attends to later tokens, so it sees the tokens that it "
-                "must predict; use model.is_decoder=true, or a causal model such as gpt2 or llama."
+                f"{named(config)}: {classes[type(hf_config)].__name__} has no {_SHIFTS}, which makes the decoder's "
+                "tokens from the labels; use a model that has it, such as T5 or BART, or model._target_ with your own "
+                "function."
+            )
+        # Those that transformers also has for masked tokens see the tokens that they are to predict.
+        masked = type(hf_config) in library.MODEL_FOR_MASKED_LM_MAPPING and not hf_config.is_encoder_decoder
+        if self == causal_lm and masked and getattr(hf_config, "is_decoder", None) is False:
+            raise ConfigError(
+                f"{named(config)}: {hf_config.model_type} attends to later tokens, so it sees the tokens that it must "
+                "predict; use model.is_decoder=true, or a causal model such as gpt2 or llama."
             )
 
     def check_files(self, config: Config, pretrained: bool = False, **overrides: Any) -> None:
@@ -81,13 +71,8 @@ class HuggingFace(ModelSource):
         Raises:
             UserError: the sizes do not fit, or the weights are missing, damaged, or another model's.
         """
-        try:
+        with translated(config, overrides):
             model = self._on_meta(config, overrides)
-        except UserError:
-            raise
-        except Exception as error:  # each model raises what it likes
-            shown = "".join(f" model.{name}={value}" for name, value in overrides.items())
-            raise ConfigError(f"{named(config)}{shown}: {' '.join(str(error).split())}") from error
         if pretrained:
             weights.places(model, self._stored(config), str(config))
 
@@ -145,10 +130,6 @@ class HuggingFace(ModelSource):
         return {name: size for name, size in known.items() if isinstance(size, int)}
 
 
-def _a(noun: str) -> str:
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
-
-
 def _causal(model: Any) -> None:
     attention.use(model, attention.UNPADDED)
     model.register_forward_pre_hook(_with_full_rows, with_kwargs=True)
@@ -189,16 +170,12 @@ def _as_it_is(model: Any) -> None:
     """Change nothing: images have no padding, and their models no cache."""
 
 
-causal_lm = HuggingFace("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "causal language model", _causal)
+causal_lm = HuggingFace("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "a causal language model", _causal)
 seq2seq = HuggingFace(
-    "AutoModelForSeq2SeqLM",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-    "sequence-to-sequence model",
-    _seq2seq,
-    method="prepare_decoder_input_ids_from_labels",
+    "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "a sequence-to-sequence model", _seq2seq
 )
 image_classification = HuggingFace(
-    "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "image classifier", _as_it_is
+    "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "an image classifier", _as_it_is
 )
 # By their options in conf/model.
 MODELS = {"hf_causal_lm": causal_lm, "hf_seq2seq": seq2seq, "hf_image_classification": image_classification}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from fsdp_lab.workloads.hf.configuration import CONFIG_FILE, check_values
 from fsdp_lab.workloads.hf.hf_private import renamer, superfluous
 from fsdp_lab.workloads.hf.library import transformers
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE, _PART = "model.safetensors", re.compile(r"model-\d+-of-\d+\.safetensors")
 _NAMED = 3  # names in a message
 
 
@@ -38,24 +37,24 @@ def stored_in(folder: Path | None, config: str) -> dict[str, torch.Size]:
             f"model.pretrained=true: model.config={config} is a name on the hub, but weights are read from a folder; "
             f"run hf download {config} --local-dir <folder>, then use model.config=<folder>."
         )
-    shapes: dict[str, torch.Size] = {}
-    places: dict[str, str] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        head = _read_head(file)
-        if again := sorted(places.keys() & head.keys()):
+    heads = {file.name: _read_head(file) for file in sorted(folder.glob("*.safetensors"))}
+    place: dict[str, str] = {}
+    for file, head in heads.items():
+        if again := sorted(place.keys() & head.keys()):
             raise UserError(
-                f"model.pretrained=true: {folder} has {again[0]} in {places[again[0]]} and {file.name}; remove one of "
-                "the files."
+                f"model.pretrained=true: {folder} has {again[0]} in {place[again[0]]} and {file}; remove one of the "
+                "files."
             )
-        places |= dict.fromkeys(head, file.name)
-        shapes |= head
-    names = _names(folder, places)
-    if missing := [name for name in names if name not in shapes]:
+        place |= dict.fromkeys(head, file)
+    # The folder may have files of another format, too. A single file is before parts, as in from_pretrained.
+    chosen = [_SINGLE] if _SINGLE in heads else [file for file in heads if _PART.fullmatch(file)]
+    if not chosen:
         raise UserError(
-            f"model.pretrained=true: no file in {folder} has {missing[0]}, which {_INDEX} lists; download the missing "
-            "files."
+            f"model.pretrained=true: the folder {folder} has no {_SINGLE}, nor parts of it. Pickles (.bin) are not "
+            "read, because they can run code; if you trust them, convert them with "
+            "AutoModel.from_pretrained(...).save_pretrained(...)."
         )
-    return {name: shapes[name] for name in names}
+    return {name: shape for file in chosen for name, shape in heads[file].items()}
 
 
 def _read_head(file: Path) -> dict[str, torch.Size]:
@@ -70,30 +69,6 @@ def _read_head(file: Path) -> dict[str, torch.Size]:
         ) from error
 
 
-def _names(folder: Path, places: Mapping[str, str]) -> list[str]:
-    """Return the names of the model's tensors: a folder may have files of another format, too.
-
-    Raises:
-        UserError: it has no weights, or no index of them.
-    """
-    if names := [name for name, file in places.items() if file == _SINGLE]:  # before an index, as from_pretrained
-        return names
-    index = folder / _INDEX
-    if index.is_file():
-        try:
-            return sorted(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"model.pretrained=true: {index} is not an index of weights; download it again.") from error
-    pickles = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:_NAMED])
-    remedy = (
-        f"it has {pickles}: pickles are not read, because they can run code; if you trust them, convert them with "
-        "AutoModel.from_pretrained(...).save_pretrained(...)"
-        if pickles
-        else f"add {_SINGLE}, or its parts with {_INDEX}, or use model.pretrained=false"
-    )
-    raise UserError(f"model.pretrained=true: the folder {folder} has no .safetensors weights; {remedy}.")
-
-
 def places(model: Any, stored: Mapping[str, torch.Size], config: str) -> dict[str, str]:
     """Return the name of each stored tensor -> the name of the model's parameter or buffer.
 
@@ -106,19 +81,32 @@ def places(model: Any, stored: Mapping[str, torch.Size], config: str) -> dict[st
     Raises:
         UserError: the tensors are not those of this model.
     """
-    state = model.state_dict()
-    first = _first_names(model)
-    keys: dict[str, str] = {}
-    unexpected, taken = [], set()
+    state, first = model.state_dict(), _first_names(model)
+    source: dict[str, str] = {}
+    unexpected = []
     for name, given in _renamed(model, stored, state).items():
-        if given not in state:
+        if given in state:
+            source.setdefault(first[given], name)
+        elif not _is_left_out(model, name):
             unexpected.append(name)
-        elif first[given] not in taken:
-            taken.add(first[given])
-            keys[name] = first[given]
-    missing = [name for name, _ in model.named_parameters() if name not in taken]
-    _check(model, stored, state, keys, missing, [name for name in unexpected if not _is_left_out(model, name)], config)
-    return keys
+    missing = [name for name, _ in model.named_parameters() if name not in source]
+    shapes = [
+        f"{name} is {list(stored[name])} there and {list(state[place].shape)} in the model"
+        for place, name in source.items()
+        if stored[name] != tuple(state[place].shape)
+    ]
+    wrong = [
+        f"{len(these)} {what} ({', '.join(these[:_NAMED])}{', ...' if len(these) > _NAMED else ''})"
+        for these, what in ((missing, "missing"), (unexpected, "unknown to the model"), (shapes, "of another shape"))
+        if these
+    ]
+    if wrong:
+        raise UserError(
+            f"model.pretrained=true: the weights of model.config={config} are not those of this "
+            f"{type(model).__name__}: {'; '.join(wrong)}. Remove the overrides that change its sizes, download all "
+            "parts of the model that they were made for, or use model.pretrained=false."
+        )
+    return {name: place for place, name in source.items()}
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -156,35 +144,6 @@ def _is_left_out(model: Any, name: str) -> bool:
     )
 
 
-def _check(
-    model: nn.Module,
-    stored: Mapping[str, torch.Size],
-    state: Mapping[str, Tensor],
-    keys: Mapping[str, str],
-    missing: list[str],
-    unexpected: list[str],
-    config: str,
-) -> None:
-    shapes = [
-        f"{name} is {list(stored[name])} there and {list(state[place].shape)} in the model"
-        for name, place in keys.items()
-        if stored[name] != tuple(state[place].shape)
-    ]
-    wrong = [
-        f"{len(these)} {what} ({', '.join(these[:_NAMED])}{', ...' if len(these) > _NAMED else ''})"
-        for these, what in (
-            (missing, "missing"), (unexpected, "unknown to the model"), (shapes, "of another shape"),
-        )
-        if these
-    ]  # fmt: skip
-    if wrong:
-        raise UserError(
-            f"model.pretrained=true: the weights of model.config={config} are not those of this "
-            f"{type(model).__name__}: {'; '.join(wrong)}. Remove the overrides that change its "
-            "sizes, use the model that they were made for, or take model.pretrained=false."
-        )
-
-
 def load(folder: Path, places: Mapping[str, str], state: Mapping[str, Tensor]) -> None:
     """Read this rank's part of each tensor, in place. Ranks do not communicate.
 
@@ -204,8 +163,7 @@ def save(model: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
         weights: whole tensors by name; names that `model` lacks are ignored.
     """
     kept = {*_first_names(model).values()} & model.state_dict().keys()
-    with _silent():
-        model.save_pretrained(folder, state_dict={name: weights[name] for name in weights if name in kept})
+    model.save_pretrained(folder, state_dict={name: weights[name] for name in weights if name in kept})
 
 
 def load_whole(folder: Path) -> Any:
@@ -219,23 +177,9 @@ def load_whole(folder: Path) -> Any:
     kind = transformers().AutoModelForSeq2SeqLM
     try:
         check_values(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")), str(folder))
-        with _silent():
-            return kind.from_pretrained(
-                folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
-            ).eval()
+        return kind.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        ).eval()
     except Exception as error:  # each file that is read raises what it likes
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{folder} is no exported sequence-to-sequence model: {reason}") from error
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Hide the progress bars of writing and reading."""
-    logging = transformers().logging
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -47,7 +47,7 @@ def test_an_encoder_is_refused_and_its_decoder_sees_no_later_token(tmp_path: Pat
     assert moved(causal_lm(str(tmp_path))) > 1e-5 and moved(causal_lm(str(tmp_path), is_decoder=True)) < 1e-6
     typed = f"model.config={tmp_path}"
     message = (
-        f"^{typed}: a bert model attends to later tokens, so it sees the tokens that it must predict; "
+        f"^{typed}: bert attends to later tokens, so it sees the tokens that it must predict; "
         "use model.is_decoder=true, or a causal model such as gpt2 or llama.$"
     )
     with pytest.raises(UserError, match=message):

@@ -81,7 +81,7 @@ def check(name: str, *words: str) -> None:
         ("gpt2", ["model.n_layer=two"], "model.n_layer=two: .*expected int, got str"),
         ("gpt2", ["model.n_embd=33"], "model.n_embd=33: .*must be divisible by"),
         ("gpt2", ["model.pretrained=maybe"], "model.pretrained=maybe is a str; use true or false"),
-        ("gpt2", [f"model.config={CONFIGS}/t5.json"], "a t5 model is not a causal language model; use model=hf_seq"),
+        ("gpt2", [f"model.config={CONFIGS}/t5.json"], "t5 is not a causal language model; use model=hf_seq"),
         ("gpt2", ["model.vocab_size=100"], "model.vocab_size=100 is less than the 256 tokens of data"),
         ("gpt2", ["data.seq_len=33"], "data.seq_len=33 is more than the model's 32 positions; use"),
         ("gpt2", ["task.loss_chunks=2"], "task.loss_chunks=2: models of transformers compute all logits at once"),
@@ -210,10 +210,6 @@ def test_floats_that_json_lacks_are_read_as_transformers_writes_them(tmp_path: P
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 4, "head_dim": 16, "vocab_size": 50}
     transformers.Mamba2Config(**sizes).save_pretrained(tmp_path)
-    typed = json.loads((tmp_path / "config.json").read_text())
-    assert typed["time_step_limit"] == [0.0, {"__float__": "Infinity"}], "its notation"
-    expected = transformers.AutoConfig.from_pretrained(tmp_path).time_step_limit
-    for source in (str(tmp_path), typed):
-        assert list(read_config(source, {}).time_step_limit) == list(expected) == [0.0, math.inf]
-    other = read_config(typed, {"time_step_limit": [{"__float__": "-Infinity"}, {"__float__": "NaN"}]}).time_step_limit
-    assert other[0] == -math.inf and math.isnan(other[1])
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["time_step_limit"] == [0.0, {"__float__": "Infinity"}], "its notation"
+    assert list(read_config(str(tmp_path), {}).time_step_limit) == [0.0, math.inf]
