@@ -213,7 +213,7 @@ FAULTS = (
           "fsdp_lab/sweep/forecasts.py", 'forecast.error.code == "model_error"',
           'forecast.error.code == "no_error"', "sweep/test_other_words.py"),
     Fault("a batch that is no dictionary becomes one", "fsdp_lab/workloads/base.py",
-          "        return _refilled(batch, parts)", "        return parts", BATCHES),
+          "            return type(batch)(parts)", "            return parts", BATCHES),
     Fault("the objects in a batch change with their copy", "fsdp_lab/workloads/base.py",
           "made = copy.copy(holder)", "made = holder", BATCHES),
     # checkpoints and exported models

@@ -224,7 +224,10 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Batch, move: Callable[
         return move(batch)
     parts = {key: map_tensors(function, part, move) for key, part in parts_of(batch)}
     if isinstance(batch, Mapping):
-        return _refilled(batch, parts)
+        try:
+            return type(batch)(parts)  # type: ignore[call-arg]
+        except TypeError:
+            return parts
     if isinstance(batch, tuple | list):
         return type(batch)(*parts.values()) if hasattr(batch, "_fields") else type(batch)(parts.values())
     if not parts:
@@ -233,18 +236,6 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Batch, move: Callable[
     for name, part in parts.items():
         object.__setattr__(made, name, part)  # of a frozen dataclass, too
     return made
-
-
-def _refilled(batch: Mapping[Any, Any], parts: dict[Any, Any]) -> Mapping[Any, Any]:
-    try:
-        if not isinstance(batch, dict) and not hasattr(type(batch), "__copy__"):
-            return type(batch)(parts)  # type: ignore[call-arg]
-        made: Any = copy.copy(batch)
-        for key, part in parts.items():
-            made[key] = part
-    except TypeError:
-        return parts
-    return made  # type: ignore[no-any-return]
 
 
 def part_of(outputs: Any, name: str) -> Any:

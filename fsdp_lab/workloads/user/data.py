@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,6 @@ class Marked(NamedTuple):
     num_items: Tensor
 
 
-class Items(Protocol):
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
 class Collated:
     """Whole batches of a map-style data set by the indices of their items, without padding.
 
@@ -50,7 +44,7 @@ class Collated:
     """
 
     def __init__(
-        self, items: Items, collate: Callable[[list[Any]], Batch], count: int | None, name: str = "the data"
+        self, items: Any, collate: Callable[[list[Any]], Batch], count: int | None, name: str = "the data"
     ) -> None:
         self.items, self.collate, self.name = items, collate, name
         self.count = min(len(items), count or len(items))
@@ -69,11 +63,10 @@ class Collated:
             return self.items.batch(indices)
         items = []
         for i in indices.tolist():
-            with self._translated_errors(f"item {i} cannot be read"):
+            with _translated(self.name, f"item {i} cannot be read"):
                 items.append(self.items[i])
-        with self._translated_errors(
-            "the items do not form a batch", ". Items of different sizes need a data.collate_fn."
-        ):
+        remedy = ". Items of different sizes need a data.collate_fn."
+        with _translated(self.name, "the items do not form a batch", remedy):
             batch = self.collate(items)
         if not tensors_of(batch):
             raise UserError(
@@ -86,17 +79,18 @@ class Collated:
         """Return the batch of the first so many items, repeated if there are too few; errors as for any batch."""
         return self[torch.arange(size) % len(self)]
 
-    @contextmanager
-    def _translated_errors(self, what: str, remedy: str = "") -> Iterator[None]:
-        """Translate an error of the user's code into a UserError. Lack of memory and of disks is passed on."""
-        try:
-            yield
-        except (UserError, OSError, MemoryError):
+
+@contextmanager
+def _translated(name: str, what: str, remedy: str = "") -> Iterator[None]:
+    """Translate an error of the user's code into a UserError. Lack of memory and of disks is passed on."""
+    try:
+        yield
+    except (UserError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        if "allocate memory" in str(error):
             raise
-        except Exception as error:
-            if "allocate memory" in str(error):
-                raise
-            raise UserError(f"{self.name}: {what}: {in_words(error)}{remedy}") from error
+        raise UserError(f"{name}: {what}: {in_words(error)}{remedy}") from error
 
 
 class Repeated:
@@ -159,7 +153,9 @@ def build_data(config: DataConfig, model: ModelConfig, build_model: Callable[[],
         prepare()
         train, val = split("train"), split("val")
         text, vocab_size = (getattr(val.items, name, None) for name in ("bytes_per_token", "vocab_size"))
-        return Data(train, WithoutPadding(val), _digest(train, val, target), text, vocab_size)
+        with _translated(f"data._target_={target}", "the first or last item of a split cannot be read for a digest"):
+            digest = digest_of([train.items, val.items])
+        return Data(train, WithoutPadding(val), digest, text, vocab_size)
 
     def first(size: int) -> Batch:
         return split("train").first(size)
@@ -169,19 +165,7 @@ def build_data(config: DataConfig, model: ModelConfig, build_model: Callable[[],
     return DataSpec(prepare, load, example)
 
 
-def _digest(train: Collated, val: Collated, target: str) -> str:
-    try:
-        return digest_of([train.items, val.items])
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"data._target_={target}: the first or last item of a split cannot be read for a digest of the data: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
-
-
-def make_split(function: Any, target: str, name: str, arguments: dict[str, Any]) -> Items:
+def make_split(function: Any, target: str, name: str, arguments: dict[str, Any]) -> Any:
     """Return a split that is the same on every rank and in every trial, even if its items are drawn at random.
 
     Args:
@@ -205,7 +189,7 @@ def make_split(function: Any, target: str, name: str, arguments: dict[str, Any])
         )
     if len(items) == 0:
         raise UserError(f"data._target_={target} returns no items for split={name}; each split needs at least one.")
-    return items  # type: ignore[no-any-return]
+    return items
 
 
 def example_of(read: Callable[[int], Batch]) -> Callable[[int], Batch]:

@@ -6,7 +6,6 @@ import re
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,29 +58,15 @@ def model_loss(model: nn.Module, batch: Batch) -> Any:
     return loss
 
 
-@dataclass(frozen=True)
-class Validated:
-    """The outputs of a validation batch.
+class OnlyCalled:
+    """A model as a loss gets it: it can be called and asked for plain values such as `model.config`.
 
-    Attributes:
-        loss: the mean loss; None: the user's metrics include it.
-        named: the sums and counts of the user's metrics.
+    Args:
+        model: sharded or not.
+        user: the key whose function gets the model, for messages.
     """
 
-    loss: Any
-    named: dict[str, tuple[Tensor, Tensor]]
-
-
-class OnlyCalled:
-    """A model as a loss gets it: it can be called and asked for plain values such as `model.config`."""
-
     def __init__(self, model: nn.Module, user: str) -> None:
-        """Wrap a model.
-
-        Args:
-            model: sharded or not.
-            user: the key whose function gets the model, for messages.
-        """
         self._model, self._user = model, user
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +104,7 @@ class UserLoss:
         self.function, self.name, self.named_metrics, self.unit = function, name, metrics, unit
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """Return the loss in training; in validation return `Validated`.
+        """Return the loss; in validation a pair of it (None: it is among the metrics) and the user's metrics.
 
         Raises:
             ModelError: the loss is no scalar tensor, or the metrics are no named pairs.
@@ -130,17 +115,16 @@ class UserLoss:
         if self.named_metrics is not None:
             named = _sums_and_counts(self.named_metrics(OnlyCalled(model, "task.metrics"), batch))
         loss = None if "loss" in named else self._scalar(self.function(OnlyCalled(model, self.name), batch))
-        return Validated(loss, named)
+        return loss, named
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the outputs: `forward` computed the loss."""
         return outputs  # type: ignore[no-any-return]
 
-    def metrics(self, outputs: Validated, batch: Marked) -> dict[str, tuple[Tensor, Tensor]]:
+    def metrics(self, outputs: Any, batch: Marked) -> dict[str, tuple[Tensor, Tensor]]:
         """Return `name -> (sum, count)`; a loss that the user's metrics lack is weighted by the items of the batch."""
-        if outputs.loss is None:
-            return outputs.named
-        return {"loss": (outputs.loss * batch.num_items, batch.num_items), **outputs.named}
+        loss, named = outputs
+        return named if loss is None else {"loss": (loss * batch.num_items, batch.num_items), **named}
 
     def units(self, batch: Batch) -> int:
         """Return the items of a batch, or for tokens the size of its first tensor of whole numbers.
@@ -151,22 +135,19 @@ class UserLoss:
             return num_items(batch)
         if isinstance(batch, Tensor) and batch.ndim > 1 and not batch.is_floating_point():
             return batch[:, 1:].numel()
-        whole = (t for t in tensors_of(batch) if not t.is_floating_point() and t.ndim > 1)
-        return next((tensor.numel() for tensor in whole), num_items(batch))
+        whole = (t.numel() for t in tensors_of(batch) if not t.is_floating_point() and t.ndim > 1)
+        return next(whole, num_items(batch))
 
     def _scalar(self, loss: Any) -> Tensor:
-        """Return the loss if it is a scalar floating-point tensor."""
         if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
             return loss
         what, remedy = f"a {type(loss).__name__}", "return the tensor itself, without .item(), to keep its gradients"
         if isinstance(loss, Tensor):
             what, remedy = f"a tensor of {shape_of(loss)}", "loss.mean() is one"
-            what = f"{what} {str(loss.dtype).removeprefix('torch.')}" if loss.ndim == 0 else what
         raise ModelError(f"{self.name} is {what}; it must be the mean loss of the batch, a scalar tensor: {remedy}.")
 
 
 def _sums_and_counts(named: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the user's metrics as a dictionary of pairs."""
     if isinstance(named, Mapping) and all(isinstance(v, tuple | list) and len(v) == 2 for v in named.values()):
         return {str(name): (total, count) for name, (total, count) in named.items()}
     raise ModelError("task.metrics must return {name: (sum, count)}: the sum over the batch, and its divisor.")
@@ -208,9 +189,8 @@ class AroundUser:
             what = f"the forward pass fails in {where}" if where else f"{self._name} fails{_at(error)}"
             if f"must be Tensor, not {OnlyCalled.__name__}" in str(error):  # a function of PyTorch's
                 raise ModelError(
-                    f"{self._name}{_at(error)} gets the model where it wants a tensor. task.loss is called with the "
-                    "model and a batch, not with the model's outputs; write a function such as: "
-                    "def loss(model, batch): x, y = batch; return cross_entropy(model(x), y)"
+                    f"{self._name}{_at(error)} gets the model where it wants a tensor: task.loss is called with the "
+                    "model and a batch, as in def loss(model, batch): x, y = batch; return cross_entropy(model(x), y)"
                 ) from error
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             line = f" ({user_line(error)})" if where and user_line(error) else ""
