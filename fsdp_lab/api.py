@@ -103,7 +103,7 @@ def report(which: Path | str = "last", *, trust: bool = False) -> SweepData:
     Raises:
         UserError: there is no such sweep, or none of its trials has finished.
     """
-    from fsdp_lab.sweep.store.trust import find_trusted
+    from fsdp_lab.sweep.store.find import find_trusted
     from fsdp_lab.sweep.sweep_data import require_results, sweep_in
 
     folder, _ = find_trusted(str(which), "sweep", trust)

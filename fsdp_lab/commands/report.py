@@ -72,7 +72,7 @@ def run(options: dict[str, str]) -> None:
     Raises:
         UserError: there is no such sweep, or none of its trials has finished.
     """
-    from fsdp_lab.sweep.store.trust import find_trusted, read_trust
+    from fsdp_lab.sweep.store.find import find_trusted, read_trust
     from fsdp_lab.sweep.sweep_data import require_results, sweep_in
     from fsdp_lab.tracking import annotate_answer, runs_url
     from fsdp_lab.tracking.tags import SweepAnswer

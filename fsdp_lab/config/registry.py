@@ -1,4 +1,4 @@
-"""The registry: names that a config can use, and the module that defines each.
+"""The registry: names that a config can use, and the module, class or function behind each.
 
 Names and module paths only: nothing is imported here, so a misspelled name fails without PyTorch, Ray or Optuna.
 """
@@ -17,13 +17,13 @@ REGISTRY: dict[str, dict[str, str]] = {
         "model_loss": "fsdp_lab.workloads.user.task",
         "custom": "fsdp_lab.workloads.user.task",
     },
-    # a module with `build_sampler(seed) -> optuna.samplers.BaseSampler`; a grid samples nothing
+    # a callable `(seed=...) -> optuna.samplers.BaseSampler`; a grid samples nothing
     "search.name": {
         "grid": "",
-        "random": "fsdp_lab.sweep.samplers.random",
-        "optuna": "fsdp_lab.sweep.samplers.tpe",
+        "random": "optuna.samplers.RandomSampler",
+        "optuna": "optuna.samplers.TPESampler",
     },
-    # a module with `build_scheduler(SweepConfig, watched) -> ray.tune.schedulers.TrialScheduler`
+    # a function `(SweepConfig, watched) -> ray.tune.schedulers.TrialScheduler`
     "scheduler.name": {
         "fifo": "fsdp_lab.sweep.schedulers.fifo",
         "asha": "fsdp_lab.sweep.schedulers.asha",
@@ -32,19 +32,19 @@ REGISTRY: dict[str, dict[str, str]] = {
 }
 
 
-def register(key: str, name: str, module: str) -> None:
-    """Add a name to a key of the registry, for a module of another package, in this process.
+def register(key: str, name: str, path: str) -> None:
+    """Add a name to a key of the registry, for code of another package, in this process.
 
     Args:
         key: `task.name`, `search.name` or `scheduler.name`.
         name: the value that users type.
-        module: the dotted path of the module that defines it.
+        path: the dotted path of what the comment at the key asks for.
     """
-    REGISTRY[key][name] = module
+    REGISTRY[key][name] = path
 
 
-def module_of(key: str, name: str) -> str:
-    """Return the path of the module that a value of a key of the registry stands for.
+def path_of(key: str, name: str) -> str:
+    """Return the dotted path that a value of a key of the registry stands for.
 
     Raises:
         ConfigError: the name is unknown; the message lists the known ones.

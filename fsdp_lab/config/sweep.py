@@ -17,7 +17,7 @@ from fsdp_lab.config.key import (
     positive,
 )
 from fsdp_lab.config.metrics import can_be_objective, objective_keys
-from fsdp_lab.config.registry import module_of
+from fsdp_lab.config.registry import path_of
 from fsdp_lab.config.suggest import closest
 from fsdp_lab.config.trial import TrialConfig
 
@@ -109,7 +109,7 @@ class SearchConfig:
         Raises:
             ConfigError: it is not registered.
         """
-        module_of("search.name", self.name)
+        path_of("search.name", self.name)
 
     @property
     def samples(self) -> bool:
@@ -141,7 +141,7 @@ class SchedulerConfig:
         Raises:
             ConfigError: it is not registered.
         """
-        module_of("scheduler.name", self.name)
+        path_of("scheduler.name", self.name)
 
     @property
     def stops_early(self) -> bool:

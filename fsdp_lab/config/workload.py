@@ -8,7 +8,7 @@ from typing import Any, Optional  # OmegaConf reads this on every Python that th
 from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.key import at_least_one, key, not_negative, positive
 from fsdp_lab.config.open import OpenGroup
-from fsdp_lab.config.registry import module_of
+from fsdp_lab.config.registry import path_of
 from fsdp_lab.config.source import ModelSource
 from fsdp_lab.config.target import (
     argument,
@@ -244,7 +244,7 @@ class TaskConfig:
             ConfigError: the task is not registered, or a path cannot be imported.
             CombinationError: `loss` is given to a task that has its own, or missing in one that needs it.
         """
-        module_of("task.name", self.name)
+        path_of("task.name", self.name)
         if (self.name == "custom") != (self.loss is not None):
             raise CombinationError(
                 f"task={self.name} with task.loss={self.loss or 'null'}: task=custom takes its loss from task.loss, "

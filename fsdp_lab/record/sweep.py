@@ -30,7 +30,6 @@ class SweepRecord:
         objectives: `(metric, "min" or "max")` of each objective, the most important first; empty: the fastest setting
             that qualifies is recommended.
         study: the name of the study, such as the preset's; "" for a sweep without one.
-        log_axes: the axes that were searched on a logarithmic scale.
     """
 
     name: str
@@ -43,7 +42,6 @@ class SweepRecord:
     about: Sequence[tuple[str, str]] = ()
     objectives: Sequence[tuple[str, str]] = ()
     study: str = ""
-    log_axes: Sequence[str] = ()
 
     @property
     def statuses(self) -> list[TrialStatus]:

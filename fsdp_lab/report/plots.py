@@ -79,7 +79,7 @@ def main_chart(sweep: SweepRecord, answer: Answer) -> Chart | None:
         error_y="above" if has_bars else None, error_y_minus="below" if has_bars else None,
         color_discrete_map=dict(zip(names.values(), COLORS, strict=False)), color_discrete_sequence=COLORS,
         category_orders={"color": list(names.values())}, render_mode="svg",
-        log_x=x in sweep.log_axes and numbers is not None and bool((numbers > 0).all()),
+        log_x=numbers is not None and bool(numbers.min() > 0 and numbers.max() >= 10 * numbers.min()),
     )  # fmt: skip
     figure.update_traces(marker={"size": 11, "opacity": 0.9}, hovertemplate="%{customdata[1]}<extra></extra>")
     if by is None:

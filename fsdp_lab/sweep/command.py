@@ -19,6 +19,7 @@ from fsdp_lab.machine.hardware import num_gpus
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trials_jsonl import read_trials
 from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, repeat_axis, swept_keys, with_overrides
+from fsdp_lab.sweep.names import preset_of
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.search import OptunaSearch, read_space
 from fsdp_lab.sweep.state import TrialState
@@ -60,7 +61,7 @@ class Alone:
             raise ConfigError(f"repeats={config.repeats} is for sweeps; add -m.")
         notes = []
         axes = [key for key, values in self.hydra.sweeper.params.items() if "," in str(values)]
-        if (preset := trial.choices.get("experiment", "null")) != "null" and axes:
+        if (preset := preset_of(trial)) and axes:
             notes.append(f"experiment={preset} sweeps {', '.join(axes)}; without -m this is one trial")
         if config.repeat:
             notes.append(f"repeat={config.repeat} names one run; for several of each setting use -m and repeats=...")

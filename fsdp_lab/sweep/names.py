@@ -75,11 +75,16 @@ def sweep_name(trials: Sequence[Trial], swept: Sequence[str]) -> str:
     A search's name comes before the current number of its trials.
     """
     axes = " × ".join(key.lstrip("+").rpartition(".")[2] for key in swept)
-    preset = trials[0].choices.get("experiment", "null") if trials else "null"
-    study = f"{preset}: " if preset != "null" else ""
+    study = f"{preset}: " if trials and (preset := preset_of(trials[0])) else ""
     search = trials[0].config.search if trials else None
     how = f"{search.name}, " if search is not None and search.samples else ""
     return f"{study}{axes or 'one setting'} ({how}{len(trials)} trial{'' if len(trials) == 1 else 's'})"
+
+
+def preset_of(trial: Trial) -> str:
+    """Return the preset of a trial; "" without one."""
+    preset = trial.choices.get("experiment", "null")
+    return "" if preset == "null" else preset
 
 
 def label(trial: Trial) -> str:

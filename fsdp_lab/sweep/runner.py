@@ -13,24 +13,17 @@ from fsdp_lab.sweep.sweep import Sweep
 
 
 class Executor(Protocol):
-    """Runs the trials that `Sweep.next` gives."""
+    """Runs the trials that `Sweep.next` gives; `start` prepares what they need, and `stop` ends that.
 
-    @property
-    def interrupted_by(self) -> str | None:
-        """The executor's server that ended by itself and so interrupted the sweep; None: none did."""
+    Attributes:
+        interrupted_by: the executor's server that ended and so interrupted the sweep; None: none did.
+    """
 
-    def start(self, sweep: Sweep) -> None:
-        """Prepare what trials need.
+    interrupted_by: str | None
 
-        Raises:
-            UserError: it is not available.
-        """
-
-    def run(self, sweep: Sweep) -> None:
-        """Run trials until there are no more."""
-
-    def stop(self) -> None:
-        """End everything that `start` started."""
+    def start(self, sweep: Sweep) -> None: ...
+    def run(self, sweep: Sweep) -> None: ...
+    def stop(self) -> None: ...
 
 
 def run_sweep(sweep: Sweep, executor: Executor, outputs: Outputs) -> ExitCode:

@@ -5,11 +5,9 @@ Every suggestion is composed and checked here, in the driver; an invalid one cos
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,16 +15,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.utils import get_object
 
-from fsdp_lab.config import CombinationError, ConfigError, SweepConfig, effective_settings, flatten, workers_of
+from fsdp_lab.config import CombinationError, ConfigError, SweepConfig, flatten, workers_of
 from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.compose import check as check_here
 from fsdp_lab.config.key import check_range, keys_of
 from fsdp_lab.config.options import may_name_code
-from fsdp_lab.config.registry import module_of
+from fsdp_lab.config.registry import path_of
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import SearchConfig
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
+from fsdp_lab.sweep.plan import effect
 
 if TYPE_CHECKING:
     import optuna
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS = flatten(SweepConfig())
 _FEW = 10  # suggestions that were tried before or are invalid; then settings are drawn at random
-_MOST_CELLS = 2_000  # of a space whose cells are all tried if the search is long enough
-_MOST_REFUSED = 200  # draws in a row from a larger space; then it has nothing new, or nothing that can be
+_MOST_REFUSED = 1_000  # draws in a row; then the space has nothing new, or nothing that can be
 
 
 @dataclass(frozen=True)
@@ -54,24 +53,6 @@ class Space:
     def overrides(self, params: Mapping[str, Any]) -> list[str]:
         made = [f"{key}={value!r}" if _is_number(value) else str(value) for key, value in params.items()]
         return [*self.fixed, *made]
-
-    def shuffled(self, seed: int) -> Iterator[dict[str, Any]] | None:
-        """Return the values of every cell, in random order; None if there are more than `_MOST_CELLS`."""
-        from optuna.distributions import CategoricalDistribution, IntDistribution
-
-        values: list[Sequence[Any]] = []
-        for dimension in self.dimensions.values():
-            if isinstance(dimension, CategoricalDistribution):
-                values.append(dimension.choices)
-            elif isinstance(dimension, IntDistribution):
-                values.append(range(dimension.low, dimension.high + 1))
-            else:
-                return None
-        if math.prod(map(len, values)) > _MOST_CELLS:
-            return None
-        cells = [dict(zip(self.dimensions, cell, strict=True)) for cell in itertools.product(*values)]
-        random.Random(seed).shuffle(cells)
-        return iter(cells)
 
 
 def _is_number(value: Any) -> bool:
@@ -163,12 +144,10 @@ class OptunaSearch:
         self._notes: list[str] = []
         self._made = 0
         self._exhausted = False
-        self._asked: dict[int, list[optuna.Trial]] = {}  # by the trial's number, with its duplicates
-        self._results: dict[int, tuple[TrialStatus, Mapping[str, float]]] = {}
-        self._seen: dict[str, int] = {}
+        self._asked: dict[int, optuna.Trial] = {}  # by the trial's number
+        self._tried: set[tuple[str, ...]] = set()  # overrides
+        self._seen: set[str] = set()  # effective settings
         self._refused: set[str] = set()
-        self._tried: dict[tuple[str, ...], int | None] = {}  # overrides -> the trial's number; None: invalid
-        self._cells = space.shuffled(settings.seed)
         directions: list[Literal["minimize", "maximize"]] = [
             "minimize" if direction == "min" else "maximize" for _, direction in self._objectives
         ]
@@ -181,8 +160,8 @@ class OptunaSearch:
 
     def _sampler(self, known: int) -> BaseSampler:
         """Return a sampler that does not repeat the suggestions of `known` earlier trials."""
-        module = importlib.import_module(module_of("search.name", self._settings.name))
-        sampler: BaseSampler = module.build_sampler(self._settings.seed + 1_000_003 * known)
+        build = get_object(path_of("search.name", self._settings.name))
+        sampler: BaseSampler = build(seed=self._settings.seed + 1_000_003 * known)
         return sampler
 
     def resume(self, trials: Sequence[tuple[Trial, TrialStatus, Mapping[str, float]]]) -> None:
@@ -193,9 +172,9 @@ class OptunaSearch:
         self._study.sampler = self._sampler(len(trials))
         for trial, status, metrics in trials:
             self._study.enqueue_trial(self._params_of(trial.overrides))
-            self._asked[self._made] = [self._study.ask(self._space.dimensions)]
-            self._seen[_settings_of(trial)] = self._made
-            self._tried[tuple(trial.overrides)] = self._made
+            self._asked[self._made] = self._study.ask(self._space.dimensions)
+            self._seen.add(_settings_of(trial))
+            self._tried.add(tuple(trial.overrides))
             self._made += 1
             if status.ended:
                 self.report_result(trial, status, metrics)
@@ -238,11 +217,10 @@ class OptunaSearch:
             return None
         for asked in self._suggestions():
             overrides = self._space.overrides(asked.params)
-            cell = tuple(overrides)
-            if cell in self._tried:
-                self._repeat(asked, self._tried[cell])
+            if (cell := tuple(overrides)) in self._tried:
+                self._fail(asked)
                 continue
-            self._tried[cell] = None
+            self._tried.add(cell)
             trial = self._compose(overrides, self._made)
             try:
                 self._check(trial.config)
@@ -252,20 +230,19 @@ class OptunaSearch:
                 reason = str(error)
                 self._refuse(asked, reason, overrides)
                 continue
-            number = self._tried[cell] = self._seen.setdefault(_settings_of(trial), self._made)
-            if number < self._made:
-                self._repeat(asked, number)
+            if (settings := _settings_of(trial)) in self._seen:
+                self._fail(asked)
                 continue
-            self._asked[number] = [asked]
+            self._seen.add(settings)
+            self._asked[self._made] = asked
             self._made += 1
             return trial
         if reason and not self._made:
             raise ConfigError(reason)
         self._exhausted = True
-        rest = "all others are" if self._cells else f"{_MOST_REFUSED} random ones in a row were"
         self._notes.append(
-            f"the search ends after {self._made} of search.num_trials={self._settings.num_trials}: {rest} duplicates "
-            "or invalid"
+            f"the search ends after {self._made} of search.num_trials={self._settings.num_trials}: {_MOST_REFUSED} "
+            "random suggestions in a row were duplicates or invalid"
         )
         return None
 
@@ -278,26 +255,12 @@ class OptunaSearch:
 
         for _ in range(_FEW):
             yield self._study.ask(self._space.dimensions)
-        for params in self._cells or ():
-            if tuple(self._space.overrides(params)) not in self._tried:
-                self._study.enqueue_trial(params)
-                yield self._study.ask(self._space.dimensions)
-        if self._cells is None:
-            sampler, at_random = self._study.sampler, RandomSampler(self._settings.seed + len(self._tried))
-            for _ in range(_MOST_REFUSED):
-                self._study.sampler = at_random
-                asked = self._study.ask(self._space.dimensions)
-                self._study.sampler = sampler
-                yield asked
-
-    def _repeat(self, asked: optuna.Trial, number: int | None) -> None:
-        """Report the result of an equal suggestion, now or when it is known: the sampler ignores failures."""
-        if number is None:
-            self._fail(asked)
-        elif number in self._results:
-            self._tell(asked, *self._results[number])
-        else:
-            self._asked[number].append(asked)
+        sampler, at_random = self._study.sampler, RandomSampler(self._settings.seed + len(self._tried))
+        for _ in range(_MOST_REFUSED):
+            self._study.sampler = at_random
+            asked = self._study.ask(self._space.dimensions)
+            self._study.sampler = sampler
+            yield asked
 
     def _fixed_are_wrong(self) -> bool:
         """Return whether a value that no dimension sets is wrong, so that no suggestion is valid."""
@@ -320,15 +283,11 @@ class OptunaSearch:
         Finished trials count with their latest values; with a single objective stopped ones do too, as pruned. Trials
         that did not fit, by forecast or in training, count as pruned. Any other end has no value.
         """
-        assert trial.index is not None
-        if trial.index in self._asked:
-            self._results[trial.index] = status, metrics
-        for asked in self._asked.pop(trial.index, ()):
-            self._tell(asked, status, metrics)
-
-    def _tell(self, asked: optuna.Trial, status: TrialStatus, metrics: Mapping[str, float]) -> None:
         from optuna.trial import TrialState
 
+        assert trial.index is not None
+        if (asked := self._asked.pop(trial.index, None)) is None:
+            return
         if status in (TrialStatus.skipped, TrialStatus.oom):
             self._study.tell(asked, state=TrialState.PRUNED)  # a failed one would be forgotten
             return
@@ -355,4 +314,4 @@ class OptunaSearch:
 
 
 def _settings_of(trial: Trial) -> str:
-    return json.dumps(effective_settings(trial.config, workers_of(trial.config)), sort_keys=True)
+    return effect(trial.config, workers_of(trial.config))

@@ -1,12 +1,14 @@
-"""The state of a trial: its status and its figures. Reads no file."""
+"""The state of a trial, its status and its figures; how a sweep ends, and who hears of its events. Reads no file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from fsdp_lab.config.compose import Trial, variables_in
 from fsdp_lab.config.metrics import PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
-from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.trial import TrialRecord, with_forecast
 from fsdp_lab.record.trial_json import Outcome
@@ -110,3 +112,39 @@ def in_rounds(trials: Sequence[TrialState]) -> list[int]:
         config = state.trial.config
         rounds.setdefault((config.repeat, config.training.seed), []).append(number)
     return [number for i, mine in enumerate(rounds.values()) for number in (mine[::-1] if i % 2 else mine)]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a sweep ends.
+
+    Attributes:
+        code: its exit status.
+        error: that ended it early, other than an interrupt; None: none did.
+        by: when all waits are over, on the monotonic clock, after an interrupt; None: there is no hurry.
+    """
+
+    code: ExitCode
+    error: BaseException | None = None
+    by: float | None = None
+
+    @property
+    def early(self) -> bool:
+        """Whether it ends before its trials."""
+        return self.code is ExitCode.interrupted or self.error is not None
+
+
+class Events(Protocol):
+    """The events of a sweep, which `outputs.Outputs` explains, each after the sweep's state and folder have it."""
+
+    def log(self, text: str) -> None: ...
+    def opened(self) -> None: ...
+    def added(self, number: int) -> None: ...
+    def began(self, number: int) -> None: ...
+    def facts(self, number: int) -> None: ...
+    def epoch(self, number: int, metrics: dict[str, float]) -> None: ...
+    def changed(self, number: int) -> None: ...
+    def ended(self, number: int) -> None: ...
+    def tick(self) -> None: ...
+    def closing(self, ending: Ending) -> None: ...
+    def closed(self, ending: Ending) -> None: ...

@@ -22,9 +22,8 @@ from fsdp_lab.record.trial_json import Outcome, changing, read_trial, write_outc
 from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.storage.files import sync
-from fsdp_lab.sweep.events import Ending, Events
 from fsdp_lab.sweep.search import OptunaSearch
-from fsdp_lab.sweep.state import TrialState, in_rounds
+from fsdp_lab.sweep.state import Ending, Events, TrialState, in_rounds
 
 
 class Sweep:

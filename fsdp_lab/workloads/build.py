@@ -6,7 +6,7 @@ import importlib
 from dataclasses import replace
 
 from fsdp_lab.config.parts import check_classes, check_vocab_size
-from fsdp_lab.config.registry import module_of
+from fsdp_lab.config.registry import path_of
 from fsdp_lab.config.workload import DataConfig, ModelConfig, TaskConfig
 from fsdp_lab.workloads.base import Data, DataSpec, Task, Workload
 from fsdp_lab.workloads.user.data import build_data
@@ -33,7 +33,7 @@ def build_workload(model: ModelConfig, data: DataConfig, task: TaskConfig | None
 
 def build_task(task: TaskConfig, model: ModelConfig) -> Task:
     """Return the configured task; only its own module is imported."""
-    made: Task = importlib.import_module(module_of("task.name", task.name)).build_task(task, model)
+    made: Task = importlib.import_module(path_of("task.name", task.name)).build_task(task, model)
     return made
 
 

@@ -19,7 +19,7 @@ import sys
 sys.path.append({str(ROOT)!r})
 from fsdp_lab.commands.main import main
 from fsdp_lab.config.registry import register
-register({key!r}, {name!r}, "tests.sweep.outside")
+register({key!r}, {name!r}, "tests.sweep.outside.build_{key.partition(".")[0].replace("search", "sampler")}")
 main()
 """
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from fsdp_lab.config import UserError
-from fsdp_lab.sweep.store.trust import find_trusted
+from fsdp_lab.sweep.store.find import find_trusted
 from fsdp_lab.sweep.sweep_data import sweep_in
 from tests import forked, trained
 from tests.conftest import command_line, run_cli

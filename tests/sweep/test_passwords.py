@@ -15,7 +15,7 @@ from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder
 from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.sweep.state import TrialState
-from fsdp_lab.sweep.store.changes import changes_of_config
+from fsdp_lab.sweep.store.resume import changes_of_config
 from fsdp_lab.tracking.tags import trial_params
 from tests import forked
 from tests.conftest import STORE, run_cli

@@ -21,11 +21,10 @@ from fsdp_lab.record.trial_files import wait_until_alone
 from fsdp_lab.record.trial_json import Outcome, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial, read_trials
 from fsdp_lab.sweep.grid import with_overrides
-from fsdp_lab.sweep.store import changes
-from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers
+from fsdp_lab.sweep.store import resume as changes
 from fsdp_lab.sweep.store.checkpoints import drop_checkpoints
 from fsdp_lab.sweep.store.find import remember_last
-from fsdp_lab.sweep.store.resume import resume_arguments
+from fsdp_lab.sweep.store.resume import changes_of_code, changes_of_config, changes_of_workers, resume_arguments
 
 WORDS = (["sharding=root"], ["sharding=ddp", "optimizer.lr=0.1"], ["sharding=per_block"])
 

@@ -146,50 +146,12 @@ def test_a_search_reaches_every_setting_of_the_default_axes(
             search.report_result(done := running.popleft(), TrialStatus.finished, {"val/loss": loss_of(done)})
     assert len(made) == len(grid) == 27
     assert {plain(trial) for trial in made} == {plain(trial) for trial in grid}
-    assert search.notes()[-1].startswith("the search ends after 27 of search.num_trials=100: all others are dup")
-    known = {tuple(trial.overrides): loss_of(trial) for trial in made}
-    for told in search._study.get_trials(states=[optuna.trial.TrialState.COMPLETE]):
-        cell = tuple(search._space.overrides(told.params))
-        assert cell not in known or told.value == known[cell], "duplicates have the value of the first"
+    assert search.notes()[-1].startswith("the search ends after 27 of search.num_trials=100: ")
 
 
 def plain(trial: Trial) -> frozenset[str]:
     """The trial's overrides; with DDP nothing is resharded."""
     return frozenset(word for word in trial.overrides if trial.choices["sharding"] != "ddp" or "reshard" not in word)
-
-
-class Stubborn(optuna.samplers.RandomSampler):
-    """Suggests the same again and again."""
-
-    def sample_independent(self, study, trial, param_name, param_distribution):  # type: ignore[no-untyped-def]
-        return param_distribution.choices[0]
-
-
-@pytest.mark.parametrize(
-    ("status", "told"),
-    [("finished", ("COMPLETE", 0.5)), ("stopped", ("PRUNED", 0.5)), ("skipped", ("PRUNED", None)),
-     ("oom", ("PRUNED", None)), ("failed", ("FAIL", None)), (None, ("RUNNING", None))],
-)  # fmt: skip
-def test_a_duplicate_is_told_as_the_first_was_and_waits_for_it(parser, compose_trial, status: str | None, told: object):
-    search = searching(parser, compose_trial, "random", "precision=fp32,bf16,fp16", trials=9)
-    search._study.sampler = Stubborn()
-    first = search.next()
-    assert first is not None and first.overrides[-1] == "precision=fp32"
-    if status is not None:
-        search.report_result(first, TrialStatus(status), {"val/loss": 0.5, "epoch": 1})
-    second = search.next()
-    assert second is not None and second.overrides != first.overrides, "drawn at random after a few"
-
-    def ends() -> set[object]:
-        return {
-            (t.state.name, t.value) for t in search._study.get_trials() if t.params == {"precision": "precision=fp32"}
-        }
-
-    assert ends() == {told}
-    if status is None:
-        search.report_result(first, TrialStatus.finished, {"val/loss": 0.25})
-        assert ends() == {("COMPLETE", 0.25)}
-    assert len(search._study.get_trials()) > 5
 
 
 @pytest.mark.parametrize("sampler", ["BruteForceSampler", "GridSampler", "NSGAIISampler", "TPESampler"])
@@ -211,7 +173,7 @@ def test_a_large_space_with_few_settings_ends_too(parser, compose_trial, monkeyp
     words = ["sharding=root,per_block", "activation_checkpointing_every=int(interval(1,1000000))"]
     search = searching(parser, compose_trial, "optuna", *words, trials=9)
     assert len(all_of(search)) == 2
-    assert "20 random ones in a row were duplicates or invalid" in search.notes()[-1]
+    assert "20 random suggestions in a row were duplicates or invalid" in search.notes()[-1]
 
 
 @pytest.mark.parametrize("fixed", [[], ["training.epochs=0"]])

@@ -26,7 +26,7 @@ from fsdp_lab.record.sweep_json import SweepStart, begin_folder
 from fsdp_lab.record.trial_json import Outcome, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.storage.files import append_line
-from fsdp_lab.sweep.store import trust
+from fsdp_lab.sweep.store import find as trust
 from fsdp_lab.sweep.store.resume import resume_arguments
 from fsdp_lab.sweep.sweep_data import sweep_in
 from tests import forked

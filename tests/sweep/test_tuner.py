@@ -20,9 +20,8 @@ from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import set_environment
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_json import Outcome, read_trial, write_outcome
-from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
-from fsdp_lab.sweep.executors.tuner import TuneCallback, _get_files, put_back
-from fsdp_lab.sweep.schedulers.median import build_scheduler
+from fsdp_lab.sweep import schedulers
+from fsdp_lab.sweep.executors.tuner import ResourceCatalog, TuneCallback, _get_files, put_back
 from tests.sweep.planted import Compose, heard, plan_of
 
 
@@ -61,7 +60,7 @@ def test_the_median_rule_pauses_no_trial_that_is_ahead_of_the_others():
     ahead, waits = Trial("planted", stub=True), Trial("planted", stub=True)
     ahead.status = Trial.RUNNING
     controller = cast("Any", SimpleNamespace(get_live_trials=lambda: [ahead, waits]))
-    median = build_scheduler(SweepConfig(), {"time_attr": "epoch", "metric": "val/loss", "mode": "min"})
+    median = schedulers.median(SweepConfig(), {"time_attr": "epoch", "metric": "val/loss", "mode": "min"})
     for epoch in range(1, 6):
         assert median.on_trial_result(controller, ahead, {"epoch": epoch, "val/loss": 1.0}) == "CONTINUE"
 

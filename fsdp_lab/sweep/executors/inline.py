@@ -10,12 +10,11 @@ from fsdp_lab.sweep.sweep import Sweep
 
 
 class InlineExecutor:
-    """`engine=inline`: starts nothing, so there is nothing to end."""
+    """The executor of `engine=inline`: it starts nothing, so there is nothing to end."""
 
-    interrupted_by = None
+    interrupted_by: str | None = None
 
-    def start(self, sweep: Sweep) -> None:
-        """Do nothing: this process is ready."""
+    def start(self, sweep: Sweep) -> None: ...
 
     def run(self, sweep: Sweep) -> None:
         while (number := sweep.next()) is not None:
@@ -25,5 +24,4 @@ class InlineExecutor:
             run_inline(config, sweep.folder_of(number), partial(sweep.epoch, number), sweep.address_of(number))
             sweep.end(number)
 
-    def stop(self) -> None:
-        """Do nothing."""
+    def stop(self) -> None: ...

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import tune
 from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.search import Searcher
@@ -26,14 +27,52 @@ from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import read_progress
 from fsdp_lab.record.trial_json import read_trial
 from fsdp_lab.storage.objects import Storage, StorageRefused
-from fsdp_lab.sweep.executors.resource_catalog import ResourceCatalog
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.schedulers import build_scheduler
 from fsdp_lab.sweep.sweep import Sweep
 
 _QUIET_S = 20.0  # a start takes about ten seconds; who waits longer is told what for
 _MOST_STARTS = 5  # of a trial whose own processes end without a new epoch
+_ROUNDING = 1e-6  # of sums of shares of a core
 _STORE_S = 5.0  # for the files of a stopped trial, while every other trial waits to be heard
+
+
+class ResourceCatalog:
+    """The resources that trials need, and those of the cluster, which change with its nodes.
+
+    Attributes:
+        taken: Tune's name of a running trial -> its resources.
+    """
+
+    def __init__(self) -> None:
+        self._needs: dict[str, dict[str, float]] = {}
+        self._checked: set[int] = set()  # configurations, which their trials keep
+        self.taken: dict[str, dict[str, float]] = {}
+
+    def of(self, config: SweepConfig) -> dict[str, float]:
+        """Return the resources of a trial's workers together.
+
+        Raises:
+            ConfigError: the cluster could not hold them when they were first compared; or the settings do not suit
+                their number.
+        """
+        key = str(config.cluster)
+        if id(config) not in self._checked:
+            config.check(workers_of(config))
+            self._checked.add(id(config))
+        if key not in self._needs:
+            self._needs[key] = resources.check_capacity(config.cluster, workers_of(config))
+        return self._needs[key]
+
+    def has_room(self, config: SweepConfig) -> bool:
+        """Return whether a trial fits beside the running ones. The first always does: it waits for nodes that died."""
+        if not self.taken:
+            return True
+        total, all_taken = ray.cluster_resources(), self.taken.values()
+        return all(
+            amount + sum(taken.get(name, 0.0) for taken in all_taken) <= total.get(name, 0.0) + _ROUNDING
+            for name, amount in self.of(config).items()
+        )
 
 
 def build_tuner(sweep: Sweep, deaths: Counter[tuple[int, int]]) -> tune.Tuner:

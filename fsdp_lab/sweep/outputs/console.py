@@ -15,10 +15,10 @@ from fsdp_lab.config.wording import duration
 from fsdp_lab.report.answer import Answer, plain_text
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.report.terminal import open_console
-from fsdp_lab.sweep.events import Ending
 from fsdp_lab.sweep.names import label, relative, resume_command, resume_lines, run_name
 from fsdp_lab.sweep.outputs.pace import Pace
 from fsdp_lab.sweep.outputs.table import epoch_line, how_far, trial_table
+from fsdp_lab.sweep.state import Ending
 from fsdp_lab.sweep.sweep import Sweep
 
 MOST_ROWS = 500  # of the last table; of more trials it has a few

@@ -13,10 +13,9 @@ from fsdp_lab.config.wording import count
 from fsdp_lab.record.trial_files import TRIAL_FILES
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.report.write import FILES
-from fsdp_lab.sweep.events import Ending
 from fsdp_lab.sweep.grid import unescaped
 from fsdp_lab.sweep.names import command_line, config_dir_words, resume_command, short_name, sweep_name
-from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.state import Ending, TrialState
 from fsdp_lab.sweep.sweep import Sweep
 from fsdp_lab.tracking import Projection, WantedRun
 from fsdp_lab.tracking.tags import RECOMMENDED_TAG, RECORDED_TAG, SweepAnswer, sweep_tags, trial_params, trial_tags

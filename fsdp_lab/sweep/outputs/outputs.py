@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fsdp_lab.report.answer import Answer
 from fsdp_lab.report.write import FILES, write_report
-from fsdp_lab.sweep.events import Ending
 from fsdp_lab.sweep.forecasts import Forecasts
 from fsdp_lab.sweep.names import report_command
 from fsdp_lab.sweep.outputs.console import Console
 from fsdp_lab.sweep.outputs.mlflow import MlflowRuns
 from fsdp_lab.sweep.outputs.results_csv import ResultsCsv
+from fsdp_lab.sweep.state import Ending
 from fsdp_lab.sweep.sweep import Sweep
 from fsdp_lab.sweep.sweep_data import sweep_of
 from fsdp_lab.tracking.tags import SweepAnswer
@@ -124,12 +124,9 @@ class Outputs:
         """Write the report, and its answer to MLflow. An error is logged with the command to try again."""
         sweep = self.sweep
         try:
-            data = sweep_of(
-                sweep.trials, sweep.swept, sweep.folder, sweep.started, self.mlflow.run_id, self.mlflow.parent_id
-            )
             for name in FILES:  # of an earlier start: MLflow would get them as this one's
                 (sweep.folder / name).unlink(missing_ok=True)
-            answer = write_report(data, sweep.folder)
+            answer = write_report(sweep_of(sweep, self.mlflow.run_id, self.mlflow.parent_id), sweep.folder)
             self.mlflow.describe(SweepAnswer(**answer.as_data))
         except Exception as error:  # noqa: BLE001 - the results are there, and the report can be written again
             self.log(f"the report could not be written ({error}); to try again: {report_command(sweep.folder)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from fsdp_lab.config import is_address
 from fsdp_lab.record.paths import is_storage_of
@@ -22,43 +21,21 @@ def drop_checkpoints(folder: Path) -> None:
     Raises:
         OSError: a file cannot be removed, or does not belong to the sweep; then nothing of it is touched.
     """
-    for where in _places(folder):
-        if is_address(str(where)):
-            drop_stored_weights(Storage(str(where)))
-        else:
-            drop_weights(where)
-
-
-def drop_weights(folder: Path) -> None:
-    """Remove the checkpoints and the exported model of a trial.
-
-    Raises:
-        OSError: a file cannot be removed.
-    """
-    if (folder / "checkpoints").exists():
-        shutil.rmtree(folder / "checkpoints")
-    (folder / "model.pt").unlink(missing_ok=True)
-    shutil.rmtree(folder / "model", ignore_errors=True)
-
-
-def drop_stored_weights(storage: Storage) -> None:
-    # the markers first: a kill leaves data that nothing names, and no checkpoint without its data
-    names = sorted(name for name in storage.files() if name.partition("/")[0] in _WEIGHTS)
-    storage.delete(sorted(names, key=lambda name: not name.endswith(".json")))
-
-
-def _places(folder: Path) -> list[Any]:
-    """Return the folders of a sweep's trials, and their addresses in object storage. Raises as `drop_checkpoints`."""
-    addresses = [line["storage"] for line in lines_of(folder) if is_address(line.get("storage"))]
-    folders = [
-        (
-            folder / line["folder"]
-            if is_address(line.get("storage"))
-            else Path(line.get("storage") or folder / line["folder"])
-        ).resolve()
-        for line in lines_of(folder)
-    ]
-    for where in (*folders, *addresses):
-        if not is_storage_of(Path(where), folder):
+    folders, addresses = [], []
+    for line in lines_of(folder):
+        if is_address(place := line.get("storage")):
+            addresses.append(str(place))
+            place = None
+        folders.append(Path(place or folder / line["folder"]).resolve())
+    for where in (*folders, *map(Path, addresses)):
+        if not is_storage_of(where, folder):
             raise OSError(f"{folder}/trials.jsonl names {where}, which is not below the sweep's folder or its storage")
-    return [*folders, *addresses]
+    for path in (where / name for where in folders for name in _WEIGHTS):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    for storage in map(Storage, addresses):
+        # the markers first: a kill leaves data that nothing names, and no checkpoint without its data
+        names = sorted(name for name in storage.files() if name.partition("/")[0] in _WEIGHTS)
+        storage.delete(sorted(names, key=lambda name: not name.endswith(".json")))

@@ -10,21 +10,23 @@ from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from fsdp_lab.config import ConfigError, SweepConfig, UserError, to_dict
-from fsdp_lab.config.compose import Trial, check
+from fsdp_lab.config import ConfigError, SweepConfig, UserError, settings, to_dict, workers_of
+from fsdp_lab.config.code import code_digest, commit
+from fsdp_lab.config.compare import STARTS
+from fsdp_lab.config.compose import Trial, check, with_variables
 from fsdp_lab.config.key_value_args import key_of, quoted
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.wording import count
 from fsdp_lab.engine.ray_job import COPIES, is_rays_copy
+from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.record.paths import storage
-from fsdp_lab.record.sweep_json import SweepStart, read_start
+from fsdp_lab.record.sweep_json import SweepStart, read_start, versions
 from fsdp_lab.record.trial_files import read_metrics
 from fsdp_lab.record.trial_json import read_trial
 from fsdp_lab.record.trials_jsonl import lines_of
 from fsdp_lab.sweep.grid import with_overrides
 from fsdp_lab.sweep.state import TrialState
-from fsdp_lab.sweep.store.changes import changes_of_code, changes_of_config, changes_of_workers
-from fsdp_lab.sweep.store.trust import check_keys, find_trusted, read_trust
+from fsdp_lab.sweep.store.find import check_keys, find_trusted, read_trust
 
 
 def resume_arguments(arguments: Sequence[str]) -> list[str]:
@@ -157,3 +159,43 @@ def _changes_of_data(states: Sequence[TrialState], folder: Path) -> list[str]:
         if now != before:
             changed.append(f"data={config.data.name}: its digest was {before} and is {now}")
     return changed
+
+
+def changes_of_code(record: SweepStart) -> list[str]:
+    now = versions()
+    libraries = [
+        f"{name} was {there} and is {now[name]}"
+        for name, there in record.libraries.items()
+        if now.get(name, there) != there  # other versions may look at more
+    ]
+    changed = record.code != code_digest(record.user_packages)
+    whose = " or ".join(["fsdp_lab", *record.user_packages])
+    return [*([f"the code of {whose} changed{_commits(record.commit, commit())}"] if changed else []), *libraries]
+
+
+def _commits(there: str, here: str) -> str:
+    if not (there and here) or there == here:  # then the change is in files that are not committed
+        return ""
+    return f" (fsdp_lab's commit {there[:12]} then, {here[:12]} now)"
+
+
+def changes_of_workers(record: SweepStart, config: SweepConfig) -> list[str]:
+    """Return a sentence if `cluster.num_workers=null` stands for another number of workers now."""
+    workers = workers_of(config)
+    if config.cluster.num_workers or workers == record.num_workers:
+        return []
+    return [f"cluster.num_workers=null was {record.num_workers} workers and is {workers}"]
+
+
+def changes_of_config(trial_folder: Path, config: SweepConfig) -> list[str]:
+    """Return the differences between a trial's saved config and `config`, in words."""
+    try:
+        before = with_variables(saved_config(read_hydra_file(trial_folder, "config.yaml")))
+    except UserError as error:
+        return [f"{trial_folder / '.hydra/config.yaml'}: {error}"]
+    there, here = settings(before, STARTS), settings(config, STARTS)
+    return [
+        f"{key} was {there.get(key)} and is {here.get(key)}"
+        for key in dict.fromkeys([*here, *there])
+        if there.get(key) != here.get(key)
+    ]

@@ -1,1 +1,0 @@
-"""The samplers of `search=...`, one file each: where Optuna takes its suggestions from."""
