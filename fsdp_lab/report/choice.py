@@ -1,4 +1,4 @@
-"""Rules by which sweeps and forecasts choose: what is simple, what is equally small, what nothing beats. Pure."""
+"""Rules by which sweeps and forecasts choose: what is simple, and what nothing beats. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,11 @@ PLAIN = {
     "reshard_after_forward": "always",
     "activation_checkpointing": "none",
 }
-SAME_MEMORY = 0.01  # of the smallest: what needs no more than this above it counts as equally small
 
 
 def departures(values: Mapping[str, str]) -> list[bool]:
     """Return for each of `PLAIN` whether the values depart from it."""
     return [values.get(key, value) != value for key, value in PLAIN.items()]
-
-
-def smallest(sizes: Sequence[float]) -> list[int]:
-    """Return the indices of the smallest size, and of sizes that exceed it by at most the share `SAME_MEMORY`."""
-    limit = min(sizes) * (1 + SAME_MEMORY)
-    return [place for place, size in enumerate(sizes) if size <= limit]
 
 
 def pareto_front(

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_lab.config.metrics import MEDIAN_STEP, MEMORY, SPEED, declared, spacing
-from fsdp_lab.report.choice import SAME_MEMORY, departures, pareto_front, smallest
+from fsdp_lab.report.choice import departures, pareto_front
 from fsdp_lab.report.qualify import does_not_fit, notes_on, notes_on_the_model, qualify, ratio
 from fsdp_lab.report.settings import Coded, Rules, Setting, Settings
 from fsdp_lab.report.speed import EQUAL, Interval
 
+_SAME_MEMORY = 0.01  # of the smallest: what needs no more than this above it counts as equally small
 _SCARCE = 0.9  # of a device's memory: a setting that needs more makes memory scarce, as in forecasts
 _UNEVEN = 0.15  # a difference of logarithms: a mean and a median differ by more
 _SAME = 1e-5  # as a ratio: losses that differ by less are the same
@@ -99,7 +100,7 @@ def recommend(settings: Settings) -> Recommendation:
     if raced:
         tied = [s for s in raced if s.group != chosen.group and _is_tied(settings, s, chosen)]
     else:
-        limit = math.inf if rules.objectives else chosen.peak * (1 + SAME_MEMORY)
+        limit = math.inf if rules.objectives else chosen.peak * (1 + _SAME_MEMORY)
         tied = [s for s in best if s is not chosen and s.peak <= limit]
     return Recommendation(
         settings,
@@ -225,7 +226,8 @@ def _break_tie(settings: Settings, tied: Sequence[Setting], raced: bool) -> tupl
     left = list(tied)
     decided: str = "speed" if raced and len(tied) == 1 else "order"
     if not raced or settings.rules.predicted or _is_memory_scarce(tied):
-        left = [tied[place] for place in smallest([s.peak for s in tied])]
+        limit = min(s.peak for s in tied) * (1 + _SAME_MEMORY)
+        left = [s for s in tied if s.peak <= limit]
         decided = "memory" if len(left) < len(tied) else decided
     rules: tuple[tuple[str, Callable[[Setting], Any]], ...] = (
         ("simplicity", lambda s: departures(s.values)),
