@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fsdp_lab.commands.forecast import print_scope
 from fsdp_lab.commands.forecast_cells import plan_forecasts
-from fsdp_lab.commands.forecast_grid import print_scope
 from fsdp_lab.config import ConfigError
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.run import Request
@@ -67,7 +67,7 @@ def test_one_configuration(forecast: Command, tmp_path: Path, monkeypatch: pytes
 
 
 def test_where_no_bar_is_seen_lines_state_how_far_it_is(forecast: Command, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fsdp_lab.commands.forecast_grid.SPEAK_S", 0.0)
+    monkeypatch.setattr("fsdp_lab.commands.forecast.SPEAK_S", 0.0)
     done = forecast(
         "-m", "model=mlp", "sharding=root,ddp", "precision=fp32", "reshard_after_forward=always", "offload=none"
     )
