@@ -26,8 +26,8 @@ from fsdp_lab.config.sweep import ReportConfig
 from fsdp_lab.machine.output import outlast_reader
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.data import SweepData
+from fsdp_lab.report.page import FILES, write_report
 from fsdp_lab.report.pytorch import setting_of
-from fsdp_lab.report.write import FILES, write_report
 
 if TYPE_CHECKING:
     from fsdp_lab.record.sweep_json import SweepStart

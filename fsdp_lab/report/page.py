@@ -1,25 +1,52 @@
-"""A report as one HTML page that needs no network."""
+"""The files of a report: one HTML page that needs no network, and the recommended setting as code."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.metrics import FORECAST, MEMORY, table_columns
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.sweep import SweepRecord
-from fsdp_lab.report.answer import with_a_line
+from fsdp_lab.report.answer import Answer, with_a_line
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.plots import MOST, figures, shown_trials, url_of
+from fsdp_lab.report.pytorch import SCRIPT, setting_of
 from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.report.recommend import Recommendation
 from fsdp_lab.report.render import environment
 from fsdp_lab.report.settings import column
+from fsdp_lab.storage.files import write_text
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+_REPORT = "report.html"
+FILES = (_REPORT, SCRIPT)
+
+
+def write_report(sweep: SweepData, folder: Path) -> Answer:
+    """Write `report.html`, and the recommended setting as code.
+
+    Each file is written under a temporary name first.
+
+    Args:
+        folder: an existing one.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    made = sweep.recommendation
+    (folder / SCRIPT).unlink(missing_ok=True)
+    setting = setting_of(made.trial) if made.trial is not None else None
+    if setting is not None:
+        write_text(folder / SCRIPT, setting, parents=False)
+    write_text(folder / _REPORT, to_html(sweep, setting is not None), parents=False)
+    return made
 
 
 def to_html(sweep: SweepData, script: bool = False) -> str:

@@ -13,7 +13,7 @@ from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.metrics import MEMORY, MIB, SPEED
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.trial import with_forecast
-from fsdp_lab.report.write import write_report
+from fsdp_lab.report.page import write_report
 from tests.report.sweeps import sweep
 
 

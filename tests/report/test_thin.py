@@ -12,9 +12,8 @@ from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.data import SweepData
-from fsdp_lab.report.page import to_html
+from fsdp_lab.report.page import to_html, write_report
 from fsdp_lab.report.plots import MOST, figures, shown_trials
-from fsdp_lab.report.write import write_report
 from tests.report.sweeps import sweep
 
 COUNT = 1200

@@ -14,9 +14,8 @@ from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.report.answer import answer, with_a_line
 from fsdp_lab.report.data import SweepData
-from fsdp_lab.report.page import to_html
+from fsdp_lab.report.page import to_html, write_report
 from fsdp_lab.report.plots import COLORS, figures
-from fsdp_lab.report.write import write_report
 from fsdp_lab.training.layout import Layout
 from tests.report.sweeps import ROWS, sweep, trial
 

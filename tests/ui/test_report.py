@@ -13,7 +13,7 @@ import pytest
 
 from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.nightly.texts import nights_page
-from fsdp_lab.report.write import write_report
+from fsdp_lab.report.page import write_report
 from tests.ui.conftest import Lab
 
 if TYPE_CHECKING:

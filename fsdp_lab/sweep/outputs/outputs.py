@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_lab.report.answer import Answer
-from fsdp_lab.report.write import FILES, write_report
+from fsdp_lab.report.page import FILES, write_report
 from fsdp_lab.sweep.forecasts import Forecasts
 from fsdp_lab.sweep.names import report_command
 from fsdp_lab.sweep.outputs.console import Console
