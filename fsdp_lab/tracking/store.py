@@ -28,6 +28,7 @@ _PROBE_TIMEOUT_S = 8.0
 # An expired token or a proxy takes a person to fix, so what is to be written waits.
 _AWAY = (401, 403, 408, 429)
 _SQLITE_TIMEOUT_S = 10.0
+_MOST_RUNS = 50_000  # that MLflow returns at once
 _SCHEMA_LIMIT_S = 600.0  # for others to make the schema of a fresh store: some ten seconds each
 # A server that stops answering costs (1 + retries) * timeout a write. MLflow's own defaults allow 16 minutes,
 # and it would sleep for as long as a proxy's Retry-After header says.
@@ -111,7 +112,8 @@ def _check_uri(uri: str) -> tuple[str, Path | None]:
     if kind == "sqlite":
         path = sqlite_path(uri)
         path.parent.mkdir(parents=True, exist_ok=True)
-        return _sqlite_uri(uri, path), path.parent / _ARTIFACTS
+        _, mark, query = uri.partition("?")
+        return f"{uri.partition(':///')[0]}:///{path}{mark}{query}", path.parent / _ARTIFACTS
     if kind in _DATABASE_PORTS:
         if parts.hostname:  # MLflow would try ten times, for 100 s
             socket.create_connection((parts.hostname, port or _DATABASE_PORTS[kind]), _PROBE_TIMEOUT_S).close()
@@ -120,27 +122,15 @@ def _check_uri(uri: str) -> tuple[str, Path | None]:
 
 
 def sqlite_path(uri: str) -> Path:
-    """Return the absolute path of an sqlite store."""
+    """Return the absolute path of an sqlite store, which no sign may be in that an address gives another meaning."""
     path, _, query = uri.partition(":///")[2].partition("?")
     if not path.strip("/") or ":memory:" in path:
         raise _error(uri, "the path of an sqlite file follows three slashes", f"use {_LOCAL}")
-    if "%" in path or "/" in query:
-        raise _error(uri, "its path has a % or ?, which an address gives another meaning", "use a path without them")
-    return Path(path).absolute()
-
-
-def _sqlite_uri(uri: str, path: Path) -> str:
-    """Return the address of an sqlite store for any working folder that an address can name.
-
-    In one with a ? or a % in its name, the path is relative: an address gives these another meaning.
-    """
-    here = Path.cwd()
-    if any(sign in str(path) for sign in "?%"):
-        if not path.is_relative_to(here):
-            raise _error(uri, f"no address can name {path}, which has a ? or %", "use a path without them")
-        path = path.relative_to(here)
-    _, mark, query = uri.partition("?")
-    return f"{uri.partition(':///')[0]}:///{path}{mark}{query}"
+    absolute = Path(path).absolute()
+    if any(sign in str(absolute) for sign in "?%") or "/" in query:
+        reason = f"its path {absolute} has a % or ?, which an address gives another meaning"
+        raise _error(uri, reason, "use a path without them")
+    return absolute
 
 
 def _check_sqlite(path: Path) -> None:
@@ -176,14 +166,8 @@ def runs_url(tracking: TrackingConfig) -> str | None:
 
 
 def runs_of(client: MlflowClient, experiment_id: str, sweep_id: str) -> list[Run]:
-    runs: list[Run] = []
-    token = None
-    while token != "":
-        chosen = f"tags.`{SWEEP_TAG}` = '{sweep_id}'"
-        page = client.search_runs([experiment_id], chosen, max_results=500, page_token=token)
-        runs += page
-        token = page.token or ""
-    return runs
+    chosen = f"tags.`{SWEEP_TAG}` = '{sweep_id}'"
+    return list(client.search_runs([experiment_id], chosen, max_results=_MOST_RUNS))
 
 
 def _ensure_experiment(client: MlflowClient, name: str, artifacts: Path | None) -> str:

@@ -25,7 +25,6 @@ RUN_STATUS = {
 }
 # MLflow's page that compares runs opens on the metric that was written first.
 _FIRST = (VAL_LOSS, TRAIN_LOSS, "forecast/peak_mib")
-_MOST = 100  # parameters in one request
 
 
 def steps_of(client: MlflowClient, run_id: str) -> set[int]:
@@ -38,9 +37,7 @@ def log_params(client: MlflowClient, run_id: str, params: Mapping[str, str]) -> 
     """Log parameters, as `trial_params` returns them."""
     from mlflow.entities import Param
 
-    made = [Param(key, value) for key, value in params.items()]
-    for first in range(0, len(made), _MOST):
-        client.log_batch(run_id, params=made[first : first + _MOST])
+    client.log_batch(run_id, params=[Param(key, value) for key, value in params.items()])
 
 
 def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
