@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ _END_S = 6.0  # for processes that were killed, to be gone
 # Ray's servers speak HTTP/2 (RFC 9113), in which both sides begin with a frame of settings, here an empty one.
 _SETTINGS = b"\x04"
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
-_REFUSED = ("InvalidAuthToken", "Unauthenticated", "authentication token")  # in Ray's log, or in its error
+_REFUSED = ("InvalidAuthToken", "Unauthenticated", "authentication token")  # in Ray's error, or in its cause
 _own_token = secrets.token_hex(32)
 
 _servers: dict[str, psutil.Process] = {}  # of a Ray that was started here
@@ -113,12 +113,12 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
         _servers.update({p.name(): p for p in psutil.Process().children() if p.name() in ("raylet", "gcs_server")})
         return
     address, named = reachable(cluster.address)
-    with kept_stderr() as printed:  # Ray's own code prints a line a second while it tries
-        try:
+    try:
+        with without_stderr():  # Ray's own code prints a line a second while it tries
             ray.init(address=address, runtime_env=code_environment(code), **quiet)
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            refused = any(sign in printed() + str(error) for sign in _REFUSED)
-            raise (wrong_token(named) if refused else no_ray(named, error)) from error
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        refused = any(sign in f"{error}{error.__cause__}" for sign in _REFUSED)
+        raise (wrong_token(named) if refused else no_ray(named, error)) from error
 
 
 def running_cluster(address: str) -> RunningCluster:
@@ -170,30 +170,16 @@ def code_environment(code: Sequence[str]) -> dict[str, Any] | None:
 
 
 @contextmanager
-def kept_stderr() -> Iterator[Callable[[], str]]:
-    """Hold back this process's standard error, native code included. Yields a function that returns the output so far.
-
-    The output is printed at the end, or dropped if the block raises.
-    """
-    sys.stderr.flush()
+def without_stderr() -> Iterator[None]:
+    """Drop what this process writes to its standard error, native code included."""
     shown = os.dup(2)
-    with tempfile.TemporaryFile() as kept:
-
-        def printed() -> str:
-            kept.seek(0)
-            return kept.read().decode(errors="replace")
-
-        os.dup2(kept.fileno(), 2)
-        try:
-            yield printed
-        except BaseException:
-            os.dup2(shown, 2)
-            raise
-        else:
-            os.dup2(shown, 2)
-            sys.stderr.write(printed())
-        finally:
-            os.close(shown)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(shown, 2)
+        os.close(shown)
 
 
 def reachable(address: str) -> tuple[str, str]:
