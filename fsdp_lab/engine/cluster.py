@@ -69,6 +69,9 @@ def set_environment() -> None:
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # with Ray's new output Tune would take no callback that reports progress
 
 
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+
+
 def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
     """Start Ray on this machine, or connect to the cluster at `cluster.address`. Does nothing if connected.
 
@@ -77,45 +80,52 @@ def start_ray(cluster: ClusterConfig, code: Sequence[str] = ()) -> None:
             from its place.
 
     Raises:
-        UserError: no Ray answers at the address, or it refuses this process's token.
+        UserError: Ray does not start, or none answers at the address, or it refuses this process's token.
     """
     loaded = sys.modules.get("ray")
     if cluster.address is not None and loaded is not None and loaded.is_initialized():
         return
     set_environment()
     if cluster.address is None:
-        # Ray's servers listen on every interface unless the node's address is the loopback; it takes that
-        # one only on machines that it thinks cannot be clusters. (`_node_ip_address` is overruled.)
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        set_own_token()
+        _start_here()
     else:
-        # else Ray asks once a second, twenty times, also one that answers and refuses the token, or wants one
-        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "8")
+        _connect(cluster.address, code)
+
+
+def _start_here() -> None:
+    # Ray's servers listen on every interface unless the node's address is the loopback; it takes that
+    # one only on machines that it thinks cannot be clusters. (`_node_ip_address` is overruled.)
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    set_own_token()
+    cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
+    if gpus and cpus >= 2 * gpus:  # a core for each rank's imports is free while the trial before it trains
+        os.environ.setdefault("RAY_preload_python_modules", "torchvision.models,fsdp_lab.training")
     import ray
 
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
-    if cluster.address is None:
-        adopt_orphans()
-        cpus, gpus = hardware.num_cpus(), hardware.num_gpus()
-        if gpus and cpus >= 2 * gpus:  # a core for each rank's imports is free while the trial before it trains
-            os.environ.setdefault("RAY_preload_python_modules", "torchvision.models,fsdp_lab.training")
-        # "local" and not None, which would join a Ray that another process started on this machine
-        # and with our counts: Ray's own takes no notice of an invalid entry in CUDA_VISIBLE_DEVICES
-        try:
-            context = ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **quiet)
-        except Exception as error:  # Ray raises just that when its servers have not started within half a minute
-            raise UserError(
-                f"engine=ray: Ray did not start on this machine ({str(error).partition(chr(10))[0]}); see what else "
-                "uses its cores, memory or /tmp (`python -m fsdp_lab doctor`) and try again, or use engine=inline."
-            ) from error
-        if folder := getattr(context, "address_info", {}).get("session_dir"):
-            _own_folders.append(Path(folder))
-        _servers.update({p.name(): p for p in psutil.Process().children() if p.name() in ("raylet", "gcs_server")})
-        return
-    address, named = reachable(cluster.address)
+    adopt_orphans()
+    # "local" and not None, which would join a Ray that another process started on this machine
+    # and with our counts: Ray's own takes no notice of an invalid entry in CUDA_VISIBLE_DEVICES
+    try:
+        context = ray.init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, **_QUIET)
+    except Exception as error:  # Ray raises just that when its servers have not started within half a minute
+        raise UserError(
+            f"engine=ray: Ray did not start on this machine ({str(error).partition(chr(10))[0]}); see what else "
+            "uses its cores, memory or /tmp (`python -m fsdp_lab doctor`) and try again, or use engine=inline."
+        ) from error
+    if folder := getattr(context, "address_info", {}).get("session_dir"):
+        _own_folders.append(Path(folder))
+    _servers.update({p.name(): p for p in psutil.Process().children() if p.name() in ("raylet", "gcs_server")})
+
+
+def _connect(address: str, code: Sequence[str]) -> None:
+    # else Ray asks once a second, twenty times, also one that answers and refuses the token, or wants one
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "8")
+    import ray
+
+    address, named = reachable(address)
     try:
         with without_stderr():  # Ray's own code prints a line a second while it tries
-            ray.init(address=address, runtime_env=code_environment(code), **quiet)
+            ray.init(address=address, runtime_env=code_environment(code), **_QUIET)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         refused = any(sign in f"{error}{error.__cause__}" for sign in _REFUSED)
         raise (wrong_token(named) if refused else no_ray(named, error)) from error

@@ -37,31 +37,18 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
+# PyTorch's allocators for GPUs, for the CPU and for pinned memory raise plain RuntimeErrors.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in the middle of a message
+
+
 def code_of(error: BaseException) -> Code:
+    """Return what an error is. PyTorch's are identified by name, because it may not be importable."""
+    text = str(error)
     if isinstance(error, UserError):
         return Code.user_error
-    if is_out_of_memory(error):
-        return Code.out_of_memory
-    return Code.peer_lost if is_peer_failure(error) else Code.error
-
-
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out: on a GPU, in Python, or in PyTorch's allocators for the CPU and for pinned memory.
-
-    PyTorch's allocators raise plain RuntimeErrors. Errors are identified by name, because PyTorch may not be
-    importable.
-    """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    return any(sign in str(error) for sign in _OUT_OF_MEMORY)
-
-
-def is_peer_failure(error: BaseException) -> bool:
-    """Whether this rank failed only because another one went away in the middle of a message."""
-    text = str(error)
-    return any(sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
+        return Code.out_of_memory
+    if isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY):
+        return Code.out_of_memory
+    return Code.peer_lost if any(sign in text for sign in _PEER_LOST) else Code.error

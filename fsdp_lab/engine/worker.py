@@ -22,8 +22,8 @@ from fsdp_lab.engine.hang import stacks_file
 from fsdp_lab.engine.rank import RankReporter, check_gpu, train_rank
 from fsdp_lab.machine.hardware import WORKER_CPUS
 from fsdp_lab.record.reasons import Code
-from fsdp_lab.record.trial_files import hold_alive
 from fsdp_lab.record.trial_json import RankFailure
+from fsdp_lab.storage.locks import share_until_exit
 from fsdp_lab.storage.objects import Storage
 
 _SENT_S = 3.0  # for the other ranks that hang, to send theirs: the first that ends takes them down
@@ -102,7 +102,7 @@ def prepare_process(job: dict[str, Any], folder: Path, rank: int) -> None:
     if os.path.isdir(job["launched_in"]):  # another node may not have that folder, and then paths are its own
         os.chdir(job["launched_in"])
     os.environ[WORKER_CPUS] = str(job["cpus_per_worker"])
-    hold_alive(folder)
+    share_until_exit(folder / ".alive")
     redirect_output(folder / "logs" / f"rank{rank}.log")
     faulthandler.enable()
 

@@ -29,7 +29,7 @@ from typing import IO, Any
 from fsdp_lab.config import UserError
 from fsdp_lab.record.trial_json import changing
 from fsdp_lab.storage.files import RESTORE, append_line, read_lines, read_object, write_text
-from fsdp_lab.storage.locks import InUse, exclusive, share_until_exit
+from fsdp_lab.storage.locks import InUse, exclusive
 
 _OF_METRICS = f"{RESTORE} and trial.json: a resume then ends the trial from its last checkpoint"
 ENDED = "ended"  # a phase: all ranks have trained to the end
@@ -106,11 +106,6 @@ def read_progress(folder: Path) -> dict[str, Any]:
 def write_error(folder: Path, text: str) -> None:
     with suppress(OSError):  # the outcome cannot be written either, and the driver logs why
         write_text(folder / "error.txt", text, parents=False)
-
-
-def hold_alive(folder: Path) -> None:
-    """Show other processes that this one works in the folder, until it ends."""
-    share_until_exit(folder / ".alive")
 
 
 def wait_until_alone(folder: Path, limit_s: float) -> None:

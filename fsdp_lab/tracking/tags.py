@@ -213,11 +213,7 @@ def machine_tags() -> dict[str, str]:
     tool = fsdp_lab.__version__ + (f" (commit {of_tool[:10]})" if (of_tool := code.commit()) else "")
     tags = {"mlflow.user": _user(), "host": platform.node(), "version.fsdp_lab": tool}
     tags["version.python"] = platform.python_version()
-    for name in _LIBRARIES:
-        try:
-            tags[f"version.{name}"] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    tags |= {f"version.{name}": importlib.metadata.version(name) for name in _LIBRARIES}
     commit, is_dirty = code.users_commit()
     return tags | ({"mlflow.source.git.commit": commit, "git.dirty": value_text(is_dirty)} if commit else {})
 

@@ -106,8 +106,8 @@ def test_a_sweeps_folder_on_the_disk_of_all_nodes_stays_its_own(tmp_path: Path, 
 
 
 def test_nobody_begins_while_a_process_of_the_run_before_lives(tmp_path: Path):
-    script = "import sys, time, pathlib; from fsdp_lab.record.trial_files import hold_alive\n"
-    script += "hold_alive(pathlib.Path(sys.argv[1])); print('lives', flush=True); time.sleep(60)"
+    script = "import sys, time; from pathlib import Path; from fsdp_lab.storage.locks import share_until_exit\n"
+    script += "share_until_exit(Path(sys.argv[1], '.alive')); print('lives', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "lives\n"
         with pytest.raises(TimeoutError, match="still work in"):
