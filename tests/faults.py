@@ -284,7 +284,7 @@ FAULTS = (
     Fault("forecasts run compiled blocks eagerly", "fsdp_lab/training/torch_private.py",
           '(TorchDispatchMode, "_compiled", True)', '(TorchDispatchMode, "_compiled", False)',
           "forecast/test_compiled.py::test_a_compiled_step_computes_the_same_and_moves_less", MAKE_CI),
-    Fault("a fused kernel has no inputs", "fsdp_lab/training/torch_private.py",
+    Fault("a fused kernel has no inputs", "fsdp_lab/forecast/torch_private.py",
           'for side in ("in_", "out_")', 'for side in ("no_", "out_")', "forecast/test_compiled.py"),
     Fault("a forecast for a GPU with a data sheet fails", "fsdp_lab/forecast/kernels.py",
           "cls(sheet.num_cores, ", "cls(sheet.cores, ",

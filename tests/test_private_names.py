@@ -9,7 +9,7 @@ from tests.conftest import ROOT
 
 FILES = [*sorted((ROOT / "fsdp_lab").rglob("*.py")), *sorted((ROOT / "hydra_plugins").rglob("*.py"))]
 OWNERS = {
-    "fsdp_lab/training/torch_private.py", "fsdp_lab/engine/shortcut.py",
+    "fsdp_lab/training/torch_private.py", "fsdp_lab/forecast/torch_private.py", "fsdp_lab/engine/shortcut.py",
     "fsdp_lab/workloads/hf/hf_private.py",
 }  # fmt: skip
 # Without a leading underscore, and as private.

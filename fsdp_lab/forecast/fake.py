@@ -13,15 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_lab.training.distributed import DistributedContext
-from fsdp_lab.training.torch_private import (
-    DEVICE,
+from fsdp_lab.forecast.torch_private import (
     FLOAT8_PRODUCT,
     ITEM,
     STEP_IF_FINITE,
     FakeTensorMode,
-    TorchDispatchMode,
     peers_not_asked,
+)
+from fsdp_lab.training.distributed import DistributedContext
+from fsdp_lab.training.torch_private import (
+    DEVICE,
+    TorchDispatchMode,
     without_modes,
 )
 from fsdp_lab.workloads.base import map_tensors, tensors_of

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_lab.forecast.torch_private import float8_product
 from fsdp_lab.training.blocks import BlockClasses
 from fsdp_lab.training.float8 import layers_to_convert
-from fsdp_lab.training.torch_private import float8_product
 
 _FLOAT8 = torch.float8_e4m3fn
 

@@ -34,6 +34,11 @@ from fsdp_lab.forecast.speed.costs import in_tf32
 from fsdp_lab.forecast.speed.device import Device, DeviceKind
 from fsdp_lab.forecast.speed.predict import Speed, predict
 from fsdp_lab.forecast.speed.program import Operator
+from fsdp_lab.forecast.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    kernels_planned,
+)
 from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.data import microbatch_size
@@ -45,12 +50,7 @@ from fsdp_lab.training.optimizer import gradient_device
 from fsdp_lab.training.profile import Profile
 from fsdp_lab.training.recorder import record_step
 from fsdp_lab.training.timeline import write_timeline
-from fsdp_lab.training.torch_private import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    kernels_planned,
-    without_modes,
-)
+from fsdp_lab.training.torch_private import without_modes
 from fsdp_lab.training.weights import materialize
 from fsdp_lab.workloads.base import Batch, Workload, tensors_of
 from fsdp_lab.workloads.build import build_workload

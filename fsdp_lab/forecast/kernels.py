@@ -20,14 +20,14 @@ from torch import Tensor
 
 from fsdp_lab.forecast.fake import ACCELERATOR
 from fsdp_lab.forecast.speed.device import Device
-from fsdp_lab.training.torch_private import (
+from fsdp_lab.forecast.torch_private import (
     OnKernel,
-    TorchDispatchMode,
     efficient_attention,
     flash_attention,
     flash_attention_backward,
     plain_attention,
 )
+from fsdp_lab.training.torch_private import TorchDispatchMode
 
 _HALVES = (torch.float16, torch.bfloat16)
 _AGGREGATES_IN = torch.float32  # of a GPU's kernels, whose input is in a half

@@ -16,19 +16,21 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
-from fsdp_lab.training.torch_private import (
+from fsdp_lab.forecast.torch_private import (
     ALL_GATHER,
     ALL_REDUCE,
-    FSDP_COPIES_OUT,
-    FSDP_GATHERS,
-    FSDP_REDUCES,
     REDUCE_SCATTER,
-    Ranges,
-    TorchDispatchMode,
-    active_fake_mode,
     argument,
     process_group,
     written_arguments,
+)
+from fsdp_lab.training.torch_private import (
+    FSDP_COPIES_OUT,
+    FSDP_GATHERS,
+    FSDP_REDUCES,
+    Ranges,
+    TorchDispatchMode,
+    active_fake_mode,
 )
 from fsdp_lab.workloads.base import tensors_of
 

@@ -1,56 +1,41 @@
-"""Every private name of PyTorch that is used, under names of our own.
+"""The private names of PyTorch that training uses, under names of our own.
 
-`tests/training/test_torch_private.py` tries each of `NAMES` and names the missing one. Without a name in `OPTIONAL`
-something costs more, as its function says. Without any other, this module or the code that needs the name fails.
+`tests/training/test_torch_private.py` tries each of `NAMES` and names the missing one; without what is imported or read
+here, this module fails. Without a name in `OPTIONAL` something costs more, as its function says.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch._C._profiler import _EventType
-from torch._functorch import config as functorch_config
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.distributed._tools.common_utils import get_untyped_storages
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.distributed.fsdp import _fully_shard as fsdp_package
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.tensor import _sharding_prop
-from torch.nn.parallel import distributed as ddp
 from torch.utils._python_dispatch import TorchDispatchMode as _DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp_lab.machine.private import Name
 
-__all__ = [
-    "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensorMode", "TorchDispatchMode",
-    "active_fake_mode",
-]  # fmt: skip
+__all__ = ["TorchDispatchMode", "active_fake_mode"]
 
 _POST_FORWARD_MESH = "_get_post_forward_mesh_info"
 _CLEAR_WORKSPACES = "_cuda_clearCublasWorkspaces"
-_DEVICE_OF_MESH = "_get_device_from_mesh"
-_COMPARE_SHAPES = "_verify_param_shape_across_processes"
 
 # Before 2.15 FSDP2 copied every list and dictionary that a unit gets; since then only those with a gradient inside.
 REBUILDS_INPUTS = not hasattr(_common_utils, "replace_grad_tensors")
@@ -76,48 +61,14 @@ NAMES = (
     Name("torch", "Tensor._base"),
     Name("torch._C", "_current_graph_task_id"),
     Name("torch.distributed._tools.common_utils", "get_untyped_storages", ("t",)),
-    Name("torch._guards", "active_fake_mode"),
     Name("torch", "Tensor._use_count"),
     Name("torch", "Tensor._version"),
     Name("torch._C", "_storage_Use_Count"),
     Name("torch._C._profiler", "_EventType.Allocation"),
     Name("torch._C._distributed_c10d", "FakeWork.boxed"),
     Name("torch.utils._python_dispatch", "TorchDispatchMode.ignore_compile_internals", ()),
-    Name("torch", "ops.c10d._allgather_base_.default"),
-    Name("torch", "ops.c10d._reduce_scatter_base_.default"),
-    Name("torch", "ops._c10d_functional.all_reduce.default"),
-    Name("torch", "ops._c10d_functional.all_gather_into_tensor.default"),
-    Name("torch", "ops._c10d_functional.reduce_scatter_tensor.default"),
-    Name("torch", "ops._c10d_functional.wait_tensor"),
-    # of forecasts
-    Name("torch.distributed.distributed_c10d", "_resolve_process_group"),
-    Name("torch", "ops.aten._scaled_mm.out"),
-    Name("torch._subclasses.fake_tensor", "FakeTensor"),
-    Name("torch._subclasses.fake_tensor", "FakeTensorMode"),
-    Name("torch._subclasses.fake_tensor", "DataDependentOutputException"),
-    Name("torch._subclasses.fake_tensor", "DynamicOutputShapeException"),
-    Name("torch.utils._python_dispatch", "_disable_current_modes"),
     Name("torch.nn", "Module._apply", ("fn",)),
-    Name(_FSDP, _DEVICE_OF_MESH, ("mesh",)),
-    Name("torch.nn.parallel.distributed", _COMPARE_SHAPES),
-    Name("torch.distributed.tensor._sharding_prop", "detect_fake_mode"),
-    Name("torch._inductor.async_compile", "AsyncCompile.cpp_pybinding", ("argtypes", "source_code")),
-    Name("torch._inductor.graph", "GraphLowering._compile_to_module", ()),
-    Name("torch._inductor.config", "cpp.vec_isa_ok"),
-    Name("torch._dynamo.config", "optimize_ddp"),
-    Name("torch._inductor.config", "fx_graph_cache"),
-    Name("torch._inductor.config", "compile_threads"),
-    Name("torch._functorch.config", "enable_autograd_cache"),
-    Name("torch.amp", "GradScaler._maybe_opt_step", ("optimizer",)),
-    Name("torch", "ops.aten._local_scalar_dense.default"),
-    Name("torch", "ops.prim.device.default"),
-    Name("torch", "ops.aten._scaled_dot_product_flash_attention"),
-    Name("torch", "ops.aten._scaled_dot_product_flash_attention_backward"),
-    Name("torch", "ops.aten._scaled_dot_product_efficient_attention"),
-    Name("torch", "ops.aten._scaled_dot_product_attention_math"),
 )
-
-STEP_IF_FINITE = "_maybe_opt_step"  # the method of a GradScaler that asks whether a gradient was infinite
 
 GATHER, SCATTER = torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default  # output, input
 FUNCTIONAL_COLLECTIVES = (
@@ -126,13 +77,7 @@ FUNCTIONAL_COLLECTIVES = (
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 )
 wait_for_functional = torch.ops._c10d_functional.wait_tensor
-ITEM = torch.ops.aten._local_scalar_dense.default
-FLOAT8_PRODUCT = torch.ops.aten._scaled_mm.out
 DEVICE = torch.ops.prim.device.default  # where a fake tensor is, asked by C++: two of three operators of its step
-flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
-flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
-plain_attention = torch.ops.aten._scaled_dot_product_attention_math
 
 
 class TorchDispatchMode(_DispatchMode):
@@ -260,64 +205,6 @@ def _of_the_engine() -> bool:
     while frame and frame.f_code.co_name in ("_fn", "inner") and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
-
-
-OnKernel = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
-
-
-@contextmanager
-def kernels_planned(device: torch.device, on_kernel: OnKernel) -> Iterator[None]:
-    """Let blocks be compiled for fake tensors, by PyTorch's compiler but for the machine code.
-
-    Compiled code then allocates and frees the tensors that it does in training, and calls kernels that do nothing.
-
-    Args:
-        on_kernel: called with the name, the inputs and the outputs of each fused kernel.
-    """
-    from torch._dynamo import config as dynamo_config
-    from torch._inductor import config
-    from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.graph import GraphLowering
-    from torch.hub import tqdm
-
-    if hasattr(tqdm, "set_lock"):  # else tqdm makes one from a semaphore, which a killed process leaves behind
-        tqdm.set_lock(threading.RLock())
-
-    def kernel(_: Any, argtypes: Sequence[str], source_code: str) -> Callable[..., None]:
-        names = re.findall(r"\b(in_out_ptr|in_ptr|out_ptr)\d+", source_code[source_code.index("kernel(") :])
-
-        def run(*args: Any) -> None:
-            tensors = [(name, arg) for name, arg in zip(names, args, strict=False) if isinstance(arg, Tensor)]
-            on_kernel("fused", *([t for name, t in tensors if side in name] for side in ("in_", "out_")))
-
-        return run
-
-    def allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-    load = GraphLowering._compile_to_module
-
-    def load_for_fake_tensors(graph: GraphLowering) -> Any:
-        module: Any = load(graph)
-        module.empty_strided_cpu = allocate
-        module.reinterpret_tensor = torch.as_strided
-        module.assert_alignment = lambda *_: None  # it asks for a tensor's address
-        return module
-
-    try:
-        with (
-            compiled_code_runs(),
-            # no cache has code for fake tensors, processes that compile have nothing to do, and what the processor can
-            # do is not found out by running the C++ compiler
-            config.patch({"fx_graph_cache": False, "compile_threads": 1, "cpp.vec_isa_ok": True}),
-            functorch_config.patch(enable_autograd_cache=False),
-            dynamo_config.patch(optimize_ddp=False),  # it divides a block at DDP's buckets, and fails for fake tensors
-            mock.patch.object(AsyncCompile, "cpp_pybinding", kernel),
-            mock.patch.object(GraphLowering, "_compile_to_module", load_for_fake_tensors),
-        ):
-            yield
-    finally:
-        torch.compiler.reset()  # the code holds the model
 
 
 @contextmanager
@@ -456,21 +343,6 @@ def without_modes() -> Any:
     return _disable_current_modes()
 
 
-@contextmanager
-def peers_not_asked(device: torch.device) -> Iterator[None]:
-    """Let FSDP2 and DDP shard on `device` in a process group whose other ranks do not exist."""
-    with (
-        # fully_shard asks the mesh for its device, and a mesh knows one CPU only
-        mock.patch.object(fsdp_package._fully_shard, _DEVICE_OF_MESH, return_value=device),
-        # DDP compares its parameters with those of the other ranks
-        mock.patch.object(ddp, _COMPARE_SHAPES, return_value=None),
-        # DTensor finds out shapes under a fake mode, by default the one in force, and then the tracker takes
-        # the unsharded tensors of that search for real ones
-        mock.patch.object(_sharding_prop, "detect_fake_mode", return_value=None),
-    ):
-        yield
-
-
 def replace_tensors(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter and buffer by `fresh(tensor)`, and let FSDP2 know.
 
@@ -496,8 +368,7 @@ def unsplit_classes(model: nn.Module) -> frozenset[str]:
     return frozenset(getattr(model, "_no_split_modules", None) or ())
 
 
-# What is found in a step by its name: collectives, and the ranges that FSDP2 marks for profilers.
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "c10d._allgather_base_", "c10d._reduce_scatter_base_", "c10d.allreduce_"
+# The ranges that FSDP2 marks for profilers.
 FSDP_GATHERS, FSDP_COPIES_OUT = "FSDP::all_gather", "FSDP::all_gather_copy_out"
 FSDP_REDUCES = "FSDP::post_backward_reduce"
 FSDP_STARTS_PASS, FSDP_ENDS_FORWARD = ("FSDP::pre_forward", "FSDP::pre_backward"), "FSDP::post_forward"
@@ -521,37 +392,3 @@ class Ranges:
             return ""
         self.innermost = next((name for name in reversed(self._names) if name.startswith("FSDP::")), "")
         return self._names[-1] if begins else ""
-
-
-def argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the value that an operator got for an argument of its schema; None if it got none."""
-    names = [one.name for one in func._schema.arguments]
-    if name not in names:
-        return None
-    number = names.index(name)
-    return args[number] if number < len(args) else kwargs.get(name)
-
-
-def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an operator writes to, by its schema."""
-    arguments = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            arguments.append(args[number] if number < len(args) else kwargs.get(argument.name))
-    return arguments
-
-
-def process_group(value: Any) -> dist.ProcessGroup | None:
-    """Return the process group that an operator got, boxed or by its name; None for any other argument."""
-    if isinstance(value, str):
-        with suppress(RuntimeError, KeyError, ValueError):  # it is the name of something else
-            return _resolve_process_group(value)  # type: ignore[arg-type]  # of a type that older ones lack
-        return None
-    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-        return dist.ProcessGroup.unbox(value)
-    return None
-
-
-def float8_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product of two float8 matrices whose values are to be multiplied by their scales."""
-    return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=True)

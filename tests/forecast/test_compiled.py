@@ -17,7 +17,7 @@ from fsdp_lab.forecast.forecast import forecast_step
 from fsdp_lab.forecast.speed.device import load_device
 from fsdp_lab.forecast.speed.predict import predict
 from fsdp_lab.forecast.speed.program import Kind, Operator
-from fsdp_lab.training.torch_private import kernels_planned
+from fsdp_lab.forecast.torch_private import kernels_planned
 from tests.ranks import config
 
 CPU = torch.device("cpu")

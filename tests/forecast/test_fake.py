@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_lab.forecast.fake import HOST, ValuesOnRequest, fake_tensors
+from fsdp_lab.forecast.torch_private import FakeTensorMode
 from fsdp_lab.training.recorder import StepRecorder
-from fsdp_lab.training.torch_private import DEVICE, FakeTensorMode, TorchDispatchMode
+from fsdp_lab.training.torch_private import DEVICE, TorchDispatchMode
 
 LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "l1_loss", "huber_loss", "kl_div", "poisson_nll_loss",
           "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy")  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp_lab.forecast import torch_private as of_forecasts
 from fsdp_lab.forecast.fake import HOST, fake_world
 from fsdp_lab.forecast.forecast import forecast_step
 from fsdp_lab.training import torch_private
@@ -20,8 +21,9 @@ from tests.ranks import config
 
 
 def test_pytorch_has_the_names_as_we_use_them():
-    lacks = [f"{name.module}: {name.lacks()}" for name in torch_private.NAMES if name.lacks() is not None]
-    assert lacks == [], "see fsdp_lab/training/torch_private.py"
+    names = (*torch_private.NAMES, *of_forecasts.NAMES)
+    lacks = [f"{name.module}: {name.lacks()}" for name in names if name.lacks() is not None]
+    assert lacks == [], "see fsdp_lab/training/torch_private.py and fsdp_lab/forecast/torch_private.py"
 
 
 def groups_made(num_layers: int, *words: str) -> int:
@@ -73,7 +75,7 @@ def test_a_step_has_the_names_that_a_trace_looks_for(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch_private.Ranges, "see", noted)
     forecast_step(config("sharding=per_block", "sharding.dp_replicate=2"), 4, cuda=True, traced=True)
-    assert {torch_private.ALL_GATHER, torch_private.REDUCE_SCATTER} <= seen
+    assert {of_forecasts.ALL_GATHER, of_forecasts.REDUCE_SCATTER} <= seen
     passes = (*torch_private.FSDP_STARTS_PASS, torch_private.FSDP_ENDS_FORWARD)
     marks = (torch_private.FSDP_GATHERS, torch_private.FSDP_COPIES_OUT, torch_private.FSDP_REDUCES, *passes)
     assert [mark for mark in marks if not any(name.startswith(mark) for name in seen)] == []
