@@ -178,14 +178,12 @@ def allocator_figures(device: torch.device) -> dict[str, float]:
     """Return the largest figures of a GPU's allocator since the last reset, in bytes.
 
     `peak_bytes` were requested, `active_bytes` are the blocks for them, `reserved_bytes` were taken from the GPU.
-    `workspace_bytes` are cuBLAS's, excluded from the first. Without that key this PyTorch cannot separate them.
+    `workspace_bytes` are cuBLAS's, excluded from the first.
     """
     stats = torch.cuda.memory_stats(device)
     figures = {f"{name}_bytes": float(stats[f"{name}_bytes.all.peak"]) for name in ("active", "reserved")}
-    workspaces = free_cublas_workspaces(device)
-    if workspaces is not None:
-        figures["workspace_bytes"] = float(workspaces)
-    return {"peak_bytes": float(stats["requested_bytes.all.peak"]) - (workspaces or 0), **figures}
+    workspaces = float(free_cublas_workspaces(device))
+    return {"peak_bytes": stats["requested_bytes.all.peak"] - workspaces, "workspace_bytes": workspaces, **figures}
 
 
 def main_settings(config: TrialConfig, model: str) -> dict[str, str]:

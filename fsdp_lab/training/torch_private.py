@@ -1,7 +1,7 @@
 """The private names of PyTorch that training uses, under names of our own.
 
 `tests/training/test_torch_private.py` tries each of `NAMES` and names the missing one; without what is imported or read
-here, this module fails. Without a name in `OPTIONAL` something costs more, as its function says.
+here, this module fails.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ from fsdp_lab.machine.private import Name
 
 __all__ = ["TorchDispatchMode", "active_fake_mode"]
 
-_POST_FORWARD_MESH = "_get_post_forward_mesh_info"
-_CLEAR_WORKSPACES = "_cuda_clearCublasWorkspaces"
-
 # Before 2.15 FSDP2 copied every list and dictionary that a unit gets; since then only those with a gradient inside.
 REBUILDS_INPUTS = not hasattr(_common_utils, "replace_grad_tensors")
 
@@ -44,13 +41,9 @@ _FSDP = "torch.distributed.fsdp._fully_shard._fully_shard"
 _FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _FSDP_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 
-OPTIONAL = (
-    Name(_FSDP, _POST_FORWARD_MESH, ("reshard_after_forward", "mesh_info")),
-    Name("torch._C", _CLEAR_WORKSPACES),
-)
 NAMES = (
-    *OPTIONAL,
     # of training
+    Name(_FSDP, "_get_post_forward_mesh_info", ("reshard_after_forward", "mesh_info")),
     Name("torch.cuda.memory", "_record_memory_history", ("enabled", "max_entries", "stacks")),
     Name("torch.cuda.memory", "_dump_snapshot", ("filename",)),
     Name(f"{_FSDP_COLLECTIVES}", "DefaultAllGather.allocate", ("size", "dtype", "device")),
@@ -212,24 +205,17 @@ def one_post_forward_mesh() -> Iterator[None]:
     """Let every `fully_shard` call inside that reshards to a smaller mesh use the same mesh.
 
     PyTorch makes a mesh for each call, with its own process groups and communicators: about 150 for the 25 units of a
-    ViT-L/16 on 8 workers. If the private function is missing, PyTorch's own behaviour stays.
+    ViT-L/16 on 8 workers.
     """
-    module = getattr(fsdp_package, "_fully_shard", None)
-    make: Callable[..., Any] | None = getattr(module, _POST_FORWARD_MESH, None)
-    if make is None:
-        yield
-        return
-    made: dict[Any, Any] = {}
+    make = fsdp_package._fully_shard._get_post_forward_mesh_info
+    made: dict[int, Any] = {}
 
     def make_once(reshard_after_forward: Any, mesh_info: Any) -> Any:
-        if isinstance(reshard_after_forward, bool):
-            return make(reshard_after_forward, mesh_info)
-        key = (reshard_after_forward, mesh_info.mesh)
-        if key not in made:
-            made[key] = make(reshard_after_forward, mesh_info)
-        return made[key]
+        if isinstance(reshard_after_forward, bool) or reshard_after_forward not in made:
+            made[reshard_after_forward] = make(reshard_after_forward, mesh_info)
+        return made[reshard_after_forward]
 
-    with mock.patch.object(module, _POST_FORWARD_MESH, make_once):
+    with mock.patch.object(fsdp_package._fully_shard, "_get_post_forward_mesh_info", make_once):
         yield
 
 
@@ -244,17 +230,10 @@ def gather_before_gradient_of(tensor: Tensor, unit: nn.Module) -> None:
             told.register_hook(unit._get_fsdp_state()._pre_backward)
 
 
-def free_cublas_workspaces(device: torch.device) -> int | None:
-    """Free cuBLAS's workspaces; the next matrix product allocates them again.
-
-    Returns:
-        the requested bytes that were freed; None: this PyTorch cannot free them.
-    """
-    free: Callable[[], None] | None = getattr(torch._C, _CLEAR_WORKSPACES, None)
-    if free is None:
-        return None
+def free_cublas_workspaces(device: torch.device) -> int:
+    """Free cuBLAS's workspaces, and return their bytes; the next matrix product allocates them again."""
     before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
-    free()
+    torch._C._cuda_clearCublasWorkspaces()
     return int(before - torch.cuda.memory_stats(device)["requested_bytes.all.current"])
 
 

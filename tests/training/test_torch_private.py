@@ -51,14 +51,9 @@ def test_resharding_to_a_smaller_mesh_takes_no_more_groups_for_more_blocks():
     assert groups_made(8, "reshard_after_forward=always") == 0
 
 
-def test_without_the_private_name_pytorchs_own_meshes_are_used(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch_private, "_POST_FORWARD_MESH", "_a_name_that_went_away")
-    assert groups_made(2, *TO_SIZE) == (4 + 2) * 3, "two blocks and the root"
-
-
 def test_workspaces_are_what_the_allocator_gets_back(monkeypatch: pytest.MonkeyPatch):
     """Stands for a GPU's allocator, which cannot be had here: its requested bytes before and after."""
-    monkeypatch.setattr(torch._C, torch_private._CLEAR_WORKSPACES, lambda: stats.pop(0))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: stats.pop(0), raising=False)
     stats = [{"requested_bytes.all.current": 100.0}, {"requested_bytes.all.current": 36.0}]
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats[0])
     assert torch_private.free_cublas_workspaces(torch.device("cuda", 0)) == 64
