@@ -71,39 +71,29 @@ def microbatch_size(training: TrainingConfig, dims: ParallelDims) -> int:
     return training.global_batch_size // dims.dp_degree // training.grad_accum_steps
 
 
-class ValOrder(Sampler[Tensor]):
-    """Every validation sample once, dealt to the ranks in turn, with padding, because all ranks must step together.
+def val_order(count: int, batch_size: int, dims: ParallelDims) -> Sequence[Tensor]:
+    """Return the microbatches of this rank: every validation sample once over all ranks, dealt to them in turn.
 
-    Args:
-        count: validation samples.
-        batch_size: samples of a microbatch.
+    They are padded with the index -1, because all ranks must step together.
     """
-
-    def __init__(self, count: int, batch_size: int, dims: ParallelDims) -> None:
-        per_rank = -(-count // dims.dp_degree)
-        indices = torch.full((per_rank * dims.dp_degree,), -1)
-        indices[:count] = torch.arange(count)
-        self.batches: Sequence[Tensor] = indices[dims.dp_rank :: dims.dp_degree].split(batch_size)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.batches)
+    per_rank = -(-count // dims.dp_degree)
+    indices = torch.full((per_rank * dims.dp_degree,), -1)
+    indices[:count] = torch.arange(count)
+    return indices[dims.dp_rank :: dims.dp_degree].split(batch_size)
 
 
 class SeededOrder(Sampler[tuple[int, Tensor]]):
     """The batches of an order, each with a seed that depends only on `training.seed`, the epoch and its items."""
 
-    def __init__(self, order: TrainOrder | ValOrder, seed: int) -> None:
+    def __init__(self, order: TrainOrder | Sequence[Tensor], seed: int) -> None:
         self.order, self.seed = order, seed
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        epoch = self.order.epoch if isinstance(self.order, TrainOrder) else "val"
         for indices in self.order:
-            epoch = self.order.epoch if isinstance(self.order, TrainOrder) else "val"
             yield zlib.crc32(indices.numpy().tobytes(), zlib.crc32(f"{self.seed}/{epoch}".encode())), indices
 
 
@@ -147,17 +137,21 @@ def build_loaders(data: Data, config: TrialConfig, dims: ParallelDims, device: t
         ConfigError: a global batch is larger than the training split.
     """
     order = TrainOrder(len(data.train), config.training, dims)
-    val_order = ValOrder(len(data.val), microbatch_size(config.training, dims), dims)
+    validated = val_order(len(data.val), microbatch_size(config.training, dims), dims)
     workers, seed = config.data.loader_workers, config.training.seed
     return Loaders(
         order,
         build_loader(data.train, order, workers, device, seed),
-        build_loader(data.val, val_order, workers, device, seed),
+        build_loader(data.val, validated, workers, device, seed),
     )
 
 
 def build_loader(
-    dataset: Dataset, order: TrainOrder | ValOrder, loader_workers: int | None, device: torch.device, seed: int = 0
+    dataset: Dataset,
+    order: TrainOrder | Sequence[Tensor],
+    loader_workers: int | None,
+    device: torch.device,
+    seed: int = 0,
 ) -> DataLoader[Batch]:
     """Return a loader of whole microbatches.
 

@@ -1,4 +1,4 @@
-"""PyTorch's errors about what is sharded, told with the names of the model."""
+"""PyTorch's errors about what is sharded, with the line of the user's code and a remedy."""
 
 from __future__ import annotations
 
@@ -10,31 +10,38 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_lab.config.errors import ModelError
+from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.parallel import Dtype
 from fsdp_lab.config.target import user_line
 from fsdp_lab.config.trial import TrialConfig
 
 _FREED = "out of bounds for storage of size 0"
 _MIXED = "mixed torch.Tensor and DTensor"
+_WAITS = "finished reduction in the prior iteration"
 _TYPES = ("must have the same dtype", "expected scalar type", "should be the same")
 
 
 @contextmanager
 def sharding_explained(model: nn.Module, config: TrialConfig, forward: bool) -> Iterator[None]:
-    """Explain an error of a `forward` or a backward pass that comes from how FSDP2 shards.
+    """Explain an error of a `forward` or a backward pass that comes from how DDP or FSDP2 works.
 
     Raises:
         ModelError: a tensor of freed parameters was used, parameters were used outside of their unit, or types differ
             because FSDP2 casts.
+        UserError: parameters got no gradient in DDP's last step, although they did when `leaves_some_unused` looked.
     """
     try:
         yield
-    except (RuntimeError, ModelError) as error:
-        why = _why(error, config, forward) if isinstance(model, FSDPModule) else None
-        if why is None:
+    except (RuntimeError, UserError) as error:  # a user's task may have taken it for a batch that does not fit
+        if isinstance(model, FSDPModule) and (why := _why(error, config, forward)) is not None:
+            raise ModelError(why) from error
+        if _WAITS not in str(error):
             raise
-        raise ModelError(why) from error
+        raise UserError(
+            "sharding=ddp: some parameters got no gradient in the last step, for example because layers are dropped at "
+            "random or frozen later, and DDP waits for every gradient; use every layer in each step (add 0 times its "
+            "output), or, if all ranks leave out the same ones, sharding=root or per_block."
+        ) from error
 
 
 def _why(error: Exception, config: TrialConfig, forward: bool) -> str | None:

@@ -23,7 +23,7 @@ from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
 from fsdp_lab.training.explain import sharding_explained
 from fsdp_lab.training.memory import MemoryProfiler
-from fsdp_lab.training.parallelize import compute_precision, ddp_explained, set_gradient_sync
+from fsdp_lab.training.parallelize import compute_precision, set_gradient_sync
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer
 from fsdp_lab.training.step_checks import StepChecks
@@ -58,7 +58,7 @@ def train_step(
         if len(microbatches) > 1:  # it walks through the whole model
             is_last = i == len(microbatches) - 1
             set_gradient_sync(state.model, is_last, each=config.training.sync_each_microbatch)
-        with sharding_explained(state.model, config, forward=True), ddp_explained(), compute_precision(config, device):
+        with sharding_explained(state.model, config, forward=True), compute_precision(config, device):
             outputs = task.forward(state.model, batch)
         loss = task.loss(outputs, batch)
         state.loss_dtype = loss.dtype

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.training import MemoryProfile as Detail
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.storage.files import write_json
@@ -196,16 +195,10 @@ def main_settings(config: TrialConfig, model: str) -> dict[str, str]:
         "reduces in": config.precision.reduce_dtype.name,
         "offload": config.offload.target.name,
         "reshard_after_forward": config.reshard_after_forward.policy.name,
-        "activation_checkpointing": _checkpointing(config),
+        "activation_checkpointing": config.activation_checkpointing.name,
         "optimizer": config.optimizer.kind,
         "global batch": f"{training.global_batch_size} in {training.grad_accum_steps} part(s)",
     }
-
-
-def _checkpointing(config: TrialConfig) -> str:
-    mode = config.activation_checkpointing
-    every = f", n={config.activation_checkpointing_every}" if mode is ActivationCheckpointing.every_n else ""
-    return f"{mode.name}{every}"
 
 
 def peak_figures(peaks: dict[str, dict[str, int]]) -> dict[str, float]:

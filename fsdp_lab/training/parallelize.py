@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_lab.config.errors import ModelError, UserError
+from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.parallel import (
     Dtype,
     Granularity,
@@ -116,24 +116,9 @@ def apply_fully_shard(model: nn.Module, units: Sequence[nn.Module], config: Tria
             fully_shard(group if len(group) > 1 else group[0], **options)
         fully_shard(model, **options)
     if config.sharding.separate_reduce_scatter_group:
-        separate_reduce_scatter_group(model)
+        assert isinstance(model, FSDPModule)
+        model.set_separate_reduce_scatter_group()  # `config.machine` checks that this PyTorch has it
     set_prefetch([group[0] for group in groups], config.sharding)
-
-
-def separate_reduce_scatter_group(model: nn.Module) -> None:
-    """Give the reduction of gradients a process group of its own, one for all units.
-
-    Raises:
-        UserError: this PyTorch does not support it.
-    """
-    separate = getattr(model, "set_separate_reduce_scatter_group", None)
-    if separate is None:
-        raise UserError(
-            f"sharding.separate_reduce_scatter_group=true: PyTorch {torch.__version__} has no "
-            "FSDPModule.set_separate_reduce_scatter_group; use a newer PyTorch, or "
-            "sharding.separate_reduce_scatter_group=false."
-        )
-    separate()
 
 
 def in_groups(model: nn.Module, units: Sequence[nn.Module], size: int) -> list[list[nn.Module]]:
@@ -305,25 +290,6 @@ def float32_products(precision: PrecisionConfig, device: torch.device) -> Iterat
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def ddp_explained() -> Iterator[None]:
-    """Explain DDP's error about the previous step.
-
-    Raises:
-        UserError: some parameters got no gradient in it, although they did when `leaves_some_unused` looked.
-    """
-    try:
-        yield
-    except (RuntimeError, UserError) as error:  # a user's task has taken it for a batch that does not fit
-        if "finished reduction in the prior iteration" not in str(error):
-            raise
-        raise UserError(
-            "sharding=ddp: some parameters got no gradient in the last step, for example because layers are dropped at "
-            "random or frozen later, and DDP waits for every gradient; use every layer in each step (add 0 times its "
-            "output), or, if all ranks leave out the same ones, sharding=root or per_block."
-        ) from error
 
 
 def set_gradient_sync(model: nn.Module, is_last: bool, each: bool) -> None:

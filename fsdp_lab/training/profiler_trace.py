@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -62,9 +61,8 @@ class ProfilerTrace:
     def _write(self, recorded: profile) -> None:
         try:
             with tempfile.TemporaryDirectory() as folder, whole(self._file, parents=False) as making:
-                plain = Path(folder, "trace.json")
-                recorded.export_chrome_trace(str(plain))
-                with plain.open("rb") as content, gzip.open(making, "wb") as packed:
-                    shutil.copyfileobj(content, packed)
+                packed = Path(folder, FILE)  # PyTorch packs what ends so
+                recorded.export_chrome_trace(str(packed))
+                shutil.copyfile(packed, making)
         except (OSError, RuntimeError) as error:  # a full disk ends a trial where it loses results, not here
             print(f"the profiler's trace could not be written: {error}", flush=True)

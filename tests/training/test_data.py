@@ -8,7 +8,7 @@ from torch.utils.data import default_collate
 
 from fsdp_lab.config import UserError
 from fsdp_lab.config.training import TrainingConfig
-from fsdp_lab.training.data import TrainOrder, ValOrder, build_loader
+from fsdp_lab.training.data import TrainOrder, build_loader, val_order
 from fsdp_lab.training.distributed import ParallelDims
 from fsdp_lab.workloads.user.data import Collated
 from fsdp_lab.workloads.vision.digits import Digits
@@ -70,7 +70,7 @@ def test_a_batch_larger_than_the_data_is_reported() -> None:
 
 @pytest.mark.parametrize(("count", "world_size", "batch"), [(10, 1, 4), (10, 4, 2), (3, 4, 8), (12, 3, 4), (360, 2, 7)])
 def test_validation_counts_each_image_once(count: int, world_size: int, batch: int) -> None:
-    orders = [list(ValOrder(count, batch, dims)) for dims in dims_of(world_size)]
+    orders = [list(val_order(count, batch, dims)) for dims in dims_of(world_size)]
     assert len({len(order) for order in orders}) == 1  # all ranks step together
     seen = [i for order in orders for microbatch in order for i in microbatch.tolist() if i >= 0]
     assert sorted(seen) == list(range(count))

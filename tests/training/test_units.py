@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_lab.config import UserError
-from fsdp_lab.training.parallelize import in_groups, separate_reduce_scatter_group, sharding_units
+from fsdp_lab.training.parallelize import in_groups, sharding_units
 from tests.operators import Operators
 from tests.ranks import config, run_ranks
 from tests.training.test_torch_private import groups_made
@@ -65,11 +64,6 @@ def test_blocks_that_share_a_unit_are_gathered_at_once_also_after_a_step_was_fol
 def test_all_units_reduce_in_one_group_of_their_own() -> None:
     apart = "sharding.separate_reduce_scatter_group=true"
     assert (groups_made(4), groups_made(4, apart)) == (0, 1)
-
-
-def test_a_pytorch_without_separate_groups_is_refused() -> None:
-    with pytest.raises(UserError, match=r"separate_reduce_scatter_group=true: PyTorch .* use a newer PyTorch"):
-        separate_reduce_scatter_group(nn.Linear(1, 1))
 
 
 class Block(nn.Linear):
