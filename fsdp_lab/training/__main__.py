@@ -25,6 +25,7 @@ from fsdp_lab.config.workload import known_vocab_size
 from fsdp_lab.machine.output import outlast_reader
 from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.train import train
+from fsdp_lab.workloads.hf.configuration import merge
 
 
 class ConsoleReporter:
@@ -114,14 +115,6 @@ def resolved(value: Any, root: dict[str, Any]) -> Any:
             raise ConfigError(f"{value} refers to {named[1]}, which is not set; give the key that uses it a value.")
         node = node[name]
     return node
-
-
-def merge(base: dict[str, Any], on_top: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in on_top.items():
-        old = merged.get(key)
-        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
 
 
 def main() -> int:

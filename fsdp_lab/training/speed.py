@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean, variance
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -63,7 +63,7 @@ class StepTimer:
         self.left_out = warmup_steps
         self.cuda = ranks.device.type == "cuda"
         self.waited_s = 0.0
-        self._chains: list[list[float | torch.cuda.Event]] = []
+        self._chains: list[list[Any]] = []  # of clock readings, or of events
         self._waits: list[float] = []  # of each timed step
         self._waiting = 0.0  # of the step that has begun
 
@@ -88,7 +88,7 @@ class StepTimer:
         yield
         self._waiting += time.perf_counter() - begun
 
-    def _mark(self) -> float | torch.cuda.Event:
+    def _mark(self) -> Any:
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -97,21 +97,17 @@ class StepTimer:
 
     def take(self) -> list[float]:
         """Return the step times since the last call, in seconds, without the run's warm-up steps."""
+        steps = [step for chain in self._chains for step in itertools.pairwise(chain)]
         if self.cuda:
             torch.cuda.synchronize()
-        times = [_seconds(a, b) for chain in self._chains for a, b in itertools.pairwise(chain)]
+            times = [begin.elapsed_time(end) / 1000 for begin, end in steps]
+        else:
+            times = [end - begin for begin, end in steps]
         warmup = min(self.left_out, len(times))
         self.left_out -= warmup
         self.waited_s = sum(self._waits[warmup:])
         self._chains, self._waits = [], []
         return times[warmup:]
-
-
-def _seconds(a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:
-    if isinstance(a, torch.cuda.Event) and isinstance(b, torch.cuda.Event):
-        return a.elapsed_time(b) / 1000
-    assert isinstance(a, float) and isinstance(b, float)
-    return b - a
 
 
 @dataclass(frozen=True)
