@@ -2,18 +2,67 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.profiler import profile
 
 from fsdp_lab.training.profile import Event, Profile
-from fsdp_lab.training.torch_private import Change, allocator_changes
 
 _FORWARD = "fsdp_lab: a forward pass begins"
 # How PyTorch's profiler names what begins a phase.
 _PHASES = {_FORWARD: "forward", "autograd::engine::evaluate_function": "backward", "Optimizer.": "optimizer"}
+
+
+_NOT_REPORTED = "fsdp_lab: not reported"
+
+
+def not_reported() -> Any:
+    """Return a context whose allocations `allocator_changes` leaves out."""
+    return torch.profiler.record_function(_NOT_REPORTED)
+
+
+class Change(NamedTuple):
+    """Something that the profiler saw: an allocation, a free, or the begin of what has a name.
+
+    Attributes:
+        name: of what begins; "" for memory.
+        device: of the memory; None for what begins.
+        num_bytes: negative: they are freed.
+    """
+
+    name: str
+    device: torch.device | None = None
+    address: int = 0
+    num_bytes: int = 0
+
+
+@contextmanager
+def allocator_changes(changes: list[Change]) -> Iterator[None]:
+    """Append every allocation and free of this thread, and of its backward passes, once the context ends.
+
+    Those inside of `not_reported` are left out.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints a line for each start and stop
+    profiled: Any = profile(profile_memory=True)
+    try:
+        with profiled:
+            yield
+    finally:
+        left, found = list(profiled.kineto_results.experimental_event_tree()), []
+        while left:
+            event = left.pop()
+            left += () if event.name == _NOT_REPORTED else event.children
+            kind, fields = event.typed
+            if kind.name == "Allocation":
+                found.append((event.start_time_ns, Change("", fields.device, fields.ptr, fields.alloc_size)))
+            else:
+                found.append((event.start_time_ns, Change(event.name)))
+        changes += [change for _, change in sorted(found, key=lambda one: one[0])]
 
 
 class AllocatorRecorder:

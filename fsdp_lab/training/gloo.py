@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_lab.training.allocator_profile import not_reported
 from fsdp_lab.training.torch_private import (
     FUNCTIONAL_COLLECTIVES,
     GATHER,
     SCATTER,
     TorchDispatchMode,
     finished_work,
-    not_reported,
     wait_for_functional,
 )
 

@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.allocator_profile import not_reported
 from fsdp_lab.training.distributed import gather
 from fsdp_lab.training.torch_private import (
     collectives_announced,
-    not_reported,
     unsharded_parameters,
     version_of,
     without_modes,

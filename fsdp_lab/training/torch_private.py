@@ -6,19 +6,17 @@ here, this module fails.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
-from torch._C._profiler import _EventType
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -57,7 +55,6 @@ NAMES = (
     Name("torch", "Tensor._use_count"),
     Name("torch", "Tensor._version"),
     Name("torch._C", "_storage_Use_Count"),
-    Name("torch._C._profiler", "_EventType.Allocation"),
     Name("torch._C._distributed_c10d", "FakeWork.boxed"),
     Name("torch.utils._python_dispatch", "TorchDispatchMode.ignore_compile_internals", ()),
     Name("torch.nn", "Module._apply", ("fn",)),
@@ -235,55 +232,6 @@ def free_cublas_workspaces(device: torch.device) -> int:
     before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
     torch._C._cuda_clearCublasWorkspaces()
     return int(before - torch.cuda.memory_stats(device)["requested_bytes.all.current"])
-
-
-_NOT_REPORTED = "fsdp_lab: not reported"
-
-
-def not_reported() -> Any:
-    """Return a context whose allocations `allocator_changes` leaves out."""
-    return torch.profiler.record_function(_NOT_REPORTED)
-
-
-class Change(NamedTuple):
-    """Something that the profiler saw: an allocation, a free, or the begin of what has a name.
-
-    Attributes:
-        name: of what begins; "" for memory.
-        device: of the memory; None for what begins.
-        num_bytes: negative: they are freed.
-    """
-
-    name: str
-    device: torch.device | None = None
-    address: int = 0
-    num_bytes: int = 0
-
-
-@contextmanager
-def allocator_changes(changes: list[Change]) -> Iterator[None]:
-    """Append every allocation and free of this thread, and of its backward passes, once the context ends.
-
-    Those inside of `not_reported` are left out.
-    """
-    from torch.autograd.profiler import profile
-
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints a line for each start and stop
-    profiled: Any = profile(profile_memory=True)
-    try:
-        with profiled:
-            yield
-    finally:
-        left, found = list(profiled.kineto_results.experimental_event_tree()), []
-        while left:
-            event = left.pop()
-            left += () if event.name == _NOT_REPORTED else event.children
-            kind, fields = event.typed
-            if kind == _EventType.Allocation:
-                found.append((event.start_time_ns, Change("", fields.device, fields.ptr, fields.alloc_size)))
-            else:
-                found.append((event.start_time_ns, Change(event.name)))
-        changes += [change for _, change in sorted(found, key=lambda one: one[0])]
 
 
 def start_allocator_history(max_entries: int) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fsdp_lab.training.allocator_profile import AllocatorRecorder
+from fsdp_lab.training.allocator_profile import AllocatorRecorder, not_reported
 from fsdp_lab.training.profile import Event, Profile
-from fsdp_lab.training.torch_private import not_reported
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp_lab.training.allocator_profile import Change, allocator_changes
 from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.memory import MemoryProfiler
 from fsdp_lab.training.recorder import record_step
-from fsdp_lab.training.torch_private import Change, allocator_changes
 from tests.ranks import config
 
 CPU = torch.device("cpu")
