@@ -43,7 +43,7 @@ class _Block:
 class CachingAllocator:
     """Reserves segments, and cuts and merges the blocks in them.
 
-    `requested`, `active` and `reserved` are the bytes now, `peak_*` the most of each so far, as in
+    `requested`, `active` and `reserved` are the bytes now, `peak_active` and `peak_reserved` the most so far, as in
     `torch.cuda.memory_stats`.
 
     Args:
@@ -54,7 +54,7 @@ class CachingAllocator:
         self._expandable = expandable
         self._tails: dict[tuple[str, bool], _Block] = {}  # of expandable segments
         self.requested = self.active = self.reserved = 0
-        self.peak_requested = self.peak_active = self.peak_reserved = 0
+        self.peak_active = self.peak_reserved = 0
         self._blocks: dict[Hashable, tuple[_Block, int]] = {}
         self._free: dict[tuple[str, bool], list[tuple[int, int, _Block]]] = defaultdict(list)
         self._end = 0  # of the last segment: addresses only tell blocks of one size apart
@@ -76,7 +76,6 @@ class CachingAllocator:
         self._blocks[key] = block, num_bytes
         self.requested += num_bytes
         self.active += block.size
-        self.peak_requested = max(self.peak_requested, self.requested)
         self.peak_active = max(self.peak_active, self.active)
 
     def free(self, key: Hashable) -> None:
@@ -191,12 +190,12 @@ def allocator_peaks(
     held: dict[int, int] = {}
 
     def hold(storage: int, num_bytes: int) -> None:
-        before = held.pop(storage, 0)
-        if before and before != num_bytes:
+        if num_bytes == held.get(storage, 0):
+            return
+        if held.pop(storage, 0):
             allocator.free(storage)
-        if num_bytes and before != num_bytes:
-            allocator.allocate(storage, num_bytes, streams.get(category[storage], "") if sharded else "")
         if num_bytes:
+            allocator.allocate(storage, num_bytes, streams.get(category[storage], "") if sharded else "")
             held[storage] = num_bytes
 
     for with_optimizer in (False, True):

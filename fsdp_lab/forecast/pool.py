@@ -13,10 +13,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any, Generic, Self, TypeVar
-
-Question = TypeVar("Question")
-Answer = TypeVar("Answer")
+from typing import Any, Self
 
 _START = "import sys; _, end, *sys.path = sys.argv; from fsdp_lab.forecast.pool import serve; serve(int(end))"
 _END_S = 5.0  # for a process that was killed, to be gone
@@ -26,7 +23,7 @@ class NoAnswerError(Exception):
     """What happened to the process with the question: the end of a sentence that begins with "its process"."""
 
 
-class Pool(Generic[Question, Answer]):
+class Pool:
     """Calls `answer(question)` in its own processes. Use it as a context, which kills them at its end.
 
     A process starts when it is needed and serves until one of its answers fails. It ends with this process, however
@@ -34,7 +31,7 @@ class Pool(Generic[Question, Answer]):
     are not affected.
     """
 
-    def __init__(self, answer: Callable[[Question], Answer], num_processes: int, limit_s: float) -> None:
+    def __init__(self, answer: Callable[[Any], Any], num_processes: int, limit_s: float) -> None:
         """Make a pool; processes start with the first questions.
 
         Args:
@@ -61,11 +58,11 @@ class Pool(Generic[Question, Answer]):
                 child.kill()
         self._threads.shutdown()
 
-    def submit(self, question: Question) -> Future[Answer]:
+    def submit(self, question: Any) -> Future[Any]:
         """Return at once; the answer comes in its turn."""
         return self._threads.submit(self._ask, question)
 
-    def _ask(self, question: Question) -> Any:
+    def _ask(self, question: Any) -> Any:
         child = self._take()
         try:
             answer = child.ask(question, self._limit_s)

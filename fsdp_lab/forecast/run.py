@@ -110,30 +110,22 @@ def forecast_all(
     distinct: dict[str, Request] = {}
     for request in requests:
         distinct.setdefault(request.key, request)
-    forecasts: dict[str, Forecast] = {}
-    why_not: dict[str, str] = {}
+    made: dict[str, Forecast] = {}
 
     def note(key: str, answer: Future[Forecast]) -> None:
-        try:
-            forecasts[key] = answer.result()
-        except NoAnswerError as error:
-            why_not[key] = str(error)
-            return
-        on_done(len(forecasts), len(distinct))
+        made[key] = _result(distinct[key], answer)
+        on_done(len(made), len(distinct))
 
     try:
         _in_pool(distinct, min(num_cpus(), -(-len(distinct) // _A_PROCESS)), note, stop)
         # A process dies most likely because memory ran out: what it was asked is tried once more, alone.
-        for key in distinct.keys() - forecasts.keys():
+        for key in [key for key, forecast in made.items() if forecast.error and forecast.error.code == "lost"]:
             _in_pool({key: distinct[key]}, 1, note, stop)
     except KeyboardInterrupt:
-        if not forecasts:
+        if not made:
             raise
-    return [
-        # the capacity is no part of what is shared, unless the largest microbatch was asked for
-        r.weigh(forecasts[r.key]) if r.key in forecasts else _undone(r, why_not.get(r.key))
-        for r in requests
-    ]
+    # the capacity is no part of what is shared, unless the largest microbatch was asked for
+    return [r.weigh(made[r.key]) if r.key in made else _without(r, NoForecast("cancelled")) for r in requests]
 
 
 def _in_pool(
@@ -154,14 +146,18 @@ def _in_pool(
                 note(futures[future], future)
 
 
-def _undone(request: Request, reason: str | None) -> Forecast:
-    """Return a forecast with an error.
+def _result(request: Request, answer: Future[Forecast]) -> Forecast:
+    """Wait for a forecast. One that is late, or whose process dies, has `error`."""
+    try:
+        return answer.result()
+    except NoAnswerError as error:
+        return _without(request, NoForecast("lost", str(error)))
+    except CancelledError:
+        return _without(request, NoForecast("cancelled"))
 
-    Args:
-        reason: what happened to its process; None: the forecast was cancelled.
-    """
-    error = NoForecast("cancelled") if reason is None else NoForecast("lost", reason)
-    return Forecast(request.cuda, request.num_workers, error=error)
+
+def _without(request: Request, error: NoForecast, trace: str = "") -> Forecast:
+    return Forecast(request.cuda, request.num_workers, error=error, traceback=trace)
 
 
 def _raised(code: Literal["model_error", "user_error", "needs_values", "error"], error: Exception) -> NoForecast:
@@ -202,11 +198,10 @@ class Background:
         try:
             return self._made.result()
         except Exception as error:  # noqa: BLE001 - no forecast is worth a sweep
-            reason = _raised("error", error)
-            return [Forecast(r.cuda, r.num_workers, error=reason) for r in self._requests]
+            return [_without(request, _raised("error", error)) for request in self._requests]
 
 
-class Forecaster(Pool[Request, Forecast]):
+class Forecaster(Pool):
     """One process that forecasts requests one after the other; it starts with the first. Use it as a context."""
 
     def __init__(self) -> None:
@@ -215,12 +210,7 @@ class Forecaster(Pool[Request, Forecast]):
     @staticmethod
     def result(future: Future[Forecast], request: Request) -> Forecast:
         """Wait for a forecast. One that is late, or whose process dies, has `error`."""
-        try:
-            return request.weigh(future.result())
-        except NoAnswerError as error:
-            return _undone(request, str(error))
-        except CancelledError:
-            return _undone(request, None)
+        return request.weigh(_result(request, future))
 
 
 def _answer(request: Request) -> Forecast:
@@ -235,7 +225,7 @@ def _answer(request: Request) -> Forecast:
         needs_values, of_model = isinstance(error, NeedsValuesError), isinstance(error, ModelError)
         raised = _raised("needs_values" if needs_values else "model_error" if of_model else "user_error", error)
         trace = "".join(traceback.format_exception(error)) if error.__cause__ else ""  # else the message says it all
-        return Forecast(request.cuda, request.num_workers, error=raised, traceback=trace)
+        return _without(request, raised, trace)
     except Exception as error:  # noqa: BLE001 - told in the table; the others go on
         traceback.print_exception(error)
-        return Forecast(request.cuda, request.num_workers, error=_raised("error", error))
+        return _without(request, _raised("error", error))
