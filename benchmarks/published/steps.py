@@ -121,12 +121,11 @@ def _trace(row: Row) -> Traced | str:
     os.environ["OMP_NUM_THREADS"] = "1"
     from fsdp_lab.forecast.forecast import Step as ForecastStep
     from fsdp_lab.forecast.forecast import forecast_step, unlike
-    from fsdp_lab.forecast.kernels import Gpu
     from fsdp_lab.training.__main__ import read_config
 
     def followed(blocks: int, traced: bool) -> tuple[ForecastStep, Forecast]:
         config = read_config(None, [*row.words, f"model.num_layers={blocks}"])
-        step = forecast_step(config, row.workers, cuda=True, traced=traced, gpu=Gpu.of(row.device))
+        step = forecast_step(config, row.workers, cuda=True, sheet=row.device, traced=traced)
         streams, capacity = STREAMS_BEFORE_129721 if row.early else STREAMS, int(row.device.memory_gib * GIB)
         return step, weigh(step.profile, config, row.workers, True, capacity, streams, row.expandable)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -29,7 +28,7 @@ from fsdp_lab.forecast.capacity import Forecast, weigh
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.forecast.keep import ratio_group
-from fsdp_lab.forecast.kernels import HOPPER, Gpu, buffer_bytes, cuda_kernels
+from fsdp_lab.forecast.kernels import buffer_bytes, cuda_kernels
 from fsdp_lab.forecast.speed.costs import in_tf32
 from fsdp_lab.forecast.speed.device import Device, DeviceKind
 from fsdp_lab.forecast.speed.predict import Speed, predict
@@ -85,34 +84,30 @@ def forecast(
     Raises:
         UserError: see `forecast_profile`.
     """
-    gpu = Gpu.of(sheet)
-    step = forecast_step(config, num_workers, cuda, 0, sheet is not None, gpu)
-    profile, program = step.profile, step.program
-    result = weigh(profile, config, num_workers, cuda, capacity_bytes)
+    step = forecast_step(config, num_workers, cuda, sheet=sheet, traced=sheet is not None)
+    result = weigh(step.profile, config, num_workers, cuda, capacity_bytes)
     result = replace(result, num_params=step.num_params, layout=step.layout)
-    workload = build_workload(config.model, config.data, config.task)
-    what = {"workers": str(num_workers), **main_settings(config, workload.model.description)}
     if sheet is not None:
         result = replace(result, data_sheet=sheet.name)
         try:
-            result = replace(result, speed=_price(program, config, num_workers, sheet, workload))
+            result = replace(result, speed=_price(step, config, num_workers, sheet))
         except ConfigError as error:  # the memory is still known
             result = replace(result, no_speed=str(error))
     if page is not None:
         with suppress(OSError):  # a full disk costs the page, not the forecast
-            what = {"for": "GPUs" if cuda else "CPUs", **what}
-            write_timeline(profile, page, f"Optimizer step {TRACKED_STEPS}, forecast", what)
+            device, settings = "GPUs" if cuda else "CPUs", main_settings(config, step.workload.model.description)
+            what = {"for": device, "workers": str(num_workers), **settings}
+            write_timeline(step.profile, page, f"Optimizer step {TRACKED_STEPS}, forecast", what)
     if largest and capacity_bytes is not None:
-        result = replace(result, largest_microbatch=largest_microbatch(config, num_workers, cuda, capacity_bytes, gpu))
+        most = largest_microbatch(config, num_workers, cuda, capacity_bytes, sheet)
+        result = replace(result, largest_microbatch=most)
     return result
 
 
-def _price(
-    program: Sequence[Operator], config: TrialConfig, num_workers: int, sheet: Device, workload: Workload
-) -> Speed:
-    """Return the speed of a program's step, with the model's MFU."""
+def _price(step: Step, config: TrialConfig, num_workers: int, sheet: Device) -> Speed:
+    """Return the speed of a step, with the model's MFU."""
     differs = unlike(config, num_workers, sheet)
-    program = in_tf32(program, sheet, config.precision.tf32)
+    program = in_tf32(step.program, sheet, config.precision.tf32)
     separate = config.sharding.separate_reduce_scatter_group
     speed = predict(program, sheet, separate, not differs)
     if config.offload.target is OffloadTarget.cpu_unpinned:
@@ -122,14 +117,14 @@ def _price(
         )
         speed = replace(paged, low_s=speed.low_s, high_s=slowest.high_s)
     samples = config.training.global_batch_size
-    flops = workload.train_flops_per_sample()
+    flops = step.workload.train_flops_per_sample()
     peak = sheet.peak_flops.get(config.precision.multiplied_in) if flops else None
     return replace(
         speed,
         group=ratio_group(config, num_workers, sheet),
         unlike=differs,
         samples=samples,
-        tokens=workload.shaped_tokens(),
+        tokens=step.workload.shaped_tokens(),
         mfu=flops * samples / num_workers / speed.step_s / peak if flops and peak else None,
     )
 
@@ -155,7 +150,7 @@ def unlike(config: TrialConfig, num_workers: int, sheet: Device) -> tuple[str, .
 
 
 def largest_microbatch(
-    config: TrialConfig, num_workers: int, cuda: bool, capacity_bytes: int, gpu: Gpu = HOPPER
+    config: TrialConfig, num_workers: int, cuda: bool, capacity_bytes: int, sheet: Device | None = None
 ) -> int:
     """Return the most samples that one worker can take at once, with the same accumulation; 0: not even one fits.
 
@@ -170,7 +165,7 @@ def largest_microbatch(
     def room(size: int) -> int:
         batch = size * num_workers * config.training.grad_accum_steps
         trial = replace(config, training=replace(config.training, global_batch_size=batch))
-        profile = forecast_profile(trial, num_workers, cuda, gpu=gpu)
+        profile = forecast_step(trial, num_workers, cuda, sheet=sheet).profile
         return capacity_bytes - weigh(profile, trial, num_workers, cuda, None).needed_bytes
 
     if room(1) < 0:
@@ -193,30 +188,32 @@ class Step(NamedTuple):
 
     Attributes:
         program: its operators, if it was traced.
+        workload: what was trained.
         num_params: of the whole model, and of the rank's part.
         layout: how the model was divided.
     """
 
     profile: Profile
     program: list[Operator]
-    num_params: tuple[int, int] = (0, 0)
-    layout: Layout | None = None
+    workload: Workload
+    num_params: tuple[int, int]
+    layout: Layout
 
 
-def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0, gpu: Gpu = HOPPER) -> Profile:
+def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0) -> Profile:
     """Return the memory of one rank of `num_workers` through its second optimizer step; see `forecast_step`."""
-    return forecast_step(config, num_workers, cuda, rank, gpu=gpu).profile
+    return forecast_step(config, num_workers, cuda, rank).profile
 
 
 def forecast_step(
-    config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0, traced: bool = False, gpu: Gpu = HOPPER
+    config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0, sheet: Device | None = None, traced: bool = False
 ) -> Step:
     """Follow one rank of `num_workers` through its second optimizer step.
 
     Args:
         cuda: for GPUs: device and host apart, and the attention of a GPU. Otherwise for CPUs.
+        sheet: of the GPU; None: an H100.
         traced: also record the program, which is empty otherwise.
-        gpu: the GPU; ignored for CPUs.
 
     Raises:
         ConfigError: the configuration cannot run.
@@ -231,7 +228,7 @@ def forecast_step(
         workload = build_workload(config.model, config.data, config.task)
         dims = build_parallel_dims(config.sharding, ranks)
         try:
-            return _follow(workload, config, dims, device, gpu if cuda else None, traced)
+            return _follow(workload, config, dims, device, sheet, traced)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             line, part = user_line(error), "the forward pass of the model"
             if any(isinstance(f.f_locals.get("self"), torch.optim.Optimizer) for f, _ in walk_tb(error.__traceback__)):
@@ -244,10 +241,16 @@ def forecast_step(
 
 
 def _follow(
-    workload: Workload, config: TrialConfig, dims: ParallelDims, device: torch.device, gpu: Gpu | None, traced: bool
+    workload: Workload,
+    config: TrialConfig,
+    dims: ParallelDims,
+    device: torch.device,
+    sheet: Device | None,
+    traced: bool,
 ) -> Step:
-    trace = StepTrace(HOST if gpu else None)
-    buffers = partial(buffer_bytes, gpu) if gpu else None
+    cuda = device == ACCELERATOR
+    trace = StepTrace(HOST if cuda else None)
+    buffers = partial(buffer_bytes, sheet) if cuda else None
     with torch.device("meta"):
         fake_microbatches(workload, config, dims)  # what has to be read for them is read before tensors are fake
     with ExitStack() as fake:
@@ -257,8 +260,8 @@ def _follow(
             if config.compile:
                 fake.enter_context(kernels_planned(device, trace.kernel))
             values = fake.enter_context(fake_tensors())
-            if gpu:
-                fake.enter_context(cuda_kernels(gpu, trace.kernel))
+            if cuda:
+                fake.enter_context(cuda_kernels(sheet, trace.kernel))
             home = gradient_device(config, device)
             materialize(model, lambda old: fresh_tensor(old, home if old.is_meta else device))
             _mark_forward(model, values)
@@ -283,7 +286,7 @@ def _follow(
         params = list(state.model.parameters())
         own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in params)
         num_params = sum(p.numel() for p in params), own
-        return Step(recorder.finish(), trace.program, num_params=num_params, layout=state.layout)
+        return Step(recorder.finish(), trace.program, workload, num_params, state.layout)
 
 
 def as_forecast(config: TrialConfig) -> TrialConfig:

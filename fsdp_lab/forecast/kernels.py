@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -36,35 +35,16 @@ _LAYER_NORM = torch.ops.aten.native_layer_norm.default
 _SUM = torch.ops.aten.sum.dim_IntList
 _FLASH_HEAD_DIM = 256  # the largest
 _FLASH_ALIGNMENT = 8  # of the head size; others are padded
+_CORES = 132  # streaming multiprocessors of an H100, for a GPU without a data sheet
 _EFFICIENT_ALIGNMENT = 4  # of the head size in float32; others take the plain path
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """What the memory of a step depends on, apart from the step.
-
-    Attributes:
-        num_cores: streaming multiprocessors. A reduction gets a buffer for each.
-        cudnn_attention: whether PyTorch prefers cuDNN's attention to FlashAttention, as it does since Hopper.
-    """
-
-    num_cores: int
-    cudnn_attention: bool
-
-    @classmethod
-    def of(cls, sheet: Device | None) -> Gpu:
-        """Return that of a data sheet; without one a Hopper."""
-        return HOPPER if sheet is None else cls(sheet.num_cores, sheet.reached.cudnn_attention is not None)
-
-
-HOPPER = Gpu(num_cores=132, cudnn_attention=True)
-
-
 @contextmanager
-def cuda_kernels(gpu: Gpu = HOPPER, on_kernel: OnKernel = lambda name, reads, writes: None) -> Iterator[None]:
+def cuda_kernels(sheet: Device | None = None, on_kernel: OnKernel = lambda name, reads, writes: None) -> Iterator[None]:
     """Let `F.scaled_dot_product_attention`, `F.rms_norm` and `F.layer_norm` keep the tensors that they keep on a GPU.
 
     Args:
+        sheet: of the GPU; None: an H100.
         on_kernel: called with the name, the inputs and the outputs of a kernel that is not called here.
     """
     rms_norm = F.rms_norm
@@ -81,7 +61,7 @@ def cuda_kernels(gpu: Gpu = HOPPER, on_kernel: OnKernel = lambda name, reads, wr
         for original, ours in ((F.scaled_dot_product_attention, _attention), (rms_norm, fused_rms_norm)):
             for module, name in _names_of(original):
                 patched.enter_context(mock.patch.object(module, name, ours))
-        patched.enter_context(_ResultsOfGpu(gpu))
+        patched.enter_context(_ResultsOfGpu(sheet is None or sheet.reached.cudnn_attention is not None))
         yield
 
 
@@ -151,11 +131,15 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class _ResultsOfGpu(TorchDispatchMode):
-    """Results whose type or size differs between a CPU and a GPU, in a step that is not compiled."""
+    """Results whose type or size differs between a CPU and a GPU, in a step that is not compiled.
 
-    def __init__(self, gpu: Gpu) -> None:
+    Args:
+        cudnn_attention: PyTorch prefers cuDNN's attention to FlashAttention, as it does since Hopper.
+    """
+
+    def __init__(self, cudnn_attention: bool) -> None:
         super().__init__()
-        self._gpu = gpu
+        self._cudnn_attention = cudnn_attention
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         results = func(*args, **(kwargs or {}))
@@ -163,13 +147,13 @@ class _ResultsOfGpu(TorchDispatchMode):
             return results
         if func is _LAYER_NORM and results[0].dtype in _HALVES:
             return (results[0], *(statistic.to(_AGGREGATES_IN) for statistic in results[1:]))
-        if func is flash_attention.default and self._gpu.cudnn_attention:
+        if func is flash_attention.default and self._cudnn_attention:
             seed = torch.empty((), dtype=torch.int64, device=results[0].device)
             return (*results[:_FLASH_SEED], seed, *results[_FLASH_SEED + 1 :])
         return results
 
 
-def buffer_bytes(gpu: Gpu, func: Any, args: Sequence[Any]) -> int:
+def buffer_bytes(sheet: Device | None, func: Any, args: Sequence[Any]) -> int:
     """Return the bytes of the buffer that an operator's kernel asks for while it runs; 0 if it needs none.
 
     Attention's is cuDNN's: `tests/forecast/attention_buffers.csv` has those that an H200 asked for, with PyTorch 2.11
@@ -182,11 +166,11 @@ def buffer_bytes(gpu: Gpu, func: Any, args: Sequence[Any]) -> int:
         shared = 2 * query.element_size() * elements if key.shape[1] != query.shape[1] else 0
         return 4 * (elements + rows) + 256 + shared
     if func is _SUM and args[0].device == ACCELERATOR:
-        return _column_sum_bytes(gpu, args[0], args[1])
+        return _column_sum_bytes(sheet.num_cores if sheet else _CORES, args[0], args[1])
     return 0
 
 
-def _column_sum_bytes(gpu: Gpu, matrix: Tensor, dims: Sequence[int]) -> int:
+def _column_sum_bytes(num_cores: int, matrix: Tensor, dims: Sequence[int]) -> int:
     """Return the buffer in which thread blocks leave their parts of a sum of rows, such as the gradient of a bias.
 
     As PyTorch divides it (`setReduceConfig` in ATen/native/cuda/Reduce.cuh): 512 threads a block at most, four columns
@@ -202,7 +186,7 @@ def _column_sum_bytes(gpu: Gpu, matrix: Tensor, dims: Sequence[int]) -> int:
     if rows < min(height * 16, 256):
         return 0  # a warp sums its columns alone
     each, blocks = -(-rows // height), -(-vectors // width)
-    wanted = gpu.num_cores * (2048 // (width * height))
+    wanted = num_cores * (2048 // (width * height))
     if each < 256 or blocks > wanted:
         return 0  # a block does
     parts = max(min(-(-wanted // blocks), -(-each // 16)), -(-each // 256))
