@@ -14,7 +14,8 @@ def test_each_fault_applies_to_the_code() -> None:
         if text.count(fault.right) != 1 or fault.wrong == fault.right:
             wrong.append(f"{fault.name}: its text is {text.count(fault.right)} times in {fault.file}")
             continue
-        ast.parse(text.replace(fault.right, fault.wrong))
+        if fault.file.endswith(".py"):
+            ast.parse(text.replace(fault.right, fault.wrong))
     assert not wrong, "rewrite these faults for the new code, do not remove them:\n" + "\n".join(wrong)
 
 

@@ -110,21 +110,15 @@ def check_here(config: SweepConfig, num_workers: int, cuda: bool) -> None:
     """
     check_device(config, num_workers)
     asked = config.forecast
-    if data_sheet_here(config, cuda) is not None or (asked.device in DEVICE_KINDS and asked.keep is None):
-        return
-    if asked.device in DEVICE_KINDS:
+    prunes = asked.prune and asked.device not in DEVICE_KINDS and capacity_here(config, cuda) is None
+    if data_sheet_here(config, cuda) is None and (asked.keep is not None or prunes):
+        name, value = ("prune", "true") if asked.keep is None else ("keep", asked.keep)
+        here = ", ".join(sorted({gpu.name for gpu in gpus()})) or "CPUs"
         raise ConfigError(
-            f"forecast.keep={asked.keep} needs predicted speeds, and there are none for this machine; set "
-            "forecast.device=<path of a data sheet>."
+            f"forecast.{name}={value} with forecast.device={asked.device}: these trials run on {here}, and predictions "
+            f"for another device do not apply to them; leave forecast.{name} out, name a data sheet of {here}, or rank "
+            "the settings for that device with python -m fsdp_lab.forecast -m."
         )
-    here = ", ".join(sorted({gpu.name for gpu in gpus()})) or "CPUs"
-    for name, value in (("keep", asked.keep), ("prune", "true" if asked.prune else None)):
-        if value is not None and (name == "keep" or capacity_here(config, cuda) is None):
-            raise ConfigError(
-                f"forecast.{name}={value} with forecast.device={asked.device}: these trials run on {here}, and "
-                f"predictions for another device do not apply to them; leave forecast.{name} out, or rank the "
-                "settings for that device with python -m fsdp_lab.forecast -m."
-            )
 
 
 def data_sheet_here(config: SweepConfig, cuda: bool) -> Device | None:

@@ -12,6 +12,7 @@ from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.scaling import Series, series_of
 from fsdp_lab.forecast.speed.predict import Network
 from fsdp_lab.forecast.table import Row
+from fsdp_lab.forecast.words import say
 from tests.forecast.test_answer import SLOWER, fast, over_nodes, row
 from tests.ranks import config
 
@@ -25,10 +26,11 @@ def compared(rows: Sequence[Row], swept: Sequence[str] = WORKERS) -> list[Series
 def test_total_speeds_are_compared_in_their_order():
     """16 GPUs reach 44,816 of the 59,616 tokens/s of 8; 32 reach 86,720, so 2,710 each of 7,452."""
     (series,) = compared([over_nodes(*each) for each in SLOWER.items()])
-    eight, sixteen, most = series.points
-    assert (eight.slower_than, sixteen.slower_than, most.slower_than) == (None, 8, None)
-    assert sixteen.lost == pytest.approx(1 - 2801 / 7452) and most.lost == pytest.approx(1 - 2710 / 2801)
-    assert most.times == pytest.approx(86_720 / 59_616) and series.enough is None
+    _, eight, sixteen, most = (line.strip() for line in say("series", [series]))
+    assert eight == "8: 59,620 tokens/s in total; 7,452 tokens/s per device"
+    assert sixteen.startswith("16: 44,820 tokens/s in total, less than with 8; 2,801 tokens/s per device, 62 % less")
+    assert most == "32: 86,720 tokens/s in total, 1.45 times that of 8; 2,710 tokens/s per device"
+    assert series.enough is None
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ def test_equal_microbatches_are_compared_where_there_are_some():
 
     keys = ["training.global_batch_size", *WORKERS]
     series = compared([at(w, w * each) for w in (8, 16) for each in (1, 2)], keys)
-    assert [(one.microbatches, len(one.points), one.others) for one in series] == [([1], 2, {}), ([2], 2, {})]
+    assert [(one.microbatches, len(one.rows), one.others) for one in series] == [([1], 2, {}), ([2], 2, {})]
     (unequal,) = compared([replace(at(w, 64), settings=[str(w)]) for w in (8, 16)])
     assert unequal.microbatches == [8, 4] and not compared([replace(at(8, 64), settings=["8"])])
 
