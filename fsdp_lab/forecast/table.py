@@ -47,7 +47,6 @@ _TYPES = {
     **{"network_gbit": "float64", "network_assumed": "object", "no_forecast": "object", "no_speed": "object"},
 }
 MOST_ROWS = 24  # of a table
-_UNITS = (("GiB", 2**30, 10 * 2**30), ("MiB", 2**20, 0))
 
 
 @dataclass(frozen=True)
@@ -153,10 +152,8 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
 
 def unit_of(having: Sequence[Forecast]) -> tuple[str, int]:
     """Return the unit of a table of these forecasts, by its largest value, and the unit's bytes."""
-    highest = max(
-        (max(forecast.needed_bytes, forecast.host_bytes) for forecast in having if not forecast.error), default=0
-    )
-    return next((name, size) for name, size, at_least in _UNITS if highest >= at_least)
+    highest = max((max(one.needed_bytes, one.host_bytes) for one in having if not one.error), default=0)
+    return ("GiB", 2**30) if highest >= 10 * 2**30 else ("MiB", 2**20)
 
 
 def write_csv(path: Path, rows: Sequence[Row], swept: Sequence[str]) -> None:

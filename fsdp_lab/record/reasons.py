@@ -1,4 +1,4 @@
-"""Why something is so, as codes with values. The sentences are made where they are shown (`report/reason_texts.py`)."""
+"""Why something is so, as codes with values. The sentences are made where they are shown (`report/render.py`)."""
 
 from __future__ import annotations
 

@@ -15,9 +15,8 @@ from fsdp_lab.report.answer import Answer, with_a_line
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.plots import MOST, figures, shown_trials, url_of
 from fsdp_lab.report.pytorch import SCRIPT, setting_of
-from fsdp_lab.report.reason_texts import reason_text
 from fsdp_lab.report.recommend import Recommendation
-from fsdp_lab.report.render import environment
+from fsdp_lab.report.render import environment, reason_text
 from fsdp_lab.report.settings import column
 from fsdp_lab.storage.files import write_text
 

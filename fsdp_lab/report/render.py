@@ -1,4 +1,4 @@
-"""The templates of a report, with the filters that make text of its figures."""
+"""The templates of a report, with the filters that make text of its figures. The texts of reasons, for every medium."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from fsdp_lab.config.metrics import mib
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.config.wording import count, resources_text
+from fsdp_lab.record.reasons import Reason
 from fsdp_lab.record.trial import words
 from fsdp_lab.report import texts
 from fsdp_lab.report.choice import PLAIN
@@ -27,6 +28,25 @@ def text_of(template: str, macro: str, *values: Any) -> str:
 def lines_of(template: str, macro: str, *values: Any) -> list[str]:
     """Return the lines of a macro's text that are not empty."""
     return [line.rstrip() for line in text_of(template, macro, *values).split("\n") if line.strip()]
+
+
+def reason_text(reason: Reason | None) -> str:
+    """Return why a trial did not finish, in a line; "" without a reason."""
+    from jinja2 import UndefinedError
+
+    try:
+        return text_of("reasons.j2", "reason", reason.code, reason.values) if reason else ""
+    except (UndefinedError, TypeError, ValueError, AttributeError):  # a damaged file
+        return reason.code if reason else ""
+
+
+def needs_text(**shortage: float) -> str:
+    """Return text such as `needs 12.00 MiB of 8.00 MiB per device, by its forecast (...)`.
+
+    Args:
+        **shortage: the values of `Code.does_not_fit`.
+    """
+    return text_of("reasons.j2", "needs", shortage)
 
 
 @cache

@@ -27,7 +27,7 @@ from fsdp_lab.forecast.words import no_forecast_text
 from fsdp_lab.machine.hardware import gpus, num_gpus
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.choice import PLAIN
-from fsdp_lab.report.reason_texts import needs_text
+from fsdp_lab.report.render import needs_text
 from fsdp_lab.sweep.names import label, setting
 from fsdp_lab.sweep.sweep import Sweep
 

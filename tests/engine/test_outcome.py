@@ -33,7 +33,7 @@ from fsdp_lab.engine.worker import join_ranks
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import TrialWriter, clear_left_over, read_metrics, read_progress
 from fsdp_lab.record.trial_json import RankFailure, changing, read_trial, set_aside_failures
-from fsdp_lab.report.reason_texts import reason_text
+from fsdp_lab.report.render import reason_text
 from fsdp_lab.storage.files import append_line
 from fsdp_lab.storage.objects import Storage, StorageAway
 from tests.conftest import ROOT, FakeGpus

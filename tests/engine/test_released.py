@@ -22,7 +22,7 @@ import pytest
 from fsdp_lab.config import TrialConfig, to_dict
 from fsdp_lab.engine.job import Job
 from fsdp_lab.record.trial_json import read_trial
-from fsdp_lab.report.reason_texts import reason_text
+from fsdp_lab.report.render import reason_text
 from tests.conftest import ROOT
 from tests.engine.ray_cluster import ray_head
 from tests.processes import called

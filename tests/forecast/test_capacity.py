@@ -13,7 +13,7 @@ from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL, NEARLY_FULL_ERROR, Fore
 from fsdp_lab.forecast.sentences import allowances_note
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
 from fsdp_lab.forecast.words import say
-from fsdp_lab.report.reason_texts import needs_text
+from fsdp_lab.report.render import needs_text
 from tests.forecast.planted import forecast_of
 
 ROWS = [

@@ -14,7 +14,7 @@ from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.keep import number_kept, ratio_group
 from fsdp_lab.forecast.speed.device import DeviceKind
 from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.report.reason_texts import reason_text
+from fsdp_lab.report.render import reason_text
 from tests.forecast.planted import forecast_of, row
 from tests.forecast.test_speed import LANGUAGE, sheet
 from tests.ranks import config

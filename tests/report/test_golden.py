@@ -29,7 +29,7 @@ from fsdp_lab.record.results_csv import write_results
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html
-from fsdp_lab.report.reason_texts import reason_text
+from fsdp_lab.report.render import reason_text
 from fsdp_lab.sweep.outputs.results_csv import rows_of
 from fsdp_lab.sweep.state import TrialState
 from tests.conftest import ROOT

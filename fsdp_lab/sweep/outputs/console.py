@@ -13,7 +13,7 @@ from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.config.wording import duration
 from fsdp_lab.report.answer import Answer, plain_text
-from fsdp_lab.report.reason_texts import reason_text
+from fsdp_lab.report.render import reason_text
 from fsdp_lab.report.terminal import open_console
 from fsdp_lab.sweep.names import label, relative, resume_command, resume_lines, run_name
 from fsdp_lab.sweep.outputs.pace import Pace

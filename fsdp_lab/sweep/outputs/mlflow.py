@@ -12,7 +12,7 @@ from fsdp_lab.config.sweep import Engine
 from fsdp_lab.config.wording import count
 from fsdp_lab.record.trial_files import TRIAL_FILES
 from fsdp_lab.report.page import FILES
-from fsdp_lab.report.reason_texts import reason_text
+from fsdp_lab.report.render import reason_text
 from fsdp_lab.sweep.grid import unescaped
 from fsdp_lab.sweep.names import command_line, config_dir_words, resume_command, short_name, sweep_name
 from fsdp_lab.sweep.state import Ending, TrialState

@@ -8,7 +8,7 @@ from typing import Any
 from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.results_csv import write_results
-from fsdp_lab.report.reason_texts import reason_text
+from fsdp_lab.report.render import reason_text
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.outputs.pace import Pace
 from fsdp_lab.sweep.state import TrialState
