@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from fsdp_lab.config.metrics import MEDIAN_STEP, MEMORY, SPEED, declared, spacing
 from fsdp_lab.report.choice import departures, pareto_front
 from fsdp_lab.report.qualify import does_not_fit, notes_on, notes_on_the_model, qualify, ratio
-from fsdp_lab.report.settings import Coded, Rules, Setting, Settings
+from fsdp_lab.report.settings import Coded, Setting, Settings
 from fsdp_lab.report.speed import EQUAL, Interval
 
 _SAME_MEMORY = 0.01  # of the smallest: what needs no more than this above it counts as equally small
@@ -45,18 +46,16 @@ class Comparison:
     why_not: Coded | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recommendation:
     """The answer of a sweep, as codes and figures.
 
     Attributes:
         settings: all of the sweep.
-        setting: the recommended one; None: none qualifies.
-        why: why it is the one, or why there is none.
-        no_speeds: no step was timed, so speeds are not compared, though they were asked for.
         why_not: name of a setting -> why it does not qualify.
-        axes: `(metric, "min" or "max")` of the main picture.
-        front: the settings that no other beats in one of `axes` without being worse in another.
+        why: why the recommended one is the one, or why there is none.
+        setting: the recommended one; None: none qualifies.
+        raced: speeds were compared.
         tied: settings that are equally good as the recommended one, by the tolerance or the noise of speeds.
         tie_break: what decided among them; None without a tie.
         others: every other setting against the recommended one.
@@ -64,12 +63,10 @@ class Recommendation:
     """
 
     settings: Settings = field(repr=False)
-    setting: Setting | None
-    why: Coded
-    no_speeds: bool
     why_not: dict[str, Coded]
-    axes: list[tuple[str, str]]
-    front: list[Setting]
+    why: Coded
+    setting: Setting | None = None
+    raced: bool = False
     tied: list[Setting] = field(default_factory=list)
     tie_break: str | None = None
     others: list[Comparison] = field(default_factory=list)
@@ -79,88 +76,75 @@ class Recommendation:
     def able(self) -> list[Setting]:
         return self.settings.without(self.why_not)
 
+    @property
+    def no_speeds(self) -> bool:
+        """No step was timed, so speeds are not compared, though they were asked for."""
+        return self.settings.rules.by_speed and bool(self.able) and not any(s.speed for s in self.able)
+
+    @property
+    def axes(self) -> list[tuple[str, str]]:
+        """`(metric, "min" or "max")` of the main picture."""
+        objectives = list(self.settings.rules.objectives)
+        standard: list[tuple[str, str]] = [(metric, declared(metric).better) for metric in (MEMORY, SPEED)]
+        if len(objectives) > 1:
+            return objectives
+        return [standard[0], *objectives] if objectives and objectives[0] not in standard else standard
+
+    @cached_property
+    def front(self) -> list[Setting]:
+        """The settings that no other beats in one of `axes` without being worse in another."""
+        wrong = [name for name, reason in self.why_not.items() if reason.code == "differs"]
+        fitting = [s for s in self.settings.without(wrong) if does_not_fit(s) is None]
+        spacings = [{metric: spacing(metric, s.figures) for metric, _ in self.axes} for s in fitting]
+        return [fitting[place] for place in pareto_front([s.figures for s in fitting], self.axes, spacings)]
+
 
 def recommend(settings: Settings) -> Recommendation:
     """Choose a setting of a sweep."""
-    rules = settings.rules
-    why_not = qualify(settings)
-    able = settings.without(why_not)
-    no_speeds = rules.by_speed and bool(able) and not any(s.speed for s in able)
-    if rules.by_speed and not no_speeds:
-        why_not |= {s.name: Coded("untimed") for s in able if not s.speed}
-        able = settings.without(why_not)
-    axes = _axes(rules)
-    front = _front(settings, axes, [name for name, reason in why_not.items() if reason.code == "differs"])
-    findings = list(notes_on_the_model(settings))
-    if not able:
-        why = Coded("none_qualifies" if settings.all else "no_trial")
-        return Recommendation(settings, None, why, no_speeds, why_not, axes, front, notes=findings)
+    rules, why = settings.rules, Coded("none_qualifies" if settings.all else "no_trial")
+    r = Recommendation(settings, qualify(settings), why)
+    if rules.by_speed and not r.no_speeds:
+        r.why_not |= {s.name: Coded("untimed") for s in r.able if not s.speed}
+    r.notes = list(notes_on_the_model(settings))
+    if not (able := r.able):
+        return r
     best, raced = _best_of(settings, able)
-    chosen, tie_break = _break_tie(settings, best, bool(raced))
+    r.raced = bool(raced)
+    chosen, tie_break = _break_tie(settings, best, r.raced)
+    r.setting = chosen
     if raced:
-        tied = [s for s in raced if s.group != chosen.group and _is_tied(settings, s, chosen)]
+        r.tied = [s for s in raced if s.group != chosen.group and _is_tied(settings, s, chosen)]
     else:
         limit = math.inf if rules.objectives else chosen.peak * (1 + _SAME_MEMORY)
-        tied = [s for s in best if s is not chosen and s.peak <= limit]
-    return Recommendation(
-        settings,
-        chosen,
-        _why(settings, able, chosen, tied, front, bool(raced)),
-        no_speeds,
-        why_not,
-        axes,
-        front,
-        tied,
-        tie_break if tied else None,
-        [_compare(settings, s, chosen, s in tied, why_not.get(s.name)) for s in settings.all if s is not chosen],
-        [*findings, *notes_on(settings, able, bool(raced))],
-    )
+        r.tied = [s for s in best if s is not chosen and s.peak <= limit]
+    r.tie_break, r.why = tie_break if r.tied else None, _why(r, able, chosen)
+    r.others = [_compare(r, s, chosen) for s in settings.all if s is not chosen]
+    r.notes += notes_on(settings, able, r.raced)
+    return r
 
 
-def _axes(rules: Rules) -> list[tuple[str, str]]:
-    if len(rules.objectives) > 1:
-        return list(rules.objectives)
-    standard: list[tuple[str, str]] = [(metric, declared(metric).better) for metric in (MEMORY, SPEED)]
-    if not rules.objectives or rules.objectives[0] in standard:
-        return standard
-    return [standard[0], rules.objectives[0]]
-
-
-def _front(settings: Settings, axes: Sequence[tuple[str, str]], wrong: Sequence[str]) -> list[Setting]:
-    fitting = [s for s in settings.without(wrong) if does_not_fit(s) is None]
-    spacings = [{metric: spacing(metric, s.figures) for metric, _ in axes} for s in fitting]
-    return [fitting[place] for place in pareto_front([s.figures for s in fitting], axes, spacings)]
-
-
-def _why(
-    settings: Settings,
-    able: Sequence[Setting],
-    chosen: Setting,
-    tied: Sequence[Setting],
-    front: Sequence[Setting],
-    raced: bool,
-) -> Coded:
-    others = [s for s in able if s is not chosen]
-    objectives = [o for o in settings.rules.objectives if raced or o[0] != SPEED]
+def _why(r: Recommendation, able: Sequence[Setting], chosen: Setting) -> Coded:
+    others, every = [s for s in able if s is not chosen], r.settings.all
+    objectives = [o for o in r.settings.rules.objectives if r.raced or o[0] != SPEED]
     if objectives:
         metric, better = objectives[0]
         values = [s.figure(metric) for s in able]
         is_best = chosen.figure(metric) == (min(values) if better == "min" else max(values))
-        of = {"objectives": objectives, "count": len(able), "is_best": is_best, "on_front": chosen in front}
+        of = {"objectives": objectives, "count": len(able), "is_best": is_best, "on_front": chosen in r.front}
         return Coded("objectives", of)
-    if len(settings.all) == 1:
+    if len(every) == 1:
         return Coded("only")
     if not others:
-        return Coded("alone" if all(status.ended for s in settings.all for status in s.statuses) else "pending")
-    if not raced:
+        return Coded("alone" if all(status.ended for s in every for status in s.statuses) else "pending")
+    if not r.raced:
         return Coded("least_memory" if MEMORY in chosen.figures else "lowest_loss", {"count": len(able)})
-    if tied:
+    if r.tied:
         return Coded("tied")
     if len({s.group for s in able}) == 1:
         return Coded("same_speed", {"count": len(able)})
     following = max(others, key=lambda s: s.figure(SPEED))
     ratio = chosen.times(following)
-    by_median = None if ratio.known else _by_median_steps(settings, chosen, following, ratio.value)
+    by_median = None if ratio.known else _by_median_steps(r.settings, chosen, following, ratio.value)
     return Coded("fastest", {"count": len(able), "next": following, "ratio": ratio, "by_median": by_median})
 
 
@@ -176,21 +160,20 @@ def _by_median_steps(settings: Settings, chosen: Setting, other: Setting, ratio:
     return Interval(by_median) if abs(math.log(by_median / ratio)) > _UNEVEN else None
 
 
-def _compare(settings: Settings, other: Setting, chosen: Setting, tied: bool, why_not: Coded | None) -> Comparison:
-    can_differ = other.group != chosen.group
+def _compare(r: Recommendation, other: Setting, chosen: Setting) -> Comparison:
+    can_differ, key = other.group != chosen.group, r.settings.loss_key
     timed = can_differ and other.is_finished and other.speed and chosen.speed
     peak, mine = other.figure(MEMORY), chosen.figure(MEMORY)
-    loss, reference = (s.figure(settings.loss_key) for s in (other, chosen))
-    change = ratio(loss, reference)
-    rounded = abs(loss - reference) <= other.rounding(chosen, settings.loss_key)
+    loss, reference = other.figure(key), chosen.figure(key)
+    change, rounded = ratio(loss, reference), abs(loss - reference) <= other.rounding(chosen, key)
     return Comparison(
         other,
         other.times(chosen) if timed else None,
-        tied and can_differ,
+        other in r.tied and can_differ,
         peak / mine if can_differ and peak > 0 and mine > 0 else math.nan,
         0.0 if rounded else change,
         rounded and abs(change) > _SAME,
-        why_not,
+        r.why_not.get(other.name),
     )
 
 
