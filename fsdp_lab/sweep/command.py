@@ -120,12 +120,7 @@ class Multirun:
         record = record.with_code([path for trial in planned.trials for path in trial.config.code()])
         swept = swept_keys(grid)
         notes = [*axes_notes(self._defaults, self._arguments, swept, self.config), *planned.notes()]
-        notes += [
-            f"{word} has no effect with search=grid, which runs every setting; add search=random"
-            for word in self._arguments
-            if word.lstrip("+").startswith(("search.num_trials=", "search.seed="))
-        ]
-        return self._sweep_of([TrialState(trial) for trial in planned.trials], swept, record), notes
+        return Sweep([TrialState(trial) for trial in planned.trials], self.config, self.folder, swept, record), notes
 
     def _search(self, record: SweepStart) -> tuple[Sweep, list[str]]:
         repeat_axis(self._parser, self.config, self._arguments)
@@ -138,7 +133,8 @@ class Multirun:
         if first is not None:  # two trials of a search may differ in nothing but their numbers
             check_trial_folders(self.folder, [self._compose(first.overrides, number).folder for number in range(2)])
         states = [TrialState(first)] if first else []
-        return self._sweep_of(states, swept, record.with_code(search.code()), search), search.notes()
+        record = record.with_code(search.code())
+        return Sweep(states, self.config, self.folder, swept, record, search), search.notes()
 
     def _resumed(self) -> Sweep:
         record = read_start(self.folder)
@@ -157,18 +153,7 @@ class Multirun:
         states = resumed_states(trials, record, self.folder, trials[0].config if trials else self.config)
         if search is not None:
             search.resume([(state.trial, state.status, state.figures) for state in states])
-        return self._sweep_of(states, swept, record, search, resumed=True)
-
-    def _sweep_of(
-        self,
-        states: Sequence[TrialState],
-        swept: Sequence[str],
-        record: SweepStart,
-        search: OptunaSearch | None = None,
-        resumed: bool = False,
-    ) -> Sweep:
-        config = states[0].trial.config if states else self.config
-        return Sweep(states, config, self.folder, swept, record, search, resumed)
+        return Sweep(states, self.config, self.folder, swept, record, search, resumed=True)
 
     def _searcher(self, typed_now: Sequence[str]) -> tuple[OptunaSearch, list[str]]:
         """Return the search, and the keys that it varies.

@@ -8,15 +8,15 @@ from concurrent.futures import Future
 from hashlib import sha256
 
 from fsdp_lab.config import SweepConfig, UserError, workers_of
-from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.config.machine import gpus_are_here
 from fsdp_lab.config.metrics import DATA_WAIT, MIB, OTHERS_CPU, SPEED
 from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.config.sweep import Engine
 from fsdp_lab.config.wording import count, significant, time_left
 from fsdp_lab.engine import resources
 from fsdp_lab.forecast.answer import CONDITIONS, answers
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.forecast.devices import capacity_here, data_sheet, data_sheet_here, host_of, torch_version
+from fsdp_lab.forecast.devices import capacity_here, data_sheet_here, host_of, torch_version
 from fsdp_lab.forecast.keep import passed_over
 from fsdp_lab.forecast.observations import record_observation
 from fsdp_lab.forecast.run import Background, Forecaster, Request
@@ -24,7 +24,7 @@ from fsdp_lab.forecast.speed.device import digest
 from fsdp_lab.forecast.speed.refine import Observation
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.forecast.words import no_forecast_text
-from fsdp_lab.machine.hardware import gpus, num_gpus
+from fsdp_lab.machine.hardware import num_gpus
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.choice import PLAIN
 from fsdp_lab.report.render import needs_text
@@ -71,7 +71,7 @@ class Forecasts:
     def _wanted(self) -> dict[int, SweepConfig]:
         """Return the configurations of the trials that are still to run and to forecast."""
         configs = {n: state.trial.config for n, state in enumerate(self._sweep.trials) if not state.ended}
-        return {n: config for n, config in configs.items() if config.forecast.enabled}
+        return {n: config for n, config in configs.items() if _is_forecast(config)}
 
     def ready(self) -> None:
         """Wait for the forecasts of the known trials, before the first of them starts."""
@@ -93,12 +93,6 @@ class Forecasts:
         for number, forecast in forecasts.items():
             if number not in failing:
                 self._take(number, forecast)
-        elsewhere = any(r.sheet is None and data_sheet(r.config) is not None for r in requests.values())
-        if asked.device not in DEVICE_KINDS and elsewhere:
-            here = ", ".join(sorted({gpu.name for gpu in gpus()})) or "CPUs"
-            sweep.log(
-                f"no speed is predicted: forecast.device={asked.device} is not the device of these trials ({here})"
-            )
         if asked.keep is not None and is_new:
             self._keep_promising(asked.keep, requests)
 
@@ -135,7 +129,7 @@ class Forecasts:
     def added(self, number: int) -> None:
         """Forecast a suggested trial: first with `forecast.prune`, which may skip it, else while it starts."""
         config = self._sweep.config_of(number)
-        if not config.forecast.enabled:
+        if not _is_forecast(config):
             return
         request = _request(config, resources.num_gpus() > 0)
         if (known := self._known.get(request.key)) is not None:  # of a trial that this one repeats
@@ -257,6 +251,10 @@ def _recommended(sweep: Sweep, forecasts: Mapping[int, Forecast]) -> list[int]:
     }
     best = [answer.best for answer in answers(list(rows.values()), keys, sweep.config.report.speed_tolerance)]
     return [n for n, row in rows.items() if any(row is one for one in best)]
+
+
+def _is_forecast(config: SweepConfig) -> bool:
+    return config.forecast.enabled and config.engine is Engine.ray
 
 
 def _request(config: SweepConfig, cuda: bool) -> Request:

@@ -126,10 +126,6 @@ def report_command(folder: Path) -> str:
 
 def ui_command(uri: str) -> str:
     """Return the address of a tracking server, or the command that starts MLflow's UI on a store without one."""
-    scheme, is_path, rest = uri.partition(":///")
-    if is_path and scheme.startswith("sqlite"):
-        path, mark, query = rest.partition("?")
-        uri = f"{scheme}:///{relative(Path(path))}{mark}{query}"
     is_server = uri.startswith(("http://", "https://"))
     return uri if is_server else shlex.join(["python", "-m", "mlflow", "ui", "--backend-store-uri", uri])
 

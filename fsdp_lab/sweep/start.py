@@ -119,11 +119,10 @@ def _record(sweep: Sweep, multirun: DictConfig | None) -> None:
 def start_sweep(sweep: Sweep) -> ExitCode:
     """Run a sweep and print the result. Raises as `run_sweep`."""
     # what these import takes seconds: refusals come before
-    from fsdp_lab.sweep.forecasts import Forecasts
     from fsdp_lab.sweep.outputs.outputs import Outputs
     from fsdp_lab.sweep.runner import run_sweep
 
-    outputs = Outputs(sweep, Forecasts(sweep) if sweep.config.engine is Engine.ray else None)
+    outputs = Outputs(sweep)
     code = run_sweep(sweep, _executor(sweep.config.engine), outputs)
     outputs.console.final(outputs.answer)
     runs, where = outputs.mlflow, relative(sweep.folder)

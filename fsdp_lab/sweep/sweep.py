@@ -31,7 +31,7 @@ class Sweep:
 
     Attributes:
         trials: their states, in the order of their numbers; a search adds more.
-        config: of any trial, for the keys that all share.
+        config: of the first trial, for the keys that all share; of the command while there is none.
         swept: the keys that differ between trials.
         started: what its start was given, and the code then.
         search: suggests more trials; None: a grid.
@@ -56,9 +56,10 @@ class Sweep:
         search: OptunaSearch | None = None,
         resumed: bool = False,
     ) -> None:
-        self.trials, self.config, self.folder = list(trials), config, folder
+        self.trials, self.folder = list(trials), folder
+        self.config = trials[0].trial.config if trials else config
         self.swept, self.started, self.search, self.resumed = swept, started, search, resumed
-        self.objectives = objectives(config)
+        self.objectives = objectives(self.config)
         self._queue = deque(in_rounds(self.trials))
         self._is_open = False
         self._logged: set[str] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.compose import Trial
@@ -100,7 +100,8 @@ class Hears(Outputs):
     """Records which trials begin, the epochs, and what is logged; writes nothing but `results.csv` on request."""
 
     def __init__(self, sweep: Sweep, forecasts: Forecasts | None = None, writes: bool = False) -> None:
-        self.sweep, self.forecasts, self.console, self.mlflow = sweep, forecasts, Mock(), Mock()
+        self.sweep, self.console, self.mlflow = sweep, Mock(), Mock()
+        self.forecasts: Any = forecasts or MagicMock()
         self.results: Any = ResultsCsv(sweep, lambda number: "") if writes else Mock()
         self.begun: list[int] = []
         self.epochs: list[dict[str, float]] = []

@@ -91,11 +91,9 @@ def test_a_sweep_is_called_by_what_it_compares():
     assert sweep_name([trial(search={"name": "optuna"})] * 2, ["+model.width"]) == "width (optuna, 2 trials)"
 
 
-def test_the_store_is_named_as_short_as_it_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.chdir(tmp_path)
+def test_the_store_is_named_as_typed():
     command = "python -m mlflow ui --backend-store-uri"
     assert ui_command("sqlite:///outputs/mlflow.db") == f"{command} sqlite:///outputs/mlflow.db"
-    assert ui_command(f"sqlite:///{tmp_path}/a.db") == f"{command} sqlite:///a.db"
     assert ui_command("sqlite:////srv/a.db?timeout=9") == f"{command} 'sqlite:////srv/a.db?timeout=9'"
     assert ui_command("postgresql://host/runs") == f"{command} postgresql://host/runs"
     assert ui_command("http://host:5000") == "http://host:5000"

@@ -13,8 +13,7 @@ import pytest
 from ray import tune
 from ray.tune.experiment.trial import Trial
 
-from fsdp_lab.config import ConfigError, SweepConfig
-from fsdp_lab.config.parallel import ShardingConfig
+from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import set_environment
@@ -36,15 +35,6 @@ def test_as_many_trials_run_side_by_side_as_the_cluster_holds(
     while catalog.has_room(config):
         catalog.taken[str(len(catalog.taken))] = catalog.of(config)
     assert len(catalog.taken) == beside
-
-
-def test_each_configuration_is_checked_not_the_first_of_its_cluster(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 4.0}}])
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0})
-    catalog, config = ResourceCatalog(), replace(SweepConfig(), cluster=ClusterConfig(num_workers=4))
-    assert catalog.of(config) == {"CPU": 4.0}
-    with pytest.raises(ConfigError, match=r"dp_replicate=3 does not divide cluster.num_workers=4"):
-        catalog.of(replace(config, sharding=ShardingConfig(dp_replicate=3)))
 
 
 def test_tune_takes_our_callback_whatever_output_the_user_has_set(monkeypatch: pytest.MonkeyPatch):

@@ -46,20 +46,15 @@ class ResourceCatalog:
 
     def __init__(self) -> None:
         self._needs: dict[str, dict[str, float]] = {}
-        self._checked: set[int] = set()  # configurations, which their trials keep
         self.taken: dict[str, dict[str, float]] = {}
 
     def of(self, config: SweepConfig) -> dict[str, float]:
         """Return the resources of a trial's workers together.
 
         Raises:
-            ConfigError: the cluster could not hold them when they were first compared; or the settings do not suit
-                their number.
+            ConfigError: the cluster could not hold them when they were first compared.
         """
         key = str(config.cluster)
-        if id(config) not in self._checked:
-            config.check(workers_of(config))
-            self._checked.add(id(config))
         if key not in self._needs:
             self._needs[key] = resources.check_capacity(config.cluster, workers_of(config))
         return self._needs[key]

@@ -20,29 +20,25 @@ class Outputs:
 
     Use it as a context, entered before anything starts and left after everything has ended.
 
-    Args:
-        forecasts: of its trials, which may skip some, so that they come last; None: there are none.
-
     Attributes:
         answer: the report's recommendation; None: no report was written.
     """
 
-    def __init__(self, sweep: Sweep, forecasts: Forecasts | None = None) -> None:
-        self.sweep, self.forecasts = sweep, forecasts
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep = sweep
         self.console = Console(sweep)
         self.mlflow = MlflowRuns(sweep)
         self.results = ResultsCsv(sweep, self.mlflow.run_id)
+        self.forecasts = Forecasts(sweep)  # always last: they may skip a trial
         self.answer: Answer | None = None
 
     def __enter__(self) -> Outputs:
         self.console.bar.start()
-        if self.forecasts is not None:
-            self.forecasts.__enter__()
+        self.forecasts.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.forecasts is not None:
-            self.forecasts.__exit__()
+        self.forecasts.__exit__()
         self.console.bar.stop()
 
     def log(self, text: str) -> None:
@@ -60,14 +56,12 @@ class Outputs:
 
     def ready(self) -> None:
         """Wait for forecasts: the executor is ready, and has begun no trial."""
-        if self.forecasts is not None:
-            self.forecasts.ready()
+        self.forecasts.ready()
 
     def added(self, number: int) -> None:
         """Show that a search has suggested a trial: their number is in the name of the sweep's run."""
         self.mlflow.change(None)
-        if self.forecasts is not None:
-            self.forecasts.added(number)
+        self.forecasts.added(number)
 
     def began(self, number: int) -> None:
         """Show the start of a trial; a second one after its process was killed."""
@@ -87,8 +81,7 @@ class Outputs:
         """Show the end of a trial. An interrupted one has no result yet."""
         self.console.ended(number)
         self.changed(number)
-        if self.forecasts is not None:
-            self.forecasts.ended(number)
+        self.forecasts.ended(number)
 
     def changed(self, number: int) -> None:
         """Publish a change of a trial: after the event's own line."""
@@ -101,15 +94,13 @@ class Outputs:
         """Catch up with changes: called several times a second while trials run."""
         self.console.draw()
         self.results.update()
-        if self.forecasts is not None:
-            self.forecasts.tick()
+        self.forecasts.tick()
 
     def closing(self, ending: Ending) -> None:
         """Show that the sweep ends; trials that still run are ended after this."""
         self.console.closing(ending)
         self.results.write()
-        if self.forecasts is not None:
-            self.forecasts.end()
+        self.forecasts.end()
 
     def closed(self, ending: Ending) -> None:
         """Write what needs the end of every trial that ran."""

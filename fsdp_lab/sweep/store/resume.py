@@ -16,7 +16,6 @@ from fsdp_lab.config.compare import STARTS
 from fsdp_lab.config.compose import Trial, check, with_variables
 from fsdp_lab.config.key_value_args import key_of, quoted
 from fsdp_lab.config.status import TrialStatus
-from fsdp_lab.config.wording import count
 from fsdp_lab.engine.ray_job import COPIES, is_rays_copy
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.record.paths import storage
@@ -126,16 +125,12 @@ def _check_unchanged(record: SweepStart, states: Sequence[TrialState], folder: P
 
 
 def _in_words(changes: dict[str, list[str]]) -> str:
-    """Return each difference once, with the first place where it was found and the number of others."""
-    found: dict[str, list[str]] = {}
+    """Return each difference once, with the first place where it was found."""
+    found: dict[str, str] = {}
     for whose, differences in changes.items():
         for change in differences:
-            found.setdefault(change, []).append(whose)
-    return "; ".join(f"{_places(whose)}: {change}" if whose[0] else change for change, whose in found.items())
-
-
-def _places(whose: Sequence[str]) -> str:
-    return whose[0] if len(whose) == 1 else f"{whose[0]} and {count(len(whose) - 1, 'other')}"
+            found.setdefault(change, whose)
+    return "; ".join(f"{whose}: {change}" if whose else change for change, whose in found.items())
 
 
 def _changes_of_data(states: Sequence[TrialState], folder: Path) -> list[str]:
