@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -21,11 +22,13 @@ from fsdp_lab.record.trials_jsonl import read_trials
 from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, repeat_axis, swept_keys, with_overrides
 from fsdp_lab.sweep.names import preset_of
 from fsdp_lab.sweep.plan import plan_sweep
-from fsdp_lab.sweep.search import OptunaSearch, read_space
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.folder import check_trial_folders
 from fsdp_lab.sweep.store.resume import resumed_states
 from fsdp_lab.sweep.sweep import Sweep
+
+if TYPE_CHECKING:
+    from fsdp_lab.sweep.search import OptunaSearch
 
 
 class Alone:
@@ -161,6 +164,7 @@ class Multirun:
         Args:
             typed_now: overrides that were typed for a resume; they are not part of the space.
         """
+        from fsdp_lab.sweep.search import OptunaSearch, read_space  # imports Optuna
 
         def compose(overrides: Sequence[str], number: int) -> Trial:
             return self._compose_with(typed_now, overrides, number)

@@ -1,4 +1,4 @@
-"""The source of a sweep's trials: all cells of a grid, or Optuna's suggestions. Imports no Ray.
+"""A search: trials that a sampler of Optuna's suggests. Imports no Ray.
 
 Every suggestion is composed and checked here, in the driver; an invalid one costs no trial.
 """
@@ -11,11 +11,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import optuna
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.utils import get_object
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import BaseSampler, RandomSampler
+from optuna.trial import TrialState
 
 from fsdp_lab.config import CombinationError, ConfigError, SweepConfig, flatten, workers_of
 from fsdp_lab.config.compose import Trial
@@ -27,11 +31,6 @@ from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import SearchConfig
 from fsdp_lab.sweep.grid import all_overrides, discrete_values
 from fsdp_lab.sweep.plan import effect
-
-if TYPE_CHECKING:
-    import optuna
-    from optuna.distributions import BaseDistribution
-    from optuna.samplers import BaseSampler
 
 _DEFAULTS = flatten(SweepConfig())
 _FEW = 10  # suggestions that were tried before or are invalid; then settings are drawn at random
@@ -72,8 +71,6 @@ def read_space(parser: OverridesParser, defaults: Mapping[str, str | None], argu
     Raises:
         ConfigError: an interval is empty, or not positive on a logarithmic scale; or there is nothing to search.
     """
-    from optuna.distributions import CategoricalDistribution
-
     fixed: list[str] = []
     dimensions: dict[str, BaseDistribution] = {}
     for key, override in all_overrides(parser, defaults, arguments).items():
@@ -94,8 +91,6 @@ def read_space(parser: OverridesParser, defaults: Mapping[str, str | None], argu
 
 
 def _interval(override: Override) -> BaseDistribution:
-    from optuna.distributions import FloatDistribution, IntDistribution
-
     sweep = override.value()
     assert isinstance(sweep, IntervalSweep) and sweep.start is not None and sweep.end is not None
     text, log = override.input_line, "log" in sweep.tags
@@ -134,8 +129,6 @@ class OptunaSearch:
         compose: Callable[[Sequence[str], int], Trial],
         check: Callable[[SweepConfig], None] = check_here,
     ) -> None:
-        import optuna
-
         if settings.num_trials < 1:
             raise ConfigError(f"search.num_trials={settings.num_trials} is below 1; use a whole number of 1 or more.")
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -190,8 +183,6 @@ class OptunaSearch:
         return sorted({path for cell in cells for path in self._compose(cell, 0).config.code()})
 
     def _categories(self) -> dict[str, list[str]]:
-        from optuna.distributions import CategoricalDistribution
-
         return {
             key: [str(value) for value in dimension.choices]
             for key, dimension in self._space.dimensions.items()
@@ -251,8 +242,6 @@ class OptunaSearch:
 
         A sampler that has found the best cell of a small space suggests little else.
         """
-        from optuna.samplers import RandomSampler
-
         for _ in range(_FEW):
             yield self._study.ask(self._space.dimensions)
         sampler, at_random = self._study.sampler, RandomSampler(self._settings.seed + len(self._tried))
@@ -283,8 +272,6 @@ class OptunaSearch:
         Finished trials count with their latest values; with a single objective stopped ones do too, as pruned. Trials
         that did not fit, by forecast or in training, count as pruned. Any other end has no value.
         """
-        from optuna.trial import TrialState
-
         assert trial.index is not None
         if (asked := self._asked.pop(trial.index, None)) is None:
             return
@@ -308,8 +295,6 @@ class OptunaSearch:
             self._notes.append(f"not tried: {' '.join(overrides)}: {reason}")
 
     def _fail(self, asked: optuna.Trial) -> None:
-        from optuna.trial import TrialState
-
         self._study.tell(asked, state=TrialState.FAIL)
 
 

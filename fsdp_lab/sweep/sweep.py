@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import SweepConfig, UserError, objectives
 from fsdp_lab.config.status import ExitCode, TrialStatus
@@ -22,8 +22,10 @@ from fsdp_lab.record.trial_json import Outcome, changing, read_trial, write_outc
 from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.storage.files import sync
-from fsdp_lab.sweep.search import OptunaSearch
 from fsdp_lab.sweep.state import Ending, Events, TrialState, in_rounds
+
+if TYPE_CHECKING:
+    from fsdp_lab.sweep.search import OptunaSearch
 
 
 class Sweep:
