@@ -124,9 +124,10 @@ def _make_private(folder: Path) -> None:
 
 
 def _sign(handle: int) -> None:
+    text = f"process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode()
     with suppress(OSError):  # a full disk: the lock holds all the same
-        os.truncate(handle, 0)
-        os.pwrite(handle, f"process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode(), 0)
+        os.pwrite(handle, text, 0)
+        os.truncate(handle, len(text))  # behind it: a disk waits where a file becomes empty
 
 
 def _read(path: Path) -> str:

@@ -24,7 +24,6 @@ from fsdp_lab.tracking.tags import RECORDED_TAG, SWEEP_TAG, TRIAL_TAG, fact_tags
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
 
 _PAUSE_S = 3.0  # between two attempts while the store is away
 _ERROR_LENGTH = 500
@@ -85,13 +84,6 @@ class Stored:
     sent: set[object] = field(default_factory=set)
     refused: bool = False
 
-    @staticmethod
-    def of(run: Run) -> Stored:
-        """Return what the store has of a run, without its epochs and files."""
-        info, data = run.info, run.data
-        known = dict(data.tags), dict(data.params), info.end_time
-        return Stored(info.run_id, info.run_name, *known, figures=dict(data.metrics))
-
 
 class _StoreAway(Exception):
     """The store, or its disk or network, failed."""
@@ -146,9 +138,14 @@ class Projection:
         self._thread.start()
 
     def _runs(self) -> dict[int | None, Stored]:
-        """Return the sweep's runs in the store, by the numbers of their trials."""
-        runs = runs_of(self._client, self._experiment_id, self._sweep_id)
-        return {int(tag) if (tag := run.data.tags.get(TRIAL_TAG)) else None: Stored.of(run) for run in runs}
+        """Return the sweep's runs in the store, by the numbers of their trials, without their epochs and files."""
+        stored: dict[int | None, Stored] = {}
+        for run in runs_of(self._client, self._experiment_id, self._sweep_id):
+            info, tags, number = run.info, dict(run.data.tags), run.data.tags.get(TRIAL_TAG)
+            known = Stored(info.run_id, info.run_name, tags, dict(run.data.params), info.end_time)
+            known.figures = dict(run.data.metrics)
+            stored[int(number) if number else None] = known
+        return stored
 
     @property
     def ui_url(self) -> str | None:

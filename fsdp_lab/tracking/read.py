@@ -23,7 +23,7 @@ def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path) -
     Raises:
         TrackingError: there is no such store, run or artifact.
     """
-    client, _ = _open_run(tracking, run_id)
+    client = _open_run(tracking, run_id)
     with refusals(tracking):
         if path not in [item.path for item in client.list_artifacts(run_id, path.rpartition("/")[0] or None)]:
             raise TrackingError(
@@ -49,10 +49,9 @@ def annotate(
     Raises:
         TrackingError: there is no such store or run, or it refuses them.
     """
-    client, _ = _open_run(tracking, run_id)
+    client = _open_run(tracking, run_id)
     with refusals(tracking):
-        for key, value in tags.items():
-            client.set_tag(run_id, key, value)
+        set_tags(client, run_id, tags)
         if name:
             client.update_run(run_id, name=shortened(name))
         for file in files:
@@ -103,7 +102,7 @@ def _open(tracking: TrackingConfig) -> tuple[MlflowClient, str]:
     return open_store(tracking, to_write=False)
 
 
-def _open_run(tracking: TrackingConfig, run_id: str) -> tuple[MlflowClient, dict[str, str]]:
+def _open_run(tracking: TrackingConfig, run_id: str) -> MlflowClient:
     client, _ = _open(tracking)
     from mlflow.exceptions import MlflowException
 
@@ -115,4 +114,4 @@ def _open_run(tracking: TrackingConfig, run_id: str) -> tuple[MlflowClient, dict
             "MLflow UI, or from the column run_id of results.csv."
         ) from None
     check_place(tracking, run.info.artifact_uri)
-    return client, run.data.tags
+    return client
