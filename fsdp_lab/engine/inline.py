@@ -33,20 +33,16 @@ def run_inline(
     """
     begun, failure = time.monotonic(), None
     set_aside_failures(folder)  # of a start before this one
-    writer, uploads = TrialWriter(folder), None
-
-    def send() -> None:
-        if uploads is not None:
-            uploads.send()
-
-    def write_and_send(content: dict[str, Any]) -> None:
-        writer.receive(content)
-        if "metrics" in content:
-            send()
-            on_epoch(content["metrics"])
-
+    writer = TrialWriter(folder)
     try:
-        uploads = Uploads(Storage(storage), folder) if storage else None
+        send = Uploads(Storage(storage), folder).send if storage else lambda: None
+
+        def write_and_send(content: dict[str, Any]) -> None:
+            writer.receive(content)
+            if "metrics" in content:
+                send()
+                on_epoch(content["metrics"])
+
         join = (lambda: check_gpu(0, True)) if num_gpus() else lambda: None
         reporter = RankReporter(write_and_send, (folder / "progress.json").open("w"))
         with at_end(send):

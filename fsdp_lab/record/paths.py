@@ -22,33 +22,26 @@ def storage(trial: Trial, sweep_folder: Path) -> Path:
     Raises:
         UserError: the name of the sweep's folder there is lost.
     """
-    shared = trial.config.cluster.storage_path
-    if shared is None or is_address(shared):
+    above = trial.config.cluster.storage_path
+    if above is None or is_address(above):
         return trial.folder.absolute()
-    return (Path(shared).absolute() / _name(shared, sweep_folder) / _within(trial, sweep_folder)).resolve()
+    return Path(_below(above, trial, sweep_folder)).resolve()
 
 
 def trial_address(trial: Trial, sweep_folder: Path) -> str | None:
     """Return the trial's address in object storage; None without one. Raises as `storage`."""
     above = trial.config.cluster.storage_path
-    if above is None or not is_address(above):
-        return None
-    within = _within(trial, sweep_folder)
-    return f"{above}/{_name(above, sweep_folder)}" + ("" if within == "." else f"/{within}")
+    return _below(above, trial, sweep_folder) if above is not None and is_address(above) else None
 
 
-def _within(trial: Trial, sweep_folder: Path) -> str:
-    return os.path.relpath(trial.folder, sweep_folder)  # "." for a trial alone
-
-
-def _name(shared: str, sweep_folder: Path) -> str:
-    name = _storage_name(sweep_folder)
+def _below(above: str, trial: Trial, sweep_folder: Path) -> str:
+    name, within = _storage_name(sweep_folder), os.path.relpath(trial.folder, sweep_folder)
     if name is None:
         raise UserError(
             f"{sweep_folder / _STORAGE} is damaged or missing; write into it the name of this sweep's folder below "
-            f"cluster.storage_path={shared} (trials.jsonl names the folders there), or start a new sweep."
+            f"cluster.storage_path={above} (trials.jsonl names the folders there), or start a new sweep."
         )
-    return name
+    return f"{above}/{name}" + ("" if within == "." else f"/{within}")  # "." for a trial alone
 
 
 def name_storage(sweep_folder: Path, anew: bool = False) -> None:
