@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.workloads.base import describe, tensors_of, to_device
-from fsdp_lab.workloads.user.digest import digest_of
+from fsdp_lab.workloads.user.data import Collated, digest_of
 from tests.ranks import config, run_ranks, train_all
 from tests.training import kept
 from tests.training.reference import apart, batches, build_optimizer
@@ -158,7 +158,10 @@ def test_it_is_copied_in_its_class_and_its_values_count_in_the_digest(kind: str)
     assert [t.device.type for t in read(batch)] == ["cpu", "cpu"], "the batch itself stays, whatever its `to` does"
     assert "2x4 float32" in describe(batch)
     other = make(x, y + 1)
-    assert digest_of([[batch]]) == digest_of([[make(x, y)]]) != digest_of([[other]])
+    one, same, changed = (
+        digest_of([Collated([each], lambda items: items[0], None)]) for each in (batch, make(x, y), other)
+    )
+    assert one == same != changed
 
 
 class Two(ReadOnly):

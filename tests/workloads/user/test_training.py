@@ -22,8 +22,7 @@ from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.record.reasons import Code
 from fsdp_lab.workloads.base import tensors_of
 from fsdp_lab.workloads.build import build_workload
-from fsdp_lab.workloads.user.data import Collated, WithoutPadding, example_of
-from fsdp_lab.workloads.user.digest import digest_of
+from fsdp_lab.workloads.user.data import Collated, WithoutPadding, digest_of, example_of
 from fsdp_lab.workloads.user.task import AroundUser, OnlyCalled, UserLoss
 from tests.ranks import Memo, config, run_ranks, train_all
 from tests.workloads.user.my_project.data import Unreadable
@@ -62,8 +61,8 @@ DOES_NOT_FIT = {
     "broken item": (
         (*NET, *LOSS, f"data._target_={HERE}.data.Broken"),
         [
-            f"data._target_={HERE}.data.Broken: the first or last item of a split cannot be read",
-            ": IndexError: index 128",
+            f"data._target_={HERE}.data.Broken, split=train: item ",
+            " cannot be read: IndexError: index 128",
         ],
     ),
     "dropped layers": (
@@ -348,15 +347,18 @@ def test_a_digest_is_of_the_ends_of_the_data() -> None:
             x = torch.rand(3) if self.noisy else torch.full((3,), float(i))
             return {"x": x + (i == self.changed), "text": f"item {i}", "y": i % 3}
 
-    plain = digest_of([Items()])
-    assert plain == digest_of([Items()])
-    assert plain != digest_of([Items(changed=0)]) and plain != digest_of([Items(changed=19)])
-    assert plain == digest_of([Items(changed=10)]), "the middle is not read"
-    assert plain != digest_of([Items(count=21)])
-    assert digest_of([Items(noisy=True)]) == digest_of([Items(noisy=True)])
+    def digest(items: Items) -> str:
+        return digest_of([Collated(items, torch.utils.data.default_collate, None)])
+
+    plain = digest(Items())
+    assert plain == digest(Items())
+    assert plain != digest(Items(changed=0)) and plain != digest(Items(changed=19))
+    assert plain == digest(Items(changed=10)), "the middle is not read"
+    assert plain != digest(Items(count=21))
+    assert digest(Items(noisy=True)) == digest(Items(noisy=True))
     named = Items()
     named.digest = "version 7"  # type: ignore[attr-defined]
-    assert digest_of([named]) != plain
+    assert digest(named) != plain
 
 
 def test_the_digest_is_of_the_files_of_the_users_packages(tmp_path: Path) -> None:
