@@ -190,7 +190,16 @@ def read_study(overrides: list[str]) -> Study:
             raise ConfigError(f"{word}: {reason}; leave it out.")
     if not any(word.startswith("experiment=") for word in overrides):
         overrides = ["experiment=nightly", *overrides]
-    config, name, axes, defaults = _compose(overrides, search_words)
+    with composer(overrides, search_words) as hydra:
+        every = all_overrides(hydra.parser, hydra.defaults, overrides)
+        axes = {key: discrete_values(override) for key, override in every.items()}
+        own = [key for key, values in axes.items() if key.lstrip("+").startswith("nightly.") and len(values) > 1]
+        if own:
+            raise ConfigError(
+                f"{own[0]} has several values, but takes one; quote a value with a comma: \"{own[0]}='0 2,14 * * *'\"."
+            )
+        first = hydra.compose([values[0] for values in axes.values()])
+    config, name = nightly_config(first), group_choices(first).get("experiment", "nightly")
     check(config)
     if config.forecast.keep is not None:
         raise ConfigError(
@@ -203,29 +212,9 @@ def read_study(overrides: list[str]) -> Study:
         name,
         Path(config.nightly.folder) / name,
         config,
-        [*code, *([f"repeat={numbers}"] if config.nightly.repeats > 1 else []), *_axes(defaults, overrides)],
+        [*code, *([f"repeat={numbers}"] if config.nightly.repeats > 1 else []), *_axes(hydra.defaults, overrides)],
         _settings(config, axes),
     )
-
-
-def _compose(
-    overrides: list[str], search_words: Sequence[str]
-) -> tuple[NightlyConfig, str, dict[str, list[str]], dict[str, Any]]:
-    """Return the config of the study's first setting, and the name of its preset.
-
-    Then each axis, with an override for each value; and the default axes of `-m`, with their values; None: none.
-    """
-    with composer(overrides, search_words) as hydra:
-        every = all_overrides(hydra.parser, hydra.defaults, overrides)
-        axes = {key: discrete_values(override) for key, override in every.items()}
-        own = [key for key, values in axes.items() if key.lstrip("+").startswith("nightly.") and len(values) > 1]
-        if own:
-            raise ConfigError(
-                f"{own[0]} has several values, but takes one; quote a value with a comma: \"{own[0]}='0 2,14 * * *'\"."
-            )
-        cfg = hydra.compose([values[0] for values in axes.values()])
-    choices = group_choices(cfg)
-    return nightly_config(cfg), choices.get("experiment", "nightly"), axes, hydra.defaults
 
 
 def _settings(config: NightlyConfig, axes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
