@@ -109,6 +109,8 @@ FAULTS = (
           "        check.add(loss)\n", "        check._losses.append(loss)\n", "training/test_divergence.py"),
     Fault("ranks that use other modules are not compared later", "fsdp_lab/training/divergence.py",
           "self._checks is not None and len(set(marks)) > 1", "False", "training/test_step_checks.py"),
+    Fault("a recorded step keeps each parameter that it has seen", "fsdp_lab/training/recorder.py",
+          "self._hooks: Any = WeakIdKeyDictionary()", "self._hooks: Any = {}", "forecast/test_forecast.py"),
     Fault("a module that returns what another returns is the innermost", "fsdp_lab/training/recorder.py",
           "            place -= 1", "            break", "training/test_followed_step.py"),
     Fault("units are not compared in the first steps", "fsdp_lab/training/step_checks.py",

@@ -148,9 +148,8 @@ class StepRecorder(TorchDispatchMode):
         self._in_optimizer = False
         self._storages: dict[int, _Storage] = {}
         self._numbers = count()
-        self._hooks: Any = (
-            WeakIdKeyDictionary()
-        )  # by parameter: `reshard_after_forward=to_size` makes some and frees them
+        # by parameter: `reshard_after_forward=to_size` makes some and frees them
+        self._hooks: Any = WeakIdKeyDictionary()
 
     @contextmanager
     def following(self) -> Iterator[None]:

@@ -68,6 +68,15 @@ def test_a_timeline_ends_with_its_step(sharding: list[str], cuda: bool):
     assert held(profile.events)["optimizer"] > 4 * PARAMETERS
 
 
+def test_what_a_step_makes_is_gone_at_its_end_also_the_shards_of_smaller_meshes():
+    """But for the loss, a number: the recorder keeps nothing alive."""
+    words = ("model=mlp", "sharding=per_layer", "reshard_after_forward=to_size", "reshard_after_forward.size=2")
+    *_, (left, _) = forecast_profile(config(*words), 4, cuda=False).states()
+    assert {name: size for name, size in left.items() if size and name not in ("param", "optimizer", "input")} == {
+        "activation": 4
+    }
+
+
 @pytest.mark.parametrize("momentum", [0, 0.9])
 def test_sgd_without_momentum_has_no_state(momentum: float):
     profile = forecast_profile(config("model=mlp", "optimizer=sgd", f"optimizer.momentum={momentum}"), 2, cuda=False)
