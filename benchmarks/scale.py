@@ -122,7 +122,6 @@ def run(folder: Path, cpus: int, arguments: list[str]) -> None:
         mock.patch.object(tuner, "trial_function", pretend),
         mock.patch.object(runner, "run_sweep", watched),
         mock.patch("fsdp_lab.machine.hardware.num_cpus", return_value=cpus),
-        mock.patch("fsdp_lab.config.machine.num_cpus", return_value=cpus),
     ):
         main()
 

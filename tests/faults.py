@@ -478,10 +478,10 @@ FAULTS = (
           "    if answer[3:4] != _SETTINGS and", "    if False and", "engine/test_cluster.py"),
     Fault("a path is taken that is too long for sockets", "fsdp_lab/config/machine.py",
           "_SOCKET_PATH = 107", "_SOCKET_PATH = 108", "config/test_checks.py"),
-    Fault("a degree that does not divide the workers is accepted", "fsdp_lab/config/parallel.py",
-          "if num_workers % self.dp_replicate:", "if False:", "test_refusals.py"),
-    Fault("loss scaling with bfloat16 is accepted", "fsdp_lab/config/parallel.py",
-          "if self.loss_scaling and self.param_dtype is Dtype.bfloat16:", "if False:", "test_refusals.py"),
+    Fault("a degree that does not divide the workers is accepted", "fsdp_lab/config/rules.py",
+          "if num_workers % sharding.dp_replicate:", "if False:", "test_refusals.py"),
+    Fault("loss scaling with bfloat16 is accepted", "fsdp_lab/config/rules.py",
+          "if precision.loss_scaling and precision.param_dtype is Dtype.bfloat16:", "if False:", "test_refusals.py"),
 )  # fmt: skip
 
 

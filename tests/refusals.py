@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
-from fsdp_lab.config import ConfigError, machine
+from fsdp_lab.config import ConfigError
+from fsdp_lab.config.checks import check_keys
 from fsdp_lab.machine import hardware
 
 ROOT = Path(__file__).parent.parent
@@ -385,8 +386,7 @@ def answers(rows: Iterable[Refusal], commands: Sequence[str]) -> list[Answer]:
 def _answer_all(asked: Sequence[Sequence[str]]) -> Iterator[Answer]:
     """Answer in this process, as on a machine with 64 cores, without GPUs."""
     with ExitStack() as patched:
-        for module in (hardware, machine):
-            patched.enter_context(mock.patch.multiple(module, num_cpus=lambda: 64, num_gpus=lambda: 0))
+        patched.enter_context(mock.patch.multiple(hardware, num_cpus=lambda: 64, num_gpus=lambda: 0))
         folder = patched.enter_context(tempfile.TemporaryDirectory())
         patched.enter_context(chdir(folder))
         for name, text in _FILES.items():
@@ -449,7 +449,7 @@ def answer_rule(row: Refusal) -> ConfigError | None:
 
     try:
         config = read_config(None, shlex.split(row.words))
-        config.check(2 if config.cluster.num_workers is None else config.cluster.num_workers)
+        check_keys(config, 2 if config.cluster.num_workers is None else config.cluster.num_workers)
     except ConfigError as error:
         return error
     return None

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.config import UserError
-from fsdp_lab.config.machine import check_float8, check_gpus, check_pytorch
+from fsdp_lab.config.checks import check_float8, check_pytorch
+from fsdp_lab.config.machine import check_gpus
 from fsdp_lab.forecast.devices import for_cuda
 from fsdp_lab.machine import hardware
 from fsdp_lab.machine.hardware import default_cpus_per_worker, default_loader_workers, worker_cpus
@@ -35,7 +36,8 @@ _COUNT_HERE = """
 import os, sys
 from fsdp_lab.machine import hardware
 from fsdp_lab.config import UserError
-from fsdp_lab.config.machine import check_local_capacity, default_num_workers
+from fsdp_lab.config.checks import check_local_capacity
+from fsdp_lab.config.machine import default_num_workers
 from fsdp_lab.config.sweep import ClusterConfig
 hardware._DRIVER_FILES = (os.sep,)
 try:

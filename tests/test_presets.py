@@ -14,6 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fsdp_lab.config import SweepConfig, UserError, conf_dir, from_dict, to_dict, with_custom
+from fsdp_lab.config.checks import check_keys
 from fsdp_lab.config.compose import register_schema, typed_config
 from fsdp_lab.config.conf import group_dirs
 from fsdp_lab.sweep.grid import all_overrides
@@ -81,7 +82,7 @@ def configs() -> dict[str, SweepConfig]:
 def refusal(config: SweepConfig) -> str:
     """Return why the checks refuse a configuration; "" if they accept it."""
     try:
-        config.check(2)
+        check_keys(config, 2)
     except UserError as error:
         return str(error)
     return ""

@@ -53,8 +53,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from fsdp_lab.commands.explain import explain
-from fsdp_lab.commands.forecast_cells import arguments, plan_forecasts, workers
-from fsdp_lab.config import UserError
+from fsdp_lab.commands.forecast_cells import arguments, plan_forecasts
+from fsdp_lab.config import UserError, workers_of
 from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.config.convert import value_text
@@ -163,7 +163,7 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"forecast.folder={folder}: {error.strerror}; name a folder that can be written.") from error
-    requests = [Request.of(t.config, workers(t.config), folder / f"timeline_{t.index}.html") for t in plan.trials]
+    requests = [Request.of(t.config, workers_of(t.config), folder / f"timeline_{t.index}.html") for t in plan.trials]
     print_scope(console, plan.trials, requests, swept)
     alone = here and len(requests) == 1
     forecasts = [forecast_one(requests[0])] if alone else _with_progress(console, requests)

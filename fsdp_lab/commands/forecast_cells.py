@@ -12,12 +12,11 @@ from hydra.core.singleton import Singleton
 from fsdp_lab.config import (
     ConfigError,
     SweepConfig,
-    check_forecast,
-    check_pytorch,
-    default_num_workers,
     split_config_dir,
     with_custom,
+    workers_of,
 )
+from fsdp_lab.config.checks import check_to_forecast
 from fsdp_lab.config.compose import Trial, cell_trial
 from fsdp_lab.config.options import option_values
 from fsdp_lab.config.overrides import read_overrides, search_path
@@ -65,25 +64,9 @@ def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str
 
 
 def check(config: SweepConfig) -> None:
-    """Check a configuration as for a trial, but not against this machine. Reads the shape of a batch."""
-    for name, value in (("dry_run", "true" if config.dry_run else None), ("resume", config.resume)):
-        if value is not None:
-            raise ConfigError(f"{name}={value}: forecasts start no trial; leave it out, or use python -m fsdp_lab.")
-    if config.cluster.num_workers is None and config.cluster.address is not None:
-        raise ConfigError(
-            f"cluster.num_workers=null with cluster.address={config.cluster.address}: a forecast asks no cluster for "
-            "its GPUs; set cluster.num_workers, as in cluster.num_workers=8."
-        )
-    config.check(workers(config))
-    check_pytorch(config)
-    config.data.check_files()
-    check_forecast(replace(config, forecast=replace(config.forecast, keep=None)))  # which needs no speeds to be ignored
-    check_device(config, workers(config))
-
-
-def workers(config: SweepConfig) -> int:
-    """Return the number of ranks that `cluster.num_workers` stands for; null is this machine's default."""
-    return config.cluster.num_workers or default_num_workers()
+    """Apply the rules for configurations that are only forecast, and that of the device. Raises UserError."""
+    check_to_forecast(config)
+    check_device(config, workers_of(config))
 
 
 def arguments(trial: Trial) -> dict[str, object]:

@@ -46,8 +46,9 @@ from fsdp_lab.config import (
     with_custom,
     workers_of,
 )
+from fsdp_lab.config.checks import check
 from fsdp_lab.config.compare import NIGHTS
-from fsdp_lab.config.compose import check, group_choices, nightly_config
+from fsdp_lab.config.compose import group_choices, nightly_config
 from fsdp_lab.config.key_value_args import key_of, with_environment
 from fsdp_lab.config.launcher import leave_launcher
 from fsdp_lab.config.machine import loader_workers_of

@@ -19,21 +19,16 @@ from fsdp_lab.config import (
     NightlyConfig,
     SweepConfig,
     all_keys,
-    check_float8,
-    check_forecast,
-    check_pytorch,
-    check_storage,
     default_num_workers,
     flatten,
     from_dict,
     part,
     to_dict,
-    workers_of,
 )
 from fsdp_lab.config.address import check_credentials
+from fsdp_lab.config.checks import check_hydra
 from fsdp_lab.config.conf import OPEN_GROUPS
 from fsdp_lab.config.convert import leaves
-from fsdp_lab.config.machine import check_local_capacity
 from fsdp_lab.config.options import valid_keys
 from fsdp_lab.config.training import OptimizerConfig
 from fsdp_lab.config.workload import DataConfig, ModelConfig, known_vocab_size
@@ -201,39 +196,6 @@ def group_choices(cfg: DictConfig) -> dict[str, str]:
     """Return the chosen options, such as `{"sharding": "per_block", ...}`, without Hydra's own groups."""
     choices: dict[str, Any] = OmegaConf.to_container(cfg.hydra.runtime.choices)  # type: ignore[assignment]
     return {group: str(option) for group, option in choices.items() if not group.startswith("hydra/") and option}
-
-
-def check(config: SweepConfig) -> None:
-    """Apply every rule that needs neither Ray, torch nor a network.
-
-    Raises:
-        ConfigError: see `SweepConfig.check`.
-        UserError: images are missing and may not be downloaded, a folder has no text, or there are too many tokens.
-    """
-    num_workers = workers_of(config)
-    check_local_capacity(config.cluster, num_workers)
-    config.check(num_workers)
-    check_pytorch(config)
-    check_float8(config)
-    check_storage(config)
-    check_forecast(config)
-    if config.cluster.is_here:  # else the files are on its nodes
-        config.check_files()
-
-
-def check_hydra(hydra: Any) -> None:
-    """Refuse what Hydra's own launcher would do for a job, wherever it is set.
-
-    Raises:
-        ConfigError: a trial in a folder or an environment of its own.
-    """
-    if hydra.job.chdir:
-        raise ConfigError(
-            "hydra.job.chdir=true: every path is seen from where the command is typed; leave it out. hydra.run.dir, or "
-            "hydra.sweep.dir with -m, names the folder for what a trial writes."
-        )
-    if hydra.job.env_set:
-        raise ConfigError(f"hydra.job.env_set: export {', '.join(hydra.job.env_set)} before the command instead.")
 
 
 def single_trial(cfg: DictConfig) -> Trial:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import List, Optional  # OmegaConf reads these on every Python that this project supports
 
-from fsdp_lab.config.address import check_address, is_address
-from fsdp_lab.config.conf import device_file, is_device, known_devices
-from fsdp_lab.config.errors import CombinationError, ConfigError
+from fsdp_lab.config.conf import is_device
+from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.key import (
     at_least_one,
     below_one,
@@ -17,7 +16,6 @@ from fsdp_lab.config.key import (
     positive,
 )
 from fsdp_lab.config.metrics import can_be_objective, objective_keys
-from fsdp_lab.config.registry import path_of
 from fsdp_lab.config.suggest import closest
 from fsdp_lab.config.trial import TrialConfig
 
@@ -62,35 +60,6 @@ class ForecastConfig:
     folder: Optional[str] = key(None)
     """Folder of `fsdp_lab.forecast`'s files; null: outputs/forecast/<date>/<time>."""
 
-    def check(self, has_gpu: bool) -> None:
-        """Check that a forecast can answer what is asked of it.
-
-        Args:
-            has_gpu: this machine has a GPU, whose memory is the capacity.
-
-        Raises:
-            ConfigError: the capacity or the speeds are unknown, or forecasts are disabled.
-        """
-        for name in ("prune", "largest_microbatch"):
-            known = has_gpu or self.capacity_gib is not None or device_file(self.device) is not None
-            if getattr(self, name) and not known:
-                raise ConfigError(
-                    f"forecast.{name}=true needs the memory of a GPU, and this machine has none; set "
-                    "forecast.capacity_gib, for example forecast.capacity_gib=24."
-                )
-        for name, value in (("prune", "true" if self.prune else None), ("keep", self.keep)):
-            if value is not None and not self.enabled:
-                raise ConfigError(
-                    f"forecast.{name}={value} with forecast.enabled=false: without forecasts it has no effect; use "
-                    "forecast.enabled=true."
-                )
-        has_speeds = device_file(self.device) is not None or (self.device == "auto" and has_gpu)
-        if self.keep is not None and not has_speeds:
-            raise ConfigError(
-                f"forecast.keep={self.keep} needs predicted speeds, and data sheets exist for GPUs only; leave it out "
-                f"on CPUs. For GPUs set forecast.device=<{'|'.join(known_devices())}> or the path of a data sheet."
-            )
-
 
 @dataclass
 class SearchConfig:
@@ -102,14 +71,6 @@ class SearchConfig:
     """Trials of a search; a grid runs all its combinations."""
     seed: int = key(0, not_negative)
     """Seed of a search."""
-
-    def check(self) -> None:
-        """Check the name of the search.
-
-        Raises:
-            ConfigError: it is not registered.
-        """
-        path_of("search.name", self.name)
 
     @property
     def samples(self) -> bool:
@@ -134,14 +95,6 @@ class SchedulerConfig:
     """Epochs before which no trial is stopped."""
     reduction_factor: int = key(3, _reduces)
     """`asha` keeps one of so many trials at each rung."""
-
-    def check(self) -> None:
-        """Check the name of the scheduler.
-
-        Raises:
-            ConfigError: it is not registered.
-        """
-        path_of("scheduler.name", self.name)
 
     @property
     def stops_early(self) -> bool:
@@ -180,22 +133,6 @@ class ClusterConfig:
     def is_here(self) -> bool:
         """Whether Ray is started on this machine, so that trials use its cores and GPUs."""
         return self.address is None
-
-    def check(self) -> None:
-        """Check the addresses of Ray and of object storage.
-
-        Raises:
-            ConfigError: the address is Ray Client's or the job server's, or the storage is unknown.
-        """
-        if self.address is not None and self.address.startswith(("ray://", "http://", "https://")):
-            raise ConfigError(
-                f"cluster.address={self.address}: Ray Tune and Ray Train do not run through Ray Client or the "
-                "job server. Run the command on a node of the cluster with cluster.address=<head>:6379, or submit it "
-                "there with `ray job submit --address=http://<head>:8265 --working-dir=. -- python -m fsdp_lab ... "
-                "cluster.address=auto`."
-            )
-        if self.storage_path is not None and is_address(self.storage_path):
-            check_address(self.storage_path)
 
 
 @dataclass
@@ -248,48 +185,6 @@ class SweepConfig(TrialConfig):
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
-
-    def check(self, num_workers: int) -> None:
-        """Check a trial and the sweep around it.
-
-        Args:
-            num_workers: the number of ranks that `cluster.num_workers` stands for.
-
-        Raises:
-            ConfigError: a value that is wrong alone.
-            CombinationError: values that are invalid together.
-        """
-        super().check(num_workers)
-        self.search.check()
-        self.scheduler.check()
-        objectives(self)
-        stops_on(self)
-        if self.forecast.keep is not None and self.search.samples:
-            raise CombinationError(
-                f"search={self.search.name} with forecast.keep={self.forecast.keep}: a search suggests its trials one "
-                "by one, so the fastest settings are not known; use forecast.keep=null, or search=grid.",
-            )
-        if self.engine is Engine.inline:
-            self._check_inline(num_workers)
-        self.cluster.check()
-
-    def _check_inline(self, num_workers: int) -> None:
-        if num_workers != 1:
-            raise CombinationError(
-                f"engine=inline with cluster.num_workers={num_workers}: a trial in this process has one worker; "
-                "use cluster.num_workers=1, or engine=ray.",
-            )
-        for name, value in (("prune", "true" if self.forecast.prune else None), ("keep", self.forecast.keep)):
-            if value is not None:
-                raise CombinationError(
-                    f"engine=inline with forecast.{name}={value}: a trial in this process has no forecast; use "
-                    f"forecast.{name}={'false' if name == 'prune' else 'null'}, or engine=ray.",
-                )
-        if self.scheduler.stops_early:
-            raise CombinationError(
-                f"engine=inline with scheduler={self.scheduler.name}: trials in this process run one after the other, "
-                "and a scheduler cannot stop them; use scheduler=fifo, or engine=ray.",
-            )
 
 
 def objectives(config: SweepConfig) -> list[tuple[str, str]]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any, Optional, Self  # OmegaConf reads this on every Python that this project supports
 
 from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.key import at_least_one, below_one, key, not_negative, positive
 from fsdp_lab.config.open import OpenGroup
-from fsdp_lab.config.target import check_arguments, check_nested, import_callable, nested
+from fsdp_lab.config.target import nested
 
 
 class OptimizerName(Enum):
@@ -115,22 +112,6 @@ class TrainingConfig:
     timing_warmup_steps: int = key(3, not_negative)
     """Optimizer steps at the start of a run that the speed excludes."""
 
-    def check(self, num_workers: int) -> None:
-        """Check that the workers and their microbatches divide the global batch.
-
-        Raises:
-            CombinationError: they do not; the message suggests the nearest sizes.
-        """
-        parts = num_workers * self.grad_accum_steps
-        if self.global_batch_size % parts:
-            below = self.global_batch_size // parts * parts
-            choices = f"{below} or {below + parts}" if below else f"{parts}"
-            raise CombinationError(
-                f"training.global_batch_size={self.global_batch_size} is not divisible by "
-                f"cluster.num_workers={num_workers} times training.grad_accum_steps={self.grad_accum_steps}"
-                f" = {parts}; use for example {choices}.",
-            )
-
     def is_through(self, epoch: float, step: float) -> bool:
         """Return whether a trial has trained all that it is to train.
 
@@ -232,30 +213,6 @@ class OptimizerConfig(OpenGroup):
         plain = loss_scaling or has_complex or self.name is OptimizerName.sgd
         return OptimizerImplementation.foreach if plain else OptimizerImplementation.fused
 
-    def check(self) -> None:
-        """Check that the optimizer has what the settings change.
-
-        Raises:
-            ConfigError: the user's class cannot be imported, or does not take the arguments.
-            CombinationError: momentum with an optimizer other than SGD, or `_target_` with one of ours.
-        """
-        if self.target is None and self.name is OptimizerName.custom:
-            raise ConfigError("optimizer=custom: optimizer._target_ is not set; write package.module.name.")
-        if self.target is not None:
-            if self.name is not OptimizerName.custom:
-                raise CombinationError(
-                    f"optimizer._target_={self.target} with optimizer={self.name.name}: use optimizer=custom."
-                )
-            function = import_callable(self.target, "optimizer._target_")
-            check_arguments(function, self.target, "optimizer", self.users_arguments, given=("params",))
-            check_nested(self.arguments, "optimizer")
-            return
-        if self.name is not OptimizerName.sgd and self.momentum:
-            raise CombinationError(
-                f"optimizer.momentum={self.momentum} with optimizer={self.name.name}: momentum belongs to "
-                "sgd; use optimizer=sgd, or optimizer.beta1 for Adam.",
-            )
-
 
 _OF_ALL = ("_target_", "name", "lr", "scale_lr")  # keys that are no arguments of the user's class
 
@@ -294,30 +251,3 @@ class CheckpointConfig:
     """Load a checkpoint of another minor version of PyTorch."""
     export_best: bool = key(False)
     """Export the model with the lowest validation loss instead of the last one."""
-
-    def check(self) -> None:
-        """Check that a best checkpoint is kept if it is to be exported.
-
-        Raises:
-            CombinationError: it is not kept.
-        """
-        if self.export_best and (self.mode is CheckpointMode["off"] or not self.keep_best):
-            lacks = "checkpoint.mode=off" if self.mode is CheckpointMode["off"] else "checkpoint.keep_best=false"
-            raise CombinationError(
-                f"checkpoint.export_best=true with {lacks}: there is no best checkpoint to export; use "
-                "checkpoint.mode=sync and checkpoint.keep_best=true, or checkpoint.export_best=false.",
-            )
-
-    def check_files(self, training: TrainingConfig) -> None:
-        """Check that the checkpoint to start from leaves something to train. One that cannot be read is left to ranks.
-
-        Raises:
-            CombinationError: see `TrainingConfig.check_left`.
-        """
-        if self.resume_from is None:
-            return
-        folder, epoch = Path(self.resume_from), 0
-        with suppress(OSError, ValueError, LookupError, TypeError):  # an address has no such files either
-            newest = max(folder.glob("step_*.json"), default=folder.with_suffix(".json"))
-            epoch = int(json.loads(newest.read_text())["epoch"])
-        training.check_left(f"checkpoint.resume_from={self.resume_from}", epoch)

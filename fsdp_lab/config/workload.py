@@ -5,18 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Optional  # OmegaConf reads this on every Python that this project supports
 
-from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
+from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.key import at_least_one, key, not_negative, positive
 from fsdp_lab.config.open import OpenGroup
-from fsdp_lab.config.registry import path_of
 from fsdp_lab.config.source import ModelSource
 from fsdp_lab.config.target import (
     argument,
-    check_arguments,
-    check_loss,
-    check_nested,
     import_callable,
-    import_object,
     instantiate,
     nested,
     parameters,
@@ -51,32 +46,8 @@ class ModelConfig(OpenGroup):
     flops_per_unit: Optional[float] = key(None, positive)
     """FLOPs of a forward and backward pass on one sample or token, for MFU; null: counted."""
 
-    def check(self) -> None:
-        """Check the paths and arguments against the target's signature.
-
-        Raises:
-            ConfigError: a path cannot be imported, or the target does not take the arguments.
-        """
-        function = self.function()
-        check_arguments(function, needed_target(self.target, "model"), "model", self.arguments)
-        check_nested(self.arguments, "model")
-        if isinstance(function, ModelSource):
-            function.check(**self.arguments)
-        for path in self.block_classes or ():
-            if not isinstance(import_object(path, "model.block_classes"), type):
-                raise ConfigError(f"model.block_classes={path} is not a class; name the class of the repeated block.")
-
     def function(self) -> Any:
         return import_callable(needed_target(self.target, "model"), "model._target_")
-
-    def check_files(self) -> None:
-        """Check the files of a `ModelSource`; any other callable is not asked.
-
-        Raises:
-            UserError: see `ModelSource.check_files`.
-        """
-        if (source := source_of(self)) is not None:
-            source.check_files(**self.arguments)
 
     def vocab_size(self) -> int | None:
         """Return the vocabulary size of a `ModelSource`, else the argument `vocab_size`; None if neither is known."""
@@ -145,18 +116,6 @@ class DataConfig(OpenGroup):
     def arguments_for(self, model: ModelConfig) -> dict[str, Any]:
         """Return the arguments, with sizes of the model for untyped ones that the target takes."""
         return {**self.sizes_from(model), **self.arguments}
-
-    def check(self) -> None:
-        """Check the paths and arguments against the target's signature.
-
-        Raises:
-            ConfigError: a path cannot be imported, or the target does not take the arguments.
-        """
-        if (function := self.function()) is not None:
-            check_arguments(function, str(self.target), "data", self.arguments, given=("split",))
-            check_nested(self.arguments, "data")
-        if self.collate_fn is not None:
-            import_callable(self.collate_fn, "data.collate_fn")
 
     def check_files(self) -> None:
         """Call the target's `check_files`, if it has one.
@@ -236,28 +195,6 @@ class TaskConfig:
     """What speed counts: `samples` or `tokens`; null: the task's own."""
     loss_chunks: int = key(1, at_least_one)
     """For `language`: compute the loss in so many parts of the sequence, which hold fewer logits at once."""
-
-    def check(self) -> None:
-        """Check the name, the loss and the metrics of the task.
-
-        Raises:
-            ConfigError: the task is not registered, or a path cannot be imported.
-            CombinationError: `loss` is given to a task that has its own, or missing in one that needs it.
-        """
-        path_of("task.name", self.name)
-        if (self.name == "custom") != (self.loss is not None):
-            raise CombinationError(
-                f"task={self.name} with task.loss={self.loss or 'null'}: task=custom takes its loss from task.loss, "
-                "the other tasks have their own; give both, or neither.",
-            )
-        if self.loss_chunks > 1 and self.name != "language":
-            raise CombinationError(
-                f"task.loss_chunks={self.loss_chunks} with task={self.name}: only task=language computes its loss in "
-                "parts; use task.loss_chunks=1.",
-            )
-        for name in ("loss", "metrics"):
-            if path := getattr(self, name):
-                check_loss(path, f"task.{name}")
 
     def paths(self) -> list[str]:
         return [path for path in (self.loss, self.metrics) if path]

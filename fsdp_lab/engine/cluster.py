@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from fsdp_lab.config import UserError
+from fsdp_lab.config.checks import check_cluster
 from fsdp_lab.config.machine import RunningCluster
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.config.target import user_root
@@ -142,7 +143,7 @@ def running_cluster(address: str) -> RunningCluster:
     loaded = sys.modules.get("ray")
     connected = loaded is not None and loaded.is_initialized()
     cluster = ClusterConfig(address=address)
-    cluster.check()
+    check_cluster(cluster)
     if not connected:
         print(f"asking Ray at cluster.address={address} for its nodes", flush=True)
         start_ray(cluster)

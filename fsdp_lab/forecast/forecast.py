@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config import ConfigError, TrialConfig, UserError
 from fsdp_lab.config.parallel import Dtype, Granularity, OffloadConfig, OffloadTarget
+from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.capacity import Forecast, weigh
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
@@ -219,7 +220,7 @@ def forecast_step(
         ConfigError: the configuration cannot run.
         NeedsValuesError: with the operation that reads a value.
     """
-    config.check(num_workers)
+    check_trial(config, num_workers)
     device = ACCELERATOR if cuda else HOST
     for name in ("torch._subclasses.fake_tensor", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they tell is raised, too, or is of no GPU here

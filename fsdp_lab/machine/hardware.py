@@ -99,7 +99,6 @@ def num_gpus() -> int:
     return len(gpus())
 
 
-@cache
 def pytorch_version() -> tuple[int, int]:
     """Return PyTorch's major and minor version, without importing it."""
     major, minor = version("torch").split(".")[:2]

@@ -15,7 +15,8 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig
 
 from fsdp_lab.config import ConfigError, SweepConfig, objectives
-from fsdp_lab.config.compose import Trial, cell_trial, check, check_hydra
+from fsdp_lab.config.checks import check, check_hydra
+from fsdp_lab.config.compose import Trial, cell_trial
 from fsdp_lab.machine.hardware import num_gpus
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trials_jsonl import read_trials

@@ -13,7 +13,8 @@ from fsdp_lab.config import (
     effective_settings,
     workers_of,
 )
-from fsdp_lab.config.compose import Trial, check
+from fsdp_lab.config.checks import check
+from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.wording import count
 from fsdp_lab.sweep.grid import swept_keys
 

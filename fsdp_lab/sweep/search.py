@@ -22,8 +22,8 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.trial import TrialState
 
 from fsdp_lab.config import CombinationError, ConfigError, SweepConfig, flatten, workers_of
+from fsdp_lab.config.checks import check as check_here
 from fsdp_lab.config.compose import Trial
-from fsdp_lab.config.compose import check as check_here
 from fsdp_lab.config.key import check_range, keys_of
 from fsdp_lab.config.options import may_name_code
 from fsdp_lab.config.registry import path_of

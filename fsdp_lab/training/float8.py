@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from fsdp_lab.config.checks import FLOAT8_SINCE
 from fsdp_lab.config.errors import ModelError, UserError
-from fsdp_lab.config.machine import FLOAT8_SINCE
 from fsdp_lab.training.blocks import BlockClasses
 
 _MULTIPLE = 16  # of both sizes of a weight: GPUs multiply no other sizes in float8

@@ -17,6 +17,7 @@ from torch import nn
 
 from fsdp_lab.config.notes import cpu_notes, gpu_notes, memory_notes, node_notes, sharding_notes
 from fsdp_lab.config.parallel import Granularity
+from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.blocks import batch_norm_notes
 from fsdp_lab.training.build import build, leaves_some_unused
@@ -78,7 +79,7 @@ def train(
     """
     folder.mkdir(parents=True, exist_ok=True)
     ranks = setup_distributed(config.offload)
-    config.check(ranks.world_size)
+    check_trial(config, ranks.world_size)
     start_clean(ranks.device)
     with float32_products(config.precision, ranks.device):
         _train(config, folder, reporter, on_step_losses, storage, ranks)

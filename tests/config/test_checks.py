@@ -18,11 +18,12 @@ from fsdp_lab.config import (
     cpu_notes,
     effective_settings,
     is_address,
-    machine,
     sharding_notes,
 )
-from fsdp_lab.config.machine import check_local_capacity, loader_workers_of, ray_folder
+from fsdp_lab.config.checks import check_cluster, check_local_capacity
+from fsdp_lab.config.machine import loader_workers_of, ray_folder
 from fsdp_lab.config.notes import node_notes
+from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.machine import hardware
 from tests.ranks import read_config
@@ -54,7 +55,7 @@ TO_SIZE = "reshard_after_forward.policy=to_size"
     ],
 )
 def test_what_has_a_meaning_passes(overrides: list[str], workers: int) -> None:
-    trial(*overrides).check(workers)
+    check_trial(trial(*overrides), workers)
 
 
 ROOT = "sharding.granularity=root"
@@ -132,9 +133,8 @@ def test_sharding_notes(overrides: list[str], named: list[str]) -> None:
 def test_more_workers_than_this_machine_can_place(
     monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, cluster: ClusterConfig, workers: int, words: str
 ) -> None:
-    for module in (hardware, machine):
-        monkeypatch.setattr(module, "num_gpus", lambda: gpus)
-        monkeypatch.setattr(module, "num_cpus", lambda: cores)
+    monkeypatch.setattr(hardware, "num_gpus", lambda: gpus)
+    monkeypatch.setattr(hardware, "num_cpus", lambda: cores)
     with pytest.raises(ConfigError, match=re.escape(f"cluster.num_workers{words}")):
         check_local_capacity(cluster, workers)
     check_local_capacity(replace(cluster, address="auto"), workers)
@@ -152,9 +152,8 @@ def test_more_workers_than_this_machine_can_place(
 def test_loader_workers_of_this_machine(
     monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, settings: tuple[str, ...], workers: int
 ) -> None:
-    for module in (hardware, machine):
-        monkeypatch.setattr(module, "num_gpus", lambda: gpus)
-        monkeypatch.setattr(module, "num_cpus", lambda: cores)
+    monkeypatch.setattr(hardware, "num_gpus", lambda: gpus)
+    monkeypatch.setattr(hardware, "num_cpus", lambda: cores)
     assert loader_workers_of(trial(*settings)) == workers
 
 
@@ -166,7 +165,7 @@ def test_loader_workers_of_this_machine(
     ],
 )  # fmt: skip
 def test_a_bucket_with_a_prefix_is_an_address_and_a_folder_is_none(place: str | None, expected: bool):
-    ClusterConfig(storage_path=place).check()
+    check_cluster(ClusterConfig(storage_path=place))
     assert is_address(place) is expected
 
 

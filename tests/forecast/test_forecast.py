@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_lab.config import check_forecast, forecast_settings
+from fsdp_lab.config import forecast_settings
+from fsdp_lab.config.checks import check_forecast
 from fsdp_lab.forecast import forecast as module
 from fsdp_lab.forecast import run
 from fsdp_lab.forecast.capacity import CONTEXT_BYTES, GIB, NCCL_BYTES, NoForecast, communicators, pinned_rounding
@@ -236,7 +237,7 @@ def test_the_capacity_is_the_gpus_own_where_none_is_named(fake_gpus: FakeGpus):
     """The smallest of them."""
     fake_gpus(2, 81559, 2)
     words = ("model=mlp", "training.global_batch_size=2", "forecast.prune=true")
-    check_forecast(config(*words))
+    check_forecast(config(*words), keep=None)
     forecast = forecast_one(Request.of(config(*words), 1))
     assert forecast.cuda
     assert forecast.capacity_bytes == gpu_memory() == 2 * 2**20, "the smallest"

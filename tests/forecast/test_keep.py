@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.config import ConfigError, check_forecast
+from fsdp_lab.config import ConfigError
+from fsdp_lab.config.checks import check_forecast
 from fsdp_lab.forecast import keep as of_keep
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.keep import number_kept, ratio_group
@@ -164,4 +165,4 @@ def test_the_figures_of_a_device_separate_groups_and_on_a_cpu_nothing_is_offload
 def test_a_keep_without_speeds_or_forecasts_is_refused(words: list[str], named: str):
     """A sweep refuses it earlier, in words of its own: `tests/refusals.py` has those."""
     with pytest.raises(ConfigError, match=named):
-        check_forecast(config(*words))
+        check_forecast(trial := config(*words), trial.forecast.keep)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_lab.config import CombinationError
+from fsdp_lab.config.rules import check_files
 from fsdp_lab.training.checkpoint_place import Place
 from fsdp_lab.training.checkpoint_source import check_meta
 from fsdp_lab.training.model_state import CheckpointError
@@ -298,9 +299,9 @@ def test_a_run_that_is_through_is_refused_before_anything_starts(runs: Runs) -> 
     folder = runs.last("adam_whole").parent
     for source in (folder, folder / names(6)[0]):
         with pytest.raises(CombinationError, match=r"has trained 3 epochs, which counts, and training\.epochs=3 asks"):
-            config(*SMALL, "training.epochs=3", f"checkpoint.resume_from={source}").check_files()
+            check_files(config(*SMALL, "training.epochs=3", f"checkpoint.resume_from={source}"))
     for words in (["training.epochs=4", f"checkpoint.resume_from={folder}"], ["checkpoint.resume_from=absent"]):
-        config(*SMALL, *words).check_files()
+        check_files(config(*SMALL, *words))
 
 
 def say_timed(meta: Path) -> None:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.config import UserError, to_dict
+from fsdp_lab.config.rules import check_trial
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device, lr_factor
 from tests.ranks import config, run_ranks, train_all
 
@@ -96,7 +97,7 @@ OWN = "tests.workloads.user.optim"
 
 def build_own(*words: str) -> torch.optim.Optimizer:
     trial = config(*words)
-    trial.check(2)
+    check_trial(trial, 2)
     return build_optimizer(nn.Linear(2, 2), trial, 4)
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, settings, to_dict, workers_of
+from fsdp_lab.config.checks import check
 from fsdp_lab.config.code import code_digest, commit
 from fsdp_lab.config.compare import STARTS
-from fsdp_lab.config.compose import Trial, check, with_variables
+from fsdp_lab.config.compose import Trial, with_variables
 from fsdp_lab.config.key_value_args import key_of, quoted
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.engine.ray_job import COPIES, is_rays_copy

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from fsdp_lab.config import UserError, with_custom
+from fsdp_lab.config.rules import check_files, check_trial
 from fsdp_lab.training.__main__ import read_config as read_words
 from fsdp_lab.workloads.build import build_model_spec
 from fsdp_lab.workloads.hf import library
@@ -65,8 +66,8 @@ def test_random_tokens_are_those_of_the_configuration() -> None:
 
 def check(name: str, *words: str) -> None:
     trial = config(*WORDS[name], *words)
-    trial.check(2)
-    trial.check_files()
+    check_trial(trial, 2)
+    check_files(trial)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_what_has_no_meaning_is_refused_in_one_message(name: str, words: list[st
 def test_a_language_model_trains_on_no_images() -> None:
     words = [word for word in WORDS["gpt2"] if not word.startswith("data.")]
     with pytest.raises(UserError, match=r"causal_lm is for tokens, data._target_=.*Digits is for im"):
-        config(*words, "task=classification", "data=digits").check(2)
+        check_trial(config(*words, "task=classification", "data=digits"), 2)
 
 
 BART = {
@@ -111,16 +112,16 @@ BART = {
 
 def test_a_t5_without_a_folder_has_no_weights_and_names_its_keys() -> None:
     with pytest.raises(UserError, match=r"but model\.config has the values of a configuration; use"):
-        config("task=seq2seq", "model.pretrained=true").check_files()
+        check_files(config("task=seq2seq", "model.pretrained=true"))
     with pytest.raises(UserError, match=r"the configuration below model\.config \(t5\) has no key d_modl\. Did you"):
-        config("task=seq2seq", "model.d_modl=32").check(2)
+        check_trial(config("task=seq2seq", "model.d_modl=32"), 2)
 
 
 def check_pairs(folder: Path, values: dict[str, Any], *words: str) -> None:
     (folder / "config.json").write_text(json.dumps(values))
     trial = config("task=seq2seq", "data=pydoc_summaries", "model=hf_seq2seq", f"model.config={folder}", *words)
-    trial.check(2)
-    trial.check_files()
+    check_trial(trial, 2)
+    check_files(trial)
 
 
 def test_pairs_are_no_longer_than_the_positions_of_a_model(tmp_path: Path) -> None:
@@ -199,7 +200,8 @@ def test_nothing_else_imports_transformers(tmp_path: Path) -> None:
     words = ["task=language", "data=pydoc", "model=lm_tiny"]
     code = (
         "import sys; from fsdp_lab.training.__main__ import read_config; from fsdp_lab.training import train\n"
-        f"from fsdp_lab.workloads.build import build_workload; c = read_config(None, {words}); c.check(2)\n"
+        "from fsdp_lab.workloads.build import build_workload; from fsdp_lab.config.rules import check_trial\n"
+        f"c = read_config(None, {words}); check_trial(c, 2)\n"
         "build_workload(c.model, c.data, c.task); sys.exit('transformers' in sys.modules)"
     )
     assert forked.run(tmp_path, "-c", code).returncode == 0

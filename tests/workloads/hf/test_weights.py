@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import save_file
 
 from fsdp_lab.config import UserError
+from fsdp_lab.config.rules import check_files, check_trial
 from tests.ranks import Memo, config, run_ranks, selected
 from tests.workloads.hf.cases import CONFIGS, LEARN, WORDS, plain_model, script
 
@@ -181,8 +182,8 @@ def test_ranks_read_what_transformers_wrote_to_the_bit(written: dict[str, Any], 
 
 def check(name: str, folder: Path, *words: str) -> None:
     trial = config(*from_folder(name, folder), *words)
-    trial.check(2)
-    trial.check_files()
+    check_trial(trial, 2)
+    check_files(trial)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from fsdp_lab.config import CombinationError, ConfigError, SweepConfig, UserError, conf_dir, to_dict, with_custom
-from fsdp_lab.config.compose import Trial, check, register_schema, typed_config
+from fsdp_lab.config.checks import check
+from fsdp_lab.config.compose import Trial, register_schema, typed_config
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.workloads.build import build_model_spec, build_workload

@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp_lab.config import UserError
 from fsdp_lab.config.code import code_digest, user_packages
+from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.target import user_root
 from fsdp_lab.engine.failures import failure_of
 from fsdp_lab.forecast.forecast import forecast_profile
@@ -266,7 +267,7 @@ def test_an_argument_may_be_a_module_of_their_own() -> None:
     inner = (f"model.inner._target_={HERE}.net.Net", "model.inner.width=4", "model.inner.depth=3")
     others = "model.others=[{_target_: torch.nn.Linear, in_features: 2, out_features: 5}]"
     trial = config(f"model._target_={HERE}.net.Wraps", *inner, others)
-    trial.check(1)
+    check_trial(trial, 1)
     assert trial.model.paths() == [f"{HERE}.net.Wraps", f"{HERE}.net.Net", "torch.nn.Linear"]
     build = build_workload(trial.model, trial.data, trial.task).model.build
     first, second = build(), build()
@@ -365,9 +366,9 @@ def test_the_digest_is_of_the_files_of_the_users_packages(tmp_path: Path) -> Non
     """Any file of them: one that is changed, new, renamed or gone; not of the installed ones, which have versions."""
     write_project(tmp_path)
     with importable(tmp_path):
-        named = ["my_project.net.Net", "my_project.data.Corpus", "torch.nn.Linear", "fsdp_lab.config.compose.check"]
+        named = ["my_project.net.Net", "my_project.data.Corpus", "torch.nn.Linear", "fsdp_lab.config.checks.check"]
         assert user_packages(named) == ["my_project"]
-        assert user_root("torch.nn.Linear") is None and user_root("fsdp_lab.config.compose.check") is None
+        assert user_root("torch.nn.Linear") is None and user_root("fsdp_lab.config.checks.check") is None
         digests, data = [code_digest(["my_project"])], tmp_path / "my_project/data.py"
         data.write_text(data.read_text() + "# other\n")
         digests.append(code_digest(["my_project"]))

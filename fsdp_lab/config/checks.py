@@ -1,0 +1,231 @@
+"""What is checked before a trial, a sweep, a night or a forecast starts, in this order. Needs neither Ray nor torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from typing import Any
+
+from fsdp_lab.config.address import SCHEMES, check_address, is_address, scheme_of
+from fsdp_lab.config.conf import device_file, known_devices
+from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
+from fsdp_lab.config.machine import check_gpus, cpus_per_worker_of, gpus_are_here, workers_of
+from fsdp_lab.config.registry import path_of
+from fsdp_lab.config.rules import check_files, check_trial
+from fsdp_lab.config.sweep import ClusterConfig, Engine, SweepConfig, objectives, stops_on
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.machine import hardware
+
+FLOAT8_SINCE = (8, 9)
+_SEPARATE_GROUP_SINCE = (2, 12)  # 2.11 is without it, 2.13 has it
+
+
+def check(config: SweepConfig) -> None:
+    """Apply every rule for trials that are to start.
+
+    Raises:
+        ConfigError: a value is wrong alone, or invalid with others (CombinationError).
+        UserError: this machine lacks what the trial needs: cores, GPUs, libraries, files.
+    """
+    num_workers = workers_of(config)
+    check_local_capacity(config.cluster, num_workers)
+    check_keys(config, num_workers)
+    check_pytorch(config)
+    check_float8(config)
+    check_storage(config)
+    check_forecast(config, config.forecast.keep)
+    if config.cluster.is_here:  # else the files are on its nodes
+        check_files(config)
+
+
+def check_to_forecast(config: SweepConfig) -> None:
+    """Apply the rules for configurations that are only forecast, for any machine. Reads the shape of a batch.
+
+    Raises:
+        UserError: as `check`.
+    """
+    for name, value in (("dry_run", "true" if config.dry_run else None), ("resume", config.resume)):
+        if value is not None:
+            raise ConfigError(f"{name}={value}: forecasts start no trial; leave it out, or use python -m fsdp_lab.")
+    if config.cluster.num_workers is None and config.cluster.address is not None:
+        raise ConfigError(
+            f"cluster.num_workers=null with cluster.address={config.cluster.address}: a forecast asks no cluster for "
+            "its GPUs; set cluster.num_workers, as in cluster.num_workers=8."
+        )
+    check_keys(config, workers_of(config))
+    check_pytorch(config)
+    config.data.check_files()
+    check_forecast(config, keep=None)  # which has no effect here
+
+
+def check_hydra(hydra: Any) -> None:
+    """Refuse what Hydra's own launcher would do for a job, wherever it is set.
+
+    Raises:
+        ConfigError: a trial in a folder or an environment of its own.
+    """
+    if hydra.job.chdir:
+        raise ConfigError(
+            "hydra.job.chdir=true: every path is seen from where the command is typed; leave it out. hydra.run.dir, or "
+            "hydra.sweep.dir with -m, names the folder for what a trial writes."
+        )
+    if hydra.job.env_set:
+        raise ConfigError(f"hydra.job.env_set: export {', '.join(hydra.job.env_set)} before the command instead.")
+
+
+def check_keys(config: SweepConfig, num_workers: int) -> None:
+    """Apply the rules between the keys of a trial and its sweep.
+
+    Args:
+        num_workers: the number of ranks that `cluster.num_workers` stands for.
+
+    Raises:
+        ConfigError: a value is wrong alone, or invalid with others (CombinationError).
+    """
+    check_trial(config, num_workers)
+    path_of("search.name", config.search.name)
+    path_of("scheduler.name", config.scheduler.name)
+    objectives(config)
+    stops_on(config)
+    if config.forecast.keep is not None and config.search.samples:
+        raise CombinationError(
+            f"search={config.search.name} with forecast.keep={config.forecast.keep}: a search suggests its trials one "
+            "by one, so the fastest settings are not known; use forecast.keep=null, or search=grid.",
+        )
+    if config.engine is Engine.inline:
+        _check_inline(config, num_workers)
+    check_cluster(config.cluster)
+
+
+def check_cluster(cluster: ClusterConfig) -> None:
+    """Raise ConfigError if the address is Ray Client's or the job server's, or the storage is unknown."""
+    address, place = cluster.address, cluster.storage_path
+    if address is not None and address.startswith(("ray://", "http://", "https://")):
+        raise ConfigError(
+            f"cluster.address={address}: Ray Tune and Ray Train do not run through Ray Client or the "
+            "job server. Run the command on a node of the cluster with cluster.address=<head>:6379, or submit it "
+            "there with `ray job submit --address=http://<head>:8265 --working-dir=. -- python -m fsdp_lab ... "
+            "cluster.address=auto`."
+        )
+    if place is not None and is_address(place):
+        check_address(place)
+
+
+def _check_inline(config: SweepConfig, num_workers: int) -> None:
+    if num_workers != 1:
+        raise CombinationError(
+            f"engine=inline with cluster.num_workers={num_workers}: a trial in this process has one worker; "
+            "use cluster.num_workers=1, or engine=ray.",
+        )
+    for name, value in (("prune", "true" if config.forecast.prune else None), ("keep", config.forecast.keep)):
+        if value is not None:
+            raise CombinationError(
+                f"engine=inline with forecast.{name}={value}: a trial in this process has no forecast; use "
+                f"forecast.{name}={'false' if name == 'prune' else 'null'}, or engine=ray.",
+            )
+    if config.scheduler.stops_early:
+        raise CombinationError(
+            f"engine=inline with scheduler={config.scheduler.name}: trials in this process run one after the other, "
+            "and a scheduler cannot stop them; use scheduler=fifo, or engine=ray.",
+        )
+
+
+def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
+    """Refuse more workers than a Ray on this machine could ever have. Does nothing for a running cluster.
+
+    Raises:
+        ConfigError: with the resources that are needed and those that exist.
+        UserError: see `check_gpus`.
+    """
+    if not cluster.is_here:
+        return  # another machine's resources are known when it has been reached
+    check_gpus()
+    gpus = hardware.num_gpus()
+    if 0 < gpus < num_workers:
+        raise ConfigError(
+            f"cluster.num_workers={num_workers} needs a GPU for each, this machine has {gpus}; use "
+            f"cluster.num_workers={gpus}, or hide the GPUs with CUDA_VISIBLE_DEVICES='' to train on the CPU."
+        )
+    each, cores = cpus_per_worker_of(cluster), hardware.num_cpus()
+    needed = num_workers * each
+    if needed > cores:
+        fits, share = int(cores / each), math.floor(cores / num_workers * 100) / 100
+        fewer = f"cluster.num_workers={fits}, or " if fits else ""
+        sharing = ", so that workers share cores" if share < 1 else ""
+        if "SLURM_JOB_ID" in os.environ:
+            fewer = f"sbatch --cpus-per-task={math.ceil(needed)}, {fewer or 'or '}"
+        raise ConfigError(
+            f"cluster.num_workers={num_workers} needs {needed:g} CPUs (cluster.cpus_per_worker={each:g} each), this "
+            f"machine has {cores}; use {fewer}cluster.cpus_per_worker={share:g}{sharing}."
+        )
+
+
+def check_pytorch(config: TrialConfig) -> None:
+    """Raise UserError if the installed PyTorch lacks what the settings need."""
+    if (
+        config.sharding.separate_reduce_scatter_group
+        and (version := hardware.pytorch_version()) < _SEPARATE_GROUP_SINCE
+    ):
+        raise UserError(
+            "sharding.separate_reduce_scatter_group=true needs FSDPModule.set_separate_reduce_scatter_group, which "
+            f"PyTorch {version[0]}.{version[1]} does not have; use a newer PyTorch, or "
+            "sharding.separate_reduce_scatter_group=false."
+        )
+
+
+def check_float8(config: SweepConfig) -> None:
+    """Raise UserError if float8 is asked for without torchao or GPUs for it. Workers of a cluster check their own."""
+    if not config.precision.float8:
+        return
+    capability, needs = hardware.least_capability(), "a GPU of compute capability 8.9 (Ada, Hopper or newer)"
+    if config.cluster.is_here and (capability is None or capability < FLOAT8_SINCE):
+        has = "machine has no GPU" if capability is None else f"machine's GPU has {capability[0]}.{capability[1]}"
+        raise UserError(f"precision=float8 needs {needs}, and this {has}; use precision=bf16_mixed.")
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError(
+            "precision=float8 needs torchao, which is not installed: pip install -e '.[float8]' in the clone."
+        )
+
+
+def check_storage(config: SweepConfig) -> None:
+    """Raise UserError if the module for the address in `cluster.storage_path` is not installed."""
+    place = config.cluster.storage_path
+    if place is None or not is_address(place):
+        return
+    module, extra = SCHEMES[scheme_of(place)]
+    if importlib.util.find_spec(module) is None:
+        raise UserError(
+            f"cluster.storage_path={place} needs {module}, which is not installed: "
+            f"pip install -e '.[{extra}]' in the clone."
+        )
+
+
+def check_forecast(config: SweepConfig, keep: str | None) -> None:
+    """Check that the capacity and the speeds are known that a forecast is asked for.
+
+    Args:
+        keep: the settings to select by their speeds; None: all.
+
+    Raises:
+        ConfigError: they are not, or forecasts are disabled.
+    """
+    asked, has_gpu = config.forecast, hardware.num_gpus() > 0 and gpus_are_here(config.cluster)
+    has_sheet = device_file(asked.device) is not None
+    for name in ("prune", "largest_microbatch"):
+        if getattr(asked, name) and not (has_gpu or has_sheet or asked.capacity_gib is not None):
+            raise ConfigError(
+                f"forecast.{name}=true needs the memory of a GPU, and this machine has none; set "
+                "forecast.capacity_gib, for example forecast.capacity_gib=24."
+            )
+    for name, value in (("prune", "true" if asked.prune else None), ("keep", keep)):
+        if value is not None and not asked.enabled:
+            raise ConfigError(
+                f"forecast.{name}={value} with forecast.enabled=false: without forecasts it has no effect; use "
+                "forecast.enabled=true."
+            )
+    if keep is not None and not has_sheet and not (asked.device == "auto" and has_gpu):
+        raise ConfigError(
+            f"forecast.keep={keep} needs predicted speeds, and data sheets exist for GPUs only; leave it out "
+            f"on CPUs. For GPUs set forecast.device=<{'|'.join(known_devices())}> or the path of a data sheet."
+        )

@@ -1,0 +1,266 @@
+"""The rules between the keys of a trial, in the order in which they are applied.
+
+Each function raises ConfigError for a value that is wrong alone, and CombinationError for values that are invalid
+together.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+from fsdp_lab.config.errors import CombinationError, ConfigError
+from fsdp_lab.config.key import check_ranges, divisors
+from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, PrecisionConfig, ReshardPolicy
+from fsdp_lab.config.parts import check_classes, check_parts, check_rows, check_vocab_size
+from fsdp_lab.config.registry import path_of
+from fsdp_lab.config.source import ModelSource
+from fsdp_lab.config.target import check_arguments, check_loss, check_nested, import_callable, import_object
+from fsdp_lab.config.training import (
+    ActivationCheckpointing,
+    CheckpointConfig,
+    CheckpointMode,
+    OptimizerConfig,
+    OptimizerImplementation,
+    OptimizerName,
+    TrainingConfig,
+)
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.config.workload import DataConfig, ModelConfig, TaskConfig, needed_target, source_of
+
+
+def check_trial(trial: TrialConfig, num_workers: int) -> None:
+    """Check every value and combination that determines the training.
+
+    Args:
+        num_workers: the number of ranks that `cluster.num_workers` stands for.
+    """
+    check_ranges(trial)
+    _check_model(trial.model)
+    _check_data(trial.data)
+    _check_task(trial.task)
+    if trial.sharding.granularity is Granularity.ddp:
+        _check_ddp(trial)
+    _check_sharding(trial, num_workers)
+    _check_batch(trial.training, num_workers)
+    _check_reshard(trial, num_workers)
+    _check_optimizer(trial.optimizer)
+    _check_precision(trial.precision)
+    _check_export(trial.checkpoint)
+    _check_fused(trial)
+    _check_selective(trial)
+    check_parts(trial.model, trial.data, trial.task)
+
+
+def check_files(trial: TrialConfig) -> None:
+    """Check that data and weights are on this machine and fit each other.
+
+    Raises:
+        UserError: a file is missing.
+        CombinationError: the data do not fit the model, or a checkpoint leaves nothing to train.
+    """
+    _check_resumed(trial)
+    check_rows(trial.model, trial.data)
+    if (source := source_of(trial.model)) is not None:
+        source.check_files(**trial.model.arguments)
+    trial.data.check_files()
+    check_classes(trial.model, trial.data)
+    check_vocab_size(trial.model, trial.data, trial.data.ask("least_vocab_size"))
+
+
+def _check_model(model: ModelConfig) -> None:
+    function = model.function()
+    check_arguments(function, needed_target(model.target, "model"), "model", model.arguments)
+    check_nested(model.arguments, "model")
+    if isinstance(function, ModelSource):
+        function.check(**model.arguments)
+    for path in model.block_classes or ():
+        if not isinstance(import_object(path, "model.block_classes"), type):
+            raise ConfigError(f"model.block_classes={path} is not a class; name the class of the repeated block.")
+
+
+def _check_data(data: DataConfig) -> None:
+    if (function := data.function()) is not None:
+        check_arguments(function, str(data.target), "data", data.arguments, given=("split",))
+        check_nested(data.arguments, "data")
+    if data.collate_fn is not None:
+        import_callable(data.collate_fn, "data.collate_fn")
+
+
+def _check_task(task: TaskConfig) -> None:
+    path_of("task.name", task.name)
+    if (task.name == "custom") != (task.loss is not None):
+        raise CombinationError(
+            f"task={task.name} with task.loss={task.loss or 'null'}: task=custom takes its loss from task.loss, "
+            "the other tasks have their own; give both, or neither.",
+        )
+    if task.loss_chunks > 1 and task.name != "language":
+        raise CombinationError(
+            f"task.loss_chunks={task.loss_chunks} with task={task.name}: only task=language computes its loss in "
+            "parts; use task.loss_chunks=1.",
+        )
+    for name in ("loss", "metrics"):
+        if path := getattr(task, name):
+            check_loss(path, f"task.{name}")
+
+
+def _check_ddp(trial: TrialConfig) -> None:
+    sharding, target = trial.sharding, trial.offload.target
+    needs_sharding = {
+        f"offload={target.name}": (
+            target is not OffloadTarget.none,
+            "DDP keeps every parameter on its device, so there is nothing to offload; use offload=none",
+        ),
+        f"sharding.dp_replicate={sharding.dp_replicate}": (
+            sharding.dp_replicate > 1,
+            "DDP replicates over all workers already; use sharding.dp_replicate=1",
+        ),
+        "sharding.separate_reduce_scatter_group=true": (
+            sharding.separate_reduce_scatter_group,
+            "DDP has no reduce-scatter; use sharding.separate_reduce_scatter_group=false",
+        ),
+    }
+    for name in ("forward_prefetch", "backward_prefetch"):
+        needs_sharding[f"sharding.{name}={getattr(sharding, name)}"] = (
+            getattr(sharding, name) is not None,
+            f"DDP gathers no parameters, so it cannot prefetch them; use sharding.{name}=null",
+        )
+    for typed, (is_set, why) in needs_sharding.items():
+        if is_set:
+            raise CombinationError(f"sharding=ddp with {typed}: {why} or a sharded setting.")
+
+
+def _check_sharding(trial: TrialConfig, num_workers: int) -> None:
+    sharding = trial.sharding
+    if sharding.blocks_per_unit > 1 and sharding.granularity is not Granularity.per_block:
+        raise CombinationError(
+            f"sharding.blocks_per_unit={sharding.blocks_per_unit} with sharding={sharding.granularity.name}: only "
+            "sharding=per_block makes units of blocks; use sharding.blocks_per_unit=1 or sharding=per_block.",
+        )
+    if num_workers % sharding.dp_replicate:
+        raise CombinationError(
+            f"sharding.dp_replicate={sharding.dp_replicate} does not divide "
+            f"cluster.num_workers={num_workers}; use one of {divisors(num_workers)}.",
+        )
+    if sharding.granularity is Granularity.size_based and sharding.min_num_params is None:
+        raise ConfigError(
+            "sharding.min_num_params=null: sharding=size_based needs the smallest number of parameters of a unit; "
+            "set for example sharding.min_num_params=20000."
+        )
+
+
+def _check_batch(training: TrainingConfig, num_workers: int) -> None:
+    parts = num_workers * training.grad_accum_steps
+    if training.global_batch_size % parts:
+        below = training.global_batch_size // parts * parts
+        choices = f"{below} or {below + parts}" if below else f"{parts}"
+        raise CombinationError(
+            f"training.global_batch_size={training.global_batch_size} is not divisible by "
+            f"cluster.num_workers={num_workers} times training.grad_accum_steps={training.grad_accum_steps}"
+            f" = {parts}; use for example {choices}.",
+        )
+
+
+def _check_reshard(trial: TrialConfig, num_workers: int) -> None:
+    reshard, sharding = trial.reshard_after_forward, trial.sharding
+    if reshard.policy is not ReshardPolicy.to_size or sharding.granularity is Granularity.ddp:
+        return
+    dp_shard = num_workers // sharding.dp_replicate
+    if reshard.size is None:
+        raise ConfigError(
+            "reshard_after_forward.size=null: reshard_after_forward=to_size needs the size of the smaller mesh; "
+            f"set reshard_after_forward.size to one of {divisors(dp_shard)}."
+        )
+    if dp_shard % reshard.size:
+        raise CombinationError(
+            f"reshard_after_forward.size={reshard.size} does not divide the sharding degree {dp_shard} "
+            f"(cluster.num_workers={num_workers} / sharding.dp_replicate={sharding.dp_replicate}); "
+            f"use one of {divisors(dp_shard)}.",
+        )
+
+
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
+    if optimizer.target is None and optimizer.name is OptimizerName.custom:
+        raise ConfigError("optimizer=custom: optimizer._target_ is not set; write package.module.name.")
+    if optimizer.target is not None:
+        if optimizer.name is not OptimizerName.custom:
+            raise CombinationError(
+                f"optimizer._target_={optimizer.target} with optimizer={optimizer.name.name}: use optimizer=custom."
+            )
+        function = import_callable(optimizer.target, "optimizer._target_")
+        check_arguments(function, optimizer.target, "optimizer", optimizer.users_arguments, given=("params",))
+        check_nested(optimizer.arguments, "optimizer")
+        return
+    if optimizer.name is not OptimizerName.sgd and optimizer.momentum:
+        raise CombinationError(
+            f"optimizer.momentum={optimizer.momentum} with optimizer={optimizer.name.name}: momentum belongs to "
+            "sgd; use optimizer=sgd, or optimizer.beta1 for Adam.",
+        )
+
+
+def _check_precision(precision: PrecisionConfig) -> None:
+    if precision.tf32 and precision.param_dtype is not Dtype.float32:
+        raise CombinationError(
+            f"precision.tf32=true with precision.param_dtype={precision.param_dtype.name}: TF32 multiplies float32 "
+            "matrices; use precision=tf32, or precision.tf32=false.",
+        )
+    if precision.float8 and precision.param_dtype is not Dtype.bfloat16:
+        raise CombinationError(
+            f"precision.float8=true with precision.param_dtype={precision.param_dtype.name}: float8 products have "
+            "bfloat16 results; use precision=float8, or precision.param_dtype=bfloat16.",
+        )
+    if precision.loss_scaling and precision.param_dtype is Dtype.bfloat16:
+        raise CombinationError(
+            "precision.loss_scaling=true with precision.param_dtype=bfloat16: bfloat16 has float32's range and "
+            "needs no scaling; use precision.loss_scaling=false or precision=fp16.",
+        )
+
+
+def _check_export(checkpoint: CheckpointConfig) -> None:
+    is_off = checkpoint.mode is CheckpointMode["off"]
+    if checkpoint.export_best and (is_off or not checkpoint.keep_best):
+        raise CombinationError(
+            f"checkpoint.export_best=true with {'checkpoint.mode=off' if is_off else 'checkpoint.keep_best=false'}: "
+            "there is no best checkpoint to export; use checkpoint.mode=sync and checkpoint.keep_best=true, or "
+            "checkpoint.export_best=false.",
+        )
+
+
+def _check_fused(trial: TrialConfig) -> None:
+    if trial.optimizer.implementation is not OptimizerImplementation.fused:
+        return
+    if trial.optimizer.name is OptimizerName.sgd and trial.sharding.granularity is not Granularity.ddp:
+        raise CombinationError(
+            "optimizer.implementation=fused with optimizer=sgd: PyTorch has no fused SGD for sharded parameters; "
+            "use optimizer.implementation=auto or foreach.",
+        )
+    if trial.precision.loss_scaling:
+        raise CombinationError(
+            "optimizer.implementation=fused with precision.loss_scaling=true: fused optimizers cannot unscale "
+            "sharded gradients; use optimizer.implementation=auto or foreach.",
+        )
+
+
+def _check_selective(trial: TrialConfig) -> None:
+    # PyTorch counts a block's operators in the forward pass and in its recomputation: a unit inside the block gathers
+    # only in the first.
+    granularity = trial.sharding.granularity
+    inside = granularity in (Granularity.per_layer, Granularity.size_based)
+    if inside and trial.activation_checkpointing is ActivationCheckpointing.selective:
+        raise CombinationError(
+            f"sharding={granularity.name} with activation_checkpointing=selective: it cannot recompute a block "
+            "that contains sharding units; use sharding=per_block, root or ddp, or activation_checkpointing=full.",
+        )
+
+
+def _check_resumed(trial: TrialConfig) -> None:
+    """Check that the checkpoint to start from leaves something to train. One that cannot be read is left to ranks."""
+    source = trial.checkpoint.resume_from
+    if source is None:
+        return
+    folder, epoch = Path(source), 0
+    with suppress(OSError, ValueError, LookupError, TypeError):  # an address has no such files either
+        newest = max(folder.glob("step_*.json"), default=folder.with_suffix(".json"))
+        epoch = int(json.loads(newest.read_text())["epoch"])
+    trial.training.check_left(f"checkpoint.resume_from={source}", epoch)
