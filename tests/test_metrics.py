@@ -108,13 +108,13 @@ def test_an_added_metric_is_judged_at_night(added: Metric):
 
 def test_an_added_metric_may_be_an_objective_and_is_described(added: Metric):
     config = dataclasses.replace(SweepConfig(), objective=[f"{KEY}:min"])
-    assert objectives(config) == [(KEY, "min")]
+    assert objectives(config.objective) == [(KEY, "min")]
     assert f"| `{KEY}` | s | the time in which nothing was computed |" in how_to_read()
 
 
 def test_without_a_declaration_it_is_no_objective():
-    with pytest.raises(ConfigError, match=f"objective={KEY}:min is not a metric of a trial; .*train/loss"):
-        objectives(dataclasses.replace(SweepConfig(), objective=[f"{KEY}:min"]))
+    with pytest.raises(ConfigError, match=f"objective={KEY}:min is not a metric of a trial. .*train/loss"):
+        objectives([f"{KEY}:min"])
 
 
 @pytest.mark.parametrize(

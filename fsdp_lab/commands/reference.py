@@ -10,16 +10,15 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import fsdp_lab
 from fsdp_lab.config import ConfigError, all_keys
 from fsdp_lab.config.conf import data_sheets, group_dirs, groups, options_of
-from fsdp_lab.config.convert import value_text
-from fsdp_lab.config.describe import GroupDescription, KeyDescription, describe_keys
+from fsdp_lab.config.convert import leaves, value_text
+from fsdp_lab.config.describe import KeyDescription, describe_keys
 from fsdp_lab.config.metrics import METRICS, Metric
 from fsdp_lab.config.options import option_values
-from fsdp_lab.config.suggest import closest
+from fsdp_lab.config.suggest import did_you_mean
 
 _PACKAGE = Path(fsdp_lab.__file__).parent
 _LIBRARIES = ("torch", "ray", "mlflow", "hydra-core")  # what a report of a bug should name
@@ -42,15 +41,14 @@ def keys_text(parts: Sequence[str], width: int) -> str:
     Raises:
         ConfigError: no key contains a part, or there is no such option.
     """
-    keys = [key for group in describe_keys() for key in group.keys]
+    keys = [key for _, _, keys in describe_keys() for key in keys]
     options = [part for part in parts if "=" in part]
     set_by = [key for option in options for key in _keys_of_option(option, keys)]
     parts = [part for part in parts if part not in options]
     for part in parts:
         if not any(part in key.name for key in keys):
-            close = closest(part, all_keys())
-            meant = f"did you mean {close}? " if close else ""
-            raise ConfigError(f"--keys {part}: no key contains it; {meant}--keys alone prints every key.")
+            meant = did_you_mean(part, all_keys())
+            raise ConfigError(f"--keys {part}: no key contains it. {meant}--keys alone prints every key.")
     shown = [key for key in keys if not (parts or set_by) or any(part in key.name for part in parts)]
     return "\n".join(line for key in (*set_by, *shown) for line in _key_lines(key, width))
 
@@ -60,21 +58,12 @@ def _keys_of_option(option: str, keys: Sequence[KeyDescription]) -> Iterator[Key
     group, _, name = option.partition("=")
     if group not in groups() or name not in options_of(group):
         known = [f"{group}={each}" for each in options_of(group)] if group in groups() else groups()
-        close = closest(name, options_of(group)) if group in groups() else closest(group, known)
-        meant = f"did you mean {close}? " if close else ""
-        raise ConfigError(f"--keys {option}: no such option; {meant}Choose one of: {', '.join(known)}.")
+        meant = did_you_mean(option if group in groups() else group, known)
+        raise ConfigError(f"--keys {option}: no such option. {meant}Choose one of: {', '.join(known)}.")
     described = {key.name: key for key in keys}
-    for key, value in _flat(option_values(group, name), "" if group == "experiment" else group).items():
+    for key, value in leaves(option_values(group, name), "" if group == "experiment" else f"{group}.").items():
         unknown = KeyDescription(key, "", "", "", f"Set by {option}.")
         yield replace(described.get(key, unknown), default=value_text(value))
-
-
-def _flat(values: dict[str, Any], prefix: str) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}.{name}" if prefix else name
-        flat |= _flat(value, key) if isinstance(value, dict) else {key: value}
-    return flat
 
 
 def _key_lines(key: KeyDescription, width: int) -> Iterator[str]:
@@ -89,12 +78,12 @@ def _values(key: KeyDescription) -> str:
 
 def keys_page() -> str:
     """Return a table of keys for each group, as Markdown."""
-    return "\n\n".join(_group_table(group) for group in describe_keys())
+    return "\n\n".join(_group_table(*group) for group in describe_keys())
 
 
-def _group_table(group: GroupDescription) -> str:
-    rows = [f"| `{key.name}` | {_values(key)} | {_code(key.default)} | {_text(key.meaning)} |" for key in group.keys]
-    head = f"## {group.name or 'Keys without a group'}\n\n" + (f"{group.about}\n\n" if group.name else "")
+def _group_table(name: str, about: str, keys: Sequence[KeyDescription]) -> str:
+    rows = [f"| `{key.name}` | {_values(key)} | {_code(key.default)} | {_text(key.meaning)} |" for key in keys]
+    head = f"## {name or 'Keys without a group'}\n\n" + (f"{about}\n\n" if name else "")
     return "\n".join([f"{head}| key | values | default | meaning |", "| --- | --- | --- | --- |", *rows])
 
 

@@ -69,10 +69,6 @@ def check_address(address: str) -> None:
     """
     key, scheme = "cluster.storage_path", scheme_of(address)
     known = ", ".join(f"{name}://bucket/prefix" for name in SCHEMES)
-    if scheme in ("file", "local"):
-        raise ConfigError(f"{key}={address}: give a mounted folder as its path, without {scheme}://.")
-    if scheme == "memory":
-        raise ConfigError(f"{key}={address}: memory storage ends with its process; give a mounted folder, or {known}.")
     if "@" in address or "?" in address:  # not repeated: it may hold a password
         raise ConfigError(
             f"{key}: its {scheme}:// address has more than a bucket and a prefix; give credentials in the environment, "

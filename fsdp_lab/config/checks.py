@@ -86,7 +86,7 @@ def check_keys(config: SweepConfig, num_workers: int) -> None:
     check_trial(config, num_workers)
     path_of("search.name", config.search.name)
     path_of("scheduler.name", config.scheduler.name)
-    objectives(config)
+    objectives(config.objective)
     stops_on(config)
     if config.forecast.keep is not None and config.search.samples:
         raise CombinationError(

@@ -69,15 +69,10 @@ class Trial:
         return " ".join(self.overrides) or "trial"
 
 
-def variables_in(composed: Mapping[str, Any], within: str = "") -> dict[str, str]:
+def variables_in(composed: Mapping[str, Any]) -> dict[str, str]:
     """Return the values that name a variable of the environment, as typed, by their dotted keys."""
-    found: dict[str, str] = {}
-    for key, value in composed.items():
-        if isinstance(value, Mapping):
-            found |= {} if key == "hydra" and not within else variables_in(value, f"{within}{key}.")
-        elif isinstance(value, str) and "${oc.env:" in value:
-            found[f"{within}{key}"] = value
-    return found
+    own = leaves({key: value for key, value in composed.items() if key != "hydra"})
+    return {key: value for key, value in own.items() if isinstance(value, str) and "${oc.env:" in value}
 
 
 def with_typed(values: dict[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:

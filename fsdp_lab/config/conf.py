@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsdp_lab.config.suggest import closest
+from fsdp_lab.config.suggest import did_you_mean
 
 # Devices without a data sheet; `auto`: GPUs if this machine has any, else CPUs.
 DEVICE_KINDS = ("auto", "cpu", "cuda")
@@ -48,11 +48,8 @@ def is_device(name: str) -> str | None:
         return None
     if _is_path(name):
         return "is not a file; name an existing data sheet, or one of " + ", ".join(known_devices())
-    close = closest(name, known_devices())
-    meant = f"; did you mean {close}? Otherwise" if close else ";"
-    return (
-        f"is not known{meant} use {', '.join([*DEVICE_KINDS, *known_devices()])}, or the path of a data sheet (.yaml)"
-    )
+    known = ", ".join([*DEVICE_KINDS, *known_devices()])
+    return f"is not known. {did_you_mean(name, known_devices())}Use {known}, or the path of a data sheet (.yaml)"
 
 
 def _is_path(name: str) -> bool:

@@ -11,7 +11,6 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from typing import Any
 
 from fsdp_lab.config.convert import to_dict, value_text
@@ -42,36 +41,21 @@ class KeyDescription:
     meaning: str
 
 
-@dataclass(frozen=True)
-class GroupDescription:
-    """A group of keys as the reference shows it.
+def describe_keys(
+    config_class: Any = NightlyConfig, group: str = ""
+) -> Iterator[tuple[str, str, list[KeyDescription]]]:
+    """Yield the name of each group, a sentence about it and its keys, in the order of the schema.
 
-    Attributes:
-        name: "" for keys without a group.
-        about: one sentence about the group.
-        keys: in the order of the schema.
+    Keys without a group come first: their group is "".
     """
-
-    name: str
-    about: str
-    keys: list[KeyDescription]
-
-
-def describe_keys() -> list[GroupDescription]:
-    """Return every key that can be typed, in the order of the schema; keys without a group come first."""
-    return list(_groups(NightlyConfig, ""))
-
-
-def _groups(config_class: type, prefix: str) -> Iterator[GroupDescription]:
-    about = "Keys without a group." if not prefix else _first_line(config_class)
-    yield GroupDescription(prefix.rstrip("."), about, _keys(config_class, prefix))
+    yield group, (config_class.__doc__ or "").partition("\n")[0], _keys(config_class, f"{group}." if group else "")
     for each in dataclasses.fields(config_class):
-        if isinstance(each.default_factory, type) and dataclasses.is_dataclass(each.default_factory):
-            yield from _groups(each.default_factory, f"{prefix}{each.name}.")
+        if dataclasses.is_dataclass(each.default_factory):
+            yield from describe_keys(each.default_factory, f"{group}.{each.name}".lstrip("."))
 
 
 def _keys(config_class: type, prefix: str) -> list[KeyDescription]:
-    hints, descriptions = typing.get_type_hints(config_class), meanings(config_class)
+    hints, descriptions = typing.get_type_hints(config_class), _meanings(config_class)
     values = dataclasses.asdict(config_class()) if hasattr(config_class, "to_keys") else to_dict(config_class())
     keys: list[KeyDescription] = []
     for each in dataclasses.fields(config_class):
@@ -120,16 +104,8 @@ def _takes(name: str, hint: Any, known: Key) -> str:
     return rule.removeprefix("Take ").rstrip(".")
 
 
-def _first_line(config_class: type) -> str:
-    return (config_class.__doc__ or "").strip().partition("\n")[0]
-
-
-@cache
-def meanings(config_class: type) -> dict[str, str]:
-    """Return field -> the docstring below it, of a dataclass and of its bases.
-
-    Reads their source. Fields without a docstring are left out.
-    """
+def _meanings(config_class: type) -> dict[str, str]:
+    """Return field -> the docstring below it, of a dataclass and of its bases, from their source."""
     descriptions: dict[str, str] = {}
     for each in reversed(config_class.__mro__):
         if not dataclasses.is_dataclass(each):

@@ -16,7 +16,7 @@ from fsdp_lab.config.key import (
     positive,
 )
 from fsdp_lab.config.metrics import can_be_objective, objective_keys
-from fsdp_lab.config.suggest import closest
+from fsdp_lab.config.suggest import did_you_mean
 from fsdp_lab.config.trial import TrialConfig
 
 
@@ -187,20 +187,11 @@ class SweepConfig(TrialConfig):
     report: ReportConfig = field(default_factory=ReportConfig)
 
 
-def objectives(config: SweepConfig) -> list[tuple[str, str]]:
-    """Return `(metric, "min" or "max")` of each objective.
-
-    Raises:
-        ConfigError: an objective is no metric of a trial, or has no direction.
-    """
-    return objectives_in(config.objective)
-
-
-def objectives_in(words: List[str]) -> list[tuple[str, str]]:
+def objectives(words: List[str]) -> list[tuple[str, str]]:
     """Return `(metric, "min" or "max")` for each `<metric>:<direction>`.
 
     Raises:
-        ConfigError: see `objectives`.
+        ConfigError: an objective is no metric of a trial, or has no direction.
     """
     if not words:
         raise ConfigError("objective=[] is empty; use for example objective=[val/loss:min].")
@@ -213,7 +204,8 @@ def stops_on(config: SweepConfig) -> tuple[str, str]:
     Raises:
         ConfigError: it is no metric of a trial, or has no direction.
     """
-    return _objective(config.scheduler.metric, "scheduler.metric") if config.scheduler.metric else objectives(config)[0]
+    word = config.scheduler.metric
+    return _objective(word, "scheduler.metric") if word else objectives(config.objective)[0]
 
 
 def _objective(word: str, name: str) -> tuple[str, str]:
@@ -223,7 +215,6 @@ def _objective(word: str, name: str) -> tuple[str, str]:
         raise ConfigError(f"{name}={word} has no direction; use {named}:min or {named}:max.")
     if not can_be_objective(metric):
         known = objective_keys()
-        close = closest(metric, known)
-        meant = f"did you mean {close}? " if close else ""
-        raise ConfigError(f"{name}={word} is not a metric of a trial; {meant}the metrics are: {', '.join(known)}.")
+        meant = did_you_mean(metric, known)
+        raise ConfigError(f"{name}={word} is not a metric of a trial. {meant}The metrics are: {', '.join(known)}.")
     return metric, direction

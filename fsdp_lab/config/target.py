@@ -5,7 +5,6 @@ Imports the user's modules, and no heavy library itself.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -13,7 +12,7 @@ import pkgutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 from fsdp_lab.config.convert import typed
 from fsdp_lab.config.errors import ConfigError
-from fsdp_lab.config.suggest import closest
+from fsdp_lab.config.suggest import did_you_mean
 
 _PLAIN = {"int": int, "float": float, "bool": bool, "str": str}  # annotations of our own targets
 # What fsdp_lab adds to the user's arguments.
@@ -64,7 +63,7 @@ def import_object(path: str, key: str) -> Any:
     for i, name in enumerate(names):
         if not hasattr(target, name):
             where = ".".join(parts[: len(parts) - len(names) + i])
-            raise ConfigError(f"{key}={path}: {where} has no {name}. {_near(name, _names_in(target))}".rstrip())
+            raise ConfigError(f"{key}={path}: {where} has no {name}. {did_you_mean(name, _names_in(target))}".rstrip())
         target = getattr(target, name)
     return target
 
@@ -84,19 +83,14 @@ def _import_module(parts: list[str], typed: str) -> tuple[Any, list[str]]:
             raise ConfigError(f"{typed} cannot be imported: importing {name} fails with {reason}.") from error
     beside = [path.stem for path in Path.cwd().iterdir() if path.is_dir() or path.suffix == ".py"]
     raise ConfigError(
-        f"{typed} cannot be imported: there is no module {parts[0]}. {_near(parts[0], beside)}Python looks for modules "
-        f"in the current folder ({Path.cwd()}), in PYTHONPATH and in the installed packages."
+        f"{typed} cannot be imported: there is no module {parts[0]}. {did_you_mean(parts[0], beside)}Python looks for "
+        f"modules in the current folder ({Path.cwd()}), in PYTHONPATH and in the installed packages."
     )
 
 
 def _names_in(holder: Any) -> list[str]:
     submodules = [module.name for module in pkgutil.iter_modules(getattr(holder, "__path__", []))]
     return [*submodules, *(name for name in dir(holder) if not name.startswith("_"))]
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"Did you mean {close[0]}? " if close else ""
 
 
 def check_arguments(
@@ -133,8 +127,7 @@ def check_arguments(
         for name, value in arguments.items():
             if name not in named:
                 valid = f"It takes: {', '.join(takes)}" if takes else "It takes no arguments"
-                close = closest(name, [*takes, "_target_"])
-                meant = f"Did you mean {close}? " if close else ""
+                meant = did_you_mean(name, [*takes, "_target_"])
                 raise ConfigError(f"{group}.{name}={value}: {path} has no parameter {name}. {meant}{valid}.")
     for name, value in arguments.items():
         kind, _, null = str(named[name].annotation if name in named else "").partition(" | ")

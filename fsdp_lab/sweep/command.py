@@ -171,7 +171,9 @@ class Multirun:
             return self._compose_with(typed_now, overrides, number)
 
         space = read_space(self._parser, self._defaults, [a for a in self._arguments if a not in typed_now])
-        return OptunaSearch(self.config.search, space, objectives(self.config), compose), list(space.dimensions)
+        return OptunaSearch(self.config.search, space, objectives(self.config.objective), compose), list(
+            space.dimensions
+        )
 
     def _compose_with(self, typed_now: Sequence[str], overrides: Sequence[str], number: int) -> Trial:
         """Return a trial as it was suggested or recorded, with the overrides that were typed for the resume."""

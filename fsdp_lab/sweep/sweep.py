@@ -61,7 +61,7 @@ class Sweep:
         self.trials, self.folder = list(trials), folder
         self.config = trials[0].trial.config if trials else config
         self.swept, self.started, self.search, self.resumed = swept, started, search, resumed
-        self.objectives = objectives(self.config)
+        self.objectives = objectives(self.config.objective)
         self._queue = deque(in_rounds(self.trials))
         self._is_open = False
         self._logged: set[str] = set()

@@ -10,7 +10,7 @@ from pathlib import Path
 from fsdp_lab.config import SweepConfig, UserError, is_address
 from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.status import TrialStatus
-from fsdp_lab.config.sweep import SearchConfig, objectives_in
+from fsdp_lab.config.sweep import SearchConfig, objectives
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.record.paths import storage
 from fsdp_lab.record.results_csv import read_run_ids
@@ -67,7 +67,7 @@ def asked_for(search: SearchConfig, words: list[str], arguments: Sequence[str]) 
     typed = any(word.lstrip("+").startswith("objective=") for word in arguments)
     if not search.samples and not typed and words == SweepConfig().objective:
         return []
-    return objectives_in(words)
+    return objectives(words)
 
 
 def sweep_in(folder: Path) -> tuple[data.SweepData, SweepStart, SweepConfig]:
