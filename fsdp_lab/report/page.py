@@ -85,8 +85,7 @@ def _trials_table(sweep: SweepRecord, r: Recommendation) -> dict[str, Any]:
     decided = [metric for metric, _ in r.axes]
     columns = sorted((c for c in table_columns("report", frame) if c.key in frame), key=lambda c: c.key not in decided)
     finished = frame[frame["status"] == TrialStatus.finished]
-    known = {c.key: finished[c.key].replace(math.inf, math.nan).dropna() for c in columns}
-    best = {column.key: column.best_of(list(known[column.key])) for column in columns}
+    best = {c.key: c.best_of(list(finished[c.key].replace(math.inf, math.nan).dropna())) for c in columns}
     return {
         "columns": columns,
         "best": best,

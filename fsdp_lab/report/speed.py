@@ -44,20 +44,39 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Noise:
-    """The noise of all runs of a sweep: the `variance` of a logarithm, by so many degrees of `freedom` of `groups`."""
+class Measured:
+    """The speed of a group of runs, with the noise of all groups.
 
+    Attributes:
+        log: the mean of the logarithms of its runs.
+        runs: how many they are.
+        variance: of the logarithm of a run, in every group.
+        freedom: the degrees of freedom that determine it; 0: no group has repeats.
+        groups: how many there are.
+    """
+
+    log: float
+    runs: int
     variance: float
     freedom: int
     groups: int
 
-    def around(self, log: float, share: float, groups: int) -> Interval:
+    @property
+    def interval(self) -> Interval:
+        return self._around(self.log, 1 / self.runs, groups=2)  # of two groups it is Student's
+
+    def ratio(self, other: Measured) -> Interval:
+        """Return the speed over another's of the same sweep."""
+        if self is other:
+            return Interval(1.0, 1.0, 1.0)
+        return self._around(self.log - other.log, 1 / self.runs + 1 / other.runs, self.groups)
+
+    def _around(self, log: float, share: float, groups: int) -> Interval:
         """Return the interval around a logarithm; from 0 to infinity if it spans more than a factor of a hundred.
 
         Args:
-            log: of a speed or a ratio.
             share: its variance over the variance of a run.
-            groups: how many of them the quantile is for; of two it is Student's.
+            groups: how many of them the quantile is for.
         """
         value = math.exp(log)
         if not self.freedom:
@@ -75,32 +94,13 @@ def _quantile(groups: int, freedom: int) -> float:
     return float(studentized_range.ppf(_CONFIDENCE, groups, freedom)) / math.sqrt(2)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The speed of a group of runs: the mean of their logarithms, and how many they are."""
-
-    log: float
-    runs: int
-    noise: Noise
-
-    @property
-    def interval(self) -> Interval:
-        return self.noise.around(self.log, 1 / self.runs, groups=2)
-
-    def ratio(self, other: Measured) -> Interval:
-        """Return the speed over another's of the same sweep."""
-        if self is other:
-            return Interval(1.0, 1.0, 1.0)
-        return self.noise.around(self.log - other.log, 1 / self.runs + 1 / other.runs, self.noise.groups)
-
-
 def measured(runs: Mapping[int, Sequence[float]]) -> dict[int, Measured]:
     """Return the speed of each group by the speeds of its runs, which are above 0."""
     logs = {group: np.log(speeds) for group, speeds in runs.items()}
     freedom = sum(map(len, logs.values())) - len(logs)
     rest = sum(float(((of - of.mean()) ** 2).sum()) for of in logs.values())
-    noise = Noise(rest / max(freedom, 1), freedom, len(logs))
-    return {group: Measured(float(of.mean()), len(of), noise) for group, of in logs.items()}
+    noise = rest / max(freedom, 1), freedom, len(logs)
+    return {group: Measured(float(of.mean()), len(of), *noise) for group, of in logs.items()}
 
 
 @dataclass(frozen=True)
