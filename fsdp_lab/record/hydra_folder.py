@@ -47,33 +47,23 @@ def saved_config(values: dict[str, Any]) -> SweepConfig:
     return part(from_dict(NightlyConfig, values), SweepConfig)
 
 
-def _as_typed(trial: Trial) -> dict[str, Any]:
-    """Return a trial's config in plain values, with the variables in the user's own keys, which may be secrets."""
-    own = {group: trial.composed[group] for group in OPEN_GROUPS}
-    return with_typed(to_dict(trial.config), variables_in(own))
-
-
 def write_hydra_folder(trial: Trial) -> None:
     """Write `.hydra/` of a trial, as Hydra's own launcher does."""
     hydra_folder = trial.folder / ".hydra"
     trial.folder.mkdir(0o700, parents=True, exist_ok=True)
     hydra_folder.mkdir(exist_ok=True)
+    own = {group: trial.composed[group] for group in OPEN_GROUPS}
     contents = {
-        "config": _as_typed(trial),
+        "config": with_typed(to_dict(trial.config), variables_in(own)),  # variables may be secrets
         "hydra": {"hydra": trial.composed["hydra"]},
         "overrides": trial.overrides,
     }
     for name, content in contents.items():
-        _write_yaml(hydra_folder / f"{name}.yaml", content)
+        write_yaml(hydra_folder / f"{name}.yaml", content)
 
 
-def write_multirun_yaml(folder: Path, config: Any) -> None:
-    """Write `multirun.yaml`, the composed configuration of a sweep in plain values."""
-    _write_yaml(folder / "multirun.yaml", config)
-
-
-def _write_yaml(path: Path, content: Any) -> None:
-    """Write by libyaml, which is many times as fast as Hydra's way."""
+def write_yaml(path: Path, content: Any) -> None:
+    """Write plain values by libyaml, which is many times as fast as Hydra's way."""
     write_text(path, yaml.dump(content, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True))
 
 

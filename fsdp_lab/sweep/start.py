@@ -19,7 +19,7 @@ from fsdp_lab.config.wording import count
 from fsdp_lab.engine.cluster import start_ray
 from fsdp_lab.engine.ray_job import check_job
 from fsdp_lab.forecast.devices import check_sweep
-from fsdp_lab.record.hydra_folder import write_hydra_folder, write_multirun_yaml
+from fsdp_lab.record.hydra_folder import write_hydra_folder, write_yaml
 from fsdp_lab.record.sweep_json import begin_folder
 from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.storage.locks import locked
@@ -109,7 +109,8 @@ def _record(sweep: Sweep, multirun: DictConfig | None) -> None:
     trials = [state.trial for state in sweep.trials]
     begin_folder(sweep.folder, trials)
     if multirun is not None:
-        write_multirun_yaml(sweep.folder, OmegaConf.to_container(multirun, resolve=False, enum_to_str=True))
+        content = OmegaConf.to_container(multirun, resolve=False, enum_to_str=True)
+        write_yaml(sweep.folder / "multirun.yaml", content)
     for trial in trials:
         write_hydra_folder(trial)
         add_trial(sweep.folder, trial)
