@@ -200,7 +200,8 @@ def read_study(overrides: list[str]) -> Study:
                 f"{own[0]} has several values, but takes one; quote a value with a comma: \"{own[0]}='0 2,14 * * *'\"."
             )
         first = hydra.compose([values[0] for values in axes.values()])
-    config, name = nightly_config(first), group_choices(first).get("experiment", "nightly")
+    name = group_choices(first).get("experiment", "nightly")
+    config = nightly_config(first)  # which takes Hydra's part out
     check(config)
     if config.forecast.keep is not None:
         raise ConfigError(
