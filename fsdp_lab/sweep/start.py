@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
 from fsdp_lab.config import is_address
@@ -32,19 +29,6 @@ from fsdp_lab.sweep.sweep import Sweep
 
 if TYPE_CHECKING:
     from fsdp_lab.sweep.runner import Executor
-
-
-def run_multirun(
-    context: HydraContext, config: DictConfig, defaults: Mapping[str, str | None], arguments: Sequence[str]
-) -> None:
-    """Run every trial of a sweep, then leave with its exit status.
-
-    Raises:
-        SystemExit: 1 when a trial failed, 130 when interrupted.
-        ConfigError: before anything starts, for a value that is wrong.
-    """
-    if code := run(Multirun(context, config, defaults, arguments)):
-        sys.exit(code)
 
 
 def run(command: Alone | Multirun) -> ExitCode:
@@ -126,18 +110,17 @@ def start_sweep(sweep: Sweep) -> ExitCode:
     outputs = Outputs(sweep)
     code = run_sweep(sweep, _executor(sweep.config.engine), outputs)
     outputs.console.final(outputs.answer)
-    runs, where = outputs.mlflow, relative(sweep.folder)
+    runs, where = outputs.mlflow.projection, relative(sweep.folder)
     shown = [f"report: {where}/report.html"] if outputs.answer else []
     shown += [f"results: {where}/results.csv", f"compare: {runs.ui_url or ui_command(sweep.config.tracking.uri)}"]
-    shown += [f"MLflow run: {runs.parent_id}"] if runs.parent_id else []
+    shown += [f"MLflow run: {parent}"] if (parent := runs.run_id(None)) else []
     shown += resume_lines(sweep.folder) if code is ExitCode.interrupted else []
     outputs.console.rich.print(*shown, sep="\n", highlight=False, soft_wrap=True)
     return code
 
 
 def _executor(engine: Engine) -> Executor:
-    """Return the executor. Ray is imported only for a sweep that uses it."""
-    if engine is Engine.inline:
+    if engine is Engine.inline:  # imports no Ray
         from fsdp_lab.sweep.executors.inline import InlineExecutor
 
         return InlineExecutor()

@@ -25,12 +25,11 @@ from fsdp_lab.sweep.sweep import Sweep
 from fsdp_lab.tracking import runs_url
 
 
-def sweep_of(sweep: Sweep, run_id: Callable[[int], str], parent: str = "") -> data.SweepData:
+def sweep_of(sweep: Sweep, run_id: Callable[[int | None], str]) -> data.SweepData:
     """Return the report's view of a sweep.
 
     Args:
-        run_id: returns the id of a trial's run by its number.
-        parent: the id of the sweep's own run; "": not known.
+        run_id: returns the id of a trial's run by its number, or with None of the sweep's own; "": not known.
     """
     config, record = sweep.config, sweep.started
     sizes = {size for state in sweep.trials if isinstance(size := state.facts.get("world_size"), int)}
@@ -49,7 +48,7 @@ def sweep_of(sweep: Sweep, run_id: Callable[[int], str], parent: str = "") -> da
         [
             *record.libraries.items(),
             *([("workers", ", ".join(map(str, sorted(sizes))))] if sizes else []),
-            *([("MLflow run", parent)] if parent else []),
+            *([("MLflow run", parent)] if (parent := run_id(None)) else []),
         ],
         asked_for(config.search, config.objective, record.arguments),
         "" if "experiment" in sweep.swept else preset_of(sweep.trials[0].trial),
@@ -59,10 +58,7 @@ def sweep_of(sweep: Sweep, run_id: Callable[[int], str], parent: str = "") -> da
 def asked_for(search: SearchConfig, words: list[str], arguments: Sequence[str]) -> list[tuple[str, str]]:
     """Return the objectives that a recommendation follows: those of a search, or those typed for a grid.
 
-    Empty for a grid without any, whose answer is the fastest setting that qualifies.
-
-    Args:
-        words: the objectives in the config.
+    Empty for a grid without any, whose answer is the fastest setting that qualifies. `words`: those in the config.
     """
     typed = any(word.lstrip("+").startswith("objective=") for word in arguments)
     if not search.samples and not typed and words == SweepConfig().objective:

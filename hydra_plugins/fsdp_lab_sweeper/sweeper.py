@@ -3,6 +3,7 @@
 It is loaded under no module name, so annotations here must be real types, not strings.
 """
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -46,6 +47,8 @@ class FsdpLabSweeper(Sweeper):
 
         if not issubclass(OmegaConf.get_type(self.config) or object, NightlyConfig):
             raise ConfigError("hydra/sweeper=fsdp_lab sweeps only fsdp_lab's configuration; use hydra/sweeper=basic.")
-        from fsdp_lab.sweep.start import run_multirun
+        from fsdp_lab.sweep.command import Multirun
+        from fsdp_lab.sweep.start import run
 
-        return run_multirun(self.hydra_context, self.config, self.params, arguments)
+        if code := run(Multirun(self.hydra_context, self.config, self.params, arguments)):
+            sys.exit(code)

@@ -189,7 +189,7 @@ def test_the_answer_is_data_of_the_sweeps_run_until_another_one_replaces_it(plan
         def run(self, sweep: Sweep) -> None:
             super().run(sweep)
             runs_of.describe(answer_of(sweep, 0))
-            assert runs_of._projection is not None and runs_of._projection.settle(60) == 0
+            assert runs_of.projection.settle(60) == 0
             runs_of.describe(answer_of(sweep, 1))
 
     run_sweep(plan, Recommends(), outputs)

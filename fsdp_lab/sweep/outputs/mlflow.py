@@ -24,30 +24,16 @@ _EARLY_LIMIT_S = 3.0  # when the sweep ends early
 
 
 class MlflowRuns:
-    """Says what each run should hold, and which have changed; `Projection` sends the difference."""
+    """Says what each run should hold, and which have changed; its `projection` sends the difference."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep, self._tracking = sweep, sweep.config.tracking
-        self._projection = Projection(self._tracking, sweep.started.id, self._wanted, sweep.log)
+        self.projection = Projection(self._tracking, sweep.started.id, self._wanted, sweep.log)
         self._ended: dict[int, int] = {}  # number of a trial -> milliseconds since 1970
         self._ending: Ending | None = None
         self._with_files = self._gave_up = False
         self._until: float | None = None  # of all waits at an early end, on the monotonic clock
         self._answer: SweepAnswer | None = None
-
-    @property
-    def parent_id(self) -> str:
-        """The id of the sweep's own run; "" for a trial alone, and before the store has it."""
-        return self._projection.run_id(None)
-
-    @property
-    def ui_url(self) -> str | None:
-        """Where a UI lists the experiment's runs; None where no server is known."""
-        return self._projection.ui_url
-
-    def run_id(self, number: int) -> str:
-        """Return the id of a trial's run; "" while it has none."""
-        return self._projection.run_id(number)
 
     def open(self) -> None:
         """Make the store's schema, and let it get the sweep's run, and what it lacks of trials that have ended.
@@ -55,19 +41,19 @@ class MlflowRuns:
         Raises:
             TrackingError: the store cannot be reached.
         """
-        self._projection.open(self._sweep.resumed)
+        self.projection.open(self._sweep.resumed)
         ended = [
             n for n, state in enumerate(self._sweep.trials)
             if state.ended and RECORDED_TAG not in self._tags_in_store(n)
         ]  # fmt: skip
-        own = self._projection.stored(None)
+        own = self.projection.stored(None)
         ended_before = own is not None and own.ended is not None and not self._sweep.has_more()
         self.change(*([] if ended_before else [None]), *ended)
 
     def change(self, *numbers: int | None) -> None:
         """Send what is new of these trials, or with None of the sweep, if it has a run of its own."""
         multirun = self._sweep.started.multirun
-        self._projection.changed(*(number for number in numbers if number is not None or multirun))
+        self.projection.changed(*(number for number in numbers if number is not None or multirun))
 
     def changed(self, number: int) -> None:
         """Send what is new of a trial that has begun: of others it is sent with their first event."""
@@ -78,12 +64,14 @@ class MlflowRuns:
             self._ended.setdefault(number, int(time.time() * 1000))
         self.change(number)
         if self._sweep.config.engine is Engine.inline and self._sweep.ending is None:
-            self._projection.settle(0.0)  # before this process trains on: a step shares no core
+            self.projection.settle(0.0)  # before this process trains on: a step shares no core
 
     def settle(self, ending: Ending) -> None:
         """End the sweep's run, and wait for the store: the report names the runs."""
         self._ending = ending
-        of_earlier_start = [n for n, state in enumerate(self._sweep.trials) if not state.ended and self.run_id(n)]
+        of_earlier_start = [
+            n for n, state in enumerate(self._sweep.trials) if not state.ended and self.projection.run_id(n)
+        ]
         self.change(None, *of_earlier_start)
         self._settle(ending)
 
@@ -92,10 +80,10 @@ class MlflowRuns:
         self._with_files = True
         if self._sweep.started.multirun:
             self.change(None)
-        elif self.run_id(0):
+        elif self.projection.run_id(0):
             self.change(0)
         unsent = self._settle(ending)
-        self._projection.stop(self._left_s(ending))
+        self.projection.stop(self._left_s(ending))
         if unsent:
             self._sweep.log(
                 f"{count(unsent, 'run')} did not reach the MLflow store as a whole; the trials' folders have the rest; "
@@ -109,12 +97,12 @@ class MlflowRuns:
         self.change(None, *tagged, *(a.trial for a in (before, answer) if a and a.trial is not None))
 
     def _tags_in_store(self, number: int | None) -> Mapping[str, str]:
-        run = self._projection.stored(number)
+        run = self.projection.stored(number)
         return run.tags if run is not None else {}
 
     def _settle(self, ending: Ending) -> int:
         patience_s = 0.0 if self._gave_up else self._tracking.patience_s
-        unsent = self._projection.settle(patience_s, self._left_s(ending))
+        unsent = self.projection.settle(patience_s, self._left_s(ending))
         self._gave_up = unsent > 0
         return unsent
 
@@ -134,7 +122,7 @@ class MlflowRuns:
         names: tuple[str, ...] = ("results.csv", "multirun.yaml")
         if ending is not None and not ending.early:
             names = (*names, *FILES)
-        own = self._projection.stored(None)
+        own = self.projection.stored(None)
         return WantedRun(
             sweep_name([state.trial for state in sweep.trials], sweep.swept),
             sweep_tags(sweep.folder, command_line()),

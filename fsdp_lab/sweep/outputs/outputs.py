@@ -28,7 +28,7 @@ class Outputs:
         self.sweep = sweep
         self.console = Console(sweep)
         self.mlflow = MlflowRuns(sweep)
-        self.results = ResultsCsv(sweep, self.mlflow.run_id)
+        self.results = ResultsCsv(sweep, self.mlflow.projection.run_id)
         self.forecasts = Forecasts(sweep)  # always last: they may skip a trial
         self.answer: Answer | None = None
 
@@ -117,7 +117,7 @@ class Outputs:
         try:
             for name in FILES:  # of an earlier start: MLflow would get them as this one's
                 (sweep.folder / name).unlink(missing_ok=True)
-            answer = write_report(sweep_of(sweep, self.mlflow.run_id, self.mlflow.parent_id), sweep.folder)
+            answer = write_report(sweep_of(sweep, self.mlflow.projection.run_id), sweep.folder)
             self.mlflow.describe(SweepAnswer(**answer.as_data))
         except Exception as error:  # noqa: BLE001 - the results are there, and the report can be written again
             self.log(f"the report could not be written ({error}); to try again: {report_command(sweep.folder)}")

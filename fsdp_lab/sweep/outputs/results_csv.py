@@ -22,7 +22,7 @@ class ResultsCsv:
         stale: something has changed since it was written.
     """
 
-    def __init__(self, sweep: Sweep, run_id: Callable[[int], str]) -> None:
+    def __init__(self, sweep: Sweep, run_id: Callable[[int | None], str]) -> None:
         self._sweep, self._run_id = sweep, run_id
         self._pace, self.stale = Pace(), False
 
@@ -42,7 +42,7 @@ class ResultsCsv:
 
 
 def rows_of(
-    states: Sequence[TrialState], swept: Sequence[str], front: Collection[int], run_id: Callable[[int], str]
+    states: Sequence[TrialState], swept: Sequence[str], front: Collection[int], run_id: Callable[[int | None], str]
 ) -> Iterator[dict[str, Any]]:
     """Yield the row of each trial.
 

@@ -17,15 +17,10 @@ from fsdp_lab.sweep.sweep import Sweep
 
 _STYLE = {
     TrialStatus.finished: "green",
-    TrialStatus.failed: "bold red",
-    TrialStatus.interrupted: "yellow",
     TrialStatus.running: "cyan",
     TrialStatus.waiting: "dim",
-    TrialStatus.oom: "bold red",
-    TrialStatus.diverged: "bold red",
-    TrialStatus.stopped: "yellow",
-    TrialStatus.skipped: "yellow",
     TrialStatus.starting: "dim",
+    **dict.fromkeys((TrialStatus.failed, TrialStatus.oom, TrialStatus.diverged), "bold red"),
 }
 # What a sweep is decided by stays at any width, with the objectives. Of the others the last leaves first, and before it
 # what is not listed.
@@ -43,29 +38,16 @@ def trial_table(
     Args:
         chosen: numbers of the recommended trials.
     """
-    figures = [state.figures for state in sweep.trials]
-    metrics = _metrics(sweep, figures)
-    best, front = _best(sweep, metrics, figures), sweep.front()
+    metrics = _metrics(sweep)
+    best, front, digits = _best(sweep, metrics), sweep.front(), len(str(len(sweep.trials) - 1))
     stays = {*_STAY, *(metric for metric, _ in sweep.objectives)}
-    columns = [
-        Column(
-            "trial",
-            [_trial_cell(n, state, n in chosen, len(str(len(sweep.trials) - 1))) for n, state in rows],
-            justify="left",
-        ),
-        *(
-            Column(key, [setting_text(state.trial, key) for _, state in rows], is_axis=True, justify="left")
-            for key in sweep.swept
-        ),
-        *(
-            Column(
-                metric.label,
-                [_cell(metric, state, figures[n], best) for n, state in rows],
-                drop=0 if metric.key in stays else _drop(metric.key),
-            )
-            for metric in metrics
-        ),
-    ]
+    columns = [Column("trial", [_trial_cell(n, state, n in chosen, digits) for n, state in rows], justify="left")]
+    for key in sweep.swept:
+        texts = [setting_text(state.trial, key) for _, state in rows]
+        columns.append(Column(key, texts, is_axis=True, justify="left"))
+    for metric in metrics:
+        cells = [_cell(metric, state, best) for _, state in rows]
+        columns.append(Column(metric.label, cells, drop=0 if metric.key in stays else _drop(metric.key)))
     if len(sweep.objectives) > 1:
         columns.append(Column("pareto", ["yes" if n in front else "" for n, _ in rows]))
     return FittingTable(columns, title, elsewhere="results.csv")
@@ -85,48 +67,40 @@ def _drop(key: str) -> int:
     return 1 + (_DROP_LAST.index(key) if key in _DROP_LAST else len(_DROP_LAST))
 
 
-def _metrics(sweep: Sweep, figures: Sequence[Mapping[str, float]]) -> list[Metric]:
-    known = dict.fromkeys(key for each in figures for key in each)
+def _metrics(sweep: Sweep) -> list[Metric]:
+    known = dict.fromkeys(key for state in sweep.trials for key in state.figures)
     metrics = [metric for metric in table_columns("terminal", known) if metric.key in known]
     of_table = {metric.key for metric in table_columns("terminal")}
     return [*metrics, *(declared(key) for key, _ in sweep.objectives if key not in of_table)]
 
 
 def _trial_cell(number: int, state: TrialState, is_chosen: bool, digits: int) -> Text:
-    style = "bold green" if is_chosen else _STYLE[state.status]
+    style = "bold green" if is_chosen else _STYLE.get(state.status, "yellow")
     status = "" if state.status is TrialStatus.finished else f" {state.status}"
     return Text(f"{'>' if is_chosen else ' '} {number:>{digits}}{status}", style=style)
 
 
-def _best(
-    sweep: Sweep, columns: Sequence[Metric], figures: Sequence[Mapping[str, float]]
-) -> dict[str, Mapping[str, float]]:
+def _best(sweep: Sweep, columns: Sequence[Metric]) -> dict[str, Mapping[str, float]]:
     """Return for each column the figures of its best finished trial; no column whose trials are equal or unordered."""
-    finished = [
-        (state, each) for state, each in zip(sweep.trials, figures, strict=True) if state.status is TrialStatus.finished
-    ]
-    best = {}
+    finished = [state.figures for state in sweep.trials if state.status is TrialStatus.finished]
+    best: dict[str, Mapping[str, float]] = {}
     for column in columns:
         key = column.key
-        having = [each for state, each in finished if key in each]
-        highest = column.best_of([each[key] for each in having])
-        holder = next((each for each in having if each[key] == highest), None)
-        if holder is not None and not all(same_loss(key, each, holder) for each in having):
+        having = [figures for figures in finished if key in figures]
+        highest = column.best_of([figures[key] for figures in having])
+        holder = next((figures for figures in having if figures[key] == highest), None)
+        if holder is not None and not all(same_loss(key, figures, holder) for figures in having):
             best[key] = holder
     return best
 
 
-def _cell(
-    metric: Metric, state: TrialState, figures: Mapping[str, float], best: Mapping[str, Mapping[str, float]]
-) -> Text:
-    key, value = metric.key, figures.get(metric.key)
-    if value is None:
-        return Text(metric.text(value))
-    if state.status is TrialStatus.finished and key in best:
-        highest = best[key]
-        if metric.text(value) == metric.text(highest[key]) or same_loss(key, figures, highest):
-            return Text(f"*{metric.text(value)}", style="bold green")
-    return Text(metric.text(value))
+def _cell(metric: Metric, state: TrialState, best: Mapping[str, Mapping[str, float]]) -> Text:
+    text = metric.text(state.figures.get(metric.key))
+    if state.status is TrialStatus.finished and metric.key in best and metric.key in state.figures:
+        highest = best[metric.key]
+        if text == metric.text(highest[metric.key]) or same_loss(metric.key, state.figures, highest):
+            return Text(f"*{text}", style="bold green")
+    return Text(text)
 
 
 def epoch_line(trial: Trial, metrics: Mapping[str, float], epochs: int | None) -> str:
