@@ -7,12 +7,86 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_lab.commands import reference
+from fsdp_lab.commands.reference import values_text
+from fsdp_lab.config.conf import data_sheets, group_dirs
+from fsdp_lab.config.describe import KeyDescription, describe_keys
+from fsdp_lab.config.metrics import METRICS, Metric
 
 DOCS = Path(__file__).resolve().parent
+_PACKAGE = DOCS.parent / "fsdp_lab"
+_TABLE = re.compile(r"^\|.*\|$(\n^\|.*\|$)+", re.MULTILINE)
 FILES = (*(DOCS / "reference").glob("*.md"), DOCS / "architecture.md")
+
+
+def keys_page() -> str:
+    """Return a table of keys for each group, as Markdown."""
+    return "\n\n".join(_group_table(*group) for group in describe_keys())
+
+
+def _group_table(name: str, about: str, keys: Sequence[KeyDescription]) -> str:
+    rows = [f"| `{key.name}` | {values_text(key)} | {_code(key.default)} | {_text(key.meaning)} |" for key in keys]
+    head = f"## {name or 'Keys without a group'}\n\n" + (f"{about}\n\n" if name else "")
+    return "\n".join([f"{head}| key | values | default | meaning |", "| --- | --- | --- | --- |", *rows])
+
+
+def options_page() -> str:
+    """Return a table of options for each group of `conf/`, and of data sheets, as Markdown."""
+    tables = []
+    for folder in group_dirs():
+        files = sorted(folder.glob("*.yaml"))
+        rows = [f"| `{folder.name}={file.stem}` | {option_comment(file)} |" for file in files]
+        tables.append("\n".join([f"## {folder.name}", "", "| option | what it is |", "| --- | --- |", *rows]))
+    sheets = [f"| `forecast.device={file.stem}` | {option_comment(file)} |" for file in data_sheets()]
+    tables.append("\n".join(["## Data sheets", "", "| device | what it is |", "| --- | --- |", *sheets]))
+    return "\n\n".join(tables)
+
+
+def option_comment(file: Path) -> str:
+    """Return the first line of the comment at the head of an option's file, without directives; "" without one."""
+    lines = (line for line in file.read_text().splitlines() if not line.startswith("# @package"))
+    head = next(lines, "")
+    return head.removeprefix("# ").removesuffix(":") if head.startswith("# ") else ""
+
+
+def metrics_page() -> str:
+    """Return a table of every metric, as Markdown."""
+    head = ["| metric | unit | better | objective | meaning |", "| --- | --- | --- | --- | --- |"]
+    return "\n".join([*head, *map(_metric_row, METRICS)])
+
+
+def _metric_row(metric: Metric) -> str:
+    key = f"`{metric.key}`" + (f", `{metric.mib_key}` in MiB" if metric.mib_key else "")
+    better = {"min": "lower", "max": "higher", "": ""}[metric.better]
+    about = metric.about or metric.label
+    return f"| {key} | {metric.unit} | {better} | {'yes' if metric.objective else ''} | {about} |"
+
+
+def table_in(file: str) -> str:
+    """Return the table in the docstring of a module, as Markdown.
+
+    Args:
+        file: below the package, such as `record/trial_files.py`. It is read, not imported.
+
+    Raises:
+        ValueError: the docstring has no table.
+    """
+    match = _TABLE.search(ast.get_docstring(ast.parse((_PACKAGE / file).read_text())) or "")
+    if match is None:
+        raise ValueError(f"fsdp_lab/{file} has no table in its docstring")
+    return _text(match[0])
+
+
+def _text(markdown: str) -> str:
+    """Return Markdown in which `<name>` outside of code is text, not an element."""
+    parts = re.split(r"(`[^`]*`)", markdown)
+    return "".join(part if part.startswith("`") else part.replace("<", "&lt;") for part in parts)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
 
 
 def rooms_picture() -> str:
@@ -36,9 +110,9 @@ def rooms_picture() -> str:
 
 PAGES = {
     "rooms": rooms_picture,
-    "keys": reference.keys_page,
-    "options": reference.options_page,
-    "metrics": reference.metrics_page,
+    "keys": keys_page,
+    "options": options_page,
+    "metrics": metrics_page,
 }
 _GENERATED = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -47,7 +121,7 @@ def filled(markdown: str) -> str:
     """Return a page with its tables as the code has them: by a name in `PAGES`, or in the docstring of a file."""
 
     def fill(found: re.Match[str]) -> str:
-        table = PAGES[found[2]]() if found[2] in PAGES else reference.table_in(found[2])
+        table = PAGES[found[2]]() if found[2] in PAGES else table_in(found[2])
         return f"{found[1]}\n{table}\n\n{found[3]}"
 
     return _GENERATED.sub(fill, markdown)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from fsdp_lab.config.metrics import METRICS
 from fsdp_lab.config.status import ExitCode
 from tests.conftest import ROOT, run_cli
 
+tables = SimpleNamespace(**run_path(str(ROOT / "docs" / "tables.py")))
 KEYS = {key.name: key for _, _, keys in describe_keys() for key in keys}
 OPTIONS = [file for folder in group_dirs() for file in sorted(folder.glob("*.yaml"))]
 
@@ -79,15 +81,11 @@ def test_a_trial_or_a_part_of_it_is_printed(cli):
 
 
 def test_every_option_begins_with_what_it_is():
-    without = [f"{file.parent.name}/{file.name}" for file in OPTIONS if not reference.option_comment(file)]
+    without = [f"{file.parent.name}/{file.name}" for file in OPTIONS if not tables.option_comment(file)]
     assert not without, f"begin each file with a comment of one line: {without}"
 
 
 def test_committed_pages_are_those_of_the_code():
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
-    assert spec and spec.loader
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
     pages = {page.name: page.read_text() for page in tables.FILES}
     old = [name for name, text in pages.items() if tables.filled(text) != text]
     assert not old, f"python docs/tables.py writes them again: {old}"
@@ -96,7 +94,7 @@ def test_committed_pages_are_those_of_the_code():
 
 
 def test_pages_have_every_key_option_and_metric():
-    keys, options, metrics = reference.keys_page(), reference.options_page(), reference.metrics_page()
+    keys, options, metrics = tables.keys_page(), tables.options_page(), tables.metrics_page()
     assert [name for name in KEYS if keys.count(f"| `{name}` |") < 1] == []
     assert [file for file in OPTIONS if f"| `{file.parent.name}={file.stem}` |" not in options] == []
     assert [file for file in data_sheets() if f"`forecast.device={file.stem}`" not in options] == []
@@ -105,13 +103,13 @@ def test_pages_have_every_key_option_and_metric():
 
 @pytest.mark.parametrize("file", ["record/trial_files.py", "record/sweep_json.py", "nightly/night.py"])
 def test_tables_of_files_are_read_from_docstrings(file: str):
-    head, rule, *rows = reference.table_in(file).splitlines()
+    head, rule, *rows = tables.table_in(file).splitlines()
     assert rule.startswith("| --- |") and len(rows) > 2 and head.count("|") == rows[0].count("|")
 
 
 def test_a_docstring_without_a_table_is_refused():
     with pytest.raises(ValueError, match=r"fsdp_lab/config/status\.py has no table"):
-        reference.table_in("config/status.py")
+        tables.table_in("config/status.py")
 
 
 def test_keys_are_shown_with_their_meanings(cli):

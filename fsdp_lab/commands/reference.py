@@ -1,28 +1,22 @@
-"""The reference: every key, option and metric, on a terminal and as Markdown for the pages of `docs/reference`."""
+"""The reference on a terminal: versions, and every key with its values. `docs/tables.py` makes pages of it."""
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import platform
-import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import fsdp_lab
 from fsdp_lab.config import ConfigError, all_keys
-from fsdp_lab.config.conf import data_sheets, group_dirs, groups, options_of
+from fsdp_lab.config.conf import groups, options_of
 from fsdp_lab.config.convert import leaves, value_text
 from fsdp_lab.config.describe import KeyDescription, describe_keys
-from fsdp_lab.config.metrics import METRICS, Metric
 from fsdp_lab.config.options import option_values
 from fsdp_lab.config.suggest import did_you_mean
 
-_PACKAGE = Path(fsdp_lab.__file__).parent
 _LIBRARIES = ("torch", "ray", "mlflow", "hydra-core")  # what a report of a bug should name
-_TABLE = re.compile(r"^\|.*\|$(\n^\|.*\|$)+", re.MULTILINE)
 
 
 def versions() -> str:
@@ -68,77 +62,9 @@ def _keys_of_option(option: str, keys: Sequence[KeyDescription]) -> Iterator[Key
 
 def _key_lines(key: KeyDescription, width: int) -> Iterator[str]:
     yield f"{key.name}={key.default}"
-    for text in filter(None, (_values(key), key.meaning)):
+    for text in filter(None, (values_text(key), key.meaning)):
         yield from textwrap.wrap(text.replace("`", ""), width, initial_indent="    ", subsequent_indent="    ")
 
 
-def _values(key: KeyDescription) -> str:
+def values_text(key: KeyDescription) -> str:
     return f"{key.kind}: {key.takes}" if key.takes else key.kind
-
-
-def keys_page() -> str:
-    """Return a table of keys for each group, as Markdown."""
-    return "\n\n".join(_group_table(*group) for group in describe_keys())
-
-
-def _group_table(name: str, about: str, keys: Sequence[KeyDescription]) -> str:
-    rows = [f"| `{key.name}` | {_values(key)} | {_code(key.default)} | {_text(key.meaning)} |" for key in keys]
-    head = f"## {name or 'Keys without a group'}\n\n" + (f"{about}\n\n" if name else "")
-    return "\n".join([f"{head}| key | values | default | meaning |", "| --- | --- | --- | --- |", *rows])
-
-
-def options_page() -> str:
-    """Return a table of options for each group of `conf/`, and of data sheets, as Markdown."""
-    tables = []
-    for folder in group_dirs():
-        files = sorted(folder.glob("*.yaml"))
-        rows = [f"| `{folder.name}={file.stem}` | {option_comment(file)} |" for file in files]
-        tables.append("\n".join([f"## {folder.name}", "", "| option | what it is |", "| --- | --- |", *rows]))
-    sheets = [f"| `forecast.device={file.stem}` | {option_comment(file)} |" for file in data_sheets()]
-    tables.append("\n".join(["## Data sheets", "", "| device | what it is |", "| --- | --- |", *sheets]))
-    return "\n\n".join(tables)
-
-
-def option_comment(file: Path) -> str:
-    """Return the first line of the comment at the head of an option's file, without directives; "" without one."""
-    lines = (line for line in file.read_text().splitlines() if not line.startswith("# @package"))
-    head = next(lines, "")
-    return head.removeprefix("# ").removesuffix(":") if head.startswith("# ") else ""
-
-
-def metrics_page() -> str:
-    """Return a table of every metric, as Markdown."""
-    head = ["| metric | unit | better | objective | meaning |", "| --- | --- | --- | --- | --- |"]
-    return "\n".join([*head, *map(_metric_row, METRICS)])
-
-
-def _metric_row(metric: Metric) -> str:
-    key = f"`{metric.key}`" + (f", `{metric.mib_key}` in MiB" if metric.mib_key else "")
-    better = {"min": "lower", "max": "higher", "": ""}[metric.better]
-    about = metric.about or metric.label
-    return f"| {key} | {metric.unit} | {better} | {'yes' if metric.objective else ''} | {about} |"
-
-
-def table_in(file: str) -> str:
-    """Return the table in the docstring of a module, as Markdown.
-
-    Args:
-        file: below the package, such as `record/trial_files.py`. It is read, not imported.
-
-    Raises:
-        ValueError: the docstring has no table.
-    """
-    match = _TABLE.search(ast.get_docstring(ast.parse((_PACKAGE / file).read_text())) or "")
-    if match is None:
-        raise ValueError(f"fsdp_lab/{file} has no table in its docstring")
-    return _text(match[0])
-
-
-def _text(markdown: str) -> str:
-    """Return Markdown in which `<name>` outside of code is text, not an element."""
-    parts = re.split(r"(`[^`]*`)", markdown)
-    return "".join(part if part.startswith("`") else part.replace("<", "&lt;") for part in parts)
-
-
-def _code(text: str) -> str:
-    return f"`{text}`" if text else ""

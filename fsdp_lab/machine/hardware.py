@@ -84,11 +84,6 @@ def _ask_pytorch(visible: tuple[str | None, ...]) -> tuple[tuple[Gpu, ...], str]
     return tuple(Gpu(name, memory, tuple(capability)) for name, memory, capability in seen), ""
 
 
-def visible_devices() -> str | None:
-    """Return the GPUs that are visible to this process, as its environment lists them; None: all."""
-    return os.environ.get(_VISIBLE[0]) or os.environ.get(_VISIBLE[1])
-
-
 def least_capability() -> tuple[int, int] | None:
     """Return the lowest compute capability of the GPUs that this process may use, such as (9, 0); None without one."""
     return min((gpu.capability for gpu in gpus()), default=None)
