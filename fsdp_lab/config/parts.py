@@ -1,4 +1,7 @@
-"""Checks that a model, a data set and a task fit each other, as far as the config shows."""
+"""Checks that a model, a data set and a task fit each other, as far as the config shows.
+
+Each function raises CombinationError if they do not; the message says what fits.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,7 @@ _TASKS = {"classification": "images", "language": "tokens", "seq2seq": "pairs of
 
 
 def check_parts(model: ModelConfig, data: DataConfig, task: TaskConfig) -> None:
-    """Check that the model, the data and the task are for the same kind of input. The user's parts fit anything.
-
-    Raises:
-        CombinationError: images with tokens, for example; the message lists what fits.
-    """
+    """Check that the model, the data and the task are for the same kind of input. The user's parts fit anything."""
     parts = [
         _of_target("model", model),
         _of_target("data", data),
@@ -60,9 +59,6 @@ def check_vocab_size(model: ModelConfig, data: DataConfig, needed: int | None) -
         model: checked if its vocabulary size is known.
         data: of which a key is named.
         needed: every token is less; None: not known.
-
-    Raises:
-        CombinationError: the model knows fewer tokens.
     """
     if not isinstance(needed, int) or (has := model.vocab_size()) is None or has >= needed:
         return
@@ -75,11 +71,7 @@ def check_vocab_size(model: ModelConfig, data: DataConfig, needed: int | None) -
 
 
 def check_rows(model: ModelConfig, data: DataConfig) -> None:
-    """Check that the data's rows are not longer than the positions of the model.
-
-    Raises:
-        CombinationError: the rows are longer.
-    """
+    """Check that the data's rows are not longer than the positions of the model."""
     if (source := source_of(model)) is None:
         return
     has = source.num_positions(**model.arguments)
@@ -93,11 +85,7 @@ def check_rows(model: ModelConfig, data: DataConfig) -> None:
 
 
 def check_classes(model: ModelConfig, data: DataConfig) -> None:
-    """Check that a model of images has enough classes.
-
-    Raises:
-        CombinationError: the data have more.
-    """
+    """Check that a model of images has enough classes."""
     has, needed = model.sizes().get("num_classes"), data.ask("least_num_classes", model)
     if has is not None and needed is not None and has < needed:
         name = "num_classes" if model.is_image_classifier else "num_labels"
