@@ -37,17 +37,16 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-# PyTorch's allocators for GPUs, for the CPU and for pinned memory raise plain RuntimeErrors.
+# PyTorch's allocators for GPUs, for the CPU and for pinned memory raise RuntimeErrors, of several classes.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in the middle of a message
 
 
 def code_of(error: BaseException) -> Code:
-    """Return what an error is. PyTorch's are identified by name, because it may not be importable."""
     text = str(error)
     if isinstance(error, UserError):
         return Code.user_error
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if isinstance(error, MemoryError):
         return Code.out_of_memory
     if isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY):
         return Code.out_of_memory
