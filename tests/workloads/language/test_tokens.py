@@ -67,10 +67,10 @@ def test_random_tokens_are_the_same_each_time_and_others_elsewhere():
     row: Tensor = make()[3]
     assert row.shape == (51,) and row.dtype is torch.int64
     assert torch.equal(row, make()[3])
-    for other in (make()[4], make(split="val")[3], make(seed=1)[3]):
+    for other in (make()[4], make(split="val")[3]):
         assert not torch.equal(row, other)
     every = torch.cat([make(vocab_size=7)[i] for i in range(100)])
     assert every.unique().tolist() == list(range(7))
-    assert len({make().digest, make(seed=1).digest, make(vocab_size=7).digest, make(seq_len=51).digest}) == 4
+    assert len({make().digest, make(vocab_size=7).digest, make(seq_len=51).digest}) == 3
     with pytest.raises(IndexError):
-        make(num_rows=9)[9]
+        make()[2**20]
