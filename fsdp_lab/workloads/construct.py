@@ -116,35 +116,17 @@ class Blueprint:
         Args:
             real: the parameters that keep their values, by number; None: all.
         """
-        with seeded(seed), device, _registering(real) as registration:
+        with seeded(seed), device, _registering(real) as (registered, note):
             try:
                 model = self._build()
-                count = len(registration.parameters)
+                count = len(registered)
                 for parameter in model.parameters():  # what was copied with its module, or put in place otherwise
-                    registration.add(parameter)
+                    note(parameter)
             except (RuntimeError, TypeError) as error:  # a TypeError is NumPy's way to ask
                 if real is None or not _WANTS_VALUES.search(str(error)):
                     raise
                 raise ValuesNeeded(_raised_in(error.__traceback__), " ".join(str(error).split())) from error
-        return model, registration.parameters, len(registration.parameters) > count
-
-
-class _Registration:
-    """The parameters of a model under construction, in the order in which modules register them."""
-
-    def __init__(self, real: Collection[int] | None) -> None:
-        self.parameters: list[nn.Parameter] = []
-        self._real = None if real is None else frozenset(real)
-        self._seen: set[int] = set()
-
-    def add(self, parameter: nn.Parameter) -> None:
-        """Note a parameter, and move it to `meta` unless it keeps its values. Does nothing for a known one."""
-        if id(parameter) in self._seen:
-            return
-        if self._real is not None and len(self.parameters) not in self._real and not parameter.is_meta:
-            _to_meta(parameter)
-        self._seen.add(id(parameter))
-        self.parameters.append(parameter)
+        return model, [*registered.values()], len(registered) > count
 
 
 def _to_meta(parameter: nn.Parameter) -> None:
@@ -204,9 +186,23 @@ def _raised_in(trace: TracebackType | None) -> str:
 
 
 @contextmanager
-def _registering(real: Collection[int] | None) -> Iterator[_Registration]:
-    registration = _Registration(real)
+def _registering(
+    real: Collection[int] | None,
+) -> Iterator[tuple[dict[int, nn.Parameter], Callable[[nn.Parameter], None]]]:
+    """Let modules note their parameters: yield those by id, in the order of registration, and what notes one.
+
+    A parameter goes to `meta` unless it keeps its values, see `Blueprint._construct`.
+    """
+    registered: dict[int, nn.Parameter] = {}
+    kept = None if real is None else frozenset(real)
     register = nn.Module.register_parameter
+
+    def note(parameter: nn.Parameter) -> None:
+        if id(parameter) in registered:
+            return
+        if kept is not None and len(registered) not in kept and not parameter.is_meta:
+            _to_meta(parameter)
+        registered[id(parameter)] = parameter
 
     def register_and_note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
@@ -217,11 +213,11 @@ def _registering(real: Collection[int] | None) -> Iterator[_Registration]:
                     f"the parameter {name} of {type(module).__name__} is already a DTensor; fsdp_lab shards parameters "
                     "itself: make it a plain tensor."
                 )
-            registration.add(parameter)
+            note(parameter)
 
     nn.Module.register_parameter = register_and_note  # type: ignore[assignment,method-assign]
     try:
-        yield registration
+        yield registered, note
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
