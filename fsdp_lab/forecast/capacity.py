@@ -152,9 +152,8 @@ class Forecast:
 
         The allocator does that when the device is full. Such a setting may run slower, or still run out of memory.
         """
-        if self.fits is not False or self.host_is_short:
+        if self.fits is not False or self.host_is_short or self.capacity_bytes is None:
             return False
-        assert self.capacity_bytes is not None
         return self.least_bytes <= self.capacity_bytes
 
     @property
@@ -167,20 +166,12 @@ class Forecast:
     @property
     def shortage(self) -> dict[str, int]:
         """The values of `Code.does_not_fit`, if the capacity is known: of the device, or of a host that is short."""
+        needed, capacity, peak = self.needed_bytes, self.capacity_bytes, self.peak_bytes
         if self.host_is_short:
-            assert self.host.memory_bytes is not None
-            return {
-                "needed_bytes": self.host_needed_bytes,
-                "capacity_bytes": self.host.memory_bytes,
-                "peak_bytes": self.host_bytes,
-                "workers": self.host.num_workers,
-            }
-        assert self.capacity_bytes is not None
-        return {
-            "needed_bytes": self.needed_bytes,
-            "capacity_bytes": self.capacity_bytes,
-            "peak_bytes": self.peak_bytes,
-        }
+            needed, capacity, peak = self.host_needed_bytes, self.host.memory_bytes, self.host_bytes
+        assert capacity is not None
+        workers = {"workers": self.host.num_workers} if self.host_is_short else {}
+        return {"needed_bytes": needed, "capacity_bytes": capacity, "peak_bytes": peak, **workers}
 
 
 def on_capacity(forecast: Forecast, capacity_bytes: int | None, host: Host = Host()) -> Forecast:

@@ -60,19 +60,18 @@ def seconds(operator: Operator, device: Device) -> float:
     Raises:
         ConfigError: the device's file has no figures for the operator's dtype.
     """
-    factor = device.factors.communication if operator.kind.is_collective else device.factors.compute
-    return factor * _by_figures(operator, device)
+    if operator.kind.is_collective:
+        return device.factors.communication * collective_seconds(operator, device)
+    return device.factors.compute * _work_seconds(operator, device)
 
 
-def _by_figures(operator: Operator, device: Device) -> float:
-    """Return the seconds by the device's figures.
+def _work_seconds(operator: Operator, device: Device) -> float:
+    """Return the seconds of everything but a collective.
 
     Computing takes as long as the slower of arithmetic and memory ("Roofline", Williams, Waterman and Patterson, CACM
     52, 2009).
     """
     efficiency, most = device.efficiency, device.reached
-    if operator.kind.is_collective:
-        return collective_seconds(operator, device)
     if operator.kind is Kind.transfer:
         return operator.num_bytes / device.host_bandwidth
     if operator.stream is Stream.host:
@@ -135,16 +134,12 @@ def collective_seconds(operator: Operator, device: Device) -> float:
         steps = within * path.link * device.link_latency_s + between * path.network * device.network_latency_s
         return path.begin * device.latency_s + passes * steps + sending / path.bandwidth
 
-    paths = [along(path, ranks - 1 - between, between) for path in _rings(device, nodes)]
-    if operator.kind is Kind.reduce and nodes > 1 and device.kind is DeviceKind.cuda:
+    nccl = device.kind is DeviceKind.cuda
+    rings = [_PLAIN, *([_LL] if nccl else []), *([_LL128] if nccl and nodes == 1 else [])]
+    paths = [along(path, ranks - 1 - between, between) for path in rings]
+    if operator.kind is Kind.reduce and nodes > 1 and nccl:
         paths += [along(path, ranks / nodes - 1, math.log2(nodes)) for path in _TREES]
     return min(paths)
-
-
-def _rings(device: Device, nodes: int) -> tuple[_Path, ...]:
-    if device.kind is DeviceKind.cpu:
-        return (_PLAIN,)
-    return (_PLAIN, _LL) if nodes > 1 else (_PLAIN, _LL, _LL128)
 
 
 def _bandwidth(device: Device, ranks: int, nodes: int, kind: Kind) -> float:

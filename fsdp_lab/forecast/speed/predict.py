@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp_lab.forecast.speed.costs import seconds
-from fsdp_lab.forecast.speed.device import SETTINGS_FOR_ERRORS, Basis, Device, DeviceKind, Factors, on_network
+from fsdp_lab.forecast.speed.device import SETTINGS_FOR_ERRORS, Basis, Device, DeviceKind, on_network
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream, num_nodes
 from fsdp_lab.forecast.speed.streams import schedule
 
@@ -137,6 +137,12 @@ def predict(
     looked_at = looked_at and not bound_unseen
     most = (device.error if looked_at else device.error_elsewhere).p90
     network = _network(program, device, separate_scatter)
+    parts = Parts(
+        (exposed.get("compute", 0.0) + exposed.get("transfer", 0.0)) / device.factors.compute,
+        (exposed.get("gather", 0.0) + exposed.get("scatter", 0.0)) / device.factors.communication,
+        exposed["launch"],
+        hidden,
+    )
     possible = [step_s, *network.steps.values()] if network else [step_s]
     return Speed(
         step_s,
@@ -146,7 +152,7 @@ def predict(
         most,
         device.basis,
         device.name,
-        parts=_parts(exposed, hidden, device.factors),
+        parts=parts,
         settings=device.factors.settings,
         relative=device.relative.p90 if looked_at and device.relative is not None else None,
         bound_unseen=bound_unseen,
@@ -192,9 +198,3 @@ def _bound_of(operator: Operator) -> str:
     if operator.kind.is_collective:
         return "scatter"
     return "transfer" if operator.kind is Kind.transfer or operator.stream is Stream.host else "compute"
-
-
-def _parts(exposed: Mapping[str, float], hidden: float, factors: Factors) -> Parts:
-    communication = exposed.get("gather", 0.0) + exposed.get("scatter", 0.0)
-    compute = exposed.get("compute", 0.0) + exposed.get("transfer", 0.0)
-    return Parts(compute / factors.compute, communication / factors.communication, exposed["launch"], hidden)
