@@ -15,6 +15,7 @@ from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.key_value_args import key_of, quoted
 from fsdp_lab.sweep.grid import unescaped
 
+_MAIN = ("sharding", "precision", "offload", "reshard_after_forward")
 OF_A_NIGHT = "FSDP_LAB_OF_A_NIGHT"  # set by a night for its sweep
 
 
@@ -45,7 +46,7 @@ def setting_text(trial: Trial, key: str) -> str:
 
 def run_name(trial: Trial, swept: Sequence[str]) -> str:
     """Return a short name for lists: the swept settings, or the main ones for a trial alone."""
-    keys = swept or ("sharding", "precision", "offload", "reshard_after_forward")
+    keys = swept or _MAIN
     return " ".join(f"{key}={setting_text(trial, key)}" for key in keys)
 
 
@@ -54,7 +55,7 @@ def short_name(trial: Trial, swept: Sequence[str]) -> str:
 
     Numbers are rounded.
     """
-    keys = swept or ("sharding", "precision", "offload", "reshard_after_forward")
+    keys = swept or _MAIN
     words = (
         setting_text(trial, k) if k in trial.choices else f"{k.split('.')[-1]}={_rounded(setting(trial, k))}"
         for k in keys

@@ -88,15 +88,14 @@ def resumed_states(trials: Sequence[Trial], record: SweepStart, folder: Path, co
         read_state(state, storage(trial, folder))
         if config.resume_failed and state.status is TrialStatus.failed:  # its outcome is removed later
             state.status, state.reason, state.seconds = TrialStatus.waiting, None, None
-        if not state.ended:  # it reports its epochs again
-            state.recorded([], state.forecast_figures, state.forecast_words)
-            state.facts = {}
         states.append(state)
     if not config.resume_anyway:
         _check_unchanged(record, states, folder, config)
     for state in states:
-        if not state.ended:
+        if not state.ended:  # it reports its epochs again
             check(state.trial.config)
+            state.recorded([], state.forecast_figures, state.forecast_words)
+            state.facts = {}
     return states
 
 
@@ -117,7 +116,7 @@ def _check_unchanged(record: SweepStart, states: Sequence[TrialState], folder: P
         whose = f"trial {number}" if record.multirun else "the trial"
         changes[whose] = changes_of_config(state.trial.folder, state.trial.config)
     changes["workers"] = changes_of_workers(record, config)
-    changes["data"] = _changes_of_data(states, folder)
+    changes["data"] = _changes_of_data(states)
     if text := _in_words(changes):
         raise UserError(
             f"resume={folder}: this differs from the start of the sweep: {text}. Restore it, start a new sweep, or "
@@ -134,17 +133,16 @@ def _in_words(changes: dict[str, list[str]]) -> str:
     return "; ".join(f"{whose}: {change}" if whose else change for change, whose in found.items())
 
 
-def _changes_of_data(states: Sequence[TrialState], folder: Path) -> list[str]:
+def _changes_of_data(states: Sequence[TrialState]) -> list[str]:
     """Compare the digests that trials reported with those of the current data."""
     if all(state.ended for state in states):
         return []
     recorded: dict[str, tuple[str, SweepConfig]] = {}  # what was reported, and a config that could read the data
     for state in states:
-        facts = read_trial(storage(state.trial, folder)).any_facts
         data = state.trial.config.data
-        if "data_digest" in facts and data.name != "synthetic":  # which is made from its settings
+        if "data_digest" in state.facts and data.name != "synthetic":  # which is made from its settings
             key = json.dumps(to_dict(data), sort_keys=True)
-            recorded.setdefault(key, (facts["data_digest"], state.trial.config))
+            recorded.setdefault(key, (state.facts["data_digest"], state.trial.config))
     if not recorded:
         return []
     from fsdp_lab.workloads.build import build_workload
