@@ -228,8 +228,6 @@ def reshard_after_forward(reshard: ReshardConfig) -> bool | int | None:
             return None
         case ReshardPolicy.to_size:
             return reshard.size
-        case _:
-            raise ValueError(f"reshard_after_forward.policy={reshard.policy} is not known")
 
 
 def set_prefetch(units: list[nn.Module], sharding: ShardingConfig) -> None:

@@ -107,10 +107,10 @@ class ModulesAtWork:
         self._entered.insert(place, (name, True))
 
     def _leave(self, name: str, backward: bool, gradient: Tensor | None = None) -> None:
-        if (name, backward) in self._entered:
-            self._entered.reverse()
-            self._entered.remove((name, backward))
-            self._entered.reverse()
+        for place in reversed(range(len(self._entered))):
+            if self._entered[place] == (name, backward):
+                del self._entered[place]
+                return
 
 
 @dataclass

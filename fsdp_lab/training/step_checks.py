@@ -170,7 +170,11 @@ class StepChecks:
                 self._check_trained(name, parameter)
         for name, _, copy in self._gathered:
             if version_of(copy):
-                self._refuse_write(name)
+                raise UserError(
+                    f"{self._sharding}: {name} was written in a forward pass, by step {self._step}. FSDP2 gathers a "
+                    "copy of it for each pass and frees that again, so the write is lost. Write it outside of forward, "
+                    "as in a hook of the optimizer's step, keep it in a buffer (register_buffer), or use sharding=ddp."
+                )
 
     def _check_trained(self, name: str, parameter: Tensor) -> None:
         if parameter.requires_grad or parameter.grad is not None:
@@ -180,10 +184,3 @@ class StepChecks:
                 "on, and multiply its part by 0 until it is to be trained; or train in two trials, the second with "
                 "checkpoint.resume_from=<the first>."
             )
-
-    def _refuse_write(self, name: str) -> NoReturn:
-        raise UserError(
-            f"{self._sharding}: {name} was written in a forward pass, by step {self._step}. FSDP2 gathers "
-            "a copy of it for each pass and frees that again, so the write is lost. Write it outside of forward, as in "
-            "a hook of the optimizer's step, keep it in a buffer (register_buffer), or use sharding=ddp."
-        )
