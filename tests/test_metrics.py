@@ -59,7 +59,7 @@ def finished(number: int, figures: dict[str, float]) -> TrialState:
 
 def test_an_added_metric_is_in_the_table_of_results(added: Metric, tmp_path: Path):
     states = [finished(0, {KEY: 0.0123, "perf/undeclared": 1.0})]
-    write_results(tmp_path, [], rows_of(states, [], (), lambda number: ""))
+    write_results(tmp_path, [], rows_of(sweep_of(states), lambda number: ""))
     (row,) = csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text()))
     assert row[KEY] == "0.0123" and "perf/undeclared" not in row
     columns = list(row)
@@ -70,7 +70,7 @@ def test_a_figure_has_one_text_whatever_others_have_and_nan_is_measured(tmp_path
     losses: list[dict[str, float]] = [{}, {"val/loss": math.nan}, {"epoch": 2, "val/loss": 1e3}]
     for more in ([], [{"val/loss": 0.5}]):
         states = [finished(number, figures) for number, figures in enumerate([*losses, *more])]
-        write_results(tmp_path, [], rows_of(states, [], (), lambda number: ""))
+        write_results(tmp_path, [], rows_of(sweep_of(states), lambda number: ""))
         rows = csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text()))
         texts = [(row["epoch"], row["val/loss"]) for row in rows]
         assert texts[:3] == [("1", ""), ("1", "nan"), ("2", "1000")]

@@ -12,7 +12,7 @@ import dataclasses
 import html
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +32,7 @@ from fsdp_lab.report.page import to_html
 from fsdp_lab.report.render import reason_text
 from fsdp_lab.sweep.outputs.results_csv import rows_of
 from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.sweep import Sweep
 from tests.conftest import ROOT
 from tests.report.sweeps import REPEATED, ROWS, on_cpu, rounds, sweep, trial
 from tests.sweep.planted import sweep_of
@@ -117,14 +118,14 @@ def table(made: SweepData) -> str:
         states.append(TrialState(one, record.status))
         states[-1].figures = record.figures
         states[-1].reason = record.reason
-    planned = sweep_of(states)
+    planned = sweep_of(states, swept=made.axes)
     planned.objectives = list(made.objectives)
-    return csv_of(states, made.axes, planned.front(), lambda row: made.trials[row].run_id)
+    return csv_of(planned, lambda row: made.trials[row].run_id)
 
 
-def csv_of(states: Sequence[TrialState], axes: Sequence[str], front: set[int], run_id: Callable[[int], str]) -> str:
+def csv_of(planned: Sweep, run_id: Callable[[int], str]) -> str:
     with TemporaryDirectory() as folder:
-        write_results(Path(folder), axes, rows_of(states, axes, front, run_id))
+        write_results(Path(folder), planned.swept, rows_of(planned, run_id))
         return Path(folder, "results.csv").read_text()
 
 
@@ -171,7 +172,9 @@ def results() -> str:
             states[-1].figures = dict(figures)
             states[-1].seconds = number + 0.126
     next(state for state in states if state.status is TrialStatus.failed).reason = why
-    return csv_of(states, ["sharding", "model", "optimizer.lr"], {2}, lambda n: f"run{n}")
+    planned = sweep_of(states, swept=["sharding", "model", "optimizer.lr"])
+    planned.front = lambda: {2}  # type: ignore[method-assign]
+    return csv_of(planned, lambda n: f"run{n}")
 
 
 def test_the_table_of_trials_is_what_it_was():

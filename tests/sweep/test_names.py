@@ -27,6 +27,7 @@ from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.sweep import Sweep
 from fsdp_lab.sweep.sweep_data import sweep_of
+from tests.sweep.planted import sweep_of as planned_sweep
 
 
 def trial(choices: dict[str, str] | None = None, **values: dict[str, object]) -> Trial:
@@ -65,7 +66,8 @@ def test_values_of_the_users_own_are_shown_as_typed_and_are_settings_of_their_ow
     assert [setting_text(trial, "model.table") for trial in plan.trials] == values
     assert [short_name(trial, ["model.table"]) for trial in plan.trials] == [f"table={value}" for value in values]
     states = [TrialState(trial) for trial in plan.trials]
-    assert [row["model.table"] for row in rows_of(states, ["model.table"], [], lambda number: "")] == values
+    planned = planned_sweep(states, swept=["model.table"])
+    assert [row["model.table"] for row in rows_of(planned, lambda number: "")] == values
 
 
 def test_a_group_that_is_swept_as_a_whole_is_shown_as_typed(parser: OverridesParser, compose_trial):

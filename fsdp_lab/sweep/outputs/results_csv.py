@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fsdp_lab.config.convert import value_text
@@ -11,7 +11,6 @@ from fsdp_lab.record.results_csv import write_results
 from fsdp_lab.report.render import reason_text
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.outputs.pace import Pace
-from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.sweep import Sweep
 
 
@@ -35,28 +34,19 @@ class ResultsCsv:
         sweep, self.stale = self._sweep, False
         try:
             with self._pace.kept():
-                rows = rows_of(sweep.trials, sweep.swept, sweep.front(), self._run_id)
-                write_results(sweep.folder, sweep.swept, rows)
+                write_results(sweep.folder, sweep.swept, rows_of(sweep, self._run_id))
         except OSError as error:
             sweep.log_once(f"{error.filename} is not up to date: {error.strerror}")
 
 
-def rows_of(
-    states: Sequence[TrialState], swept: Sequence[str], front: Collection[int], run_id: Callable[[int | None], str]
-) -> Iterator[dict[str, Any]]:
-    """Yield the row of each trial.
-
-    Args:
-        states: of the trials, in the order of their numbers.
-        swept: the keys that differ between trials.
-        front: the trials of the Pareto front, if there are several objectives.
-        run_id: returns the id of a trial's run by its number; "": none.
-    """
-    for number, state in enumerate(states):
+def rows_of(sweep: Sweep, run_id: Callable[[int], str]) -> Iterator[dict[str, Any]]:
+    """Yield the row of each trial. `run_id`: returns the id of a trial's run by its number; "": none."""
+    front = sweep.front()
+    for number, state in enumerate(sweep.trials):
         waits = state.status is TrialStatus.starting  # for its workers
         yield {
             **{key: str(figure).removesuffix(".0") for key, figure in state.figures.items()},
-            **{key: value_text(setting(state.trial, key)) for key in swept},
+            **{key: value_text(setting(state.trial, key)) for key in sweep.swept},
             "trial": number,
             "status": TrialStatus.waiting if waits else state.status,
             "pareto": "yes" if number in front else "",
