@@ -37,7 +37,7 @@ class Gated(nn.Module):
         return self.head(x)
 
     def _wait(self) -> None:
-        steps = [int(path.name[5:]) for path in Path("out", str(self.trial), "checkpoints").glob("step_????????")]
+        steps = [int(path.stem[5:]) for path in Path("out", str(self.trial), "checkpoints").glob("step_*.json")]
         epoch = 1 + max(steps, default=0) // STEPS
         if Path("go", f"{self.trial}.{epoch}").exists():
             return
