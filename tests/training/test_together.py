@@ -58,10 +58,10 @@ def fail(folder: str) -> list[str]:
     for error in ERRORS:
         data = DataSpec(lambda error=error: throw(error), lambda: throw(AssertionError()), lambda size: None)
         note(lambda data=data: load_data(data, ranks))
-        checkpoints = Checkpoints(Path(folder), config("checkpoint.mode=sync"), ranks)
+        checkpoints = Checkpoints(folder, config("checkpoint.mode=sync"), ranks)
         if ranks.is_first:
             checkpoints.place.begin = lambda step, error=error: throw(error)
-        note(lambda checkpoints=checkpoints: checkpoints._begin(1))
+        note(lambda each=checkpoints: each._on_first_rank(lambda: each.place.begin(1)))
     assert len(prepared) == (2 * len(ERRORS) if ranks.is_first else 0), "one process works, and nothing goes on"
     own = (f"model._target_={__name__}.FailsOnTheFirst", "task=custom", "task.loss=torch.sum")
     note(lambda: train(config(*own), Path(folder), Memo()))
