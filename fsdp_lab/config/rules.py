@@ -6,10 +6,6 @@ together.
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
-from pathlib import Path
-
 from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.key import check_ranges, divisors
 from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, PrecisionConfig, ReshardPolicy
@@ -58,9 +54,8 @@ def check_files(trial: TrialConfig) -> None:
 
     Raises:
         UserError: a file is missing.
-        CombinationError: the data do not fit the model, or a checkpoint leaves nothing to train.
+        CombinationError: the data do not fit the model.
     """
-    _check_resumed(trial)
     check_rows(trial.model, trial.data)
     if (source := source_of(trial.model)) is not None:
         source.check_files(**trial.model.arguments)
@@ -252,15 +247,3 @@ def _check_selective(trial: TrialConfig) -> None:
             f"sharding={granularity.name} with activation_checkpointing=selective: it cannot recompute a block "
             "that contains sharding units; use sharding=per_block, root or ddp, or activation_checkpointing=full.",
         )
-
-
-def _check_resumed(trial: TrialConfig) -> None:
-    """Check that the checkpoint to start from leaves something to train. One that cannot be read is left to ranks."""
-    source = trial.checkpoint.resume_from
-    if source is None:
-        return
-    folder, epoch = Path(source), 0
-    with suppress(OSError, ValueError, LookupError, TypeError):  # an address has no such files either
-        newest = max(folder.glob("step_*.json"), default=folder.with_suffix(".json"))
-        epoch = int(json.loads(newest.read_text())["epoch"])
-    trial.training.check_left(f"checkpoint.resume_from={source}", epoch)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Optional, Self  # OmegaConf reads this on every Python that this project supports
 
-from fsdp_lab.config.errors import CombinationError, ConfigError
+from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.key import at_least_one, below_one, key, not_negative, positive
 from fsdp_lab.config.open import OpenGroup
 from fsdp_lab.config.target import nested
@@ -121,25 +121,6 @@ class TrainingConfig:
         """
         return epoch >= self.epochs or (self.max_steps is not None and step >= self.max_steps)
 
-    def check_left(self, source: str, epoch: int, step: int = 0) -> None:
-        """Check that a trial which starts from another's checkpoint has something to train.
-
-        Args:
-            source: the checkpoint as it is typed.
-
-        Raises:
-            CombinationError: the other has trained as much as this one is to train.
-        """
-        if not self.is_through(epoch, step):
-            return
-        done, limit = f"{epoch} epochs", f"training.epochs={self.epochs}"
-        remedy = f"training.epochs={epoch + self.epochs} for {self.epochs} more"
-        if epoch < self.epochs:
-            done, limit, remedy = f"{step} steps", f"training.max_steps={self.max_steps}", "training.max_steps=null"
-        raise CombinationError(
-            f"{source} has trained {done}, which counts, and {limit} asks for no more; use {remedy}."
-        )
-
 
 @dataclass
 class OptimizerConfig(OpenGroup):
@@ -246,7 +227,7 @@ class CheckpointConfig:
     keep_best: bool = key(True)
     """Also keep the checkpoint with the lowest validation loss."""
     resume_from: Optional[str] = key(None)
-    """Checkpoint of another run, or a folder of them, to start from; null: start from new weights."""
+    """Checkpoint of another run, or a folder of them, whose weights and optimizer state to start with; null: none."""
     any_torch_version: bool = key(False)
     """Load a checkpoint of another minor version of PyTorch."""
     export_best: bool = key(False)

@@ -26,18 +26,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LambdaLR
 
-from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.training import CheckpointConfig, CheckpointMode
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint_place import MARKER, Place, Saved, writer
-from fsdp_lab.training.checkpoint_source import check_meta, check_same_trial, order_of, trial_identity
+from fsdp_lab.training.checkpoint_source import check_meta, check_same_trial, trial_identity
 from fsdp_lab.training.distributed import DistributedContext, together
 from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.model_state import AsSaved, CheckpointError, load_model_state, model_state
 
 Metrics = dict[str, float]
-_SCALER_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 @contextmanager
@@ -89,24 +87,32 @@ class TrainState(Stateful):
         """Add an epoch to the history, replacing an earlier entry that `max_steps` had cut short."""
         self.history = [*(m for m in self.history if m["epoch"] != metrics["epoch"]), metrics]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what DCP saves: the sharded state and the position in the training. The history is not in it."""
+    def weights(self) -> dict[str, Any]:
+        """Return the sharded state of the model and of its optimizer."""
         return {
             "model": model_state(self.model),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
-            # the same keys with and without loss scaling, so that either can go on from the other
-            "scaler": self.scaler.state_dict() or dict.fromkeys(_SCALER_KEYS, 0),
+        }
+
+    def load_weights(self, state: dict[str, Any]) -> None:
+        """Load a state that `weights` returned. Some parameters may have had no gradient yet; the model has all."""
+        load_model_state(self.model, state["model"])
+        options = StateDictOptions(strict=False)
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what DCP saves: the sharded state and the position in the training. The history is not in it."""
+        return {
+            **self.weights(),
+            "scaler": self.scaler.state_dict(),
             "lr_schedule": {"last_epoch": self.lr_schedule.last_epoch},
             "position": {"epoch": self.epoch, "step": self.step, "epoch_step": self.epoch_step},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned. A checkpoint without loss scaling leaves the scaler at its start."""
-        load_model_state(self.model, state["model"])
-        # some parameters may have had no gradient yet; the model has all
-        options = StateDictOptions(strict=False)
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
-        if self.scaler.is_enabled() and state["scaler"]["scale"]:
+        """Load a state that `state_dict` returned."""
+        self.load_weights(state)
+        if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
             self.loss_scale = self.scaler.get_scale()
         self.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
@@ -136,18 +142,18 @@ class Checkpoints:
         self._writing: tuple[Future[Any], str, dict[str, Any], float] | None = None
         self._async_group: dist.ProcessGroup | None = None
 
-    def load(self, state: TrainState, steps_per_epoch: int) -> str | None:
-        """Resume from this trial's own last checkpoint, else start where `checkpoint.resume_from` ended.
+    def load(self, state: TrainState) -> str | None:
+        """Resume from this trial's own last checkpoint, else start with the weights of `checkpoint.resume_from`.
 
-        Of another run, weights, optimizer and position continue. Metrics, times and settings are this trial's.
+        Of another run, the weights and the optimizer's state are loaded. Everything else is this trial's, which starts
+        at step 0.
 
         Returns:
-            the name of the checkpoint that was loaded; None: training starts from step 0.
+            the name of the checkpoint that was loaded; None: none was.
 
         Raises:
             CheckpointError: `resume_from` has no checkpoint, or the checkpoint is damaged or of another model or
                 PyTorch.
-            CombinationError: the other run has trained all that this one is to train.
         """
         source, is_own, self.notes = self._on_first_rank(self._find_source)  # ranks could see different files
         if source is None:
@@ -156,9 +162,11 @@ class Checkpoints:
         check_meta(meta, name, self.config)
         if is_own:
             check_same_trial(meta, name, self.config)
-        settings = settings_of(state, self.config)
         try:
-            self._load({"train": state}, source, state)
+            if is_own:
+                self._load(state, source, state.model)
+            else:
+                self._load_another(state, source)
         except Exception as error:
             ours = isinstance(error, UserError) or not isinstance(error.__cause__, CheckpointException)
             if ours or is_of_the_machine(error):
@@ -170,10 +178,8 @@ class Checkpoints:
             ) from error
         if is_own:
             self._newest, state.history = name, meta["history"]
-            there, here = (meta["world_size"], meta.get("device")), (self.ranks.world_size, self.ranks.device_name)
+            there, here = (meta["world_size"], meta["device"]), (self.ranks.world_size, self.ranks.device_name)
             self.times_count = there == here
-        else:
-            self.notes += continue_another(state, meta, name, self.config, settings, steps_per_epoch)
         return name
 
     def _find_source(self) -> tuple[Saved | None, bool, list[str]]:
@@ -191,10 +197,18 @@ class Checkpoints:
         instead = f"training starts from {source.name}" if source else "training starts from step 0"
         return source, is_own, [f"skipped a damaged checkpoint, {each}; {instead}" for each in damaged]
 
-    def _load(self, into: dict[str, Any], source: Saved, state: TrainState) -> None:
-        planner = AsSaved(state.model, self.ranks.device, source.name)
+    def _load(self, into: TrainState | dict[str, Any], source: Saved, model: nn.Module) -> None:
+        planner = AsSaved(model, self.ranks.device, source.name)
         with ordinary_errors(f"loading the checkpoint {source.name}"):
-            dcp.load(into, storage_reader=source.reader(), planner=planner)
+            dcp.load({"train": into}, storage_reader=source.reader(), planner=planner)
+
+    def _load_another(self, state: TrainState, source: Saved) -> None:
+        groups = state.optimizer.param_groups
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self._load(weights := state.weights(), source, state.model)
+        state.load_weights(weights)
+        for group, of_this_trial in zip(state.optimizer.param_groups, settings, strict=True):
+            group.update(of_this_trial)
 
     def save(self, state: TrainState, metrics: Metrics) -> Metrics:
         """Save now (`sync`) or start to (`async`); every rank calls it.
@@ -255,9 +269,9 @@ class Checkpoints:
         """
         best: Saved = self._on_first_rank(self.place.best)
         if best.name != self._newest:
-            saved = {"train": {"model": model_state(state.model)}}
-            self._load(saved, best, state)
-            load_model_state(state.model, saved["train"]["model"])
+            saved = {"model": model_state(state.model)}
+            self._load(saved, best, state.model)
+            load_model_state(state.model, saved["model"])
         return best.step
 
     def _on_first_rank(self, do: Callable[[], Any]) -> Any:
@@ -283,7 +297,6 @@ class Checkpoints:
     def _meta(self, state: TrainState) -> dict[str, Any]:
         return {
             "torch_version": torch.__version__,
-            "model": to_dict(self.config.model),
             "optimizer": self.config.optimizer.kind,
             "trial": trial_identity(self.config),
             "world_size": self.ranks.world_size,
@@ -297,50 +310,3 @@ class Checkpoints:
 def is_of_the_machine(error: BaseException) -> bool:
     """Return whether memory or a disk failed, not the content that was read."""
     return isinstance(error, (OSError, MemoryError, torch.OutOfMemoryError)) or "memory" in str(error)
-
-
-def settings_of(state: TrainState, config: TrialConfig) -> list[dict[str, Any]]:
-    """Return what the configuration decides in each parameter group; an own optimizer may keep state there, too."""
-    typed = {*config.optimizer.arguments, "foreach", "fused"}
-    ours = config.optimizer.target is None
-    groups = state.optimizer.param_groups
-    return [{k: v for k, v in group.items() if k != "params" and (ours or k in typed)} for group in groups]
-
-
-def continue_another(
-    state: TrainState,
-    meta: dict[str, Any],
-    source: str,
-    config: TrialConfig,
-    settings: list[dict[str, Any]],
-    steps_per_epoch: int,
-) -> list[str]:
-    """Put this trial's settings into the state of another run, and count its position in steps of this one.
-
-    Args:
-        state: as it was loaded.
-        settings: as `settings_of` returned them before.
-
-    Returns:
-        notes.
-
-    Raises:
-        CombinationError: nothing is left to train.
-    """
-    notes, schedule = [], state.lr_schedule
-    if any(meta["trial"].get(name) != value for name, value in order_of(config).items()):
-        state.epoch_step = 0  # an epoch that was cut short starts again: its batches were others
-    step = state.epoch * steps_per_epoch + state.epoch_step
-    if step != state.step:
-        notes = [
-            f"{source} was saved at step {state.step}; with the batches and data of this trial that is step {step}"
-        ]
-        state.step = schedule.last_epoch = step
-    for group, values, lr, factor in zip(
-        state.optimizer.param_groups, settings, schedule.base_lrs, schedule.lr_lambdas, strict=True
-    ):
-        group.update(values, lr=lr * factor(schedule.last_epoch))
-    if state.scaler.is_enabled():
-        state.scaler.set_growth_interval(config.precision.growth_interval)
-    config.training.check_left(f"checkpoint.resume_from={source}", state.epoch, state.step)
-    return notes

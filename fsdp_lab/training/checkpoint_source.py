@@ -7,33 +7,20 @@ from typing import Any
 import torch
 
 from fsdp_lab.config.compare import CHECKPOINT, settings
-from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.model_state import CheckpointError
 
-# Keys of the model that change no parameter.
-_NO_WEIGHTS = ("block_classes", "flops_per_unit")
-
 
 def check_meta(meta: dict[str, Any], source: str, config: TrialConfig) -> None:
-    """Refuse a checkpoint of another model, optimizer or PyTorch, naming the difference.
+    """Refuse a checkpoint of another optimizer or PyTorch, naming the difference.
 
     Raises:
         CheckpointError: they differ. DCP promises nothing between PyTorch versions.
     """
-    wanted, there = to_dict(config.model), meta["model"]
-    keys = dict.fromkeys([*wanted, *there])  # a user's model has other keys with other arguments
-    other = [
-        f"model.{k}={there.get(k)} in the checkpoint, {wanted.get(k)} now"
-        for k in keys
-        if there.get(k) != wanted.get(k) and k not in _NO_WEIGHTS
-    ]
     if meta["optimizer"] != config.optimizer.kind:
-        other.append(f"optimizer={meta['optimizer']} in the checkpoint, {config.optimizer.kind} now")
-    if other:
         raise CheckpointError(
-            f"the checkpoint {source} has another model or optimizer: {'; '.join(other)}; use the same values, "
-            "or start a new trial in another folder."
+            f"the checkpoint {source} has another optimizer: optimizer={meta['optimizer']} in the checkpoint, "
+            f"{config.optimizer.kind} now; use the same, or start a new trial in another folder."
         )
     here = torch.__version__
     if _minor(meta["torch_version"]) != _minor(here) and not config.checkpoint.any_torch_version:
@@ -41,12 +28,6 @@ def check_meta(meta: dict[str, Any], source: str, config: TrialConfig) -> None:
             f"the checkpoint {source} was written by PyTorch {meta['torch_version']}, and this is {here}; PyTorch does "
             "not promise that versions are compatible. Use that version, or try checkpoint.any_torch_version=true."
         )
-
-
-def order_of(config: TrialConfig) -> dict[str, Any]:
-    """Return the settings that decide which samples a step takes."""
-    names = ("training.global_batch_size", "training.seed")
-    return {name: value for name, value in trial_identity(config).items() if name in names or name.startswith("data.")}
 
 
 def trial_identity(config: TrialConfig) -> dict[str, Any]:

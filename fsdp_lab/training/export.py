@@ -17,7 +17,6 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import DATA_FILE, DataConfig, ModelConfig
 from fsdp_lab.storage.files import whole, whole_folder, write_json
 from fsdp_lab.training.distributed import DistributedContext
-from fsdp_lab.training.model_state import is_extra_state
 from fsdp_lab.workloads.user.model import build_model_spec
 
 FORMAT = 1
@@ -30,29 +29,6 @@ class ExportedModel:
     module: nn.Module
     model: ModelConfig
     data: DataConfig
-
-
-def check_exportable(model: nn.Module) -> None:
-    """Check that `torch.load(weights_only=True)` will read what modules keep besides parameters and buffers.
-
-    Raises:
-        UserError: some extra state is an object.
-    """
-    for name, value in get_model_state_dict(model).items():
-        if is_extra_state(name) and (kind := _object_in(value)):
-            raise UserError(
-                f"export=true: {name} of the model holds a {kind}, and model.pt has only tensors and plain values; let "
-                "get_extra_state return lists, tuples and dictionaries of tensors, numbers, texts and bytes, or use "
-                "export=false."
-            )
-
-
-def _object_in(value: Any) -> str | None:
-    if isinstance(value, dict | list | tuple):
-        parts = [*value, *value.values()] if isinstance(value, dict) else value
-        return next((kind for part in parts if (kind := _object_in(part))), None)
-    plain = value is None or isinstance(value, Tensor | int | float | str | bytes)
-    return None if plain else type(value).__name__
 
 
 def export_model(

@@ -24,7 +24,7 @@ from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
 from fsdp_lab.training.data import build_loaders, load_data
 from fsdp_lab.training.distributed import DistributedContext, build_parallel_dims, gather, largest, setup_distributed
-from fsdp_lab.training.export import check_exportable, export_model
+from fsdp_lab.training.export import export_model
 from fsdp_lab.training.layout import unit_notes
 from fsdp_lab.training.loop import Watch, evaluate, token_metrics, train_epoch
 from fsdp_lab.training.memory import MemoryProfiler, start_clean
@@ -117,11 +117,9 @@ def _train(
         total_steps=steps_per_epoch * config.training.epochs,
         find_unused=largest(float(find_unused)) > 0,  # of any rank: they may use different modules
     )
-    if config.export and workload.model.save is None:
-        check_exportable(state.model)
     reporter.phase("loading a checkpoint")
     checkpoints = Checkpoints(f"{storage or folder}/checkpoints", config, ranks)
-    resumed_from = checkpoints.load(state, steps_per_epoch)
+    resumed_from = checkpoints.load(state)
     facts = _facts(config, ranks, state, data, resumed_from)
     steps = min(steps_per_epoch * config.training.epochs, config.training.max_steps or math.inf)
     notes = [*checkpoints.notes, *notes, *facts["notes"]]

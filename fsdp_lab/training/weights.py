@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_lab.config.errors import ModelError, UserError
+from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.distributed import together
@@ -69,7 +69,7 @@ def init_weights(
     source = 0 if config.init is Init.rank0 else None
     values: Iterable[tuple[str, Tensor | None]] = ((name, None) for name in blueprint.names)
     if source is None or dist.get_rank() == source:
-        values = _on_device(blueprint, device) if config.init is Init.device else blueprint.values()
+        values = blueprint.values(device) if config.init is Init.device else blueprint.values()
 
     def fill() -> None:
         with torch.no_grad():
@@ -91,23 +91,6 @@ def _to_the_end(
     except Exception:
         yield from ((name, None) for name in left)
         raise
-
-
-def _on_device(blueprint: Blueprint, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield the values that the constructor gives on a device.
-
-    Raises:
-        UserError: the constructor names the CPU, or draws from a generator on it.
-    """
-    try:
-        yield from blueprint.values(device)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise UserError(
-            f"init=device: the constructor of the model fails on {device} ({' '.join(str(error).split())[:200]}); use "
-            "init=rank0 or init=meta, which run it on the CPU."
-        ) from error
 
 
 def materialize(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:

@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fsdp_lab.config import CombinationError
-from fsdp_lab.config.rules import check_files
 from fsdp_lab.training.checkpoint_place import Place
 from fsdp_lab.training.checkpoint_source import check_meta
 from fsdp_lab.training.model_state import CheckpointError
@@ -111,15 +109,9 @@ def later_jobs(folder: Path) -> dict[str, Job]:
         "sharding=per_layer", "training.timing_warmup_steps=0", SYNC,
     ]  # fmt: skip
     return {
-        "cut": Job(f"{folder}/cut", [*ADAM, "training.max_steps=3"]),
         "again": Job(f"{folder}/adam", ADAM),
         "larger batch": Job(f"{folder}/larger batch", [*other, f"{source}{folder}/adam_whole/checkpoints"]),
         "larger batch, resumed": Job(f"{folder}/larger batch", [*other[:1], "training.epochs=6", *other[2:]]),
-        "larger batch, cut": Job(f"{folder}/larger cut", [*other, f"{source}{folder}/cut/checkpoints"]),
-        "through": Job(f"{folder}/through", [*ADAM, f"{source}{folder}/adam_whole/checkpoints"]),
-        "through its steps": Job(
-            f"{folder}/through2", [*other, "training.max_steps=2", f"{source}{folder}/adam_whole/checkpoints"]
-        ),
         "from folder": Job(f"{folder}/from folder", unsaved),
         "scaled from unscaled": Job(f"{folder}/scaled", [*unsaved, "precision=fp16"]),
         "from nowhere": Job(f"{folder}/nowhere", [SYNC, f"{source}{folder}/empty"]),
@@ -149,7 +141,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     for name in selected(request, "kept"):
         jobs[f"keep {name}"] = Job(f"{folder}/keep {name}", KEEP[name][0])
     jobs["kept"] = Job(f"{folder}/kept", [*KEEP_TWO, "training.max_steps=4"])
-    wanted = [*selected(request, "job"), "elsewhere", "cut"]
+    wanted = [*selected(request, "job"), "elsewhere"]
     jobs |= {name: job for name, job in later_jobs(folder).items() if name in wanted}
     results = run_ranks(2, train_in, list(jobs.values()))
     for name, first, second in zip(jobs, *results, strict=True):
@@ -246,62 +238,49 @@ def test_a_finished_run_trains_no_further(runs: Runs, job: str) -> None:
 
 @pytest.mark.parametrize("job", ["from folder", "scaled from unscaled"])
 def test_resume_from_another_folder_without_saving(runs: Runs, job: str) -> None:
-    """Two epochs more, of which no figure tells of a save; loss scaling can start there."""
+    """Five epochs more, of which no figure tells of a save; loss scaling can start there."""
     reported = runs.two[job]
     assert not reported.error
     assert reported.facts["resumed_from"].endswith("adam_whole/checkpoints/step_00000006")
-    assert len(reported.losses) == 2 * STEPS
-    assert [epoch["epoch"] for epoch in reported.epochs] == [4, 5], "the other run's are not this one's"
+    assert len(reported.losses) == 5 * STEPS
+    assert [epoch["epoch"] for epoch in reported.epochs] == [1, 2, 3, 4, 5], "the other run's are not this one's"
     assert [key for epoch in reported.epochs for key in epoch if key.startswith("checkpoint/")] == []
     assert (reported.epochs[-1].get("train/loss_scale", 0) > 0) == ("scaled" in job)
 
 
-def continued(steps: int, epoch: int) -> list[float]:
-    """The losses of plain PyTorch: so many steps as `adam`, then from the beginning of an epoch as `larger batch`."""
+def continued() -> list[float]:
+    """The losses of plain PyTorch: the steps of `adam`, then those of `larger batch` with the same optimizer."""
     first, then = config("training.epochs=3", *SMALL, *ADAM), config("training.epochs=5", *SMALL)
     then.training.global_batch_size = 64
     model, (images, labels) = first_model(first), digits()[0]
     optimizer, losses = build_optimizer(model, first), []
     images = resize(images, 28)
-    for number, indices in enumerate(batches(first, 1437)[:steps] + batches(then, 1437)[epoch:]):
-        if number == steps:
+    for number, indices in enumerate(batches(first, 1437) + batches(then, 1437)):
+        if number == 3 * STEPS:
             optimizer.param_groups[0].update(lr=0.003, weight_decay=0.1)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images[indices]), labels[indices])
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses[steps:]
+    return losses[3 * STEPS :]
 
 
-@pytest.mark.parametrize(("job", "steps", "epoch"), [("larger batch", 6, 3), ("larger batch, cut", 3, 1)])
-def test_another_run_gives_its_state_and_nothing_else(runs: Runs, job: str, steps: int, epoch: int) -> None:
-    """Not its history, its times, its learning rate, its weight decay, or its count of steps; an epoch that it cut
-    short starts again, as its batches were others."""
+@pytest.mark.parametrize("job", ["larger batch"])
+def test_another_run_gives_its_weights_and_optimizer_state_and_nothing_else(runs: Runs, job: str) -> None:
+    """Not its history, its times, its learning rate, its weight decay, or its position."""
     reported = runs.two[job]
     assert not reported.error
-    assert apart(reported.losses, continued(steps, epoch)) <= 1e-5
-    assert [each["epoch"] for each in reported.epochs] == [each["step"] for each in reported.epochs]
-    assert [each["epoch"] for each in reported.epochs] == [*range(epoch + 1, 6)]
+    assert apart(reported.losses, continued()) <= 1e-5
+    assert [each["epoch"] for each in reported.epochs] == [each["step"] for each in reported.epochs] == [1, 2, 3, 4, 5]
     timed = [each.get("perf/timed_steps", 0) for each in reported.epochs]
-    assert timed == [max(0, done - 1) for done in range(5 - epoch)], "the first two steps are not timed"
-    (note,) = [note for note in reported.facts["notes"] if "was saved at step" in note]
-    assert f"saved at step {steps};" in note and note.endswith(f"that is step {epoch}")
+    assert timed == [0, 0, 1, 2, 3], "the first two steps are not timed"
 
 
 @pytest.mark.parametrize("job", ["larger batch, resumed"])
 def test_what_began_with_another_run_resumes_its_own_history(runs: Runs, job: str) -> None:
-    assert [each["epoch"] for each in runs.two[job].epochs] == [4, 5, 6]
-    assert runs.two[job].epochs[:2] == runs.two["larger batch"].epochs
-
-
-def test_a_run_that_is_through_is_refused_before_anything_starts(runs: Runs) -> None:
-    folder = runs.last("adam_whole").parent
-    for source in (folder, folder / names(6)[0]):
-        with pytest.raises(CombinationError, match=r"has trained 3 epochs, which counts, and training\.epochs=3 asks"):
-            check_files(config(*SMALL, "training.epochs=3", f"checkpoint.resume_from={source}"))
-    for words in (["training.epochs=4", f"checkpoint.resume_from={folder}"], ["checkpoint.resume_from=absent"]):
-        check_files(config(*SMALL, *words))
+    assert [each["epoch"] for each in runs.two[job].epochs] == [1, 2, 3, 4, 5, 6]
+    assert runs.two[job].epochs[:5] == runs.two["larger batch"].epochs
 
 
 def say_timed(meta: Path) -> None:
@@ -321,8 +300,6 @@ DAMAGED = "checkpoints/step_00000004"
         ("other model", ("model.num_layers=2 in the checkpoint, 3 now",)),
         ("other optimizer", ("optimizer=adam in the checkpoint, sgd now",)),
         ("from the damaged one", ("step_00000004.json cannot be read",)),
-        ("through", ("3 epochs, which counts, and training.epochs=3 asks", "training.epochs=6 for 3 more")),
-        ("through its steps", ("3 steps, which counts, and training.max_steps=2", "training.max_steps=null")),
         # only the reader finds bytes that are damaged
         ("other bytes", ("the checkpoint {folder}/other bytes/" + DAMAGED, "move it away")),
         ("other metadata", ("the checkpoint {folder}/other metadata/" + DAMAGED, "move it away")),
@@ -358,7 +335,8 @@ def test_another_pytorch_is_refused(runs: Runs) -> None:
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(runs: Runs, job: str, words: str) -> None:
     reported = runs.two[job]
     assert not reported.error
-    assert reported.losses == runs.two["adam whole"].losses[STEPS:]
+    if job != "from elsewhere":  # of another run the position does not count
+        assert reported.losses == runs.two["adam whole"].losses[STEPS:]
     assert Path(reported.facts["resumed_from"]).name == names(2)[0]
     (note,) = [note for note in reported.facts["notes"] if "damaged" in note]
     assert names(4)[0] in note and names(2)[0] in note and words in note

@@ -7,10 +7,8 @@ from functools import partial
 from itertools import product
 from typing import ClassVar
 
-import pytest
 import torch
 
-from fsdp_lab.config import UserError
 from fsdp_lab.forecast.fake import fake_world
 from fsdp_lab.training.weights import init_weights
 from fsdp_lab.workloads.construct import Blueprint
@@ -84,20 +82,3 @@ def test_with_init_device_the_constructor_computes_where_the_model_does() -> Non
             blueprint = Seen(lambda: torch.nn.Linear(4, 3), seed=0)
             init_weights(blueprint.model, blueprint, trial, gpu)
     assert Seen.devices == [torch.device("cpu"), torch.device("cpu"), gpu]
-
-
-class OnTheHost(torch.nn.Linear):
-    """Draws from a generator on the CPU; its message on a GPU is written down."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 3)
-        if self.weight.device.type != "cpu" and torch.empty(0).device.type != "cpu":
-            raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
-
-
-def test_a_constructor_that_needs_the_cpu_is_refused_with_the_remedy() -> None:
-    gpu = torch.device("meta")
-    with fake_world(2, gpu):
-        blueprint = Blueprint(OnTheHost, seed=0)
-        with pytest.raises(UserError, match=r"init=device: the constructor .* fails on meta \(Expected .*\)"):
-            init_weights(blueprint.model, blueprint, config("init=device", "sharding=ddp"), gpu)

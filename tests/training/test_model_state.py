@@ -10,8 +10,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from fsdp_lab.config import UserError
-from fsdp_lab.training.export import check_exportable
 from fsdp_lab.training.model_state import AsSaved, CheckpointError, load_model_state, model_state
 from tests.ranks import config, run_ranks
 from tests.training import kept
@@ -98,15 +96,6 @@ def test_a_model_that_compiles_a_part_itself_is_loaded(tmp_path: Path) -> None:
     for model, holds in (loaded, read):
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), saved.parameters(), strict=True))
         assert holds.value == 3 and torch.equal(holds.seen, torch.full((3,), 7.0))
-
-
-def test_an_object_that_no_exported_file_may_hold_is_refused() -> None:
-    for value in (None, 7, (1, "2"), {1: {"a": [2.5, b"3", torch.zeros(2)]}}):
-        check_exportable(Holds(value))
-    with pytest.raises(
-        UserError, match=r"^export=true: 0\._extra_state of the model holds a set, .* or use export=false"
-    ):
-        check_exportable(nn.Sequential(Holds({"names": [{4, 5}]})))
 
 
 def test_a_checkpoint_of_other_parameters_is_not_called_damaged(tmp_path: Path) -> None:
