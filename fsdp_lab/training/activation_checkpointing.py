@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -36,9 +35,18 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], config: TrialConfig) -> None:
             raise ValueError(f"activation_checkpointing={config.activation_checkpointing} is not known")
     for block in blocks[every - 1 :: every]:
         if config.compile:  # compiled code writes buffers in the forward pass alone
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+            block.forward = recomputed(block.forward, **options)
         else:
             block.forward = _Recomputed(block, **options)
+
+
+def recomputed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return a forward pass that is computed again. The compiler skips a `partial` of `checkpoint`."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return run
 
 
 class _Recomputed:

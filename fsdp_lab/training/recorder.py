@@ -38,6 +38,7 @@ from fsdp_lab.training.torch_private import (
     Ranges,
     TorchDispatchMode,
     active_fake_mode,
+    around_compiled,
     in_backward,
     storages_of,
     wait_for_functional,
@@ -65,7 +66,8 @@ class ModulesAtWork:
         before = register_module_forward_pre_hook(self._forward_begins)
         self._handles += [before, register_module_forward_hook(self._forward_ends, always_call=True)]
         try:
-            yield
+            with around_compiled(self._names, self._forward_begins, self._forward_ends):
+                yield
         finally:
             for handle in self._handles:
                 handle.remove()

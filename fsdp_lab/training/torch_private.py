@@ -7,8 +7,9 @@ here, this module fails.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -58,6 +59,7 @@ NAMES = (
     Name("torch._C._distributed_c10d", "FakeWork.boxed"),
     Name("torch.utils._python_dispatch", "TorchDispatchMode.ignore_compile_internals", ()),
     Name("torch.nn", "Module._apply", ("fn",)),
+    Name("torch.nn", "Module._compiled_call_impl"),
 )
 
 GATHER, SCATTER = torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default  # output, input
@@ -88,6 +90,29 @@ class TorchDispatchMode(_DispatchMode):
 def compiled_code_runs() -> Iterator[None]:
     """Let code be compiled, and run compiled, under our modes that are entered inside."""
     with mock.patch.object(TorchDispatchMode, "_compiled", True):
+        yield
+
+
+@contextmanager
+def around_compiled(
+    modules: Iterable[nn.Module], begins: Callable[..., None], ends: Callable[..., None]
+) -> Iterator[None]:
+    """Call `begins(module, args)` before and `ends(module, args, output)` after each compiled module inside.
+
+    Global hooks do not: they are compiled with the module.
+    """
+
+    def call(module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begins(module, args)
+        output = compiled(*args, **kwargs)
+        ends(module, args, output)
+        return output
+
+    with ExitStack() as patched:
+        for module in modules:
+            if (compiled := module._compiled_call_impl) is not None:
+                calls = partial(call, module, compiled)
+                patched.enter_context(mock.patch.object(module, "_compiled_call_impl", calls))
         yield
 
 

@@ -247,3 +247,29 @@ def step_of_methods() -> list[int]:
 
 def test_other_methods_of_units_and_transposed_weights_are_in_the_function() -> None:
     assert run_ranks(1, step_of_methods)[0] == [p.numel() for p in unusual.methods().parameters()]
+
+
+def compiled_graphs() -> list[int]:
+    """How many graphs the blocks become that the function compiles, without and with checkpointing."""
+    counts = []
+    for mode in ("none", "full", "selective"):
+        words = ("sharding=ddp", "compile=true", f"activation_checkpointing={mode}", "precision=fp32", "offload=none")
+        layout = Layout(blocks=[r"encoder.layers.encoder_layer_*"])
+        pasted: dict[str, Any] = {}
+        exec(compile(to_pytorch("Trial 0", trial_of(*words), layout, 1, torch.__version__), "pasted", "exec"), pasted)
+        graphs = list[Any]()
+
+        def compile_block(block: Any, graphs: list[Any] = graphs) -> None:
+            own = torch.compile(block._call_impl, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+            block._compiled_call_impl = own
+
+        with mock.patch.object(torch.nn.Module, "compile", compile_block):
+            model, _ = pasted["parallelize"](runpy.run_path(str(ROOT / "benchmarks" / "bare.py"))["build_model"]())
+        model(torch.randn(2, 1, 28, 28))
+        counts.append(len(graphs))
+    return counts
+
+
+def test_recomputed_blocks_of_the_function_are_compiled() -> None:
+    (counts,) = run_ranks(1, compiled_graphs)
+    assert counts[0] > 0 and counts == [counts[0]] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -149,3 +150,19 @@ def test_the_n_counts_for_every_n_alone() -> None:
     assert settings(every) == settings(every, "activation_checkpointing_every=2")
     assert settings(every) != settings(every, "activation_checkpointing_every=3")
     assert settings(every, "activation_checkpointing_every=1") == settings("activation_checkpointing=full")
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_a_recomputed_block_is_compiled_whole(mode: str) -> None:
+    """As one graph: the compiler skips some callables, and then trains the block eagerly without a word."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    checkpoint_blocks([block := Block(False)], config("compile=true", f"activation_checkpointing={mode}"))
+    block.compile(backend=backend)
+    block(torch.randn(3, 8, requires_grad=True))
+    assert len(graphs) == 1
