@@ -203,8 +203,12 @@ class Checkpoints:
             dcp.load({"train": into}, storage_reader=source.reader(), planner=planner)
 
     def _load_another(self, state: TrainState, source: Saved) -> None:
-        groups = state.optimizer.param_groups
-        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        groups, is_ours = state.optimizer.param_groups, self.config.optimizer.target is None
+        typed = {*self.config.optimizer.arguments, "foreach", "fused"}  # an own optimizer may keep state in its groups
+        settings = [
+            {key: value for key, value in group.items() if key != "params" and (is_ours or key in typed)}
+            for group in groups
+        ]
         self._load(weights := state.weights(), source, state.model)
         state.load_weights(weights)
         for group, of_this_trial in zip(state.optimizer.param_groups, settings, strict=True):

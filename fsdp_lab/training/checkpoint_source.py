@@ -12,15 +12,20 @@ from fsdp_lab.training.model_state import CheckpointError
 
 
 def check_meta(meta: dict[str, Any], source: str, config: TrialConfig) -> None:
-    """Refuse a checkpoint of another optimizer or PyTorch, naming the difference.
+    """Refuse a checkpoint of another model, optimizer or PyTorch, naming the difference.
+
+    Weights of the same shapes would be loaded whatever else differs, such as the number of heads.
 
     Raises:
         CheckpointError: they differ. DCP promises nothing between PyTorch versions.
     """
+    other = [each for each in _differences(meta, config) if each.startswith("model.")]
     if meta["optimizer"] != config.optimizer.kind:
+        other.append(f"optimizer={meta['optimizer']} in the checkpoint, {config.optimizer.kind} now")
+    if other:
         raise CheckpointError(
-            f"the checkpoint {source} has another optimizer: optimizer={meta['optimizer']} in the checkpoint, "
-            f"{config.optimizer.kind} now; use the same, or start a new trial in another folder."
+            f"the checkpoint {source} has another model or optimizer: {'; '.join(other)}; use the same values, "
+            "or start a new trial in another folder."
         )
     here = torch.__version__
     if _minor(meta["torch_version"]) != _minor(here) and not config.checkpoint.any_torch_version:
@@ -40,18 +45,21 @@ def check_same_trial(meta: dict[str, Any], source: str, config: TrialConfig) -> 
     Raises:
         CheckpointError: with the settings that differ.
     """
-    here, there, older = trial_identity(config), meta["trial"], trial_identity(TrialConfig())
-    other = [
-        f"{k}={there.get(k)} in the checkpoint, {here.get(k)} now"
-        for k in dict.fromkeys([*here, *there])
-        if there.get(k, older.get(k)) != here.get(k)  # a version before this one may lack a key
-    ]
-    if other:
+    if other := _differences(meta, config):
         folder = source.rpartition("/checkpoints/")[0]
         raise CheckpointError(
             f"the folder {folder} holds another trial ({'; '.join(other)}); use another folder, or "
             f"checkpoint.resume_from={source} in a new one to continue from its weights."
         )
+
+
+def _differences(meta: dict[str, Any], config: TrialConfig) -> list[str]:
+    here, there, older = trial_identity(config), meta["trial"], trial_identity(TrialConfig())
+    return [
+        f"{k}={there.get(k)} in the checkpoint, {here.get(k)} now"
+        for k in dict.fromkeys([*here, *there])
+        if there.get(k, older.get(k)) != here.get(k)  # a version before this one may lack a key
+    ]
 
 
 def _minor(version: str) -> list[str]:
