@@ -203,7 +203,8 @@ FAULTS = (
           "if first.dtype is not second.dtype:", "if False:", "training/test_shardable.py"),
     Fault("the compiler skips blocks that are recomputed", "fsdp_lab/training/activation_checkpointing.py",
           "block.forward = recomputed(block.forward, **options)",
-          "import functools; block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)",
+          "from functools import partial\n"
+          "            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)",
           "training/test_activation_checkpointing.py::test_a_recomputed_block_is_compiled_whole"),
     Fault("a recomputation changes buffers again", "fsdp_lab/training/activation_checkpointing.py",
           "                    setattr(module, name, value)\n", "                    pass\n",
