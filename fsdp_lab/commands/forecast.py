@@ -258,8 +258,8 @@ def print_scope(console: Console, trials: list[Trial], requests: list[Request], 
     fixed += [f"{key}={value}" for key, value in arguments(trials[0]).items() if key not in swept]
     sizes = sorted({r.config.training.global_batch_size // r.num_workers for r in requests})
     item = "image" if all(r.config.model.is_image_classifier for r in requests) else "item"
-    fixed.append(f"{' or '.join(map(str, sizes))} {item}{'' if sizes == [1] else 's'} per worker and step")
-    console.print(f"{count(len(trials), 'setting')}: {' '.join(fixed)}", highlight=False, markup=False)
+    size = f"{' or '.join(map(str, sizes))} {item}{'' if sizes == [1] else 's'} per worker and step"
+    console.print(f"{count(len(trials), 'setting')}: {' '.join(fixed)}, {size}", highlight=False, markup=False)
     cuda = any(request.cuda for request in requests)
     kind = "GPUs" if cuda else "CPUs (forecast.device=cuda forecasts for GPUs)"
     if cuda and not all(request.cuda for request in requests):

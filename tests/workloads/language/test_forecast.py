@@ -51,4 +51,6 @@ def test_what_an_option_says_is_not_repeated(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     output = " ".join(done.stdout.split()).partition("for GPUs")[0]
     assert output.startswith("1 setting: model=lm_tiny sharding=root")
-    assert output.endswith("optimizer=adam model.num_layers=1 data=pydoc data.seq_len=64 32 items per worker and step ")
+    assert output.endswith(
+        "optimizer=adam model.num_layers=1 data=pydoc data.seq_len=64, 32 items per worker and step "
+    )
