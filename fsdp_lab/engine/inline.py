@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import TrialConfig
+from fsdp_lab.config.errors import UserError
 from fsdp_lab.engine.failures import code_of, failure_of
 from fsdp_lab.engine.files_of_ranks import Uploads, at_end
 from fsdp_lab.engine.outcome import end_trial
@@ -49,7 +50,7 @@ def run_inline(
             train_rank(config, folder, 0, reporter, storage=storage, join=join)
     except Exception as error:  # noqa: BLE001 - any end is a result of the trial
         failure = error if isinstance(error, RankFailure) else failure_of(error, 0, code_of(error))
-        with suppress(OSError), changing(folder) as trial:
+        with suppress(OSError, UserError), changing(folder) as trial:
             trial.failures.append(failure)
     finally:
         from fsdp_lab.training.distributed import leave_process_group

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.engine.hang import timeout_of
 from fsdp_lab.record.reasons import Code, Reason
@@ -82,7 +83,8 @@ def note_deaths(
             code = Code.killed
             values |= {"node": address if node != here else None}
         failures.append(RankFailure(Reason.of(code, **values), "".join(traceback.format_exception(error))))
-    with suppress(OSError), changing(folder) as trial:  # its outcome cannot be written either, and the driver logs why
+    # its outcome cannot be written either then, and the driver logs why
+    with suppress(OSError, UserError), changing(folder) as trial:
         trial.failures += failures
 
 
@@ -138,7 +140,7 @@ def end_trial(
     if error is not None and (cause is None or cause.traceback):
         write_error(folder, report_of(folder, cause, error))
     reason = cause.reason if cause else otherwise
-    with suppress(OSError):
+    with suppress(OSError, UserError):  # the driver logs why
         status = reason.status if reason else TrialStatus.finished
         write_outcome(folder, Outcome(status, reason, seconds, time.time()))
 

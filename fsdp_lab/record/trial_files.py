@@ -2,7 +2,7 @@
 
 | file | who writes it | what |
 | --- | --- | --- |
-| `trial.json` | the driver, its own process | its forecast, facts, nodes and failures; how it ended, and why |
+| `trial.json` | the driver, its process, Ray's controller | forecast, facts, nodes, failures; how it ended, and why |
 | `metrics.jsonl` | Ray Train's controller | a line of metrics an epoch, as rank 0 reports them |
 | `error.txt` | its own process, or the driver | a traceback and the end of the log, if the reason does not say it all |
 | `progress.json` | rank 0 | the current phase or step, and when it started |
@@ -11,7 +11,7 @@
 | `memory_*_rank<r>.*` | every rank | the profile of a step: peaks, with `timeline` also a page and a snapshot |
 | `trace_rank0.json.gz` | rank 0 | with `profile_trace=true` three steps, for Perfetto or chrome://tracing |
 | `.alive` | every rank | locked while a process of the trial lives |
-| `.trial.lock` | the driver, its own process | locked while one of them changes `trial.json` |
+| `.trial.lock` | the same | locked while one of them changes `trial.json` |
 """
 
 from __future__ import annotations

@@ -139,7 +139,8 @@ def changing(folder: Path, durable: bool = False) -> Iterator[TrialJson]:
         before = asdict(trial)
         yield trial
         if (content := asdict(trial)) != before:
-            write_json(folder / "trial.json", content, durable, parents=False)
+            # an outcome that is on the disk must not be replaced by a file that is not
+            write_json(folder / "trial.json", content, durable or trial.outcome is not None, parents=False)
 
 
 def set_aside_failures(folder: Path) -> None:

@@ -194,13 +194,14 @@ class Sweep:
     def forecast(self, number: int, forecast: Forecast) -> None:
         state = self.trials[number]
         state.take_forecast(forecast)
-        if state.begun is not None:
+        if state.begun is not None and not state.ended:
             self._write_forecast(number)
         self.outputs.changed(number)
 
     def _write_forecast(self, number: int) -> None:
         state = self.trials[number]
-        with suppress(OSError), changing(self.folder_of(number)) as trial:  # a full disk ends a trial elsewhere
+        # a full disk ends a trial elsewhere
+        with suppress(OSError, UserError), changing(self.folder_of(number)) as trial:
             trial.forecast, trial.forecast_words = state.forecast_figures, state.forecast_words
 
     def has_facts(self, number: int) -> bool:
@@ -285,8 +286,9 @@ class Sweep:
         begun, folder, now = self.trials[number].begun, self.folder_of(number), time.time()
         try:
             write_outcome(folder, replace(outcome, seconds=now - begun if begun else None, ended=now))
-        except OSError as error:
-            self.log_once(f"{folder} cannot be written ({error.strerror}): a resume will retry this trial")
+        except (OSError, UserError) as error:
+            cause = error.strerror if isinstance(error, OSError) else error
+            self.log_once(f"{folder} cannot be written ({cause}): a resume will retry this trial")
 
     def close(self, interrupted: bool, error: BaseException | None = None) -> ExitCode:
         """End trials that still run, and close the outputs; only the first call does."""

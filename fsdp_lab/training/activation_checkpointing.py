@@ -17,6 +17,7 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.torch_private import version_of
 
 Key = tuple[nn.Module, str]  # a module and the name of what it has
+_GONE = object()
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], config: TrialConfig) -> None:
@@ -74,17 +75,20 @@ class _Recomputed:
             if before is None:
                 numbers, buffers = self._numbers(), self._buffers()
                 outputs = self._forward(*args, **kwargs)
-                before = {key: number for key, number in numbers.items() if getattr(*key, None) != number}
+                before = {key: number for key, number in numbers.items() if _is_other(getattr(*key, _GONE), number)}
                 before.update(self._changed(buffers))
                 return outputs
-            now = {key: getattr(*key) for key in before}
+            now = {key: getattr(*key, _GONE) for key in before}
             for (module, name), value in before.items():  # a graph that is kept is computed again, from the same copies
                 setattr(module, name, value.clone() if isinstance(value, Tensor) else value)
             try:
                 return self._forward(*args, **kwargs)
             finally:
                 for (module, name), value in now.items():
-                    setattr(module, name, value)
+                    if value is _GONE:
+                        delattr(module, name)
+                    else:
+                        setattr(module, name, value)
 
         return run
 
@@ -92,22 +96,39 @@ class _Recomputed:
         modules = self._block.modules()
         return {(m, name): value for m in modules for name, value in vars(m).items() if isinstance(value, int | float)}
 
-    def _buffers(self) -> list[tuple[Key, Tensor, int, Tensor]]:
-        """Return the buffers that may change: where they are, each itself, its version, and a copy."""
+    def _buffers(self) -> list[tuple[Key, Tensor, int, Tensor | None]]:
+        """Return where the buffers are, each itself, its version, and a copy of one that may be written."""
         return [
-            ((module, name), buffer, version_of(buffer), buffer.detach().clone())
+            (key, buffer, version_of(buffer), buffer.detach().clone() if self._changing.get(key, True) else None)
             for module in self._block.modules()
             for name, buffer in module.named_buffers(recurse=False)
-            if self._changing.get((module, name), True)
+            for key in [(module, name)]
         ]
 
-    def _changed(self, buffers: list[tuple[Key, Tensor, int, Tensor]]) -> Iterator[tuple[Key, Tensor]]:
-        """Yield the copies of the buffers that the forward pass has changed."""
+    def _changed(self, buffers: list[tuple[Key, Tensor, int, Tensor | None]]) -> Iterator[tuple[Key, Tensor]]:
+        """Yield the buffers that the forward pass has changed, as they were before.
+
+        Raises:
+            ModelError: it has written one in place that earlier passes left, so that nothing has its values.
+        """
         for key, buffer, version, copy in buffers:
-            is_new = getattr(*key) is not buffer or version_of(buffer) != version
+            module, name = key
+            is_written = version_of(buffer) != version
+            if is_written and copy is None:
+                raise ModelError(
+                    f"activation checkpointing: a {type(module).__name__} writes its buffer {name} in place, but not "
+                    f"in its first pass, so what it held is lost; assign a new tensor (self.{name} = ...), write it in "
+                    "each pass, or use activation_checkpointing=none."
+                )
             # the kernels of normalisations count no version
-            if self._changing.setdefault(key, is_new or hasattr(key[0], "track_running_stats")):
-                yield key, copy
+            is_new = is_written or getattr(*key) is not buffer or hasattr(module, "track_running_stats")
+            self._changing[key] = is_new or self._changing.get(key, False)
+            if self._changing[key]:
+                yield key, buffer if copy is None else copy
+
+
+def _is_other(now: Any, number: float) -> bool:
+    return type(now) is not type(number) or now != number
 
 
 def check_no_unit_inside(blocks: Sequence[nn.Module], units: Sequence[nn.Module]) -> None:

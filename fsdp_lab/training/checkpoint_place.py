@@ -8,6 +8,7 @@ remove one, it is removed first. Only DCP itself, while reading, notices bytes t
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -67,7 +68,7 @@ class Place:
     def __init__(self, place: str) -> None:
         place = place.rstrip("/") if is_address(place) else str(Path(place).absolute())
         above, _, name = place.rpartition("/")
-        self._only = name.partition(".")[0] if name.startswith("step_") else ""
+        self._only = name.partition(".")[0] if re.match(r"step_\d{8}(\.|$)", name) else ""
         self.root = above if self._only else place
         self._files = Storage(self.root) if is_address(self.root) else _Disk(Path(self.root))
 

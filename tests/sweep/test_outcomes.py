@@ -74,7 +74,7 @@ def test_a_search_with_a_scheduler_tries_each_setting_once_and_ends(tmp_path: Pa
     cells = {(row["sharding"], float(row["optimizer.lr"])) for row in rows}
     assert len(rows) == len(cells) == 6, "each once"
     assert {row["status"] for row in rows} <= {"finished", "stopped"}
-    assert "the search ends after 6 of search.num_trials=9: all others are duplicates or invalid" in done.stdout
+    assert "the search ends after 6 of search.num_trials=9: 1000 random suggestions in a row were duplicates" in done.stdout
     assert still_running(marked(MARK, str(tmp_path)), 15) == []
 
 
@@ -268,14 +268,14 @@ class Client:
         time.sleep(1000)
 
 class Sweep:
-    closed = False
+    ending = None
     ends_by = None
     def log(self, text):
         print(text, flush=True)
     def close(self, interrupted):
-        if self.closed:
+        if self.ending is not None:
             return
-        self.closed = True
+        self.ending = "interrupted"
         print("to resume: resume", flush=True)
         projection.changed(0)
         print("unsent", projection.settle(60.0, 0.2), flush=True)
@@ -290,7 +290,7 @@ with shutdown.interruptible(sweep):
     try:
         while True:
             with suppress(KeyboardInterrupt):
-                if not sweep.closed:  # Python may miss a signal that comes as it begins to wait
+                if sweep.ending is None:  # Python may miss a signal that comes as it begins to wait
                     os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(1)
     except KeyboardInterrupt:  # it came between two turns

@@ -103,6 +103,45 @@ def test_what_a_forward_pass_changes_changes_once(mode: str) -> None:
     assert [(a - b).abs().max().item() for a, b in zip(plain, kept, strict=True)] == [0.0] * len(plain)
 
 
+class Late(nn.Module):
+    """A block that changes nothing in its first pass, then replaces a buffer, and a number by a tensor."""
+
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.calls, self.loss, self.in_place = 0, 0.0, in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.linear(x) * (1 + self.mean)
+        if self.calls > 2 and self.in_place:
+            self.mean.add_(x.detach().mean(0))
+        elif self.calls > 2:
+            self.mean = 0.5 * self.mean + x.detach().mean(0)
+        self.loss = x.square().mean(0)
+        return x
+
+
+def trained_late(mode: str, in_place: bool = False) -> list[Tensor]:
+    torch.manual_seed(0)
+    block = Late(in_place)
+    checkpoint_blocks([block], config(f"activation_checkpointing={mode}"))
+    for _ in range(5):
+        block(torch.randn(4, 8, requires_grad=True)).square().sum().backward()
+    return [*(p.grad for p in block.parameters() if p.grad is not None), block.mean, torch.tensor(block.calls)]
+
+
+def test_a_buffer_that_changes_later_and_a_number_that_becomes_a_tensor() -> None:
+    plain, kept = trained_late("none"), trained_late("full")
+    assert [(a - b).abs().max().item() for a, b in zip(plain, kept, strict=True)] == [0.0] * len(plain)
+
+
+def test_a_buffer_that_is_written_in_place_later_is_refused() -> None:
+    with pytest.raises(UserError, match=r"a Late writes its buffer mean in place.*self\.mean = \.\.\."):
+        trained_late("full", in_place=True)
+
+
 def test_a_graph_that_is_kept_is_computed_again_from_the_same_buffers() -> None:
     gradients = []
     for mode in ("none", "full"):
