@@ -11,7 +11,7 @@
 | `memory_*_rank<r>.*` | every rank | the profile of a step: peaks, with `timeline` also a page and a snapshot |
 | `trace_rank0.json.gz` | rank 0 | with `profile_trace=true` three steps, for Perfetto or chrome://tracing |
 | `.alive` | every rank | locked while a process of the trial lives |
-| `.trial.lock` | the same | locked while one of them changes `trial.json` |
+| `.trial.lock` | who writes `trial.json` | locked while it is changed |
 """
 
 from __future__ import annotations
