@@ -74,7 +74,7 @@ def test_a_search_with_a_scheduler_tries_each_setting_once_and_ends(tmp_path: Pa
     cells = {(row["sharding"], float(row["optimizer.lr"])) for row in rows}
     assert len(rows) == len(cells) == 6, "each once"
     assert {row["status"] for row in rows} <= {"finished", "stopped"}
-    assert "the search ends after 6 of search.num_trials=9: 1000 random suggestions in a row were duplicates" in done.stdout
+    assert "the search ends after 6 of search.num_trials=9: 1000 random suggestions in a row were dupl" in done.stdout
     assert still_running(marked(MARK, str(tmp_path)), 15) == []
 
 
