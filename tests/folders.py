@@ -28,7 +28,7 @@ class TrialFolder:
 
     Attributes:
         path: the trial's folder within the sweep's.
-        files: where its metrics, checkpoints and outcome are: `path`, or a folder below `cluster.storage_path`.
+        files: where its metrics and record are: `path`, or a folder below `cluster.storage_path` that is no address.
     """
 
     path: Path
@@ -130,7 +130,7 @@ class SweepFolder:
             return [TrialFolder(self.path, self.path)]
         folders = [self.path / content["folder"] for content in listed]
         return [
-            TrialFolder(folder, Path(content.get("storage", folder)))
+            TrialFolder(folder, folder if "://" in (storage := content.get("storage", "")) else Path(storage or folder))
             for folder, content in zip(folders, listed, strict=True)
         ]
 

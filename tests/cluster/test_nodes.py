@@ -35,7 +35,8 @@ def sweep(
 
 def addresses(folder: Path) -> list[list[str]]:
     """The node of each rank, of every trial in the order of its number."""
-    return [TrialFolder(file.parent, file.parent).addresses for file in sorted(folder.glob("**/trial.json"))]
+    files = (file for file in sorted(folder.glob("**/trial.json")) if "mlartifacts" not in file.parts)
+    return [TrialFolder(file.parent, file.parent).addresses for file in files]
 
 
 def losses(row: dict[str, str]) -> list[float]:
