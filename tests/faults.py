@@ -334,6 +334,9 @@ FAULTS = (
           "        for metrics in read_metrics(folder):", "        for metrics in ():",
           "sweep/test_runner.py::"
           "test_epochs_come_as_they_are_reported_and_from_the_folder_once_at_a_start_and_at_the_end"),
+    Fault("an outcome is replaced by a file that is not on the disk", "fsdp_lab/record/trial_json.py",
+          "durable or trial.outcome is not None", "durable",
+          "record/test_record.py::test_an_outcome_stays_on_the_disk_when_its_file_is_written_again"),
     Fault("a later outcome of a trial replaces the first", "fsdp_lab/record/trial_json.py",
           "        if trial.outcome is None:", "        if True:", TRIAL_JSON),
     Fault("of two processes that change a trial's record one is lost", "fsdp_lab/record/trial_json.py",

@@ -13,6 +13,7 @@ from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.metrics import MEMORY, MIB, SPEED
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.trial import with_forecast
+from fsdp_lab.record.trial_json import Outcome, changing, write_outcome
 from fsdp_lab.report.page import write_report
 from tests.report.sweeps import sweep
 
@@ -45,3 +46,17 @@ def test_the_errors_of_a_forecast_stand_beside_it():
     measured, forecast = {MEMORY: 100.0, SPEED: 50.0}, {"forecast/peak_bytes": 90.0, "forecast/samples_per_s": 40.0}
     figures = with_forecast(measured, forecast)
     assert figures["forecast/error"] == pytest.approx(-0.1) and figures["perf/forecast_error"] == pytest.approx(0.25)
+
+
+def test_an_outcome_stays_on_the_disk_when_its_file_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A forecast that comes late replaces the file: without a sync, a power cut would take the outcome with it."""
+    synced = list[int]()
+    monkeypatch.setattr("os.fsync", synced.append)
+    with changing(tmp_path) as trial:
+        trial.forecast = {"forecast/peak_bytes": 1.0}
+    assert synced == [], "a forecast alone can be made again"
+    write_outcome(tmp_path, Outcome(TrialStatus.finished))
+    before = len(synced)
+    with changing(tmp_path) as trial:
+        trial.forecast = {"forecast/peak_bytes": 2.0}
+    assert 0 < before < len(synced)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from fsdp_lab.training.checkpoint_source import check_meta, trial_identity
 from fsdp_lab.training.model_state import AsSaved, CheckpointError, load_model_state, model_state
 from tests.ranks import config, run_ranks
 from tests.training import kept
@@ -115,3 +116,10 @@ def test_a_checkpoint_of_other_parameters_is_not_called_damaged(tmp_path: Path) 
         "the checkpoint x is of another model: 0.weight is [2, 2] there and [3, 2] in the model; 0.bias is [2] there "
         "and [3] in the model; 1.weight is [2, 2] there and [2] in the model; use the code that it was saved with"
     )
+
+
+def test_a_checkpoint_of_other_keys_is_refused_though_its_weights_would_fit() -> None:
+    trial = config("model.num_heads=2")
+    meta = {"trial": trial_identity(config("model.num_heads=4")), "optimizer": trial.optimizer.kind}
+    with pytest.raises(CheckpointError, match=r"model\.num_heads=4 in the checkpoint, 2 now"):
+        check_meta(meta, "x", trial)
