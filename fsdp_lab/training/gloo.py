@@ -14,6 +14,7 @@ from fsdp_lab.training.torch_private import (
     SCATTER,
     TorchDispatchMode,
     finished_work,
+    in_backward,
     wait_for_functional,
 )
 
@@ -42,7 +43,7 @@ class SynchronousGlooMode(TorchDispatchMode):
             return wait_for_functional(func(*args, **kwargs)).clone()
         if func in (self._ALL_REDUCE, self._BROADCAST) and args[0][0].device.type == "cpu":
             tensors, *rest = args
-            if func is self._ALL_REDUCE and tensors[0].dtype is torch.float32:
+            if func is self._ALL_REDUCE and tensors[0].dtype is torch.float32 and in_backward():
                 return tensors, _wait(func(tensors, *rest, **kwargs))
             with not_reported():
                 copies = [tensor.clone() for tensor in tensors]
