@@ -12,6 +12,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,9 +197,12 @@ class _Disk:
 
     def files(self, below: str = "") -> dict[str, Stamp]:
         """Return the files and folders of checkpoints, with their sizes."""
-        patterns = [f"{below}/*"] if below else ["step_*", "step_*/*"]
-        found = [file for pattern in patterns for file in self._folder.glob(pattern)]
-        return {str(file.relative_to(self._folder)): (file.stat().st_size, "") for file in found}
+        found = {}
+        for pattern in [f"{below}/*"] if below else ["step_*", "step_*/*"]:
+            for file in self._folder.glob(pattern):
+                with suppress(FileNotFoundError):  # a trial that runs has replaced it since
+                    found[str(file.relative_to(self._folder))] = (file.stat().st_size, "")
+        return found
 
     def read(self, name: str) -> bytes:
         return (self._folder / name).read_bytes()

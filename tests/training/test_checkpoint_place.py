@@ -45,6 +45,16 @@ def test_what_is_half_written_is_not_taken(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_file_that_goes_while_checkpoints_are_listed_is_missing(tmp_path: Path) -> None:
+    """As where a trial replaces a checkpoint while the command looks; a link to nothing has a name and no size."""
+    older, newer = make(tmp_path, 4), make(tmp_path, 8)
+    file = data_of(newer) / "__0_0.distcp"
+    file.unlink()
+    file.symlink_to("gone")
+    assert latest(tmp_path) == older
+    assert next(Place(str(tmp_path)).saved()).damage == "its __0_0.distcp is missing"
+
+
 def test_each_kind_of_damage_is_seen_and_named(tmp_path: Path) -> None:
     before = make(tmp_path, 4)
     damage = {
