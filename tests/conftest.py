@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,16 @@ for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
 STORE = "tracking.uri=sqlite:///mlflow.db"  # in the test's own folder
+# The words of small trials. One setting:
+PLAIN = ("sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=always")
+# Four steps an epoch.
+SIZES = ("data.num_train=128", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=1")
+# Everything in the test's own folder.
+HERE = (STORE, "hydra.run.dir=out", "hydra.sweep.dir=out")
+TINY = (*SIZES, "cluster.num_workers=2", *HERE)
+# In the sweep's own process, without Ray.
+INLINE = ("engine=inline", "model=mlp", *SIZES, *PLAIN, "forecast.enabled=false", *HERE)
+
 FakeGpus = Callable[..., None]  # the fixture `fake_gpus`
 TIERS = pytest.StashKey[dict[str, set[str]]]()  # test -> the tiers of its cases
 FASHION_MNIST = ROOT.parent / "shared" / "data"
@@ -40,6 +50,11 @@ try:
 finally:
     print("imported:", *[m for m in ("ray", "torch", "mlflow") if m in sys.modules], file=sys.stderr)
 """
+
+
+def without(words: Iterable[str], *starts: str) -> tuple[str, ...]:
+    """Return the words that begin with none of these."""
+    return tuple(word for word in words if not word.startswith(starts))
 
 
 def command_line(*arguments: str) -> list[str]:

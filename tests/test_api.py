@@ -12,11 +12,12 @@ from fsdp_lab import api
 from fsdp_lab.forecast.table import COLUMNS
 from fsdp_lab.report.answer import Answer
 from tests import forked
+from tests.conftest import PLAIN
 from tests.forecast.command import answered_here
 from tests.report.sweeps import sweep
 from tests.servers import lay_store
 from tests.workloads.user.project import importable, write_project
-from tests.workloads.user.test_command import FAILS, ONE_CELL
+from tests.workloads.user.test_command import FAILS
 
 
 def test_the_import_is_cheap():
@@ -107,7 +108,7 @@ def run_in_a_fork(module: str, words: list[str], quiet: bool) -> None:
 
 def test_forecasts_that_all_fail_are_a_user_error_with_the_reasons(tmp_path: Path):
     write_project(tmp_path)
-    failing = (FAILS, "sharding=root,per_block", ONE_CELL[1:], "cluster.num_workers=1")
+    failing = (FAILS, "sharding=root,per_block", PLAIN[1:], "cluster.num_workers=1")
     with (
         importable(tmp_path),
         answered_here(),

@@ -14,8 +14,7 @@ import yaml
 from fsdp_lab.commands.main import options_first
 from fsdp_lab.config import conf_dir
 from fsdp_lab.config.conf import group_dirs
-from tests.conftest import run_cli
-from tests.trained import INLINE
+from tests.conftest import INLINE, run_cli
 
 NO_AXES = ["sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=default"]
 

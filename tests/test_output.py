@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.trained import PLAIN
+from tests.conftest import PLAIN, ROOT
 
 COMMANDS = [["fsdp_lab", "--help"], ["fsdp_lab", "--cfg", "job"], ["fsdp_lab", "-m", "dry_run=true"],
             ["fsdp_lab.report", "--help"], ["fsdp_lab.nightly", "--help"], ["fsdp_lab", "doctor"]]  # fmt: skip

@@ -12,22 +12,11 @@ from functools import cache
 from pathlib import Path
 
 from tests import forked
-from tests.conftest import STORE, run_cli
+from tests.conftest import INLINE, run_cli, without
 
-PLAIN = ("sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=always")
-# Four steps an epoch.
-SIZES = ("data.num_train=128", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=1")
-# Everything in the test's own folder.
-HERE = (STORE, "hydra.run.dir=out", "hydra.sweep.dir=out")
-TINY = (*SIZES, "cluster.num_workers=2", *HERE)
-# One trial in the sweep's own process.
-INLINE = ("engine=inline", "model=mlp", *SIZES, *PLAIN, "forecast.enabled=false", *HERE)
 AXES = ("precision=fp32,bf16", "optimizer.lr=0.001,1e-09")  # with a rate of 1e-9 a trial learns nothing
 COUNT = 4
-SWEEP = (
-    "-m", *(word for word in INLINE if not word.startswith("precision=")), *AXES,
-    "report.loss_tolerance=0.03",
-)  # fmt: skip
+SWEEP = ("-m", *without(INLINE, "precision="), *AXES, "report.loss_tolerance=0.03")
 
 
 @cache

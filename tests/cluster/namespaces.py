@@ -21,8 +21,8 @@ from typing import Any
 
 import psutil
 
+from tests.conftest import PLAIN, TINY
 from tests.processes import descendants
-from tests.trained import PLAIN, TINY
 
 _SMALL = (*PLAIN, *TINY, "model=mlp", "forecast.enabled=false", "training.epochs=2")
 # A worker with two cores: either node has room for one.

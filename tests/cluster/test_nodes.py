@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.namespaces import ONE_NODE, TWO_NODES_AND_ONE, Cluster
+from tests.conftest import PLAIN, TINY
 from tests.folders import TrialFolder
 from tests.servers import lay_store
 from tests.sweep.conftest import results
-from tests.trained import PLAIN, TINY
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.storage.objects import Storage
-from tests.conftest import run_cli
+from tests.conftest import PLAIN, TINY, run_cli
 from tests.folders import Store, SweepFolder
 from tests.s3 import KEY_ID, SECRET, Faults, held_in
 from tests.sweep.conftest import runs, started, wait_for
-from tests.trained import PLAIN, TINY
 
 pytestmark = pytest.mark.cluster
 

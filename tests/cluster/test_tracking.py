@@ -17,6 +17,7 @@ import pytest
 from tests import postgres
 from tests.cluster.conftest import S3_PORT
 from tests.cluster.namespaces import Node
+from tests.conftest import INLINE, without
 from tests.folders import SweepFolder, page_rows
 from tests.s3 import SECRET, held_in, settings
 from tests.servers import mlflow_server
@@ -26,12 +27,9 @@ pytestmark = pytest.mark.cluster
 
 _MLFLOW_PORT, _POSTGRES_PORT = 5000, 5432  # in a network namespace nobody else has them
 _LIMIT_S = 200
-TINY = (
-    "engine=inline", "model=mlp", "forecast.enabled=false", "data.num_train=64", "data.num_val=32", "offload=none",
-    "training.global_batch_size=32", "training.epochs=2", "sharding=per_block", "reshard_after_forward=always",
-)  # fmt: skip
+SMALL = (*without(INLINE, "precision=", "hydra.", "tracking."), "training.epochs=2")
 SEEDS = ("training.seed=0,1,2,3",)
-SWEEP = ("-m", *TINY, "precision=fp32", "hydra.sweep.dir=out")
+SWEEP = ("-m", *SMALL, "precision=fp32", "hydra.sweep.dir=out")
 
 
 @dataclass
@@ -162,7 +160,7 @@ def test_a_killed_sweep_is_resumed_and_reported_from_another_node(shared: Shared
 
 @pytest.mark.full
 def test_a_night_is_compared_with_the_last_one_and_reported_to_the_store(shared: Shared, tmp_path: Path):
-    words = ("--once", *TINY, "precision=fp32,bf16", "tracking.experiment=nights", "nightly.folder=nights")
+    words = ("--once", *SMALL, "precision=fp32,bf16", "tracking.experiment=nights", "nightly.folder=nights")
     loose = ("nightly.repeats=1", "nightly.tolerance.samples_per_s=1")
     for _ in range(2):
         shared.run(0, tmp_path, "fsdp_lab.nightly", *words, *loose)

@@ -23,11 +23,10 @@ from fsdp_lab.engine.cluster import code_environment, reachable, running_cluster
 from fsdp_lab.engine.resources import check_capacity, cpus_per_worker_on, resolve_cpus_per_worker
 from fsdp_lab.machine.cpu_contention import launchers
 from fsdp_lab.machine.hardware import WORKER_CPUS
-from tests.conftest import ROOT, run_cli
+from tests.conftest import PLAIN, ROOT, TINY, run_cli
 from tests.engine.ray_cluster import process_tree, ray_head
 from tests.servers import free_port
 from tests.sweep.conftest import results, started, wait_for
-from tests.trained import PLAIN, TINY
 from tests.workloads.user.project import write_project
 
 

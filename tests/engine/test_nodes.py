@@ -7,7 +7,7 @@ import pytest
 from fsdp_lab.engine.resources import groups_that_fit
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.render import reason_text
-from tests.trained import PLAIN, TINY
+from tests.conftest import PLAIN, TINY
 
 HEAD, OTHER = {"CPU": 4.0, "memory": 1e9}, {"CPU": 96.0, "GPU": 8.0}
 EACH = {"CPU": 1.0, "GPU": 1.0}

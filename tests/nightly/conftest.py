@@ -22,11 +22,12 @@ from fsdp_lab.nightly.gate import Night
 from fsdp_lab.nightly.night import Study, read_nights
 from fsdp_lab.nightly.texts import WEBHOOK
 from tests import trained
+from tests.conftest import INLINE, without
 
 # No schedule is to start a night in a test.
 IN_TWELVE_HOURS = (f"nightly.cron='0 {(datetime.now(UTC).hour + 12) % 24} * * *'", "nightly.timezone=UTC")
 WORDS = (
-    *(w for w in trained.INLINE if not w.startswith(("precision=", "hydra."))), *trained.AXES, "nightly.repeats=1",
+    *without(INLINE, "precision=", "hydra."), *trained.AXES, "nightly.repeats=1",
     "nightly.folder=nights", *IN_TWELVE_HOURS,
 )  # fmt: skip
 SPEEDS = {"fp32": 1000.0, "bf16": 2000.0}

@@ -14,9 +14,8 @@ import pytest
 
 from fsdp_lab.machine import cpu_contention
 from fsdp_lab.machine.cpu_contention import Window, _busy_s, _family_s
-from tests.conftest import run_cli
+from tests.conftest import INLINE, run_cli
 from tests.folders import TrialFolder
-from tests.trained import INLINE
 
 GONE = 7  # a process that has ended
 

@@ -17,8 +17,8 @@ import pytest
 from fsdp_lab.nightly.gate import Night
 from fsdp_lab.nightly.night import read_nights
 from fsdp_lab.nightly.texts import WEBHOOK
-from tests import forked, trained
-from tests.conftest import ROOT, STORE
+from tests import forked
+from tests.conftest import INLINE, ROOT, STORE, without
 from tests.folders import Store, TrialFolder
 from tests.nightly.conftest import IN_TWELVE_HOURS, webhook
 from tests.processes import descendants, still_running
@@ -28,12 +28,12 @@ from tests.sweep.conftest import wait_for
 pytestmark = pytest.mark.ci
 
 # Two settings with two repeats. Of a real speed nothing is judged: it would have to fall by a factor of a hundred.
-INLINE = (
-    *(w for w in trained.INLINE if not w.startswith(("precision=", "hydra."))), "training.epochs=2",
+NIGHT = (
+    *without(INLINE, "precision=", "hydra."), "training.epochs=2",
     "precision=fp32,bf16", "nightly.folder=nights", "nightly.repeats=2", "nightly.tolerance.samples_per_s=0.99",
     "nightly.tolerance.data_wait_share=1", *IN_TWELVE_HOURS,
 )  # fmt: skip
-STORED = (*INLINE, "nightly.keep=1", "cluster.storage_path=shared")
+STORED = (*NIGHT, "nightly.keep=1", "cluster.storage_path=shared")
 # Two threads that wait for each other lose a factor of ten when something else takes a core for a moment.
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -142,7 +142,7 @@ def test_repeats_lie_far_apart_and_old_nights_keep_all_but_their_checkpoints(two
 
 def test_sigterm_between_nights_is_a_clean_end(tmp_path: Path):
     lay_store(tmp_path)
-    process = start(tmp_path, *INLINE)
+    process = start(tmp_path, *NIGHT)
     try:
         wait_for(lambda: "the next night is" in (tmp_path / "said.log").read_text(), process)
         process.terminate()
@@ -183,7 +183,7 @@ def test_a_sweep_that_dies_by_itself_is_reported_as_a_failed_night(tmp_path: Pat
         ),
     )
     with webhook() as (address, got):
-        done = nightly(tmp_path, "--once", *INLINE, code=dying, address=address)
+        done = nightly(tmp_path, "--once", *NIGHT, code=dying, address=address)
     assert done.returncode == 1, done.stdout + done.stderr
     (night,) = read_nights(tmp_path / "nights/nightly")
     assert night.verdict == "failed"

@@ -15,7 +15,7 @@ import pytest
 
 from fsdp_lab.commands.report import main
 from tests import forked, trained
-from tests.conftest import run_cli
+from tests.conftest import HERE, run_cli
 from tests.folders import Store, SweepFolder, page_rows
 from tests.forecast.command import forecast_here
 
@@ -86,7 +86,7 @@ def test_the_setting_can_be_taken_home(folder: Path):
     printed = report(folder, "sweep=last", "use=pytorch")
     assert printed.returncode == 0, printed.stderr
     assert printed.stdout == (folder / "out/use_pytorch.py").read_text()
-    words = [word for word in trained.SWEEP if word not in ("-m", *trained.HERE, *trained.AXES)]
+    words = [word for word in trained.SWEEP if word not in ("-m", *HERE, *trained.AXES)]
     cell = ("precision=bf16", "optimizer.lr=0.001", "cluster.num_workers=1", "engine=ray")
     forecast = forecast_here(folder, *words, *cell, "use=pytorch")
     assert forecast.returncode == 0, forecast.stderr

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import psutil
 
-from tests.conftest import command_line
+from tests.conftest import PLAIN, SIZES, command_line
 from tests.folders import SweepFolder
 from tests.processes import called, marked
 from tests.sweep import gated
 from tests.sweep.conftest import wait_for
-from tests.trained import PLAIN, SIZES
 
 MODEL = "model._target_=gated.Gated"
 SETTINGS = (*SIZES, *PLAIN)

@@ -15,11 +15,10 @@ from fsdp_lab.config import UserError
 from fsdp_lab.sweep.store.find import find_trusted
 from fsdp_lab.sweep.sweep_data import sweep_in
 from tests import forked, trained
-from tests.conftest import command_line, run_cli
+from tests.conftest import INLINE, command_line, run_cli
 from tests.folders import SweepFolder
 from tests.servers import lay_store
 from tests.sweep.conftest import has_trained_an_epoch, results, started, wait_for
-from tests.trained import INLINE
 
 pytestmark = pytest.mark.timeout(400)
 

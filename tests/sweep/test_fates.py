@@ -24,13 +24,13 @@ from fsdp_lab.config import NightlyConfig, from_dict
 from fsdp_lab.config.metrics import METRICS, declared
 from fsdp_lab.sweep.sweep_data import sweep_in
 from tests import forked
+from tests.conftest import PLAIN, TINY
 from tests.folders import Store, SweepFolder, TrialFolder
 from tests.processes import marked, still_running
 from tests.ranks import Memo, run_ranks
 from tests.servers import lay_store
 from tests.sweep import fates
 from tests.sweep.outside import registering
-from tests.trained import PLAIN, TINY
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -11,9 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from fsdp_lab.config import ConfigError
 from fsdp_lab.storage.locks import InUse
 from fsdp_lab.sweep.store.folder import Occupied, check_trial_folders, new_folder
-from tests.conftest import run_cli
+from tests.conftest import INLINE, run_cli
 from tests.sweep.conftest import has_trained_an_epoch, results, started, wait_for
-from tests.trained import INLINE
 
 KEY = "hydra.sweep.dir"
 

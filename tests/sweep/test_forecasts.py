@@ -12,11 +12,10 @@ import pytest
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.sweep.forecasts import MAX_OTHERS_CPU
 from fsdp_lab.training.__main__ import read_config
-from tests.conftest import run_cli
+from tests.conftest import TINY, run_cli
 from tests.folders import Store, SweepFolder
 from tests.sweep.conftest import results, runs
 from tests.sweep.planted import CPU
-from tests.trained import TINY
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 

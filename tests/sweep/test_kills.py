@@ -14,13 +14,12 @@ import pytest
 
 from fsdp_lab.commands.explain import explain
 from fsdp_lab.storage.files import write_text
-from tests.conftest import run_cli
+from tests.conftest import HERE, PLAIN, TINY, run_cli
 from tests.folders import Store, SweepFolder
 from tests.forked import Commands, Done
 from tests.processes import called, descendants, still_running
 from tests.servers import lay_store
 from tests.sweep.conftest import KILLED, has_trained_an_epoch, results, runs, started, wait_for
-from tests.trained import HERE, PLAIN, TINY
 
 SWEEP = (
     "fsdp_lab", "-m", "optimizer.lr=1e-3,1e-2", *PLAIN, "data.num_train=64", "data.num_val=32",

@@ -20,14 +20,13 @@ from fsdp_lab.sweep.runner import run_sweep
 from fsdp_lab.sweep.sweep import Sweep
 from fsdp_lab.tracking.tags import ANSWER_TAG, RECOMMENDED_TAG
 from tests import forked
-from tests.conftest import ROOT
+from tests.conftest import HERE, PLAIN, ROOT, SIZES
 from tests.folders import Store, SweepFolder
 from tests.forecast.command import answered_here, forecast_here
 from tests.other_words import other_words
 from tests.servers import lay_store
 from tests.sweep import fates
 from tests.sweep.planted import CPU, Acts, Compose, Hears, heard, plan_of
-from tests.trained import HERE, PLAIN, SIZES
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests import forked
+from tests.conftest import INLINE
 from tests.servers import lay_store
 from tests.sweep.conftest import results
 from tests.sweep.outside import registering
-from tests.trained import INLINE
 
 pytestmark = pytest.mark.ci
 

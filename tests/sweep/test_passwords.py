@@ -18,10 +18,9 @@ from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.resume import changes_of_config
 from fsdp_lab.tracking.tags import trial_params
 from tests import forked
-from tests.conftest import STORE, run_cli
+from tests.conftest import INLINE, STORE, run_cli
 from tests.folders import SweepFolder
 from tests.servers import mlflow_server
-from tests.trained import INLINE
 
 PASSWORD = "hunter2"
 TYPED = f"http://me:{PASSWORD}@host:5000"

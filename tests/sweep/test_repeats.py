@@ -19,10 +19,9 @@ from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.sweep.grid import repeat_axis
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.sweep import Sweep
-from tests.conftest import run_cli
+from tests.conftest import INLINE, PLAIN, TINY, run_cli
 from tests.sweep.planted import sweep_of
 from tests.sweep.test_resume import forget, output_of
-from tests.trained import INLINE, PLAIN, TINY
 
 
 def compose(overrides: Sequence[str], number: int) -> Trial:

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests import trained
-from tests.conftest import STORE, run_cli
+from tests.conftest import INLINE, STORE, run_cli
 from tests.folders import Store, SweepFolder
 from tests.sweep.conftest import has_trained_an_epoch, started, wait_for
-from tests.trained import INLINE
 
 
 def output_of(done: subprocess.CompletedProcess[str]) -> str:

@@ -9,14 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import STORE, run_cli
+from tests.conftest import INLINE, run_cli
 from tests.folders import Store
 from tests.ranks import run_ranks, train_leaving
-
-INLINE = (
-    "engine=inline", "model=mlp", "forecast.enabled=false", "export=false", "checkpoint.mode=off", "data.num_train=256",
-    "data.num_val=32", "training.global_batch_size=32", "training.epochs=1",
-)  # fmt: skip
 
 # eight steps, of which two are followed for memory
 STEPS = (
@@ -62,7 +57,7 @@ def test_recorded_steps_change_no_loss_and_are_not_timed(results: tuple[list[Any
 
 
 def test_the_trace_is_an_artifact_of_the_run(tmp_path: Path) -> None:
-    done = run_cli(tmp_path, *INLINE, "profile_trace=true", "training.max_steps=6", "hydra.run.dir=out", STORE)
+    done = run_cli(tmp_path, *INLINE, "data.num_train=256", "training.max_steps=6", "profile_trace=true")
     assert done.returncode == 0, done.stdout + done.stderr
     store = Store(tmp_path)
     (run,) = store.parents

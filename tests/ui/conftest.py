@@ -12,10 +12,9 @@ import pytest
 from mlflow.entities import Run
 
 from fsdp_lab.tracking.tags import TRIAL_TAG
-from tests.conftest import ROOT, STORE, run_cli
+from tests.conftest import PLAIN, ROOT, STORE, run_cli
 from tests.servers import mlflow_server
 from tests.sweep.conftest import runs
-from tests.trained import PLAIN
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page

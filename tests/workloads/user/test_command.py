@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from fsdp_lab.commands.main import main
-from tests.conftest import STORE, run_cli
+from tests.conftest import PLAIN, STORE, run_cli
 from tests.folders import SweepFolder
 from tests.forecast.command import forecast_here
 from tests.test_fuzz import status_of
@@ -28,7 +28,6 @@ FAILS = ("model._target_=my_project.net.Fails", "model.width=8", *DATA, *LOSS)
 ASKS = ("model._target_=my_project.net.Asks", "model.width=16", *DATA, *LOSS)
 HERE = ("engine=inline", "cluster.num_workers=1", "hydra.run.dir=out", "hydra.sweep.dir=out", STORE)
 ONE_STEP = ("training.max_steps=1", "export=false")
-ONE_CELL = ("sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=always")
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def replace_in_net(project: Path, old: str, new: str) -> None:
 def test_a_sweep_of_their_arguments_and_its_resume(project: Path, refusal: Callable[..., str]) -> None:
     """It learns; what it varies stands in MLflow and results.csv; a resume after a change of their code says so."""
     option = ("--config-dir", "conf_of_mine", "model=mine", "model.width=8,64", *DATA, "data.noise=0.5", *LOSS)
-    done = run_cli(project, *ONE_CELL, *option, *HERE, "training.epochs=15", "optimizer.lr=0.03", "-m", timeout=300)
+    done = run_cli(project, *PLAIN, *option, *HERE, "training.epochs=15", "optimizer.lr=0.03", "-m", timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 trials: model.width" in done.stdout
     with (project / "out" / "results.csv").open() as lines:
@@ -106,7 +105,7 @@ def test_a_sweep_of_their_arguments_and_its_resume(project: Path, refusal: Calla
 def test_a_sweep_of_an_own_optimizers_arguments(project: Path, refusal: Callable[..., str]) -> None:
     shutil.copy(Path(__file__).with_name("optim.py"), project / "their_optim.py")
     own = ("optimizer._target_=their_optim.Lion", "optimizer.lr=0.01")
-    words = (*NET, *DATA, *LOSS, *own, "optimizer.betas=[0.8,0.9],[0.9,0.99]", *ONE_CELL, *HERE, "training.epochs=4")
+    words = (*NET, *DATA, *LOSS, *own, "optimizer.betas=[0.8,0.9],[0.9,0.99]", *PLAIN, *HERE, "training.epochs=4")
     assert "optimizer.beta=0.8: their_optim.Lion has no parameter beta. " in refusal(
         *THEIRS, *own, "optimizer.beta=0.8"
     )
@@ -123,7 +122,7 @@ def test_a_search_knows_the_code_of_the_trials_to_come(project: Path) -> None:
     shutil.copytree(project / "my_project", project / "other_project")
     models = "model._target_=my_project.net.Net,other_project.net.Net"
     search = ("search=random", "search.num_trials=1", *ONE_STEP, "-m")
-    done = run_cli(project, models, "model.width=8", *DATA, *LOSS, *ONE_CELL, *HERE, *search, timeout=300)
+    done = run_cli(project, models, "model.width=8", *DATA, *LOSS, *PLAIN, *HERE, *search, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     known = json.loads((project / "out" / "sweep.json").read_text())["user_packages"]
     assert known == ["my_project", "other_project"]
@@ -146,7 +145,7 @@ def test_a_model_that_cannot_be_forecast_trains_and_resumes_with_no_other_argume
 @pytest.mark.timeout(600)
 def test_their_code_reaches_the_workers_of_ray(project: Path) -> None:
     """What it learns in other shardings is in tests/training/test_parity.py."""
-    words = (*THEIRS, *ONE_CELL, *HERE[2:], "cluster.num_workers=2", "training.epochs=2")
+    words = (*THEIRS, *PLAIN, *HERE[2:], "cluster.num_workers=2", "training.epochs=2")
     done = run_cli(project, "-m", *words, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "forecast" in done.stdout
@@ -182,7 +181,7 @@ def test_what_is_written_down_is_what_was_typed(
 
 def test_a_forecast_of_theirs(project: Path) -> None:
     """One block alone is gathered at a time: the wider of two nets holds more, and DDP most."""
-    words = ["-m", *THEIRS[:1], "model.width=16,64", *DATA, *LOSS, "sharding=ddp,per_block", *ONE_CELL[1:]]
+    words = ["-m", *THEIRS[:1], "model.width=16,64", *DATA, *LOSS, "sharding=ddp,per_block", *PLAIN[1:]]
     done = forecast_here(project, *words, "cluster.num_workers=4", "forecast.folder=f")
     assert done.returncode == 0, done.stderr
     with (project / "f" / "forecast.csv").open() as lines:
@@ -204,7 +203,7 @@ def test_what_a_trial_finds_is_one_message(project: Path) -> None:
     """The batch does not suit the model, or the model raises: one line, which names the user's place."""
     models = "model._target_=my_project.net.Net,my_project.net.Fails"
     batches = f"data.collate_fn=null,{WRONG_BATCH.partition('=')[2]}"
-    done = run_cli(project, models, "model.width=16", *DATA, *LOSS, batches, *ONE_CELL, *HERE, *ONE_STEP, "-m")
+    done = run_cli(project, models, "model.width=16", *DATA, *LOSS, batches, *PLAIN, *HERE, *ONE_STEP, "-m")
     output = done.stdout + done.stderr
     assert done.returncode == 1 and "3 failed" in output, output
     assert "Traceback" not in output and "UserError" not in output
@@ -245,7 +244,7 @@ def test_what_a_forecast_finds_is_one_message(project: Path, words: tuple[str, .
 
 
 def test_a_forecast_that_fails_prints_its_reason_and_no_table(project: Path) -> None:
-    words = ("-m", "sharding=root,per_block", *FAILS, *ONE_CELL[1:], "cluster.num_workers=1")
+    words = ("-m", "sharding=root,per_block", *FAILS, *PLAIN[1:], "cluster.num_workers=1")
     done = forecast_here(project, *words, "forecast.folder=failed")
     assert done.returncode == 1
     assert "boom" in done.stderr and "forecast peak" not in done.stdout and "written" not in done.stdout
