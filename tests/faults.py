@@ -69,7 +69,7 @@ BATCHES = "workloads/user/test_batches.py::test_it_is_copied_in_its_class_and_it
 SYNCED = "sweep/test_kills.py::test_what_a_resume_needs_is_on_the_disk_before_its_name_and_its_name_after"
 FATES = "sweep/test_fates.py"
 TRACKING = "tracking/test_tracking.py"
-TRIAL_JSON = "record/test_trial_json.py::test_the_first_of_two_outcomes_counts_and_nothing_else_is_lost"
+TRIAL_JSON = "record/test_record.py::test_the_first_of_two_outcomes_counts_and_nothing_else_is_lost"
 GATE = "nightly/test_gate.py"
 FAULTS = (
     # suggestions
