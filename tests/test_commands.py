@@ -1,34 +1,50 @@
-"""Every command on every page is run by a test, or marked on the page with the reason why none runs it."""
+"""Every command on every page is run by a test, `@pytest.mark.documents("command")`, or its page says why none runs it.
+
+A mark has the whole command, or `...` for a part of a long one. Commands of trials, sweeps and forecasts need no mark:
+they are run here.
+"""
 
 from __future__ import annotations
 
+import ast
 import csv
+import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fsdp_lab.commands.forecast import plan_forecasts
 from tests import forked
 from tests.conftest import ROOT, STORE, run_cli
-from tests.pages import Command, all_commands, is_in, lay_project, marks
 from tests.workloads.hf.cases import plain_model
 
-HERE = "tests/test_commands.py"
-_JOBS, _NIGHTS = "tests/cluster/test_jobs.py", "tests/nightly/test_night.py"
-_TRACKING, _SLURM = "tests/cluster/test_tracking.py", "tests/cluster/test_slurm.py"
-# What a test here appends to a command, in the place of the page's own values: one worker in this process, one step.
+# Every page of the site and of the repository.
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/README.md", "benchmarks/README.md", "docs/*.md",
+         "docs/reference/*.md", "experiments/*/README.md")  # fmt: skip
+# The programs that a command begins with, after the variables that it sets.
+_PROGRAM = re.compile(
+    r"([A-Z_]+=\S+ )*(\S*python3?|make|torchrun|pytest|fsdp-lab|eval|ray|kubectl|docker|sbatch|squeue|scancel|mlflow|hf"
+    r"|pip|git|sudo|mkdir|systemctl|\(?s?crontab|\.ci/\w+) "
+)
+_BLOCK = re.compile(r"((?:^<!-- not run by a test[^\n]*-->\n)*)^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_REASON = re.compile(r"<!-- not run by a test(?:, `([^`]+)`)?: ([^\n]+) -->")
+# What is appended to a command here, in the place of the page's own values: one worker in this process, one step.
 QUICK = {
     "engine": "inline", "cluster.num_workers": "1", "training.max_steps": "1", "training.epochs": "1",
     "training.timing_warmup_steps": "0", "data.num_train": "128", "data.num_val": "32",
     "training.global_batch_size": "32",
 }  # fmt: skip
-OUT = ("hydra.run.dir=out", "hydra.sweep.dir=out")
 # What makes commands small that are too large for a test, by what they contain.
 SMALLER = {
     "search.num_trials=20": {"search.num_trials": "3"},
@@ -42,123 +58,111 @@ SMALLER = {
     "experiment=precision_and_offload": {"precision": "fp32,bf16"},
 }
 
-_REFERENCE, _REPORT = "tests/test_reference.py", "tests/report/test_command.py"
-_COMPLETION = "tests/test_cli.py::test_a_shell_completes_groups_and_options"
-_ACCEPTED = "tests/nightly/test_planted.py::test_a_slower_setting_is_reported_everywhere_until_it_is_accepted"
-_STOPPED = f"{_JOBS}::test_a_job_that_is_stopped_leaves_a_sweep_that_another_job_resumes"
-_SUMMARIES = "tests/workloads/seq2seq/test_preset.py::test_it_trains_keeps_the_best_epoch_and_summarises"
-_TWO_NODES = "tests/cluster/test_nodes.py::test_two_nodes_give_the_losses_of_one"
-_CANCELLED = f"{_SLURM}::test_scancel_ends_a_sweep_cleanly_and_its_script_resumes_it"
-# The tests that run the commands which no rule below is for: in folders of their own, with small settings, on the
-# servers and clusters that they start. A command is here by its whole text: one that changes is looked at again.
-RUN = {
-    "make sweep": f"{HERE}::test_make_sweep_types_what_the_page_says",
-    'eval "$(fsdp-lab -sc install=bash)"': _COMPLETION,
-    "fsdp-lab sharding=<Tab>": _COMPLETION,
-    "python -m fsdp_lab doctor": "tests/test_doctor.py::test_the_command_has_the_status_of_what_it_found",
-    "python -m fsdp_lab --keys": f"{_REFERENCE}::test_a_reader_may_close_the_pipe_before_the_last_key",
-    "python -m fsdp_lab --keys cluster": f"{_REFERENCE}::test_keys_are_shown_with_their_meanings",
-    "python -m fsdp_lab --cfg job": f"{_REFERENCE}::test_defaults_are_those_of_a_trial_that_names_nothing",
-    "python -m fsdp_lab resume=last": "tests/sweep/test_resume.py::test_nothing_left_says_so_and_trains_nothing",
-    "python -m fsdp_lab.report sweep=last": f"{_REPORT}::test_it_is_written_again_from_the_folder_by_any_name_it_has",
-    "python -m fsdp_lab.report sweep=last use=pytorch": f"{_REPORT}::test_the_setting_can_be_taken_home",
-    # with Ray, which a scheduler and forecasts of trials need
-    "python -m fsdp_lab -m optimizer.lr='tag(log,interval(1e-4,1e-2))' search=optuna search.num_trials=20 "
-    "scheduler=asha sharding=per_block precision=fp32 offload=none reshard_after_forward=always training.epochs=9":
-        "tests/sweep/test_outcomes.py::test_more_trials_than_places_half_of_them_stopped_ends_and_frees_what_they_held",
-    "python -m fsdp_lab -m sharding=ddp,per_block precision=fp32,bf16_mixed offload=none reshard_after_forward=always "
-    "forecast.prune=true forecast.capacity_gib=0.008":
-        "tests/sweep/test_forecasts.py::test_what_cannot_fit_is_recorded_and_never_started",
-    "torchrun --nproc-per-node 2 -m fsdp_lab.training sharding=root":
-        "tests/training/test_isolation.py::test_torchrun_end_to_end",
-    # nights
-    "python -m fsdp_lab.nightly": f"{_NIGHTS}::test_sigterm_between_nights_is_a_clean_end",
-    "python -m fsdp_lab.nightly --once": f"{_NIGHTS}::test_a_slower_setting_is_named_and_its_address_is_secret",
-    "python -m fsdp_lab.nightly --check": _ACCEPTED,
-    'python -m fsdp_lab.nightly --accept "reason"': _ACCEPTED,
-    # a Ray cluster
-    "ray start --head": _TWO_NODES,
-    "ray start --address=<head>:6379": _TWO_NODES,
-    "python -m fsdp_lab -m sharding=ddp,per_block cluster.address=<head>:6379 cluster.storage_path=/shared/fsdp_lab":
-        _TWO_NODES,
-    "ray job submit --address=http://<head>:8265 --working-dir=. --runtime-env-json='{\"env_vars\": "
-    "{\"RAY_JOB_STOP_WAIT_TIME_S\": \"20\"}}' -- python -m fsdp_lab -m sharding=ddp,per_block cluster.address=auto "
-    "cluster.storage_path=/shared/fsdp_lab hydra.sweep.dir=/shared/fsdp_lab/monday "
-    "tracking.uri=sqlite:////shared/fsdp_lab/mlflow.db": _STOPPED,
-    "ray job logs --address=http://<head>:8265 <job>": _STOPPED,
-    "ray job stop --address=http://<head>:8265 <job>": _STOPPED,
-    "ray job submit --address=http://<head>:8265 --working-dir=. -- python -m fsdp_lab resume=/shared/fsdp_lab/monday":
-        _STOPPED,
-    # Slurm
-    "sbatch slurm.sbatch": _CANCELLED,
-    "scancel <job>": _CANCELLED,
-    # a shared store
-    "mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri "
-    "postgresql+psycopg://mlflow:<password>@127.0.0.1/mlflow --artifacts-destination s3://bucket/mlflow":
-        f"{_TRACKING}::test_two_nodes_write_into_one_experiment_at_the_same_time",
-    "python -m fsdp_lab -m sharding=ddp,per_block tracking.uri=https://mlflow.example.org tracking.experiment=team":
-        f"{_TRACKING}::test_two_nodes_write_into_one_experiment_at_the_same_time",
-    "python -m fsdp_lab.nightly --once tracking.uri=https://mlflow.example.org":
-        f"{_TRACKING}::test_a_night_is_compared_with_the_last_one_and_reported_to_the_store",
-    # presets and what is made of their models
-    "python -m fsdp_lab experiment=t5_wikihow": _SUMMARIES,
-    "python -m fsdp_lab.predict run=<run_id in results.csv>": _SUMMARIES,
-    "python -m fsdp_lab experiment=ray_template data.root=<folder that holds FashionMNIST/raw> data.download=false":
-        "tests/test_presets.py::test_every_option_trains_for_two_steps",
-    "python -m fsdp_lab.predict run=<its MLflow run id> data.root=<the same folder>":
-        "tests/sweep/test_outcomes.py::test_a_trial_alone_is_a_plain_run_whose_model_predicts_what_it_measured",
-}  # fmt: skip
+
+@dataclass(frozen=True)
+class Command:
+    """A command in a block of a page.
+
+    Attributes:
+        place: its file, seen from the root of the repository, and the line of its block.
+        text: in one line, without a prompt or a comment.
+        reason: why no test runs it, by a line before its block, `<!-- not run by a test: reason -->`; `<!-- not run by
+            a test, `command`: reason -->` is for those that begin so.
+        output: the lines that the page shows of its output.
+    """
+
+    place: str
+    text: str
+    reason: str
+    output: str
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text)
 
 
-def owner(command: Command) -> str:
-    """Return the test that runs a command; "" where none does."""
-    if command.text in RUN:
-        return RUN[command.text]
-    if command.page == "docs/settings.md" and command.text.startswith("python -c "):
-        return f"{HERE}::test_the_entropy_is_that_of_the_page"
-    if command.text.startswith("python -m fsdp_lab.forecast "):
-        return f"{HERE}::test_a_forecast_of_a_page_runs"
-    if f"{command.text} ".startswith("python -m fsdp_lab ") and "<" not in command.text:
-        return f"{HERE}::test_a_trial_or_sweep_of_a_page_runs"
-    return ""
+@cache
+def read_pages() -> tuple[list[Command], list[str]]:
+    """Return every command on every page, in the order of the pages, and the reasons that are given for no command."""
+    commands, idle = [], []
+    for file in sorted(file for pattern in PAGES for file in ROOT.glob(pattern)):
+        text = file.read_text()
+        blocks = list(_BLOCK.finditer(text))
+        for block, following in zip_longest(blocks, blocks[1:]):
+            if block[2] not in ("", "sh"):
+                continue
+            place = f"{file.relative_to(ROOT)}:{text[: block.start(2)].count(chr(10)) + 1}"
+            typed = read_block(block[3])
+            reasons = _REASON.findall(block[1])
+            idle += [f"{place}: {why}" for to, why in reasons if not any(one.startswith(to) for one, _ in typed)]
+            below = ""
+            if following and following[2] == "text" and "\n#" not in text[block.end() : following.start()]:
+                below = following[3]
+            for one, output in typed:
+                reason = next((why for to, why in reasons if one.startswith(to)), "")
+                commands.append(Command(place, one, reason, output or (below if len(typed) == 1 else "")))
+    return commands, idle
 
 
-def run_by(test: str) -> list[Any]:
-    """Return a parameter for each different command that a test here runs, as its first page has it."""
-    found: dict[str, Command] = {}
-    for command in all_commands():
-        if not command.reason and owner(command) == f"{HERE}::{test}":
-            found.setdefault(command.text, command)
-    return [pytest.param(command, id=f"{command.page}: {text[:80]}") for text, command in found.items()]
+def read_block(block: str) -> list[tuple[str, str]]:
+    """Return the commands of a block, each with the lines that follow it in a block with prompts."""
+    lines = re.sub(r" *\\\n *", " ", block).splitlines()
+    prompted = any(line.startswith("$ ") for line in lines)
+    found: list[tuple[str, str]] = []
+    for line in lines:
+        typed = re.split(r" +# | {3,}", line.removeprefix("$ "))[0].strip()
+        if line.startswith("$ ") if prompted else _PROGRAM.match(f"{typed} ") and not line.startswith(" "):
+            found.append((typed, ""))
+        elif prompted and found:
+            found[-1] = (found[-1][0], found[-1][1] + line + "\n")
+    return found
 
 
-def test_every_command_is_run_by_a_test_or_marked():
-    missing = [command.place for command in all_commands() if not owner(command) and not command.reason]
-    told = "name its test in RUN, or mark its block by a line before it, `<!-- not run by a test: reason -->`:"
-    assert not missing, "\n".join([told, *missing])
+@cache
+def marked() -> dict[str, str]:
+    """Return each command for which a test has a mark, as the mark has it, with the test."""
+    found = {}
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+        for function in functions:
+            for call in function.decorator_list:
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.documents":
+                    found |= {ast.literal_eval(word): f"{file.name}::{function.name}" for word in call.args}
+    return found
 
 
-def test_no_command_is_marked_that_a_test_runs():
-    both = [f"{command.place}: {owner(command)}" for command in all_commands() if owner(command) and command.reason]
-    idle = [f"{page}:{line}: {mark}" for page, line, mark, typed in marks() if not any(map(mark.is_for, typed))]
-    assert not both + idle, "\n".join(both + idle)
+def is_for(mark: str, command: Command) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, mark.split("..."))), command.text) is not None
 
 
-def test_every_test_that_is_named_exists():
-    gone = []
-    for test in {owner(command) for command in all_commands()} - {""} | set(RUN.values()):
-        file, _, function = test.partition("::")
-        if not ((ROOT / file).exists() and re.search(rf"^def {function}\(", (ROOT / file).read_text(), re.MULTILINE)):
-            gone.append(test)
-    assert not gone, "\n".join(
-        [f"name in RUN or owner(), in {HERE}, the tests that run these commands now, instead of:", *sorted(gone)]
+def runs_here(command: Command, start: str) -> bool:
+    """Return whether a command needs no mark: it begins so, can be typed as it is, and its page gives no reason."""
+    return (
+        f"{command.text} ".startswith(f"{start} ")
+        and "<" not in command.text
+        and not command.reason
+        and not any(is_for(mark, command) for mark in marked())
     )
 
 
-def test_no_test_is_named_for_a_command_that_is_on_no_page():
-    assert set(RUN) - {command.text for command in all_commands()} == set(), (
-        "remove these lines of RUN, or correct them"
-    )
+def run_here(start: str) -> list[Any]:
+    """Return a parameter for each different command that begins so and needs no mark."""
+    first = {command.text: command for command in reversed(read_pages()[0]) if runs_here(command, start)}
+    return [pytest.param(command, id=f"{command.place}: {text[:80]}") for text, command in first.items()]
+
+
+TRIALS, FORECASTS = run_here("python -m fsdp_lab"), run_here("python -m fsdp_lab.forecast")
+
+
+def test_each_command_is_run_by_a_test_or_says_why_not():
+    commands, wrong = read_pages()
+    here = {each.values[0].text for each in (*TRIALS, *FORECASTS)}
+    for command in commands:
+        is_run = command.text in here or any(is_for(mark, command) for mark in marked())
+        if is_run == bool(command.reason):
+            wrong = [*wrong, f"{command.place}: {command.text}: {'a test runs it' if is_run else 'no test runs it'}"]
+    gone = [f"{test}: {mark}" for mark, test in marked().items() if not any(is_for(mark, each) for each in commands)]
+    assert not wrong + gone, "\n".join([*wrong, "On no page:", *gone])
 
 
 def replaced(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
@@ -173,64 +177,182 @@ def made_small(command: Command) -> list[str]:
     return replaced(command.words[2:], values)
 
 
-def lay_models(folder: Path) -> None:
-    """Write what docs/hugging-face.md has downloaded: tiny models, one with weights."""
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The files of docs/your-model.md, where their first lines say, and tiny models for those of docs/hugging-face.md."""
+    for language, block in re.findall(r"```(\w+)\n(.*?)```", (ROOT / "docs/your-model.md").read_text(), re.DOTALL):
+        if language in ("python", "yaml"):
+            name = next(line for line in block.splitlines() if not line.startswith("# @")).removeprefix("# ")
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(block)
     for name in ("gpt2", "llama", "vit"):
-        plain_model(name).save_pretrained(folder / "my_models" / name)  # type: ignore[operator]
+        plain_model(name).save_pretrained(tmp_path / "my_models" / name)  # type: ignore[operator]
+    return tmp_path
+
+
+def is_in(shown: str, printed: str, *, numbers: bool = True) -> bool:
+    """Return whether a command printed what a page shows, where `...` stands for any lines, or any part of a line.
+
+    Args:
+        shown: the lines on the page.
+        printed: what the command printed.
+        numbers: whether figures have to be the same; if not, spaces and rules may differ in length, too.
+    """
+
+    def pattern(line: str) -> str:
+        if line == "...":
+            return r"(?:.*\n)*?"
+        escaped = re.escape(line.rstrip()).replace(r"\.\.\.", ".*")
+        if not numbers:
+            escaped = re.sub(r"\d+(?:(?:\\\.|,)\d+)*", lambda _: r"\d[\d.,]*", escaped)
+            escaped = re.sub(r"(?:\\ )+", lambda _: r" +", re.sub("─+", "─+", escaped))
+        return rf"{escaped} *\n"
+
+    return re.search("^" + "".join(map(pattern, shown.splitlines())), printed, re.MULTILINE) is not None
 
 
 @pytest.mark.timeout(1600)
 @pytest.mark.full
-@pytest.mark.parametrize("command", run_by("test_a_forecast_of_a_page_runs"))
-def test_a_forecast_of_a_page_runs(command: Command, tmp_path: Path):
+@pytest.mark.parametrize("command", FORECASTS)
+def test_a_forecast_of_a_page_runs(command: Command, project: Path):
     """One whose output the page shows as it is printed: six and twelve large settings take minutes."""
-    lay_project(tmp_path)
-    if "my_models" in command.text:
-        lay_models(tmp_path)
     words = command.words[2:] if command.output else made_small(command)
-    done = forked.run(tmp_path, *words, seconds=1500, environment={**os.environ, "COLUMNS": "100"})
+    done = forked.run(project, *words, seconds=1500, environment={**os.environ, "COLUMNS": "100"})
     assert done.returncode == 0, done.stderr
-    assert (found := list(tmp_path.glob("outputs/**/forecast.csv"))), done.stdout
+    assert (found := list(project.glob("outputs/**/forecast.csv"))), done.stdout
     assert len(found[0].read_text().splitlines()) > 1
     if command.output:
         assert is_in(command.output, done.stdout), f"{command.place} prints:\n{done.stdout}"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", run_by("test_a_trial_or_sweep_of_a_page_runs"))
-def test_a_trial_or_sweep_of_a_page_runs(command: Command, tmp_path: Path):
-    lay_project(tmp_path)
-    if "my_models" in command.text:
-        lay_models(tmp_path)
-    done = run_cli(tmp_path, *replaced(made_small(command)[1:], QUICK), STORE)
+@pytest.mark.parametrize("command", TRIALS)
+def test_a_trial_or_sweep_of_a_page_runs(command: Command, project: Path):
+    done = run_cli(project, *replaced(made_small(command)[1:], QUICK), STORE)
     assert done.returncode == 0, done.stdout + done.stderr
-    (results,) = tmp_path.glob("outputs/**/results.csv")
+    (results,) = project.glob("outputs/**/results.csv")
     with results.open() as lines:
         assert {row["status"] for row in csv.DictReader(lines)} <= {"finished", "stopped"}
     assert is_in(command.output, done.stdout, numbers=False), f"{command.place} prints:\n{done.stdout}"
 
 
+def refused(command: Command) -> str:
+    """Return why the words of a command make no trial; "" if they do."""
+    words = command.words[3:]
+    if any(word.startswith("search=") for word in words):  # an interval is no cell: its ends are
+        words = [word for word in words if "interval(" not in word]
+    try:
+        plan, _ = plan_forecasts([word for word in words if word != "-m"], multirun="-m" in words)
+    except Exception as error:  # noqa: BLE001 - every one is a finding
+        return f"{type(error).__name__}: {error}"
+    return "" if plan.trials else "no trial"
+
+
 @pytest.mark.ci
-def test_make_sweep_types_what_the_page_says(tmp_path: Path):
-    typed = subprocess.run(["make", "-n", "sweep"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
-    words = next(after for line in typed.stdout.splitlines() if (after := line.partition(" -m fsdp_lab ")[2]))
-    assert f"`python -m fsdp_lab {words}`" in (ROOT / "README.md").read_text().replace("\n", " ")
-    done = run_cli(tmp_path, *replaced(shlex.split(words), QUICK), STORE, *OUT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    with (tmp_path / "out" / "results.csv").open() as lines:
-        assert [row["status"] for row in csv.DictReader(lines)] == ["finished"] * 4
-
-
-def test_make_ui_prints_the_view_of_training_runs():
-    typed = subprocess.run(["make", "-n", "ui", "PORT=5012"], cwd=ROOT, capture_output=True, text=True, timeout=20)
-    assert "http://127.0.0.1:5012/#/experiments?workflowType=machine_learning" in typed.stdout
-    assert "mlflow ui" in typed.stdout and "--port 5012" in typed.stdout
+def test_the_words_on_pages_are_known_and_fit_each_other():
+    """Of the commands that need no file of the reader's."""
+    own = ("my_", "_of_mine", "<")
+    typed = [each.values[0] for each in (*TRIALS, *FORECASTS) if not any(part in each.values[0].text for part in own)]
+    typed = [command for command in typed if command.text != "python -m fsdp_lab"]
+    assert len(typed) > 15
+    assert {command.place: why for command in typed if (why := refused(command))} == {}
 
 
 @pytest.mark.full
+def test_the_script_of_your_model_runs(project: Path):
+    done = subprocess.run([sys.executable, "train.py"], cwd=project, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def shape(line: str) -> str:
+    """Return a line without its figures, the words that name settings, and what marks the best."""
+    words = re.sub(r"(\w|\.)+=[\w,]+", "S", re.sub(r"[>*]", " ", line))
+    return " ".join(re.sub(r"\d[\d.,]*\d|\d", "N", re.sub(r"(S )+S", "S", words)).split())
+
+
+@pytest.mark.ci
+@pytest.mark.documents("make sweep")
+def test_make_sweep_types_and_prints_what_the_readme_shows(tmp_path: Path):
+    """Losses, bytes and words are the README's. Which setting is fastest, and by how much, is the machine's."""
+    typed = subprocess.run(["make", "-n", "sweep"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
+    words = next(after for line in typed.stdout.splitlines() if (after := line.partition(" -m fsdp_lab ")[2]))
+    readme = (ROOT / "README.md").read_text()
+    assert f"`python -m fsdp_lab {words}`" in readme.replace("\n", " ")
+    shown = readme.partition("`make sweep` prints:\n\n```\n")[2].partition("\n```")[0].splitlines()
+    environment = {**os.environ, "COLUMNS": "100"}
+    done = forked.run(tmp_path, "fsdp_lab", *shlex.split(words), STORE, seconds=400, environment=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    printed = lines[next(n for n, line in enumerate(lines) if line.startswith("4 of 4 trials")) :]
+    table, answer = shown[1:9], shown[9:]
+    assert [line.split() for line in printed[1:4]] == [line.split() for line in table[:3]], "the columns"
+
+    def fixed(row: str) -> list[str]:  # trial, setting, epoch, losses and accuracy; peak and forecast
+        cells = row.replace(">", " ").replace("*", " ").split()
+        return [*cells[:7], *cells[8:]]
+
+    assert [fixed(row) for row in printed[5:9]] == [fixed(row) for row in table[4:]]
+    assert [shape(printed[9 + n]) for n in (0, 1)] == [shape(answer[n]) for n in (0, 1)], "Recommended: ..."
+    rest = printed[11:]
+    assert rest[0].startswith("It is ") and "settings" in rest[0]
+    assert answer[3] in rest, "Compared with it, changing:"
+    changed = rest[rest.index(answer[3]) + 1 :][:3]
+    assert all("the speed" in line and line.endswith("the same val/loss") for line in changed)
+    assert answer[7] in rest, "One run each: ..."
+    assert any(line.startswith("  python -m fsdp_lab sharding=") for line in rest), "the command of the recommended"
+
+
+def lay_fashion_mnist(folder: Path, **sizes: int) -> None:
+    """Write random images into the published files' form: 16 bytes before the pixels, 8 before the labels."""
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    torch.manual_seed(0)
+    for stem, count in sizes.items():
+        for kind, head, shape_of in (("images-idx3", 0x803, (28, 28)), ("labels-idx1", 0x801, ())):
+            values = torch.randint(0, 10, (count, *shape_of), dtype=torch.uint8)
+            header = b"".join(number.to_bytes(4, "big") for number in (head, count, *shape_of))
+            (raw / f"{stem}-{kind}-ubyte").write_bytes(header + values.numpy().tobytes())
+
+
+@pytest.mark.ci
+@pytest.mark.documents(
+    "python -m fsdp_lab experiment=ray_template data.root=<folder that holds FashionMNIST/raw> data.download=false",
+    "python -m fsdp_lab.predict run=<its MLflow run id> data.root=<the same folder>",
+)
+def test_the_preset_ray_template_trains_and_its_model_predicts(tmp_path: Path):
+    """On a few images, by one worker without Ray."""
+    lay_fashion_mnist(tmp_path, train=256, t10k=64)
+    words = replaced(["experiment=ray_template", "data.root=.", "data.download=false"], QUICK)
+    done = run_cli(tmp_path, *words, STORE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (results,) = tmp_path.glob("outputs/**/results.csv")
+    with results.open() as lines:
+        (row,) = csv.DictReader(lines)
+    assert row["status"] == "finished"
+    predicted = forked.run(tmp_path, "fsdp_lab.predict", f"run={row['run_id']}", "data.root=.", STORE)
+    assert predicted.returncode == 0, predicted.stderr
+    accuracy = float(re.findall(r"accuracy ([0-9.]+)", predicted.stdout)[0])
+    assert accuracy == pytest.approx(float(row["val/accuracy"]), abs=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.documents("python -c 'import collections, math; from fsdp_lab.workloads.language.pydoc import read;...")
 def test_the_entropy_is_that_of_the_page(tmp_path: Path):
-    (command,) = [each for each in all_commands() if owner(each).endswith("::test_the_entropy_is_that_of_the_page")]
+    (command,) = [each for each in read_pages()[0] if each.text.startswith("python -c ")]
     done = forked.run(tmp_path, "-c", command.words[2])
     assert done.returncode == 0, done.stderr
     if sys.version_info[:2] == (3, 11):  # the help of other versions differs
-        assert f"{float(done.stdout):.2f} bits per byte (Python 3.11)" in (ROOT / command.page).read_text()
+        page = (ROOT / "docs/settings.md").read_text()
+        assert f"{float(done.stdout):.2f} bits per byte (Python 3.11)" in page
+
+
+def test_each_figure_stands_with_the_command_that_prints_its_values():
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
+    assert spec and spec.loader
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    shown = [command.words for command in read_pages()[0] if command.place.startswith("docs/concepts.md")]
+    page = (ROOT / "docs" / "concepts.md").read_text()
+    for axis in figures.FIGURES:
+        assert shlex.split(figures.command(axis)) in shown
+        assert f"(figures/{axis}.svg)" in page and (ROOT / "docs" / "figures" / f"{axis}.svg").is_file()

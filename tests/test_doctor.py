@@ -83,6 +83,7 @@ def test_a_store_is_examined_and_left_as_it_is(tmp_path: Path):
             doctor._store("", uri)
 
 
+@pytest.mark.documents("python -m fsdp_lab doctor")
 def test_the_command_has_the_status_of_what_it_found(cli, tmp_path: Path):
     done = cli("doctor", list_imports=True)
     wrong = sum(line.startswith("wrong") for line in done.stdout.splitlines())  # a full memory, for example

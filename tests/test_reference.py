@@ -55,6 +55,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run_cli(tmp_path_factory.mktemp("printed"), "--cfg", "job").stdout
 
 
+@pytest.mark.documents("python -m fsdp_lab --cfg job")
 def test_defaults_are_those_of_a_trial_that_names_nothing(printed: str):
     """Those of `conf/config.yaml`, and of the options that it chooses, are the fields' own."""
     composed = yaml.safe_load(printed)
@@ -112,6 +113,7 @@ def test_a_docstring_without_a_table_is_refused():
         tables.table_in("config/status.py")
 
 
+@pytest.mark.documents("python -m fsdp_lab --keys cluster")
 def test_keys_are_shown_with_their_meanings(cli):
     done = cli("--keys", "wait_timeout", list_imports=True)
     assert (done.returncode, done.stderr) == (0, "imported:\n")
@@ -129,6 +131,7 @@ def test_keys_of_an_option_have_its_values(cli):
         reference.keys_text(["model=llama3_7b"], 80)
 
 
+@pytest.mark.documents("python -m fsdp_lab --keys")
 def test_a_reader_may_close_the_pipe_before_the_last_key():
     command = f"'{sys.executable}' -m fsdp_lab --keys | head -n 1"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)

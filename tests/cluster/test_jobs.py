@@ -116,6 +116,12 @@ def test_the_command_of_the_manifest_for_kubernetes_runs_and_then_resumes(cluste
     assert (tmp_path / "monday" / "results.csv").exists()
 
 
+@pytest.mark.documents(
+    "ray job submit ... python -m fsdp_lab -m ...",
+    "ray job logs ...",
+    "ray job stop ...",
+    "ray job submit ... python -m fsdp_lab resume=...",
+)
 def test_a_job_that_is_stopped_leaves_a_sweep_that_another_job_resumes(cluster: Cluster, project: Path):
     """Over both nodes, with the code that came along, which lies in another copy the second time."""
     kept = project.parent

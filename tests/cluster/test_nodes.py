@@ -49,6 +49,11 @@ def same_losses(row: dict[str, str], other: dict[str, str]) -> bool:
 
 
 @pytest.mark.parametrize("variables", [{}, {"FSDP_LAB_PUBLIC_RAY": "1"}], ids=["shortcut", "without"])
+@pytest.mark.documents(
+    "ray start --head",
+    "ray start --address=<head>:6379",
+    "python -m fsdp_lab -m ... cluster.address=<head>:6379 ...",
+)
 def test_two_nodes_give_the_losses_of_one(cluster: Cluster, bucket: str, variables: dict[str, str], tmp_path: Path):
     """Host names resolve to the loopback on both, and nobody has named an interface. The nodes share no folder."""
     done = sweep(cluster, tmp_path, *TWO_NODES_AND_ONE, storage=f"{bucket}/nodes{len(variables)}", **variables)

@@ -99,6 +99,7 @@ def test_a_sweep_over_two_nodes_is_requeued_before_its_time_limit_and_resumes(la
 
 
 @pytest.mark.full
+@pytest.mark.documents("sbatch slurm.sbatch", "scancel <job>")
 def test_scancel_ends_a_sweep_cleanly_and_its_script_resumes_it(
     lab: Slurm, on_one_node: dict[str, str], tmp_path: Path
 ):

@@ -108,6 +108,10 @@ def shared(nodes: list[Node], bucket: str, tmp_path_factory: pytest.TempPathFact
         yield Shared(nodes, address)
 
 
+@pytest.mark.documents(
+    "mlflow server ... --backend-store-uri postgresql... --artifacts-destination s3...",
+    "python -m fsdp_lab -m ... tracking.uri=https... tracking.experiment=team",
+)
 def test_two_nodes_write_into_one_experiment_at_the_same_time(shared: Shared, tmp_path: Path):
     folders = [tmp_path / "a", tmp_path / "b"]
     sweeps = [
@@ -159,6 +163,7 @@ def test_a_killed_sweep_is_resumed_and_reported_from_another_node(shared: Shared
 
 
 @pytest.mark.full
+@pytest.mark.documents("python -m fsdp_lab.nightly --once tracking.uri=https...")
 def test_a_night_is_compared_with_the_last_one_and_reported_to_the_store(shared: Shared, tmp_path: Path):
     words = ("--once", *SMALL, "precision=fp32,bf16", "tracking.experiment=nights", "nightly.folder=nights")
     loose = ("nightly.repeats=1", "nightly.tolerance.samples_per_s=1")

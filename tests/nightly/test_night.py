@@ -111,6 +111,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> TwoNights:
     return TwoNights(folder, code, second, got)
 
 
+@pytest.mark.documents("python -m fsdp_lab.nightly --once")
 def test_a_slower_setting_is_named_and_its_address_is_secret(two: TwoNights):
     first, second = two.nights
     assert (first.verdict, first.baseline) == ("good", None)
@@ -140,6 +141,7 @@ def test_repeats_lie_far_apart_and_old_nights_keep_all_but_their_checkpoints(two
     assert (first / "0/metrics.jsonl").exists() and (two.study / nights[0].id / "sweep/report.html").exists()
 
 
+@pytest.mark.documents("python -m fsdp_lab.nightly")
 def test_sigterm_between_nights_is_a_clean_end(tmp_path: Path):
     lay_store(tmp_path)
     process = start(tmp_path, *NIGHT)

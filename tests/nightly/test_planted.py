@@ -55,6 +55,7 @@ def test_the_same_readings_twice_pass(nights: PlantedNights):
 
 
 @pytest.mark.ci
+@pytest.mark.documents("python -m fsdp_lab.nightly --check", 'python -m fsdp_lab.nightly --accept "reason"')
 def test_a_slower_setting_is_reported_everywhere_until_it_is_accepted(
     nights: PlantedNights, monkeypatch: pytest.MonkeyPatch
 ):

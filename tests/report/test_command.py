@@ -78,6 +78,7 @@ def test_the_recommended_command_trains_that_setting(folder: Path):
     assert "lr: 0.001" in again.stdout and "granularity: per_block" in again.stdout
 
 
+@pytest.mark.documents("python -m fsdp_lab.report sweep=last use=pytorch")
 def test_the_setting_can_be_taken_home(folder: Path):
     chosen = next(row for row in page_rows(folder / "out/report.html") if row["recommended"] == "yes")
     text = (folder / "out/use_pytorch.py").read_text()
@@ -98,6 +99,7 @@ def test_the_setting_can_be_taken_home(folder: Path):
     assert sorted((folder / "out").iterdir()) == before, "nothing is written"
 
 
+@pytest.mark.documents("python -m fsdp_lab.report sweep=last")
 def test_it_is_written_again_from_the_folder_by_any_name_it_has(folder: Path):
     page = folder / "out/report.html"
     first = page_rows(page)

@@ -46,6 +46,7 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> Pruned:
     return Pruned(folder, done, capacity, peaks)
 
 
+@pytest.mark.documents("python -m fsdp_lab -m ... forecast.prune=true forecast.capacity_gib=0.008")
 def test_what_cannot_fit_is_recorded_and_never_started(pruned: Pruned):
     assert pruned.done.returncode == 0, pruned.done.stderr
     always, never = results(pruned.folder)

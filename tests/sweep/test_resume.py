@@ -47,6 +47,7 @@ def test_the_trials_train_in_this_process(folder: Path):
     assert all(0 <= epoch["perf/others_cpu"] <= 1 for trial in sweep.trials for epoch in trial.epochs)
 
 
+@pytest.mark.documents("python -m fsdp_lab resume=last")
 def test_nothing_left_says_so_and_trains_nothing(folder: Path):
     """By the word and by the parent's id; with several objectives the trials that no other beats are marked."""
     models = [folder / "out" / str(number) / "model.pt" for number in range(trained.COUNT)]

@@ -31,6 +31,7 @@ SMALL = ["sharding=per_block", "precision=bf16", "data.num_train=128", "data.num
 
 
 @pytest.mark.ci
+@pytest.mark.documents("torchrun --nproc-per-node 2 -m fsdp_lab.training sharding=root")
 def test_torchrun_end_to_end(tmp_path: Path) -> None:
     """From another working directory: metrics on rank 0 only, a checkpoint, a model; status 0, nothing of the platform
     imported."""
