@@ -99,15 +99,6 @@ def test_a_launchers_variables_are_left_and_a_second_start_is_refused(cli, monke
     assert refused.returncode == 2 and "RANK=1, WORLD_SIZE=2: a launcher has started this command" in refused.stderr
 
 
-@pytest.mark.documents('eval "$(fsdp-lab -sc install=bash)"', "fsdp-lab sharding=<Tab>")
-def test_a_shell_completes_groups_and_options(cli, monkeypatch: pytest.MonkeyPatch):
-    """Hydra's completion, which `eval "$(fsdp-lab -sc install=bash)"` turns on: a bash asks so at each Tab."""
-    monkeypatch.setenv("COMP_LINE", "fsdp-lab sharding=per_")
-    monkeypatch.setenv("COMP_POINT", "22")
-    assert cli("-sc", "query=bash").stdout.split() == ["sharding=per_block", "sharding=per_layer"]
-    assert "complete -o nospace" in cli("-sc", "install=bash").stdout
-
-
 _AS_COMMAND = """
 import atexit, gc, runpy, sys
 atexit.register(lambda: print(gc.isenabled(), file=sys.stderr))

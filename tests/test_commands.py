@@ -179,7 +179,7 @@ def made_small(command: Command) -> list[str]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """The files of docs/your-model.md, where their first lines say, and tiny models for those of docs/hugging-face.md."""
+    """The files of docs/your-model.md, where their first lines say, and tiny models for docs/hugging-face.md."""
     for language, block in re.findall(r"```(\w+)\n(.*?)```", (ROOT / "docs/your-model.md").read_text(), re.DOTALL):
         if language in ("python", "yaml"):
             name = next(line for line in block.splitlines() if not line.startswith("# @")).removeprefix("# ")
