@@ -1,4 +1,4 @@
-"""What the rules between the keys let pass, and what follows from the keys. tests/refusals.py has what they refuse."""
+"""What the rules between the keys let pass, and what follows from the keys. tests/messages.txt has what they refuse."""
 
 from __future__ import annotations
 

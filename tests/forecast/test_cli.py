@@ -197,7 +197,7 @@ def test_the_page_of_a_large_model_is_small(forecast: Command, tmp_path: Path):
 
 @pytest.mark.parametrize("word", ["--capacity=3", "forecast.folder=/proc/nowhere", "dry_run=true", "resume=last"])
 def test_what_only_forecasts_are_asked_is_refused_in_one_line(forecast: Command, word: str):
-    """What every command refuses is in `tests/refusals.py`."""
+    """What every command refuses is in `tests/messages.txt`."""
     done = forecast(word)
     assert done.returncode == 2 and word in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr

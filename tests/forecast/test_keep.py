@@ -163,6 +163,6 @@ def test_the_figures_of_a_device_separate_groups_and_on_a_cpu_nothing_is_offload
     ],
 )
 def test_a_keep_without_speeds_or_forecasts_is_refused(words: list[str], named: str):
-    """A sweep refuses it earlier, in words of its own: `tests/refusals.py` has those."""
+    """A sweep refuses it earlier, in words of its own: `tests/messages.txt` has those."""
     with pytest.raises(ConfigError, match=named):
         check_forecast(trial := config(*words), trial.forecast.keep)
