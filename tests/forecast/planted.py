@@ -1,13 +1,66 @@
-"""Forecasts made by hand: of 8 GPUs with 1,000 bytes, 100 samples a step, whose seconds are known to a tenth."""
+"""Devices, operators, trials and forecasts made by hand, of round figures."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
+from fsdp_lab.config.conf import device_file
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.forecast.speed.device import Basis
-from fsdp_lab.forecast.speed.predict import BOUNDS, Speed
+from fsdp_lab.forecast.speed.device import (
+    Basis,
+    Device,
+    DeviceKind,
+    Efficiency,
+    Factors,
+    KnownError,
+    Reached,
+    load_device,
+)
+from fsdp_lab.forecast.speed.predict import BOUNDS, Parts, Speed
+from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
+from fsdp_lab.forecast.speed.refine import Observation
 from fsdp_lab.forecast.table import Row
+
+ROUND = Device(
+    name="round", kind=DeviceKind.cuda, basis=Basis.data_sheet,
+    memory_gib=80, peak_flops={"bfloat16": 1e14, "float32": 1e13}, memory_bandwidth=1e12, num_cores=100,
+    link_bandwidth=1e11, node_size=8, network_bandwidth=4e10, host_bandwidth=1e10, host_memory_bandwidth=2e10,
+    launch_s=0.0, latency_s=0.0, link_latency_s=0.0, network_latency_s=0.0, reached=Reached(),
+    efficiency=Efficiency(matmul=0.5, attention=0.25, memory=0.5, link=1.0, network=1.0), error=KnownError(0.1, 0.2),
+    error_elsewhere=KnownError(0.1, 0.2),
+)  # fmt: skip
+
+
+def sheet(name: str = "a100_80gb") -> Device:
+    file = device_file(name)
+    assert file is not None
+    return load_device(file)
+
+
+def operator(kind: Kind, **facts: object) -> Operator:
+    return Operator("one", kind, Stream.compute, "forward", "", **facts)  # type: ignore[arg-type]
+
+
+def gather(num_bytes: float, ranks: int, kind: Kind = Kind.gather) -> Operator:
+    return operator(kind, num_bytes=num_bytes, group=tuple(range(ranks)))
+
+
+def observation(setting: str, parts: Parts, factors: Factors, noise: float = 1.0) -> Observation:
+    """Return a trial that took what its prediction's parts take, times `factors` and `noise`."""
+    shown = (1 - factors.overlap) * parts.hidden
+    seconds = factors.compute * parts.compute + factors.communication * parts.communication + parts.launch + shown
+    return Observation(setting, parts, seconds * noise, "2.15.0", "d")
+
+
+def observations(count: int, factors: Factors, spread: float = 0.0) -> list[Observation]:
+    draw = random.Random(0)
+    collected = []
+    for number in range(count):
+        parts = Parts(draw.uniform(0.1, 1), draw.uniform(0, 1), 0.01, draw.uniform(0, 0.5))
+        collected.append(observation(str(number), parts, factors, 1 + draw.uniform(-spread, spread)))
+    return collected
+
 
 CONTEXT = 100  # bytes, of what is tight or fits
 PEAK = 700

@@ -1,10 +1,11 @@
-"""What `fsdp_lab.forecast` answers of forecasts that are made by hand, and its table at three widths.
+"""What `fsdp_lab.forecast` shows of forecasts made by hand: answers, what more workers bring, its table and its CSV.
 
 `python -m tests.forecast.test_answer` writes the golden files again. Read what changed: a person will.
 """
 
 from __future__ import annotations
 
+import csv
 import io
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,10 +16,13 @@ from rich.console import Console
 
 from fsdp_lab.forecast.answer import answers
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
+from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.scaling import Series, series_of
 from fsdp_lab.forecast.sentences import allowances_note, sentences
 from fsdp_lab.forecast.speed.device import Basis
 from fsdp_lab.forecast.speed.predict import Network, Speed
-from fsdp_lab.forecast.table import MOST_ROWS, Row, best_rows, forecast_table
+from fsdp_lab.forecast.table import MOST_ROWS, Row, best_rows, forecast_table, in_order, write_csv
+from tests.ranks import config
 
 GIB = 2**30
 AXES = ["sharding", "precision", "activation_checkpointing"]
@@ -161,22 +165,63 @@ def test_forecasts_answer_as_they_did(name: str):
     assert said(*CASES[name], name) + "\n" == (FOLDER / f"{name}.txt").read_text()
 
 
-def test_each_file_has_its_case():
+def test_each_golden_file_has_its_case():
     assert {path.stem for path in FOLDER.glob("*.txt")} == set(CASES)
 
 
-def test_other_numbers_of_workers_are_those_that_can_answer():
-    def hint(row: Row, workers: int) -> str:
-        one = replace(row, settings=[], forecast=replace(row.forecast, num_workers=workers))
-        return said([one], []).rpartition("\n")[2].partition(" (-m)")[0]
+WORKERS = ["cluster.num_workers"]
 
-    fits, does_not = fast(row([], 9), 1.0), row([], 99)
-    assert hint(fits, 8) == "cluster.num_workers=2,4,8" and hint(does_not, 8) == "cluster.num_workers=8,16,32"
-    assert said([replace(each, settings=[str(i)]) for i, each in enumerate((fits, does_not))], ["model.x"]).endswith(
-        "cluster.num_workers=2,4,8,16,32 (-m) shows the fewest GPUs that hold each setting."
-    )
-    assert hint(fits, 2) == "cluster.num_workers=1,2" and hint(does_not, 1) == "cluster.num_workers=1,2,4"
-    assert "cluster.num_workers" not in hint(fits, 1), "there are no fewer"
+
+def compared(rows: Sequence[Row], swept: Sequence[str] = WORKERS) -> list[Series]:
+    return series_of(answers(rows, swept, 0.03), 0.03)
+
+
+@pytest.mark.parametrize(
+    ("totals", "enough"),
+    [((60, 45, 59), 8), ((60, 61, 59), 8), ((60, 63, 59), 16), ((60, 70, 90), None), ((60, 60, 60), 8)],
+)
+def test_the_number_from_which_more_workers_do_not_pay(totals: Sequence[float], enough: int | None):
+    """Of 8, 16 and 32 workers, by their tokens/s in total, in thousands; 3 % are no difference."""
+    rows = [over_nodes(n, total * 1e3) for n, total in zip((8, 16, 32), totals, strict=True)]
+    (series,) = compared(rows)
+    assert series.enough == enough
+
+
+def test_equal_microbatches_are_compared_where_there_are_some():
+    """Of `${per_worker:1},${per_worker:2}`; and of one global batch, whose steps are unequal."""
+
+    def at(workers: int, batch: int) -> Row:
+        planted = fast(row((str(batch), str(workers)), 9), 1.0, workers, samples=batch)
+        return replace(planted, microbatch=batch // workers)
+
+    keys = ["training.global_batch_size", *WORKERS]
+    series = compared([at(w, w * each) for w in (8, 16) for each in (1, 2)], keys)
+    assert [(one.microbatches, len(one.rows), one.others) for one in series] == [([1], 2, {}), ([2], 2, {})]
+    (unequal,) = compared([replace(at(w, 64), settings=[str(w)]) for w in (8, 16)])
+    assert unequal.microbatches == [8, 4] and not compared([replace(at(8, 64), settings=["8"])])
+
+
+@pytest.mark.parametrize(
+    ("words", "workers", "shares", "replicas"),
+    [
+        ("sharding=per_block", 32, {"scatter": 0.9}, 4),
+        ("sharding=per_block", 16, {"compute": 0.42, "scatter": 0.35, "gather": 0.2}, 2),  # together most of it
+        ("sharding=per_block", 16, {"compute": 0.9}, None),
+        ("sharding=per_block", 8, {"scatter": 0.9}, None),  # one node
+        ("sharding=ddp", 16, {"scatter": 0.9}, None),
+        ("sharding=per_block sharding.dp_replicate=2", 16, {"scatter": 0.9}, None),
+        ("sharding=per_block training.global_batch_size=12", 12, {"scatter": 0.9}, None),  # a group on two nodes
+    ],
+)
+def test_a_step_that_waits_for_the_network_names_replicas_of_whole_nodes(
+    words: str, workers: int, shares: dict[str, float], replicas: int | None
+):
+    request = Request.of(config("model=mlp", "forecast.device=h100_sxm", *words.split()), workers)
+    network = Network(400) if workers > 8 else None
+    one = replace(fast(row([], 9), 1.0, workers, shares=shares, network=network), request=request)
+    (answer,) = answers([one], [], 0.03)
+    assert answer.num_replicas == replicas
+    assert any("would shard within each node" in line for line in answer.details) is bool(replicas)
 
 
 def test_what_only_some_settings_hold_is_a_range_from_zero():
@@ -194,33 +239,47 @@ def test_a_long_table_has_the_best_rows_of_each_number_of_workers():
     assert [each.settings for each in best_rows(rows, most=4)] == [[f"s{n}", m] for m in ("8", "16") for n in range(3)]
 
 
-def test_a_tight_row_has_no_largest_microbatch_of_zero():
+def shown(rows: Sequence[Row], swept: Sequence[str], width: int) -> list[str]:
     out = io.StringIO()
-    rows = [row(["root"], 27, 0, **TIGHT), row(["ddp"], 60, 0), row(["per_block"], 9, 1254)]
-    Console(file=out, width=120).print(forecast_table(rows, ["sharding"]))
-    last = {words[0]: words[-1] for line in out.getvalue().splitlines() if (words := line.split())}
-    assert (last["root"], last["ddp"], last["per_block"]) == ("unsure", "0", "1,254")
-
-
-def test_a_table_has_the_unit_of_its_largest_value():
-    def title(*rows: Row) -> str:
-        out = io.StringIO()
-        Console(file=out, width=120).print(forecast_table(rows, ["sharding"]))
-        return out.getvalue().splitlines()[0].strip()
-
-    assert title(row(["root"], 0.03, capacity=80), row(["ddp"], 0.02, capacity=80)).endswith("MiB")
-    assert title(row(["root"], 0.03), row(["ddp"], 30)).endswith("GiB")
+    Console(file=out, width=width).print(forecast_table(rows, swept))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_the_table_at_this_width(width: int):
-    out = io.StringIO()
-    tight = row(("root", "fp32", "full"), 27, 40, **TIGHT)  # 28, or without what is cached 28 - 30 + 20
-    rows = [*ROWS, tight, Row(["root", "fp32", "none"], FAILED, None, 64)]
-    Console(file=out, width=width).print(forecast_table(rows, AXES))
-    text = "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
-    assert text == (Path(__file__).parent / "tables" / f"{width}.txt").read_text()
-    assert all(f"{gib:.2f}" in text for gib in (27.3, 28.3)), "the peak and what is needed"
+    """The row that is tight has no largest microbatch: 28 GiB, or without what is cached 28 - 30 + 20."""
+    tight = row(("root", "fp32", "full"), 27, 0, **TIGHT)
+    lines = shown([*ROWS, tight, Row(["root", "fp32", "none"], FAILED, None, 64)], AXES, width)
+    assert "\n".join(lines) + "\n" == (Path(__file__).parent / "tables" / f"{width}.txt").read_text()
+
+
+def test_a_table_has_the_unit_of_its_largest_value():
+    small, large = ([row(["root"], 0.03, capacity=80), row(["ddp"], gib, capacity=80)] for gib in (0.02, 30))
+    assert shown(small, ["sharding"], 120)[0].endswith("MiB") and shown(large, ["sharding"], 120)[0].endswith("GiB")
+
+
+def test_the_fastest_comes_first_of_each_number_of_workers_and_the_csv_has_its_figures(tmp_path: Path):
+    """8 samples in 1 s on 8 workers: 1 a second each, and 8 of all."""
+    rows = [fast(row([f"{n} {step_s}"], 9), step_s, n) for n, step_s in ((8, 1.0), (2, 1.5), (8, 0.5), (2, 10.0704))]
+    rows = in_order([fast(row(["large"], 99), 0.1), *rows])
+    assert [each.settings[0] for each in rows] == ["2 1.5", "2 10.0704", "8 0.5", "8 1.0", "large"]
+    (column,) = [column for column in forecast_table(rows, ["x"]).columns if column.name == "step ms"]
+    assert [*column.cells][1] == "10,070", "without an exponent"
+    write_csv(tmp_path / "f.csv", rows, ["x"])
+    cells = [*csv.DictReader((tmp_path / "f.csv").open())][3]
+    assert (cells["device"], cells["data_sheet"], cells["basis"]) == ("cuda", "", "fitted")
+    assert (float(cells["step_s"]), cells["error_p90"], cells["ratio_error_p90"]) == (1.0, "0.1", "0.08")
+    assert (float(cells["samples_per_s_per_device"]), float(cells["samples_per_s_of_all"])) == (1.0, 8.0)
+    assert float(cells["tokens_per_s_of_all"]) == 8000.0
+
+
+def test_the_csv_has_why_there_is_no_forecast_or_no_speed(tmp_path: Path):
+    plain = row(["root"], 1)
+    none = Forecast(True, 8, error=NoForecast("needs_values", "asks for a value"))
+    rows = [replace(plain, forecast=result) for result in (replace(plain.forecast, no_speed="no peak"), none)]
+    write_csv(tmp_path / "f.csv", rows, ["sharding"])
+    reasons = [(cells["no_forecast"], cells["no_speed"]) for cells in csv.DictReader((tmp_path / "f.csv").open())]
+    assert reasons == [("", "no peak"), ("asks for a value", "")]
 
 
 if __name__ == "__main__":

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from torch import nn
 
 from fsdp_lab.config import forecast_settings
-from fsdp_lab.config.checks import check_forecast
 from fsdp_lab.forecast import forecast as module
-from fsdp_lab.forecast import run
-from fsdp_lab.forecast.capacity import CONTEXT_BYTES, GIB, NCCL_BYTES, NoForecast, communicators, pinned_rounding
-from fsdp_lab.forecast.devices import gpu_memory
+from fsdp_lab.forecast.capacity import CONTEXT_BYTES, GIB, NCCL_BYTES, communicators, pinned_rounding
 from fsdp_lab.forecast.forecast import NeedsValuesError, forecast, forecast_profile
-from fsdp_lab.forecast.run import Background, Forecaster, Request, forecast_all, forecast_one
-from fsdp_lab.forecast.words import no_forecast_text
+from fsdp_lab.forecast.run import Request
 from fsdp_lab.training.profile import Event, Profile
 from fsdp_lab.workloads.build import build_workload
-from tests.conftest import FakeGpus
-from tests.processes import called, still_running
 from tests.ranks import config
 
 # model=mlp: 1024 -> 1024 -> 10, so two weights and two biases
@@ -233,17 +225,6 @@ def test_an_optimizer_that_reads_a_value_has_no_forecast():
     assert forecast_profile(config("model=mlp", f"optimizer._target_={own}.Lion"), 2, cuda=True).peaks
 
 
-def test_the_capacity_is_the_gpus_own_where_none_is_named(fake_gpus: FakeGpus):
-    """The smallest of them."""
-    fake_gpus(2, 81559, 2)
-    words = ("model=mlp", "training.global_batch_size=2", "forecast.prune=true")
-    check_forecast(config(*words), keep=None)
-    forecast = forecast_one(Request.of(config(*words), 1))
-    assert forecast.cuda
-    assert forecast.capacity_bytes == gpu_memory() == 2 * 2**20, "the smallest"
-    assert forecast.fits is False
-
-
 def test_on_a_cpu_what_is_offloaded_and_what_is_not_share_a_forecast():
     """Their peaks are equal to the byte there, on a GPU they are not."""
     for cuda in (False, True):
@@ -276,65 +257,6 @@ def test_trials_share_a_forecast_where_no_figure_differs():
     plain = forecast_settings(config(), 2)
     alike = [word for word in (*SHARED, *OF_ITS_OWN) if forecast_settings(config(word), 2) == plain]
     assert alike == [*SHARED] and plain != forecast_settings(config(), 4)
-
-
-def test_many_are_forecast_once_each_and_come_back_in_their_order():
-    """One that cannot be forecast leaves the others alone."""
-    words = [[], ["optimizer.lr=0.5"], ["sharding.dp_replicate=3"], ["sharding=root"]]
-    trials = [config("model=mlp", *each) for each in words]
-    steps: list[tuple[int, int]] = []
-    first, same, bad, other = forecast_all([Request.of(trial, 2) for trial in trials], lambda *step: steps.append(step))
-    assert steps == [(1, 3), (2, 3), (3, 3)]
-    assert bad.error and bad.error.code == "user_error" and "dp_replicate" in str(no_forecast_text(bad.error))
-    expected = [forecast_profile(trials[number], 2, cuda=False).peaks for number in (0, 3)]
-    assert [first.peaks, other.peaks] == expected and first.peaks == same.peaks != other.peaks
-
-
-def forecasters() -> list[psutil.Process]:
-    """The processes of a pool that this one started."""
-    return called("pool import serve")
-
-
-@pytest.mark.ci
-def test_a_search_forecasts_one_after_the_other_and_loses_one_with_its_process():
-    small, heavy = Request.of(config("model=mlp"), 2), Request.of(config("model=vit_l_16"), 2)
-    expected = forecast_profile(small.config, 2, cuda=False).peaks
-    earlier = {process.pid for process in forecasters()}
-    with Forecaster() as forecaster:
-        assert forecaster.result(forecaster.submit(small), small).peaks == expected
-        lost, after = forecaster.submit(heavy), forecaster.submit(small)
-        (process,) = [process for process in forecasters() if process.pid not in earlier]
-        process.kill()
-        error = no_forecast_text(forecaster.result(lost, heavy).error)
-        assert error and "its process was killed, most likely because memory ran out" in error
-        assert forecaster.result(after, small).peaks == expected
-        unwanted = forecaster.submit(heavy)
-    assert "not made" in str(no_forecast_text(forecaster.result(unwanted, heavy).error))
-    assert still_running(forecasters(), 60) == []
-
-
-def test_a_thread_that_fails_is_reported_for_each(monkeypatch: pytest.MonkeyPatch):
-    """Also with a cause that was never raised, which has no line to name."""
-
-    def fail(*_: object) -> None:
-        raise OSError("no more processes") from KeyError("width")
-
-    monkeypatch.setattr(run, "_in_pool", fail)
-    with Background([Request.of(config(), 2)] * 2) as forecasts:
-        result = forecasts.result()
-    assert [no_forecast_text(forecast.error) for forecast in result] == ["OSError: no more processes"] * 2
-
-
-@pytest.mark.ci
-def test_forecasts_that_are_no_longer_wanted_end():
-    heavy = [config("model=vit_l_16", f"training.global_batch_size={2 * n}") for n in range(1, 65)]
-    end = time.monotonic() + 100
-    with Background([Request.of(trial, 2) for trial in heavy]) as forecasts:
-        while not (processes := forecasters()):
-            assert time.monotonic() < end, "no process started"
-            time.sleep(0.05)
-    assert still_running(processes, 60) == []
-    assert forecasts.result()[-1].error == NoForecast("cancelled")
 
 
 @pytest.mark.parametrize("sharding", ["per_block", pytest.param("ddp", marks=pytest.mark.ci)])

@@ -1,0 +1,313 @@
+"""What is chosen among forecasts made by hand: what fits, what is recommended, and what `forecast.keep` measures."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.config import ConfigError
+from fsdp_lab.config.checks import check_forecast
+from fsdp_lab.config.conf import conf_dir
+from fsdp_lab.forecast.answer import answers
+from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL, NEARLY_FULL_ERROR, Forecast, Host, NoForecast, on_capacity
+from fsdp_lab.forecast.keep import number_kept, passed_over, ratio_group
+from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.sentences import room_remedies
+from fsdp_lab.forecast.speed.device import DeviceKind
+from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
+from fsdp_lab.forecast.words import say
+from fsdp_lab.record.reasons import Code
+from fsdp_lab.report.render import needs_text, reason_text
+from tests.forecast.planted import forecast_of, row, sheet
+from tests.ranks import config
+
+Choice = tuple[list[str], list[str], str | None]  # recommended, tied, what decided
+
+
+@pytest.mark.parametrize(
+    ("forecast", "fits", "tight"),
+    [
+        (forecast_of("yes"), True, False),
+        (forecast_of("tight"), False, True),  # 900 active and 100 beside the allocator: what it caches is too much
+        (forecast_of("no"), False, False),
+        (forecast_of("tight", capacity=None), None, False),
+        (Forecast(False, 8, {"device": {"total": 1001}}, capacity_bytes=1000), False, False),  # a CPU caches nothing
+        (Forecast(True, 8, capacity_bytes=1000, error=NoForecast("cancelled")), None, False),
+    ],
+)
+def test_what_is_tight_fits_without_what_the_allocator_caches(forecast: Forecast, fits: bool, tight: bool):
+    assert (forecast.fits, forecast.tight) == (fits, tight)
+
+
+def test_only_what_fits_is_recommended_and_the_table_and_the_csv_name_it(tmp_path: Path):
+    made = (("ddp", "no", 0.5), ("root", "tight", 1.0), ("per_layer", "tight", 2.5), ("per_block", "yes", 2.0))
+    rows = [Row([name], forecast_of(verdict, step_s), None, 64) for name, verdict, step_s in made]
+    (answer,) = answers(rows, ["sharding"], 0.0)
+    assert answer.best and answer.best.settings == ["per_block"]
+    assert set(answer.recommendation.why_not) == {"sharding=ddp", "sharding=root", "sharding=per_layer"}
+    rows = in_order(rows)
+    assert [r.settings[0] for r in rows] == ["per_block", "root", "per_layer", "ddp"]
+    (fits,) = [column.cells for column in forecast_table(rows, ["sharding"]).columns if column.name == "fits"]
+    assert fits == ["yes", "tight", "tight", "no"]
+    write_csv(tmp_path / "f.csv", rows, ["sharding"])
+    cells = [(line["fits"], line["active_bytes"]) for line in csv.DictReader((tmp_path / "f.csv").open())]
+    assert cells == [("true", "750"), ("tight", "900"), ("tight", "900"), ("false", "901")]
+
+
+def offloaded(gib: int | None, workers: int = 8, **changes: object) -> Forecast:
+    """One that fits its GPU, and whose workers need 100 GiB each on a host of so many GiB."""
+    forecast = forecast_of("yes", 2.0, **changes)  # type: ignore[arg-type]
+    host = {"host": {"total": 100 * GIB, "param": 60 * GIB}}
+    return on_capacity(
+        replace(forecast, peaks=forecast.peaks | host), 1000, Host(None if gib is None else gib * GIB, workers)
+    )
+
+
+@pytest.mark.parametrize(
+    ("forecast", "fits"),
+    [
+        (offloaded(800), True),
+        (offloaded(799), False),
+        (offloaded(799, workers=4), True),  # the others are on another host
+        (offloaded(None), True),
+    ],
+)
+def test_all_workers_of_a_host_have_to_fit_it(forecast: Forecast, fits: bool):
+    assert (forecast.fits, forecast.tight) == (fits, False)
+    other = Row(["none"], forecast_of("yes", 3.0), None, 64)
+    (answer,) = answers([Row(["cpu"], forecast, None, 64), other], ["offload"], 0.0)
+    assert answer.best and answer.best.settings == (["cpu"] if fits else ["none"])
+    if not fits:
+        assert set(answer.recommendation.why_not) == {"offload=cpu"}
+        text = "needs 819200.00 MiB of the 818176.00 MiB of its host, by its forecast (102400.00 for each of 8)"
+        assert needs_text(**forecast.shortage) == text
+
+
+def test_the_hosts_memory_is_named_where_it_was_not_checked_or_is_short():
+    assert say("host", [forecast_of("yes"), offloaded(800)]) == []
+    short, unknown = say("host", [offloaded(799), offloaded(None), offloaded(None, workers=4)])
+    assert short == (
+        "host memory: 1 offloaded setting that fit no host: 8 workers of a host need up to 800 GiB, and it has 799 GiB."
+    )
+    assert unknown.startswith("host memory: 2 offloaded settings not checked: 8 workers of a host need up to 800 GiB")
+
+
+def test_the_share_of_memory_from_which_steps_are_slower_is_that_of_the_published_rows():
+    """The rows of MPT: what each needs by its forecast, where it needs much, and how far off its predicted time was."""
+    with (conf_dir().parent / "experiments" / "published" / "results" / "rows.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["row"].startswith("m")]
+    errors = [(float(row["share"] or 0), float(row["error"].rstrip("%")) / 100) for row in rows]
+    full = sorted(-error for share, error in errors if share > NEARLY_FULL)  # the last were predicted too fast
+    others = [error for share, error in errors if share <= NEARLY_FULL]
+    assert (len(full), len(others)) == (39, 71)
+    assert sum(error > 0.08 for error in full) == 4 and sum(abs(error) > 0.08 for error in others) == 2
+    assert full[-1] == pytest.approx(1 - 1 / 1.36, abs=5e-3), "36% longer"
+    # nine of ten: at 0.9 * 38 = 34.2 between the 35th and the 36th
+    assert 0.8 * full[34] + 0.2 * full[35] == pytest.approx(NEARLY_FULL_ERROR, abs=2e-3)
+
+
+def test_a_step_on_a_nearly_full_gpu_may_be_slower_and_the_fastest_with_room_is_named():
+    full = replace(forecast_of("yes", 1.0), capacity_bytes=950)  # of which it needs 900
+    assert full.speed is not None and full.fits and full.nearly_full
+    full = replace(full, speed=replace(full.speed, relative=0.1, group="one"))
+    slower, same = on_capacity(full, 950).speed, on_capacity(full, 1000).speed
+    assert same == full.speed and slower is not None and full.speed is not None
+    assert slower.high_s == pytest.approx(max(1 / 0.9, 1.0 / (1 - NEARLY_FULL_ERROR)))
+    assert (slower.low_s, slower.error, slower.relative) == (full.speed.low_s, full.speed.error, None)
+    on_cpu = replace(full, cuda=False)
+    assert on_capacity(on_cpu, 950).speed == full.speed, "which has no allocator that retries"
+    rows = [Row([name], forecast_of("yes", step_s, size), None, 64) for name, step_s, size in
+            (("root", 1.0, 950), ("ddp", 1.2, 2000))]  # fmt: skip
+    (answer,) = answers(rows, ["sharding"], 0.0)
+    assert answer.best is rows[0] and answer.roomy and answer.row(answer.roomy) is rows[1]
+
+
+@pytest.mark.parametrize(
+    ("swept", "words", "expected"),
+    [
+        ([], [], ["activation_checkpointing=full", "a smaller training.global_batch_size"]),
+        (["activation_checkpointing"], [], ["a smaller training.global_batch_size"]),
+        (["training.global_batch_size"], [], ["activation_checkpointing=full"]),
+        ([], ["activation_checkpointing=full", "training.global_batch_size=8"], []),
+    ],
+)
+def test_what_was_not_varied_makes_room(swept: list[str], words: list[str], expected: list[str]):
+    asked = Request(config("model=mlp", "sharding=ddp", *words), 8, True, None, sheet=sheet())
+    assert room_remedies([asked], swept) == expected
+
+
+def recommendations(rows: list[Row], swept: Sequence[str] = ("sharding",), tolerance: float = 0.03) -> list[Choice]:
+    """Return of each answer the recommended values, those that are tied with them, and what decided."""
+    made = [answer.recommendation for answer in answers(rows, swept, tolerance)]
+    return [
+        ([*r.setting.values.values()] if r.setting else [], [s.name.partition("=")[2] for s in r.tied], r.tie_break)
+        for r in made
+    ]
+
+
+FAST, LARGE = row("root", 1.2, 300), row("ddp", 1.0, fits=False)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([LARGE, FAST, row("per_block", 1.21), row("other", 2.0)], (["root"], ["per_block"], "speed")),
+        ([FAST, row("per_layer", 1.2003, 200)], (["per_layer"], ["root"], "memory")),  # 0.03 % are nothing
+        ([FAST, row("other", 2.0)], (["root"], [], None)),
+        ([LARGE], ([], [], None)),
+        # 5 % apart: the ranges overlap, but of one model the ratio is known to 2 %
+        ([row("root", 1.0, relative=0.02), row("ddp", 1.05, relative=0.02)], (["root"], [], None)),
+        ([row("root", 1.0, relative=0.02), row("ddp", 1.05, group="another")], (["root"], ["ddp"], "speed")),
+        # the fastest nearly fills its GPU: the smallest of ties, but where 1 % less is nothing the simplest
+        ([LARGE, row("root", 1.2, 950), row("per_block", 1.21, 100)], (["per_block"], ["root"], "memory")),
+        ([row("root", 1.0, 999), row("ddp", 1.02, 1000)], (["ddp"], ["root"], "simplicity")),
+    ],
+)
+def test_the_fastest_that_fits_is_recommended_and_of_equals_the_smallest(rows: list[Row], expected: Choice):
+    assert recommendations(rows) == [expected]
+
+
+@pytest.mark.parametrize(("relative", "low", "high"), [(None, 0.81, 1.21), (0.3, 0.76, 1.29)])
+def test_another_speed_has_the_range_of_both_predictions_or_of_their_ratio(relative: float, low: float, high: float):
+    """1.2 / 1.21 = 0.992, times 0.9 / 1.1 and 1.1 / 0.9; or over and times 1.3."""
+    (answer,) = answers([row("root", 1.2, relative=relative), row("ddp", 1.21, relative=relative)], ["sharding"], 0.03)
+    (other,) = answer.recommendation.others
+    assert other.speed is not None and other.tied
+    assert [other.speed.value, other.speed.low, other.speed.high] == pytest.approx([0.992, low, high], abs=0.005)
+
+
+@pytest.mark.parametrize("key", ["cluster.num_workers", "forecast.device", "training.global_batch_size"])
+def test_each_number_of_workers_device_and_batch_size_has_its_own_recommendation(key: str):
+    """More samples in a step are more samples a second, and another training."""
+    rows = []
+    for name, value, step_s in (("root", "8", 1.0), ("ddp", "8", 1.5), ("root", "16", 1.9), ("ddp", "16", 1.6)):
+        one = row(name, step_s, samples=int(value) if "batch" in key else 100)
+        workers = int(value) if "workers" in key else 8
+        rows.append(replace(one, settings=[name, value], forecast=replace(one.forecast, num_workers=workers)))
+    assert [settings for settings, _, _ in recommendations(rows, ["sharding", key], 0.0)] == [["root"], ["ddp"]]
+
+
+def left_out(forecasts: Sequence[Forecast], keep: str = "1", names: str = "abcdefghijklmnopqrst") -> set[int]:
+    """Return the numbers of those that are not measured; each is a setting of its own unless `names` repeats."""
+    return set(passed_over(dict(enumerate(forecasts)), dict(enumerate(names)), keep)[0])
+
+
+def of_seconds(*seconds: float, **changed: object) -> list[Forecast]:
+    return [row("", step_s, **changed).forecast for step_s in seconds]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        ("1", {2, 3, 4}),  # 1.1 s may be as fast as 1.0 s: 1.1 / 1.1 is below 1.0 / 0.9
+        ("2", {2, 3, 4}),  # 1.5 / 1.1 is above 1.1 / 0.9
+        ("3", {4}),  # 1.6 / 1.1 is below 1.5 / 0.9
+        ("40%", {2, 3, 4}),  # two of five
+        ("100%", set()),
+        ("9", set()),
+    ],
+)
+def test_those_are_kept_that_may_be_as_fast_as_the_last_that_was_asked_for(keep: str, expected: set[int]):
+    forecasts = dict(enumerate(of_seconds(1.0, 1.1, 1.5, 1.6, 3.0)))
+    reasons, _ = passed_over(forecasts, {number: str(number) for number in forecasts}, keep)
+    assert set(reasons) == expected and number_kept("7%", 100) == 7
+    if 4 in reasons:
+        values = reasons[4].values
+        assert (reasons[4].code, values["keep"]) == (Code.too_slow, keep)
+        speeds = [values[name] for name in ("speed", "low", "high")]
+        assert speeds == pytest.approx([100 / 3, 90 / 3, 110 / 3]), "samples/s"
+
+
+def test_what_is_common_to_all_predictions_keeps_no_setting():
+    """Each is known to ±40 %, which would keep all but the last; their ratios to ±8 %."""
+    seconds = (1.0, 1.05, 1.2, 1.5, 3.0)
+    alone, related = of_seconds(*seconds, error=0.4), of_seconds(*seconds, error=0.4, relative=0.08)
+    assert left_out(alone) == {4} and left_out(related) == {2, 3, 4}
+    why = passed_over(dict(enumerate(related)), dict(enumerate("abcde")), "1")[0][2]
+    assert (why.values["share"], why.values["error"]) == (pytest.approx(1 / 1.2), 0.08)
+    assert reason_text(why) == (
+        "predicted 83.3 samples/s, 83.3% of the last of the most promising. Less than 1 / 1.08 = 92.6% is too "
+        "slow: predicted ratios have an error of up to ±8%; forecast.keep=1 does not start it"
+    )
+    assert left_out([*related[:2], alone[2], *related[3:]]) == {3, 4}, "of one the ratio is not known"
+
+
+def test_what_is_recommended_is_kept_though_it_is_surely_slower():
+    """Of those within report.speed_tolerance the smaller is recommended, because the fastest nearly fills its GPU."""
+    rows = [row("root", 1.0, 950, relative=0.01), row("per_block", 1.02, 100, relative=0.01), row("ddp", 3.0)]
+    forecasts = {number: each.forecast for number, each in enumerate(rows)}
+    names = {number: each.settings[0] for number, each in enumerate(rows)}
+    assert set(passed_over(forecasts, names, "1")[0]) == {1, 2}
+    assert set(passed_over(forecasts, names, "1", recommended={"per_block"})[0]) == {2}
+
+
+def test_the_fastest_of_each_global_batch_size_is_kept():
+    """What is learned from a sample may differ between batch sizes: the answer need not be in the fastest."""
+    assert left_out([*of_seconds(1.0, 2.0, 3.0, samples=10), *of_seconds(1.0, 2.0, samples=1)]) == {1, 2, 4}
+
+
+def test_a_sweep_says_why_it_skips_nothing():
+    forecasts, settings = dict(enumerate(of_seconds(1.0, 1.1, 1.2))), dict(enumerate("abc"))
+    assert passed_over(forecasts, settings, "2") == (
+        {}, "nothing is skipped: each of the 3 settings may be one of the 2 fastest, by the errors of their predictions"
+    )  # fmt: skip
+    without = {0: replace(forecasts[0], speed=None)}
+    assert passed_over(without, settings, "1")[1] == "nothing is skipped: no setting has a predicted speed"
+
+
+def test_repeats_are_one_setting_and_what_cannot_fit_or_has_no_prediction_is_not_ranked():
+    forecasts = of_seconds(1.0, 1.0, 5.0, 0.1, 9.0)
+    forecasts[3] = replace(forecasts[3], capacity_bytes=50)
+    forecasts[4] = replace(forecasts[4], speed=None)
+    assert left_out(forecasts, "1", "aabcd") == {2, 3}
+    assert left_out(forecasts, "2", "aabcd") == {3}
+    why = passed_over({3: forecasts[3]}, {3: "c"}, "1")[0][3]
+    assert (why.code, why.values["needed_bytes"], why.values["capacity_bytes"]) == (Code.does_not_fit, 100, 50)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [
+        (("tight", "yes", "yes", "yes"), {2, 3}),  # tight is measured beside the fastest of what fits
+        (("yes", "yes", "tight", "yes"), {1, 2, 3}),  # nor is it where it cannot be as fast
+        (("tight", "tight", "tight", "no"), {1, 2, 3}),  # where nothing fits it is ranked alone
+    ],
+)
+def test_what_is_tight_takes_no_place_of_what_fits(verdicts: tuple[str, ...], expected: set[int]):
+    assert left_out([forecast_of(verdict, 2.0**n) for n, verdict in enumerate(verdicts)]) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "workers", "same"),
+    [
+        (["sharding=root", "precision=bf16", "training.global_batch_size=32", "data.num_train=64"], 8, True),
+        (["model.num_layers=24"], 8, False),
+        (["compile=true"], 8, False),
+        (["offload=cpu"], 8, False),
+        ([], 16, False),
+    ],
+)
+def test_ratios_are_known_of_one_model_on_so_many_workers_of_a_device(words: list[str], workers: int, same: bool):
+    gpu, ours = sheet("h100_sxm"), ("sharding=per_block", "precision=fp32")
+    mine = ratio_group(config(*ours), 8, gpu)
+    assert (ratio_group(config(*ours, *words), workers, gpu) == mine) is same
+    assert ratio_group(config(*ours), 8, replace(gpu, launch_s=1e-9)) != mine
+    cpu = replace(gpu, kind=DeviceKind.cpu)
+    assert ratio_group(config("offload=cpu"), 8, cpu) == ratio_group(config(), 8, cpu), "where nothing is offloaded"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["forecast.keep='5'"], r"forecast.device=<a100_40gb\|"),
+        (["forecast.keep='5'", "forecast.device=h100_sxm", "forecast.enabled=false"], "forecast.enabled=true"),
+    ],
+)
+def test_a_keep_without_speeds_or_forecasts_is_refused(words: list[str], named: str):
+    """A sweep refuses it earlier, in words of its own: `tests/messages.txt` has those."""
+    with pytest.raises(ConfigError, match=named):
+        check_forecast(trial := config(*words), trial.forecast.keep)

@@ -1,0 +1,335 @@
+"""Figures of devices: data sheets, which one a forecast uses, and how finished trials correct them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from fsdp_lab.config import ConfigError, UserError
+from fsdp_lab.config.checks import check_forecast
+from fsdp_lab.config.conf import conf_dir, device_file, known_devices
+from fsdp_lab.config.machine import RunningCluster
+from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.forecast.capacity import Host
+from fsdp_lab.forecast.devices import (
+    capacity_bytes,
+    capacity_here,
+    check_device,
+    check_here,
+    data_sheet,
+    data_sheet_here,
+    gpu_memory,
+    refined,
+    sheet_of,
+)
+from fsdp_lab.forecast.forecast import forecast
+from fsdp_lab.forecast.observations import observations_file, read_observations, record_observation
+from fsdp_lab.forecast.run import Request, forecast_one
+from fsdp_lab.forecast.speed.costs import seconds
+from fsdp_lab.forecast.speed.device import Basis, Factors, KnownError, digest, load_device
+from fsdp_lab.forecast.speed.predict import Parts, predict
+from fsdp_lab.forecast.speed.program import Kind, Stream
+from fsdp_lab.forecast.speed.refine import Observation, pair_error, refine
+from fsdp_lab.sweep.forecasts import Forecasts, ran_there, reliable_step_s
+from fsdp_lab.training.speed import PEAK_FLOPS
+from tests.conftest import FakeGpus
+from tests.forecast.planted import ROUND, gather, observations, operator, sheet
+from tests.ranks import config
+from tests.sweep.planted import CPU as TWO_CORES
+
+CPU = "A CPU, 2 cores"
+MISSING = object()
+SHEETS = sorted((conf_dir() / "device").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_data_sheet_can_be_read_and_training_knows_its_peaks():
+    """Training measures the MFU that a forecast predicts, without YAML; TF32 has half the rate of 16 bits."""
+    assert {path.stem for path in SHEETS} == set(known_devices()) >= {"a100_40gb", "a100_80gb", "h100_sxm"}
+    for device in map(load_device, SHEETS):
+        assert device.source and device.memory_gib > 0 and 0 < device.error.median <= device.error.p90 < 1, device
+        shares = [*vars(device.reached).values(), *vars(device.efficiency).values()]
+        assert all(0 < share <= 1 for share in shares if share is not None), device
+        types = ("bfloat16", "float16", "tfloat32", "float32")
+        peaks = {dtype: device.peak_flops[dtype] for dtype in types}
+        assert PEAK_FLOPS[device.name] == peaks and 0 < peaks["float32"] <= peaks["bfloat16"]
+        assert peaks["tfloat32"] == pytest.approx(peaks["bfloat16"] / 2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("basis", "hearsay", "basis=hearsay is not one of data sheet, fitted, trials"),
+        ("efficiency", {"matmul": 1.0}, r"efficiency is not a data sheet of a device: missing \['attention', 'link'"),
+        ("colour", "green", r"unknown \['colour'\]"),
+        ("memory_gib", "much", "memory_gib=much is not a positive number"),
+        ("node_size", 0, "node_size=0 is not a positive number"),
+        ("node_size", MISSING, r"missing \['node_size'\], unknown \[\]"),
+        ("relative", {"median": 0.01, "p90": 1.5}, "relative.p90=1.5 is a share of a step's time"),
+        ("peak_flops", {"bfloat16": "312e12"}, r"peak_flops\.bfloat16=312e12 .*; YAML writes 1\.0e\+12"),
+    ],
+)
+def test_a_wrong_data_sheet_says_what_is_wrong(tmp_path: Path, key: str, value: object, message: str):
+    content = {**yaml.safe_load(SHEETS[0].read_text()), key: value}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({k: v for k, v in content.items() if v is not MISSING}))
+    with pytest.raises(ConfigError, match=message):
+        load_device(tmp_path / "mine.yaml")
+
+
+def test_an_own_data_sheet_brings_its_memory_and_what_it_lacks_is_reported(tmp_path: Path):
+    mine = tmp_path / "mine.yaml"
+    text = (device_file("a100_80gb") or Path()).read_text().replace("memory_gib: 79.25", "memory_gib: 1.5")
+    mine.write_text(re.sub("peak_flops: .*", "peak_flops: {bfloat16: 312.0e+12}", text))
+    settings = config("model=mlp", "precision=fp32", f"forecast.device={mine}")
+    request = Request.of(settings, 2)
+    assert request.cuda and request.capacity_bytes == 1.5 * 2**30 and request.sheet is not None
+    own = Request.of(config("model=mlp", f"forecast.device={mine}", "forecast.capacity_gib=2"), 2)
+    assert own.capacity_bytes == 2 * 2**30
+    result = forecast(settings, 2, cuda=True, sheet=request.sheet)
+    assert result.no_speed and "has no peak for float32; its data sheet has bfloat16" in result.no_speed
+    assert result.speed is None and result.error is None and result.peak_bytes > 0, "the memory is known all the same"
+    for workers in (4, 16):
+        check_device(settings, workers)
+    with pytest.raises(ConfigError, match=r"cluster.num_workers=12 .* nodes have 8 devices.* use a multiple of 8"):
+        check_device(settings, 12)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "cuda", "known"),
+    [
+        (2, "auto", True, True),  # by the name that the driver reports: NVIDIA H200
+        (2, "cuda", True, False),
+        (0, "auto", False, False),
+        (0, "cuda", True, False),
+    ],
+)
+def test_auto_is_for_this_machines_gpus_and_for_cpus_without_one(
+    fake_gpus: FakeGpus, gpus: int, device: str, cuda: bool, known: bool
+):
+    fake_gpus(gpus)
+    request = Request.of(config("model=mlp", f"forecast.device={device}"), 2)
+    assert (request.cuda, request.sheet) == (cuda, sheet("h200") if known else None)
+    assert sheet_of("NVIDIA GeForce 256") is None
+
+
+def test_the_capacity_is_that_of_the_smallest_gpu_where_none_is_named(fake_gpus: FakeGpus):
+    fake_gpus(2, 81559, 2)
+    words = ("model=mlp", "training.global_batch_size=2", "forecast.prune=true")
+    check_forecast(config(*words), keep=None)
+    forecast = forecast_one(Request.of(config(*words), 1))
+    assert forecast.capacity_bytes == gpu_memory() == 2 * 2**20 and forecast.fits is False
+
+
+def test_the_host_is_this_machine_if_the_device_is(fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fsdp_lab.forecast.devices.host_memory", lambda: 7)
+
+    def host(*words: str, workers: int = 8) -> Host:
+        return Request.of(config(*words), workers).host
+
+    fake_gpus(2, 81920, 81920)  # which are called NVIDIA H200
+    assert host() == host("forecast.device=cuda") == host("forecast.device=h200") == Host(7, 2)
+    assert host(workers=1) == Host(7, 1)
+    assert host("forecast.device=h100_sxm") == Host(None, 8) == host("forecast.device=h100_sxm", workers=16)
+    assert host("forecast.device=cuda", "forecast.capacity_gib=80") == Host(None, 8), "of some other device"
+    fake_gpus(0)
+    assert host("forecast.device=h200") == host("forecast.device=cuda") == Host(None, 8)
+
+
+def test_a_sweep_takes_the_memory_of_its_own_gpus_and_no_speed_of_others(
+    fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+):
+    fake_gpus(2, 81920, 81920)  # which are called NVIDIA H200
+    theirs, ours = config("forecast.device=a100_40gb"), config("forecast.device=h200")
+    assert capacity_here(theirs, cuda=True) == capacity_here(ours, cuda=True) == gpu_memory()
+    assert data_sheet_here(theirs, cuda=True) is None and data_sheet_here(ours, cuda=True) == sheet("h200")
+    assert capacity_bytes(theirs, cuda=True) == int(39.5 * 2**30), "fsdp_lab.forecast is asked about that device"
+    with pytest.raises(ConfigError, match="predictions for another device do not apply to them"):
+        check_here(config("forecast.device=a100_40gb", "forecast.keep='2'"), 2, cuda=True)
+    check_here(config("forecast.device=h200", "forecast.keep='2'"), 2, cuda=True)
+    monkeypatch.setattr("fsdp_lab.config.machine._asks", [RunningCluster])
+    for here, memory in ((True, gpu_memory()), (False, None)):
+        monkeypatch.setattr("fsdp_lab.config.machine._clusters", {"head:6379": RunningCluster(8, here)})
+        there = config("forecast.device=auto", "cluster.address=head:6379")
+        assert capacity_here(there, cuda=True) == memory, "other nodes' GPUs are not this machine's"
+
+
+def test_many_trials_report_the_factors():
+    true = Factors(compute=1.3, communication=0.8, overlap=0.6)
+    refined = refine(ROUND, observations(40, true))
+    assert refined.basis is Basis.trials and refined.factors.settings == 40
+    assert refined.factors.compute == pytest.approx(1.3, rel=0.02)
+    assert refined.factors.communication == pytest.approx(0.8, rel=0.02)
+    assert refined.factors.overlap == pytest.approx(0.6, abs=0.03)
+
+
+def test_one_trial_moves_the_factors_part_of_the_way_and_counts_once():
+    """What compute alone would explain goes to communication and overlap, too, and some is left."""
+    (one,) = observations(1, Factors(compute=2.0))
+    refined = refine(ROUND, [one])
+    assert 1.0 < refined.factors.compute < 2.0
+    assert refined.error == ROUND.error, "one trial says nothing of how far off others are"
+    assert refine(ROUND, [replace(one, measured_s=one.measured_s * factor) for factor in (0.9, 1.0, 5.0)]) == refined
+    assert refine(ROUND, []) is ROUND
+
+
+def test_the_error_is_that_of_settings_which_the_factors_have_not_seen():
+    known = replace(ROUND, error=KnownError(0.1, 0.3))
+    noisy = refine(known, observations(40, Factors(1.2, 1.1), spread=0.3))
+    assert 0.15 < noisy.error.p90 <= 0.35
+    exact = refine(known, observations(40, Factors(1.2, 1.1)))
+    assert exact.error.p90 == pytest.approx(0.15), "at least half of what it was"
+    assert exact.error_elsewhere == exact.error
+
+
+def test_a_level_that_all_trials_share_is_no_error_of_their_ratios():
+    """Launches are not corrected: where they take long, all trials are off by the same factor."""
+    slow = [
+        replace(one, parts=Parts(0.0, 0.0, one.parts.compute, 0.0), measured_s=2 * one.parts.compute)
+        for one in observations(12, Factors())
+    ]
+    refined = refine(replace(ROUND, error=KnownError(0.01, 0.02)), slow)
+    assert refined.relative is not None and refined.relative.p90 < refined.error.p90 / 2
+    few = refine(replace(ROUND, relative=KnownError(0.1, 0.2)), slow[:3])
+    assert few.relative == KnownError(0.1, 0.2), "as its file has it"
+
+
+def test_the_error_of_ratios_is_that_of_each_pair_of_one_model():
+    """Of 7 ratios 21 pairs: the median is the 11th, nine of ten are up to the 19th. A common factor changes nothing."""
+    ratios = [0.9, 0.95, 1.0, 1.0, 1.05, 1.1, 1.2]
+    errors = sorted(max(a, b) / min(a, b) - 1 for a, b in combinations(ratios, 2))
+    for factor in (1, 2):
+        result = pair_error([[factor * ratio for ratio in ratios]])
+        assert result is not None
+        assert (result.median, result.p90) == (pytest.approx(errors[10]), pytest.approx(errors[18]))
+    exact = [[level] * 7 for level in (0.5, 1.0, 3.0)]
+    assert pair_error(exact) == KnownError(0.01, 0.01), "no error is below a hundredth"
+    assert pair_error([[level for level, *_ in exact] * 3]) != pair_error(exact)
+    assert pair_error([ratios[:6]]) is None and pair_error([[1.0]] * 100) is None, "too few pairs"
+
+
+def test_trials_scale_compute_and_communication_apart():
+    sent = replace(gather(8e9, 2), stream=Stream.gather, writes=(1,))
+    product = operator(Kind.matmul, flops=5e11, dtype="float32", reads=(1,))
+    corrected = replace(ROUND, factors=Factors(compute=2.0, communication=3.0))
+    assert seconds(product, corrected) == pytest.approx(2 * seconds(product, ROUND))
+    assert seconds(sent, corrected) == pytest.approx(3 * seconds(sent, ROUND))
+    before, after = (predict([sent, product], device).parts for device in (ROUND, corrected))
+    assert before is not None and after is not None
+    assert vars(after) == pytest.approx(vars(before)), "what trials are compared with does not depend on trials"
+    assert before.compute == pytest.approx(0.1) and before.communication == pytest.approx(0.04)
+
+
+def test_trials_are_kept_by_device_version_and_the_figures_that_predicted_them():
+    one, two, three = observations(3, Factors())
+    for name, each in (("a/0", one), ("a/1", two), ("a/1", three)):
+        record_observation(CPU, name, each)
+    assert read_observations(CPU, "2.15.0", "d") == [one, three]
+    for elsewhere in ((CPU, "2.11.0", "d"), (CPU, "2.15.0", "of other figures"), ("another", "2.15.0", "d")):
+        assert read_observations(*elsewhere) == []
+
+
+FIRST = asdict(observations(1, Factors())[0])
+
+
+@pytest.mark.parametrize(
+    ("content", "readable"),
+    [
+        ('{"a": {"parts": null}}', True),  # what another version wrote counts as absent
+        (json.dumps({"a": FIRST | {"measured_s": float("inf")}}), True),
+        (json.dumps({"a": FIRST | {"measured_s": "fast"}}), True),
+        ("[", False),
+        ("[]", False),
+    ],
+)
+def test_a_file_of_trials_that_cannot_be_read_is_named(content: str, readable: bool):
+    file = observations_file(CPU)
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+    if readable:
+        assert read_observations(CPU, "2.15.0", "d") == []
+        return
+    with pytest.raises(UserError, match=f"{file} cannot be read .*; remove it: the next trial writes a new one"):
+        read_observations(CPU, "2.15.0", "d")
+
+
+def test_the_oldest_trials_leave_after_five_hundred():
+    many = observations(510, Factors())
+    file = observations_file(CPU)
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({str(number): asdict(one) for number, one in enumerate(many[:-1])}))
+    record_observation(CPU, "last", many[-1])
+    assert read_observations(CPU, "2.15.0", "d") == many[10:]
+
+
+def predicted_for_two_cores(folder: Path, *words: str) -> Request:
+    (folder / "cpu.yaml").write_text(TWO_CORES)
+    settings = config(f"forecast.device={folder}/cpu.yaml", "model=mlp", "precision=fp32", *words)
+    return Request(settings, 2, False, None, sheet=data_sheet(settings))
+
+
+def test_finished_trials_correct_forecasts_by_the_figures_that_predicted_them(tmp_path: Path):
+    asked = predicted_for_two_cores(tmp_path)
+    sheet = asked.sheet
+    assert sheet is not None
+    for n in range(1, 6):
+        parts = Parts(0.1 * n, 0.05 * n, 0.0, 0.0)
+        twice = 2 * (parts.compute + parts.communication)
+        record_observation(sheet.name, str(n), Observation(str(n), parts, twice, version("torch"), digest(sheet)))
+    corrected = Request.of(asked.config, 2).sheet
+    assert corrected is not None and corrected.basis is Basis.trials
+    assert corrected.factors.compute > 1.5 and corrected.factors.settings == 5
+    assert data_sheet(asked.config) == sheet, "a sweep is predicted by the file alone"
+    other = replace(sheet, launch_s=1.0)
+    assert refined(other) == other, "other figures start afresh"
+
+
+def test_what_ran_elsewhere_or_is_not_predicted_as_it_runs_teaches_nothing(tmp_path: Path):
+    assert ran_there(predicted_for_two_cores(tmp_path), "cpu")
+    for word in ("cluster.address=10.0.0.1:6379", "cluster.cpus_per_worker=2"):
+        assert not ran_there(predicted_for_two_cores(tmp_path, word), "cpu")
+    sheet = replace(ROUND, name="NVIDIA H100 80GB HBM3")
+    gpu = replace(predicted_for_two_cores(tmp_path), cuda=True, sheet=sheet)
+    assert ran_there(gpu, sheet.name) and not ran_there(gpu, "NVIDIA H200") and not ran_there(gpu, "")
+
+
+def test_waiting_is_no_part_of_a_step_and_steps_during_other_work_are_none():
+    """50 samples at 100 samples/s take 0.5 s, of which a tenth is waiting for data."""
+    metrics = {"perf/samples_per_s": 100.0, "perf/data_wait_share": 0.1}
+    assert reliable_step_s(metrics, 50, cuda=False) == pytest.approx(0.45)
+    assert reliable_step_s(metrics, 50, cuda=True) is None
+    assert reliable_step_s({**metrics, "perf/others_cpu": 0.2}, 50, cuda=False) is None
+    assert reliable_step_s({}, 50, cuda=False) is None
+
+
+@pytest.mark.parametrize(("others", "kept"), [(0.05, 1), (0.2, 0)])
+def test_a_trial_that_ends_is_kept_beside_its_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: float, kept: int
+):
+    """A hand-made state: Ray's part is in tests/sweep/test_forecasts.py, where other tests use the cores."""
+    asked = predicted_for_two_cores(tmp_path, "training.global_batch_size=32")
+    forecast = forecast_one(asked)
+    metrics = {"perf/samples_per_s": 320.0, "perf/data_wait_share": 0.5, "perf/others_cpu": others}
+    trial = SimpleNamespace(config=asked.config)
+    state = SimpleNamespace(trial=trial, forecast=forecast, figures=metrics, status=TrialStatus.finished, device="cpu")
+    sweep = SimpleNamespace(trials=[], config=asked.config, folder=tmp_path / "sweep", log=print, log_once=print)
+    monkeypatch.setattr("fsdp_lab.sweep.forecasts.resources.num_gpus", lambda: 0)
+    forecasts = Forecasts(sweep)  # type: ignore[arg-type]
+    sweep.trials.append(state)
+    for _ in range(2):  # a resume may publish it again
+        forecasts.ended(0)
+    assert asked.sheet is not None
+    observations = read_observations(asked.sheet.name, version("torch"), digest(asked.sheet))
+    assert [one.measured_s for one in observations] == pytest.approx([32 / 320 * 0.5] * kept)
+    assert not observations or observations[0].parts == forecast.speed.parts  # type: ignore[union-attr]
