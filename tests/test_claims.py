@@ -13,8 +13,8 @@ _TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
 ORDER = ("test", "ci", "test-all")
-# Not collected without MkDocs, nbclient or a browser.
-NEED_MORE = ("tests/test_site.py", "tests/test_tour.py", "tests/ui/test_report.py", "tests/ui/test_mlflow_ui.py")
+# Not collected without a browser.
+NEED_MORE = ("tests/ui/test_report.py", "tests/ui/test_mlflow_ui.py")
 
 
 def rows() -> list[tuple[str, list[tuple[str, str]], str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +13,12 @@ import yaml
 
 from fsdp_lab import __version__
 from fsdp_lab.commands import reference
-from fsdp_lab.config import ConfigError, NightlyConfig, all_keys
+from fsdp_lab.config import ConfigError, all_keys
 from fsdp_lab.config.conf import data_sheets, group_dirs
 from fsdp_lab.config.describe import describe_keys
-from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.metrics import METRICS
 from fsdp_lab.config.status import ExitCode
-from tests.conftest import ROOT, run_cli
+from tests.conftest import ROOT
 
 tables = SimpleNamespace(**run_path(str(ROOT / "docs" / "tables.py")))
 KEYS = {key.name: key for _, _, keys in describe_keys() for key in keys}
@@ -35,30 +33,15 @@ def test_every_key_has_a_meaning():
 def test_every_key_that_can_be_typed_is_described():
     assert set(KEYS) - set(all_keys()) == {"model.<argument>", "data.<argument>", "optimizer.<argument>"}
     assert set(all_keys()) - set(KEYS) == set()
-
-
-def test_every_rule_says_what_it_takes():
-    rules = {known.rule for known in keys_of(NightlyConfig).values() if known.rule}
-    assert [rule.__name__ for rule in rules if not (rule.__doc__ or "").startswith("Take ")] == []
     assert KEYS["optimizer.beta1"].takes == "0 or more, below 1"
     assert KEYS["forecast.capacity_gib"].kind == "number or null"
-
-
-def test_a_choice_lists_its_values():
     assert KEYS["sharding.granularity"].takes == "`ddp`, `root`, `per_block`, `per_layer`, `size_based`"
-    assert KEYS["search.name"].takes.startswith("`grid`, `random`, `optuna`")
-
-
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The configuration of a trial that names nothing."""
-    return run_cli(tmp_path_factory.mktemp("printed"), "--cfg", "job").stdout
 
 
 @pytest.mark.documents("python -m fsdp_lab --cfg job")
-def test_defaults_are_those_of_a_trial_that_names_nothing(printed: str):
+def test_defaults_are_those_of_a_trial_that_names_nothing(cli):
     """Those of `conf/config.yaml`, and of the options that it chooses, are the fields' own."""
-    composed = yaml.safe_load(printed)
+    composed = yaml.safe_load(cli("--cfg", "job").stdout)
 
     def plain(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         collected: dict[str, Any] = {}
@@ -81,11 +64,6 @@ def test_a_trial_or_a_part_of_it_is_printed(cli):
     assert cli("--cfg", "job", "shardin=root").stdout == ""
 
 
-def test_every_option_begins_with_what_it_is():
-    without = [f"{file.parent.name}/{file.name}" for file in OPTIONS if not tables.option_comment(file)]
-    assert not without, f"begin each file with a comment of one line: {without}"
-
-
 def test_committed_pages_are_those_of_the_code():
     pages = {page.name: page.read_text() for page in tables.FILES}
     old = [name for name, text in pages.items() if tables.filled(text) != text]
@@ -102,17 +80,6 @@ def test_pages_have_every_key_option_and_metric():
     assert [metric.key for metric in METRICS if f"| `{metric.key}`" not in metrics] == []
 
 
-@pytest.mark.parametrize("file", ["record/trial_files.py", "record/sweep_json.py", "nightly/night.py"])
-def test_tables_of_files_are_read_from_docstrings(file: str):
-    head, rule, *rows = tables.table_in(file).splitlines()
-    assert rule.startswith("| --- |") and len(rows) > 2 and head.count("|") == rows[0].count("|")
-
-
-def test_a_docstring_without_a_table_is_refused():
-    with pytest.raises(ValueError, match=r"fsdp_lab/config/status\.py has no table"):
-        tables.table_in("config/status.py")
-
-
 @pytest.mark.documents("python -m fsdp_lab --keys cluster")
 def test_keys_are_shown_with_their_meanings(cli):
     done = cli("--keys", "wait_timeout", list_imports=True)
@@ -123,12 +90,17 @@ def test_keys_are_shown_with_their_meanings(cli):
     )
 
 
-def test_keys_of_an_option_have_its_values(cli):
+def test_keys_of_an_option_have_its_values_and_fit_a_terminal(cli):
     lines = cli("--keys", "model=llama3_8b", "precision=fp16", "experiment=zero2_zero3").stdout.splitlines()
     assert {"model.ffn_dim=14336", "model.num_heads=32", "precision.param_dtype=float16"} <= set(lines)
     assert "hydra.sweeper.params.sharding=ddp,per_block" in lines
+    narrow = reference.keys_text([], 60).splitlines()
+    assert [line for line in narrow if len(line) > 60 and " " in line.strip()] == []
+    assert sum(not line.startswith(" ") for line in narrow) == len(KEYS)
     with pytest.raises(ConfigError, match=r"--keys model=llama3_7b: no such option\. Did you mean model=llama3_8b\?"):
         reference.keys_text(["model=llama3_7b"], 80)
+    with pytest.raises(ConfigError, match=r"--keys cluster\.num_worker_: .* Did you mean cluster\.num_workers\?"):
+        reference.keys_text(["cluster.num_worker_"], 80)
 
 
 @pytest.mark.documents("python -m fsdp_lab --keys")
@@ -138,17 +110,6 @@ def test_a_reader_may_close_the_pipe_before_the_last_key():
     assert "=" in done.stdout and done.stderr == ""
 
 
-def test_all_keys_fit_a_narrow_terminal():
-    lines = reference.keys_text([], 60).splitlines()
-    assert [line for line in lines if len(line) > 60 and " " in line.strip()] == []
-    assert sum(not line.startswith(" ") for line in lines) == len(KEYS)
-
-
-def test_a_part_that_no_key_has_is_reported():
-    with pytest.raises(ConfigError, match=r"--keys cluster\.num_worker_: .* Did you mean cluster\.num_workers\?"):
-        reference.keys_text(["cluster.num_worker_"], 80)
-
-
 def test_the_version_is_reported_with_those_of_the_libraries(cli):
     done = cli("--version", list_imports=True)
     assert (done.returncode, done.stderr) == (0, "imported:\n")
@@ -156,5 +117,5 @@ def test_the_version_is_reported_with_those_of_the_libraries(cli):
 
 
 def test_the_page_of_exit_statuses_has_each():
-    page = (Path(__file__).parent.parent / "docs" / "reference" / "exit-status.md").read_text()
+    page = (ROOT / "docs" / "reference" / "exit-status.md").read_text()
     assert [code for code in ExitCode if f"| {code.value} |" not in page] == []
