@@ -292,7 +292,7 @@ FAULTS = (
           'for side in ("in_", "out_")', 'for side in ("no_", "out_")', "forecast/test_compiled.py"),
     Fault("a forecast for a GPU with a data sheet fails", "fsdp_lab/forecast/kernels.py",
           "sheet.num_cores if sheet", "sheet.cores if sheet",
-          "test_requirements.py::test_the_gpu_suite_runs_with_pytorch_and_pytest_alone", MAKE_CI),
+          "test_packages.py::test_the_gpu_suite_runs_with_pytorch_and_pytest_alone", MAKE_CI),
     Fault("a step that is followed holds a third tensor for a sum of gradients", "fsdp_lab/training/recorder.py",
           "inside(recorder), accumulates", "inside(recorder)",
           "training/test_followed_step.py::test_gradients_are_added_up_in_place_as_in_training"),

@@ -1,34 +1,28 @@
-"""Imports between the packages point one way, by the table of CONTRIBUTING.md; each third-party system has owners."""
+"""What imports what: rooms by the table of CONTRIBUTING.md, libraries by their owners, training with PyTorch alone."""
 
 from __future__ import annotations
 
 import ast
-import importlib
-import inspect
+import json
+import os
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
-from tests.conftest import LONGEST, ROOT
+import pytest
 
-# Room -> the rooms that it may import. Each row names only rows above it, so no import goes back up.
-MAY_IMPORT: dict[str, set[str]] = {
-    "machine": set(),
-    "config": {"machine"},
-    "storage": {"config"},
-    "workloads": {"machine", "config", "storage"},
-    "training": {"machine", "config", "storage", "workloads"},
-    "record": {"config", "storage"},
-    "report": {"config", "storage", "training", "record"},
-    "forecast": {"machine", "config", "storage", "workloads", "training", "record", "report"},
-    "engine": {"machine", "config", "storage", "training", "record"},
-    "tracking": {"config", "storage"},
-    "sweep": {"machine", "config", "storage", "workloads", "record", "report", "forecast", "engine", "tracking"},
-    "nightly": {"machine", "config", "storage", "record", "report", "tracking", "sweep"},
-    "commands": {"machine", "config", "storage", "workloads", "training", "record", "report", "forecast", "engine",
-        "tracking", "sweep", "nightly"},
-}  # fmt: skip
+from tests.conftest import LONGEST, ROOT
+from tests.gpu import plain_yaml
+
+# Room -> the rooms that it may import.
+_ROW = re.compile(r"^\| `(\w+)/` \| .+ \| ([^|]+) \|$", re.MULTILINE)
+MAY_IMPORT = {
+    room: set() if may.startswith("nothing") else set(re.findall(r"`(\w+)`", may))
+    for room, may in _ROW.findall((ROOT / "CONTRIBUTING.md").read_text())
+}
 # What lies beside the rooms: the Python API, Hydra's plugin, and the files by which `python -m` starts a command.
 BESIDE = {
     "api": {"config", "report", "forecast", "sweep", "commands"},
@@ -65,16 +59,14 @@ def room_of(file: Path) -> str:
 @cache
 def imports(source: str) -> list[str]:
     """Every module that a file imports, inside functions too, as a dotted name."""
-    return list(_imports(source))
-
-
-def _imports(source: str) -> Iterator[str]:
+    found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "write imports out: `from fsdp_lab.package import ...`"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
 
 
 def broken_rules(package: str, source: str) -> list[str]:
@@ -82,7 +74,7 @@ def broken_rules(package: str, source: str) -> list[str]:
         return [f"the package itself imports nothing, not {name}" for name in imports(source)]
     may_import = (MAY_IMPORT | BESIDE).get(package)
     if may_import is None:
-        return [f"{package} is a new room: say in this test what it may import"]
+        return [f"{package} is a new room: say in CONTRIBUTING.md what it may import"]
     broken = []
     for name in imports(source):
         top, *rest = name.split(".")
@@ -98,83 +90,118 @@ def test_files_import_only_what_their_package_may_see():
     assert {str(file): broken for file, broken in found.items() if broken} == {}
 
 
-def test_no_import_goes_back_up():
+def test_each_room_may_import_only_rooms_above_it():
     rooms = list(MAY_IMPORT)
-    assert len(rooms) == 13
+    assert set(rooms) == {file.parent.name for file in (ROOT / "fsdp_lab").glob("*/__init__.py")}
     assert [room for n, room in enumerate(rooms) if not MAY_IMPORT[room] <= set(rooms[:n])] == []
 
 
-def test_the_table_of_rooms_is_right():
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    rows = re.findall(r"^\| `(\w+)/` \| [^|]+ \| ([^|]+) \|$", page.partition("## The rooms")[2], re.MULTILINE)
-    shown = {room: set() if may.startswith("nothing") else set(re.findall(r"`(\w+)`", may)) for room, may in rows}
-    assert list(shown.items()) == list(MAY_IMPORT.items())
-
-
-def test_a_room_says_what_it_owns_what_it_imports_and_where_to_start():
-    for room in MAY_IMPORT:
-        text = inspect.getdoc(importlib.import_module(f"fsdp_lab.{room}")) or ""
-        assert "Start with `" in text and "mport" in text and len(text.splitlines()) <= 6, room
-
-
 _DOCS = ("architecture", "extending", "durability", "decisions", "facts")
-_PACKAGES = (file for file in FILES if file.name == "__init__.py")
-PAGES = ("CONTRIBUTING.md", *(f"docs/{name}.md" for name in _DOCS), *(str(p.relative_to(ROOT)) for p in _PACKAGES))
+PAGES = ("CONTRIBUTING.md", *(f"docs/{name}.md" for name in _DOCS))
 _FILE = re.compile(r"`([\w./-]+\.py|[\w.-]+/[\w./-]+\.(?:yml|json))`")
 
 
-def missing_files(page: str) -> list[str]:
-    """Return the files that a page names and that do not exist."""
-    named = _FILE.findall((ROOT / page).read_text())
-    folders = {ROOT, ROOT / "fsdp_lab", (ROOT / page).parent}
-    if page.endswith(".md"):
-        folders |= {file.parent for file in FILES}
-    return [name for name in named if not any((folder / name).is_file() for folder in folders)]
-
-
 def test_pages_for_developers_name_files_that_exist():
-    assert {page: missing for page in PAGES if (missing := missing_files(page))} == {}
-
-
-def test_what_a_package_exports_has_a_docstring():
-    packages = [module_of(file) for file in FILES if file.name == "__init__.py" and "hydra_plugins" not in file.parts]
-    exported = {
-        f"{package}.{name}": getattr(module, name)
-        for package in [*packages, "fsdp_lab.api"]
-        for module in [importlib.import_module(package)]
-        for name in getattr(module, "__all__", [])
-    }
-    named = {name: thing for name, thing in exported.items() if inspect.isclass(thing) or inspect.isfunction(thing)}
-    assert len(named) >= 20
-    assert [
-        name for name, thing in named.items() if (thing.__doc__ or f"{name}(").startswith(name.split(".")[-1])
-    ] == []
+    folders = {ROOT, ROOT / "fsdp_lab", ROOT / "tests", ROOT / "docs", *(file.parent for file in FILES)}
+    named = {(page, name) for page in PAGES for name in _FILE.findall((ROOT / page).read_text())}
+    assert [each for each in named if not any((folder / each[1]).is_file() for folder in folders)] == []
 
 
 def module_of(file: Path) -> str:
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def cycles(sources: dict[str, str]) -> dict[str, set[str]]:
-    """Module -> what it imports that imports it in turn, straight or by others; inside functions too."""
+def test_no_module_imports_one_that_imports_it():
+    """Inside functions, too."""
+    sources = {module_of(file): file.read_text() for file in FILES}
     imported: dict[str, set[str]] = {}
     for module, source in sources.items():
         # `from fsdp_lab.package import name`: the name is a module, or of the package's own file
         names = (next((n for n in (name, name.rpartition(".")[0]) if n in sources), module) for name in imports(source))
         imported[module] = set(names) - {module}
-    reached = {module: set(names) for module, names in imported.items()}
-    for between in sources:
-        for names in reached.values():
-            if between in names:
-                names |= reached[between]
-    collected = {module: {n for n in names if module in reached[n]} for module, names in imported.items()}
-    return {module: names for module, names in collected.items() if names}
-
-
-def test_no_module_imports_one_that_imports_it():
-    cyclic = cycles({module_of(file): file.read_text() for file in FILES})
-    assert cyclic == {}, "move what both need into a module of its own"
+    TopologicalSorter(imported).prepare()  # raises CycleError: move what both need into a module of its own
 
 
 def test_the_files_of_tests_that_begin_are_there():
     assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
+
+
+# What torch and torchvision declare, by the names that are imported; and ourselves.
+BROUGHT = (
+    "torch", "torchgen", "functorch", "torchvision", "numpy", "PIL", "filelock", "typing_extensions", "sympy", "mpmath",
+    "networkx", "jinja2", "markupsafe", "fsspec", "triton", "nvidia", "fsdp_lab",
+)  # fmt: skip
+MODULES = (
+    "fsdp_lab.machine.hardware", "fsdp_lab.config", "fsdp_lab.workloads", "fsdp_lab.training",
+    "fsdp_lab.training.__main__",
+    "fsdp_lab.forecast.fake", "fsdp_lab.forecast.capacity", "fsdp_lab.forecast.forecast", "fsdp_lab.forecast.run",
+    "fsdp_lab.engine.rank", "fsdp_lab.record.trial_files",
+)  # fmt: skip
+
+# Hides all other modules, as if they were not installed.
+_HOOK = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class OnlyWhatTorchBrings:
+    find_distributions = PathFinder.find_distributions  # PyTorch finds its backends by their entry points
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        top = name.partition(".")[0]
+        known = top in sys.stdlib_module_names or top in {BROUGHT!r} or top.startswith("_sysconfigdata")
+        return PathFinder.find_spec(name, path, target) if known else None
+
+sys.meta_path[:] = [f for f in sys.meta_path if f.__module__.startswith(("_frozen_importlib", "zipimport"))]
+sys.meta_path[sys.meta_path.index(PathFinder)] = OnlyWhatTorchBrings
+ours = (*sys.stdlib_module_names, "__main__", "sitecustomize")
+for name in [n for n in sys.modules if n.partition(".")[0] not in ours]:
+    del sys.modules[name]  # what .pth files imported
+"""
+
+_SCRIPT = f"""{_HOOK}
+import importlib
+
+for name in ("yaml", "ray", "psutil"):
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        continue
+    sys.exit(f"{{name}} can be imported: this test shows nothing")
+for name in {MODULES!r}:
+    importlib.import_module(name)
+"""
+
+
+@pytest.mark.ci
+def test_training_and_forecasts_are_imported_with_torch_and_torchvision_alone() -> None:
+    """An import hook stands for an environment that has only these two: nothing else is found."""
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.ci
+def test_the_gpu_suite_runs_with_pytorch_and_pytest_alone(tmp_path: Path) -> None:
+    """On the CPU, where none of it may fail: it trains, forecasts and exports. The processes that it starts have the
+    hook, too."""
+    hidden = ("jaraco", "more_itertools", "backports", "platformdirs", "wheel", "tomli")  # in setuptools, PyTorch's own
+    allowed = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments", "setuptools",
+               "_distutils_hack", *hidden, "tests", "sitecustomize")  # fmt: skip
+    hook = _HOOK.replace(repr(BROUGHT), repr((*BROUGHT, *allowed)))
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    command = [sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "tests/gpu", "--device", "cpu", "-q"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    table = tmp_path / "table.json"
+    done = subprocess.run(
+        [*command, "--results", str(table)], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
+        env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    rows = json.loads(table.read_text())["rows"]
+    skipped = [row["check"] for row in rows if row["outcome"] == "skipped"]
+    assert len(rows) > 60 and any("test_ray" in check for check in skipped), "ray can be imported"
+
+
+def test_the_gpu_suite_has_the_options_of_conf() -> None:
+    """`python -m tests.gpu.plain_yaml` writes them again."""
+    assert json.loads(plain_yaml.FILE.read_text()) == plain_yaml.read_conf()
