@@ -26,7 +26,6 @@ from fsdp_lab.workloads.vision.synthetic import SyntheticImages
 from tests.ranks import Memo, config, run_ranks
 from tests.training.reference import Run, Script, train_unsharded
 from tests.workloads.hf import cases as hf
-from tests.workloads.seq2seq.net import Ragged, Summariser
 from tests.workloads.user import odd, unusual
 from tests.workloads.user.my_project import data, net
 
@@ -111,9 +110,9 @@ def _unusual(model: str, dtype: str = "float32", **arguments: Any) -> Workload:
 
 
 def _seq2seq() -> Workload:
-    here = Summariser.__module__
+    here = odd.__name__
     words = (f"model._target_={here}.Summariser", "model.vocab_size=20", f"data._target_={here}.Ragged", "task=seq2seq")
-    plain = Script(partial(Summariser, 20), Ragged, labels_of)
+    plain = Script(partial(odd.Summariser, 20), odd.Ragged, labels_of)
     return Workload((*words, "training.global_batch_size=8"), plain.train)
 
 
@@ -142,8 +141,8 @@ def _t5_tiny() -> Workload:
 
 def _t5_of_even_rows() -> Workload:
     """Without padding its mask is a tensor, too."""
-    plain = Script(partial(hf.plain_model, "t5"), partial(hf.pairs.Pairs, least=hf.pairs.LONGEST), hf.target_loss)
-    return Workload((*hf.WORDS["t5"], f"data.least={hf.pairs.LONGEST}"), plain.train)
+    plain = Script(partial(hf.plain_model, "t5"), partial(hf.Pairs, least=hf.LONGEST), hf.target_loss)
+    return Workload((*hf.WORDS["t5"], f"data.least={hf.LONGEST}"), plain.train)
 
 
 def _noise() -> Workload:

@@ -35,7 +35,7 @@ SMALL_LLAMA = [
     "model.dim=64", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=64",
     "data.seq_len=16", "training.global_batch_size=4", "task.loss_chunks=4",
 ]  # fmt: skip
-SUMMARISER = ["model._target_=tests.workloads.seq2seq.net.Summariser"]
+SUMMARISER = ["model._target_=tests.workloads.user.odd.Summariser"]
 WIKIHOW = ROOT / "tests" / "workloads" / "seq2seq" / "wikihow"
 # What an option needs beside its name.
 NEEDS = {

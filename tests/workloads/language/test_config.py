@@ -87,7 +87,7 @@ def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path) -> None:
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "t.json"))
-    model = "model._target_=tests.workloads.seq2seq.net.Summariser"
+    model = "model._target_=tests.workloads.user.odd.Summariser"
     text = ("data=pydoc_summaries", model, f"data.tokenizer={tmp_path}/t.json")
     check(composed(*text, "model.vocab_size=302"))
     config = composed(*text, "model.vocab_size=256")
@@ -98,7 +98,7 @@ def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_texts_is_one_message(tmp_path: Path) -> None:
-    words = ["data=wikihow", f"data.root={tmp_path}", "model._target_=tests.workloads.seq2seq.net.Summariser"]
+    words = ["data=wikihow", f"data.root={tmp_path}", "model._target_=tests.workloads.user.odd.Summariser"]
     config = read_config(None, words)
     with pytest.raises(UserError) as caught:
         build_workload(config.model, config.data, config.task).data.prepare()

@@ -15,7 +15,7 @@ from fsdp_lab.workloads.seq2seq.pairs import Pair, Pairs
 from fsdp_lab.workloads.seq2seq.pydoc import passages, read, sections
 from fsdp_lab.workloads.seq2seq.task import Seq2Seq
 from fsdp_lab.workloads.seq2seq.wikihow import WikiHow
-from tests.workloads.seq2seq.net import Summariser
+from tests.workloads.user.odd import Summariser
 
 # "Life is like a box of chocolates.", as the documentation of transformers' ByT5 gives it by hand: each byte plus 3.
 LIFE = "Life is like a box of chocolates."

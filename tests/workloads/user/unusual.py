@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -61,9 +60,9 @@ def loss(model: nn.Module, rows: Tensor) -> Tensor:
 class Complex(nn.Module):
     """A filter of frequencies, as in a Fourier neural operator."""
 
-    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.filter = nn.Parameter(0.3 * torch.randn(WIDTH // 2 + 1, dtype=dtype))
+        self.filter = nn.Parameter(0.3 * torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=WIDTH)
@@ -77,10 +76,6 @@ def in_float64() -> nn.Module:
     return Layers(Block(), Block()).double()
 
 
-def in_bfloat16() -> nn.Module:
-    return Layers(Block(), Block()).bfloat16()
-
-
 class Own(nn.Module):
     """A linear layer whose weight is a parameter as given."""
 
@@ -92,29 +87,8 @@ class Own(nn.Module):
         return F.linear(x, self.weight)
 
 
-def _weight() -> Tensor:
-    return 0.3 * torch.randn(WIDTH, WIDTH)
-
-
 def transposed() -> nn.Module:
-    return Layers(Block(Own(_weight().t())), Block(Own(_weight()[:, ::1].t())))
-
-
-def expanded() -> nn.Module:
-    return Layers(Block(Own(torch.randn(WIDTH, 1).expand(WIDTH, WIDTH))), Block())
-
-
-class Convolved(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x.view(-1, 2, 2, 2)).reshape(-1, WIDTH)
-
-
-def channels_last() -> nn.Module:
-    return Layers(Block(Convolved()), Block(Convolved()))
+    return Layers(*(Block(Own((0.3 * torch.randn(WIDTH, WIDTH)).t())) for _ in range(2)))
 
 
 class Scaled(nn.Module):
@@ -187,13 +161,8 @@ class Returns(nn.Module):
 
 
 RETURNED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
-    "object": (Result, lambda x: x.values),
-    "user_dict": (lambda x: UserDict(values=x), lambda x: x["values"]),
     "nested": (lambda x: {"a": [Result(Result(x))]}, lambda x: x["a"][0].values.values),
-    "named": (lambda x: (Named(x), None), lambda x: x[0].values),
     "function": (lambda x: lambda: x, lambda x: x()),
-    "set": (lambda x: {x}, lambda x: next(iter(x))),
-    "generator": (lambda x: iter([x]), lambda x: next(x)),
     "in_place": (lambda x: x.view(-1, WIDTH), lambda x: x.mul_(0.5)),
 }
 
@@ -318,25 +287,6 @@ def collects() -> nn.Module:
     return Collecting(Collects(), Collects())
 
 
-class Lists(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(0.3 * torch.randn(WIDTH, WIDTH) for _ in range(2))
-        self.named = nn.ParameterDict({"scale": torch.ones(WIDTH)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(F.linear(x, weight) for weight in self.weights) * self.named["scale"]
-
-
-def lists() -> nn.Module:
-    return Layers(Block(Lists()), Block(Lists()))
-
-
-def normed(kind: str) -> nn.Module:
-    make = getattr(nn.utils.parametrizations, kind)
-    return Layers(*(Block(make(nn.Linear(WIDTH, WIDTH))) for _ in range(2)))
-
-
 class OnlyWeights(nn.Module):
     """Its layer's weights are used, and the layer is never called."""
 
@@ -359,16 +309,6 @@ class SparseGradient(Layers):
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x + self.table((x[:, 0] > 0).long()))
-
-
-def skip_init() -> nn.Module:
-    def made() -> nn.Module:
-        layer = nn.utils.skip_init(nn.Linear, WIDTH, WIDTH)
-        nn.init.normal_(layer.weight, std=0.3)
-        nn.init.zeros_(layer.bias)
-        return layer
-
-    return Layers(Block(made()), Block(made()))
 
 
 def calls_inside() -> nn.Module:
