@@ -28,10 +28,12 @@ from fsdp_lab.machine import hardware
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).with_name("messages.txt")
+CONFIGS = ROOT / "tests/workloads/hf/configs"
 PASSWORD = "pass4711"  # each one in the table: no message repeats it
-SLOW = ("ray", "torch", "mlflow")  # no refusal imports them, but for `_DATA`
+SLOW = ("ray", "torch", "mlflow", "transformers")  # no refusal imports them, but for the next two kinds
 COMMANDS = TRIAL, FORECAST, SWEEP = "fsdp_lab", "fsdp_lab.forecast", "fsdp_lab -m"
 _DATA = "a trial that has read the data"  # the last of a trial's rows: it imports PyTorch
+_TRANSFORMERS = "a trial that has read a model of transformers"  # which it imports, too
 RULE = "a rule between keys"  # which needs no command
 COMBINATION = "a rule by which a grid leaves cells out"
 _HEADINGS = {
@@ -42,6 +44,7 @@ _HEADINGS = {
     "a trial": (TRIAL,),
     "a sweep": (SWEEP,),
     _DATA: (TRIAL,),
+    _TRANSFORMERS: (TRIAL,),
     RULE: (FORECAST,),
     COMBINATION: (FORECAST,),
 }
@@ -87,6 +90,13 @@ def loss_of_the_model_alone(model): pass
 """,
     "columns/wikihowAll.csv": "title,summary,text\n",
     "spaces/wikihowAll.csv": "a b\n",
+    "words.json": '{"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 2}, "unk_token": "a"}}',
+    **{f"{name}.json": (CONFIGS / f"{name}.json").read_text() for name in ("gpt2", "t5", "vit")},
+    "bert.json": '{"model_type": "bert"}',
+    "bart.json": '{"model_type": "bart", "vocab_size": 384, "max_position_embeddings": 32}',
+    "m2m.json": '{"model_type": "m2m_100", "vocab_size": 384}',
+    "kernel.json": '{"model_type": "gpt2", "parts": [{"_attn_implementation_internal": "evil/kernel"}]}',
+    "quantized.json": '{"model_type": "gpt2", "quantization_config": {"quant_method": "fp8"}}',
 }
 
 
@@ -111,7 +121,7 @@ class Refusal:
     @property
     def imports(self) -> tuple[str, ...]:
         """The slow libraries that reading the data takes."""
-        return ("torch",) if self.heading == _DATA else ()
+        return {_DATA: ("torch",), _TRANSFORMERS: ("torch", "transformers")}.get(self.heading, ())
 
 
 def read_table() -> list[Refusal]:

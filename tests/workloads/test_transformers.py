@@ -1,0 +1,184 @@
+"""Models of transformers: which configurations are taken, and that ours compute what transformers alone computes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from fsdp_lab.config import UserError, with_custom
+from fsdp_lab.config.rules import check_files, check_trial
+from fsdp_lab.forecast.forecast import forecast_profile
+from fsdp_lab.workloads.build import build_model_spec
+from fsdp_lab.workloads.hf import library
+from fsdp_lab.workloads.hf.configuration import read_config
+from fsdp_lab.workloads.hf.hf_private import NAMES
+from fsdp_lab.workloads.hf.models import causal_lm
+from fsdp_lab.workloads.hf.weights import load_whole
+from tests.ranks import config
+from tests.workloads.hf.cases import CONFIGS, WORDS
+
+GPT2, LLAMA, QWEN, T5 = (
+    json.loads((CONFIGS / f"{name}.json").read_text()) for name in ("gpt2", "llama", "qwen3", "t5")
+)
+
+
+def check(name: str, *words: str) -> None:
+    trial = config(*WORDS[name], *words)
+    check_trial(trial, 2)
+    check_files(trial)
+
+
+def written(folder: Path, values: dict[str, Any]) -> str:
+    (folder / "config.json").write_text(json.dumps(values))
+    return f"model.config={folder}"
+
+
+def test_other_keys_are_values_of_the_configuration() -> None:
+    """By the name that the file has, or by the common one; the types of layers follow their number."""
+    assert read_config(GPT2, {"n_layer": 3}).n_layer == read_config(GPT2, {"num_hidden_layers": 3}).n_layer == 3
+    assert read_config(LLAMA, {"rope_parameters": {"rope_theta": 5e5}}).rope_parameters["rope_theta"] == 5e5
+    model: Any = build_model_spec(config(*WORDS["gpt2"], "model.num_hidden_layers=3").model).build()
+    assert len(model.transformer.h) == 3
+    qwen = read_config(QWEN, {}).to_dict()
+    assert qwen["layer_types"] == ["full_attention", "sliding_attention"]
+    assert read_config(qwen, {"num_hidden_layers": 1}).layer_types == ["full_attention"]
+
+
+def test_a_model_is_float32_and_trains_on_text_by_itself() -> None:
+    model = build_model_spec(config(*WORDS["llama"]).model).build()
+    assert LLAMA["dtype"] == "bfloat16"
+    assert {str(parameter.dtype) for parameter in model.parameters()} == {"torch.float32"}
+    assert with_custom(["model=hf_causal_lm"]) == ["task=language", "data=pydoc", "model=hf_causal_lm"]
+
+
+@pytest.mark.parametrize(("typed", "known"), [("", 256), ("model.vocab_size=300", 300), ("data.vocab_size=7", 7)])
+def test_random_tokens_are_those_of_the_configuration(typed: str, known: int) -> None:
+    words = ["task=language", "data=synthetic_tokens", "model=hf_causal_lm", f"model.config={CONFIGS}/qwen3.json"]
+    assert config(*words, *typed.split()).data.to_keys()["vocab_size"] == known  # type: ignore[attr-defined]
+
+
+def moved(model: Any) -> float:
+    """How far the last of eight tokens moves the logits of those before it."""
+    rows = torch.randint(4, 40, (2, 8), generator=torch.Generator().manual_seed(0))
+    rows[1, :-1] = rows[0, :-1]
+    with torch.no_grad():
+        one, two = model.eval()(input_ids=rows).logits[:, :-1]
+    return float((one - two).abs().max())
+
+
+def test_an_encoder_is_refused_and_its_decoder_sees_no_later_token() -> None:
+    """And causal models of transformers' own sizes are taken, two of which say is_decoder=False."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    bert = {"model_type": "bert", "vocab_size": 256, **sizes}
+    assert moved(causal_lm(bert)) > 1e-5 and moved(causal_lm(bert, is_decoder=True)) < 1e-6
+    assert all(moved(causal_lm(values)) < 1e-6 for values in (GPT2, LLAMA, QWEN))
+    for name in ("bert", "roberta", "big_bird", "xmod"):
+        with pytest.raises(UserError, match=rf"{name}.* attends to later tokens, .* use model.is_decoder=true"):
+            causal_lm.check({"model_type": name})
+        causal_lm.check({"model_type": name}, is_decoder=True)
+    for name in ("gpt_neox", "bart", "mixtral", "mamba", "gemma3"):
+        causal_lm.check(transformers.CONFIG_MAPPING[name]().to_dict())
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+    auto_map = {"AutoConfig": "configuration.Mine", "AutoModelForCausalLM": "modeling.Mine"}
+    (tmp_path / "configuration.py").write_text("raise SystemExit(3)\n")
+    with pytest.raises(UserError, match=r"model_type=gpt22 is not one of transformers .* did you mean gpt2\? .*is off"):
+        check("gpt2", written(tmp_path, GPT2 | {"model_type": "gpt22", "auto_map": auto_map}))
+    check("gpt2", written(tmp_path, GPT2 | {"auto_map": auto_map}))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"attn_implementation": "kernels-community/flash-attn2"},
+        {"attn_implementation": {"text_config": "evil/kernel"}},
+        {"parts": [{"text_config": {"_attn_implementation_internal": "evil/kernel"}}]},
+    ],
+)
+def test_an_attention_that_may_be_code_of_the_hub_is_refused(tmp_path: Path, values: dict[str, Any]) -> None:
+    check("gpt2", written(tmp_path, GPT2 | {"attn_implementation": "eager"}))
+    message = r"\w*attn_implementation\w*=\S* is not an attention of PyTorch, and code from the hub is not run; use"
+    with pytest.raises(UserError, match=message):
+        check("gpt2", written(tmp_path, GPT2 | values))
+    with pytest.raises(UserError, match=rf"below model\.config: {message}"):
+        read_config(GPT2 | values, {})
+    written(tmp_path, T5 | values)
+    with pytest.raises(UserError, match=message):
+        load_whole(tmp_path)
+
+
+def test_what_is_not_on_this_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"no-one/nothing cannot be read .* hf download no-one/nothing --local-dir"):
+        check("gpt2", "model.config=no-one/nothing")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    library.transformers.cache_clear()
+    with pytest.raises(UserError, match=r"need the package transformers, .*pip install -e '\.\[hf\]'"):
+        check("gpt2")
+    library.transformers.cache_clear()
+
+
+def test_transformers_has_each_private_name_as_we_use_it() -> None:
+    assert {name.name: lacks for name in NAMES if (lacks := name.lacks()) is not None} == {}
+
+
+@pytest.mark.ci
+def test_a_forecast_for_gpus_needs_no_value() -> None:
+    for words in WORDS.values():
+        trial = config(*words, "sharding=per_block", "precision=bf16_mixed")
+        assert forecast_profile(trial, 8, cuda=True).peaks["device"]["total"] > 0
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip
+MASKS = {
+    "llama": SIZES,
+    "mistral": {**SIZES, "sliding_window": 4},
+    "deepseek_v32": {
+        **SIZES, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 8, "index_topk": 4, "index_n_heads": 2, "index_head_dim": 16, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+TOKENS = torch.randint(3, 60, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: Any, **given: Tensor) -> Tensor:
+    with torch.no_grad():
+        result: Tensor = model.eval()(TOKENS, use_cache=False, **given).logits
+    return result
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_full_padded_and_packed_rows_have_the_logits_of_transformers(name: str) -> None:
+    """With masks of the model's own: a window, and sparse attention."""
+    torch.manual_seed(0)
+    known = transformers.AutoConfig.for_model(name, **MASKS[name])
+    plain = transformers.AutoModelForCausalLM.from_config(known, dtype=torch.float32)
+    ours: Any = causal_lm({"model_type": name, **MASKS[name]})
+    ours.load_state_dict(plain.state_dict())
+    mask = torch.ones_like(TOKENS)
+    mask[0, :8] = 0  # padded on the left
+    full = logits(ours)
+    torch.testing.assert_close(full, logits(plain))
+    padded = logits(ours, attention_mask=mask)
+    torch.testing.assert_close(padded[mask.bool()], logits(plain, attention_mask=mask)[mask.bool()])
+    assert (padded - full)[0, 8:].abs().max() > 1e-3  # the mask hides something
+    packs = torch.cat([torch.arange(6), torch.arange(10)])[None].expand(2, -1)
+    packed = logits(ours, position_ids=packs)
+    torch.testing.assert_close(packed, logits(plain, position_ids=packs))
+    assert (packed - full)[:, 6:].abs().max() > 1e-3
+    torch.testing.assert_close(logits(ours), full)  # as before
