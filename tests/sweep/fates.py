@@ -1,4 +1,4 @@
-"""A user's model whose fate in training is a setting. A sweep imports it from its own folder, which gets a copy."""
+"""Users' models whose way through training is a setting. A sweep imports them from its own folder, a copy of this."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -17,12 +18,57 @@ from torch import Tensor, nn
 
 from fsdp_lab.config import UserError
 
-PASS = 6  # in which most fates happen: in the second of its epochs of four steps
+STEPS = 4  # of an epoch
+PASS = 6  # in which most fates happen: in the second epoch
 HUGE = 1e6
 
 
-class Fate(nn.Module):
-    """A small network for 64 pixels.
+class Small(nn.Module):
+    """A small network for 64 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits."""
+        x = images.flatten(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Gated(Small):
+    """A model that waits at the beginning of each epoch until a test lets it go on.
+
+    The file `at/<trial>.<epoch>.<rank>` has the process that waits to begin an epoch; `go/<trial>.<epoch>` lets it.
+
+    Args:
+        trial: the number of the trial, whose checkpoints tell how many epochs are over.
+    """
+
+    def __init__(self, trial: int) -> None:
+        super().__init__()
+        self.trial = trial
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training and _in_training(images):
+            self._wait()
+        return super().forward(images)
+
+    def _wait(self) -> None:
+        steps = [int(path.stem[5:]) for path in Path("out", str(self.trial), "checkpoints").glob("step_*.json")]
+        epoch = 1 + max(steps, default=0) // STEPS
+        if Path("go", f"{self.trial}.{epoch}").exists():
+            return
+        Path("at", f"{self.trial}.{epoch}.{dist.get_rank()}").write_text(f"{os.getpid()}\n")
+        while not Path("go", f"{self.trial}.{epoch}").exists():
+            time.sleep(0.01)
+
+
+class Fate(Small):
+    """A model that ends as its fate is.
 
     Args:
         fate: the name of a function below.
@@ -31,21 +77,13 @@ class Fate(nn.Module):
 
     def __init__(self, fate: str, mark: str) -> None:
         super().__init__()
-        self.fate, self.mark = globals()[fate], mark
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
-        self.head = nn.Linear(64, 10)
-        self.passes = 0
+        self.fate, self.mark, self.passes = globals()[fate], mark, 0
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits."""
-        x = images.flatten(1)
-        for block in self.blocks:
-            x = block(x)
-        x = self.head(x)
+        x = super().forward(images)
         if not _in_training(images):
             return x
-        if self.training:
-            self.passes += 1
+        self.passes += self.training
         return self.fate(self, x)
 
 
@@ -57,7 +95,8 @@ def _in_training(images: Tensor) -> bool:
 def finishes(model: Fate, x: Tensor) -> Tensor:
     """Rank 0 writes once who listens where."""
     if dist.get_rank() == 0 and model.training and model.passes == PASS:
-        Path("seen.json").write_text(json.dumps({"listeners": _listeners(model.mark), "name": _name()}))
+        name = " ".join(psutil.Process().cmdline())  # as ps shows this process
+        Path("seen.json").write_text(json.dumps({"listeners": _listeners(model.mark), "name": name}))
     return x
 
 
@@ -132,11 +171,6 @@ def falls_behind(model: Fate, x: Tensor) -> Tensor:
     if model.passes == PASS:
         threading.Event().wait()
     return x * HUGE
-
-
-def _name() -> str:
-    """How ps shows this process."""
-    return " ".join(psutil.Process().cmdline())
 
 
 def _listeners(mark: str) -> list[tuple[str, str]]:

@@ -15,10 +15,10 @@ import psutil
 from tests.conftest import PLAIN, SIZES, command_line
 from tests.folders import SweepFolder
 from tests.processes import called, marked
-from tests.sweep import gated
+from tests.sweep import fates
 from tests.sweep.conftest import wait_for
 
-MODEL = "model._target_=gated.Gated"
+MODEL = "model._target_=fates.Gated"
 SETTINGS = (*SIZES, *PLAIN)
 LIMIT_S = 600  # for a state to be reached, on the slowest machine: beyond it something hangs
 _MARK = "FSDP_LAB_GATED"  # in the environment of the sweep's processes
@@ -39,7 +39,7 @@ class GatedSweep:
         self.command = command_line()
         for name in ("at", "go"):
             (folder / name).mkdir()
-        shutil.copy(Path(gated.__file__), folder)
+        shutil.copy(Path(fates.__file__), folder)
 
     @property
     def sweep(self) -> SweepFolder:

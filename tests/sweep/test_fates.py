@@ -1,7 +1,6 @@
 """One sweep on Ray whose trials end in every way: each is recorded, takes no other down and leaves nothing behind.
 
-The trials have two ranks each, and run two at a time. `fates.py` has the model that decides how each ends. Rarer fates
-have a sweep of their own.
+The trials have two ranks each, and run two at a time. `fates.py` has the model that decides how each ends.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,16 +34,37 @@ from tests.sweep.outside import registering
 pytestmark = pytest.mark.timeout(1200)
 
 MARK = "FSDP_LAB_FATES"  # in the environment of the sweep's processes
-EPOCHS, STEPS = 3, 4
-TIMEOUT_S = 20
+EPOCHS, STEPS, TIMEOUT_S = 3, 4, 20  # each rank imports PyTorch within that time
+
+
+class End(NamedTuple):
+    """How a trial ends: its status, its attempts, the epochs that it has, and what its error says."""
+
+    status: str
+    attempts: int
+    epochs: tuple[int, ...]
+    error: tuple[str, ...] = ()
+
+
+# Another attempt is made once (`cluster.max_failures=1`), and only of what it may mend.
 COMMON = {
-    "finishes": "finished", "hangs": "failed", "raises": "failed", "killed": "finished", "falls_behind": "stopped",
+    "hangs": End("failed", 1, (1,), (
+        f"no progress for trial_timeout_s={TIMEOUT_S} s since step", "rank 1 is at", "fates.py", " in hangs",
+    )),
+    "killed": End("finished", 2, (EPOCHS,)),
+    "finishes": End("finished", 1, (EPOCHS,)),
 }  # fmt: skip
 RARE = {
-    "killed_again": "failed", "runs_out_of_memory": "oom", "refused": "failed", "crashes": "failed",
-    "diverges": "diverged", "exits": "failed",
-}  # fmt: skip
-STATUS = COMMON | RARE
+    "raises": End("failed", 2, (0,), ("rank 0", "RuntimeError: the first step fails", "fates.py")),
+    "falls_behind": End("stopped", 1, (1,)),
+    # a report just before a kill may be lost; its checkpoint has the epoch
+    "killed_again": End("failed", 2, (1, 2), ("rank 1", "its process", "as if killed")),
+    "runs_out_of_memory": End("oom", 1, (1,), ("rank 1", "OutOfMemoryError: CUDA out of memory")),
+    "refused": End("failed", 1, (0,), ("model.fate=refused is refused",)),
+    "crashes": End("failed", 2, (0,), ("rank 0", "its process", "Segmentation fault")),
+    "diverges": End("diverged", 1, (0,), ("rank", "the loss of step 1 is nan")),
+    "exits": End("failed", 2, (0,), ("rank", "its process ended")),
+}
 SWEEP = (
     "-m", "model._target_=fates.Fate", f"model.mark={MARK}", *PLAIN, *TINY, f"training.epochs={EPOCHS}",
     "cluster.cpus_per_worker=0.5", "cluster.max_failures=1", f"trial_timeout_s={TIMEOUT_S}", "scheduler.name=strict",
@@ -52,12 +72,13 @@ SWEEP = (
 )  # fmt: skip
 SCRIPT = registering("scheduler.name", "strict")
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+Ends = Mapping[str, End]
 
 
 class Swept(NamedTuple):
     """The sweep when it has ended. `temporary`: the folder for temporary files that it was given."""
 
-    fates: list[str]
+    ends: Ends
     folder: Path
     temporary: Path
     code: int
@@ -70,71 +91,77 @@ class Swept(NamedTuple):
         return SweepFolder(self.folder / "out")
 
     def trial(self, fate: str) -> TrialFolder:
-        return self.sweep.trials[self.fates.index(fate)]
-
-    def row(self, fate: str) -> dict[str, str]:
-        return self.sweep.rows[self.fates.index(fate)]
+        return self.sweep.trials[list(self.ends).index(fate)]
 
     @property
     def runs(self) -> dict[str, Run]:
         """The run of each fate, in order."""
         by_folder = {Path(run.data.tags["fsdp_lab.folder"]).name: run for run in Store(self.folder).trials}
-        assert len(by_folder) == len(self.fates)
-        return {fate: by_folder[str(number)] for number, fate in enumerate(self.fates)}
+        assert len(by_folder) == len(self.ends)
+        return {fate: by_folder[str(number)] for number, fate in enumerate(self.ends)}
 
 
 @pytest.fixture(scope="module")
-def sweep_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Iterable[str]], Swept]]:
-    """Runs a sweep of these fates, once."""
-    known: dict[tuple[str, bool], Swept] = {}
+def sweep_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Swept]]:
+    """Runs a sweep of trials with these ends."""
+    folders = []
 
-    def sweep(fates_: Iterable[str], public: bool = False) -> Swept:
-        names = ",".join(fates_)
-        if (names, public) not in known:
-            folder = tmp_path_factory.mktemp("fates")
-            temporary = tempfile.mkdtemp(prefix="t")  # Ray's sockets are in it, and their paths have to be short
-            shutil.copy(Path(fates.__file__), folder)
-            lay_store(folder)
-            environment = {
-                **os.environ,
-                MARK: str(folder),
-                "TMPDIR": temporary,
-                **({"FSDP_LAB_PUBLIC_RAY": "1"} if public else {}),
-            }
-            words = (*SWEEP, f"model.fate={names}")
-            done = forked.run(folder, "-c", SCRIPT, *words, seconds=800, environment=environment)
-            left = still_running(marked(MARK, str(folder)), 15)
-            of = (names.split(","), folder, Path(temporary), done.returncode, done.stdout, done.stderr, left)
-            known[names, public] = Swept(*of)
-        return known[names, public]
+    def sweep(ends: Ends, public: str = "") -> Swept:
+        folder = tmp_path_factory.mktemp("fates")
+        temporary = Path(tempfile.mkdtemp(prefix="t"))  # Ray's sockets are in it, and their paths have to be short
+        folders.append(temporary)
+        shutil.copy(Path(fates.__file__), folder)
+        lay_store(folder)
+        environment = {**os.environ, MARK: str(folder), "TMPDIR": str(temporary), "FSDP_LAB_PUBLIC_RAY": public}
+        words = (*SWEEP, f"model.fate={','.join(ends)}")
+        done = forked.run(folder, "-c", SCRIPT, *words, seconds=800, environment=environment)
+        left = still_running(marked(MARK, str(folder)), 15)
+        return Swept(ends, folder, temporary, done.returncode, done.stdout, done.stderr, left)
 
     yield sweep
-    for swept in known.values():
-        shutil.rmtree(swept.temporary, ignore_errors=True)
+    for temporary in folders:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-@pytest.fixture
-def swept(sweep_of: Callable[[Iterable[str]], Swept]) -> Swept:
+@pytest.fixture(scope="module")
+def swept(sweep_of: Callable[..., Swept]) -> Swept:
     return sweep_of(COMMON)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param((COMMON, False), id="common"),
-        pytest.param((RARE, False), id="rare", marks=pytest.mark.ci),
-        pytest.param((STATUS, True), id="without the shortcut", marks=pytest.mark.ci),
-    ]
-)
-def each(sweep_of: Callable[..., Swept], request: pytest.FixtureRequest) -> Swept:
-    return sweep_of(*request.param)
+def check_ends(swept: Swept) -> None:
+    """Each trial has the status, the attempts, the epochs and the error of its end, and a model if it finished."""
+    statuses = dict(zip(swept.ends, swept.sweep.statuses, strict=True))
+    assert statuses == {fate: end.status for fate, end in swept.ends.items()}, swept.out + swept.err
+    for (fate, end), row in zip(swept.ends.items(), swept.sweep.rows, strict=True):
+        trial, error = swept.trial(fate), row["error"]
+        assert trial.outcome is not None and trial.outcome["status"] == end.status, fate
+        assert 1 + len(trial.earlier_failures) == end.attempts, fate
+        assert len(trial.epochs) in end.epochs and int(row["epoch"] or 0) == len(trial.epochs), fate
+        assert (trial.path / "model.pt").exists() == (end.status == "finished"), fate
+        assert [words for words in end.error if words not in error] == [], error
+        assert bool(error) == (end.status not in ("finished", "stopped"))
+        assert "\n" not in error and error in swept.out.replace("\n", " ")
+        assert swept.runs[fate].data.tags.get("error", "")[:40] == error[:40]
+        assert swept.runs[fate].data.tags["status"] == end.status
 
 
-def test_every_trial_has_the_status_of_its_fate(each: Swept):
-    expected = {fate: STATUS[fate] for fate in each.fates}
-    assert dict(zip(each.fates, each.sweep.statuses, strict=True)) == expected, each.out + each.err
-    for fate, status in expected.items():
-        outcome = each.trial(fate).outcome
-        assert outcome is not None and outcome["status"] == status, fate
+def test_trials_that_finish_hang_or_are_killed_end_each_by_itself(swept: Swept):
+    check_ends(swept)
+
+
+@pytest.mark.ci
+def test_trials_that_end_in_other_ways_do_so_each_by_itself(sweep_of: Callable[..., Swept]):
+    swept = sweep_of(RARE)
+    check_ends(swept)
+    log = (swept.trial("crashes").path / "logs" / "rank0.log").read_text()
+    assert "Fatal Python error: Segmentation fault" in log and "fates.py" in log, "the stack of native code"
+    files = Store(swept.folder).artifacts(swept.runs["raises"])
+    assert {"trial.json", "error.txt", "config/config.yaml"} <= set(files)
+
+
+@pytest.mark.ci
+def test_trials_end_the_same_without_the_shortcut(sweep_of: Callable[..., Swept]):
+    check_ends(sweep_of(COMMON | RARE, public="1"))
 
 
 def test_when_trials_ran_is_known_from_the_folder(swept: Swept):
@@ -149,44 +176,8 @@ def test_a_failed_trial_makes_the_exit_status_1_and_prints_no_traceback(swept: S
     assert swept.code == 1
     assert "Traceback" not in swept.out + swept.err
     assert "A worker died" not in swept.out + swept.err, "Ray has a paragraph for each"
-    for number, fate in enumerate(swept.fates):
-        assert f"trial {number} {STATUS[fate]}" in swept.out
-
-
-MESSAGES = {
-    "hangs": (f"no progress for trial_timeout_s={TIMEOUT_S} s since step", "rank 1 is at", "fates.py", " in hangs"),
-    "raises": ("rank 0", "RuntimeError: the first step fails", "fates.py"),
-    "killed_again": ("rank 1", "its process", "as if killed"),
-    "runs_out_of_memory": ("rank 1", "OutOfMemoryError: CUDA out of memory"),
-    "refused": ("model.fate=refused is refused",),
-    "crashes": ("rank 0", "its process", "Segmentation fault"),
-    "diverges": ("rank", "the loss of step 1 is nan"),
-    "exits": ("rank", "its process ended"),
-    "finishes": (), "killed": (), "falls_behind": (),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fate", [*COMMON, *(pytest.param(fate, marks=pytest.mark.ci) for fate in RARE)])
-def test_the_error_names_what_happened_and_where(sweep_of: Callable[[Iterable[str]], Swept], fate: str):
-    swept = sweep_of(COMMON if fate in COMMON else RARE)
-    error = swept.row(fate)["error"]
-    assert [words for words in MESSAGES[fate] if words not in error] == [], error
-    assert bool(error) == (STATUS[fate] not in ("finished", "stopped"))
-    assert "\n" not in error and error in swept.out.replace("\n", " ")
-    assert swept.runs[fate].data.tags.get("error", "")[:40] == error[:40]
-
-
-@pytest.mark.ci
-def test_a_crash_in_native_code_has_its_stack_in_the_log(sweep_of: Callable[[Iterable[str]], Swept]):
-    log = (sweep_of(RARE).trial("crashes").path / "logs" / "rank0.log").read_text()
-    assert "Fatal Python error: Segmentation fault" in log and "fates.py" in log
-
-
-def test_only_what_another_attempt_may_mend_is_tried_again(each: Swept):
-    """Once: `cluster.max_failures=1`. The failures of the first attempt are set aside."""
-    attempts = {fate: 1 + len(each.trial(fate).earlier_failures) for fate in each.fates}
-    again = ("raises", "killed", "killed_again", "crashes", "exits")
-    assert attempts == {fate: 2 if fate in again else 1 for fate in each.fates}
+    for number, end in enumerate(swept.ends.values()):
+        assert f"trial {number} {end.status}" in swept.out
 
 
 def test_a_killed_trial_resumes_from_its_checkpoint_and_learns_the_same(swept: Swept):
@@ -196,17 +187,6 @@ def test_a_killed_trial_resumes_from_its_checkpoint_and_learns_the_same(swept: S
     assert killed.facts["resumed_from"] and not undisturbed.facts["resumed_from"]
     models = [torch.load(trial.path / "model.pt", weights_only=True)["state_dict"] for trial in (undisturbed, killed)]
     torch.testing.assert_close(models[0], models[1], rtol=0, atol=0)
-
-
-def test_a_trial_has_the_epochs_that_it_reported_and_a_model_if_it_finished(each: Swept):
-    epochs = {fate: len(each.trial(fate).epochs) for fate in each.fates}
-    if "killed_again" in epochs:  # a report just before a kill may be lost; its checkpoint has the epoch
-        assert epochs.pop("killed_again") in (1, 2)
-    some = {"finishes": EPOCHS, "killed": EPOCHS, "hangs": 1, "runs_out_of_memory": 1, "falls_behind": 1}
-    assert epochs == {fate: some.get(fate, 0) for fate in epochs}
-    for fate in epochs:
-        assert (each.trial(fate).path / "model.pt").exists() == (STATUS[fate] == "finished"), fate
-        assert int(each.row(fate)["epoch"] or 0) == epochs[fate]
 
 
 def test_nothing_runs_on_and_no_temporary_file_is_left(swept: Swept):
@@ -228,9 +208,6 @@ def test_nobody_listens_beyond_the_loopback_but_the_store_of_rank_0(swept: Swept
     assert {"raylet", "gcs_server"} <= {name for name, _ in listeners} and ranks
     beyond = [name for name, address in listeners if address not in LOOPBACK]
     assert len(beyond) <= 2 and set(beyond) <= set(ranks), listeners
-
-
-# What a finished trial leaves.
 
 
 def plain_run(values: dict[str, Any], folder: Path) -> list[dict[str, float]]:
@@ -257,8 +234,8 @@ def test_the_folder_is_as_hydra_leaves_one(swept: Swept):
     out = swept.folder / "out"
     multirun = yaml.safe_load((out / "multirun.yaml").read_text())
     assert {a for a in SWEEP if a != "-m" and "hydra." not in a} <= set(multirun["hydra"]["overrides"]["task"])
-    assert {d.name for d in out.iterdir() if d.name.isdigit()} == {str(number) for number in range(len(swept.fates))}
-    for number, fate in enumerate(swept.fates):
+    assert {d.name for d in out.iterdir() if d.name.isdigit()} == {str(number) for number in range(len(swept.ends))}
+    for number, fate in enumerate(swept.ends):
         trial = swept.trial(fate)
         assert trial.config["model"]["fate"] == fate and "hydra" not in trial.config
         hydra = yaml.safe_load((trial.path / ".hydra" / "hydra.yaml").read_text())["hydra"]
@@ -283,15 +260,10 @@ def test_mlflow_has_one_parent_and_a_run_a_trial(swept: Swept):
     store = Store(swept.folder)
     (parent,), children = store.parents, list(swept.runs.values())
     assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
-    assert (parent.info.status, parent.data.tags["num_trials"]) == ("FAILED", str(len(swept.fates)))
-    assert "model.fate=finishes,hangs" in parent.data.tags["fsdp_lab.command"]
-    ended = {"finished": "FINISHED", "stopped": "KILLED"}
-    assert [run.data.tags["status"] for run in children] == list(COMMON.values())
-    assert [run.info.status for run in children] == [ended.get(status, "FAILED") for status in COMMON.values()]
-    assert store.artifacts(parent) == [
-        "multirun.yaml", "report.html", "results.csv",
-        "use_pytorch.py",
-    ]  # fmt: skip
+    assert (parent.info.status, parent.data.tags["num_trials"]) == ("FAILED", str(len(swept.ends)))
+    assert "model.fate=hangs,killed" in parent.data.tags["fsdp_lab.command"]
+    assert [run.info.status for run in children] == ["FAILED", "FINISHED", "FINISHED"]
+    assert store.artifacts(parent) == ["multirun.yaml", "report.html", "results.csv", "use_pytorch.py"]
 
 
 @pytest.mark.parametrize("fate", ["finishes", "killed"])
@@ -305,19 +277,13 @@ def test_mlflow_has_every_epoch_once(swept: Swept, fate: str):
     assert [key for key in run.data.metrics if not (key in in_mib or declared(key))] == []
 
 
-def test_mlflow_has_parameters_tags_and_the_data(swept: Swept):
-    for run in (swept.runs["finishes"], swept.runs["killed"]):
-        given = {"sharding": "per_block", "offload": "none", "precision": "fp32", "reshard_after_forward": "always"}
-        others = {"model._target_": "fates.Fate", "data": "digits", "data.num_train": "128", "optimizer.lr": "0.001"}
-        assert {**given, **others}.items() <= run.data.params.items()
-        tags = run.data.tags
-        assert {"host", "device", "version.torch", "version.ray", "version.mlflow"} <= tags.keys()
-        assert tags["world_size"] == "2"
-        assert tags["data_digest"]
-
-
-def test_mlflow_has_the_files_of_trials(swept: Swept):
+def test_mlflow_has_parameters_tags_and_files(swept: Swept):
+    run = swept.runs["killed"]
+    given = {"sharding": "per_block", "offload": "none", "precision": "fp32", "reshard_after_forward": "always"}
+    others = {"model._target_": "fates.Fate", "data": "digits", "data.num_train": "128", "optimizer.lr": "0.001"}
+    assert {**given, **others}.items() <= run.data.params.items()
+    assert {"host", "device", "data_digest", "version.torch", "version.ray", "version.mlflow"} <= run.data.tags.keys()
+    assert run.data.tags["world_size"] == "2"
     store = Store(swept.folder)
-    finished, failed = store.artifacts(swept.runs["finishes"]), store.artifacts(swept.runs["raises"])
-    assert {"config/config.yaml", "config/overrides.yaml", "model/model.pt"} <= set(finished)
-    assert {"trial.json", "error.txt", "config/config.yaml"} <= set(failed)
+    assert {"config/config.yaml", "config/overrides.yaml", "model/model.pt"} <= set(store.artifacts(run))
+    assert {"trial.json", "config/config.yaml"} <= set(store.artifacts(swept.runs["hangs"]))
