@@ -22,14 +22,14 @@ ci:                         ## what CI runs: make test, lint, docs, kills, damag
 	.ci/run
 
 # The last part of `make ci`.
-test-ci: $(VENV)/.docs
+test-ci: $(VENV)/.docs $(VENV)/.float8
 	$(PYTEST) -m "ci and not (full or cluster or ui or gpu)" $(ARGS)
 
 # Clusters share ports and network namespaces, so these tests run one after another. They wait more than they compute.
 test-cluster: $(VENV)/.cluster
 	$(PY) -m pytest tests/cluster -m "cluster and not full" $(ARGS)
 
-test-all: $(VENV)/.docs $(VENV)/.cluster $(VENV)/.browser ## all tests, full grids, planted faults, oldest versions, the browser, speeds: every night
+test-all: $(VENV)/.docs $(VENV)/.float8 $(VENV)/.cluster $(VENV)/.browser ## all tests, full grids, planted faults, oldest versions, the browser, speeds: every night
 	@failed=0; \
 	$(PYTEST) -m "not (cluster or ui)" $(ARGS) || failed=1; \
 	$(PY) -m pytest tests/cluster -m cluster $(ARGS) || failed=1; \
@@ -82,6 +82,10 @@ docs-serve: $(VENV)/.docs   ## the pages as you write them, http://127.0.0.1:800
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,docs]"
+	@touch $@
+
+$(VENV)/.float8: $(VENV)/.installed
+	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,float8]"
 	@touch $@
 
 UI = http://127.0.0.1:$(or $(PORT),5000)/\#/experiments?workflowType=machine_learning

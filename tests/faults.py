@@ -313,7 +313,7 @@ FAULTS = (
           "possible = [step_s, *network.steps.values()] if network else [step_s]", "possible = [step_s]",
           "forecast/test_speed.py"),
     Fault("TF32 stays on after its trial", "fsdp_lab/training/parallelize.py",
-          "        torch.set_float32_matmul_precision(before)", "        pass", "training/test_tf32.py"),
+          "        torch.set_float32_matmul_precision(before)", "        pass", "training/test_precision.py"),
     Fault("TF32 is forecast as float32", "fsdp_lab/forecast/speed/costs.py",
           "return products or (", "return False or (", "forecast/test_prices.py"),
     Fault("a number of workers that is slower is not named", "fsdp_lab/report/templates/forecast_words.j2",

@@ -63,7 +63,7 @@ class Workload:
     """What a workload is: the words that choose it, and a plain script that trains it unsharded."""
 
     words: tuple[str, ...]
-    train: Callable[[TrialConfig, str, str], Run]  # of the trial, a mistake, and a device
+    train: Callable[[TrialConfig, str], Run]  # of the trial and a device
 
 
 def next_token(model: nn.Module, rows: Tensor) -> Tensor:
@@ -271,9 +271,9 @@ def _read_peaks(folder: Path) -> Peaks | None:
 
 
 # What a float32 run on one process depends on; the other settings must change nothing.
-_MATTERS = ("model", "optimizer", "training", "data")
+_MATTERS = ("model", "optimizer", "training", "data", "task")
 _NO_MATTER = (
-    "training.grad_accum", "training.sync_each", "optimizer.implementation", "data.loader",
+    "training.grad_accum", "training.sync_each", "optimizer.implementation", "data.loader", "task.loss_chunks",
     "model.as_dict", "model.block_classes", "model.forward_methods",
 )  # fmt: skip
 

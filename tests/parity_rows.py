@@ -38,72 +38,48 @@ IN_HALF = (
 Cells = dict[str, Sequence[str]]
 
 IN_MAKE_TEST: Cells = {
+    # A covering array: each value of each setting once, with those that it interacts with.
     "mlp": (
-        f"sharding=ddp {CLIP}",
-        f"sharding=ddp {ACCUMULATE} activation_checkpointing=every_n optimizer.implementation=fused",
+        f"sharding=ddp {CLIP} {ACCUMULATE} activation_checkpointing=every_n optimizer.implementation=fused",
         "sharding=root reshard_after_forward=always offload=cpu init=meta activation_checkpointing=full",
         "sharding=root reshard_after_forward=default optimizer.implementation=foreach optimizer.beta1=0.8 "
-        "optimizer.beta2=0.95 training.max_steps=3",
+        "optimizer.beta2=0.95 training.max_steps=3 precision=tf32",  # on a CPU it is fp32
         "sharding=per_block reshard_after_forward=never offload=cpu_unpinned sharding.forward_prefetch=2 "
-        "sharding.backward_prefetch=1",
-        f"sharding=per_block reshard_after_forward=never {SGD} activation_checkpointing=selective init=device",
+        f"sharding.backward_prefetch=1 {SGD} activation_checkpointing=selective init=device",
         f"sharding=per_block reshard_after_forward=always {CLIP} {ACCUMULATE} sharding.blocks_per_unit=2 "
-        "sharding.separate_reduce_scatter_group=true",
+        f"sharding.separate_reduce_scatter_group=true {RADAM}",
         "sharding=per_block memory_profile=off data.loader_workers=1 training.seed=5 training.epochs=2",
-        f"sharding=per_layer {RESHARDS[4]} training.sync_each_microbatch=true {ACCUMULATE}",
+        f"sharding=per_layer {RESHARDS[4]} training.sync_each_microbatch=true {ACCUMULATE} {LION}",
         f"{SIZE_BASED} {RESHARDS[3]} init=meta optimizer=adamw optimizer.lr=0.01 optimizer.weight_decay=0.3 "
         "optimizer.implementation=for_loop",
-        f"sharding=per_block precision=tf32 {CLIP}",  # on a CPU it is fp32
-        f"sharding=ddp {RADAM}", f"sharding=per_block {RADAM} {CLIP}", f"sharding=per_layer {LION} {ACCUMULATE}",
     ),
     "wide mlp": HALF["per_block"],
     "vit": (
         "sharding=per_block activation_checkpointing=every_n activation_checkpointing_every=1 "
         "sharding.blocks_per_unit=2",
-        f"sharding=ddp {ACCUMULATE}",
     ),
-    "language": (
-        "sharding=per_block activation_checkpointing=selective task.loss_chunks=3",
-        "sharding=per_layer reshard_after_forward=always",
-    ),
-    "language, tied": (
-        "sharding=ddp task.loss_chunks=3",
-        "sharding=root reshard_after_forward=always activation_checkpointing=full task.loss_chunks=3",
-    ),
+    "language": ("sharding=per_block activation_checkpointing=selective task.loss_chunks=3",),
+    "language, tied": ("sharding=root reshard_after_forward=always activation_checkpointing=full task.loss_chunks=3",),
     "user": (
         "sharding=ddp",
-        "sharding=root reshard_after_forward=never",
-        "sharding=per_block reshard_after_forward=always init=meta",
-        "sharding=per_layer reshard_after_forward=always",
-        f"{SMALLEST_UNITS} reshard_after_forward=never init=meta",
         # the norm is inside of the block
         "sharding=per_block model.block_classes=[tests.workloads.user.odd.Block,torch.nn.LayerNorm] "
         "activation_checkpointing=full",
     ),
-    "user, as T5": ("sharding=ddp", "sharding=per_block reshard_after_forward=always"),
-    "net": (
-        # of 31 items on two ranks, 3 at a time: the last batch of one rank is padding alone
-        "sharding=ddp training.global_batch_size=6",
-        # 30 at a time: the last batches of the two differ in size
-        "sharding=per_block training.global_batch_size=60",
-    ),
-    "model_loss": ("sharding=per_block",),
-    "complex": ("sharding=ddp", f"sharding=per_layer {SGD}"),
-    "float64": ("sharding=per_block reshard_after_forward=always",),
-    "transposed": ("sharding=per_block",), "frozen in bfloat16": ("sharding=per_block",),
-    **dict.fromkeys(
-        ("some share a module", "objects", "changed in place", "kept"),
-        ("sharding=per_block reshard_after_forward=always",),
-    ),
+    "user, as T5": ("sharding=per_block reshard_after_forward=always",),
+    # of 31 items on two ranks, 3 at a time: the last batch of one rank is padding alone
+    "net": ("sharding=ddp training.global_batch_size=6",),
+    # 30 at a time: the last batches of the two differ in size
+    "model_loss": ("sharding=per_block training.global_batch_size=60",),
+    "complex": (f"sharding=per_layer {SGD}",),
     "methods": (
         "sharding=per_block reshard_after_forward=always model.forward_methods=[encode] activation_checkpointing=full",
     ),
-    "seq2seq": (
-        "sharding=root reshard_after_forward=always",
-        f"sharding=ddp {ACCUMULATE}",
-        "sharding=per_block reshard_after_forward=never training.grad_accum_steps=4 model.as_dict=true",
+    **dict.fromkeys(
+        ("float64", "transposed", "frozen in bfloat16", "some share a module", "objects", "changed in place", "kept"),
+        ("sharding=per_block reshard_after_forward=always",),
     ),
-    "t5_tiny": (f"sharding=per_block {ACCUMULATE}",),
+    "seq2seq": ("sharding=per_block reshard_after_forward=never training.grad_accum_steps=4 model.as_dict=true",),
     **dict.fromkeys(OF_TRANSFORMERS, ("sharding=per_block",)),
     "hf t5": ("sharding=ddp",),
 }  # fmt: skip
@@ -114,18 +90,26 @@ LATER: Cells = {
         *(f"{' '.join(SHARDINGS[s])} {own}" for s, own in product(SHARDINGS, (RADAM, ADAGRAD, LION))),
         f"sharding=per_block precision=fp16 offload=cpu {LION} {CLIP}",
     ),
+    "vit": (f"sharding=ddp {ACCUMULATE}",),
     "language": (
         f"sharding=per_block compile=true {ACCUMULATE}",
+        "sharding=per_layer reshard_after_forward=always",
         "sharding=root reshard_after_forward=always task.loss_chunks=3 activation_checkpointing=full",
     ),
-    "language, tied": IN_HALF,
-    "user": (*SETTINGS[:2], *IN_HALF),
-    "net": ("sharding=ddp training.global_batch_size=8", "sharding=per_block training.global_batch_size=64"),
+    "language, tied": ("sharding=ddp task.loss_chunks=3", *IN_HALF),
+    "user": (
+        "sharding=root reshard_after_forward=never",
+        "sharding=per_layer reshard_after_forward=always",
+        f"{SMALLEST_UNITS} reshard_after_forward=never init=meta",
+        *SETTINGS[:2], *IN_HALF,
+    ),
+    "user, as T5": ("sharding=ddp",),
+    "complex": ("sharding=ddp",),
     "seq2seq": (
-        "sharding=ddp",
+        f"sharding=ddp {ACCUMULATE}",
         "sharding=per_block reshard_after_forward=always activation_checkpointing=full model.as_dict=true",
     ),
-    "t5_tiny": ("sharding=ddp",), "hf t5": ("sharding=per_block",),
+    "t5_tiny": (f"sharding=per_block {ACCUMULATE}",), "hf t5": ("sharding=per_block",),
     "hf t5 of even rows": ("sharding=root",),
 }  # fmt: skip
 OFFLOADED = [f"{cell} offload={place}" for cell, place in product(GRID[1:], ("cpu", "cpu_unpinned"))]
@@ -166,25 +150,24 @@ AT_NIGHT: Cells = {
 
 ON_FOUR = (
     f"sharding=per_block {RESHARDS[4]}",
-    "sharding=per_block sharding.dp_replicate=2 sharding.separate_reduce_scatter_group=true",
     f"{SIZE_BASED} sharding.dp_replicate=2 {RESHARDS[3]} {ACCUMULATE} init=meta",
-    f"sharding=root sharding.dp_replicate=4 {CLIP}",
-    f"sharding=per_block sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE}",
+    f"sharding=per_block sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE} {CLIP} "
+    "sharding.separate_reduce_scatter_group=true",
 )
 ON_FOUR_LATER = (
-    "sharding=per_block",
     "sharding=ddp",
+    f"sharding=root sharding.dp_replicate=4 {CLIP}",
     f"sharding=per_layer {ACCUMULATE}",
     f"sharding=per_layer sharding.dp_replicate=2 {RESHARDS[4]}",
     f"sharding=per_block sharding.dp_replicate=2 precision=bf16_mixed {ACCUMULATE} {SGD}",
 )
-ON_ONE = ("sharding=per_block", "sharding=ddp")
-CHECKPOINTED = (
-    "sharding=per_block activation_checkpointing=full",
+ON_ONE = ("sharding=per_block",)
+ON_ONE_LATER = ("sharding=ddp", "sharding=per_layer training.grad_accum_steps=4")
+CHECKPOINTED = "sharding=per_block activation_checkpointing=full"
+CHECKPOINTED_LATER = (
     "sharding=ddp activation_checkpointing=selective",
     "sharding=per_layer activation_checkpointing=every_n activation_checkpointing_every=1",
 )
-ON_ONE_LATER = ("sharding=per_layer training.grad_accum_steps=4",)
 
 
 def _rows() -> Iterator[Row]:
@@ -193,7 +176,8 @@ def _rows() -> Iterator[Row]:
         yield from (Row(workload, cell, tier=tier) for workload, of_one in cells.items() for cell in of_one)
     for ranks, cell in [*product((4,), ON_FOUR), *product((1,), ON_ONE)]:
         yield Row("mlp", cell, ranks)
-    yield from (Row("user, with state", cell, 1) for cell in CHECKPOINTED)
+    yield Row("user, with state", CHECKPOINTED, 1)
+    yield from (Row("user, with state", cell, 1, "ci") for cell in CHECKPOINTED_LATER)
     for ranks, cell in [*product((4,), ON_FOUR_LATER), *product((1,), ON_ONE_LATER)]:
         yield from (Row("mlp", cell, ranks, "ci"), Row("vit", cell, ranks, "full"))
 

@@ -114,8 +114,8 @@ def test_each_precision_does_its_own_arithmetic(trained: Callable[[Row], Result]
 
 # Keys that no row has, or none of `make test`, and what tests them.
 ELSEWHERE = {
-    "precision=float8": "tests/training/test_float8.py, on a GPU",
-    "precision.float8": "tests/training/test_float8.py, on a GPU",
+    "precision=float8": "tests/training/test_precision.py, on a GPU",
+    "precision.float8": "tests/training/test_precision.py, on a GPU",
     "precision.init_scale": "tests/training/test_optimizer.py",
     "precision.growth_interval": "tests/training/test_optimizer.py",
     "task.metrics": "tests/workloads/user/test_training.py",
