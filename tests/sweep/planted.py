@@ -1,13 +1,17 @@
-"""Sweeps that train nothing: their plans, an executor that ends each trial as it is told, and what its outputs get."""
+"""What stands in for the parts of a sweep: trials made by hand, an executor that trains nothing, another package."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock, Mock
 
-from fsdp_lab.config import SweepConfig
+from omegaconf import OmegaConf
+from optuna.samplers import BaseSampler, RandomSampler
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+
+from fsdp_lab.config import SweepConfig, from_dict
 from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.reasons import Reason
@@ -18,6 +22,7 @@ from fsdp_lab.sweep.outputs.outputs import Outputs
 from fsdp_lab.sweep.outputs.results_csv import ResultsCsv
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.sweep import Sweep
+from tests.conftest import ROOT
 
 Compose = Callable[[Sequence[str], int], Trial]
 LOSS = [("val/loss", "min")]
@@ -45,6 +50,12 @@ error: {median: 0.1, p90: 0.2}
 error_elsewhere: {median: 0.1, p90: 0.2}
 source: made up
 """
+
+
+def trial_by_hand(words: Sequence[str], number: int = 0) -> Trial:
+    """A trial without groups, composed by no Hydra: its words set values."""
+    values = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
+    return Trial(number, from_dict(SweepConfig, cast("dict[str, Any]", values)), {}, list(words), Path(), {})
 
 
 def sweep_of(states: Sequence[TrialState], folder: Path = Path(), swept: Sequence[str] = ()) -> Sweep:
@@ -125,3 +136,45 @@ class Hears(Outputs):
 def heard(sweep: Sweep) -> Hears:
     assert isinstance(sweep.outputs, Hears)
     return sweep.outputs
+
+
+LIMIT = 1e3  # of the scheduler below
+
+
+def registering(key: str, name: str) -> str:
+    """The code of `python -m fsdp_lab` where the sampler or the scheduler below is registered as an option."""
+    return f"""
+import sys
+sys.path.append({str(ROOT)!r})
+from fsdp_lab.commands.main import main
+from fsdp_lab.config.registry import register
+register({key!r}, {name!r}, "tests.sweep.planted.build_{key.partition(".")[0].replace("search", "sampler")}")
+main()
+"""
+
+
+class Counts(RandomSampler):
+    """Counts through the categories of two keys, the one with three the fastest."""
+
+    def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
+        choices = param_distribution.choices
+        return choices[(trial.number if len(choices) == 3 else trial.number // 3) % len(choices)]
+
+
+def build_sampler(seed: int) -> BaseSampler:
+    return Counts()
+
+
+class StopsAbove(FIFOScheduler):
+    """Stops every trial whose first epoch is above a limit."""
+
+    def __init__(self, metric: str) -> None:
+        super().__init__()
+        self.of = metric
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        return TrialScheduler.STOP if result[self.of] > LIMIT else TrialScheduler.CONTINUE
+
+
+def build_scheduler(config: Any, watched: dict[str, Any]) -> TrialScheduler:
+    return StopsAbove(watched["metric"])

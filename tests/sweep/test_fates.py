@@ -29,7 +29,7 @@ from tests.processes import marked, still_running
 from tests.ranks import Memo, run_ranks
 from tests.servers import lay_store
 from tests.sweep import fates
-from tests.sweep.outside import registering
+from tests.sweep.planted import registering
 
 pytestmark = pytest.mark.timeout(1200)
 
