@@ -7,11 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 
 from fsdp_lab.machine import hardware
 from tests import forked
@@ -78,6 +79,16 @@ def run_cli(
         command = [sys.executable, "-c", _MAIN_THAT_LISTS, *arguments]
         return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
     return forked.run(cwd, "fsdp_lab", *arguments, seconds=timeout)
+
+
+def status_of(main: Callable[[], int | None], words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """Run a command's `main` in this process; return its exit status."""
+    GlobalHydra.instance().clear()
+    monkeypatch.setattr(sys, "argv", ["fsdp_lab", *words])
+    try:
+        return main() or 0
+    except SystemExit as end:
+        return end.code
 
 
 @pytest.fixture(autouse=True)

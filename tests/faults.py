@@ -284,7 +284,7 @@ FAULTS = (
           f"{HOLDS}[language: sharding=per_block compile=true training.grad_accum_steps=2]", MAKE_CI),
     Fault("forecasts that fail are told apart by their texts", "fsdp_lab/sweep/forecasts.py",
           "first.setdefault((why.error, why.at), (", 'first.setdefault((why.text, ""), (',
-          "sweep/test_other_words.py::test_trials_whose_forecasts_fail_refer_to_the_first_of_the_same_error"),
+          "sweep/test_other_words.py::test_a_model_that_cannot_be_trained_does_not_start_and_the_others_do"),
     Fault("forecasts run compiled blocks eagerly", "fsdp_lab/training/torch_private.py",
           '(TorchDispatchMode, "_compiled", True)', '(TorchDispatchMode, "_compiled", False)',
           "forecast/test_compiled.py::test_a_compiled_step_computes_the_same_and_moves_less", MAKE_CI),

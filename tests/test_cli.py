@@ -1,22 +1,27 @@
-"""What the command line prints instead of training, and what it checks before Ray starts."""
+"""The command line: help, what is typed with options, what is checked before Ray starts; and whatever else is typed."""
 
 from __future__ import annotations
 
+import random
 import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from fsdp_lab.commands import forecast as forecast_command
+from fsdp_lab.commands import main as trial_command
 from fsdp_lab.commands.main import options_first
-from fsdp_lab.config import conf_dir
-from fsdp_lab.config.conf import group_dirs
-from tests.conftest import INLINE, run_cli
-
-NO_AXES = ["sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=default"]
+from fsdp_lab.commands.predict import data_of, device_type, read_options
+from fsdp_lab.config import ConfigError, UserError, all_keys, conf_dir
+from fsdp_lab.config.conf import group_dirs, groups
+from fsdp_lab.config.workload import DataConfig
+from fsdp_lab.sweep import start
+from tests.conftest import INLINE, PLAIN, run_cli, status_of
 
 
 def test_a_process_of_its_own_refuses_a_typo_before_it_imports_anything_slow(tmp_path: Path):
@@ -30,59 +35,32 @@ def test_a_process_of_its_own_refuses_a_typo_before_it_imports_anything_slow(tmp
 
 def test_a_sweeps_config_is_shown_as_a_trials(cli):
     trial = cli("experiment=zero2_zero3", "objective=val/loss:min", "--cfg", "job")
-    for show in (["--cfg", "job"], ["-c", "job"]):
-        sweep = cli(*show, "-m", "experiment=zero2_zero3", "objective=val/loss:min")
-        assert (sweep.returncode, sweep.stderr, sweep.stdout) == (0, "", trial.stdout)
+    sweep = cli("-c", "job", "-m", "experiment=zero2_zero3", "objective=val/loss:min")
+    assert (sweep.returncode, sweep.stderr, sweep.stdout) == (0, "", trial.stdout)
     assert yaml.safe_load(trial.stdout)["objective"] == "val/loss:min"
 
 
-@pytest.mark.parametrize("typed", ["--package p a=1 b=2 -m", "a=1 --package p -m b=2", "a=1 -m b=2 --package p"])
-def test_options_may_stand_between_overrides(typed: str):
-    assert options_first(typed.split(), "c") == ["-m", "--config-dir=c", "--package", "p", "a=1", "b=2"]
+def test_options_may_stand_between_overrides():
+    for typed in ("--package p a=1 b=2 -m", "a=1 --package p -m b=2", "a=1 -m b=2 --package p"):
+        assert options_first(typed.split(), "c") == ["-m", "--config-dir=c", "--package", "p", "a=1", "b=2"]
 
 
-def test_what_a_word_implies_may_stand_with_an_option(cli):
-    done = cli("--cfg", "job", "task=language")
-    assert done.returncode == 0, done.stderr
-    shown = yaml.safe_load(done.stdout)
-    assert shown["task"]["name"] == "language" and "vocab_size" in shown["model"]
-
-
-@pytest.fixture(scope="module")
-def help_text(tmp_path_factory) -> str:
-    done = run_cli(tmp_path_factory.mktemp("help"), "--help", list_imports=True)
-    assert done.returncode == 0
-    assert done.stderr == "imported:\n"
-    return done.stdout
-
-
-def test_help_is_the_same_whatever_else_is_typed(help_text: str, tmp_path: Path):
-    done = run_cli(tmp_path, "-m", "sharding=root,per_block", "--help")
-    assert done.returncode == 0 and done.stdout == help_text, done.stderr
-
-
-def test_help_lists_the_groups_that_conf_has_with_their_options(help_text: str):
-    listed = dict(re.findall(r"^(\w+): (.+)$", help_text.partition("Groups and their options")[2], re.MULTILINE))
-    folders = {d.name: d for d in group_dirs()}
-    assert "device" in listed and "data sheets for forecast.device=<name>" in help_text
-    assert listed.keys() - {"device"} == folders.keys()
-    for group, folder in folders.items():
-        assert listed[group].split(", ") == sorted(file.stem for file in folder.glob("*.yaml"))
-
-
-def test_help_lists_the_default_axes(help_text: str):
+def test_help_has_every_group_option_and_default_axis_whatever_else_is_typed(tmp_path: Path):
+    done = run_cli(tmp_path, "--help", list_imports=True)
+    assert (done.returncode, done.stderr) == (0, "imported:\n")
+    assert run_cli(tmp_path, "-m", "sharding=root,per_block", "--help").stdout == done.stdout
+    listed = dict(re.findall(r"^(\w+): (.+)$", done.stdout.partition("Groups and their options")[2], re.MULTILINE))
+    options = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in group_dirs()}
+    assert {group: names.split(", ") for group, names in listed.items() if group != "device"} == options
     axes = yaml.safe_load((conf_dir() / "config.yaml").read_text())["hydra"]["sweeper"]["params"]
-    assert axes
-    for key, values in axes.items():
-        assert f"  {key}={values}\n" in help_text
+    assert axes and all(f"  {key}={values}\n" in done.stdout for key, values in axes.items())
 
 
-@pytest.mark.parametrize("flag", [[], pytest.param(["-m"], marks=pytest.mark.ci)], ids=["trial", "sweep"])
-def test_an_mlflow_server_that_is_not_there_is_reported_before_anything_starts(cli, tmp_path, flag: list[str]):
+def test_an_mlflow_server_that_is_not_there_is_reported_before_anything_starts(cli):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        done = cli(f"tracking.uri={uri}", *NO_AXES, *flag, timeout=60)
+        done = cli(f"tracking.uri={uri}", *PLAIN, timeout=60)
     assert done.returncode == 2
     assert f"tracking.uri={uri}" in done.stderr and "sqlite:///outputs/mlflow.db" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr and "Ray starts" not in done.stdout
@@ -116,9 +94,88 @@ def test_a_command_imports_without_the_garbage_collector_and_runs_with_it():
     ("words", "note"),
     [(["experiment=zero2_zero3"],
       "experiment=zero2_zero3 sweeps sharding, reshard_after_forward; without -m this is one trial"),
-     (["repeat=3"], "repeat=3 names one run; for several of each setting use -m and repeats=..."),
-     (["experiment=ray_template"], ""), ([], "")],
+     (["repeat=3"], "repeat=3 names one run; for several of each setting use -m and repeats=..."), ([], "")],
 )  # fmt: skip
 def test_one_trial_that_looks_like_several_is_noted(cli, words: list[str], note: str):
     lines = cli(*words, "dry_run=true").stdout.splitlines()
     assert lines[:-1] == ([note] if note else []) and lines[-1].startswith("1 trial: ")
+
+
+# python -m fsdp_lab.predict; what it scores is compared with the trial in tests/sweep/test_outcomes.py
+
+
+def test_a_model_is_scored_on_a_gpu_if_there_is_one_or_where_it_is_said(capsys: pytest.CaptureFixture[str]):
+    assert [device_type("auto", cuda) for cuda in (True, False)] == ["cuda", "cpu"]
+    assert [device_type("cpu", True), device_type("cuda", True)] == ["cpu", "cuda"]
+    with pytest.raises(UserError, match="device=cuda: PyTorch sees no GPU here; use device=cpu, or device=auto"):
+        device_type("cuda", False)
+    with pytest.raises(ConfigError, match=r"device=tpu is not an option\. Choose one of: auto, cpu, cuda"):
+        read_options(["file=model.pt", "device=tpu"])
+    with pytest.raises(SystemExit):
+        read_options(["--help"])
+    assert "device=auto|cpu|cuda" in capsys.readouterr().out
+
+
+def test_the_folder_that_a_models_file_names_is_not_used():
+    """The file may be anybody's: images were downloaded to where it said."""
+    target = "fsdp_lab.workloads.vision.fashion_mnist.FashionMnist"
+    recorded = DataConfig(target, {"root": "/home/somebody/.ssh", "download": False}, num_val=7)
+    result = data_of(recorded, {})
+    assert (result.name, result.num_val) == ("fashion_mnist", 7)
+    assert result.arguments == {"root": "outputs/data", "download": True}
+    assert data_of(recorded, {"data.root": "mine", "data.download": "false"}).arguments["root"] == "mine"
+
+
+# Whatever is typed. In this process, for the sake of time: the commands' own `main`, in which only the training and the
+# forecasting that would follow are left out.
+
+VALUES = (
+    "", "null", "true", "off", "-1", "0", "1", "3", "1.5", "1e400", "-inf", "nan", "abc", "'a b'", "é", "[]", "[1,2]",
+    "[a:min]", "{}", "{a:1}", "9223372036854775808", "-9223372036854775809", "4611686018427387904", "1,2", "a,b",
+    "choice(1,x)", "range(1,4)", "range(0,1,0.3)", "interval(0,1)", "glob(*)", "tag(a,1)", "shuffle(1,2)", "int(2.5)",
+    "${per_worker:8}", "${per_worker:x}", "${oc.env:NO_SUCH_NAME}", "${nothing.here}", "???", "..", "/proc/x",
+    "http://user:word@127.0.0.1:1/x", "$(x)", "a=b", "a:b", "(", "]", "\\", "--x",
+)  # fmt: skip
+PARTS = 16  # of the commands: one runs in `make test`, three in `make ci`, and the others in `make test-all`
+
+
+def commands() -> list[list[str]]:
+    """Each key and group with a value drawn at random; some added or taken away, half of them swept in one cell."""
+    rng = random.Random(20261121)
+    made = []
+    for key in [*all_keys(), *groups(), "nonsense", "model._target_", "hydra.run.dir"]:
+        (value,) = rng.sample(VALUES, 1)
+        sign = rng.choice(["", "", "", "+", "++", "~"])
+        word = f"{sign}{key}={value}" if sign != "~" or rng.random() < 0.5 else f"~{key}"
+        sweep = rng.random() < 0.5
+        fixed = [w for w in PLAIN if w.partition("=")[0] != key] if sweep else []
+        made.append([*fixed, word, *(["-m"] if sweep else [])])
+    return made
+
+
+@pytest.mark.parametrize(
+    "part",
+    [0, *(pytest.param(n, marks=pytest.mark.ci if n < 4 else pytest.mark.full) for n in range(1, PARTS))],
+)
+@pytest.mark.parametrize("main", [trial_command.main, forecast_command.main], ids=["fsdp_lab", "forecast"])
+def test_whatever_is_typed_ends_with_a_message(
+    main: Callable[[], int | None], part: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start, "start_sweep", lambda plan: 0)
+    monkeypatch.setattr(forecast_command, "run", lambda plan, swept, as_code: 0)
+    typed = commands()[part::PARTS]
+    result, observed = [], 0
+    for words in typed:
+        try:
+            status = status_of(main, words, monkeypatch)
+        except Exception as error:  # noqa: BLE001 - every one is a finding
+            result.append(f"{' '.join(words)}: {type(error).__name__}: {error}")
+            continue
+        out, err = capsys.readouterr()
+        if "Traceback" in out + err or status not in (0, 2) or (status == 2 and len(err.splitlines()) != 1):
+            result.append(f"{' '.join(words)}: status {status}: {err[-300:]}")
+        observed += status == 2
+    assert not result, "\n".join(result)
+    assert observed > len(typed) / 2, "most of these are mistakes"

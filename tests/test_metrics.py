@@ -23,12 +23,9 @@ from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.nightly.gate import LOSS, judge, judged_columns
 from fsdp_lab.nightly.texts import row
 from fsdp_lab.record.results_csv import write_results
-from fsdp_lab.report.answer import answer
 from fsdp_lab.report.page import to_html
-from fsdp_lab.report.plots import figures
 from fsdp_lab.sweep.outputs.console import Console
 from fsdp_lab.sweep.outputs.results_csv import rows_of
-from fsdp_lab.sweep.outputs.table import epoch_line
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.tracking.tags import how_to_read
 from tests.conftest import ROOT
@@ -43,13 +40,6 @@ ADDED = Metric(
 )  # fmt: skip
 
 
-@pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> Metric:
-    """A metric that is declared in this test alone."""
-    monkeypatch.setattr(metrics, "METRICS", (*METRICS, ADDED))
-    return ADDED
-
-
 def finished(number: int, figures: dict[str, float]) -> TrialState:
     one = Trial(number, SweepConfig(), {}, [], Path(), DictConfig({}))
     state = TrialState(one, TrialStatus.finished)
@@ -57,13 +47,30 @@ def finished(number: int, figures: dict[str, float]) -> TrialState:
     return state
 
 
-def test_an_added_metric_is_in_the_table_of_results(added: Metric, tmp_path: Path):
-    states = [finished(0, {KEY: 0.0123, "perf/undeclared": 1.0})]
+def test_a_metric_that_is_declared_is_shown_judged_and_may_be_an_objective(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """In results.csv, on the terminal, in the report, in the text that explains metrics, and at night."""
+    with pytest.raises(ConfigError, match=f"objective={KEY}:min is not a metric of a trial. .*train/loss"):
+        objectives([f"{KEY}:min"])
+    monkeypatch.setattr(metrics, "METRICS", (*METRICS, ADDED))
+    assert objectives([f"{KEY}:min"]) == [(KEY, "min")]
+    states = [finished(0, {KEY: 0.0123, "perf/undeclared": 1.0}), finished(1, {KEY: 0.0456})]
     write_results(tmp_path, [], rows_of(sweep_of(states), lambda number: ""))
-    (row,) = csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text()))
-    assert row[KEY] == "0.0123" and "perf/undeclared" not in row
-    columns = list(row)
-    assert columns.index("forecast/largest_microbatch") + 1 == columns.index(KEY) < columns.index("checkpoint/save_s")
+    first, _ = csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text()))
+    assert first[KEY] == "0.0123" and "perf/undeclared" not in first
+    shown = io.StringIO()
+    Console(sweep_of(states), RichConsole(file=shown, width=160)).final()
+    assert "stall" in shown.getvalue() and "*12.3" in shown.getvalue() and " 45.6" in shown.getvalue()
+    made = sweep([trial(i, ROWS[i], **{KEY: 0.01 * (i + 1)}) for i in (0, 2)])
+    table = to_html(made).partition('class="sortable"')[2].partition("</table>")[0]
+    assert "stalled ms" in table and re.search(r'class="number best"[^>]*>10\.0<', table) and ">30.0<" in table
+    assert f"| `{KEY}` | s | the time in which nothing was computed |" in how_to_read()
+    before, now = (
+        judged_columns(pd.DataFrame([{"setting": "a", "status": "finished", KEY: seconds}])) for seconds in (0.01, 0.02)
+    )
+    worse = [row(f) for f in judge(now, [("before", True, before)], ToleranceConfig(), 0.005) if f.is_regression]
+    assert [(r.metric, r.before, r.tonight, r.change) for r in worse] == [("stalled ms", "10.0", "20.0", "+100.0 %")]
 
 
 def test_a_figure_has_one_text_whatever_others_have_and_nan_is_measured(tmp_path: Path):
@@ -76,56 +83,13 @@ def test_a_figure_has_one_text_whatever_others_have_and_nan_is_measured(tmp_path
         assert texts[:3] == [("1", ""), ("1", "nan"), ("2", "1000")]
 
 
-def test_an_added_metric_is_on_the_terminal(added: Metric):
-    states = [finished(0, {KEY: 0.0123}), finished(1, {KEY: 0.0456})]
-    shown = io.StringIO()
-    console = Console(sweep_of(states), RichConsole(file=shown, width=160))
-    console.final()
-    assert "stall" in shown.getvalue() and "*12.3" in shown.getvalue() and " 45.6" in shown.getvalue()
-    assert epoch_line(states[0].trial, states[0].figures, 2) == "trial 0:  epoch 1/2  stall 12.3"
-    assert epoch_line(states[0].trial, states[0].figures, None) == "trial 0:  epoch 1  stall 12.3"
-
-
-def test_an_added_metric_is_in_the_report(added: Metric):
-    made = sweep([trial(i, ROWS[i], **{KEY: 0.01 * (i + 1)}) for i in (0, 2)])
-    table = to_html(made).partition('class="sortable"')[2].partition("</table>")[0]
-    assert '>forecast error</button></th><th><button type="button">stalled ms</button>' in table
-    assert re.search(r'class="number best"[^>]*>10\.0<', table) and ">30.0<" in table
-    points = {chart.name: chart.figure for chart in figures(made, answer(made))}["main"].data[0]
-    assert "stall 10.0" in points.customdata[0][1]
-
-
-def test_an_added_metric_is_judged_at_night(added: Metric):
-    before, now = (
-        judged_columns(pd.DataFrame([{"setting": "a", "status": "finished", KEY: seconds}]))
-        for seconds in (0.010, 0.020)
-    )
-    collected = [row(f) for f in judge(now, [("before", True, before)], ToleranceConfig(), 0.005) if f.is_regression]
-    assert [(r.metric, r.before, r.tonight, r.change) for r in collected] == [
-        ("stalled ms", "10.0", "20.0", "+100.0 %")
-    ]
-
-
-def test_an_added_metric_may_be_an_objective_and_is_described(added: Metric):
-    config = dataclasses.replace(SweepConfig(), objective=[f"{KEY}:min"])
-    assert objectives(config.objective) == [(KEY, "min")]
-    assert f"| `{KEY}` | s | the time in which nothing was computed |" in how_to_read()
-
-
-def test_without_a_declaration_it_is_no_objective():
-    with pytest.raises(ConfigError, match=f"objective={KEY}:min is not a metric of a trial. .*train/loss"):
-        objectives([f"{KEY}:min"])
-
-
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
         ("memory/peak_bytes", "memory/peak_bytes"),  # of its own, though its family has the same form
         ("memory/unsharded_param_bytes", "memory/<category>_bytes"),
         ("memory/rank7/host_peak_bytes", "memory/rank<r>/<total>_bytes"),
-        ("memory/rank_median/host_peak_bytes", "memory/rank_<which>/<total>_bytes"),
         ("memory/rank/peak_bytes", None),
-        ("memory/peak_mib", None),
         ("memory/<category>_bytes", None),
         ("val/los", None),
     ],

@@ -1,33 +1,21 @@
-"""Numbers in sentences."""
+"""Numbers and times in sentences, and patterns that stand for the names of modules."""
 
 from __future__ import annotations
 
 import pytest
 
 from fsdp_lab.config.wording import count, duration, four_digits, significant, time_left
+from fsdp_lab.training.layout import matches, shortened
 
 
-@pytest.mark.parametrize(("number", "text"), [(0, "0 trials"), (1, "1 trial"), (2, "2 trials"), (1254, "1,254 trials")])
-def test_one_trial_is_no_trials(number: int, text: str):
-    assert count(number, "trial") == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.2, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (125, "2 min 5 s"), (3599.7, "1 h 0 min"),
-     (11400, "3 h 10 min"), (-3, "0 s")],
-)  # fmt: skip
-def test_times_have_two_units_at_most(seconds: float, text: str):
-    assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(8.8, "8.80"), (0.012345, "0.0123"), (9.996, "10.0"), (99.96, "100"), (123.4, "123"), (14523.4, "14,523"),
-     (0, "0"), (-2.719, "-2.72")],
-)  # fmt: skip
-def test_numbers_have_three_significant_digits(value: float, text: str):
-    assert significant(value) == text
+def test_numbers_and_times_in_sentences():
+    assert [count(number, "trial") for number in (0, 1, 1254)] == ["0 trials", "1 trial", "1,254 trials"]
+    times = {0.2: "0 s", 59.6: "1 min 0 s", 125: "2 min 5 s", 3599.7: "1 h 0 min", 11400: "3 h 10 min", -3: "0 s"}
+    assert {seconds: duration(seconds) for seconds in times} == times
+    three = {8.8: "8.80", 0.012345: "0.0123", 9.996: "10.0", 99.96: "100", 14523.4: "14,523", 0: "0", -2.719: "-2.72"}
+    assert {value: significant(value) for value in three} == three
+    four = {10070.4: "10,070", 999.96: "1,000", 75.831: "75.83", 103.4: "103.4"}
+    assert {value: four_digits(value) for value in four} == four
 
 
 def test_the_time_left_is_as_long_as_what_is_done_has_taken():
@@ -35,8 +23,18 @@ def test_the_time_left_is_as_long_as_what_is_done_has_taken():
     assert time_left(8, 8, 30) == "" and time_left(0, 8, 30) == ""
 
 
+NAMES = ["first", "blocks", *(f"blocks.{i}.{part}" for i in range(12) for part in ("mlp.0", "mlp.1", "mlp.2")), "ln_1"]
+
+
 @pytest.mark.parametrize(
-    ("value", "text"), [(10070.4, "10,070"), (1018, "1,018"), (999.96, "1,000"), (75.831, "75.83"), (103.4, "103.4")]
+    ("chosen", "expected"),
+    [
+        (["first", "ln_1"], ["first", "ln_*"]),
+        ([n for n in NAMES if n.endswith(("mlp.0", "mlp.2"))], ["blocks.*.mlp.0", "blocks.*.mlp.2"]),
+        (["blocks.3.mlp.0"], ["blocks.3.mlp.0"]),
+        ([], []),
+    ],
 )
-def test_large_figures_have_no_exponent(value: float, text: str):
-    assert four_digits(value) == text
+def test_patterns_match_the_chosen_names_and_no_others(chosen: list[str], expected: list[str]) -> None:
+    assert shortened(chosen, NAMES) == expected
+    assert [name for name in NAMES if expected and matches(expected, name)] == sorted(chosen, key=NAMES.index)

@@ -14,10 +14,9 @@ import pytest
 import yaml
 
 from fsdp_lab.commands.main import main
-from tests.conftest import PLAIN, STORE, run_cli
+from tests.conftest import PLAIN, STORE, run_cli, status_of
 from tests.folders import SweepFolder
 from tests.forecast.command import forecast_here
-from tests.test_fuzz import status_of
 from tests.workloads.user.project import importable, write_project
 
 NET = ("model._target_=my_project.net.Net", "model.width=16")
