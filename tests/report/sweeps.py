@@ -59,4 +59,43 @@ def rounds(row: int, *speeds: float, **figures: float) -> list[TrialRecord]:
     return [dataclasses.replace(one, setting={**one.setting, "repeat": str(i)}) for i, one in enumerate(ones)]
 
 
+# By epoch: the loss of training and validation. The first is right; the other is of a model that branches by rank.
+RIGHT, WRONG = ((1.4, 1.1), (0.9, 0.8205)), ((1.3, 1.0), (0.8, 0.7895))
+
+
+def one(
+    number: int, words: str, losses: Sequence[tuple[float, float]] = RIGHT, speed: float = 1000.0, **figures: float
+) -> TrialRecord:
+    """A finished trial of a setting, such as `sharding=ddp precision=fp32`, with the losses of its epochs."""
+    made = trial(number, ("", "", "finished", 100, speed, losses[-1][1]), **figures)
+    epochs = [
+        {"epoch": float(n + 1), "step": 10.0 * (n + 1), "train/loss": train, "val/loss": val}
+        for n, (train, val) in enumerate(losses)
+    ]
+    setting = dict(word.split("=") for word in words.split())
+    return dataclasses.replace(made, setting=setting, epochs=epochs, overrides=words.split())
+
+
+def early(first: float, second: float) -> dict[str, float]:
+    """The losses of the first step and of the third."""
+    return {"train/first_loss": first, "train/early_loss": second}
+
+
+def differing() -> list[TrialRecord]:
+    """Of a model that computes otherwise in two of four shardings, where it is faster and learns more."""
+    almost = [(train * (1 + 2e-7), val * (1 - 2e-7)) for train, val in RIGHT]
+    return [
+        one(0, "sharding=per_block", WRONG, 3000.0), one(1, "sharding=ddp"),
+        one(2, "sharding=root", almost, 1100.0), one(3, "sharding=per_layer", WRONG, 2000.0),
+    ]  # fmt: skip
+
+
+def amplified() -> list[TrialRecord]:
+    """Two settings whose losses differ by 2e-7 in their third step, and by half in the end."""
+    return [
+        one(0, "sharding=ddp", RIGHT, **early(2.3, 2.2)),
+        one(1, "sharding=root", ((1.5, 1.3), (1.3, 1.2)), 3000.0, **early(2.3, 2.2 * (1 + 2e-7))),
+    ]
+
+
 REPEATED = ["sharding", "precision", "repeat"]

@@ -20,7 +20,7 @@ import pytest
 
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.compose import Trial
-from fsdp_lab.config.metrics import MIB, SPEED, table_columns
+from fsdp_lab.config.metrics import MEDIAN_STEP, MIB, SPEED, table_columns
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.results_csv import write_results
@@ -31,7 +31,7 @@ from fsdp_lab.sweep.outputs.results_csv import rows_of
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.sweep import Sweep
 from tests.conftest import ROOT
-from tests.report.sweeps import REPEATED, ROWS, on_cpu, rounds, sweep, trial
+from tests.report.sweeps import REPEATED, ROWS, amplified, differing, on_cpu, rounds, sweep, trial
 from tests.sweep.planted import sweep_of
 
 FOLDER = Path(__file__).parent / "golden"
@@ -69,6 +69,21 @@ def rounded() -> SweepData:
     return sweep([trial(n, row, **narrow) for n, row in enumerate(rows)], loss_tolerance=0.001)
 
 
+def next_to_zero() -> SweepData:
+    """Losses of 0, within its rounding, and 0.5. By their median steps the second is 1.14 times as slow, not 1.35."""
+    rows = [("fp32", 1350.0, 0.0, 0.010), ("bf16", 1000.0, 1e-7, 0.0114), ("fp16", 900.0, 0.5, 0.020)]
+    trials = [
+        trial(n, ("ddp", precision, "finished", 100, speed, loss), **{MEDIAN_STEP: step})
+        for n, (precision, speed, loss, step) in enumerate(rows)
+    ]
+    return sweep(trials)
+
+
+def side_by_side() -> SweepData:
+    spans = {0: (0.0, 10.0), 2: (5.0, 15.0)}
+    return sweep([dataclasses.replace(trial(n, ROWS[n]), span=span) for n, span in spans.items()])
+
+
 def unfinished() -> SweepData:
     waiting = dataclasses.replace(trial(1, ROWS[2]), status=TrialStatus.waiting, figures={}, epochs=[])
     return sweep([trial(0), waiting])
@@ -90,6 +105,10 @@ CASES = {
     ),
     "learning_rates": rates(),
     "unfinished": unfinished(),
+    "next_to_zero": next_to_zero(),
+    "side_by_side": side_by_side(),
+    "another_model_when_sharded": sweep(differing(), axes=["sharding"]),
+    "rounding_that_training_amplifies": sweep(amplified(), axes=["sharding"]),
 }
 
 
