@@ -71,6 +71,8 @@ FATES = "sweep/test_fates.py"
 TRACKING = "tracking/test_tracking.py"
 TRIAL_JSON = "record/test_record.py::test_the_first_of_two_outcomes_counts_and_nothing_else_is_lost"
 GATE = "nightly/test_gate.py"
+MISSED = "nightly/test_schedule.py::test_a_missed_night_runs_once_and_one_that_was_killed_ends_no_schedule"
+PASTED = "report/test_pytorch.py::test_the_pasted_function_trains_as_the_trial"
 FAULTS = (
     # suggestions
     Fault("another trainer's name of an option is compared letter by letter", "fsdp_lab/config/suggest.py",
@@ -100,6 +102,12 @@ FAULTS = (
     Fault("the function of use=pytorch reduces in the computation's dtype", "fsdp_lab/report/pytorch.py",
           '"reduce_dtype": precision.reduce_dtype}', '"reduce_dtype": precision.param_dtype}',
           "report/test_pytorch.py::test_every_sharding_and_precision", MAKE_CI),
+    Fault("the function of use=pytorch clips no gradients", "fsdp_lab/report/templates/pytorch.py.j2",
+          "{% if training.max_grad_norm is not none %}", "{% if false %}", PASTED, MAKE_CI),
+    Fault("the function of use=pytorch does not scale its learning rate", "fsdp_lab/report/pytorch.py",
+          "optimizer.lr * (world_size if optimizer.scale_lr else 1)", "optimizer.lr", PASTED, MAKE_CI),
+    Fault("the function of use=pytorch leaves a model of other names whole", "fsdp_lab/report/templates/pytorch.py.j2",
+          "    if not units:", "    if False:", "report/test_pytorch.py::test_a_model_with_other_names_is_refused"),
     Fault("only the first microbatch is reduced", "fsdp_lab/training/loop.py",
           "is_last = i == len(microbatches) - 1", "is_last = i == 0", LEARNS),
     Fault("replicas reduce each microbatch", "fsdp_lab/training/parallelize.py",
@@ -468,6 +476,16 @@ FAULTS = (
           "replace(tzinfo=UTC) - _LARGEST_CHANGE", "replace(tzinfo=UTC) + _LARGEST_CHANGE", "nightly/test_schedule.py"),
     Fault("hourly nights stop where clocks are set back", "fsdp_lab/commands/nightly.py",
           "(0, 1) if fields[1]", "(0,) if fields[1]", "nightly/test_schedule.py"),
+    Fault("a night that was missed is not made up", "fsdp_lab/commands/nightly.py",
+          "(not past or times(past[-1]) <= now)", "not past", "nightly/test_schedule.py::test_which_night_waits"),
+    Fault("a night that is killed ends the schedule", "fsdp_lab/commands/nightly.py",
+          'log("the night was killed, and is incomplete")', "return 1", MISSED),
+    Fault("each of the nights that were missed runs", "fsdp_lab/commands/nightly.py",
+          "night, process = times(datetime.now(UTC)), None\n    except", "night, process = times(night), None\n    except",
+          MISSED),
+    Fault("weekdays of a schedule are APScheduler's", "fsdp_lab/commands/nightly.py",
+          'return re.sub("[0-7]", lambda number: _DAYS[int(number[0])], listed)', "return listed",
+          "nightly/test_schedule.py::test_cron_means_what_it_means_to_cron"),
     Fault("a night from the future is the last one", "fsdp_lab/nightly/night.py",
           "key=lambda night: night.number", "key=lambda night: night.begun", "nightly/test_planted.py"),
     Fault("a machine is known by its name", "fsdp_lab/nightly/night.py",

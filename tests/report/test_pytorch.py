@@ -5,11 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import runpy
-import subprocess
-import sys
 import tempfile
 import textwrap
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -161,8 +158,10 @@ def test_the_pasted_function_trains_as_the_trial(results: dict[str, dict[str, An
 
 @pytest.mark.ci
 def test_every_sharding_and_precision() -> None:
-    cases = [(*words, f"precision={precision}") for words, precision in product(SHARDINGS.values(), PRECISIONS)]
-    for result in run_ranks(2, train_and_paste, cases)[0]:
+    """DDP computes in each precision by other means than FSDP2, whose four shardings take turns."""
+    ddp, *others = SHARDINGS.values()
+    pairs = [(words, p) for n, p in enumerate(PRECISIONS) for words in (ddp, others[n % len(others)])]
+    for result in run_ranks(2, train_and_paste, [(*words, f"precision={precision}") for words, precision in pairs])[0]:
         assert_same_losses(result)
 
 
@@ -190,18 +189,19 @@ def test_it_is_short_and_imports_only_pytorch(name: str) -> None:
     assert max(map(len, code.splitlines())) <= 120
 
 
-def test_blocks_compute_in_float8_before_they_are_sharded() -> None:
-    """Only GPUs can compare the losses."""
-    code = to_pytorch("Trial 0", trial_of("precision=float8", "sharding=per_layer"), LAYOUT, 4, "2.15.0")
-    ast.parse(code)
-    assert 0 < code.index("convert_to_float8_training(model") < code.index("fully_shard(")
-
-
-def test_tf32_is_set_before_the_model_computes() -> None:
-    code = to_pytorch("Trial 0", trial_of("precision=tf32", "sharding=ddp"), LAYOUT, 4, "2.15.0")
-    ast.parse(code)
-    assert 0 < code.index('torch.set_float32_matmul_precision("high")') < code.index("DistributedDataParallel(")
-    assert "matmul_precision" not in to_pytorch("Trial 0", trial_of("precision=fp32"), LAYOUT, 4, "2.15.0")
+@pytest.mark.parametrize(
+    ("words", "before", "after"),
+    [
+        ("precision=float8 sharding=per_layer", "convert_to_float8_training(model", "fully_shard("),
+        ("precision=tf32 sharding=ddp", 'torch.set_float32_matmul_precision("high")', "DistributedDataParallel("),
+        ("lr_schedule=cosine", "Not included: lr_schedule=cosine.", "def parallelize(model):"),
+    ],
+)
+def test_what_only_a_gpu_trains_or_the_user_adds_is_in_its_place(words: str, before: str, after: str) -> None:
+    """Quotes in a title end no docstring."""
+    code = to_pytorch('Trial 0: """ \\ model.path="x"', trial_of(*words.split()), LAYOUT, 4, "2.15.0")
+    assert ast.get_docstring(ast.parse(code))
+    assert 0 < code.index(before) < code.index(after)
 
 
 @pytest.mark.parametrize("words", ["sharding=per_block", "sharding=ddp activation_checkpointing=full"])
@@ -211,25 +211,6 @@ def test_a_model_with_other_names_is_refused(words: str) -> None:
     exec(to_pytorch("Trial 0", trial_of(*words.split()), LAYOUT, 4, "2.15.0"), made)
     with pytest.raises(ValueError, match=r"no module's name matches is_(unit|block); use names of model"):
         made["parallelize"](torch.nn.Sequential(torch.nn.Linear(2, 2)))
-
-
-def test_a_schedule_is_named_as_not_included() -> None:
-    code = to_pytorch("Trial 0", trial_of("lr_schedule=cosine"), LAYOUT, 4, "2.15.0")
-    assert "Not included: lr_schedule=cosine." in code
-
-
-def test_quotes_in_a_title_end_no_docstring() -> None:
-    code = to_pytorch('Trial 0: """ \\ model.path="x"', trial_of(), LAYOUT, 4, "2.15.0")
-    assert ast.get_docstring(ast.parse(code))
-
-
-@pytest.mark.ci
-def test_the_bare_script_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "benchmarks" / "bare.py"), "2", "fp16"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert len(ast.literal_eval(done.stdout)) == 1
 
 
 def step_of_methods() -> list[int]:
@@ -253,7 +234,7 @@ def compiled_graphs() -> list[int]:
     """How many graphs the blocks become that the function compiles, without and with checkpointing."""
     counts = []
     for mode in ("none", "full", "selective"):
-        words = ("sharding=ddp", "compile=true", f"activation_checkpointing={mode}", "precision=fp32", "offload=none")
+        words = ("sharding=ddp", "compile=true", f"activation_checkpointing={mode}")
         layout = Layout(blocks=[r"encoder.layers.encoder_layer_*"])
         pasted: dict[str, Any] = {}
         exec(compile(to_pytorch("Trial 0", trial_of(*words), layout, 1, torch.__version__), "pasted", "exec"), pasted)
