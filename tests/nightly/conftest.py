@@ -17,9 +17,10 @@ import pytest
 
 from fsdp_lab.commands import nightly as main_module
 from fsdp_lab.commands.nightly import read_study
+from fsdp_lab.config.metrics import FORECAST_ERROR, MEMORY, MIB, SPEED
 from fsdp_lab.nightly import night
-from fsdp_lab.nightly.gate import Night
-from fsdp_lab.nightly.night import Study, read_nights
+from fsdp_lab.nightly.gate import LOSS, STATUS, Finding, Night, Outcome, Verdict
+from fsdp_lab.nightly.night import Study, night_id, read_nights
 from fsdp_lab.nightly.texts import WEBHOOK
 from tests import trained
 from tests.conftest import INLINE, without
@@ -106,3 +107,24 @@ def webhook(status: int = 200) -> Iterator[tuple[str, list[Any]]]:
         yield f"http://127.0.0.1:{server.server_port}/hook/t0psecret", got
     finally:
         server.shutdown()
+
+
+def made_up_nights(count: int = 34) -> list[Night]:
+    """One a day; the tenth is a regression, the eleventh accepted; a new commit every week, torch anew at the 20th."""
+    nights = []
+    for number in range(count):
+        moment = 1.78e9 + number * 86400
+        trials = [
+            {"setting": setting, STATUS: "finished", SPEED: speed + place,
+             MEMORY: (4.0 + place) * MIB, LOSS: 1.2, FORECAST_ERROR: 0.0}
+            for place, setting in enumerate(("sharding=ddp", "sharding=per_block")) for speed in (500.0, 510.0, 520.0)
+        ]  # fmt: skip
+        bad = Finding("sharding=ddp", SPEED, Outcome.regression, "x", 510.0, 306.0, -0.4)
+        night = Night(
+            night_id(moment), moment, {10: Verdict.regression, 11: Verdict.accepted}.get(number, Verdict.good),
+            trials=trials,
+            findings=[bad] if number == 10 else [], accepted={"reason": "<new> model"} if number == 11 else None,
+            origin={"commit": f"commit{number // 7}", "library torch": "2.15.0" if number < 20 else "2.16.0"},
+        )  # fmt: skip
+        nights.append(night)
+    return nights

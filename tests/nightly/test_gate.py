@@ -54,27 +54,31 @@ def of(findings: Sequence[Finding], metric: str) -> Finding:
 
 
 @pytest.mark.parametrize(
-    ("tonight", "expected"),
+    ("tonight", "before", "expected"),
     [
-        (rows(), []),
-        (rows(memory=100.9), []),  # within the tolerance of 1 %
-        (rows(memory=101.1), [MEMORY]),
-        (rows(memory=50.0), []),  # better
-        (rows(loss=1.019), []),
-        (rows(loss=1.021), [LOSS]),
-        (rows(error=0.009), []),
-        (rows(error=-0.011), [FORECAST_ERROR]),
-        (rows(wait=0.149), []),
-        (rows(wait=0.151), [DATA_WAIT]),
-        (rows((700, 710, 690)), [SPEED]),
-        (rows((860, 870, 880)), []),  # 13 % slower
-        (rows((2000, 2100, 2050)), []),
-        (rows((700, 400, 1300)), []),  # 30 % slower, and repeats that say nothing
-        (rows((700, 710, 690), memory=200.0), [SPEED, MEMORY]),
+        (rows(), rows(), []),
+        (rows(memory=100.9), rows(), []),  # within the tolerance of 1 %
+        (rows(memory=101.1), rows(), [MEMORY]),
+        (rows(memory=50.0), rows(), []),  # better
+        (rows(loss=1.019), rows(), []),
+        (rows(loss=1.021), rows(), [LOSS]),
+        (rows(loss=-1.9), rows(loss=-2.0), [LOSS]),  # what is not positive is judged in shares
+        (rows(loss=0.0), rows(loss=0.0), []),
+        (rows(error=0.009), rows(), []),
+        (rows(error=-0.011), rows(), [FORECAST_ERROR]),
+        (rows(wait=0.149), rows(), []),
+        (rows(wait=0.151), rows(), [DATA_WAIT]),
+        (rows((700, 710, 690)), rows(), [SPEED]),
+        (rows((860, 870, 880)), rows(), []),  # 13 % slower
+        (rows((840,)), rows((1000,)), [SPEED]),  # a single repeat has only the tolerance
+        (rows((860,)), rows((1000,)), []),
+        (rows((2000, 2100, 2050)), rows(), []),
+        (rows((700, 400, 1300)), rows(), []),  # 30 % slower, and repeats that say nothing
+        (rows((700, 710, 690), memory=200.0), rows(), [SPEED, MEMORY]),
     ],
 )
-def test_exactly_what_got_worse_is_named(tonight: Rows, expected: list[str]):
-    assert bad(found(tonight, rows())) == [(metric, Outcome.regression) for metric in expected]
+def test_exactly_what_got_worse_is_named(tonight: Rows, before: Rows, expected: list[str]):
+    assert bad(found(tonight, before)) == [(metric, Outcome.regression) for metric in expected]
 
 
 def test_a_drift_of_three_nights_is_named_though_each_is_within_the_tolerance():
@@ -88,17 +92,18 @@ def test_a_drift_of_three_nights_is_named_though_each_is_within_the_tolerance():
     assert drift.slope == pytest.approx((204 / 262) ** 0.5 - 1, abs=0.01), "of a typical night, as a ratio"
 
 
-@pytest.mark.parametrize("share", [0.9, 0.95, 0.98])
-def test_a_steady_drift_is_no_noise(share: float):
-    """The nights differ by the drift alone, which must not count as how much nights differ by chance."""
+@pytest.mark.parametrize(("share", "beyond"), [(0.9, 2), (0.98, 9)])
+def test_a_steady_drift_is_no_noise(share: float, beyond: int):
+    """The nights differ by the drift alone, which must not count as how much nights differ by chance.
+
+    beyond: the first night that the tolerance does not cover: 0.9 ** 2 = 0.81 and 0.98 ** 9 = 0.834, below 0.85.
+    """
     nights, outcomes = [rows()], []
-    for number in range(1, 12):
+    for number in range(1, beyond + 1):
         speed = 1000.0 * share**number
         outcomes.append(of(found(rows((speed, speed * 1.01, speed * 0.99)), *nights), SPEED).outcome)
         nights.append(rows((speed, speed * 1.01, speed * 0.99)))
-    beyond = next(n for n in range(1, 12) if share**n < 0.85)  # the first night that the tolerance does not cover
-    assert outcomes.index(Outcome.drift) == beyond - 1
-    assert set(outcomes[: beyond - 1]) <= {Outcome.ok}
+    assert outcomes == [Outcome.ok] * (beyond - 1) + [Outcome.drift]
 
 
 def test_tolerance_noise_and_change_are_on_one_scale():
@@ -126,7 +131,7 @@ def test_another_machine_lends_no_speed_and_hides_no_later_slowdown():
     assert of(found(rows(memory=200.0), rows(), machines="x"), MEMORY).outcome is Outcome.regression
 
 
-@pytest.mark.parametrize(("factor", "expected"), [(1.0, []), (1.3, []), (0.9, []), (0.8, [SPEED, SPEED_ERROR])])
+@pytest.mark.parametrize(("factor", "expected"), [(1.3, []), (0.9, []), (0.8, [SPEED, SPEED_ERROR])])
 def test_a_prediction_is_worse_where_the_night_is_slower_and_not_where_it_is_faster(factor: float, expected: list[str]):
     """Predicted 5 % too long on the night before."""
     tonight = rows((1000 * factor,) * 3, speed_error=1.05 * factor - 1)
@@ -143,8 +148,8 @@ def test_the_variance_of_repeats_is_pooled_over_all_nights():
     assert finding.noise == pytest.approx(math.expm1(-t.ppf(1 - 0.005 / 2, 23) * error), rel=1e-6)
 
 
-@pytest.mark.parametrize("spreads", [(0.02, 0.06, 0.04, 0.03), (0.06, 0.05, 0.06, 0.02), (0.06, 0.06, 0.06, 0.06)])
-@pytest.mark.parametrize("before", [0, 3, 12])
+@pytest.mark.parametrize("spreads", [(0.02, 0.06, 0.04, 0.03), (0.06, 0.06, 0.06, 0.06)])
+@pytest.mark.parametrize("before", [0, 12])
 def test_a_slide_of_two_repeats_a_night_is_named_by_its_third_night(spreads: Sequence[float], before: int):
     nights = [two(819, 0.04)] * before + [two(819, spreads[0]), two(705, spreads[1])]
     slide = of(found(two(648, spreads[2]), *nights), SPEED)
@@ -167,16 +172,12 @@ def test_a_slide_of_memory_or_loss_is_named_by_its_third_night(metric: str, leve
     assert bad(found(third, first, second)) == [(metric, Outcome.drift)]
 
 
-@pytest.mark.parametrize("repeats", [2, 3])
-def test_noise_of_6_percent_names_nothing_in_20_nights(repeats: int):
-    """Forty settings that are the same, each judged on its own."""
+def test_noise_of_6_percent_names_nothing_in_20_nights():
+    """Two repeats of twenty settings that are the same, each judged on its own."""
     rng, nights, named = random.Random(0), list[Rows](), set[str]()
     for _ in range(20):
-        tonight = [
-            {"setting": str(number), STATUS: "finished", SPEED: rng.gauss(1000, 60)}
-            for number in range(40)
-            for _ in range(repeats)
-        ]
+        settings = [str(number) for number in range(20) for _ in range(2)]
+        tonight = [{"setting": each, STATUS: "finished", SPEED: rng.gauss(1000, 60)} for each in settings]
         named |= {finding.setting for finding in found(tonight, *nights) if finding.is_regression}
         nights.append(tonight)
     assert named == set()
@@ -207,7 +208,6 @@ def test_a_setting_that_does_not_finish_as_before_is_a_regression():
     [
         ([100] * 9 + [70], 100),  # faster code for one night, undone the next
         ([100, 100, 100, 70], 140),
-        ([100] * 5 + [70] * 5, 100),
     ],
 )
 def test_a_change_for_good_is_not_taken_for_noise(levels: list[float], now: float):
@@ -226,20 +226,6 @@ def test_what_is_not_measured_any_more_is_a_regression():
     assert (finding.metric, finding.outcome, finding.before) == (MEMORY, Outcome.lost, 100.0)
 
 
-@pytest.mark.parametrize(
-    ("tonight", "before", "expected"),
-    [
-        (rows((840,)), rows((1000,)), [SPEED]),  # a single repeat has only the tolerance
-        (rows((860,)), rows((1000,)), []),
-        (rows(loss=-1.9), rows(loss=-2.0), [LOSS]),  # what is not positive is judged in shares
-        (rows(loss=-2.1), rows(loss=-2.0), []),
-        (rows(loss=0.0), rows(loss=0.0), []),
-    ],
-)
-def test_exactly_what_is_worse_than_another_night_is_named(tonight: Rows, before: Rows, expected: list[str]):
-    assert bad(found(tonight, before)) == [(metric, Outcome.regression) for metric in expected]
-
-
 def test_the_loss_is_that_of_validation_where_there_is_one():
     trained = {"setting": "a", STATUS: "finished", "train/loss": 2.0}
     both = pd.DataFrame([{**trained, "val/loss": 1.0}])
@@ -247,7 +233,7 @@ def test_the_loss_is_that_of_validation_where_there_is_one():
     assert list(judged_columns(pd.DataFrame([trained]))[LOSS]) == [2.0]
 
 
-@pytest.mark.parametrize("known", [1, 2, 5, 8])
+@pytest.mark.parametrize("known", [1, 8])
 def test_noise_alone_raises_an_alarm_seldom_and_half_the_speed_does_mostly(known: int):
     """A hundred settings that are the same, with repeats and nights that differ by 10 % (standard deviation) each."""
     rng = random.Random(0)

@@ -175,25 +175,6 @@ def test_an_interrupted_night_ends_with_its_sweep_and_is_incomplete(tmp_path: Pa
 
 
 @pytest.mark.full
-def test_a_sweep_that_dies_by_itself_is_reported_as_a_failed_night(tmp_path: Path):
-    dying = changed_code(
-        tmp_path / "code",
-        "fsdp_lab/sweep/start.py",
-        (
-            "    console = Console(plan.state, plan.swept, ticks=plan.config.engine is not Engine.inline)\n",
-            "    import os, signal\n    os.kill(os.getpid(), signal.SIGKILL)\n",
-        ),
-    )
-    with webhook() as (address, got):
-        done = nightly(tmp_path, "--once", *NIGHT, code=dying, address=address)
-    assert done.returncode == 1, done.stdout + done.stderr
-    (night,) = read_nights(tmp_path / "nights/nightly")
-    assert night.verdict == "failed"
-    assert [verdict["verdict"] for verdict in got] == ["failed"]
-    assert "t0psecret" not in (tmp_path / "nights/nightly" / night.id / "sweep/sweep.json").read_text()
-
-
-@pytest.mark.full
 def test_a_setting_that_keeps_every_parameter_unsharded_is_named(tmp_path: Path):
     """With two workers, as one has nothing to shard."""
     ray = (

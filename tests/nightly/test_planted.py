@@ -1,5 +1,4 @@
-"""The command of nights, from the sweep's readings to the verdict. The sweeps are planted: real ones that train are in
-test_night.py."""
+"""The command of nights, from a sweep's readings to the verdict. The sweeps are planted; real ones: test_night.py."""
 
 from __future__ import annotations
 
@@ -10,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.commands.nightly import read_study
 from fsdp_lab.config.code import code_digest
 from fsdp_lab.nightly import night as night_module
 from fsdp_lab.nightly.gate import Night, Verdict
 from fsdp_lab.nightly.night import night_id, run_sweep, write_night
 from fsdp_lab.nightly.texts import WEBHOOK, notify
 from tests import trained
-from tests.conftest import FakeGpus
 from tests.folders import Store
 from tests.nightly.conftest import WORDS, PlantedNights, webhook
 
@@ -69,9 +66,8 @@ def test_a_slower_setting_is_reported_everywhere_until_it_is_accepted(
     night = nights.last
     slow = {(SLOW, SPEED), ("precision=bf16 optimizer.lr=1e-09", SPEED)}
     assert (night.verdict, night.baseline, regressions(night)) == ("regression", before, slow)
-    gate = (nights.folder / night.id / "gate.md").read_text()
-    assert f"| `{SLOW}` | samples/s |" in gate
-    assert re.search(r"samples/s .* -75\.0 % .*regression", done.stdout) and "**" not in done.stdout
+    assert f"| `{SLOW}` | samples/s |" in (nights.folder / night.id / "gate.md").read_text()
+    assert re.search(r"samples/s .* -75\.0 % .*regression", done.stdout)
     (verdict,) = got
     assert (verdict["verdict"], verdict["night"], verdict["run_id"]) == ("regression", night.id, night.run_id)
     assert {(f["setting"], f["metric"]) for f in verdict["regressions"]} == slow
@@ -87,14 +83,11 @@ def test_a_slower_setting_is_reported_everywhere_until_it_is_accepted(
     assert f"baseline: {night.id} (accepted)" in nights("--check", *WORDS).stdout
     assert tags(nights)["nightly.accepted_reason"] == "the data grew"
     assert tags(nights)["mlflow.runName"] == f"accepted {night.id} nightly"
-    assert nights.last.accepted is not None and nights.last.accepted["reason"] == "the data grew"
     assert nights("--once", *WORDS).returncode == 0 and nights.last.baseline == night.id
 
 
-def test_a_drift_of_three_nights_is_named_and_what_changed_in_the_users_code(
-    nights: PlantedNights, monkeypatch: pytest.MonkeyPatch
-):
-    """The speeds that a planted sleep gave. The user's file is another one every night."""
+def test_what_changed_in_the_users_code_is_named(nights: PlantedNights, monkeypatch: pytest.MonkeyPatch):
+    """The user's file is another one in the second night, which is 30 % slower."""
     monkeypatch.syspath_prepend(nights.cwd)
 
     def sweep(folder: Path) -> int:
@@ -105,16 +98,13 @@ def test_a_drift_of_three_nights_is_named_and_what_changed_in_the_users_code(
         return 0
 
     nights.sweep = sweep
-    for speed, status in ((262.0, 0), (227.0, 0), (204.0, 3)):
+    for speed, status in ((262.0, 0), (183.0, 3)):
         nights.speeds["fp32"] = speed
         (nights.cwd / "my_model.py").write_text(f"SPEED = {speed}")
         done = nights("--once", *WORDS)
         assert done.returncode == status, done.stdout + done.stderr
-    first, second, third = nights.all
-    assert (second.baseline, third.baseline) == (first.id, second.id)
-    drifts = [f for f in third.regressions if f.outcome == "drift"]
-    assert {(f.setting.split()[0], f.metric, f.against) for f in drifts} == {("precision=fp32", SPEED, first.id)}
-    assert [what for what, *_ in third.changed] == ["user code my_model"]
+    assert {(setting.split()[0], metric) for setting, metric in regressions(nights.last)} == {("precision=fp32", SPEED)}
+    assert [what for what, *_ in nights.last.changed] == ["user code my_model"]
     assert "your code (my_model)" in (nights.folder / "nights.html").read_text()
 
 
@@ -131,15 +121,11 @@ def test_a_night_that_was_interrupted_is_shown_as_incomplete_and_the_next_one_st
     assert cut.verdict == "incomplete"
     plan = nights("--check", *WORDS).stdout
     assert f"last:     {cut.id} (incomplete)" in plan and f"baseline: {first.id} (good)" in plan
-    assert nights("--once", *WORDS).returncode == 130
-    page = (nights.folder / "nights.html").read_text()
-    assert f"<td>{cut.id}</td><td>incomplete</td>" in page, "before the next one has ended, too"
     nights.sweep = copy
-    done = nights("--once", *WORDS)
-    assert done.returncode == 0 and "was interrupted, and stays incomplete" in done.stdout
-    assert [night.verdict for night in nights.all] == ["good", "incomplete", "incomplete", "good"]
+    assert nights("--once", *WORDS).returncode == 0
+    assert [night.verdict for night in nights.all] == ["good", "incomplete", "good"]
     assert nights.last.baseline == first.id
-    assert (nights.folder / "nights.html").read_text().count("<td>incomplete</td>") == 2
+    assert (nights.folder / "nights.html").read_text().count(f"<td>{cut.id}</td><td>incomplete</td>") == 1
 
 
 def test_a_night_of_a_clock_that_was_wrong_keeps_its_place(nights: PlantedNights):
@@ -149,54 +135,41 @@ def test_a_night_of_a_clock_that_was_wrong_keeps_its_place(nights: PlantedNights
         assert nights("--once", *WORDS).returncode == 0
     first, wrong, third = nights.all
     assert first.begun < third.begun < wrong.begun and (wrong.baseline, third.baseline) == (first.id, wrong.id)
-    done = nights("--once", *WORDS)
-    assert nights.last.baseline == third.id and f"by a clock that was wrong: night {wrong.id};" in done.stdout
-    accepted = nights("--accept", "the clock is right", *WORDS)
-    assert f"night {nights.last.id} is the baseline from now on" in accepted.stdout
-    assert wrong.id in accepted.stdout and nights.last.begun < wrong.begun
-    assert wrong.id in nights("--check", *WORDS).stdout
+    plan = nights("--check", *WORDS).stdout
+    assert f"by a clock that was wrong: night {wrong.id};" in plan and f"baseline: {third.id} (good)" in plan
+    assert f"night {third.id} is the baseline" in nights("--accept", "the clock is right", *WORDS).stdout
 
 
 def test_a_machine_is_known_by_its_device_and_not_by_its_name(nights: PlantedNights, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(night_module, "cpu_name", lambda: "A CPU (96 cores)")
     for name in ("pod-1", "pod-2"):
         monkeypatch.setattr("platform.node", lambda name=name: name)
         assert nights("--once", *WORDS).returncode == 0
+    assert nights.last.origin["machine"] == "A CPU (96 cores), 1 worker"
     assert [f.outcome for f in nights.last.findings if f.metric == SPEED] == ["ok"] * trained.COUNT
-    monkeypatch.setattr(night_module, "cpu_name", lambda: "Another CPU (96 cores)")
-    assert nights("--once", *WORDS).returncode == 0
-    assert {f.outcome for f in nights.last.findings if f.metric == SPEED} == {"unmatched"}
-    assert (
-        nights.last.changed[-1][0] == "machine" and nights.last.origin["machine"] == "Another CPU (96 cores), 1 worker"
-    )
 
 
 @pytest.mark.parametrize(("exits_with", "status"), [(-9, 1), (2, 2)])
 def test_a_sweep_that_dies_or_is_refused_is_a_failed_night(
     nights: PlantedNights, monkeypatch: pytest.MonkeyPatch, exits_with: int, status: int
 ):
-    copy, nights.sweep = nights.sweep, lambda folder: exits_with
+    nights.sweep = lambda folder: exits_with
     with webhook() as (address, got):
         monkeypatch.setenv(WEBHOOK, address)
         done = nights("--once", *WORDS)
-    assert done.returncode == status
-    assert nights.last.verdict == "failed"
+    assert done.returncode == status and nights.last.verdict == "failed"
     assert f"the night's sweep ended with status {exits_with}" in done.stdout
     assert [verdict["verdict"] for verdict in got] == ["failed"]
-    nights.sweep = copy
-    assert nights("--once", *WORDS).returncode == 0
-    assert "the uncommitted code" not in (nights.folder / "nights.html").read_text(), "it is the same in both nights"
 
 
 BAD_INPUT = (
     (("training.epochs=1",), "is of another study: training.epochs was 3 and is 1"),
     (("precision=fp32",), "is of another study: axis precision was fp32,bf16 and is"),
     (("nightly.cron='0 0 31 2 *'",), "never runs"),
-    (("nightly.repeats=0",), "nightly.repeats=0 is below 1"),
     (("nightly.significance=1",), "nightly.significance=1.0 is outside (0, 0.5)"),
     (("nightly.cron=0 2,14 * * *",), "nightly.cron has several values, but takes one"),
     (("resume=last",), "resume=last: a night always trains anew"),
     (("repeat=0,1",), "nightly.repeats=3 sets how often a night trains each setting"),
-    (("nightly.nots=1",), "nightly.nots is not a key"),
     (("--never",), "--never is not an option here"),
     (("--accept",), "--accept takes a reason"),
     (("--accept", "x", "nightly.folder=empty"), "no night has ended in empty/nightly"),
@@ -218,11 +191,10 @@ def test_bad_input_is_reported_before_anything_runs(nights: PlantedNights):
         done = nights(*words)
         if done.returncode != 2 or message not in done.stderr or len(done.stderr.splitlines()) != 1:
             wrong.append((arguments, done.returncode, done.stderr))
-    assert wrong == []
-    assert len(nights.all) == 1
+    assert wrong == [] and len(nights.all) == 1
 
 
-def test_a_killed_sweep_gives_the_signal_as_its_status(tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_a_killed_sweep_gives_the_signal_as_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The process of the sweep is another program: it ends itself as the kernel would."""
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\nkill -9 $$\n")
@@ -234,20 +206,16 @@ def test_a_killed_sweep_gives_the_signal_as_its_status(tmp_path, monkeypatch: py
 def test_a_webhook_that_is_down_or_refuses_is_a_note_and_changes_no_verdict(
     nights: PlantedNights, monkeypatch: pytest.MonkeyPatch
 ):
-    night = Night(ID, 0.0, Verdict.good)
-    assert notify("x", nights.folder, night) is None
-    monkeypatch.setenv(WEBHOOK, "http://127.0.0.1:9/t0psecret")
-    problem = notify("x", nights.folder, night)
-    assert problem is not None and "127.0.0.1:9" in problem and "t0psecret" not in problem
     with webhook(status=500) as (address, got):
         monkeypatch.setenv(WEBHOOK, address)
-        problem = notify("x", nights.folder, night)
+        problem = notify("x", nights.folder, Night(ID, 0.0, Verdict.good))
     assert problem is not None and "500" in problem and "t0psecret" not in problem and len(got) == 1
     monkeypatch.setenv(WEBHOOK, "http://127.0.0.1:9/t0psecret")
     done = nights("--once", *WORDS)
     note = f"{WEBHOOK}: 127.0.0.1:9 did not accept the verdict"
     assert done.returncode == 0 and done.stdout.count(note) == 1 and nights.last.verdict == "good"
     assert nights.last.note.startswith(note) and note in (nights.folder / "nights.html").read_text()
+    assert "t0psecret" not in done.stdout + done.stderr + nights.last.note
     for address in ("ftp://x/t0psecret", "http://me:t0psecret@x/"):
         monkeypatch.setenv(WEBHOOK, address)
         refused = nights("--once", *WORDS)
@@ -255,21 +223,9 @@ def test_a_webhook_that_is_down_or_refuses_is_a_note_and_changes_no_verdict(
         assert "t0psecret" not in refused.stderr
 
 
-WITHOUT_TRIALS = {"id": ID, "begun": 0, "verdict": "good", "findings": [], "trials": 3}
-
-
-@pytest.mark.parametrize("content", [{"id": "../../x"}, {"id": "../../x", "begun": 0}, [], WITHOUT_TRIALS])
-def test_a_document_that_cannot_be_read_is_refused_by_its_name(nights: PlantedNights, content: object):
+@pytest.mark.parametrize("content", [{"id": "../../x", "begun": 0}, {"id": ID, "begun": 0, "trials": 3}])
+def test_a_document_that_cannot_be_read_is_refused_by_its_name(nights: PlantedNights, content: dict[str, object]):
     nights.folder.mkdir(parents=True)
-    (nights.folder / f"{ID}.json").write_text(json.dumps(content))
+    (nights.folder / f"{ID}.json").write_text(json.dumps({"verdict": "good", "findings": [], **content}))
     done = nights("--once", *WORDS)
     assert done.returncode == 2 and f"nights/nightly/{ID}.json cannot be read" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "workers"), [((), 0), (("data.loader_workers=3",), 3), (("data.loader_workers=null",), 0)]
-)
-def test_a_study_has_the_number_of_loader_workers(fake_gpus: FakeGpus, words: tuple[str, ...], workers: int):
-    """On a CPU null stands for none."""
-    fake_gpus(0)
-    assert read_study(["nightly.repeats=1", *words]).settings["data.loader_workers"] == workers

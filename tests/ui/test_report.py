@@ -166,7 +166,7 @@ def test_two_hundred_trials_still_read(page: Page, crowd: Lab, errors: list[str]
 
 
 def test_the_page_of_the_nights(page: Page, tmp_path: Path, errors: list[str]) -> None:
-    from tests.nightly.test_pages import made_up_nights
+    from tests.nightly.conftest import made_up_nights
 
     (tmp_path / "nights.html").write_text(nights_page("nightly", made_up_nights(), ToleranceConfig()))
     page.goto((tmp_path / "nights.html").as_uri())
