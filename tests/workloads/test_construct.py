@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded
@@ -40,6 +41,7 @@ class Net(nn.Module):
         steps = [x.item() for x in torch.linspace(0, 1, depth)]
         self.register_buffer("angles", torch.outer(torch.arange(4.0), torch.tensor(steps)), persistent=False)
         self.register_buffer("noise", torch.randn(3))
+        self.lstm = nn.LSTM(2, 2)
         self.list = nn.ParameterList([torch.zeros(2), torch.ones(2)])
         self.frozen = nn.Linear(2, 2).requires_grad_(False)
         nn.init.normal_(shared)
@@ -48,17 +50,25 @@ class Net(nn.Module):
                 nn.init.trunc_normal_(parameter, std=0.02 / depth)
 
 
-def plain(seed: int) -> dict[str, Tensor]:
-    torch.manual_seed(seed)
-    return dict(Net().named_parameters())
+class Copies(nn.Module):
+    """As nn.TransformerEncoder makes them, with layers that are no group's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(deepcopy(layer) for _ in range(3))
 
 
-def test_values_are_those_of_one_plain_call() -> None:
-    got = dict(Blueprint(Net, seed=5).values())
-    expected = plain(5)
+@pytest.mark.parametrize(("build", "group_bytes"), [(Net, 2**30), (Copies, 64)])
+def test_values_are_those_of_one_plain_call(build: type[nn.Module], group_bytes: int) -> None:
+    """And nobody else's random numbers change."""
+    states = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]  # type: ignore[union-attr]
+    got = dict(Blueprint(build, seed=5, group_bytes=group_bytes).values())
+    assert states == [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]  # type: ignore[union-attr]
+    torch.manual_seed(5)
+    expected = dict(build().named_parameters())
     assert list(got) and got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in expected)
-    assert not torch.equal(got["first.weight"], plain(6)["first.weight"])
 
 
 def test_the_model_has_no_values_and_all_else() -> None:
@@ -73,7 +83,7 @@ def test_the_model_has_no_values_and_all_else() -> None:
     assert set(blueprint.names) == set(dict(theirs.named_parameters()))
 
 
-def test_in_groups_the_values_are_others_of_the_same_distribution_and_never_repeat() -> None:
+def test_in_groups_values_are_distributed_alike_and_never_repeat() -> None:
     """Each group draws from a seed of its own: with one for all, the first layers of two groups would be equal."""
     grouped = Blueprint(lambda: Net(width=64, depth=6), seed=5, group_bytes=64 * 64 * 4)
     assert len(grouped._groups()) > 6
@@ -86,71 +96,21 @@ def test_in_groups_the_values_are_others_of_the_same_distribution_and_never_repe
         assert not any(torch.equal(layer, other) for other in layers[:n])
 
 
-def test_copies_of_a_module_have_its_values_in_a_model_of_any_size() -> None:
-    """As nn.TransformerEncoder makes them, with layers that are no group's."""
-    values = dict(Blueprint(Copies, seed=5, group_bytes=64).values())
-    torch.manual_seed(5)
-    assert all(torch.equal(values[name], value) for name, value in Copies().named_parameters())
-
-
-class Copies(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.Linear(8, 8)
-        self.layers = nn.ModuleList(deepcopy(layer) for _ in range(3))
-
-
 class Reads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.norm = self.linear.weight.norm().item()
+        self.lstm = nn.LSTM(3, 4)
+        self.norm = self.lstm.weight_hh_l0.norm().item()
 
 
-def test_a_constructor_that_reads_values_is_named_and_run_whole_on_request() -> None:
-    with pytest.raises(ValuesNeeded, match=r"^Reads: .*meta"):
-        Blueprint(lambda: nn.Sequential(nn.Linear(2, 2), Reads()), seed=0)
-    blueprint = Blueprint(Reads, seed=0, whole=True)
-    assert all(parameter.is_meta for parameter in blueprint.model.parameters())
-    torch.manual_seed(0)
-    expected = Reads()
-    assert blueprint.model.norm == expected.norm
-    assert torch.equal(dict(blueprint.values())["linear.weight"], expected.linear.weight)
+class Watched(nn.Module):
+    """As nn.LSTM, it holds weak references to weights, which then cannot change places with others."""
 
-
-class Recurrent(nn.Module):
-    """nn.LSTM holds weak references to its weights, which then cannot change places with others."""
-
-    def __init__(self, by: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(3, 4)
-        if by == "reading":
-            self.largest = self.lstm.weight_hh_l0.max().item()
-        if by == "putting":
-            self.lstm._parameters["weight_hh_l0"] = other = nn.Parameter(torch.ones(16, 4))
-            self.watched = weakref.ref(other)
-
-
-@pytest.mark.parametrize("by", ["nothing", "reading", "putting"])
-def test_parameters_that_are_watched_are_a_reason_to_run_a_constructor_whole(by: str) -> None:
-    if by != "nothing":
-        with pytest.raises(ValuesNeeded, match=r"^(Recurrent|LSTM|Module): "):
-            Blueprint(partial(Recurrent, by), seed=2)
-    blueprint = Blueprint(partial(Recurrent, by), seed=2, whole=by != "nothing")
-    assert all(parameter.is_meta for parameter in blueprint.model.parameters())
-    torch.manual_seed(2)
-    plain = dict(Recurrent(by).named_parameters())
-    values = dict(blueprint.values())
-    assert values.keys() == plain.keys() and all(torch.equal(values[name], plain[name]) for name in plain)
-
-
-@pytest.mark.parametrize(
-    ("lazy", "remedy"), [(nn.LazyLinear(3), "use Linear with that size"), (nn.LazyBatchNorm1d(affine=False), "BatchN")]
-)
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_module_without_a_size_is_named(lazy: nn.Module, remedy: str, whole: bool) -> None:
-    with pytest.raises(UserError, match=rf"the model has a {type(lazy).__name__}, .*{remedy}"):
-        Blueprint(lambda: nn.Sequential(nn.Linear(2, 2), type(lazy)(*([3] if remedy[0] == "u" else []))), 0, whole)
+        self.lstm._parameters["weight_hh_l0"] = other = nn.Parameter(torch.ones(16, 4))
+        self.watched = weakref.ref(other)
 
 
 class Copied(nn.Module):
@@ -162,20 +122,35 @@ class Copied(nn.Module):
         self.register_buffer("before", self.layer.weight.detach().clone())
 
 
-def test_a_buffer_that_is_computed_from_parameters_has_their_values() -> None:
-    with pytest.raises(ValuesNeeded, match="the buffer before is computed from them") as caught:
-        Blueprint(Copied, seed=3)
-    assert caught.value.module == "Copied"
-    blueprint = Blueprint(Copied, seed=3, whole=True)
-    assert torch.equal(blueprint.model.before, dict(blueprint.values())["layer.weight"])
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (Reads, "^Reads: "),
+        (Watched, "^(Watched|LSTM|Module): "),
+        (Copied, "^Copied: .*the buffer before is computed from them"),
+    ],
+)
+def test_a_constructor_that_needs_values_is_named_and_run_whole(build: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(ValuesNeeded, match=message):
+        Blueprint(build, seed=2)
+    blueprint = Blueprint(build, seed=2, whole=True)
+    assert all(parameter.is_meta for parameter in blueprint.model.parameters())
+    torch.manual_seed(2)
+    plain = build()
+    expected, values = dict(plain.named_parameters()), dict(blueprint.values())
+    assert values.keys() == expected.keys() and all(torch.equal(values[name], expected[name]) for name in values)
+    assert getattr(blueprint.model, "norm", None) == getattr(plain, "norm", None)
+    if isinstance(plain, Copied):
+        assert torch.equal(blueprint.model.before, values["layer.weight"])
 
 
-def test_nobody_elses_random_numbers_change() -> None:
-    states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]  # type: ignore[union-attr]
-    list(Blueprint(Net, seed=5).values())
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    assert np.random.get_state()[1].tolist() == states[2]  # type: ignore[union-attr]
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("lazy", "remedy"), [(partial(nn.LazyLinear, 3), "use Linear with that size"), (nn.LazyBatchNorm1d, "BatchNorm1d")]
+)
+def test_a_module_without_a_size_is_named(lazy: Callable[[], nn.Module], remedy: str, whole: bool) -> None:
+    with pytest.raises(UserError, match=rf"the model has a {type(lazy()).__name__}, .*{remedy}"):
+        Blueprint(lambda: nn.Sequential(nn.Linear(2, 2), lazy()), 0, whole)
 
 
 def test_a_large_model_takes_no_memory() -> None:

@@ -1,0 +1,224 @@
+"""Pairs of texts: tokens, WikiHow's CSV dialect, sections of Python's documentation, and the summaries of a model."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from fsdp_lab.commands import predict
+from fsdp_lab.config.checks import check
+from fsdp_lab.config.errors import UserError
+from fsdp_lab.training.__main__ import read_config
+from fsdp_lab.workloads.seq2seq.codec import Bytes, build_codec
+from fsdp_lab.workloads.seq2seq.pairs import Pair, Pairs
+from fsdp_lab.workloads.seq2seq.pydoc import PydocSummaries, passages, read, sections
+from fsdp_lab.workloads.seq2seq.task import Seq2Seq
+from fsdp_lab.workloads.seq2seq.wikihow import WikiHow
+from tests import forked
+from tests.conftest import STORE, run_cli
+from tests.parity import t5
+from tests.workloads.user.odd import Summariser
+
+
+def test_bytes_are_those_of_transformers() -> None:
+    theirs, codec = transformers.ByT5Tokenizer(), Bytes()
+    for text in ("Life is like a box of chocolates.", "Grüße\n\t你 <b>", "", "é" * 9):
+        assert codec.encode(text, 100) == theirs(text).input_ids
+        assert codec.encode(text, 6) == theirs(text, truncation=True, max_length=6).input_ids
+    assert theirs.pad_token_id == 0 and theirs.eos_token_id == 1 and len(theirs) == codec.vocab_size
+    assert codec.decode([0, *codec.encode("Grüße, 你", 100), 383]) == "Grüße, 你"
+
+
+def test_an_item_has_fixed_lengths_and_labels_that_do_not_count() -> None:
+    """A letter is its byte and 3, the end is 1."""
+    item = Pairs([Pair("abc", "x" * 9)], source_len=6, target_len=5, tokenizer=None)[0]
+    assert {name: tensor.tolist() for name, tensor in item.items()} == {
+        "input_ids": [100, 101, 102, 1, 0, 0],
+        "attention_mask": [1, 1, 1, 1, 0, 0],
+        "labels": [123, 123, 123, 123, 1],
+    }
+    assert {tensor.dtype for tensor in item.values()} == {torch.int64}
+    assert Pairs([Pair("", "x")], 3, 5, None)[0]["labels"].tolist() == [123, 1, -100, -100, -100]
+
+
+def word_tokenizer(file: Path) -> str:
+    words = {"<pad>": 0, "</s>": 1, "?": 2, "red": 3, "blue": 4}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<pad>", "</s>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    made.save(str(file))
+    return str(file)
+
+
+def test_a_tokenizers_end_is_kept_when_a_text_is_cut(tmp_path: Path) -> None:
+    codec = build_codec(word_tokenizer(tmp_path / "t.json"))
+    assert codec.encode("red blue green", 9) == [3, 4, 2, 1] and codec.encode("red blue green", 3) == [3, 4, 1]
+    assert (codec.vocab_size, codec.decode([3, 4, 1, 0])) == (5, "red blue")
+
+
+def test_the_digest_differs_when_a_text_or_a_length_does(tmp_path: Path) -> None:
+    def digest(*pairs: Pair, source_len: int = 9, tokenizer: str | None = None) -> str:
+        return Pairs(pairs, source_len, 4, tokenizer).digest
+
+    first = Pair("a", "b")
+    others = [digest(Pair("a", "c")), digest(Pair("c", "b")), digest(Pair("ab", "")), digest(first, source_len=8)]
+    others.append(digest(first, tokenizer=word_tokenizer(tmp_path / "t.json")))
+    assert digest(first) == digest(first) and len({digest(first), *others}) == 6
+
+
+# As in the published file: a headline of several lines with a comma before each line break, quotes that are doubled.
+ARTICLE = '\n\n\nIf you\'re "new", buy paper.,\n\n Draw, every day.\n\n\n, Then draw more.'
+HEADLINE = "\nBuy paper.,\nDraw every day.,\nDraw more."
+ROWS = [
+    (HEADLINE, "How to Draw1", ARTICLE * 3),
+    ("", "How to Say Nothing", "There is no headline."),
+    ("There is no text.", "How to Hide", ""),
+    ("A headline that is longer than its text.", "How to Boast", "Short."),
+    ('Say "yes", twice.', "How to Agree", 'One says ""yes"" and then, after a while, "yes" again.'),
+]
+VALIDATION = "How to Cook"  # one of the twentieth of titles that are in the validation split, by `zlib.crc32`
+
+
+def write_csv(folder: Path, rows: list[tuple[str, ...]]) -> str:
+    """Written by hand, each cell in quotes: what the `csv` module is to read is not written by it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    quoted = (",".join('"' + cell.replace('"', '""') + '"' for cell in row) for row in rows)
+    (folder / "wikihowAll.csv").write_text("\n".join(["headline,title,text", *quoted, ""]), encoding="utf-8")
+    return str(folder)
+
+
+def test_rows_in_the_published_dialect(tmp_path: Path) -> None:
+    root = write_csv(tmp_path, [*ROWS, ("Unquoted.", VALIDATION, "x" * 200_000)])
+    text = 'If you\'re "new", buy paper., Draw, every day. Then draw more.'
+    assert WikiHow("train", root=root).pairs == [
+        Pair(" ".join([text] * 3), "Buy paper. Draw every day. Draw more."),
+        Pair('One says ""yes"" and then, after a while, "yes" again.', 'Say "yes", twice.'),
+    ]
+    assert WikiHow("val", root=root).pairs == [Pair("x" * 200_000, "Unquoted.")]
+
+
+def test_one_file_is_split_by_title_and_parts_stay_together(tmp_path: Path) -> None:
+    rows = [(f"Do {i}.", f"How to {i // 3} x{i % 3}", f"This is how to do {i} at home.") for i in range(600)]
+    root = write_csv(tmp_path, rows)
+    train = {int(pair.target[3:-1]) for pair in WikiHow("train", root=root).pairs}
+    val = {int(pair.target[3:-1]) for pair in WikiHow("val", root=root).pairs}
+    assert not train & val and len(train | val) == 600 and 10 <= len(val) <= 60
+    assert not {i // 3 for i in train} & {i // 3 for i in val}
+
+
+def test_on_a_cluster_files_are_looked_for_on_its_nodes(tmp_path: Path) -> None:
+    words = [f"data.root={tmp_path}", "data=wikihow", f"model._target_={Summariser.__module__}.Summariser"]
+    with pytest.raises(UserError, match=r"wikihowAll\.csv cannot be read"):
+        check(read_config(None, words))
+    check(read_config(None, [*words, "cluster.address=127.0.0.1:6379", "cluster.num_workers=2"]))
+
+
+def test_no_section_of_pydoc_is_in_both_splits() -> None:
+    topic = "Top\n***\n\nfirst\n\nInner\n=====\n\nsecond\n   =====\n\nthird\n"
+    expected = [("Top", ["first"]), ("Inner", ["second", "=====", "third"])]
+    assert [(title, text.split()) for title, text in sections(topic)] == expected
+    assert list(passages("a" * 100 + "\n\n" + "b" * 30 + "\n\nc")) == ["a" * 100 + " " + "b" * 30]
+    train, val = read("train"), read("val")
+    assert not {p.target for p in train} & {p.target for p in val}
+    assert not {p.source for p in train} & {p.source for p in val}
+    assert len({p.source for p in train}) == len(train) > 800 and len(val) > 50
+    assert any(p.target == 'The "assert" statement' and "debugging assertions" in p.source for p in train)
+
+
+def test_another_batch_or_output_is_one_message() -> None:
+    batch = {"input_ids": torch.zeros(2, 3, dtype=torch.int64), "labels": torch.zeros(2, 3, dtype=torch.int64)}
+    with pytest.raises(UserError, match=r"got \{input_ids: 2x3 int64, labels: 2x3 int64\}; let data.collate_fn"):
+        Seq2Seq().forward(Summariser(), batch)
+    with pytest.raises(UserError, match="the model returns a Linear without logits"):
+        Seq2Seq().forward(lambda **_: torch.nn.Linear(1, 1), {**batch, "attention_mask": 0})  # type: ignore[arg-type]
+
+
+PYDOC = {"_target_": "fsdp_lab.workloads.seq2seq.pydoc.PydocSummaries", "source_len": 24, "target_len": 12}
+WIKIHOW = {**PYDOC, "_target_": "fsdp_lab.workloads.seq2seq.wikihow.WikiHow", "root": "/home/somebody/.ssh"}
+
+
+def export(folder: Path, data: dict[str, Any]) -> Any:
+    """As a trial exports it; returns the model."""
+    torch.manual_seed(0)
+    model: Any = t5().eval()
+    model.save_pretrained(folder)
+    (folder / "fsdp_lab.json").write_text(json.dumps({"format": 1, "data": data}))
+    return model
+
+
+def greedy(model: Any, item: dict[str, Tensor], length: int) -> list[int]:
+    """By one forward pass for each token, without a cache."""
+    read = {name: item[name][None] for name in ("input_ids", "attention_mask")}
+    written = [0]
+    while len(written) <= length and written[-1] != 1:
+        written.append(int(model(**read, decoder_input_ids=torch.tensor([written])).logits[0, -1].argmax()))
+    return written
+
+
+def test_three_articles_are_summarised_greedily(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each token is the likeliest; the loss is the mean over all labels."""
+    model = export(tmp_path, {**PYDOC, "num_val": 12})
+    predict.summarise(tmp_path, {"device": "cpu"})
+    output = capsys.readouterr().out
+    data = PydocSummaries("val", source_len=24, target_len=12)
+    with torch.no_grad():
+        for i in (0, 5, 11):
+            article = data.pairs[i].source.encode()[:23].decode(errors="replace")
+            summary = data.codec.decode(greedy(model, data[i], 12))
+            assert f"article:  {article}\nheadline: {data.pairs[i].target}\nsummary:  {summary}\n\n" in output
+        items = torch.utils.data.default_collate([data[i] for i in range(12)])
+        loss = F.cross_entropy(model(**items).logits.flatten(0, 1), items["labels"].flatten(), ignore_index=-100)
+    assert output.count("article:") == 3
+    assert output.splitlines()[-1].startswith(f"12 validation pairs: loss {loss:.4f}, perplexity ")
+
+
+def test_only_files_that_are_typed_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder may be anybody's: what it names is neither read nor called."""
+    model = tmp_path / "model"
+    export(model, WIKIHOW)
+    with pytest.raises(UserError, match=r"trained on articles in a folder; give it: data\.root=<folder of wikihow"):
+        predict.summarise(model, {})
+    mine = write_csv(tmp_path / "mine", [*ROWS, (ROWS[0][0], VALIDATION, ROWS[0][2])])
+    predict.summarise(model, {"data.root": mine})
+    assert capsys.readouterr().out.count("headline: Buy paper. Draw every day. Draw more.") == 1
+    for data, message in (
+        ({**PYDOC, "tokenizer": "/home/somebody/t.json"}, r"with a tokenizer; give it: data\.tokenizer=<its tok"),
+        ({"_target_": "os.system", "command": "true"}, r"_target_=os\.system, which is not called: it is a name from"),
+    ):
+        (model / "fsdp_lab.json").write_text(json.dumps({"format": 1, "data": data}))
+        with pytest.raises(UserError, match=message):
+            predict.summarise(model, {})
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_preset_trains_keeps_the_best_epoch_and_summarises(tmp_path: Path) -> None:
+    """A learning rate that grows makes the last epoch worse than the one before."""
+    words = ["data.num_train=160", "data.num_val=40", "training.epochs=4", "lr_schedule.gamma=6"]
+    done = run_cli(tmp_path, "experiment=t5_wikihow", *words, STORE, "hydra.run.dir=out", timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (tmp_path / "out" / "results.csv").open() as lines:
+        (row,) = csv.DictReader(lines)
+    losses = [json.loads(line)["val/loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert min(losses) < losses[0] < 5.95, "it learns: a guess among 384 tokens has 5.95"
+    assert min(losses) < losses[-1] - 0.05, "the last epoch is not the best"
+    for argument in ("file=out/model", f"run={row['run_id']}"):
+        observed = forked.run(tmp_path, "fsdp_lab.predict", argument, STORE, seconds=200)
+        assert observed.returncode == 0, observed.stderr
+        assert observed.stdout.count("article:") == observed.stdout.count("summary:") == 3
+        loss = float(re.findall(r"40 validation pairs: loss ([0-9.]+)", observed.stdout)[0])
+        assert loss == pytest.approx(min(losses), abs=0.02), "of the best epoch; in float32, where the trial has bf16"
