@@ -95,7 +95,7 @@ def end_interrupted() -> NoReturn:
 
     Ray's native threads, interrupted in the middle of their start, would crash the interpreter during its shutdown.
     """
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # noqa: SLF001 (Python has no public name for it)
     stop_ray()
     sys.stdout.flush()
     sys.stderr.flush()
