@@ -29,13 +29,13 @@ test-ci: $(VENV)/.docs $(VENV)/.float8
 test-cluster: $(VENV)/.cluster
 	$(PY) -m pytest tests/cluster -m "cluster and not full" $(ARGS)
 
-test-all: $(VENV)/.docs $(VENV)/.float8 $(VENV)/.cluster $(VENV)/.browser ## all tests, full grids, planted faults, oldest versions, the browser, speeds: every night
+test-all: $(VENV)/.docs $(VENV)/.float8 $(VENV)/.cluster $(VENV)/.browser ## all tests, full grids, planted faults, other versions, the browser, speeds: every night
 	@failed=0; \
 	$(PYTEST) -m "not (cluster or ui)" $(ARGS) || failed=1; \
 	$(PY) -m pytest tests/cluster -m cluster $(ARGS) || failed=1; \
 	FSDP_LAB_UI=1 $(PY) -m pytest -m ui $(ARGS) || failed=1; \
 	$(PY) -m tests.faults || failed=1; \
-	$(PY) -m tests.oldest || failed=1; \
+	$(PY) -m tests.versions || failed=1; \
 	$(MAKE) bench || failed=1; \
 	exit $$failed
 
