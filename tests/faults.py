@@ -77,6 +77,19 @@ FAULTS = (
     # suggestions
     Fault("another trainer's name of an option is compared letter by letter", "fsdp_lab/config/suggest.py",
           "in (leaf, _SYNONYMS.get(leaf))", "== leaf", "config/test_suggest.py"),
+    # doctor and the Python API
+    Fault("a machine on which sweeps fail has the status of one on which they run", "fsdp_lab/commands/doctor.py",
+          "        wrong += finding.fails", "        wrong += 0", "test_doctor.py"),
+    Fault("too little memory for Ray is a note", "fsdp_lab/commands/doctor.py",
+          "fails=free < _LEAST_MEMORY", "fails=False", "test_doctor.py"),
+    Fault("a store that another process holds is said to answer", "fsdp_lab/commands/doctor.py",
+          "BEGIN IMMEDIATE", "SELECT 1", "test_doctor.py"),
+    Fault("an interrupt in a notebook does not reach the sweep", "fsdp_lab/api.py",
+          "            process.send_signal(signal.SIGINT)", "            pass", "test_api.py"),
+    Fault("a command that refuses its words raises nothing in Python", "fsdp_lab/api.py",
+          "not in (ExitCode.finished, ExitCode.failed):", "not in tuple(ExitCode):", "test_api.py"),
+    Fault("forecasts that all fail have an empty answer in Python", "fsdp_lab/api.py",
+          "    if not result.answers:", "    if False:", "test_api.py"),
     # output
     Fault("a reader that closes the pipe ends the command", "fsdp_lab/machine/output.py",
           "suppress(OSError)", "suppress(ValueError)", "test_output.py::test_a_reader_may_close_the_pipe"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import csv
-import importlib.util
 import os
 import re
 import shlex
@@ -24,7 +23,6 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_lab.commands.forecast import plan_forecasts
 from tests import forked
 from tests.conftest import ROOT, STORE, run_cli
 from tests.workloads.hf.cases import plain_model
@@ -236,28 +234,6 @@ def test_a_trial_or_sweep_of_a_page_runs(command: Command, project: Path):
     assert is_in(command.output, done.stdout, numbers=False), f"{command.place} prints:\n{done.stdout}"
 
 
-def refused(command: Command) -> str:
-    """Return why the words of a command make no trial; "" if they do."""
-    words = command.words[3:]
-    if any(word.startswith("search=") for word in words):  # an interval is no cell: its ends are
-        words = [word for word in words if "interval(" not in word]
-    try:
-        plan, _ = plan_forecasts([word for word in words if word != "-m"], multirun="-m" in words)
-    except Exception as error:  # noqa: BLE001 - every one is a finding
-        return f"{type(error).__name__}: {error}"
-    return "" if plan.trials else "no trial"
-
-
-@pytest.mark.ci
-def test_the_words_on_pages_are_known_and_fit_each_other():
-    """Of the commands that need no file of the reader's."""
-    own = ("my_", "_of_mine", "<")
-    typed = [each.values[0] for each in (*TRIALS, *FORECASTS) if not any(part in each.values[0].text for part in own)]
-    typed = [command for command in typed if command.text != "python -m fsdp_lab"]
-    assert len(typed) > 15
-    assert {command.place: why for command in typed if (why := refused(command))} == {}
-
-
 @pytest.mark.full
 def test_the_script_of_your_model_runs(project: Path):
     done = subprocess.run([sys.executable, "train.py"], cwd=project, capture_output=True, text=True, timeout=120)
@@ -344,15 +320,3 @@ def test_the_entropy_is_that_of_the_page(tmp_path: Path):
     if sys.version_info[:2] == (3, 11):  # the help of other versions differs
         page = (ROOT / "docs/settings.md").read_text()
         assert f"{float(done.stdout):.2f} bits per byte (Python 3.11)" in page
-
-
-def test_each_figure_stands_with_the_command_that_prints_its_values():
-    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
-    assert spec and spec.loader
-    figures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(figures)
-    shown = [command.words for command in read_pages()[0] if command.place.startswith("docs/concepts.md")]
-    page = (ROOT / "docs" / "concepts.md").read_text()
-    for axis in figures.FIGURES:
-        assert shlex.split(figures.command(axis)) in shown
-        assert f"(figures/{axis}.svg)" in page and (ROOT / "docs" / "figures" / f"{axis}.svg").is_file()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 import shutil
 from collections.abc import Sequence
@@ -14,9 +13,7 @@ from unittest import mock
 
 import jinja2
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
-from fsdp_lab.commands.forecast_cells import hydra_as_it_was
 from fsdp_lab.config import UserError
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.record.reasons import Code, Reason
@@ -30,7 +27,7 @@ from fsdp_lab.training.divergence import DivergedError
 from tests import forked
 from tests.conftest import HERE, PLAIN, ROOT, SIZES
 from tests.folders import Store, SweepFolder
-from tests.forecast.command import answered_here, forecast_here
+from tests.forecast.command import answered_here
 from tests.servers import lay_store
 from tests.sweep import fates
 from tests.sweep.planted import CPU, Acts, Compose, Hears, heard, plan_of
@@ -152,19 +149,6 @@ def test_a_model_that_cannot_be_trained_does_not_start_and_the_others_do(compose
     expected = [None, Code.forecast_failed, Code.same_as, Code.forecast_failed]
     assert swept(plan, [None], Forecasts(plan)) == (ExitCode.failed, expected)
     assert heard(plan).begun == [0]
-
-
-def test_the_command_of_forecasts_ends_as_it_does_with_words(tmp_path: Path):
-    words = [
-        "-m", "task=custom", "model=custom", "data=example", "+model.width=8", f"task.loss={NET}.loss",
-        f"+model._target_={NET}.Net,{NET}.Refuses", *PLAIN,
-    ]  # fmt: skip
-    with hydra_as_it_was(), other_words():
-        GlobalHydra.instance().clear()
-        done = forecast_here(tmp_path, *words, "forecast.folder=here")
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    with (tmp_path / "here/forecast.csv").open(newline="") as file:
-        assert [row["no_forecast"] for row in csv.DictReader(file)] == ["", "x"]
 
 
 # Values that a reason may have, whatever its code.

@@ -206,6 +206,9 @@ def test_only_files_that_are_typed_are_read(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
+@pytest.mark.documents(
+    "python -m fsdp_lab experiment=t5_wikihow", "python -m fsdp_lab.predict run=<run_id in results.csv>"
+)
 def test_the_preset_trains_keeps_the_best_epoch_and_summarises(tmp_path: Path) -> None:
     """A learning rate that grows makes the last epoch worse than the one before."""
     words = ["data.num_train=160", "data.num_val=40", "training.epochs=4", "lr_schedule.gamma=6"]
