@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 import shutil
 import subprocess
 import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -18,24 +17,22 @@ import pytest
 import torch
 from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.train import TrainingFailedError
-from torch.utils.data import DataLoader
 
-from fsdp_lab.config import ConfigError, TrialConfig, UserError
+from fsdp_lab.config import TrialConfig, UserError
 from fsdp_lab.engine import job
-from fsdp_lab.engine.failures import code_of, failure_of
-from fsdp_lab.engine.files_of_ranks import at_end, receive
+from fsdp_lab.engine.failures import code_of
+from fsdp_lab.engine.files_of_ranks import at_end, scratch_folder
 from fsdp_lab.engine.hang import place, stacks_file
 from fsdp_lab.engine.inline import run_inline
 from fsdp_lab.engine.job import Epochs, Job, train_with_retries
 from fsdp_lab.engine.outcome import is_final, log_sizes, note_deaths
-from fsdp_lab.engine.rank import RankReporter, train_rank
-from fsdp_lab.engine.worker import join_ranks
+from fsdp_lab.engine.rank import RankReporter, check_gpu, train_rank
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import TrialWriter, clear_left_over, read_metrics, read_progress
 from fsdp_lab.record.trial_json import RankFailure, changing, read_trial, set_aside_failures
 from fsdp_lab.report.render import reason_text
 from fsdp_lab.storage.files import append_line
-from fsdp_lab.storage.objects import Storage, StorageAway
+from fsdp_lab.storage.objects import StorageAway
 from tests.conftest import ROOT, FakeGpus
 
 
@@ -67,10 +64,7 @@ def test_a_line_that_cannot_be_read_is_named_and_one_that_a_kill_cut_is_dropped(
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), "out_of_memory"),
         (MemoryError(), "out_of_memory"),
-        (
-            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
-            "out_of_memory",
-        ),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"), "out_of_memory"),
         (RuntimeError("CUDA error: out of memory"), "out_of_memory"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "out_of_memory"),
         (RuntimeError("Connection closed by peer [127.0.0.1]:9"), "peer_lost"),
@@ -81,43 +75,23 @@ def test_kinds_of_failure(error: BaseException, code: str):
     assert code_of(error) == code
 
 
-def test_a_gpu_that_pytorch_does_not_see_is_reported(
-    fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("counted", "seen", "words"),
+    [
+        (True, False, r"rank 1 on .* was given a GPU and PyTorch sees none: .*, CUDA_VISIBLE_DEVICES=2,3; .*"),
+        (False, True, r"PyTorch sees GPUs on .*NVIDIA_DRIVER_CAPABILITIES="),
+        (True, True, ""),
+        (False, False, ""),
+    ],
+)
+def test_a_gpu_that_ray_and_pytorch_count_differently_is_reported(
+    counted: bool, seen: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """With all that is needed to find out which of those who count is wrong; and before NCCL fails on it."""
-    fake_gpus(4)
+    """Before NCCL fails on it, or the trial trains on the CPU in a machine with GPUs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    monkeypatch.setattr("fsdp_lab.training.train.train", lambda *args, **options: None)
-    reporter = reporter_of(tmp_path)
-    chosen = list[int]()
-    monkeypatch.setattr("fsdp_lab.training.distributed.choose_gpu", chosen.append)
-    monkeypatch.setattr("ray.train.torch.get_device", lambda: torch.device("cuda", 1))
-    monkeypatch.setattr("fsdp_lab.training.distributed.join_process_group", lambda backend: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    train_rank(TrialConfig(), tmp_path, 1, reporter, join=lambda: join_ranks(1, True, TrialConfig()))
-    assert [file.name for file in tmp_path.iterdir()] == ["progress.json"] and chosen == [1]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RankFailure) as raised:
-        train_rank(TrialConfig(), tmp_path, 1, reporter, join=lambda: join_ranks(1, True, TrialConfig()))
-    failure = raised.value
-    assert (failure.rank, failure.reason.code) == (1, "user_error") and chosen == [1]
-    for words in ("rank 1 on ", "torch.cuda.is_available() is False", f"torch.version.cuda={torch.version.cuda}",
-                  "CUDA_VISIBLE_DEVICES=2,3"):  # fmt: skip
-        assert words in reason_text(failure.reason)
-
-
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_a_gpu_that_nobody_counted_is_reported(on_cpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Without a word the trial would train on the CPU, beside a GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("fsdp_lab.training.train.train", lambda *args, **options: None)
-    with pytest.raises(RankFailure) if on_cpu else nullcontext() as raised:
-        join = (lambda: join_ranks(0, False, TrialConfig())) if on_cpu else lambda: None
-        train_rank(TrialConfig(), tmp_path, 0, reporter_of(tmp_path), join=join)
-    if raised is not None:
-        assert raised.value.reason.code == "user_error"
-        text = reason_text(raised.value.reason)
-        assert "PyTorch sees GPUs" in text and "NVIDIA_DRIVER_CAPABILITIES" in text
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
+    with pytest.raises(UserError, match=words) if words else nullcontext():
+        check_gpu(1, counted)
 
 
 def test_an_inline_trial_asks_whether_pytorch_sees_the_gpu(
@@ -131,122 +105,42 @@ def test_an_inline_trial_asks_whether_pytorch_sees_the_gpu(
     assert "was given a GPU and PyTorch sees none" in reason_text(outcome.reason)
 
 
-def test_an_inline_error_outside_of_the_training_has_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    def refuse(*args: object) -> None:
-        raise RuntimeError("no uploads")
-
-    monkeypatch.setattr("fsdp_lab.engine.inline.Uploads", refuse)
-    run_inline(TrialConfig(), tmp_path, lambda metrics: None, storage=str(tmp_path / "storage"))
-    outcome = read_trial(tmp_path).outcome
-    assert outcome is not None and outcome.status == "failed"
-    written = (tmp_path / "error.txt").read_text()
-    assert written.startswith("Traceback") and written.endswith("RuntimeError: no uploads\n")
-
-
-def test_profiles_of_another_command_are_taken_away(tmp_path: Path):
-    for name in ("memory_peaks_rank0.json", "memory_timeline_rank1.html", "model.pt"):
-        (tmp_path / name).write_text(json.dumps({}))
-    for name in ("model/config.json", "logs/rank0.log"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text("{}")
-    clear_left_over(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs/mine.txt").touch()
-    clear_left_over(tmp_path)
-    assert (tmp_path / "logs/mine.txt").exists(), "it is of no trial"
-
-
-def test_a_folder_that_is_made_anew_under_a_trial_gets_no_epochs(tmp_path: Path):
-    """Ray makes the folder of a removed trial again, for its own files."""
-    reporter = reporter_of(tmp_path)
-    reporter.facts({"device": "cpu"})
-    reporter.epoch({"epoch": 1.0})
-    for path in tmp_path.iterdir():
-        path.unlink()
-    reporter.step(9)
-    with pytest.raises(FileNotFoundError):
-        reporter.epoch({"epoch": 2.0})
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_is_removed_before_the_training_is_not_made_again(tmp_path: Path):
-    """While the ranks meet: until then PyTorch is imported, for a second or more."""
-    folder = tmp_path / "trial"
-    folder.mkdir()
-    with pytest.raises(RankFailure, match="No such file or directory"):
-        train_rank(TrialConfig(), folder, 0, reporter_of(folder), join=lambda: shutil.rmtree(folder))
-    assert not folder.exists()
-
-
-def test_an_epoch_that_is_reported_again_stands_in_the_file_once(tmp_path: Path):
-    """As a trial does that goes on from a checkpoint: those before it as they were, a later one with new times."""
-    file = tmp_path / "metrics.jsonl"
-    reporter = reporter_of(tmp_path)
-    reporter.facts({})
-    for epoch in (1, 2, 3):
-        reporter.epoch({"epoch": epoch, "perf/step_seconds": 0.5 + epoch, "val/loss": math.inf})
-    before = file.read_bytes()
-    with file.open("a") as lines:
-        lines.write('{"epoch": 4, "val')  # a kill
-    again = reporter_of(tmp_path)
-    for epoch in (1, 2):
-        again.epoch({"epoch": epoch, "perf/step_seconds": 0.5 + epoch, "val/loss": math.inf})
-        assert file.read_bytes().startswith(before)
-    for epoch in (3, 4):
-        again.epoch({"epoch": epoch, "perf/step_seconds": 9.0})
-    output = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(line["epoch"], line["perf/step_seconds"]) for line in output] == [(1, 1.5), (2, 2.5), (3, 9.0), (4, 9.0)]
-
-
-def test_a_lost_epoch_that_is_reported_again_comes_back_to_its_place(tmp_path: Path):
-    (tmp_path / "metrics.jsonl").write_text('{"epoch": 2}\n{"epoch": 3}\n')
-    reporter = reporter_of(tmp_path)
-    reporter.facts({})
-    for epoch in (1, 2, 3):
-        reporter.epoch({"epoch": epoch})
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"epoch": 1}\n{"epoch": 2}\n{"epoch": 3}\n'
+_OF_A_RANK = RankFailure(Reason.of(Code.error, rank=1, error="FileNotFoundError", text="/out/3"))
+_CRASH = "9/20 Fatal Python error: Segmentation fault\n"  # behind a progress bar without an end
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "message"),
+    ("error", "log", "node", "kernel_killed", "code", "words"),
     [
-        (
-            pickle.loads(
-                pickle.dumps(RankFailure(Reason.of(Code.error, rank=1, error="FileNotFoundError", text="/out/3")))
-            ),
-            "error",
-            "rank 1: FileNotFoundError: /out/3",
-        ),
-        (OutOfMemoryError("killed"), "host_out_of_memory", "rank 1: its process was killed: the host is out of memory"),
-        (RayActorError(), "killed", "rank 1: its process ended without an error, as if killed"),
-    ],
-    ids=["raised by a rank", "killed by Ray for lack of memory", "killed"],
-)
-def test_why_a_worker_ended_is_told(error: Exception, code: str, message: str, tmp_path: Path):
-    with changing(tmp_path) as trial:
-        trial.nodes = [{"node": "here", "address": "10.0.0.1"}] * 2
-    note_deaths(tmp_path, {1: error}, here="here")
-    (failure,) = read_trial(tmp_path).failures
-    assert (failure.reason.code, reason_text(failure.reason)) == (code, message)
-
-
-@pytest.mark.parametrize(
-    ("node", "log", "code", "words"),
-    [
-        ("here", "", "host_out_of_memory", ""),
-        ("there", "", "killed", "if memory ran out on 10.0.0.2, that may be why"),
-        ("here", "Fatal Python error: Segmentation fault\n", "crashed", ""),
+        (pickle.loads(pickle.dumps(_OF_A_RANK)), "", "here", False, "error", "rank 1: FileNotFoundError: /out/3"),
+        (OutOfMemoryError("killed"), "", "here", False, "host_out_of_memory", "was killed: the host is out of memory"),
+        (RayActorError(), "", "here", False, "killed", "rank 1: its process ended without an error, as if killed"),
+        (RayActorError(), "", "here", True, "host_out_of_memory", "the host is out of memory"),
+        (RayActorError(), "", "there", True, "killed", "if memory ran out on 10.0.0.1, that may be why"),
+        (RayActorError(), _CRASH, "here", True, "crashed", "crashed: Segmentation fault"),
     ],
 )
-def test_a_kill_by_the_kernel_counts_for_a_rank_on_its_node(node: str, log: str, code: str, words: str, tmp_path: Path):
+def test_a_kill_by_the_kernel_counts_for_a_rank_on_its_node(
+    error: Exception, log: str, node: str, kernel_killed: bool, code: str, words: str, tmp_path: Path
+):
+    """And for none that raised an error, was killed by Ray, or crashed: the table of why a worker ended."""
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank0.log").write_text(log)
+    (tmp_path / "logs" / "rank1.log").write_text(log)
     with changing(tmp_path) as trial:
-        trial.nodes = [{"node": node, "address": "10.0.0.2"}]
-    note_deaths(tmp_path, {0: RayActorError()}, here="here", kernel_killed=True)
+        trial.nodes = [{"node": node, "address": "10.0.0.1"}] * 2
+    note_deaths(tmp_path, {1: error}, here="here", kernel_killed=kernel_killed)
     (failure,) = read_trial(tmp_path).failures
     assert failure.reason.code == code and words in reason_text(failure.reason)
+
+
+def test_a_crash_of_an_earlier_attempt_is_no_cause_of_this_one(tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").write_text(_CRASH)
+    for before, expected in (({}, "crashed: Segmentation fault"), (log_sizes(tmp_path), "as if killed")):
+        note_deaths(tmp_path, {0: RayActorError()}, 2.0, before)
+        (failure,) = read_trial(tmp_path).failures
+        assert expected in reason_text(failure.reason)
+        set_aside_failures(tmp_path)
 
 
 @pytest.mark.parametrize(("killed_after", "counts"), [(20, False), (350, True)])
@@ -281,31 +175,14 @@ def test_a_kill_by_the_kernel_long_ago_is_no_cause(
 @pytest.mark.parametrize(
     ("code", "final"),
     [
-        (Code.out_of_memory, True),
-        (Code.host_out_of_memory, True),
-        (Code.timed_out, True),
-        (Code.user_error, True),
-        (Code.diverged, True),
-        (Code.error, False),
-        (Code.killed, False),
-        (Code.node_lost, False),
+        *((code, True) for code in ("out_of_memory", "host_out_of_memory", "timed_out", "user_error", "diverged")),
+        *((code, False) for code in ("error", "killed", "node_lost")),
     ],
 )
-def test_what_would_fail_again_is_not_tried_again(code: Code, final: bool, tmp_path: Path):
+def test_what_would_fail_again_is_not_tried_again(code: str, final: bool, tmp_path: Path):
     with changing(tmp_path) as trial:
-        trial.failures.append(RankFailure(Reason.of(code, rank=0)))
+        trial.failures.append(RankFailure(Reason.of(Code(code), rank=0)))
     assert is_final(tmp_path, RuntimeError("workers failed")) is final
-
-
-def test_a_crash_of_an_earlier_attempt_is_no_cause_of_this_one(tmp_path: Path):
-    """Its line may follow a progress bar without an end."""
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank0.log").write_text("9/20 Fatal Python error: Segmentation fault\n")
-    for before, expected in (({}, "crashed: Segmentation fault"), (log_sizes(tmp_path), "as if killed")):
-        note_deaths(tmp_path, {0: RayActorError()}, 2.0, before)
-        (failure,) = read_trial(tmp_path).failures
-        assert expected in reason_text(failure.reason)
-        set_aside_failures(tmp_path)
 
 
 _HANGS = """
@@ -322,9 +199,9 @@ def waits_here():
 
 sys.stderr = None  # as code of a user's may do
 progress, stacks = Path("progress.json").open("w"), stacks_file(Path.cwd(), 0).open("w")
-reporter = RankReporter(print, progress, stacks, 1.0)
+reporter = RankReporter(print, progress, stacks, 0.5)
 for step in range(1, 8):
-    time.sleep(0.2)
+    time.sleep(0.1)
     reporter.step(step)
 thread = threading.Thread(target=train_rank)
 thread.start()
@@ -340,9 +217,9 @@ def test_a_step_beyond_its_limit_ends_the_process_and_names_the_line(tmp_path: P
     assert done.returncode == 1 and read_progress(tmp_path)["step"] == 7
     with changing(tmp_path) as trial:
         trial.failures.append(RankFailure(Reason.of(Code.error, rank=1, error="DistNetworkError", text="0 bytes")))
-    note_deaths(tmp_path, {0: RayActorError()}, 1.0)
+    note_deaths(tmp_path, {0: RayActorError()}, 0.5)
     text = reason_text(cause_in(tmp_path).reason)
-    assert text.startswith("no progress for trial_timeout_s=1 s since step 7 began; it was ended; rank 0 is at ")
+    assert text.startswith("no progress for trial_timeout_s=0.5 s since step 7 began; it was ended; rank 0 is at ")
     assert f"{tmp_path}/hangs.py:11 in waits_here; its stack is in {tmp_path}/logs/stuck.rank0.txt" in text
 
 
@@ -410,7 +287,51 @@ def test_each_epoch_is_reported_once_and_the_last_when_the_trial_has_ended(tmp_p
     assert reported == list(range(1, last + 1))
 
 
+def test_an_epoch_that_is_reported_again_is_in_the_file_once(tmp_path: Path):
+    """A trial that resumes from a checkpoint reports epochs again: the first report stays, and a lost one is added."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"epoch": 2, "seconds": 2}\n{"epoch": 3, "seconds": 3}\n{"epoch": 4, "sec')  # 1 is lost, 4 cut
+    reporter = reporter_of(tmp_path)
+    reporter.facts({})
+    for epoch in (1, 2, 3, 4):
+        reporter.epoch({"epoch": epoch, "seconds": 9})
+    epochs = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(each["epoch"], each["seconds"]) for each in epochs] == [(1, 9), (2, 2), (3, 9), (4, 9)]
+
+
+def test_the_folder_of_a_removed_trial_is_not_written_again(tmp_path: Path):
+    """Neither by an epoch, where Ray makes the folder again for its own files, nor while the ranks meet."""
+    reporter = reporter_of(tmp_path)
+    reporter.facts({})
+    reporter.epoch({"epoch": 1.0})
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with pytest.raises(FileNotFoundError):
+        reporter.epoch({"epoch": 2.0})
+    assert not list(tmp_path.iterdir())
+    (folder := tmp_path / "trial").mkdir()
+    with pytest.raises(RankFailure, match="No such file or directory"):
+        train_rank(TrialConfig(), folder, 0, reporter_of(folder), join=lambda: shutil.rmtree(folder))
+    assert not folder.exists()
+
+
+def test_profiles_of_another_command_are_taken_away(tmp_path: Path):
+    for name in ("memory_peaks_rank0.json", "memory_timeline_rank1.html", "model.pt"):
+        (tmp_path / name).write_text(json.dumps({}))
+    for name in ("model/config.json", "logs/rank0.log"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("{}")
+    clear_left_over(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/mine.txt").touch()
+    clear_left_over(tmp_path)
+    assert (tmp_path / "logs/mine.txt").exists(), "it is of no trial"
+
+
 def test_an_error_of_the_training_is_raised_although_its_files_cannot_be_sent():
+    """And a process that Tune stops waits for no store: another trial waits for it."""
+
     def away() -> None:
         raise StorageAway("s3://bucket: the store does not answer")
 
@@ -418,39 +339,18 @@ def test_an_error_of_the_training_is_raised_although_its_files_cannot_be_sent():
         raise ValueError("the cause")
     with pytest.raises(StorageAway), at_end(away):
         pass
-
-
-def test_a_process_that_is_to_leave_waits_for_no_store():
-    """As Tune tells a stopped trial's process: another trial waits for it."""
     with pytest.raises(SystemExit), at_end(lambda: pytest.fail("it asked the store")):
         raise SystemExit
 
 
-def test_files_from_storage_do_not_make_a_removed_folder_again(tmp_path: Path):
-    """A local folder stands for the bucket: which files come does not depend on the store."""
-    there, trial = tmp_path / "there", tmp_path / "trial"
-    (there / "logs").mkdir(parents=True)
-    trial.mkdir()
-    for name in ("model.pt", "trial.json", "logs/rank0.log"):
-        (there / name).write_text("{}")
-    receive(Storage(f"file://{there}"), trial)
-    files = sorted(str(path.relative_to(trial)) for path in trial.rglob("*") if path.is_file())
-    assert files == ["logs/rank0.log", "model.pt"], "the driver has the record"
-    shutil.rmtree(trial)
-    with suppress(OSError):
-        receive(Storage(f"file://{there}"), trial)
-    assert not trial.exists()
-
-
-@pytest.mark.parametrize("message", ["one line", "one line\nand: another"])
-def test_the_message_of_a_users_error_comes_back_from_a_process_that_loads_data(tmp_path: Path, message: str):
-    """As PyTorch hands it on: of the error's class, with the traceback before the message."""
-
-    def load(index: int) -> None:
-        raise ConfigError(message)
-
-    loader = DataLoader(range(2), collate_fn=load, num_workers=1)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError) as caught:
-        next(iter(loader))
-    assert str(caught.value).startswith("Caught "), "else the test shows nothing"
-    assert failure_of(caught.value, 0, code_of(caught.value)).reason.values["text"] == message
+def test_what_a_killed_rank_has_left_goes_when_the_next_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    begin = "from fsdp_lab.engine.files_of_ranks import scratch_folder; (scratch_folder() / 'model.pt').touch(); "
+    killed = [sys.executable, "-c", f"{begin} import os; os.kill(os.getpid(), 9)"]
+    subprocess.run(killed, check=False, env={**os.environ, "TMPDIR": str(tmp_path)})
+    (left,) = tmp_path.iterdir()
+    assert (left / "model.pt").exists()
+    (tmp_path / "fsdp_lab_of_another").mkdir()
+    own = [scratch_folder(), scratch_folder()]
+    assert sorted(tmp_path.iterdir()) == sorted([*own, tmp_path / "fsdp_lab_of_another"])
+    assert own[0].stat().st_mode & 0o777 == 0o700
