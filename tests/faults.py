@@ -408,7 +408,8 @@ FAULTS = (
           "return ExitCode.failed if failed else ExitCode.finished", "return ExitCode.finished",
           "sweep/test_state.py"),
     Fault("gloo uses the interface of the host's name", "fsdp_lab/engine/rendezvous.py",
-          'os.environ.setdefault("GLOO_SOCKET_IFNAME", name)', "pass", "engine/test_loopback.py"),
+          'os.environ.setdefault("GLOO_SOCKET_IFNAME", name)', "pass",
+          "engine/test_ray.py::test_ranks_listen_only_on_the_interface_of_their_node"),
     # sweeps and their folders
     Fault("a lock is not taken", "fsdp_lab/storage/locks.py",
           "lock.acquire()\n    except Timeout:", "pass\n    except Timeout:", "test_locks.py"),

@@ -1,11 +1,14 @@
-"""Other processes, any of which may end while it is looked at."""
+"""Other processes, any of which may end while it is looked at; and real control groups for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
+import pytest
 
 
 def descendants(pid: int | None = None) -> list[psutil.Process]:
@@ -43,3 +46,25 @@ def still_running(processes: Iterable[psutil.Process], seconds: float) -> list[s
             if process.status() != psutil.STATUS_ZOMBIE:
                 names.append(process.name())
     return names
+
+
+@contextmanager
+def group(controller: str, **limits: int) -> Iterator[Path]:
+    """A control group of version 1, for processes that write their number into its `cgroup.procs`."""
+    folder = Path("/sys/fs/cgroup", controller, f"fsdp_lab_test_{os.getpid()}")
+    try:
+        folder.mkdir()
+        for name, value in limits.items():
+            (folder / f"{controller}.{name}").write_text(str(value))
+    except OSError as error:
+        with suppress(OSError):
+            folder.rmdir()
+        pytest.skip(f"no control group of version 1 can be made here: {error}")
+    try:
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def enter(folder: Path) -> None:
+    (folder / "cgroup.procs").write_text(str(os.getpid()))

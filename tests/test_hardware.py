@@ -17,8 +17,8 @@ from fsdp_lab.config.machine import check_gpus
 from fsdp_lab.forecast.devices import for_cuda
 from fsdp_lab.machine import hardware
 from fsdp_lab.machine.hardware import default_cpus_per_worker, default_loader_workers, worker_cpus
-from tests.cgroups import enter, group
 from tests.conftest import ROOT, FakeGpus
+from tests.processes import enter, group
 from tests.ranks import config
 
 # As PyTorch lists them on a machine with three, for AMD's under the names of CUDA.

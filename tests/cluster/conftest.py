@@ -13,7 +13,7 @@ from s3fs import S3FileSystem
 
 from tests.cluster.namespaces import ONE_NODE, Cluster, Node, cluster_over, two_namespaces, why_not
 from tests.conftest import run_cli
-from tests.s3 import Faults, faulty, s3_server, settings
+from tests.servers import Faults, faulty, s3_server, s3_settings
 from tests.sweep.conftest import results
 
 S3_PORT = 9000  # in a network namespace nobody else has it
@@ -51,7 +51,7 @@ def one_cluster(nodes: list[Node]) -> Iterator[Cluster]:
     """A node with three cores and one with two, as far as Ray knows; they ask who comes for a token. Their S3 server
     is `bucket`."""
     variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    with cluster_over(nodes, {**variables, **settings(S3_PORT, nodes[0].address)}) as cluster:
+    with cluster_over(nodes, {**variables, **s3_settings(S3_PORT, nodes[0].address)}) as cluster:
         yield cluster
 
 
@@ -82,7 +82,7 @@ def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def faults(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     """The proxy; this process's environment, and so that of what it starts, leads to it."""
     with faulty(s3_port) as (port, faults):
-        for name, value in settings(port).items():
+        for name, value in s3_settings(port).items():
             monkeypatch.setenv(name, value)
         S3FileSystem.clear_instance_cache()  # a client keeps the environment that it was made in
         yield faults

@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_lab.storage.objects import Storage, StorageRefused
 from fsdp_lab.training.checkpoint_place import Place
-from tests.s3 import Faults
+from tests.servers import Faults
 
 pytestmark = pytest.mark.cluster
 

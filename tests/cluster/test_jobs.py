@@ -20,8 +20,7 @@ from tests.cluster.namespaces import Cluster
 from tests.cluster.test_nodes import addresses
 from tests.conftest import PLAIN, ROOT, TINY
 from tests.folders import SweepFolder
-from tests.s3 import held_in
-from tests.servers import lay_store
+from tests.servers import held_in, lay_store
 from tests.sweep.conftest import has_trained_an_epoch, runs
 from tests.workloads.user.project import write_project
 

@@ -10,8 +10,7 @@ from s3fs import S3FileSystem
 
 from fsdp_lab.storage.objects import Storage, StorageAway, StorageRefused
 from tests.conftest import PLAIN, TINY, run_cli
-from tests.s3 import ALL_OF_THEM, Faults
-from tests.servers import lay_store
+from tests.servers import ALL_OF_THEM, Faults, lay_store
 from tests.sweep import fates
 from tests.sweep.conftest import results
 

@@ -10,7 +10,7 @@ import pytest
 from fsdp_lab.storage.objects import Storage
 from tests.conftest import PLAIN, TINY, run_cli
 from tests.folders import Store, SweepFolder
-from tests.s3 import KEY_ID, SECRET, Faults, held_in
+from tests.servers import KEY_ID, SECRET, Faults, held_in
 from tests.sweep.conftest import runs, started, wait_for
 
 pytestmark = pytest.mark.cluster

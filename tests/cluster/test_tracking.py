@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests import postgres
 from tests.cluster.conftest import S3_PORT
 from tests.cluster.namespaces import Node
 from tests.conftest import INLINE, without
 from tests.folders import SweepFolder, page_rows
-from tests.s3 import SECRET, held_in, settings
-from tests.servers import mlflow_server
+from tests.servers import SECRET, held_in, mlflow_server, postgres_server, s3_settings, why_no_postgres
 from tests.sweep.conftest import results
 
 pytestmark = pytest.mark.cluster
@@ -62,7 +60,7 @@ class Shared:
     def objects(self, name: str) -> int:
         """How many objects of a name the bucket has."""
         command = self.nodes[0].command(sys.executable, "-c", _OBJECTS, name)
-        environment = {**os.environ, **settings(S3_PORT, self.nodes[0].address)}
+        environment = {**os.environ, **s3_settings(S3_PORT, self.nodes[0].address)}
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LIMIT_S, env=environment)
         return int(done.stdout)
 
@@ -95,14 +93,14 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 @pytest.fixture(scope="module")
 def shared(nodes: list[Node], bucket: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    if reason := postgres.why_not():
+    if reason := why_no_postgres():
         pytest.skip(reason)
     head = nodes[0]
     with (
-        postgres.postgres_server(_POSTGRES_PORT, within=head.command()) as store,
+        postgres_server(_POSTGRES_PORT, within=head.command()) as store,
         mlflow_server(
             tmp_path_factory.mktemp("tracking"), "--artifacts-destination", f"{bucket}/mlflow", store=store,
-            host=head.address, port=_MLFLOW_PORT, within=head.command(), environment=settings(S3_PORT, head.address),
+            host=head.address, port=_MLFLOW_PORT, within=head.command(), environment=s3_settings(S3_PORT, head.address),
         ) as (address, _),
     ):  # fmt: skip
         yield Shared(nodes, address)

@@ -288,15 +288,15 @@ def test_each_epoch_is_reported_once_and_the_last_when_the_trial_has_ended(tmp_p
 
 
 def test_an_epoch_that_is_reported_again_is_in_the_file_once(tmp_path: Path):
-    """A trial that resumes from a checkpoint reports epochs again: the first report stays, and a lost one is added."""
+    """A trial that resumes from a checkpoint reports epochs again: the last report counts, and a lost one is added."""
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"epoch": 2, "seconds": 2}\n{"epoch": 3, "seconds": 3}\n{"epoch": 4, "sec')  # 1 is lost, 4 cut
     reporter = reporter_of(tmp_path)
     reporter.facts({})
-    for epoch in (1, 2, 3, 4):
-        reporter.epoch({"epoch": epoch, "seconds": 9})
+    for epoch, seconds in ((1, 1), (2, 2), (3, 9), (4, 9)):
+        reporter.epoch({"epoch": epoch, "seconds": seconds})
     epochs = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(each["epoch"], each["seconds"]) for each in epochs] == [(1, 9), (2, 2), (3, 9), (4, 9)]
+    assert [(each["epoch"], each["seconds"]) for each in epochs] == [(1, 1), (2, 2), (3, 9), (4, 9)]
 
 
 def test_the_folder_of_a_removed_trial_is_not_written_again(tmp_path: Path):

@@ -17,10 +17,9 @@ import pytest
 
 from fsdp_lab.sweep import shutdown
 from tests import forked
-from tests.cgroups import enter, group
 from tests.conftest import INLINE, PLAIN, STORE, TINY, command_line, run_cli
 from tests.folders import Store, SweepFolder
-from tests.processes import marked, still_running
+from tests.processes import enter, group, marked, still_running
 from tests.servers import lay_store, mlflow_server
 from tests.sweep import fates
 from tests.sweep.conftest import has_trained_an_epoch, started, wait_for

@@ -1,0 +1,348 @@
+"""Real Rays on this machine: who may use them, what they count, and what is free again after each trial."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_lab.config import TrialConfig, to_dict
+from fsdp_lab.engine.job import Job
+from fsdp_lab.record.trial_json import read_trial
+from fsdp_lab.report.render import reason_text
+from tests import forked
+from tests.conftest import PLAIN, ROOT, run_cli
+from tests.processes import called
+from tests.servers import ray_head
+from tests.workloads.user.project import write_project
+
+LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+
+
+def python(text: str, *arguments: str, cwd: Path = ROOT, **variables: str | None) -> subprocess.CompletedProcess[str]:
+    """A Python process of its own, with these variables; None: without that one."""
+    environment = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
+    return subprocess.run(
+        [sys.executable, "-c", text, *arguments],
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+_OTHERS = """
+import os, ray, subprocess, sys
+from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.engine.cluster import _own_folders, start_ray, stop_ray
+start_ray(ClusterConfig())
+task = "print(ray.get(ray.remote(lambda: 'ran').remote()))"
+exec(task)
+run = f"import ray, sys; ray.init(address=sys.argv[1], logging_level='ERROR'); {task}"
+context = ray.get_runtime_context()
+(session,) = map(str, _own_folders)
+token = os.environ["RAY_AUTH_TOKEN"]
+grep = ["grep", "-rl", token, session, os.environ["HOME"]]
+print("in files:" + subprocess.run(grep, capture_output=True, text=True).stdout)
+own = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
+command = [sys.executable, "-c", run, context.gcs_address]
+started = [
+    subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own | others)
+    for others in ({}, {"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "disabled"})
+]
+for process in started:
+    print("other:" + process.communicate()[0].strip())
+stop_ray()
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+def test_nobody_runs_a_task_on_a_local_ray_without_its_token(tmp_path: Path):
+    """Not even one who can read what Ray left in the home folder; and the token itself is in no file."""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+    unset = dict.fromkeys((name for name in os.environ if name.startswith("RAY_AUTH")), None)
+    done = python(_OTHERS, HOME=str(tmp_path), PYTHONPATH=str(ROOT), **unset)
+    assert done.stdout.split("\n") == ["ran", "in files:", "other:", "other:", "other:", ""], done.stderr
+
+
+_PRINT_LISTENING = """
+for connection in psutil.Process().net_connections(kind="inet"):
+    if connection.status == "LISTEN":
+        print(connection.laddr.ip)
+"""
+_ALONE = """
+import psutil, torch, torch.distributed as dist
+from fsdp_lab.training.distributed import setup_distributed
+ranks = setup_distributed()
+dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
+print(ranks.rank, ranks.world_size)
+"""
+_JOINED = """
+import os, psutil, torch, torch.distributed as dist
+from fsdp_lab.engine.rendezvous import free_port, set_interface
+from fsdp_lab.training.distributed import join_process_group
+set_interface("127.0.0.1")
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1")
+join_process_group("gloo")
+dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
+print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "variables", "first_line"),
+    [
+        (_ALONE, {}, "0 1"),
+        (_ALONE, {"RANK": "0", "WORLD_SIZE": "1"}, "0 1"),
+        (_JOINED, {}, "lo =lo"),  # by which Ray knows the node
+        (_JOINED, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo,eth9"}, "lo lo,eth9"),  # as the user names it
+    ],
+)
+def test_ranks_listen_only_on_the_interface_of_their_node(
+    ranks: str, variables: dict[str, str], first_line: str, tmp_path: Path
+):
+    """The loopback stands for the node's address; a group of one listens nowhere else."""
+    launched = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+    kept = {k: v for k, v in os.environ.items() if k not in launched and not k.endswith("_SOCKET_IFNAME")}
+    out = forked.run(tmp_path, "-c", ranks + _PRINT_LISTENING, environment=kept | variables)
+    first, *addresses = out.stdout.splitlines() or [out.stderr]
+    assert first == first_line
+    assert set(addresses) <= LOOPBACK
+
+
+_DOES_NOT_START = """
+import ray
+from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.engine.cluster import UserError, start_ray
+def fails(*words, **settings):
+    raise Exception("The current node timed out during startup.\\nMore")
+ray.init = fails
+try:
+    start_ray(ClusterConfig())
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.ci
+def test_a_ray_that_does_not_start_is_named_with_what_to_do():
+    """Its error stands in for a machine on which Ray's servers take longer than Ray waits."""
+    done = python(_DOES_NOT_START)
+    assert "Ray did not start on this machine (The current node timed out during startup.); see what" in done.stdout
+
+
+_COUNT = """
+import os, ray, sys
+from fsdp_lab.machine import hardware
+from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.engine.cluster import _own_folders, start_ray, stop_ray
+from fsdp_lab.engine.resources import num_gpus
+hardware.num_gpus = lambda: int(sys.argv[1])
+start_ray(ClusterConfig())
+print("GPUs:", num_gpus(), "nicer by:", ray.get(ray.remote(lambda: os.nice(0)).remote()) - os.nice(0))
+(folder,) = _own_folders
+assert (folder / "logs").is_dir()
+stop_ray()
+assert not folder.exists(), "temporary files stay"
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("1,7", 1)])
+def test_ray_here_has_the_gpus_that_we_count(visible: str | None, count: int):
+    """Of two. Left to itself Ray counts two for `1,7`. Its niceness would let trials wait for all else on a machine."""
+    done = python(_COUNT, str(count), CUDA_VISIBLE_DEVICES=visible)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, [f"GPUs: {count} nicer by: 0"]), done.stderr
+
+
+_WITH_A_GPU = """
+from fsdp_lab.machine import hardware
+from fsdp_lab.commands.main import main
+hardware._ask_pytorch = lambda visible: ((hardware.Gpu("NVIDIA H200", 2**37, (9, 0)),), "")
+main()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(torch.cuda.is_available() or not torch.version.cuda, reason="it takes CUDA without a GPU")
+def test_a_trial_whose_gpu_pytorch_does_not_see_says_so(tmp_path: Path):
+    """Ray places the worker on a GPU that is not there: told before NCCL fails on it, and not tried again."""
+    done = python(_WITH_A_GPU, *PLAIN, "model=mlp", "forecast.enabled=false", "hydra.run.dir=out", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("trial starts") == 1
+    assert "was given a GPU and PyTorch sees none: torch.cuda.is_available() is False" in done.stdout
+
+
+@pytest.mark.ci
+def test_a_sweep_is_planned_for_the_workers_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It has eight GPUs by name, and this machine none."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    words = ("-m", *PLAIN, "sharding.dp_replicate=2,3,8", "training.global_batch_size=${per_worker:4},30")
+    with ray_head(gpus=8) as (address, _):
+        done = run_cli(tmp_path, *words, f"cluster.address={address}", "dry_run=true")
+        typed = run_cli(tmp_path, *words, f"cluster.address={address}", "dry_run=true", "cluster.num_workers=6")
+    assert (done.returncode, typed.returncode) == (0, 0), done.stderr + typed.stderr
+    assert [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("  ")] == [
+        [f"sharding.dp_replicate={replicas}", "training.global_batch_size=32"] for replicas in (2, 8)
+    ]
+    assert "left out 2: sharding.dp_replicate=3 does not divide cluster.num_workers=8" in done.stdout
+    assert "asking Ray" not in typed.stdout and "dp_replicate=8 does not divide cluster.num_workers=6" in typed.stdout
+
+
+_ELSEWHERE = """
+import sys
+import ray
+from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.engine.cluster import start_ray, stop_ray
+
+@ray.remote(num_cpus=1)
+def where():
+    import my_project.data
+    return my_project.data.__file__
+
+start_ray(ClusterConfig(address=sys.argv[1]), ["my_project.net.Net", "torch.nn.Linear"])
+print("there:", ray.get(where.remote(), timeout=60))
+stop_ray()
+"""
+
+
+@pytest.fixture
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray asks who comes for a token: all that a test starts get one of its own."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("token")
+def test_the_users_code_reaches_a_cluster(tmp_path: Path):
+    """Its workers know neither the folder that the driver works in nor the driver's PYTHONPATH."""
+    write_project(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with ray_head() as (address, _):
+        path = os.pathsep.join([str(tmp_path), str(ROOT)])
+        done = python(_ELSEWHERE, address, cwd=tmp_path / "elsewhere", PYTHONPATH=path)
+    assert "there: " in done.stdout, done.stderr
+    assert str(tmp_path) not in done.stdout, "it is a copy"
+
+
+_GROUPS = """
+from pathlib import Path
+from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.engine.cluster import start_ray, stop_ray
+from fsdp_lab.engine.resources import mark_of, release_placement_group
+start_ray(ClusterConfig())
+import ray
+from ray.util import placement_group, placement_group_table
+
+def workers(folder, cpus):
+    return placement_group([{"CPU": cpus, "memory": mark_of(Path(folder))}] * 2)
+
+groups = [workers("one", 0.01), workers("two", 0.01), placement_group([{"memory": 1}])]
+ray.get([group.ready() for group in groups])
+groups.append(workers("two", 10000))
+release_placement_group(Path("two"))
+release_placement_group(Path("two"))
+print(*(placement_group_table(group)["state"] for group in groups))
+stop_ray()
+"""
+
+
+@pytest.mark.ci
+def test_what_a_trial_holds_or_waits_for_is_freed_and_nothing_else(tmp_path: Path):
+    """Whoever asked for it, and though nobody has told its name."""
+    done = python(_GROUPS, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.stdout.split() == ["CREATED", "REMOVED", "CREATED", "REMOVED"], done.stderr
+
+
+# Runs one job a line in an actor, as Tune does, and answers when all of the cluster's cores are free.
+_RUN_JOBS = """
+import json, sys, time
+from fsdp_lab.engine.cluster import start_ray
+from fsdp_lab.config.sweep import ClusterConfig
+start_ray(ClusterConfig(address=sys.argv[1]))
+import ray
+
+@ray.remote(num_cpus=0)
+class Tune:
+    def run(self, given):
+        from fsdp_lab.engine import job
+        job.run_job(job.Job(**given), lambda metrics: None)
+
+tune = Tune.remote()
+for line in sys.stdin:
+    ray.get(tune.run.remote(json.loads(line)))
+    while ray.available_resources().get("CPU") != 2:
+        time.sleep(0.02)
+    print("released", flush=True)  # Ray prints lines, too
+"""
+# How a trial fails, and what its error says; the last one finishes, which shows that the cluster is whole.
+_FATES = {
+    "no place": "wait",
+    "killed": "",
+    "first step": "the first step fails",
+    "export": "model.pt",
+    "finishes": None,
+}
+
+
+def kill_a_worker(raylet: int, done: threading.Event) -> None:
+    """Kill the first worker of Ray Train below a process, while it starts."""
+    while not done.is_set():
+        for worker in called("RayTrainWorker", raylet)[:1]:
+            worker.kill()
+            return
+        time.sleep(0.02)
+
+
+def job_of(fate: str, folder: Path) -> Job:
+    """A trial of one step; three workers find no place on two cores."""
+    config: dict[str, Any] = to_dict(TrialConfig())
+    config["data"] |= {"num_train": 64, "num_val": 32}
+    config["training"] |= {"max_steps": 1, "global_batch_size": 32, "timing_warmup_steps": 0}
+    if fate == "first step":
+        config["model"] = {"_target_": "tests.sweep.fates.Fate", "fate": "raises", "mark": ""}
+    if fate == "export":
+        (folder / "model.pt" / "taken").mkdir(parents=True)
+    workers, wait_s = (3, 3.0) if fate == "no place" else (2, 60.0)
+    return Job(config, str(folder), workers, 1.0, False, str(ROOT), 100.0, wait_s, 0, False)
+
+
+@pytest.fixture
+def jobs(token: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that runs jobs on a cluster with two cores, which is not its own; and the number of the cluster's."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with ray_head() as (address, head):
+        command = [sys.executable, "-c", _RUN_JOBS, address]
+        with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            yield process, head
+            process.kill()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_however_a_trial_fails_its_cores_are_free_for_the_next(jobs: tuple[subprocess.Popen[str], int], tmp_path: Path):
+    """Trials run after each other where only one fits: each starts because those before let go."""
+    process, head = jobs
+    assert process.stdin and process.stdout
+    for fate, words in _FATES.items():
+        (folder := tmp_path / fate).mkdir()
+        job, done = job_of(fate, folder), threading.Event()
+        if fate == "killed":
+            threading.Thread(target=kill_a_worker, args=(head, done), daemon=True).start()
+        print(json.dumps(asdict(job)), file=process.stdin, flush=True)
+        next(line for line in process.stdout if line == "released\n")
+        done.set()
+        outcome = read_trial(folder).outcome
+        assert outcome is not None and (outcome.reason is None) == (words is None), (fate, outcome)
+        assert words is None or words in reason_text(outcome.reason), fate
