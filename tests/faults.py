@@ -99,7 +99,7 @@ FAULTS = (
           f"{TRACKING}::test_a_name_that_mlflow_refuses_costs_no_other_metric"),
     Fault("a moved store logs to its old place", "fsdp_lab/tracking/store.py",
           "    if there != artifacts and not", "    if there == artifacts and not",
-          f"{TRACKING}::test_a_store_that_was_moved_does_not_log_to_its_old_place"),
+          "tracking/test_store.py::test_a_store_that_was_moved_does_not_log_to_its_old_place"),
     Fault("a resume looks for what a folder's name has in braces", "fsdp_lab/config/key_value_args.py",
           r'r"\1\1\\${"', r'r"\1\1${"', "config/test_key_value_args.py::test_hydra_reads_what_was_quoted"),
     # training
@@ -172,7 +172,7 @@ FAULTS = (
     Fault("an answer that recommends nothing leaves the tags of the one before", "fsdp_lab/tracking/tags.py",
           "RECOMMENDED_TAG: _NONE if self.trial is None else str(self.trial), **stale, **own",
           "**({} if self.trial is None else {RECOMMENDED_TAG: str(self.trial)}), **own",
-          "sweep/test_mlflow_runs.py::test_the_answer_is_data_of_the_sweeps_run_until_another_one_replaces_it"),
+          "tracking/test_sweeps.py::test_the_answer_is_data_of_the_sweeps_run_until_another_one_replaces_it"),
     Fault("a wrong sharding is recommended", "fsdp_lab/report/qualify.py",
           "does_not_fit(s) or _differs(settings, s)", "does_not_fit(s)", "report/test_self_check.py"),
     Fault("amplified rounding is a finding", "fsdp_lab/report/self_check.py",
