@@ -240,42 +240,39 @@ def test_the_script_of_your_model_runs(project: Path):
     assert done.returncode == 0, done.stderr
 
 
-def shape(line: str) -> str:
-    """Return a line without its figures, the words that name settings, and what marks the best."""
-    words = re.sub(r"(\w|\.)+=[\w,]+", "S", re.sub(r"[>*]", " ", line))
-    return " ".join(re.sub(r"\d[\d.,]*\d|\d", "N", re.sub(r"(S )+S", "S", words)).split())
+# What depends on the machine is which setting is fastest, by how much, and what ran beside it.
+_ANSWER = (
+    r"Recommended: sharding=\w+ reshard_after_forward=\w+: [\d,.]+ samples/s, [\d.]+ MiB at the peak, ?",
+    r"val/loss 1\.608\.",
+    r"It is .*",
+    r"Compared with it, changing:",
+    *3 * [r"  .* the speed, .* the same val/loss"],
+    r"4 settings have the same losses, as they must: the model computes the same in each\.",
+    r"(?:Other processes used .*\n)?One run each: the spread between runs is not known; repeats=3 measures it\.",
+    r"  python -m fsdp_lab sharding=\w+ precision=fp32 offload=none reshard_after_forward=\w+",
+)
+
+
+def cells(line: str) -> list[str]:
+    """Return the cells of a line of the table, without samples/s, the eighth, and without marks of the best."""
+    found = line.replace(">", " ").replace("*", " ").split()
+    return [*found[:7], *found[8:]]
 
 
 @pytest.mark.ci
 @pytest.mark.documents("make sweep")
 def test_make_sweep_types_and_prints_what_the_readme_shows(tmp_path: Path):
-    """Losses, bytes and words are the README's. Which setting is fastest, and by how much, is the machine's."""
     typed = subprocess.run(["make", "-n", "sweep"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
     words = next(after for line in typed.stdout.splitlines() if (after := line.partition(" -m fsdp_lab ")[2]))
     readme = (ROOT / "README.md").read_text()
     assert f"`python -m fsdp_lab {words}`" in readme.replace("\n", " ")
-    shown = readme.partition("`make sweep` prints:\n\n```\n")[2].partition("\n```")[0].splitlines()
+    shown = readme.partition("`make sweep` prints:\n\n```\n")[2].partition("\n```")[0]
     environment = {**os.environ, "COLUMNS": "100"}
     done = forked.run(tmp_path, "fsdp_lab", *shlex.split(words), STORE, seconds=400, environment=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    printed = lines[next(n for n, line in enumerate(lines) if line.startswith("4 of 4 trials")) :]
-    table, answer = shown[1:9], shown[9:]
-    assert [line.split() for line in printed[1:4]] == [line.split() for line in table[:3]], "the columns"
-
-    def fixed(row: str) -> list[str]:  # trial, setting, epoch, losses and accuracy; peak and forecast
-        cells = row.replace(">", " ").replace("*", " ").split()
-        return [*cells[:7], *cells[8:]]
-
-    assert [fixed(row) for row in printed[5:9]] == [fixed(row) for row in table[4:]]
-    assert [shape(printed[9 + n]) for n in (0, 1)] == [shape(answer[n]) for n in (0, 1)], "Recommended: ..."
-    rest = printed[11:]
-    assert rest[0].startswith("It is ") and "settings" in rest[0]
-    assert answer[3] in rest, "Compared with it, changing:"
-    changed = rest[rest.index(answer[3]) + 1 :][:3]
-    assert all("the speed" in line and line.endswith("the same val/loss") for line in changed)
-    assert answer[7] in rest, "One run each: ..."
-    assert any(line.startswith("  python -m fsdp_lab sharding=") for line in rest), "the command of the recommended"
+    printed = done.stdout[done.stdout.index("4 of 4 trials") :]
+    assert [cells(line) for line in printed.splitlines()[1:9]] == [cells(line) for line in shown.splitlines()[1:9]]
+    assert all(re.search("\n".join(_ANSWER), text) for text in (shown, printed)), printed
 
 
 def lay_fashion_mnist(folder: Path, **sizes: int) -> None:
