@@ -82,12 +82,12 @@ def test_pages_have_every_key_option_and_metric():
 
 @pytest.mark.documents("python -m fsdp_lab --keys cluster")
 def test_keys_are_shown_with_their_meanings(cli):
-    done = cli("--keys", "wait_timeout", list_imports=True)
+    done = cli("--keys", "cluster", list_imports=True)
     assert (done.returncode, done.stderr) == (0, "imported:\n")
-    assert done.stdout == (
+    assert (
         "cluster.wait_timeout_s=600.0\n    number: a number above 0\n"
         "    Seconds that a trial waits for free resources before it fails.\n"
-    )
+    ) in done.stdout
 
 
 def test_keys_of_an_option_have_its_values_and_fit_a_terminal(cli):

@@ -33,7 +33,6 @@ MARK = "FSDP_LAB_OUTCOMES"  # in the environment of a sweep's processes
 
 @pytest.mark.ci
 @pytest.mark.parametrize("lets_go_s", ["30", "0"])
-@pytest.mark.documents("python -m fsdp_lab -m optimizer.lr=... search=optuna search.num_trials=20 scheduler=asha ...")
 def test_more_trials_than_places_half_of_them_stopped_ends_and_frees_what_they_held(tmp_path: Path, lets_go_s: str):
     """The known way to hang. Those that come later start because the stopped ones let go, or in processes of their own.
 
@@ -59,6 +58,7 @@ def test_more_trials_than_places_half_of_them_stopped_ends_and_frees_what_they_h
 
 @pytest.mark.ci
 @pytest.mark.parametrize("scheduler", ["asha", "median"])
+@pytest.mark.documents("python -m fsdp_lab -m optimizer.lr=... search=optuna search.num_trials=20 scheduler=asha ...")
 def test_a_search_with_a_scheduler_tries_each_setting_once_and_ends(tmp_path: Path, scheduler: str):
     """Of six settings, two train side by side, and those that learn nothing may be stopped."""
     search = ["search=optuna", "search.num_trials=9", f"scheduler={scheduler}", "training.epochs=4"]
