@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -591,16 +590,11 @@ def _run(tests: Sequence[str], marks: str, copy: Path, *options: str) -> tuple[i
     environment.pop("FSDP_LAB_TESTS", None)  # another import server: it has imported the fault
     words = ["-q", "-p", "no:cacheprovider", *options, "-m", marks, *(f"tests/{test}" for test in tests)]
     limit_s = _LIMIT_S * (1 + len(tests) // 10)
-    with subprocess.Popen(
-        [sys.executable, "-m", "pytest", *words], cwd=copy, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return 124, f"no end within {limit_s} s"
-        return process.returncode, output
+    command = ["timeout", "--kill-after=10", str(limit_s), sys.executable, "-m", "pytest", *words]
+    done = subprocess.run(
+        command, cwd=copy, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    return done.returncode, done.stdout
 
 
 def _failed(output: str) -> Iterator[str]:

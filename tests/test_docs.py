@@ -5,7 +5,6 @@ tests/test_commands.py runs the commands of the pages, tests/test_reference.py c
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -45,26 +44,6 @@ def test_the_site_builds_and_asks_no_other_server(tmp_path: Path):
     assert {name: asked.findall(text) for name, text in pages.items() if asked.search(text)} == {}
     styles = {file.name: file.read_text() for file in tmp_path.rglob("*.css")}
     assert [name for name, text in styles.items() if re.search(r"(@import|url\()\s*[\"']?https?:", text)] == []
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("link", "source", "expected"),
-    [
-        ("sweeps.md", "docs/report.md", "sweeps.md"),
-        ("../SECURITY.md", "docs/sweeps.md", "repository/SECURITY.md"),
-        ("../../SECURITY.md", "docs/reference/keys.md", "../repository/SECURITY.md"),
-        ("docs/sweeps.md", "CHANGELOG.md", "../sweeps.md"),
-        ("https://pytorch.org", "docs/sweeps.md", "https://pytorch.org"),
-    ],
-)
-def test_links_of_the_site_lead_to_the_same_file(link: str, source: str, expected: str):
-    pytest.importorskip("mkdocs", reason="make docs and make ci install it")
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
-    assert spec and spec.loader
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
-    assert hooks.moved(link, source) == expected
 
 
 # Behind the notebook's own cells, in its kernel.

@@ -17,7 +17,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import yaml
 
 from fsdp_lab import __version__
 from tests.conftest import ROOT
@@ -65,14 +64,6 @@ def test_a_version_that_differs_is_reported(tmp_path: Path, file: str, message: 
         change(checkout / "CHANGELOG.md", "## Unreleased", "## 9.9.9")
     done = release(checkout, "v9.9.9")
     assert done.returncode == 1 and message in done.stderr and not (checkout / "dist").exists()
-
-
-def test_the_workflow_runs_what_is_here():
-    """Parsed, not run: there is no such service here."""
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
-    steps = [step["run"] for step in workflow["jobs"]["release"]["steps"] if "run" in step]
-    scripts = [word for step in steps for word in step.split() if word.startswith(".ci/")]
-    assert scripts == [".ci/run", ".ci/release"] and all(os.access(ROOT / script, os.X_OK) for script in scripts)
 
 
 def test_constraints_hold_names_and_versions_only():
