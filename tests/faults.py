@@ -60,7 +60,7 @@ class Fault:
 
 LEARNS = "training/test_parity.py::test_a_sharded_run_learns_what_one_process_learns"
 HOLDS = "training/test_parity.py::test_it_holds_what_was_forecast_to_the_byte"
-TRACE = "forecast/test_trace.py"
+TRACE = "forecast/test_program.py"
 CHECKPOINT = "training/test_checkpoint.py"
 ANOTHER = f"{CHECKPOINT}::test_another_run_gives_its_weights_and_optimizer_state_and_nothing_else"
 KEPT = "training/test_model_state.py::test_it_is_resumed_and_exported_as_plain_pytorch_has_it"
@@ -130,7 +130,7 @@ FAULTS = (
     Fault("ranks that use other modules are not compared later", "fsdp_lab/training/divergence.py",
           "self._checks is not None and len(set(marks)) > 1", "False", "training/test_step_checks.py"),
     Fault("a recorded step keeps each parameter that it has seen", "fsdp_lab/training/recorder.py",
-          "self._hooks: Any = WeakIdKeyDictionary()", "self._hooks: Any = {}", "forecast/test_forecast.py"),
+          "self._hooks: Any = WeakIdKeyDictionary()", "self._hooks: Any = {}", "forecast/test_memory.py"),
     Fault("a module that returns what another returns is the innermost", "fsdp_lab/training/recorder.py",
           "            place -= 1", "            break", "training/test_followed_step.py"),
     Fault("units are not compared in the first steps", "fsdp_lab/training/step_checks.py",
@@ -194,7 +194,7 @@ FAULTS = (
           "training/test_optimizer.py::test_a_step_reads_the_loss_scale_once_after_its_update"),
     Fault("a forecast answers what an optimizer reads", "fsdp_lab/forecast/fake.py",
           "or _is_step_count(args[0], asks)", "or True",
-          "forecast/test_forecast.py::test_an_optimizer_that_reads_a_value_has_no_forecast"),
+          "forecast/test_memory.py::test_an_optimizer_that_reads_a_value_has_no_forecast"),
     Fault("a smaller setting is called the fastest", "fsdp_lab/report/recommend.py",
           "EQUAL if roomy else", "EQUAL if False else",
           "forecast/test_cli.py::test_the_fastest_is_recommended_though_a_plainer_is_near"),
@@ -279,7 +279,7 @@ FAULTS = (
           "fake_world(num_workers, device, rank) as ranks", "fake_world(num_workers, device, 0) as ranks", HOLDS),
     Fault("a byte of every change is lost", "fsdp_lab/training/recorder.py",
           "known.category, known.num_bytes, module", "known.category, known.num_bytes - 1, module",
-          "forecast/test_forecast.py"),
+          "forecast/test_memory.py"),
     Fault("blocks are not rounded up", "fsdp_lab/forecast/allocator.py",
           "size = max(MIN_BLOCK, -(-num_bytes // MIN_BLOCK) * MIN_BLOCK)", "size = num_bytes",
           "forecast/test_allocator.py"),
@@ -293,7 +293,7 @@ FAULTS = (
           "forecast/test_choice.py"),
     Fault("attention under a name of the model's own has the CPU's kernel", "fsdp_lab/forecast/kernels.py",
           'if m is F or m.__name__.partition(".")[0] != "torch"', "if m is F",
-          "forecast/test_kernels.py::test_attention_that_a_model_imports_by_its_name_is_a_gpus_too"),
+          "forecast/test_fake.py::test_attention_that_a_model_imports_by_its_name_is_a_gpus_too"),
     Fault("one worker of a host has its memory to itself", "fsdp_lab/forecast/capacity.py",
           "return self.host_bytes * self.host.num_workers", "return self.host_bytes", "forecast/test_choice.py"),
     Fault("pageable copies are priced like pinned ones", "fsdp_lab/forecast/forecast.py",
@@ -307,9 +307,9 @@ FAULTS = (
           "sweep/test_other_words.py::test_a_model_that_cannot_be_trained_does_not_start_and_the_others_do"),
     Fault("forecasts run compiled blocks eagerly", "fsdp_lab/training/torch_private.py",
           '(TorchDispatchMode, "_compiled", True)', '(TorchDispatchMode, "_compiled", False)',
-          "forecast/test_compiled.py::test_a_compiled_step_computes_the_same_and_moves_less", MAKE_CI),
+          "forecast/test_program.py::test_a_compiled_step_computes_the_same_and_moves_less", MAKE_CI),
     Fault("a fused kernel has no inputs", "fsdp_lab/forecast/torch_private.py",
-          'for side in ("in_", "out_")', 'for side in ("no_", "out_")', "forecast/test_compiled.py"),
+          'for side in ("in_", "out_")', 'for side in ("no_", "out_")', "forecast/test_program.py"),
     Fault("a forecast for a GPU with a data sheet fails", "fsdp_lab/forecast/kernels.py",
           "sheet.num_cores if sheet", "sheet.cores if sheet",
           "test_packages.py::test_the_gpu_suite_runs_with_pytorch_and_pytest_alone", MAKE_CI),
@@ -320,15 +320,15 @@ FAULTS = (
           "elif references in self._alone and", "elif True and",
           "training/test_followed_step.py::test_a_gradient_that_another_tensor_has_too_is_not_overwritten"),
     Fault("the buffers of a GPU's kernels are left out", "fsdp_lab/forecast/kernels.py",
-          "return 4 * (elements + rows) + 256 + shared", "return 4 * elements + shared", "forecast/test_kernels.py"),
+          "return 4 * (elements + rows) + 256 + shared", "return 4 * elements + shared", "forecast/test_fake.py"),
     Fault("float8 is forecast as bfloat16", "fsdp_lab/forecast/forecast.py",
-          "to_float8=apply_fake_float8", "to_float8=lambda *_: None", "forecast/test_compiled.py"),
+          "to_float8=apply_fake_float8", "to_float8=lambda *_: None", "forecast/test_program.py"),
     Fault("gathers never wait for reductions", "fsdp_lab/forecast/speed/streams.py",
           "communicator = (operator.group, separate_scatter and", "communicator = (operator.group, True and",
           "forecast/test_prices.py"),
     Fault("the all-reduce of replicas waits behind the reduce-scatter", "fsdp_lab/forecast/trace.py",
           "stream = Stream.all_reduce if self._ranges.innermost.startswith(FSDP_REDUCES) else Stream.scatter",
-          "stream = Stream.scatter", "forecast/test_trace.py"),
+          "stream = Stream.scatter", "forecast/test_program.py"),
     Fault("a range leaves out that the network is assumed", "fsdp_lab/forecast/speed/predict.py",
           "possible = [step_s, *network.steps.values()] if network else [step_s]", "possible = [step_s]",
           "forecast/test_speed.py"),

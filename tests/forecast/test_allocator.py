@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,35 +60,31 @@ def test_one_request(requested: int, active: int, reserved: int):
     assert allocator.reserved == reserved, "taken again"
 
 
-def test_a_block_of_another_stream_is_not_taken():
-    allocator = CachingAllocator()
-    allocator.allocate("a", 16 * MIB, "gather")
-    allocator.free("a")
-    allocator.allocate("b", 16 * MIB)
-    assert allocator.reserved == 32 * MIB
+@pytest.mark.parametrize(
+    ("steps", "reserved"),
+    [
+        # another stream does not get a freed block
+        ("+a16@gather -a +b16", 32),
+        # the smallest that is large enough: 18 out of the 20, of which 2 are cut off, 40 of the 40, and 3 of neither
+        ("+x40 +y20 -x -y +a18 +b40", 60),
+        ("+x40 +y20 -x -y +a18 +b40 +c3", 80),
+        # free neighbours become one block: 18 of the 20 MiB of one segment, of which the last freed has two
+        ("+a6 +b6 +c6 -a -c -b +d20", 20),
+    ],
+)
+def test_which_block_is_taken(steps: str, reserved: int):
+    """Steps: `+a16@gather` asks for 16 MiB on a stream, `-a` frees them; then so many MiB are reserved."""
+    assert after(CachingAllocator(), steps).reserved == reserved * MIB
 
 
-def test_the_smallest_block_that_is_large_enough_is_taken():
-    allocator = CachingAllocator()
-    allocator.allocate("40", 40 * MIB)
-    allocator.allocate("20", 20 * MIB)
-    allocator.free("40")
-    allocator.free("20")
-    allocator.allocate("a", 18 * MIB)  # out of the 20, of which 2 are cut off
-    allocator.allocate("b", 40 * MIB)  # the 40 are whole still
-    assert allocator.reserved == 60 * MIB
-    allocator.allocate("c", 3 * MIB)  # the 2 that are left do not do
-    assert allocator.reserved == 80 * MIB
-
-
-def test_neighbours_that_are_free_become_one_block():
-    allocator = CachingAllocator()
-    for key in "abc":
-        allocator.allocate(key, 6 * MIB)  # 18 of the 20 MiB of one segment
-    for key in "acb":  # the last has a free neighbour on either side
-        allocator.free(key)
-    allocator.allocate("all", 20 * MIB)
-    assert allocator.reserved == 20 * MIB
+def after(allocator: CachingAllocator, steps: str) -> CachingAllocator:
+    for step in steps.split():
+        if step[0] == "-":
+            allocator.free(step[1])
+        else:
+            size, _, stream = step[2:].partition("@")
+            allocator.allocate(step[1], int(size) * MIB, stream)
+    return allocator
 
 
 def test_at_any_time_blocks_are_whole_and_apart():
@@ -112,81 +109,64 @@ def test_at_any_time_blocks_are_whole_and_apart():
     assert not any(block.after is not None and block.after.free for block in free), "free neighbours are one"
 
 
-def _event(storage: int, category: str, mib: int) -> Event:
-    return Event(storage, "device", category, mib * MIB, "", "forward")
+Step = list[tuple[int, str, int]]  # storage, category, MiB from now on
+ACTIVATION: Step = [(1, "activation", 16), (1, "activation", 0)]
+GATHERED: Step = [(0, "all_gather", 16), (0, "all_gather", 0), *ACTIVATION]
+SCATTERED: Step = [(0, "reduce_scatter", 16), (0, "reduce_scatter", 0), *ACTIVATION]
+REDUCED: Step = [(0, "temp", 16), (0, "grad", 16), (0, "grad", 0), *ACTIVATION]
+BEFORE_129721 = {"streams": STREAMS_BEFORE_129721}
 
 
-def test_the_optimizers_state_comes_after_the_first_step():
-    """The first step leaves 30 MiB free where its activations were. The state takes 20 of them, and the second
-    step's activations do not fit into the 10 that are left."""
-    before = [_event(0, "param", 10), _event(1, "optimizer", 20)]
-    step = [_event(2, "activation", 30), _event(2, "activation", 0)]
-    assert allocator_peaks(Profile([*before, *step], begun=2), sharded=True).reserved == (10 + 30 + 30) * MIB
-    assert allocator_peaks(Profile(step, begun=0), True, workspaces=[32 * MIB]).reserved == (32 + 30) * MIB
+@pytest.mark.parametrize(
+    ("step", "begun", "sharded", "more", "reserved"),
+    [
+        # The optimizer's state comes after the first step. That leaves 30 MiB free where its activations were. The
+        # state takes 20 of them, and the second step's activations do not fit into the 10 that are left.
+        ([(0, "param", 10), (1, "optimizer", 20), (2, "activation", 30), (2, "activation", 0)], 2, True, {}, 70),
+        ([(2, "activation", 30), (2, "activation", 0)], 0, True, {"workspaces": [32 * MIB]}, 62),
+        # what is known for something else later stays where it is
+        ([(0, "temp", 16), (0, "activation", 16), (0, "activation", 0)], 0, True, {}, 16),
+        # what is gathered lies in a pool of its own where the model is sharded
+        (GATHERED, 0, True, {}, 32),
+        (GATHERED, 0, False, {}, 16),
+        # what is scattered lay in one before pytorch#129721: the compute stream could not have it
+        (SCATTERED, 0, True, {}, 16),
+        (SCATTERED, 0, True, BEFORE_129721, 32),
+        (SCATTERED, 0, False, BEFORE_129721, 16),
+        # a single worker gathers nothing and reduces on a stream of its own
+        (REDUCED, 0, True, {}, 32),
+    ],
+)
+def test_what_a_step_reserves_in_pools_of_its_streams(
+    step: Step, begun: int, sharded: bool, more: dict[str, Any], reserved: int
+):
+    events = [Event(storage, "device", category, mib * MIB, "", "forward") for storage, category, mib in step]
+    assert allocator_peaks(Profile(events, begun), sharded, **more).reserved == reserved * MIB
 
 
-def test_a_storage_that_is_known_for_something_else_later_stays_where_it_is():
-    step = [_event(0, "temp", 16), _event(0, "activation", 16), _event(0, "activation", 0)]
-    assert allocator_peaks(Profile(step, begun=0), sharded=True).reserved == 16 * MIB
-
-
-def test_what_is_gathered_lies_in_a_pool_of_its_own_where_the_model_is_sharded():
-    step = [_event(0, "all_gather", 16), _event(0, "all_gather", 0), _event(1, "activation", 16)]
-    profile = Profile([*step, _event(1, "activation", 0)], begun=0)
-    assert allocator_peaks(profile, sharded=True).reserved == 32 * MIB
-    assert allocator_peaks(profile, sharded=False).reserved == 16 * MIB
-
-
-def test_what_is_scattered_lay_in_a_pool_of_its_own_before_129721():
-    """16 MiB that activations get again today; the compute stream could not have them then."""
-    step = [_event(0, "reduce_scatter", 16), _event(0, "reduce_scatter", 0), _event(1, "activation", 16)]
-    profile = Profile([*step, _event(1, "activation", 0)], begun=0)
-    assert allocator_peaks(profile, sharded=True).reserved == 16 * MIB
-    assert allocator_peaks(profile, True, streams=STREAMS_BEFORE_129721).reserved == 32 * MIB
-    assert allocator_peaks(profile, False, streams=STREAMS_BEFORE_129721).reserved == 16 * MIB
-
-
-def test_a_single_worker_gathers_nothing_and_reduces_on_a_stream_of_its_own():
-    step = [_event(0, "temp", 16), _event(0, "grad", 16), _event(0, "grad", 0), _event(1, "activation", 16)]
-    profile = Profile([*step, _event(1, "activation", 0)], begun=0)
-    assert allocator_peaks(profile, sharded=True).reserved == 32 * MIB
+def test_what_is_reserved_covers_the_peak_also_of_a_single_worker():
     alone = forecast_profile(config("model=mlp", "sharding=root"), 1, cuda=True)
     assert not any(event.category == "all_gather" for event in alone.events), "what told sharding before"
-    assert allocator_peaks(alone, sharded=True).reserved > allocator_peaks(alone, sharded=False).reserved
-
-
-@pytest.mark.parametrize("words", [["sharding=ddp"], ["sharding=per_block"], ["sharding=root", "offload=cpu"]])
-def test_what_is_reserved_covers_the_peak(words: list[str]):
-    profile = forecast_profile(config("model=mlp", *words), 2, cuda=True)
-    peak = profile.peaks["device"]["total"]
-    assert peak < allocator_peaks(profile, "sharding=ddp" not in words).reserved < 2 * peak + 64 * MIB
+    sharded, whole = (allocator_peaks(alone, sharded).reserved for sharded in (True, False))
+    assert alone.peaks["device"]["total"] < whole < sharded
 
 
 def test_an_expandable_segment_grows_by_what_its_free_end_lacks():
     """Worked out by hand: a stream has one segment, of pages of 20 MiB, so its freed blocks serve larger requests."""
-    allocator, plain = CachingAllocator(expandable=True), CachingAllocator()
-    for one in (allocator, plain):
-        one.allocate("a", 30 * MIB)
-        one.free("a")
-        one.allocate("b", 50 * MIB)
-    assert plain.reserved == 80 * MIB, "two segments"
-    assert allocator.reserved == 60 * MIB, "40 MiB, then one more page"
-    allocator.allocate("c", 10 * MIB)
-    assert allocator.reserved == 60 * MIB, "the end of the segment"
-    allocator.free("b")
-    allocator.free("c")
-    allocator.allocate("d", 60 * MIB)
-    assert allocator.reserved == 60 * MIB, "both are one block again"
-    allocator.allocate("e", 10 * MIB, "another stream")
-    assert (allocator.reserved, allocator.active) == (80 * MIB, 70 * MIB)
+    allocator = CachingAllocator(expandable=True)
+    for steps, reserved in (
+        ("+a30 -a +b50", 60),  # 40 MiB, then one more page; in plain segments 80
+        ("+c10", 60),  # the end of the segment
+        ("-b -c +d60", 60),  # both are one block again
+        ("+e10@other", 80),
+    ):
+        assert after(allocator, steps).reserved == reserved * MIB, steps
+    assert allocator.active == 70 * MIB
+    assert after(CachingAllocator(), "+a30 -a +b50").reserved == 80 * MIB
 
 
 def test_the_end_of_an_expandable_segment_is_taken_last():
-    allocator = CachingAllocator(expandable=True)
-    for key, size in (("a", 30), ("b", 10), ("c", 12)):  # 52 of 60 MiB
-        allocator.allocate(key, size * MIB)
-    allocator.free("a")
-    allocator.allocate("d", 5 * MIB)  # from the hole of 30, not from the 8 at the end
-    allocator.allocate("e", 8 * MIB)
-    allocator.allocate("f", 25 * MIB)
-    assert allocator.reserved == 80 * MIB, "17 of the hole are left, and 8 at the end, which a page makes 28"
+    """52 of 60 MiB: 5 come from the hole of 30, not from the 8 at the end, which 8 more fill. Then 17 of the hole are
+    left, and 25 need another page."""
+    allocator = after(CachingAllocator(expandable=True), "+a30 +b10 +c12 -a +d5 +e8 +f25")
+    assert allocator.reserved == 80 * MIB

@@ -126,7 +126,7 @@ ELSEWHERE = {
     "repeat": "changes nothing",
     "compile": "rows of make ci: the compiler takes half a minute",
     "checkpoint.": "tests/training/test_checkpoint.py",
-    "memory_profile=timeline": "tests/forecast/test_equality.py",
+    "memory_profile=timeline": "tests/forecast/test_memory.py",
     "profile_trace": "tests/training/test_profiler_trace.py",
     "model.": "tests/test_presets.py",
     "data.": "tests/test_presets.py",

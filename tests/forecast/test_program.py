@@ -1,44 +1,44 @@
-"""The program of a step: its arithmetic against PyTorch's own counter on a real step, its messages against hand-worked
-sizes."""
+"""The program of a step, eager and compiled: against PyTorch's own counter on a real step, and hand-worked sizes."""
 
 from __future__ import annotations
 
 import math
-import tempfile
+import threading
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.hub import tqdm
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_lab.forecast.forecast import forecast_profile, forecast_step
+from fsdp_lab.forecast.speed.predict import predict
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
-from fsdp_lab.training.train import train
-from fsdp_lab.workloads.base import tensors_of
+from fsdp_lab.forecast.torch_private import kernels_planned
 from fsdp_lab.workloads.build import build_workload
-from tests.ranks import Memo, config, run_ranks
+from tests.forecast.planted import sheet
+from tests.ranks import config
 
 LM = ["model=lm_tiny", "task=language", "data=synthetic_tokens", "data.vocab_size=256", "data.seq_len=64"]
 BLOCK = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64  # parameters: q and o, k and v, feed-forward, norms
 ROOT = 2 * 256 * 64 + 64  # embedding, head, norm
-
-
 SHARDED = ("sharding=per_block", "precision=fp32", "optimizer=adamw")
 WHOLE = ("sharding=ddp", "precision=fp32", "optimizer=adamw")
 HYBRID = ("sharding=per_block", "sharding.dp_replicate=2", "training.max_grad_norm=1.0")
 
 
 @cache
-def program(*words: str, workers: int = 4, cuda: bool = True) -> list[Operator]:
-    return forecast_step(config(*LM, *words), workers, cuda, traced=True).program
+def program(*words: str) -> list[Operator]:
+    return forecast_step(config(*LM, *words), 4, cuda=True, traced=True).program
 
 
-def total(expected: list[Operator], *kinds: Kind) -> float:
-    return sum(operator.flops for operator in expected if operator.kind in kinds)
+def total(operators: list[Operator], kind: Kind, figure: str = "flops") -> float:
+    return sum(getattr(operator, figure) for operator in operators if operator.kind is kind)
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,9 @@ def test_the_matrix_products_are_those_of_a_real_step(words: list[str]):
     with FlopCounterMode(display=False) as counter:
         workload.task.loss(workload.task.forward(model, batch), batch).backward()
     by_name = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
-    products = sum(count for name, count in by_name.items() if "attention" not in name)
     attention = sum(count for name, count in by_name.items() if "attention" in name)
     operators = program(*words, "training.global_batch_size=16", "precision=bf16_mixed")
-    assert total(operators, Kind.matmul) == products
+    assert total(operators, Kind.matmul) == sum(by_name.values()) - attention
     assert total(operators, Kind.attention) == attention / 2, "half of the scores are masked"
 
 
@@ -64,12 +63,8 @@ def test_what_is_gathered_and_scattered_is_every_unit_once_or_twice():
     operators = program("sharding=per_block", "reshard_after_forward=default", "precision=bf16_mixed")
     gathered = Counter(o.num_bytes for o in operators if o.kind is Kind.gather)
     scattered = Counter(o.num_bytes for o in operators if o.kind is Kind.scatter)
-    assert gathered == {2 * BLOCK: 4, 2 * ROOT: 1}
-    assert scattered == {4 * BLOCK: 2, 4 * ROOT: 1}
+    assert gathered == {2 * BLOCK: 4, 2 * ROOT: 1} and scattered == {4 * BLOCK: 2, 4 * ROOT: 1}
     assert all(o.group == (0, 1, 2, 3) for o in operators if o.kind is Kind.gather)
-
-
-def test_never_gathers_nothing_in_the_backward_pass():
     for policy, backwards in (("never", 0), ("always", 3)):
         operators = program("sharding=per_block", f"reshard_after_forward={policy}")
         assert sum(o.kind is Kind.gather and o.phase == "backward" for o in operators) == backwards, policy
@@ -77,7 +72,7 @@ def test_never_gathers_nothing_in_the_backward_pass():
 
 def test_ddp_reduces_each_gradient_once():
     operators = program(*WHOLE)
-    assert sum(o.num_bytes for o in operators if o.kind is Kind.reduce) == 4 * (2 * BLOCK + ROOT)
+    assert total(operators, Kind.reduce, "num_bytes") == 4 * (2 * BLOCK + ROOT)
     assert not any(o.kind in (Kind.gather, Kind.scatter) for o in operators)
 
 
@@ -88,62 +83,15 @@ def test_hybrid_sharding_scatters_within_and_reduces_between_its_groups():
     assert {o.group for o in replicas} == {(0, 2)}
     assert {o.stream for o in replicas} == {Stream.all_reduce}, "FSDP2 has a stream for it"
     narrow = program(*HYBRID, "precision=grad_bf16")
-    after = {o.stream for o in narrow[narrow.index(next(o for o in narrow if o.kind is Kind.reduce)) :]
-             if o.phase == "backward" and o.name == "aten._to_copy" and o.stream is not Stream.compute}  # fmt: skip
-    assert after == {Stream.all_reduce}, "where the reduced gradients are cast, too"
-
-
-class Reductions(TorchDispatchMode):
-    """Notes the all-reduces inside, those within DTensor's operators too: name and bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[tuple[str, int]] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if DTensor in types:
-            return NotImplemented
-        name = str(func.overloadpacket)
-        if "all_reduce" in name or "allreduce" in name:
-            self.seen[name, sum(tensor.nbytes for tensor in tensors_of(args[0]))] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def real_reductions(cases: list[list[str]]) -> list[Counter[tuple[str, int]]]:
-    """Of each case, the all-reduces of a rank in a trial."""
-    collected = []
-    for words in cases:
-        with tempfile.TemporaryDirectory() as folder, Reductions() as noted:
-            train(config("model=mlp", *words), Path(folder), Memo())
-        collected.append(noted.seen)
-    return collected
-
-
-def forecast_reductions(*words: str) -> Counter[tuple[str, int]]:
-    operators = forecast_step(config("model=mlp", *words), 2, cuda=True, traced=True).program
-    return Counter((o.name, int(o.num_bytes)) for o in operators if o.kind is Kind.reduce)
-
-
-CLIPS = [
-    [f"sharding={sharding}", f"training.max_grad_norm={norm}"] for sharding in ("root", "ddp") for norm in ("null", 1)
-]
-
-
-@pytest.mark.ci
-def test_clipping_adds_the_reduction_that_a_real_step_issues():
-    """One of the norms of all parameters where they are sharded; whole gradients have none."""
-    sharded, clipped, whole, also = run_ranks(2, real_reductions, CLIPS)[0]
-    steps = 4
-    forecast = [forecast_reductions(*words) for words in CLIPS]
-    added = {("_c10d_functional.all_reduce", 4 * 4): 1}  # two layers, each with its weight and bias, in float32
-    assert forecast[1] - forecast[0] == added and clipped - sharded == dict.fromkeys(added, steps)
-    assert forecast[3] == forecast[2] and whole == also
+    after = narrow[next(number for number, o in enumerate(narrow) if o.kind is Kind.reduce) :]
+    casts = [o for o in after if o.phase == "backward" and o.name == "aten._to_copy"]
+    assert {o.stream for o in casts} - {Stream.compute} == {Stream.all_reduce}, "where reduced gradients are cast, too"
 
 
 def test_the_norm_is_reduced_among_the_shards_and_clipping_waits_for_it():
     operators = [o for o in program(*HYBRID) if o.phase == "optimizer"]
     (reduced,) = (o for o in operators if o.kind is Kind.reduce)
-    parameters = 2 * 9 + 3  # two blocks, embedding, head, norm
+    parameters = 2 * 9 + 3  # two blocks, embedding, head, norm: a norm of each, in float32
     assert reduced.group == (0, 1) and reduced.num_bytes == 4 * parameters
     after = operators[operators.index(reduced) + 1]
     assert after.name == "aten.pow" and set(after.reads) & set(reduced.writes)
@@ -153,7 +101,8 @@ def test_checkpointing_computes_the_blocks_again():
     plain, again = program(*SHARDED), program(*SHARDED, "activation_checkpointing=full")
     forward = sum(o.flops for o in plain if o.phase == "forward" and o.module.startswith("blocks"))
     last = max(o.flops for o in again if o.module.endswith("down_proj") and o.phase == "forward")  # stops before it
-    assert total(again, Kind.matmul, Kind.attention) - total(plain, Kind.matmul, Kind.attention) == forward - 2 * last
+    more = sum(total(again, kind) - total(plain, kind) for kind in (Kind.matmul, Kind.attention))
+    assert more == forward - 2 * last
 
 
 def test_equal_settings_have_equal_programs_and_following_them_changes_no_profile():
@@ -172,16 +121,13 @@ def test_the_optimizer_reads_and_writes_this_ranks_part(words: tuple[str, ...], 
     assert sum(o.num_bytes for o in operators) == pytest.approx(4 * 8 * parameters, rel=1e-3)
 
 
-def test_the_optimizer_waits_for_the_last_gradients():
-    operators = program(*SHARDED)
-    last = [o for o in operators if o.kind is Kind.scatter][-1]
-    adam = next(o for o in operators if o.name == "aten._fused_adamw_")
-    assert set(last.writes) & {*adam.reads, *adam.writes}
-
-
-def test_the_optimizer_runs_on_the_host_where_it_is_offloaded():
+def test_the_optimizer_waits_for_the_last_gradients_and_runs_where_they_are():
     for words, stream in ((("offload=cpu",), Stream.host), ((), Stream.compute)):
-        assert {o.stream for o in program(*SHARDED, *words) if "adam" in o.name} == {stream}
+        operators = program(*SHARDED, *words)
+        adam = next(o for o in operators if o.name == "aten._fused_adamw_")
+        assert {o.stream for o in operators if "adam" in o.name} == {stream}
+    last = [o for o in operators if o.kind is Kind.scatter][-1]
+    assert set(last.writes) & {*adam.reads, *adam.writes}
 
 
 def test_what_travels_to_the_device_has_the_bytes_of_the_shards():
@@ -196,18 +142,79 @@ def test_what_travels_to_the_device_has_the_bytes_of_the_shards():
     assert sum(o.num_bytes for o in back) == shards
 
 
-@pytest.mark.parametrize("checkpointing", [(), ("activation_checkpointing=full",)])
-def test_the_rotary_embedding_of_all_blocks_is_named_after_each(checkpointing: tuple[str, ...]):
-    result = Counter((o.phase, o.module) for o in program(*SHARDED, *checkpointing) if "rotary" in o.module)
-    assert {module for _, module in result} == {f"blocks.{number}.attention.rotary" for number in range(2)}
-    for phase in ("forward", "backward"):
-        assert result[phase, "blocks.0.attention.rotary"] == result[phase, "blocks.1.attention.rotary"] > 0
-
-
 def test_what_dtensor_tries_out_on_whole_shapes_is_no_part_of_the_step():
     """The second step is the first that multiplies the momentum."""
-    operators = program(
-        "sharding=per_block", "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.implementation=foreach"
-    )
+    sgd = ("optimizer=sgd", "optimizer.momentum=0.9", "optimizer.implementation=foreach")
+    operators = program("sharding=per_block", *sgd)
     (scaled,) = (o for o in operators if o.phase == "optimizer" and o.name == "aten._foreach_mul_")
     assert scaled.num_bytes == pytest.approx(2 * 4 * (2 * BLOCK + ROOT) / 4, rel=0.01)
+
+
+def kept(function: Any, x: Tensor) -> int:
+    """Bytes that autograd keeps for the backward pass."""
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        sizes[tensor.untyped_storage()._cdata] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        function(x).sum().backward()
+    return sum(sizes.values())
+
+
+def test_a_fused_chain_is_one_kernel_that_keeps_its_input_and_writes_its_output():
+    """y = sin(sin(2 x)): eager execution keeps what each sine gets; the compiler keeps x and computes these again."""
+    kernels: list[tuple[list[int], list[int]]] = []
+    size = 64 * 8 * 4
+
+    def seen(name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        kernels.append(([t.nbytes for t in reads], [t.nbytes for t in writes]))
+
+    def chain(x: Tensor) -> Tensor:
+        return torch.sin(torch.sin(2 * x))
+
+    with kernels_planned(torch.device("cpu"), seen), FakeTensorMode():
+        x = torch.empty(64, 8, requires_grad=True)
+        assert (kept(chain, x), kept(torch.compile(chain), x)) == (2 * size, size)
+        assert x.grad is not None and x.grad.shape == x.shape
+    assert type(tqdm.get_lock()) is type(threading.RLock()), "no semaphore that a killed process leaves behind"
+    forward, backward = kernels
+    assert forward == ([size], [size])
+    assert backward == ([size, size], [size]), "it reads x and the gradient of y"
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_a_compiled_step_computes_the_same_and_moves_less(checkpointing: str):
+    words = ["task=language", "model=lm_tiny", "precision=bf16_mixed", f"activation_checkpointing={checkpointing}"]
+    eager, compiled = (
+        forecast_step(config(*words, f"compile={value}"), 4, cuda=True, traced=True) for value in ("false", "true")
+    )
+    assert compiled.profile.peaks["device"]["total"] < eager.profile.peaks["device"]["total"]
+    for kind in (Kind.matmul, Kind.attention):
+        assert total(eager.program, kind) == total(compiled.program, kind)
+    for kind in (Kind.gather, Kind.scatter):
+        assert total(eager.program, kind, "num_bytes") == total(compiled.program, kind, "num_bytes")
+    assert total(compiled.program, Kind.memory, "num_bytes") < 0.8 * total(eager.program, Kind.memory, "num_bytes")
+    fused = [o for o in compiled.program if o.name == "fused"]
+    assert fused and all(o.module.startswith("blocks.") for o in fused)
+    device = sheet("h100_sxm")
+    assert predict(compiled.program, device).step_s < predict(eager.program, device).step_s
+
+
+def test_float8_layers_keep_bfloat16_and_cast_for_each_product():
+    """Of a block: seven layers with three products each; the head stays in bfloat16."""
+    sizes = ["model.dim=64", "model.num_layers=1", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=176"]
+    words = ["task=language", *sizes, "model.max_seq_len=64", "data.seq_len=64", "training.global_batch_size=8"]
+    narrow, wide = (
+        forecast_step(config(*words, f"precision={p}"), 2, cuda=True, traced=True) for p in ("float8", "bf16_mixed")
+    )
+    products = [o for o in narrow.program if o.name == "aten._scaled_mm"]
+    assert len(products) == 7 * 3 and {o.dtype for o in products} == {"float8_e4m3fn"}
+    in_blocks = [o for o in wide.program if o.kind is Kind.matmul and o.module.startswith("blocks.")]
+    assert sum(o.flops for o in products) == sum(o.flops for o in in_blocks)
+    assert sorted(o.shape or () for o in products) == sorted(o.shape or () for o in in_blocks)
+    sent, expected = ([o.num_bytes for o in s.program if o.kind is Kind.gather] for s in (narrow, wide))
+    assert sent == expected, "gathers send bfloat16"
+    assert narrow.profile.peaks["device"]["total"] >= wide.profile.peaks["device"]["total"]
