@@ -75,14 +75,14 @@ PASTED = "report/test_pytorch.py::test_the_pasted_function_trains_as_the_trial"
 FAULTS = (
     # suggestions
     Fault("another trainer's name of an option is compared letter by letter", "fsdp_lab/config/suggest.py",
-          "in (leaf, _SYNONYMS.get(leaf))", "== leaf", "config/test_suggest.py"),
+          "in (leaf, _SYNONYMS.get(leaf))", "== leaf", "config/test_keys.py"),
     # doctor and the Python API
     Fault("a machine on which sweeps fail has the status of one on which they run", "fsdp_lab/commands/doctor.py",
-          "        wrong += finding.fails", "        wrong += 0", "test_doctor.py"),
+          "        wrong += finding.fails", "        wrong += 0", "test_machine.py"),
     Fault("too little memory for Ray is a note", "fsdp_lab/commands/doctor.py",
-          "fails=free < _LEAST_MEMORY", "fails=False", "test_doctor.py"),
+          "fails=free < _LEAST_MEMORY", "fails=False", "test_machine.py"),
     Fault("a store that another process holds is said to answer", "fsdp_lab/commands/doctor.py",
-          "BEGIN IMMEDIATE", "SELECT 1", "test_doctor.py"),
+          "BEGIN IMMEDIATE", "SELECT 1", "test_machine.py"),
     Fault("an interrupt in a notebook does not reach the sweep", "fsdp_lab/api.py",
           "            process.send_signal(signal.SIGINT)", "            pass", "test_api.py"),
     Fault("a command that refuses its words raises nothing in Python", "fsdp_lab/api.py",
@@ -100,7 +100,7 @@ FAULTS = (
           "    if there != artifacts and not", "    if there == artifacts and not",
           "tracking/test_store.py::test_a_store_that_was_moved_does_not_log_to_its_old_place"),
     Fault("a resume looks for what a folder's name has in braces", "fsdp_lab/config/key_value_args.py",
-          r'r"\1\1\\${"', r'r"\1\1${"', "config/test_key_value_args.py::test_hydra_reads_what_was_quoted"),
+          r'r"\1\1\\${"', r'r"\1\1${"', "config/test_words.py::test_hydra_reads_what_was_quoted"),
     # training
     Fault("the last unit is left unsharded", "fsdp_lab/training/parallelize.py",
           "        for group in groups:\n            fully_shard(group",
@@ -439,7 +439,7 @@ FAULTS = (
           "return [list(cell) for cell in itertools.product(*values)]",
           "return [list(cell) for cell in itertools.product(*values)][:-1] or [[]]", "sweep/test_grid.py"),
     Fault("a name that looks like a number is one", "fsdp_lab/config/overrides.py",
-          "value_word(typed, typed) if is_changed else typed", "typed", "test_overrides.py"),
+          "value_word(typed, typed) if is_changed else typed", "typed", "config/test_words.py"),
     Fault("a key that is swept is replaced in silence", "fsdp_lab/config/overrides.py",
           "keys.count(override.key_or_group) > 1 and", "False and", "test_refusals.py"),
     Fault("a user's option is ignored for ours", "fsdp_lab/config/overrides.py",

@@ -1,33 +1,35 @@
-"""What each key counts towards, listed by hand: a new key is added here, so that somebody decides."""
+"""Each key: what it counts towards, listed by hand so that somebody decides of a new one; how its value is read, and
+which key, option or device is suggested for a mistyped one."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+import yaml
 
 from fsdp_lab.config import (
-    ConfigError,
     NightlyConfig,
-    SweepConfig,
     TrialConfig,
     all_keys,
-    check_ranges,
+    conf_dir,
+    flatten,
     forecast_settings,
-    part,
+    from_dict,
     settings,
     to_dict,
 )
 from fsdp_lab.config.compare import CELLS, CHECKPOINT, NIGHTS, PARAMS, STARTS, STEP
-from fsdp_lab.config.key import key, keys_of
-from fsdp_lab.config.nightly import NightConfig
+from fsdp_lab.config.conf import group_dirs, known_devices, options_of
+from fsdp_lab.config.key import keys_of
 from fsdp_lab.config.options import values_implied_by_option
-from fsdp_lab.config.sweep import ReportConfig
-from fsdp_lab.config.training import OptimizerConfig
-from fsdp_lab.config.workload import DataConfig, ModelConfig
+from fsdp_lab.config.parallel import Granularity
+from fsdp_lab.config.suggest import closest
+from tests.ranks import read_config
 
 # Another value makes another trial of a grid (cells), is refused by a resume (starts) and by the trial's own checkpoint
 # (checkpoint), is another study (nights), asks for a forecast of its own (forecast), is an MLflow parameter (param).
@@ -84,20 +86,21 @@ COUNTS = {
 }
 EXPECTED = {name: set(counts.split()) for counts, names in COUNTS.items() for name in names.split()}
 KEYS = keys_of(NightlyConfig)
+# What an option's name says of a trial, so that tables leave these keys out.
 NAMED_BY_OPTION = {
-    "sharding=per_block": {"sharding.granularity"},
-    "precision=fp16": {
-        f"precision.{name}" for name in ("param_dtype", "reduce_dtype", "loss_scaling", "float8", "tf32")
-    },
-    "offload=cpu": {"offload.target"},
-    "reshard_after_forward=never": {"reshard_after_forward.policy"},
-    "model=mlp": {"model._target_"},
-    "data=digits": {"data._target_"},
-    "task=classification": {"task.name"},
-    "optimizer=sgd": {"optimizer.name"},
-    "lr_schedule=step": {"lr_schedule.name"},
-    "search=optuna": {"search.name"},
-    "scheduler=asha": {"scheduler.name"},
+    "sharding=per_block": "sharding.granularity",
+    "precision=fp16": """
+        precision.param_dtype precision.reduce_dtype precision.loss_scaling precision.float8 precision.tf32
+    """,
+    "offload=cpu": "offload.target",
+    "reshard_after_forward=never": "reshard_after_forward.policy",
+    "model=mlp": "model._target_",
+    "data=digits": "data._target_",
+    "task=classification": "task.name",
+    "optimizer=sgd": "optimizer.name",
+    "lr_schedule=step": "lr_schedule.name",
+    "search=optuna": "search.name",
+    "scheduler=asha": "scheduler.name",
 }
 
 
@@ -131,14 +134,10 @@ def test_a_key_of_a_sweep_does_not_keep_a_trial_from_its_checkpoint():
     assert settings(NightlyConfig(), CHECKPOINT) == settings(TrialConfig(), CHECKPOINT)
 
 
-@pytest.mark.parametrize("option", NAMED_BY_OPTION)
-def test_what_an_option_says_by_its_name(option: str):
-    assert set(values_implied_by_option(*option.split("="))) == NAMED_BY_OPTION[option]
-
-
-def test_what_options_state_is_all_that_is_marked():
-    marked = {name for name, known in KEYS.items() if known.named_by_option}
-    assert marked == set().union(*NAMED_BY_OPTION.values())
+def test_what_an_option_says_by_its_name_is_all_that_is_marked():
+    said = {option: set(values_implied_by_option(*option.split("="))) for option in NAMED_BY_OPTION}
+    assert said == {option: set(keys.split()) for option, keys in NAMED_BY_OPTION.items()}
+    assert {name for name, known in KEYS.items() if known.named_by_option} == set().union(*said.values())
 
 
 def test_every_number_has_a_rule():
@@ -152,34 +151,116 @@ def test_every_number_has_a_rule():
     assert [name for name in numbers(NightlyConfig, "") if KEYS[name].rule is None] == []
 
 
-def test_a_part_is_the_class_and_no_more():
-    config = NightlyConfig(repeat=3, trial_timeout_s=7.0, nightly=NightConfig(cron="0 3 * * *"))
-    sweep, trial = part(config, SweepConfig), part(config, TrialConfig)
-    assert type(sweep) is SweepConfig and sweep.trial_timeout_s == 7.0 and "nightly" not in to_dict(sweep)
-    assert type(trial) is TrialConfig and trial.repeat == 3 and list(to_dict(trial))[-1] == "memory_profile"
-    assert "secret" not in str(sweep)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["sharding=size_based", "sharding.min_num_params=5", "precision=fp16", "offload=cpu"],
+        ["model=mlp", "optimizer=sgd", "lr_schedule=cosine", "checkpoint.mode=off", "init=meta"],
+        ["cluster.num_workers=4", "training.max_grad_norm=0.5", "checkpoint.resume_from=some/where"],
+    ],
+)
+def test_a_config_is_written_and_read_without_a_loss(overrides: list[str]):
+    """As JSON and as YAML. The order of options and keys on the command line does not matter."""
+    config = read_config(None, overrides)
+    assert from_dict(NightlyConfig, json.loads(json.dumps(to_dict(config)))) == config
+    assert from_dict(NightlyConfig, yaml.safe_load(yaml.safe_dump(to_dict(config)))) == config
+    assert read_config(None, overrides[::-1]) == config
 
 
-def test_a_group_is_reported_with_its_place_on_the_command_line():
-    with pytest.raises(ConfigError, match=r"^report\.speed_tolerance=1\.5 is outside"):
-        check_ranges(ReportConfig(speed_tolerance=1.5), "report.")
+def test_every_key_can_be_typed():
+    """Each key's default, written as text and read again, is the default."""
+    typed = [f"{key}={json.dumps(value)}" for key, value in flatten(NightlyConfig()).items()]
+    assert list(flatten(NightlyConfig())) == all_keys()
+    typed = [word for word in typed if "._target_=" not in word]  # which implies an option without arguments
+    wrong = [word for word in typed if read_config(None, [word]) != NightlyConfig()]
+    assert not wrong, wrong
 
 
-def test_a_field_without_a_decision_is_refused():
-    @dataclasses.dataclass
-    class Careless:
-        decided: int = key(1)
-        forgotten: int = 2
+@pytest.mark.parametrize(
+    ("values", "key", "expected"),
+    [
+        ({"optimizer": {"lr": "1e-3"}}, "optimizer.lr", 0.001),  # YAML reads 1e-3 as text
+        ({"optimizer": {"lr": 1}}, "optimizer.lr", 1.0),
+        ({"checkpoint": {"mode": False}}, "checkpoint.mode", "off"),  # and off as false
+        ({"sharding": {"granularity": Granularity.root.name}}, "sharding.granularity", "root"),
+        ({"cluster": {"num_workers": None}}, "cluster.num_workers", None),
+        ({"objective": "val/loss:min"}, "objective", ["val/loss:min"]),
+    ],
+)
+def test_values_are_read(values: dict[str, object], key: str, expected: object):
+    got = flatten(from_dict(NightlyConfig, values))[key]
+    assert got == expected
+    assert type(got) is type(expected)
 
-    with pytest.raises(KeyError):
-        keys_of(Careless)
+
+OPTIONS = sorted(
+    f"{folder.name}={file.stem}"
+    for folder in group_dirs()
+    if folder.name != "experiment"
+    for file in folder.glob("*.yaml")
+)
 
 
-def test_hydra_sees_types_and_defaults_alone():
-    node = OmegaConf.structured(NightlyConfig)
-    values = OmegaConf.to_container(node, enum_to_str=True)
-    values["model"] = to_dict(ModelConfig(**values["model"]))  # groups that take any key
-    values["data"] = to_dict(DataConfig(**values["data"]))
-    values["optimizer"] = to_dict(OptimizerConfig(**values["optimizer"]))
-    assert values == to_dict(NightlyConfig())
-    assert OmegaConf.get_type(node) is NightlyConfig
+def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+
+
+def unread(option: str) -> list[str]:
+    """Return the keys of an option's file that the config has with another value."""
+    group, _, name = option.partition("=")
+    values = yaml.safe_load((conf_dir() / group / f"{name}.yaml").read_text())
+    flat, wrong = flatten(read_config(None, [option])), []
+    for key, value in leaves(values):
+        value = flat[value[2:-1]] if str(value).startswith("${") else value  # what another key says
+        if flat[f"{group}.{key}"] != (float(value) if isinstance(value, str) and value[0].isdigit() else value):
+            wrong.append(f"{group}.{key}")
+    return wrong
+
+
+def test_every_option_of_every_group_is_read():
+    assert len(OPTIONS) > 50
+    assert {option: wrong for option in OPTIONS if (wrong := unread(option))} == {}
+
+
+# As users of other trainers type them; None: like none.
+_MEANT = {
+    "optimizer.learning_rate": "optimizer.lr",
+    "learning_rate": "optimizer.lr",
+    "training.lr": "optimizer.lr",
+    "lr": "optimizer.lr",
+    "optimizer.LR": "optimizer.lr",
+    "optimizer.wd": "optimizer.weight_decay",
+    "optimizer.beta3": "optimizer.beta2",
+    "batch_size": "training.global_batch_size",
+    "training.train_batch_size": "training.global_batch_size",
+    "training.gradient_accumulation_steps": "training.grad_accum_steps",
+    "training.gradient_clipping": "training.max_grad_norm",
+    "num_workers": "cluster.num_workers",
+    "cluster.gpus": "cluster.num_workers",
+    "checkpoint.every": "checkpoint.every_epochs",
+    "memory_profil": "memory_profile",
+    "bogus": None,
+    "": None,
+}
+
+
+def test_the_key_that_was_meant_is_suggested():
+    assert {typed: closest(typed, all_keys()) for typed in _MEANT} == _MEANT
+
+
+@pytest.mark.parametrize(
+    ("group", "meant"),
+    [
+        ("precision", "bfloat16=bf16 BF16=bf16 16-mixed=fp16_mixed fp8=float8"),
+        ("optimizer", "adamW=adamw AdamW=adamw"),
+        ("model", "llama3_7b=llama3_8b llama3_65b=llama3_70b vit_l_14=vit_l_16 ViT-L-16=vit_l_16 resnet="),
+        ("data", "fashion-mnist=fashion_mnist"),
+        ("device", "h100=h100_sxm H100_SXM=h100_sxm a100=a100_80gb H100-PCIe=h100_pcie mi300=mi300x l40=l40s h20=h200"),
+    ],
+)
+def test_the_option_or_device_that_was_meant_is_suggested(group: str, meant: str):
+    """By case and other names before letters."""
+    names = known_devices() if group == "device" else options_of(group)
+    pairs = dict(pair.split("=") for pair in meant.split())
+    assert {typed: closest(typed, names) or "" for typed in pairs} == pairs

@@ -1,9 +1,14 @@
-"""What is counted as a GPU and a core, with a stand-in for a PyTorch that sees GPUs."""
+"""This machine: its GPUs, cores and memory as they are counted, and what the doctor finds wrong with it.
+
+A stand-in for a PyTorch that sees GPUs; faults are made for real where that can be done.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import sqlite3
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -11,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.commands import doctor
 from fsdp_lab.config import UserError
 from fsdp_lab.config.checks import check_float8, check_pytorch
 from fsdp_lab.config.machine import check_gpus
@@ -59,32 +65,28 @@ def _count(folder: Path, cwd: str = ".", **variables: str) -> str:
 
 
 def test_gpus_are_those_that_pytorch_sees_in_a_process_of_its_own(tmp_path: Path):
+    """Whatever else is printed and warned of; and a torch.py in the working folder is not imported."""
     torch = tmp_path / "torch.py"
     torch.write_text(_PYTORCH)
     gpu = "Gpu(name='AMD Instinct MI300X', memory_bytes=206158430208, capability=(9, 4))"
     assert _count(tmp_path) == f"3 [{gpu}]\n"
     assert (tmp_path / "asked").read_text() == "imported\n", "asked once"
-    assert _count(tmp_path, CUDA_VISIBLE_DEVICES="1") == f"1 [{gpu}]\n"
     assert _count(tmp_path, CUDA_VISIBLE_DEVICES="") == "2 []\n", "two workers on the CPU"
-
-
-def test_gpus_are_counted_whatever_else_is_said(tmp_path: Path):
-    """Of a display card, of NVML, by a vendor; and a torch.py in the working folder is not imported."""
-    warns = "import warnings\ncuda.device_count = lambda: warnings.warn('\\nCan\\'t initialize NVML') or 2"
-    (tmp_path / "torch.py").write_text(f"{_PYTORCH}\nprint('Welcome', end='')\n{warns}")
+    warns = "import warnings\nwarnings.warn('\\nCan\\'t initialize NVML')"
+    torch.write_text(f"{_PYTORCH}\nprint('Welcome', end='')\n{warns}")
     (tmp_path / "here").mkdir()
     (tmp_path / "here/torch.py").write_text("raise ImportError('of the working folder')")
-    assert _count(tmp_path, "here").startswith("2 [Gpu(name='AMD Instinct MI300X'")
+    assert _count(tmp_path, "here", CUDA_VISIBLE_DEVICES="1") == f"1 [{gpu}]\n"
+
+
+_WARNS = "import warnings\nclass cuda:\n  device_count = lambda: warnings.warn('\\n  The driver is old\\nNew') or 0"
 
 
 @pytest.mark.parametrize(
     ("pytorch", "why"),
     [
         ("raise ImportError('libcudart.so.13: no such file')", "ImportError: libcudart.so.13: no such file"),
-        (
-            "import warnings\nclass cuda:\n  device_count = lambda: warnings.warn('\\n  The driver is old\\nNew') or 0",
-            "The driver is old",
-        ),
+        (_WARNS, "The driver is old"),
         ("class cuda:\n  device_count = lambda: 0", "sees no device"),
         ("raise RuntimeError('CUDA error: lost\\nCompile with more')", "RuntimeError: CUDA error: lost"),
         ("import os\nos.abort()", "PyTorch ends with status -6"),
@@ -94,11 +96,13 @@ def test_gpus_that_pytorch_cannot_use_are_an_error(tmp_path: Path, pytorch: str,
     (tmp_path / "torch.py").write_text(pytorch)
     printed = _count(tmp_path)
     assert printed.startswith("PyTorch cannot use this machine's GPUs (") and f"{why}); update their driver" in printed
-    assert _count(tmp_path, CUDA_VISIBLE_DEVICES="") == "2 []\n", "hidden, as the message says"
 
 
 def test_a_forecast_for_this_machine_needs_its_gpus(fake_gpus: FakeGpus):
+    """So says the doctor, too."""
+    assert not doctor._pytorch("").fails
     fake_gpus(problem="PyTorch sees no device")
+    assert doctor._pytorch("the remedy")[1:] == ("the remedy", True)
     assert for_cuda(config("forecast.device=cuda"))
     with pytest.raises(UserError, match="PyTorch sees no device"):
         for_cuda(config())
@@ -142,7 +146,7 @@ def test_the_cores_of_a_worker(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(("version", "refused"), [("2.11.0+cu128", True), ("2.12.0", False), ("2.15.0a0+git1", False)])
 def test_a_pytorch_that_lacks_what_is_asked_for_is_refused_early(
     monkeypatch: pytest.MonkeyPatch, version: str, refused: bool
-) -> None:
+):
     monkeypatch.setattr(hardware, "version", lambda package: version)
     check_pytorch(config())
     message = r"separate_reduce_scatter_group=true needs .* PyTorch 2\.11 does not have"
@@ -151,30 +155,30 @@ def test_a_pytorch_that_lacks_what_is_asked_for_is_refused_early(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "capability", "message"),
+    ("gpus", "capability", "torchao", "message"),
     [
-        (0, (9, 0), "this machine has no GPU; use precision=bf16_mixed"),
-        (2, (8, 0), "this machine's GPU has 8.0; use precision=bf16_mixed"),
-        (2, (8, 9), ""),
-        (1, (12, 0), ""),
+        (0, (9, 0), True, "this machine has no GPU; use precision=bf16_mixed"),
+        (2, (8, 0), True, "this machine's GPU has 8.0; use precision=bf16_mixed"),
+        (2, (8, 9), True, ""),
+        (1, (12, 0), True, ""),
+        (1, (9, 0), False, r"torchao.*pip install -e '\.\[float8\]'"),
     ],
 )
 def test_float8_is_refused_early_where_no_gpu_has_it(
-    fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, gpus: int, capability: tuple[int, int], message: str
-) -> None:
+    fake_gpus: FakeGpus,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    capability: tuple[int, int],
+    torchao: bool,
+    message: str,
+):
     fake_gpus(gpus, capability=capability)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if torchao else None)
     check_float8(config("precision=bf16_mixed"))
     with pytest.raises(UserError, match=rf"precision=float8 needs .*{message}") if message else nullcontext():
         check_float8(config("precision=float8"))
-    check_float8(config("precision=float8", "cluster.address=auto"))
-
-
-def test_float8_without_torchao_says_how_to_install_it(fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_gpus(1)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"precision=float8 needs torchao.*pip install -e '\.\[float8\]'"):
-        check_float8(config("precision=float8"))
+    if torchao:  # another machine may have the GPU
+        check_float8(config("precision=float8", "cluster.address=auto"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root: control groups")
@@ -209,3 +213,79 @@ def test_limits_of_version_2_hold_in_the_groups_below(
     monkeypatch.setattr(hardware, "_OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(hardware, "_ALL_GROUPS", tmp_path)
     assert hardware.num_cpus() == cores and hardware.host_memory() == 2**27
+
+
+# A process with its own mounts: Docker's small /dev/shm, and a disk with half a megabyte left.
+_SMALL = """
+mount --make-rprivate / && mount -t tmpfs -o size=16m tmpfs /dev/shm && mount -t tmpfs -o size=20m tmpfs small &&
+head -c 20500000 /dev/zero > small/large && exec "$@"
+"""
+
+
+def run_doctor(
+    *words: str, python: tuple[str, ...] = (sys.executable,), cwd: Path = ROOT, **environment: str
+) -> tuple[int, str]:
+    """Its exit status and what it prints, one line a finding."""
+    command = [*python, "-m", "fsdp_lab.doctor", *words]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=100, check=False)
+    return done.returncode, done.stdout.replace(f"\n{'':22}->", " ->") + done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root: mounts")
+def test_each_fault_of_a_machine_is_found_with_its_remedy(tmp_path: Path):
+    (tmp_path / "small").mkdir()
+    (tmp_path / "mlflow.db").write_text("no database" * 100)
+    words = ("folder=small/outputs", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db")
+    small = ("unshare", "--mount", "sh", "-c", _SMALL, "sh", sys.executable)
+    status, printed = run_doctor(*words, python=small, cwd=tmp_path, TMPDIR=str(tmp_path / "small"))
+    found = {line[7:22].strip(): line for line in printed.splitlines()}
+    assert status == 1 and re.search(r"\d problems found$", printed.rstrip()), printed
+    assert found["shared memory"].startswith("note") and "--shm-size" in found["shared memory"]
+    assert found["disk"].startswith("wrong") and "0.0 GiB free in " in found["disk"]
+    assert found["Ray's files"].startswith("wrong") and "TMPDIR" in found["Ray's files"]
+    assert found["MLflow store"].startswith("wrong") and "file is not a database" in found["MLflow store"]
+    assert found["PyTorch"].startswith("ok") and found["Python"].startswith("ok")
+
+
+def test_a_python_without_libraries_and_with_a_pytorch_that_is_broken(tmp_path: Path):
+    """A stand-in for a build whose libraries are missing. The rest is examined all the same."""
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    status, printed = run_doctor(python=(sys.executable, "-S"), PYTHONPATH=str(tmp_path))
+    assert status == 1, printed
+    assert "lacks torchvision, ray, mlflow" in printed and "OSError: libcudart.so.13" in printed
+    assert "GiB free in" in printed and re.search(r"\d problems found$", printed.rstrip())
+
+
+def test_too_few_cores_and_too_little_memory_are_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fsdp_lab.machine.hardware.num_cpus", lambda: 1)
+    monkeypatch.setattr("fsdp_lab.machine.hardware.host_memory", lambda: 2**29)
+    assert doctor._cores("fewer workers")[1:] == ("fewer workers", False)
+    memory = doctor._memory("end others")
+    assert memory.fails and memory.observation.startswith("0.5 GiB free of 0.5 GiB")
+
+
+def test_a_store_is_examined_and_left_as_it_is(tmp_path: Path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    assert f"the first trial creates {uri}; " in doctor._store("", uri).observation and list(tmp_path.iterdir()) == []
+    with sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None) as database:
+        database.execute("CREATE TABLE runs (id TEXT)")
+        before = (tmp_path / "mlflow.db").read_bytes()
+        assert doctor._store("", uri).observation.endswith("answers")
+        assert (tmp_path / "mlflow.db").read_bytes() == before
+        database.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            doctor._store("", uri)
+
+
+@pytest.mark.documents("python -m fsdp_lab doctor")
+def test_the_command_has_the_status_of_what_it_found(cli, tmp_path: Path):
+    done = cli("doctor", list_imports=True)
+    wrong = sum(line.startswith("wrong") for line in done.stdout.splitlines())  # a full memory, for example
+    ends = f"{wrong} problem{'s' * (wrong != 1)} found" if wrong else "sweeps can run here"
+    assert (done.returncode, done.stderr) == (int(wrong > 0), "imported: torch\n"), done.stdout
+    assert done.stdout.splitlines()[-1] == ends and list(tmp_path.iterdir()) == []
+    done = cli("doctor", "tracking.uri=sqlite:////proc/nope/x.db")
+    assert done.returncode == 1 and "wrong  MLflow store" in done.stdout and "\x1b" not in done.stdout
+    assert re.search(r"problems? found$", done.stdout.rstrip())
+    assert "[]" not in done.stdout and "None" not in done.stdout

@@ -1,12 +1,18 @@
-"""Equal spellings of an override mean the same, in each command. What is refused is in tests/messages.txt."""
+"""Words of a command line: equal spellings mean the same, what is printed is read again, and variables add words.
+
+What is refused is in tests/messages.txt.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from fsdp_lab.config import conf_dir
+from fsdp_lab.config.key_value_args import quoted, store_named, with_environment
 from fsdp_lab.config.overrides import read_overrides, search_path
 
 SPELLINGS = {
@@ -42,11 +48,11 @@ def test_equal_spellings_are_read_alike(canonical: str):
 
 
 def test_what_is_text_already_is_left_as_it_is_typed():
-    """So that commands which are printed later read like the one that was typed."""
-    words = ["optimizer.lr=1e-3,1e-2", "training.seed=range(1,4)", "model.table={a:1},{b:2}", "resume=007",
+    """So that commands which are printed later read like the one that was typed. Of two values the last counts."""
+    words = ["optimizer.beta1=1e-3,1e-2", "training.seed=range(1,4)", "model.table={a:1},{b:2}", "resume=007",
         "objective=[val/loss:min]", "~model.width", "+own_group=a", "model.rate=tag(log,interval(1e-4,1e-2))",
         "cluster.storage_path=null", "forecast.keep=5", "forecast.device=5,6",
-        "tracking.experiment=5"]  # fmt: skip
+        "tracking.experiment=5", "optimizer.lr=1", "optimizer.lr=2"]  # fmt: skip
     assert read_overrides(words) == words
 
 
@@ -56,11 +62,6 @@ def test_a_name_of_an_option_in_other_letters_is_quoted(tmp_path: Path):
     assert read_overrides(["model=glob(?)"], str(tmp_path)) == read_overrides(["model='介'"]) == ["model='介'"]
 
 
-def test_keys_that_are_there_twice_without_being_swept_have_the_last_value():
-    """As in Hydra: scripts put the user's words behind their own."""
-    assert read_overrides(["optimizer.lr=1", "optimizer.lr=2"]) == ["optimizer.lr=1", "optimizer.lr=2"]
-
-
 def test_a_copy_of_our_files_and_others_beside_them_are_taken(tmp_path: Path):
     for file in ("model/mlp.yaml", "config.yaml"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -68,3 +69,24 @@ def test_a_copy_of_our_files_and_others_beside_them_are_taken(tmp_path: Path):
     for name in ("model/mine.yaml", "model/notes.md", "ci.yml"):
         (tmp_path / name).touch()
     assert search_path(str(tmp_path)) == [f"hydra.searchpath=['file://{tmp_path}']"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a b", "it's", "back\\slash", "end\\", "x\\'y", "${x}", "a\\${x}", "a\\\\${x}/${y}", "what?", "50%20off",
+     "\\\\'${q}'\\", "$x {y}", "${now:%Y}", "outputs/a-b.c", "1e3", "true", "null"],
+)  # fmt: skip
+def test_hydra_reads_what_was_quoted(text: str):
+    value = OverridesParser.create().parse_override(f"key={quoted(text)}").value()
+    assert OmegaConf.create({"key": getattr(value, "text", value)}).key == text
+
+
+def test_mlflows_variables_are_words_unless_others_are_typed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host:5000")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "")
+    assert with_environment(["-m"]) == ["tracking.uri='http://host:5000'", "-m"]
+    assert with_environment(["+tracking.uri=sqlite:///a.db"]) == ["+tracking.uri=sqlite:///a.db"]
+    assert with_environment(["resume='out'"]) == ["resume='out'"]  # the record has the store
+    assert store_named({}) == "http://host:5000" and store_named({"tracking.uri": "sqlite:///a.db"}) == "sqlite:///a.db"
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "what I do")
+    assert with_environment(["tracking.uri=x"]) == ["tracking.experiment='what I do'", "tracking.uri=x"]
