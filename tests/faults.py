@@ -68,7 +68,7 @@ BATCHES = "workloads/user/test_batches.py::test_it_is_copied_in_its_class_and_it
 SYNCED = "sweep/test_kills.py::test_what_a_resume_needs_is_on_the_disk_before_its_name_and_its_name_after"
 FATES = "sweep/test_fates.py"
 TRACKING = "tracking/test_tracking.py"
-TRIAL_JSON = "record/test_record.py::test_the_first_of_two_outcomes_counts_and_nothing_else_is_lost"
+TRIAL_JSON = "sweep/test_record.py::test_the_first_of_two_outcomes_counts_and_nothing_else_is_lost"
 GATE = "nightly/test_gate.py"
 MISSED = "nightly/test_schedule.py::test_a_missed_night_runs_once_and_one_that_was_killed_ends_no_schedule"
 PASTED = "report/test_pytorch.py::test_the_pasted_function_trains_as_the_trial"
@@ -356,7 +356,7 @@ FAULTS = (
           "test_epochs_come_as_they_are_reported_and_from_the_folder_once_at_a_start_and_at_the_end"),
     Fault("an outcome is replaced by a file that is not on the disk", "fsdp_lab/record/trial_json.py",
           "durable or trial.outcome is not None", "durable",
-          "record/test_record.py::test_an_outcome_stays_on_the_disk_when_its_file_is_written_again"),
+          "sweep/test_record.py::test_an_outcome_stays_on_the_disk_when_its_file_is_written_again"),
     Fault("a later outcome of a trial replaces the first", "fsdp_lab/record/trial_json.py",
           "        if trial.outcome is None:", "        if True:", TRIAL_JSON),
     Fault("of two processes that change a trial's record one is lost", "fsdp_lab/record/trial_json.py",

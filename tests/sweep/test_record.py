@@ -1,30 +1,35 @@
-"""What a sweep leaves in its folder, and what a resume makes of it; without Ray."""
+"""What a sweep and its trials leave in their folders, and what a resume makes of it; without Ray."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from fsdp_lab.config import SweepConfig, UserError, from_dict
-from fsdp_lab.config.machine import RunningCluster
+from fsdp_lab.config import SweepConfig, UserError
+from fsdp_lab.config.metrics import MEMORY, MIB, SPEED
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.paths import storage
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder, read_start
-from fsdp_lab.record.trial_files import wait_until_alone
-from fsdp_lab.record.trial_json import Outcome, write_outcome
+from fsdp_lab.record.trial import with_forecast
+from fsdp_lab.record.trial_files import clear_attempt, wait_until_alone
+from fsdp_lab.record.trial_json import Outcome, RankFailure, changing, read_trial, set_aside_failures, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial, read_trials
-from fsdp_lab.sweep.grid import with_overrides
 from fsdp_lab.sweep.store import resume as changes
 from fsdp_lab.sweep.store.checkpoints import drop_checkpoints
 from fsdp_lab.sweep.store.find import remember_last
 from fsdp_lab.sweep.store.resume import changes_of_code, changes_of_config, changes_of_workers, resume_arguments
+from tests.report.sweeps import sweep
 
 WORDS = (["sharding=root"], ["sharding=ddp", "optimizer.lr=0.1"], ["sharding=per_block"])
 
@@ -54,38 +59,31 @@ def test_a_trial_that_is_missing_is_refused(tmp_path: Path, compose_trial):
             read_trials(tmp_path, 3)
 
 
-def test_checkpoints_go_wherever_they_lie_and_whatever_code_they_are_of(tmp_path: Path, compose_trial):
+def test_checkpoints_and_models_are_dropped_wherever_they_lie(tmp_path: Path, compose_trial):
     own = compose_trial(["sharding=root"], 0)
     shared = compose_trial(["sharding=root", f"cluster.storage_path={tmp_path}/disk"], 1)
     begin_folder(tmp_path, [own, shared])
+    assert storage(own, tmp_path) == tmp_path / "0" and storage(shared, tmp_path).is_relative_to(tmp_path / "disk")
     for trial in (own, shared):
         add_trial(tmp_path, trial)
         (storage(trial, tmp_path) / "checkpoints/step_1").mkdir(parents=True)
         (storage(trial, tmp_path) / "model").mkdir()  # exported in a format of its own
         for name in ("model/model.safetensors", "model.pt", "metrics.jsonl"):
             (storage(trial, tmp_path) / name).write_text("")
-    (tmp_path / "0/.hydra").mkdir()
-    (tmp_path / "0/.hydra/config.yaml").write_text("a_key_that_is_no_more: 1")
-    assert storage(own, tmp_path) == tmp_path / "0" and storage(shared, tmp_path).is_relative_to(tmp_path / "disk")
     drop_checkpoints(tmp_path)
     for trial in (own, shared):
-        left = {path.name for path in storage(trial, tmp_path).iterdir()}
-        assert left - {".hydra"} == {"metrics.jsonl"}
+        assert [path.name for path in storage(trial, tmp_path).iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.parametrize("named", ["shared folder", ""])
 @pytest.mark.parametrize("line", [{"folder": "../other"}, {"folder": "0", "storage": "other"}, {"folder": "link"}])
-def test_what_does_not_belong_to_the_sweep_is_not_removed(
-    line: dict[str, str], named: str, tmp_path: Path, compose_trial
-):
+def test_what_does_not_belong_to_the_sweep_is_not_removed(line: dict[str, str], tmp_path: Path, compose_trial):
     """A folder may come from somebody else, and its record or the name of its shared folder name any path."""
     sweep, other = tmp_path / "sweep", tmp_path / "other"
     (other / "checkpoints").mkdir(parents=True)
     (other / "model.pt").write_text("")
     begin_folder(sweep, [compose_trial(["sharding=root"], 0)])
     (sweep / "link").symlink_to(other)
-    if named:
-        (sweep / ".storage").write_text(tmp_path.name)
+    (sweep / ".storage").write_text(tmp_path.name)
     absolute = {key: str(tmp_path / value) if key == "storage" else value for key, value in line.items()}
     (sweep / "trials.jsonl").write_text(json.dumps({"overrides": [], **absolute}) + "\n")
     with pytest.raises(OSError, match="not below the sweep's folder or its storage"):
@@ -128,27 +126,6 @@ def test_the_command_line_of_a_resume(tmp_path: Path, monkeypatch: pytest.Monkey
     assert meant == ["sharding=root", f"resume={tmp_path}", f"hydra.run.dir={tmp_path}", "hydra.output_subdir=null"]
 
 
-def started_in(folder: Path, launched_in: Path) -> None:
-    SweepStart.of(["sharding=root"], False, SweepConfig()).write(folder)
-    record = json.loads((folder / "sweep.json").read_text())
-    (folder / "sweep.json").write_text(json.dumps({**record, "launched_in": str(launched_in)}))
-
-
-def test_another_users_sweep_and_one_of_a_job_resume_where_that_is_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Python imports modules from where a command is typed; and Ray deletes its copy of a job's files."""
-    (tmp_path / "theirs").mkdir()
-    started_in(tmp_path, tmp_path / "theirs")
-    monkeypatch.setattr("fsdp_lab.sweep.store.resume.find_trusted", lambda *_: (tmp_path, False))
-    assert "sharding=root" in resume_arguments([f"resume={tmp_path}", "trust=true"])
-    monkeypatch.undo()
-    copy = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
-    copy.mkdir(parents=True)
-    started_in(tmp_path, copy)
-    assert "sharding=root" in resume_arguments([f"resume={tmp_path}"])
-
-
 def test_a_resume_is_typed_where_the_sweep_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "a place").mkdir()
     monkeypatch.chdir(tmp_path / "a place")
@@ -160,31 +137,9 @@ def test_a_resume_is_typed_where_the_sweep_was_started(tmp_path: Path, monkeypat
     assert "sharding=root" in resume_arguments([f"resume={tmp_path}"])
 
 
-def test_a_record_that_is_none_is_reported(tmp_path: Path):
-    (tmp_path / "sweep.json").write_text('{"arguments": 3}')
-    with pytest.raises(UserError, match=r"sweep\.json cannot be read"):
-        read_start(tmp_path)
-
-
-def test_a_record_that_only_its_owner_may_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def read_text(path: Path, **options: object) -> str:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "read_text", read_text)
-    with pytest.raises(UserError, match=rf"resume={tmp_path}: only its owner may read {tmp_path}/sweep.json"):
-        read_start(tmp_path)
-
-
-def test_the_keys_of_one_start_are_not_recorded():
-    words = ["-m", "sharding=root", "resume_failed=true", "+resume_anyway=true"]
-    assert SweepStart.of(words, True, SweepConfig()).arguments == ["sharding=root"]
-
-
 def test_changed_code_is_named(monkeypatch: pytest.MonkeyPatch):
     record = SweepStart.of([], True, SweepConfig())
     assert changes_of_code(record) == []
-    looked_at_by_others = dataclasses.replace(record, libraries={**record.libraries, "other": "1"})
-    assert changes_of_code(looked_at_by_others) == []
     other = dataclasses.replace(record, code="0", libraries={**record.libraries, "torch": "2.9.0"})
     code, torch = changes_of_code(other)
     assert code == "the code of fsdp_lab changed", "the commit is the same"
@@ -201,11 +156,6 @@ def test_another_number_of_workers_by_default_is_named(monkeypatch: pytest.Monke
     assert changes_of_workers(record, SweepConfig()) == []
     (change,) = changes_of_workers(dataclasses.replace(record, num_workers=8), SweepConfig())
     assert change.startswith("cluster.num_workers=null was 8 workers and is ")
-    elsewhere = from_dict(SweepConfig, {"cluster": {"address": "head:6379"}})
-    monkeypatch.setattr("fsdp_lab.config.machine._clusters", {"head:6379": RunningCluster(8, False)})
-    monkeypatch.setattr("fsdp_lab.config.machine._asks", [RunningCluster])
-    assert changes_of_workers(dataclasses.replace(record, num_workers=8), elsewhere) == [], "not this machine's"
-    assert changes_of_workers(dataclasses.replace(record, num_workers=4), elsewhere) != []
 
 
 def test_changed_settings_are_named(compose_trial):
@@ -214,22 +164,9 @@ def test_changed_settings_are_named(compose_trial):
     assert changes_of_config(trial.folder, trial.config) == []
     longer = compose_trial(["optimizer.lr=0.1", "training.epochs=3", "cluster.max_failures=9", "resume=x"], 0).config
     assert changes_of_config(trial.folder, longer) == ["training.epochs was 2 and is 3"]
-    path = trial.folder / ".hydra" / "config.yaml"
-    path.write_text(path.read_text() + "\nold_key: 1\n")
-    assert "old_key is not a key" in changes_of_config(trial.folder, SweepConfig())[0]
-
-
-def test_settings_that_cannot_be_compared_are_named(compose_trial):
-    trial = compose_trial(["optimizer.lr=0.1"], 0)
-    for _ in ("missing", "cut"):
-        (change,) = changes_of_config(trial.folder, trial.config)
-        assert f"{trial.folder}/.hydra/config.yaml cannot be read" in change and "resume_anyway=true" in change
-        write_hydra_folder(trial)
-        (trial.folder / ".hydra/config.yaml").write_text("optimizer:\n")
-
-
-def test_overrides_take_the_place_of_those_for_the_same_key():
-    assert with_overrides(["a=1", "+b=2", "c=3"], ["b=4", "a=5"]) == ["c=3", "b=4", "a=5"]
+    (trial.folder / ".hydra/config.yaml").write_text("optimizer:\n")
+    (change,) = changes_of_config(trial.folder, trial.config)
+    assert f"{trial.folder}/.hydra/config.yaml cannot be read" in change and "resume_anyway=true" in change
 
 
 def test_a_search_whose_record_lost_a_trial_with_a_result_is_refused(tmp_path: Path, compose_trial):
@@ -246,3 +183,85 @@ def test_a_search_whose_record_lost_a_trial_with_a_result_is_refused(tmp_path: P
     os.utime(tmp_path / "sweep.json", (2**33, 2**33))  # as where the folder was copied
     with pytest.raises(UserError, match=rf"trials.jsonl lacks {tmp_path}/1"):
         read_trials(tmp_path)
+
+
+def test_a_frame_has_a_row_a_trial_with_typed_columns():
+    frame = sweep().frame()
+    assert frame.index.name == "trial" and [*frame.index] == [0, 1, 2, 3, 4, 5]
+    assert [*frame["precision"]] == ["fp32", "bf16"] * 3
+    assert frame.loc[3, MEMORY] == 50 * MIB and frame.loc[3, SPEED] == 1980.0
+    assert pd.isna(frame.loc[4, SPEED]) and frame.loc[4, "status"] == TrialStatus.oom
+    assert frame[[MEMORY, SPEED, "seconds"]].dtypes.unique().tolist() == [float]
+
+
+def test_the_errors_of_a_forecast_stand_beside_it():
+    """100 bytes were 90 in the forecast, 10 % too few; 50 samples/s were 40, so its step was 25 % too long."""
+    measured, forecast = {MEMORY: 100.0, SPEED: 50.0}, {"forecast/peak_bytes": 90.0, "forecast/samples_per_s": 40.0}
+    figures = with_forecast(measured, forecast)
+    assert figures["forecast/error"] == pytest.approx(-0.1) and figures["perf/forecast_error"] == pytest.approx(0.25)
+
+
+def test_an_outcome_stays_on_the_disk_when_its_file_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A forecast that comes late replaces the file: without a sync, a power cut would take the outcome with it."""
+    synced = list[int]()
+    monkeypatch.setattr("os.fsync", synced.append)
+    with changing(tmp_path) as trial:
+        trial.forecast = {"forecast/peak_bytes": 1.0}
+    assert synced == [], "a forecast alone can be made again"
+    write_outcome(tmp_path, Outcome(TrialStatus.finished))
+    before = len(synced)
+    with changing(tmp_path) as trial:
+        trial.forecast = {"forecast/peak_bytes": 2.0}
+    assert 0 < before < len(synced)
+
+
+def test_the_first_of_two_outcomes_counts_and_nothing_else_is_lost(tmp_path: Path):
+    """As the trial's own process and the driver may each have one."""
+
+    def write(number: int) -> TrialStatus:
+        with changing(tmp_path) as trial:
+            trial.forecast[str(number)] = 1.0
+        write_outcome(tmp_path, Outcome(TrialStatus.finished if number % 2 else TrialStatus.stopped))
+        outcome = read_trial(tmp_path).outcome
+        assert outcome is not None
+        return outcome.status
+
+    with ThreadPoolExecutor(8) as threads:
+        read = set(threads.map(write, range(40)))
+    assert len(read) == 1 and len(read_trial(tmp_path).forecast) == 40
+
+
+def test_a_trial_is_read_as_it_was_written(tmp_path: Path):
+    failure = pickle.loads(pickle.dumps(RankFailure(Reason.of(Code.error, rank=1, text="boom"), "Traceback", time=9.0)))
+    lost = RankFailure(Reason.of(Code.peer_lost, rank=0), time=1.0)
+    with changing(tmp_path) as trial:
+        trial.failures += [lost, failure]
+        trial.facts = {"device": "cpu", "notes": ["one"]}
+    outcome = Outcome(TrialStatus.failed, failure.reason, 2.0, 3.0)
+    write_outcome(tmp_path, outcome)
+    trial = read_trial(tmp_path)
+    assert trial.outcome == outcome and trial.any_facts == {"device": "cpu", "notes": ["one"]}
+    assert trial.cause is not None and trial.cause.traceback == "Traceback", "a rank that lost its peers is not it"
+    set_aside_failures(tmp_path)
+    clear_attempt(tmp_path)
+    clear_attempt(tmp_path)  # a start that was killed before rank 0 reported
+    trial = read_trial(tmp_path)
+    assert (trial.outcome, trial.cause, trial.facts) == (None, None, None)
+    earlier = [[failure.rank for failure in attempt] for attempt in trial.earlier_failures]
+    assert trial.any_facts["device"] == "cpu" and earlier == [[0, 1]]
+
+
+def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path):
+    with pytest.raises(FileNotFoundError), changing(tmp_path / "gone"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_of_a_version_with_other_files_is_refused(tmp_path: Path):
+    """Else a resume would train every trial again."""
+    SweepStart("id", [], True, str(tmp_path), 1).write(tmp_path)
+    assert read_start(tmp_path).id == "id"
+    file = tmp_path / "sweep.json"
+    file.write_text(file.read_text().replace(',\n "layout": 1', ""))
+    with pytest.raises(UserError, match="another version of fsdp_lab started this sweep"):
+        read_start(tmp_path)

@@ -41,6 +41,10 @@ class Lab:
     trials: list[Run]
 
     @property
+    def names(self) -> list[str]:
+        return [trial.info.run_name for trial in self.trials]
+
+    @property
     def experiment(self) -> str:
         # A browser that is new to MLflow shows the side for language models, where no run is, until it is told.
         return f"{self.address}/#/experiments/{self.parent.info.experiment_id}/runs?workflowType=machine_learning"
