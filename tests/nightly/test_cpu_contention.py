@@ -41,20 +41,15 @@ def test_what_others_compute_is_distinguished_from_our_own(readings: dict[str, A
     assert window.share() == 0.0
 
 
-# Uses half a second of a core, however long that takes, and stays.
-BURNS = "import sys, time\nwhile time.process_time() < 0.5: pass\nprint('burned', flush=True)\nsys.stdin.read()"
-# a grandchild whose parent has gone is nobody's descendant
-ALOOF = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {BURNS!r}], start_new_session=True)"
-
-
-@pytest.mark.parametrize(("code", "is_ours"), [(BURNS, True), (ALOOF, False)])
-def test_the_seconds_of_our_descendants_are_ours(code: str, is_ours: bool):
+def test_the_seconds_of_our_descendants_are_ours():
+    """A child that uses a third of a second of a core, however long that takes, and stays."""
+    burns = "import sys, time\nwhile time.process_time() < 0.3: pass\nprint('burned', flush=True)\nsys.stdin.read()"
     before = sum(_family_s((psutil.Process(),)).values()), _busy_s()
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as burning:
+    with subprocess.Popen([sys.executable, "-c", burns], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as burning:
         assert burning.stdout is not None and burning.stdout.readline() == b"burned\n"
         after = sum(_family_s((psutil.Process(),)).values()), _busy_s()
-    assert (after[0] - before[0] > 0.45) is is_ours
-    assert after[1] - before[1] > 0.3, "the kernel's count of all processes is by ticks"
+    assert after[0] - before[0] > 0.25
+    assert after[1] - before[1] > 0.15, "the kernel's count of all processes is by ticks"
 
 
 @pytest.mark.ci

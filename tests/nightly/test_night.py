@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from fsdp_lab.nightly.night import read_nights
 from fsdp_lab.nightly.texts import WEBHOOK
 from tests import forked
 from tests.conftest import INLINE, ROOT, STORE, without
-from tests.folders import Store, TrialFolder
+from tests.folders import Store, SweepFolder, TrialFolder
 from tests.nightly.conftest import IN_TWELVE_HOURS, webhook
 from tests.processes import descendants, still_running
 from tests.servers import lay_store
@@ -38,36 +36,28 @@ STORED = (*NIGHT, "nightly.keep=1", "cluster.storage_path=shared")
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def nightly(
-    cwd: Path, *arguments: str, code: Path | None = None, address: str = ""
-) -> subprocess.CompletedProcess[str]:
-    """Run it to its end.
-
-    Args:
-        code: a folder with another copy of the package.
-        address: gets the verdict.
-    """
-    env = {**ONE_THREAD, **({"PYTHONPATH": str(code)} if code else {}), **({WEBHOOK: address} if address else {})}
+def nightly(cwd: Path, *arguments: str, code: Path = ROOT, address: str = "") -> subprocess.CompletedProcess[str]:
+    """Run it to its end, with the package of a folder; the address gets the verdict."""
+    env = {**ONE_THREAD, "PYTHONPATH": str(code), **({WEBHOOK: address} if address else {})}
     lay_store(cwd)
     return forked.run(cwd, "fsdp_lab.nightly", *arguments, seconds=280, environment=env)
 
 
-def start(cwd: Path, *arguments: str, code: Path = ROOT) -> subprocess.Popen[bytes]:
+def start(cwd: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    lay_store(cwd)
     return subprocess.Popen(
         [sys.executable, "-m", "fsdp_lab.nightly", *arguments], cwd=cwd, stderr=subprocess.STDOUT,
-        stdout=(cwd / "said.log").open("w"), env={**ONE_THREAD, "PYTHONPATH": str(code)},
+        stdout=(cwd / "said.log").open("w"), env={**ONE_THREAD, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
 
-def changed_code(folder: Path, file: str, *edits: tuple[str, str]) -> Path:
+def changed_code(folder: Path, file: str, old: str, new: str) -> Path:
     """A copy of the project's code with a change in it, as somebody might have committed it."""
     for name in ("fsdp_lab", "conf", "hydra_plugins"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     text = (folder / file).read_text()
-    for old, new in edits:
-        assert text.count(old) == 1, f"{file} has changed: plant it anew"
-        text = text.replace(old, new)
-    (folder / file).write_text(text)
+    assert text.count(old) == 1, f"{file} has changed: plant it anew"
+    (folder / file).write_text(text.replace(old, new))
     return folder
 
 
@@ -75,75 +65,57 @@ def regressions(night: Night) -> list[tuple[str, str]]:
     return [(f.setting, f.metric) for f in night.regressions]
 
 
-@dataclass
-class TwoNights:
-    """A good night, and one with code whose bf16 measures a ten-thousandth of its speed; `got` is what was notified."""
-
-    folder: Path
-    code: Path
-    second: subprocess.CompletedProcess[str]
-    got: list[Any]
-
-    @property
-    def nights(self) -> list[Night]:
-        return read_nights(self.folder / "nights/nightly")
-
-    @property
-    def study(self) -> Path:
-        return self.folder / "nights/nightly"
+Two = tuple[Path, list[Night], subprocess.CompletedProcess[str], list[Any]]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> TwoNights:
-    folder = tmp_path_factory.mktemp("nights")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
+    """A good night, and one with code whose bf16 measures a ten-thousandth of its speed.
+
+    Their folder, both, what the second one printed, and what was notified of it.
+    """
+    folder, copy = tmp_path_factory.mktemp("nights"), tmp_path_factory.mktemp("code") / "code"
     done = nightly(folder, "--once", *STORED)
     assert done.returncode == 0, done.stdout + done.stderr
-    code = changed_code(
-        tmp_path_factory.mktemp("code") / "code",
-        "fsdp_lab/training/speed.py",
-        (
-            "global_batch_size / run.seconds\n",
-            "global_batch_size / run.seconds * (1e-4 if config.precision.param_dtype.name == 'bfloat16' else 1)\n",
-        ),
-    )
+    speed = "global_batch_size / run.seconds"
+    slower = f"{speed} * (1e-4 if config.precision.param_dtype.name == 'bfloat16' else 1)"
+    code = changed_code(copy, "fsdp_lab/training/speed.py", f"{speed}\n", f"{slower}\n")
     with webhook() as (address, got):
         second = nightly(folder, "--once", *STORED, code=code, address=address)
-    return TwoNights(folder, code, second, got)
+    return folder, read_nights(folder / "nights/nightly"), second, got
 
 
 @pytest.mark.documents("python -m fsdp_lab.nightly --once")
-def test_a_slower_setting_is_named_and_its_address_is_secret(two: TwoNights):
-    first, second = two.nights
+def test_a_slower_setting_is_named_and_its_address_is_secret(two: Two):
+    folder, (first, second), done, got = two
     assert (first.verdict, first.baseline) == ("good", None)
-    assert two.second.returncode == 3, two.second.stdout + two.second.stderr
+    assert done.returncode == 3, done.stdout + done.stderr
     assert regressions(second) == [("precision=bf16", "perf/samples_per_s")]
     assert (second.verdict, second.baseline) == ("regression", first.id)
     assert [trial["setting"] for trial in second.trials] == ["precision=fp32", "precision=bf16"] * 2
-    (verdict,) = two.got
+    (verdict,) = got
     assert (verdict["verdict"], verdict["night"], verdict["run_id"]) == ("regression", second.id, second.run_id)
-    runs = {run.info.run_id: run.data.tags for run in Store(two.folder).parents}
-    assert runs[first.run_id]["nightly.verdict"] == "good"
-    assert runs[second.run_id]["nightly.verdict"] == "regression"
-    last = (two.folder / "outputs/last_sweep").read_text()
-    assert last == str(two.study / second.id / "sweep"), "what sweep=last and resume=last name"
-    assert "t0psecret" not in two.second.stdout + two.second.stderr
-    assert [p for p in two.folder.rglob("*") if p.is_file() and b"t0psecret" in p.read_bytes()] == []
+    verdicts = {run.info.run_id: run.data.tags["nightly.verdict"] for run in Store(folder).parents}
+    assert verdicts == {first.run_id: "good", second.run_id: "regression"}
+    last = (folder / "outputs/last_sweep").read_text()
+    assert last == str(folder / "nights/nightly" / second.id / "sweep"), "what sweep=last and resume=last name"
+    assert "t0psecret" not in done.stdout + done.stderr
+    assert [p for p in folder.rglob("*") if p.is_file() and b"t0psecret" in p.read_bytes()] == []
 
 
-def test_repeats_lie_far_apart_and_old_nights_keep_all_but_their_checkpoints(two: TwoNights):
-    nights = two.nights
-    with (two.study / nights[1].id / "sweep/results.csv").open() as file:
-        order = [(row["repeat"], row["precision"]) for row in csv.DictReader(file)]
+def test_repeats_lie_far_apart_and_old_nights_keep_all_but_their_checkpoints(two: Two):
+    folder, nights, _, _ = two
+    first, second = (folder / "nights/nightly" / night.id / "sweep" for night in nights)
+    order = [(row["repeat"], row["precision"]) for row in SweepFolder(second).rows]
     assert order == [("0", "fp32"), ("0", "bf16"), ("1", "fp32"), ("1", "bf16")]
-    first, second = (next((two.folder / "shared").glob(f"{night.id}-sweep-*")) for night in nights)
-    assert (second / "0/model.pt").exists() and list((second / "0/checkpoints").iterdir())
-    assert not (first / "0/model.pt").exists() and not (first / "0/checkpoints").exists()
-    assert (first / "0/metrics.jsonl").exists() and (two.study / nights[0].id / "sweep/report.html").exists()
+    old, new = (next((folder / "shared").glob(f"{night.id}-sweep-*")) / "0" for night in nights)
+    assert (new / "model.pt").exists() and list((new / "checkpoints").iterdir())
+    assert not (old / "model.pt").exists() and not (old / "checkpoints").exists()
+    assert (old / "metrics.jsonl").exists() and (first / "report.html").exists()
 
 
 @pytest.mark.documents("python -m fsdp_lab.nightly")
 def test_sigterm_between_nights_is_a_clean_end(tmp_path: Path):
-    lay_store(tmp_path)
     process = start(tmp_path, *NIGHT)
     try:
         wait_for(lambda: "the next night is" in (tmp_path / "said.log").read_text(), process)
@@ -160,7 +132,6 @@ def test_sigterm_between_nights_is_a_clean_end(tmp_path: Path):
 def test_an_interrupted_night_ends_with_its_sweep_and_is_incomplete(tmp_path: Path, number: signal.Signals):
     """It is interrupted after its first result. Beside it no other night starts."""
     words, study = (*STORED, "training.epochs=20"), tmp_path / "nights/nightly"
-    lay_store(tmp_path)
     process = start(tmp_path, "--once", *words)
     wait_for(lambda: any(TrialFolder(f, f).outcome for f in tmp_path.glob("shared/*/*/")), process)
     second = nightly(tmp_path, "--once", *words)
@@ -184,12 +155,10 @@ def test_a_setting_that_keeps_every_parameter_unsharded_is_named(tmp_path: Path)
         "nightly.repeats=1", "nightly.tolerance.samples_per_s=100", "export=false", "checkpoint.mode=off",
     )  # fmt: skip
     assert nightly(tmp_path, "--once", *ray).returncode == 0
+    policy = "reshard_after_forward(config.reshard_after_forward)"
     unsharded = changed_code(
-        tmp_path / "code",
-        "fsdp_lab/training/parallelize.py",
-        ('"reshard_after_forward": reshard_after_forward(config.reshard_after_forward),',
-         '"reshard_after_forward": False if config.sharding.granularity.name == "per_block" else '
-         "reshard_after_forward(config.reshard_after_forward),"),
+        tmp_path / "code", "fsdp_lab/training/parallelize.py", f'"reshard_after_forward": {policy},',
+        f'"reshard_after_forward": False if config.sharding.granularity.name == "per_block" else {policy},',
     )  # fmt: skip
     done = nightly(tmp_path, "--once", *ray, code=unsharded)
     assert done.returncode == 3, done.stdout + done.stderr

@@ -59,6 +59,9 @@ def test_a_sweep_ends_with_its_report(folder: Path):
     assert sentence_of(page).replace("`", "") in " ".join(printed.split())
     assert "report: out/report.html" in printed
     assert f"> {recommended['trial']} " in printed
+    arguments = shlex.split(command_of(page))[3:]
+    again = run_cli(folder, *arguments, "hydra.run.dir=again", "--cfg", "job")
+    assert again.returncode == 0 and "lr: 0.001" in again.stdout and "granularity: per_block" in again.stdout
     store = Store(folder)
     (parent,) = store.parents
     assert described(folder) == sentence_of(page)
@@ -70,27 +73,14 @@ def test_a_sweep_ends_with_its_report(folder: Path):
     assert got.read_text() == page.read_text()
 
 
-def test_the_recommended_command_trains_that_setting(folder: Path):
-    arguments = shlex.split(command_of(folder / "out/report.html"))[3:]
-    assert "precision=fp32" in arguments or "precision=bf16" in arguments
-    again = run_cli(folder, *arguments, "hydra.run.dir=again", "--cfg", "job")
-    assert again.returncode == 0, again.stderr
-    assert "lr: 0.001" in again.stdout and "granularity: per_block" in again.stdout
-
-
-@pytest.mark.documents("python -m fsdp_lab.report sweep=last use=pytorch")
 def test_the_setting_can_be_taken_home(folder: Path):
     chosen = next(row for row in page_rows(folder / "out/report.html") if row["recommended"] == "yes")
-    text = (folder / "out/use_pytorch.py").read_text()
+    text, before = (folder / "out/use_pytorch.py").read_text(), sorted((folder / "out").iterdir())
     assert f"precision={chosen['precision']}" in text.splitlines()[0]
-    before = sorted((folder / "out").iterdir())
-    printed = report(folder, "sweep=last", "use=pytorch")
-    assert printed.returncode == 0, printed.stderr
-    assert printed.stdout == (folder / "out/use_pytorch.py").read_text()
+    assert report(folder, "sweep=last", "use=pytorch").stdout == text
     words = [word for word in trained.SWEEP if word not in ("-m", *HERE, *trained.AXES)]
     cell = ("precision=bf16", "optimizer.lr=0.001", "cluster.num_workers=1", "engine=ray")
     forecast = forecast_here(folder, *words, *cell, "use=pytorch")
-    assert forecast.returncode == 0, forecast.stderr
     trial = report(folder, "sweep=last", "use=pytorch", "trial=2")
     of_forecast, of_trial = (done.stdout.partition("On each of the")[2] for done in (forecast, trial))
     assert of_forecast == of_trial != ""
@@ -125,11 +115,9 @@ def test_a_report_stays_in_the_folder_where_the_store_fails(tmp_path: Path):
 
 
 REFUSED = (
-    (("sweep=0123456789abcdef0123456789abcdef",), "sweep=0123456789abcdef0123456789abcdef is not a folder"),
     (("sweep=nowhere",), "sweep=nowhere is not a folder"),
     (("sweep=mlartifacts",), "no sweep was started there"),
     (("sweep=out", "report.loss_tolerance=much"), "report.loss_tolerance=much is not a number"),
-    (("sweep=out", "report.speed_tolerance=2"), "report.speed_tolerance=2.0 is outside [0, 1)"),
     (("swep=out",), "swep is not a key. The keys are: sweep,"),
     (("sweep=out", "use=torch"), "use=torch is not an option. Choose one of: pytorch."),
     (("sweep=out", "trial=1"), "trial=1 requires use=pytorch."),

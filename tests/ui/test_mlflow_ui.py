@@ -106,7 +106,8 @@ def test_a_server_with_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert made.returncode == 0 and "warning" not in made.stderr, made.stderr
         monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "0f-n0body")
         refused = run_cli(tmp_path, *sweep, "hydra.sweep.dir=again")
-    assert refused.returncode == 2 and f"tracking.uri={address}: the server refuses" in refused.stderr
+    assert refused.returncode == 2 and f"tracking.uri={address}: MLflow cannot use the store (" in refused.stderr
+    assert "401" in refused.stderr and "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" in refused.stderr
     assert "Traceback" not in refused.stderr and "0f-n0body" not in refused.stderr
 
 
