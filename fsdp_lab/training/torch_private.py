@@ -1,6 +1,6 @@
 """The private names of PyTorch that training uses, under names of our own.
 
-`tests/training/test_torch_private.py` tries each of `NAMES` and names the missing one; without what is imported or read
+`tests/training/test_units.py` tries each of `NAMES` and names the missing one; without what is imported or read
 here, this module fails.
 """
 

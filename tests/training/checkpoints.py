@@ -13,8 +13,7 @@ from fsdp_lab.config import UserError
 from tests.ranks import Memo, config
 
 STEPS = 2  # in an epoch
-# Two blocks: what is saved, loaded and gathered costs by the block, and there has to be more than one.
-SMALL = ("data.num_train=64", "model.num_layers=2")
+SMALL = ("data.num_train=64", "model=mlp", "model.image_size=8", "model.hidden_dim=32", "model.num_layers=2")
 SYNC = "checkpoint.mode=sync"
 ASYNC = "checkpoint.mode=async"
 
@@ -25,13 +24,13 @@ class Job:
 
     Attributes:
         folder: of the trial.
-        overrides: of three epochs with the settings of `SMALL`; None: the folder is only prepared.
+        overrides: of three epochs with the settings of `SMALL`.
         copied: what the folder is copied from before; "": nothing.
         harmed: what is then done to which file in it, by a pattern.
     """
 
     folder: str
-    overrides: Sequence[str] | None
+    overrides: Sequence[str]
     copied: str = ""
     harmed: list[tuple[Callable[[Path], None], str]] = field(default_factory=list)
 
@@ -67,8 +66,7 @@ def train_in(jobs: list[Job]) -> list[Reported]:
         losses: list[float] = []
         memo, error = Memo(), ""
         try:
-            if job.overrides is not None:
-                train(config("training.epochs=3", *SMALL, *job.overrides), Path(job.folder), memo, losses.extend)
+            train(config("training.epochs=3", *SMALL, *job.overrides), Path(job.folder), memo, losses.extend)
         except UserError as raised:
             error = f"{type(raised).__name__}: {raised}"
         results.append(Reported(losses, memo.reported, memo.known, error))

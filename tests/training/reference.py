@@ -6,7 +6,7 @@ scikit-learn's own reader, and the batches are worked out again from seed and ep
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -130,6 +130,12 @@ def first_model(config: TrialConfig) -> nn.Module:
 
 def first_weights(config: TrialConfig) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in first_model(config).state_dict().items()}
+
+
+def names_of(model: nn.Module, units: Iterable[nn.Module]) -> list[str]:
+    """The names that modules have in a model."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(unit)] for unit in units]
 
 
 def build_optimizer(model: nn.Module, config: TrialConfig) -> torch.optim.Optimizer:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_lab.training.checkpoint_place import Place
-from fsdp_lab.training.checkpoint_source import check_meta
+from fsdp_lab.training.checkpoint_source import check_meta, trial_identity
 from fsdp_lab.training.model_state import CheckpointError
-from tests.ranks import Memo, config, run_ranks, selected
+from tests.ranks import config, run_ranks, selected
 from tests.training.checkpoints import (
     ASYNC,
     SMALL,
@@ -31,9 +29,8 @@ from tests.training.checkpoints import (
     overwrite,
     train_in,
 )
-from tests.training.reference import apart, batches, build_optimizer, digits, first_model, resize
+from tests.training.reference import apart, batches, build_optimizer, digits, first_model
 
-NUM_PARAMS = 139_018 - 2 * 33_472
 STOP = f"training.max_steps={STEPS}"
 COSINE = ("lr_schedule=cosine", "lr_schedule.warmup_steps=2")
 # The first step overflows, and the scale then grows after every second good one.
@@ -41,18 +38,16 @@ SCALER = ("precision=fp16", "precision.init_scale=1e7", "precision.growth_interv
 ADAM = [SYNC, "optimizer.lr=0.01", "training.timing_warmup_steps=0"]
 SAME_RANKS: dict[str, list[str]] = {
     "adam": ADAM,
+    "own_lion_fp16_cosine": [
+        SYNC, *SCALER, *COSINE, "activation_checkpointing=full", "optimizer.lr=0.001",
+        "optimizer._target_=tests.workloads.user.optim.Lion",
+    ],
     "async": [ASYNC, "optimizer=adamw", "lr_schedule=step", "lr_schedule.gamma=0.5"],
-    "fp16_scaler_cosine": [SYNC, *SCALER, *COSINE, "activation_checkpointing=full"],
-    "sgd_momentum": [SYNC, "optimizer=sgd", "sharding=per_layer", "precision=bf16"],
-    "cosine_accumulate_clip": [SYNC, *COSINE, "training.grad_accum_steps=2", "training.max_grad_norm=0.5"],
     "fp16_mixed_offload": [ASYNC, "precision=fp16_mixed", "offload=cpu", "init=meta", "sharding=root"],
     "ddp": [*ADAM, "sharding=ddp"],
-    "own_radam": [ASYNC, "optimizer._target_=torch.optim.RAdam", "optimizer.betas=[0.8,0.9]", *COSINE],
-    "own_lion": [SYNC, "optimizer._target_=tests.workloads.user.optim.Lion", *SCALER, "optimizer.lr=0.001"],
-}
+}  # fmt: skip
 OTHER_RANKS: dict[str, list[str]] = {
     "per_layer_cosine": [*ADAM, "sharding=per_layer", *COSINE],
-    "momentum_async": [ASYNC, "optimizer=sgd", "optimizer.lr=0.01"],
     "ddp": [*ADAM, "sharding=ddp"],
     "own_adagrad": [SYNC, "optimizer._target_=torch.optim.Adagrad", "optimizer.lr=0.01", "sharding=per_layer"],
 }
@@ -61,16 +56,14 @@ SEVEN = ("training.epochs=7", "data.num_train=32")
 WORSE = (*SEVEN, "lr_schedule=step", "lr_schedule.gamma=4", "checkpoint.keep_last=2")
 KEEP: dict[str, tuple[list[str], list[int]]] = {  # overrides, steps of the checkpoints that are left
     "best": ([SYNC, *WORSE], []),  # empty: the best and the last two
-    "best_async": ([ASYNC, *WORSE], []),
     "every_2": ([SYNC, *SEVEN, "checkpoint.every_epochs=2", "checkpoint.keep_last=9"], [2, 4, 6, 7]),
 }
 KEEP_TWO = [*ADAM, "checkpoint.keep_last=2", "checkpoint.keep_best=false"]
 
 
-def cases(test: list[str], ci: list[str], full: list[str]) -> list[Any]:
-    """Parameters for each of the tiers."""
-    marked = [(case, mark) for mark, some in ((pytest.mark.ci, ci), (pytest.mark.full, full)) for case in some]
-    return [*test, *(pytest.param(case, marks=mark) for case, mark in marked)]
+def cases(test: list[str], ci: list[str]) -> list[Any]:
+    """Parameters for `make test`, and for `make ci`."""
+    return [*test, *(pytest.param(case, marks=pytest.mark.ci) for case in ci)]
 
 
 @dataclass
@@ -95,36 +88,26 @@ def stopped_jobs(folder: Path, name: str, overrides: list[str]) -> dict[str, Job
 
 def later_jobs(folder: Path) -> dict[str, Job]:
     """What follows the runs of `adam`, and the run `kept`, which has two checkpoints."""
-    kept, elsewhere, last = f"{folder}/kept", f"{folder}/elsewhere", f"checkpoints/{names(4)[0]}"
-    meta, shard, both = f"{last}.json", f"{last}.*/__1_0.distcp", [f"checkpoints/{n}.json" for n in names(2, 4)]
-    source = "checkpoint.resume_from="
-    unsaved = [
-        "checkpoint.mode=off",
-        "optimizer.lr=0.01",
-        "training.epochs=5",
-        f"{source}{folder}/adam_whole/checkpoints",
-    ]
+    kept, last, source = f"{folder}/kept", f"checkpoints/{names(4)[0]}", "checkpoint.resume_from="
+    shard, both = f"{last}.*/__1_0.distcp", [f"checkpoints/{n}.json" for n in names(2, 4)]
+    whole = f"{source}{folder}/adam_whole/checkpoints"
+    unsaved = ["checkpoint.mode=off", "optimizer.lr=0.01", "training.epochs=5", whole]
     other = [
         "training.global_batch_size=64", "training.epochs=5", "optimizer.lr=0.003", "optimizer.weight_decay=0.1",
         "sharding=per_layer", "training.timing_warmup_steps=0", SYNC,
     ]  # fmt: skip
     return {
         "again": Job(f"{folder}/adam", ADAM),
-        "larger batch": Job(f"{folder}/larger batch", [*other, f"{source}{folder}/adam_whole/checkpoints"]),
+        "larger batch": Job(f"{folder}/larger batch", [*other, whole]),
         "larger batch, resumed": Job(f"{folder}/larger batch", [*other[:1], "training.epochs=6", *other[2:]]),
-        "from folder": Job(f"{folder}/from folder", unsaved),
         "scaled from unscaled": Job(f"{folder}/scaled", [*unsaved, "precision=fp16"]),
         "from nowhere": Job(f"{folder}/nowhere", [SYNC, f"{source}{folder}/empty"]),
         "other model": Job(f"{folder}/adam", [SYNC, "model.num_layers=3"]),
         "other optimizer": Job(f"{folder}/adam", [SYNC, "optimizer=sgd"]),
-        "cut meta": Job(f"{folder}/cut meta", KEEP_TWO, kept, [(cut, meta)]),
+        "cut meta": Job(f"{folder}/cut meta", KEEP_TWO, kept, [(cut, f"{last}.json")]),
         "no shard": Job(f"{folder}/no shard", [*KEEP_TWO, ASYNC], kept, [(Path.unlink, shard)]),
         "other bytes": Job(f"{folder}/other bytes", KEEP_TWO, kept, [(overwrite, shard)]),
-        "other metadata": Job(f"{folder}/other metadata", KEEP_TWO, kept, [(overwrite, f"{last}.*/.metadata")]),
         "anew": Job(f"{folder}/anew", KEEP_TWO, kept, [(cut, file) for file in both]),
-        "elsewhere": Job(elsewhere, None, kept, [(cut, meta)]),
-        "from elsewhere": Job(f"{folder}/from elsewhere", [*KEEP_TWO, f"{source}{elsewhere}/checkpoints"]),
-        "from the damaged one": Job(f"{folder}/from damaged", [*KEEP_TWO, f"{source}{elsewhere}/{last}"]),
     }
 
 
@@ -141,8 +124,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     for name in selected(request, "kept"):
         jobs[f"keep {name}"] = Job(f"{folder}/keep {name}", KEEP[name][0])
     jobs["kept"] = Job(f"{folder}/kept", [*KEEP_TWO, "training.max_steps=4"])
-    wanted = [*selected(request, "job"), "elsewhere"]
-    jobs |= {name: job for name, job in later_jobs(folder).items() if name in wanted}
+    jobs |= {name: job for name, job in later_jobs(folder).items() if name in selected(request, "job")}
     results = run_ranks(2, train_in, list(jobs.values()))
     for name, first, second in zip(jobs, *results, strict=True):
         assert first.losses == second.losses, name
@@ -152,11 +134,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 @pytest.mark.parametrize(
     "same",
-    cases(
-        ["adam", "fp16_scaler_cosine"],
-        ["async", "ddp", "fp16_mixed_offload", "own_radam", "own_lion"],
-        ["sgd_momentum", "cosine_accumulate_clip"],
-    ),
+    cases(["adam", "own_lion_fp16_cosine"], ["async", "ddp", "fp16_mixed_offload"]),
 )
 def test_stopped_and_resumed_is_uninterrupted(runs: Runs, same: str) -> None:
     whole_run, stopped, resumed = (runs.two[f"{same} {part}"] for part in ("whole", "stopped", "resumed"))
@@ -167,18 +145,14 @@ def test_stopped_and_resumed_is_uninterrupted(runs: Runs, same: str) -> None:
     assert [e["epoch"] for e in resumed.epochs] == [1, 2, 3]  # the first one is told again
     for key in ("train/loss", "val/loss", "val/accuracy", "train/lr", "train/loss_scale", "train/skipped_steps"):
         assert [e.get(key) for e in resumed.epochs] == [e.get(key) for e in whole_run.epochs], key
-    if same == "fp16_scaler_cosine":  # it is worth something: steps were skipped before the stop, and the scale grew
+    if same == "own_lion_fp16_cosine":  # it is worth something: steps were skipped before the stop, and the scale grew
         assert whole_run.epochs[0]["train/skipped_steps"] > 0
         assert len({e["train/loss_scale"] for e in whole_run.epochs}) > 1
 
 
 @pytest.mark.parametrize(
     "other",
-    cases(
-        ["per_layer_cosine on 1"],
-        ["per_layer_cosine on 4", "ddp on 4", "momentum_async on 1", "own_adagrad on 4"],
-        ["ddp on 1", "momentum_async on 4"],
-    ),
+    cases(["per_layer_cosine on 1"], ["per_layer_cosine on 4", "ddp on 4", "own_adagrad on 4"]),
 )
 def test_resumed_on_another_number_of_workers(on_others: dict[str, Reported], runs: Runs, other: str) -> None:
     reported, name = on_others[other], other.partition(" ")[0]
@@ -208,7 +182,7 @@ def on_others(runs: Runs, request: pytest.FixtureRequest) -> dict[str, Reported]
     return results
 
 
-@pytest.mark.parametrize("kept", cases(["best"], ["every_2"], ["best_async"]))
+@pytest.mark.parametrize("kept", cases(["best"], ["every_2"]))
 def test_retention(runs: Runs, kept: str) -> None:
     """Exactly the expected folders are left: nothing half-written, nothing in the bin."""
     expected = KEEP[kept][1]
@@ -220,14 +194,15 @@ def test_retention(runs: Runs, kept: str) -> None:
     assert names_in(runs.folder / f"keep {kept}" / "checkpoints") == names(*expected)
 
 
-@pytest.mark.parametrize("same", cases(["adam"], ["async", "ddp"], []))
-def test_save_figures(runs: Runs, same: str) -> None:
+@pytest.mark.parametrize("same", cases(["adam"], ["async"]))
+def test_what_a_save_took_is_reported(runs: Runs, same: str) -> None:
     epochs = runs.two[f"{same} whole"].epochs
     assert all(e["checkpoint/blocked_s"] > 0 for e in epochs)
     last = epochs[-1]
     assert last["checkpoint/save_s"] >= last["checkpoint/blocked_s"]
     on_disk = sum(f.stat().st_size for f in data_of(runs.last(f"{same}_whole")).iterdir())
-    assert last["checkpoint/bytes"] == on_disk > NUM_PARAMS * 4 * 3  # weights and Adam's two moments
+    weights = sum(weight.numel() * 4 for weight in first_model(config(*SMALL)).parameters())
+    assert last["checkpoint/bytes"] == on_disk > weights * 3, "they and Adam's two moments"
 
 
 @pytest.mark.parametrize("job", ["again"])
@@ -236,7 +211,7 @@ def test_a_finished_run_trains_no_further(runs: Runs, job: str) -> None:
     assert (again.losses, len(again.epochs)) == ([], 3)
 
 
-@pytest.mark.parametrize("job", ["from folder", "scaled from unscaled"])
+@pytest.mark.parametrize("job", ["scaled from unscaled"])
 def test_resume_from_another_folder_without_saving(runs: Runs, job: str) -> None:
     """Five epochs more, of which no figure tells of a save; loss scaling can start there."""
     reported = runs.two[job]
@@ -245,7 +220,7 @@ def test_resume_from_another_folder_without_saving(runs: Runs, job: str) -> None
     assert len(reported.losses) == 5 * STEPS
     assert [epoch["epoch"] for epoch in reported.epochs] == [1, 2, 3, 4, 5], "the other run's are not this one's"
     assert [key for epoch in reported.epochs for key in epoch if key.startswith("checkpoint/")] == []
-    assert (reported.epochs[-1].get("train/loss_scale", 0) > 0) == ("scaled" in job)
+    assert reported.epochs[-1]["train/loss_scale"] > 0
 
 
 def continued() -> list[float]:
@@ -254,7 +229,6 @@ def continued() -> list[float]:
     then.training.global_batch_size = 64
     model, (images, labels) = first_model(first), digits()[0]
     optimizer, losses = build_optimizer(model, first), []
-    images = resize(images, 28)
     for number, indices in enumerate(batches(first, 1437) + batches(then, 1437)):
         if number == 3 * STEPS:
             optimizer.param_groups[0].update(lr=0.003, weight_decay=0.1)
@@ -299,10 +273,8 @@ DAMAGED = "checkpoints/step_00000004"
         ("from nowhere", ("checkpoint.resume_from={folder}/empty", "no complete checkpoint", "step_<number>.json")),
         ("other model", ("model.num_layers=2 in the checkpoint, 3 now",)),
         ("other optimizer", ("optimizer=adam in the checkpoint, sgd now",)),
-        ("from the damaged one", ("step_00000004.json cannot be read",)),
         # only the reader finds bytes that are damaged
         ("other bytes", ("the checkpoint {folder}/other bytes/" + DAMAGED, "move it away")),
-        ("other metadata", ("the checkpoint {folder}/other metadata/" + DAMAGED, "move it away")),
     ],
 )
 def test_what_cannot_be_resumed_is_refused_on_every_rank(runs: Runs, job: str, words: tuple[str, ...]) -> None:
@@ -311,7 +283,7 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank(runs: Runs, job: str, w
     assert [text for text in words if text.format(folder=runs.folder) not in error] == []
 
 
-def test_another_pytorch_is_refused(runs: Runs) -> None:
+def test_another_pytorch_and_other_keys_are_refused(runs: Runs) -> None:
     source = runs.last("adam")
     meta = json.loads(source.with_suffix(".json").read_text())
     trial = config(*SMALL)
@@ -322,6 +294,9 @@ def test_another_pytorch_is_refused(runs: Runs) -> None:
     assert torch.__version__ in str(caught.value)
     assert "checkpoint.any_torch_version=true" in str(caught.value)
     check_meta(meta, str(source), config(*SMALL, "checkpoint.any_torch_version=true"))
+    four_heads = {"trial": trial_identity(config("model.num_heads=4")), "optimizer": trial.optimizer.kind}
+    with pytest.raises(CheckpointError, match=r"model\.num_heads=4 in the checkpoint, 2 now"):
+        check_meta(four_heads, "x", config("model.num_heads=2"))  # its weights would fit
 
 
 @pytest.mark.parametrize(
@@ -329,14 +304,12 @@ def test_another_pytorch_is_refused(runs: Runs) -> None:
     [
         ("cut meta", "step_00000004.json cannot be read"),
         ("no shard", "__1_0.distcp is missing"),
-        ("from elsewhere", "step_00000004.json cannot be read"),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(runs: Runs, job: str, words: str) -> None:
     reported = runs.two[job]
     assert not reported.error
-    if job != "from elsewhere":  # of another run the position does not count
-        assert reported.losses == runs.two["adam whole"].losses[STEPS:]
+    assert reported.losses == runs.two["adam whole"].losses[STEPS:]
     assert Path(reported.facts["resumed_from"]).name == names(2)[0]
     (note,) = [note for note in reported.facts["notes"] if "damaged" in note]
     assert names(4)[0] in note and names(2)[0] in note and words in note
@@ -349,33 +322,3 @@ def test_without_a_whole_one_training_starts_anew_and_says_so(runs: Runs, job: s
     reported = runs.two[job]
     assert reported.losses == runs.two["adam whole"].losses
     assert sum("training starts from step 0" in note for note in reported.facts["notes"]) == 2
-
-
-def ahead_of_saving(folder: str) -> list[str]:
-    """Train with asynchronous checkpoints where the saving thread takes this machine for one with GPUs; what it asked
-    to be copied ahead on a stream."""
-    import torch
-    from torch.distributed.checkpoint import filesystem
-
-    from fsdp_lab.training.train import train
-
-    asked = []
-    main = threading.current_thread()
-
-    class Asked(filesystem._OverlappingCpuLoader):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            asked.append(threading.current_thread().name)
-            raise RuntimeError("a stream of GPU 0 was asked for")
-
-    torch.cuda.is_available = lambda: threading.current_thread() is not main
-    filesystem._OverlappingCpuLoader = Asked
-    with contextlib.suppress(RuntimeError):
-        train(config("checkpoint.mode=async"), Path(folder), Memo())
-    return [*asked, *names_in(Path(folder, "checkpoints"))]
-
-
-@pytest.mark.ci
-def test_the_thread_that_saves_asks_for_no_stream_of_a_gpu(tmp_path: Path) -> None:
-    """It has no device of its own: its current stream would be GPU 0's, where every rank would open a context."""
-    (seen,) = run_ranks(1, ahead_of_saving, str(tmp_path))
-    assert seen == names(4)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import html
-import random
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from fsdp_lab.training.profile import CATEGORIES, Event, Profile
+from fsdp_lab.training.profile import Event, Profile
 from fsdp_lab.training.timeline import COLOURS, HEIGHT, WIDTH, write_timeline
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 # Two storages from before the step; then one changes its category, one its size.
 SMALL = Profile(
@@ -100,20 +95,6 @@ def test_peak_and_its_holders(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_small_holders_are_summed_up(tmp_path: Path) -> None:
-    """20 modules hold 1, 2, ... 20 bytes: the 15 largest have a row, and 1 + 2 + 3 + 4 + 5 are the rest."""
-    events = [Event(i, "device", "param", i, f"m{i}", "forward") for i in range(1, 21)]
-    page = written(Profile(events, begun=20), tmp_path)
-    _, (_, *holders, rest) = tables(page)
-    assert [cells[3] for cells in holders] == [str(n) for n in range(20, 5, -1)]
-    assert rest == ["the rest", "5 smaller rows", "15 bytes", "15", "5"]
-    assert "before the step's first event" in page and 'data-peak-bytes="210"' in page
-
-
-def test_a_profile_without_tensors_has_a_page(tmp_path: Path) -> None:
-    assert "No tensor was recorded." in written(Profile([]), tmp_path)
-
-
 def test_spikes_are_drawn_in_a_step_of_many_events(tmp_path: Path) -> None:
     """Of 5,000 short-lived storages the 10th is the largest, the 773rd the second."""
     events = []
@@ -122,27 +103,6 @@ def test_spikes_are_drawn_in_a_step_of_many_events(tmp_path: Path) -> None:
         events += [Event(i, "device", "temp", num_bytes, "", "forward"), Event(i, "device", "temp", 0, "", "forward")]
     drawn = tops(written(Profile(events), tmp_path), "temp")
     assert len(drawn) == WIDTH and sorted(drawn)[-2:] == pytest.approx([800 / 900, 1], abs=1e-3)
-
-
-def test_page_stays_under_two_megabytes(tmp_path: Path) -> None:
-    """100,000 events, all categories, each in a module of its own, with a phase that never lasts."""
-    rng = random.Random(1)
-    events = [
-        Event(
-            rng.randrange(500),
-            "device",
-            rng.choice(CATEGORIES),
-            rng.randrange(2**38),
-            f"encoder.layers.encoder_layer_{i}.self_attention.out_proj",
-            ("forward", "backward")[i % 2],
-        )
-        for i in range(100_000)
-    ]
-    profile = Profile(events)
-    page = written(profile, tmp_path)
-    assert (tmp_path / "timeline.html").stat().st_size < 2_000_000
-    peak = profile.peak()
-    assert peak is not None and f'data-peak-bytes="{peak.total}"' in page
 
 
 def test_names_cannot_break_out(tmp_path: Path) -> None:
@@ -154,23 +114,3 @@ def test_names_cannot_break_out(tmp_path: Path) -> None:
 def test_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     page = written(SMALL, tmp_path)
     assert [word for word in ("http:", "https:", "src=", "href=", "url(", "@import", "<script") if word in page] == []
-
-
-def test_every_category_has_a_colour() -> None:
-    assert set(COLOURS) == set(CATEGORIES)
-
-
-@pytest.mark.ui
-def test_page_in_a_browser(tmp_path: Path, page: Page) -> None:
-    """In a frame like the one of MLflow's artifact viewer."""
-    inner = html.escape(written(SMALL, tmp_path, "<b>a</b> title"))
-    frame = tmp_path / "frame.html"
-    frame.write_text(f'<iframe sandbox="allow-scripts" width="860" height="860" srcdoc="{inner}"></iframe>')
-    errors: list[str] = []
-    page.on("console", lambda message: errors.append(message.text) if message.type in ("error", "warning") else None)
-    page.goto(frame.as_uri())
-    inside = page.frame_locator("iframe")
-    assert inside.locator("h1").text_content() == "<b>a</b> title"
-    areas = inside.locator("section").first.locator("polygon")
-    assert [box["height"] > 20 for box in (areas.nth(i).bounding_box() for i in range(5)) if box] == [True] * 5
-    assert errors == []

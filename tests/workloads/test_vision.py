@@ -22,8 +22,7 @@ from fsdp_lab.workloads.vision.images import Images, expand_channels
 from fsdp_lab.workloads.vision.synthetic import SyntheticImages
 from tests.conftest import FASHION_MNIST
 from tests.ranks import config
-from tests.training.reference import digits, resize
-from tests.training.units import names_of
+from tests.training.reference import digits, names_of, resize
 
 
 def rows(images: torch.Tensor, labels: torch.Tensor) -> Counter[tuple[int, ...]]:

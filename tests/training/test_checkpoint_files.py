@@ -1,15 +1,24 @@
-"""Which files are whole checkpoints, which of them can go, and in which order they are written and removed."""
+"""Which files are whole checkpoints, in which order they are written and removed, and a kill inside a save."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from fsdp_lab.training.checkpoint_place import Place
-from tests.training.checkpoints import cut, data_of, names, names_in
+from tests import forked
+from tests.conftest import ROOT
+from tests.ranks import Memo, config, run_ranks, selected
+from tests.training.checkpoints import SMALL, SYNC, Job, Reported, cut, data_of, names, names_in, train_in
 
 
 def unfinished(folder: Path, step: int) -> Path:
@@ -154,3 +163,82 @@ def test_older_checkpoints_are_removed_when_the_new_one_is_on_the_disk(
         "remove step_00000001",
     ]
     assert names_in(tmp_path) == names(2)
+
+
+# A real SIGKILL inside the second save. Where -> the step of the checkpoint that the next start has to find.
+KILLED = {"written": 2, "async": 2, "pruning": 6}
+FOUR = ("training.epochs=4", "checkpoint.keep_best=false")
+
+
+def hang_at_second_call(reached: Path, owner: Any, name: str, first: Callable[..., Any]) -> None:
+    """Stop for ever in the second call, after `first` with its arguments, and say so by a file."""
+    real, calls = getattr(owner, name), []
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) < 2:
+            return real(*args, **kwargs)
+        first(real, args, kwargs)
+        reached.touch()
+        time.sleep(600)
+
+    setattr(owner, name, wrapper)
+
+
+def train_and_hang(where: str, folder: Path) -> None:
+    """A real training that stops for ever inside its second save, where the test kills it."""
+    import fsdp_lab.training.checkpoint as module
+    import fsdp_lab.training.checkpoint_place as place
+    from fsdp_lab.training.train import train
+
+    torch.set_num_threads(1)
+    owner, name, first = {
+        "written": (module.dcp, "save", lambda real, args, kwargs: real(*args, **kwargs)),
+        "async": (module.dcp, "async_save", lambda real, args, kwargs: real(*args, **kwargs).result()),
+        "pruning": (place.shutil, "rmtree", lambda *call: None),
+    }[where]
+    hang_at_second_call(folder / "reached", owner, name, first)
+    mode = "async" if where == "async" else "sync"
+    train(config(*SMALL, *FOUR, f"checkpoint.mode={mode}"), folder, Memo())
+
+
+def kill(where: str, folder: Path) -> None:
+    """Train, and kill the process where it hangs."""
+    folder.mkdir()
+    reached, ended = folder / "reached", folder / "ended"
+    with forked.Commands() as commands:
+        words = (__name__, where, str(folder))
+        done = commands.run_and_kill(ROOT, words, lambda: reached.exists() or ended.exists())
+    assert done.code == -signal.SIGKILL and not ended.exists(), f"{where}: it ended before its second save\n{done.err}"
+    reached.unlink()
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Reported]:
+    """Each selected kill, and what the next start told; `whole` was not killed."""
+    folder = tmp_path_factory.mktemp("killed")
+    jobs = {"whole": Job(str(folder / "whole"), FOUR)}
+    for where in selected(request, "where"):
+        kill(where, folder / where)
+        found = Place(f"{folder / where}/checkpoints").find_latest()[0]
+        assert found is not None and found.step == KILLED[where], where
+        jobs[where] = Job(str(folder / where), [SYNC, *FOUR])
+    results = dict(zip(jobs, run_ranks(1, train_in, list(jobs.values()))[0], strict=True))
+    for where in selected(request, "where"):
+        results[where].facts["left"] = names_in(folder / where / "checkpoints")
+    return results
+
+
+@pytest.mark.parametrize("where", ["written", *(pytest.param(n, marks=pytest.mark.ci) for n in ("async", "pruning"))])
+def test_killed_while_saving(killed: dict[str, Reported], where: str) -> None:
+    """The next start goes on from the last whole checkpoint and leaves no litter."""
+    assert not killed[where].error
+    assert killed[where].losses == killed["whole"].losses[KILLED[where] :]
+    assert killed[where].facts["left"] == names(8)
+
+
+if __name__ == "__main__":
+    try:
+        train_and_hang(sys.argv[1], Path(sys.argv[2]))
+    finally:
+        Path(sys.argv[2], "ended").touch()
