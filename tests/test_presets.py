@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from fsdp_lab.config import SweepConfig, UserError, conf_dir, from_dict, to_dict, with_custom
+from fsdp_lab.config import SweepConfig, conf_dir, from_dict, to_dict, with_custom
 from fsdp_lab.config.checks import check_keys
 from fsdp_lab.config.compose import register_schema, typed_config
 from fsdp_lab.config.conf import group_dirs
@@ -79,18 +79,10 @@ def configs() -> dict[str, SweepConfig]:
         return {option: typed_config(compose("config", with_custom(words_of(option)))) for option in OPTIONS}
 
 
-def refusal(config: SweepConfig) -> str:
-    """Return why the checks refuse a configuration; "" if they accept it."""
-    try:
-        check_keys(config, 2)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def test_every_option_composes_and_passes_the_checks(configs: dict[str, SweepConfig]):
+def test_every_option_composes_and_passes_the_checks(configs: dict[str, SweepConfig]) -> None:
     assert {option.partition("=")[0] for option in OPTIONS} == {folder.name for folder in group_dirs()}
-    assert {option: why for option, config in configs.items() if (why := refusal(config))} == {}
+    for config in configs.values():
+        check_keys(config, 2)
 
 
 def train_each(cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
@@ -126,11 +118,14 @@ def trained_as_expected(config: SweepConfig, result: Any) -> bool:
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_every_option_trains_for_two_steps(configs: dict[str, SweepConfig], tmp_path: Path):
-    """All in one process group; without those whose images are not on this machine."""
-    cases = {option: to_dict(config) for option, config in configs.items() if config.data.name != "fashion_mnist"}
+    """All in one process group. Where the images of Fashion-MNIST are not at hand, the test is skipped in the end."""
+    lacking = [] if FASHION_MNIST.is_dir() else ["data=fashion_mnist", "experiment=ray_template"]
+    cases = {option: to_dict(config) for option, config in configs.items() if option not in lacking}
     trained = run_ranks(2, train_each, cases, tmp_path)[0]
     failed = {option: each for option, each in trained.items() if not trained_as_expected(configs[option], each)}
-    assert failed == {}
+    assert failed == {} and trained.keys() == cases.keys()
+    if lacking:
+        pytest.skip(f"all others train; no images in {FASHION_MNIST}")
 
 
 def test_every_preset_is_listed_with_its_axes() -> None:
