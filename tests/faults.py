@@ -64,7 +64,7 @@ TRACE = "forecast/test_program.py"
 CHECKPOINT = "training/test_checkpoint.py"
 ANOTHER = f"{CHECKPOINT}::test_another_run_gives_its_weights_and_optimizer_state_and_nothing_else"
 KEPT = "training/test_model_state.py::test_it_is_resumed_and_exported_as_plain_pytorch_has_it"
-BATCHES = "workloads/user/test_batches.py::test_it_is_copied_in_its_class_and_its_values_count_in_the_digest"
+BATCHES = "workloads/test_user_batches.py::test_it_is_copied_in_its_class_and_its_values_count_in_the_digest"
 SYNCED = "sweep/test_kills.py::test_what_a_resume_needs_is_on_the_disk_before_its_name_and_its_name_after"
 FATES = "sweep/test_fates.py"
 TRACKING = "tracking/test_tracking.py"
@@ -272,7 +272,7 @@ FAULTS = (
     # checkpoints and exported models
     Fault("a resume starts its epoch again", "fsdp_lab/training/checkpoint.py",
           'position["epoch"], position["step"], position["epoch_step"]', 'position["epoch"], position["step"], 0',
-          "workloads/test_dropout.py", MAKE_CI),
+          "workloads/test_user.py::test_dropout_goes_on_in_an_epoch_as_if_never_stopped", MAKE_CI),
     Fault("a resume forgets earlier epochs", "fsdp_lab/training/checkpoint.py",
           'state.history = name, meta["history"]', "state.history = name, []", CHECKPOINT),
     Fault("the last weights are exported as the best", "fsdp_lab/training/checkpoint.py",
@@ -453,7 +453,7 @@ FAULTS = (
     Fault("changed code of the user is not noticed", "fsdp_lab/config/code.py",
           "_digest([PACKAGE, *(root for name in packages if (root := user_root(name)) is not None)])",
           "_digest([PACKAGE])",
-          "workloads/user/test_training.py::test_the_digest_is_of_the_files_of_the_users_packages"),
+          "workloads/test_user.py::test_the_digest_is_of_the_files_of_the_users_packages"),
     Fault("changed data are not noticed", "fsdp_lab/sweep/store/resume.py",
           "        if now != before:", "        if now is None:", "sweep/test_resume.py"),
     Fault("a search ends with what its sampler repeats", "fsdp_lab/sweep/search.py",

@@ -16,8 +16,7 @@ from tests.conftest import PLAIN
 from tests.forecast.command import answered_here
 from tests.report.sweeps import sweep
 from tests.servers import lay_store
-from tests.workloads.user.project import importable, write_project
-from tests.workloads.user.test_command import FAILS
+from tests.workloads.user.project import FAILS, importable, write_project
 
 
 def test_the_import_is_cheap():

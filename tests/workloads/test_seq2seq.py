@@ -25,7 +25,6 @@ from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.workloads.seq2seq.codec import Bytes, build_codec
 from fsdp_lab.workloads.seq2seq.pairs import Pair, Pairs
 from fsdp_lab.workloads.seq2seq.pydoc import PydocSummaries, passages, read, sections
-from fsdp_lab.workloads.seq2seq.task import Seq2Seq
 from fsdp_lab.workloads.seq2seq.wikihow import WikiHow
 from tests import forked
 from tests.conftest import STORE, run_cli
@@ -113,9 +112,8 @@ def test_rows_in_the_published_dialect(tmp_path: Path) -> None:
 
 def test_one_file_is_split_by_title_and_parts_stay_together(tmp_path: Path) -> None:
     rows = [(f"Do {i}.", f"How to {i // 3} x{i % 3}", f"This is how to do {i} at home.") for i in range(600)]
-    root = write_csv(tmp_path, rows)
-    train = {int(pair.target[3:-1]) for pair in WikiHow("train", root=root).pairs}
-    val = {int(pair.target[3:-1]) for pair in WikiHow("val", root=root).pairs}
+    splits = WikiHow("train", root=write_csv(tmp_path, rows)), WikiHow("val", root=str(tmp_path))
+    train, val = ({int(pair.target[3:-1]) for pair in split.pairs} for split in splits)
     assert not train & val and len(train | val) == 600 and 10 <= len(val) <= 60
     assert not {i // 3 for i in train} & {i // 3 for i in val}
 
@@ -137,14 +135,6 @@ def test_no_section_of_pydoc_is_in_both_splits() -> None:
     assert not {p.source for p in train} & {p.source for p in val}
     assert len({p.source for p in train}) == len(train) > 800 and len(val) > 50
     assert any(p.target == 'The "assert" statement' and "debugging assertions" in p.source for p in train)
-
-
-def test_another_batch_or_output_is_one_message() -> None:
-    batch = {"input_ids": torch.zeros(2, 3, dtype=torch.int64), "labels": torch.zeros(2, 3, dtype=torch.int64)}
-    with pytest.raises(UserError, match=r"got \{input_ids: 2x3 int64, labels: 2x3 int64\}; let data.collate_fn"):
-        Seq2Seq().forward(Summariser(), batch)
-    with pytest.raises(UserError, match="the model returns a Linear without logits"):
-        Seq2Seq().forward(lambda **_: torch.nn.Linear(1, 1), {**batch, "attention_mask": 0})  # type: ignore[arg-type]
 
 
 PYDOC = {"_target_": "fsdp_lab.workloads.seq2seq.pydoc.PydocSummaries", "source_len": 24, "target_len": 12}

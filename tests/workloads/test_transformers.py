@@ -102,7 +102,6 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
     "values",
     [
         {"attn_implementation": "kernels-community/flash-attn2"},
-        {"attn_implementation": {"text_config": "evil/kernel"}},
         {"parts": [{"text_config": {"_attn_implementation_internal": "evil/kernel"}}]},
     ],
 )

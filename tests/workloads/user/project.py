@@ -13,13 +13,15 @@ import pytest
 from fsdp_lab.config.target import import_object
 
 HERE = "tests.workloads.user.my_project"  # the same, for tests that run in this repository
+DATA = ("data._target_=my_project.data.Corpus", "task.loss=my_project.net.loss")
+NET = ("model._target_=my_project.net.Net", "model.width=16", *DATA)
+FAILS = ("model._target_=my_project.net.Fails", "model.width=16", *DATA)
 
 
 def write_project(folder: Path) -> None:
     """Copy `my_project/` into a folder, and write the option `model=mine` into `conf_of_mine/`."""
-    shutil.copytree(
-        Path(__file__).parent / "my_project", folder / "my_project", ignore=shutil.ignore_patterns("__pyc*")
-    )
+    ignored = shutil.ignore_patterns("__pyc*")
+    shutil.copytree(Path(__file__).parent / "my_project", folder / "my_project", ignore=ignored)
     option = folder / "conf_of_mine" / "model" / "mine.yaml"
     option.parent.mkdir(parents=True)
     option.write_text("_target_: my_project.net.Net\nwidth: 12\n")

@@ -1,8 +1,6 @@
 """A user's data sets: map-style, plain PyTorch."""
 
-import json
 import random
-import sqlite3
 
 import numpy as np
 import torch
@@ -33,21 +31,6 @@ class Augmented(Corpus):
     def __getitem__(self, i):
         noise = random.random() + np.random.rand() + torch.rand(()).item()
         return {"x": self.x[i], "y": self.x[i].sum() + noise}
-
-
-class Table(Corpus):
-    """Its rows are in a database, whose connection takes no other thread than that which made it."""
-
-    def __init__(self, split):
-        super().__init__(split)
-        self.rows = sqlite3.connect(":memory:")
-        self.rows.execute("create table corpus (i, x)")
-        self.rows.executemany("insert into corpus values (?, ?)", [(i, str(x.tolist())) for i, x in enumerate(self.x)])
-
-    def __getitem__(self, i):
-        ((x,),) = self.rows.execute("select x from corpus where i = ?", (i,)).fetchall()
-        x = torch.tensor(json.loads(x))
-        return {"x": x, "y": x.sum()}
 
 
 class Sentences:
@@ -82,13 +65,6 @@ class Pictures:
 
 def collate_wrongly(items):
     return {"x": torch.stack([item["x"][:2] for item in items]), "y": torch.stack([item["y"] for item in items])}
-
-
-class Broken(Corpus):
-    """Its last item cannot be read."""
-
-    def __getitem__(self, i):
-        return {**super().__getitem__(i), "z": self.x[i + 1]}
 
 
 def stream(split):

@@ -1,7 +1,5 @@
 """A user's model and losses: plain PyTorch."""
 
-import time
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -86,24 +84,11 @@ class Reads(Net):
         return {"sum": self.scale * super().forward(x)["sum"]}
 
 
-class Stuck(Net):
-    """Its constructor does not return."""
-
-    def __init__(self, width):
-        super().__init__(width)
-        time.sleep(10_000)
-
-
 class Asks(Net):
     """What it computes hangs on a value."""
 
     def forward(self, x):
         return super().forward(x if x.sum().item() < 1e9 else 2 * x)
-
-
-class Refuses(Net):
-    def forward(self, x):
-        raise ValueError("these are too many")
 
 
 class Divides(Net):
@@ -150,14 +135,6 @@ class LeavesOut(Net):
             x = torch.cat([x, x.new_ones(len(x), self.head.in_features - 3)], 1)
             return {"sum": self.head(x).squeeze(-1)}
         return super().forward(x)
-
-
-class Loads(Net):
-    """It reads a file that is not there."""
-
-    def __init__(self, width):
-        super().__init__(width)
-        torch.load("nowhere.pt")
 
 
 class Fails(Net):
