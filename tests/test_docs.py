@@ -1,17 +1,324 @@
-"""The pages: the site builds and asks no other server, the notebook runs, files and figures that are named exist.
+"""The pages: their commands run, the site builds, the notebook runs. tests/test_reference.py has the reference.
 
-tests/test_commands.py runs the commands of the pages, tests/test_reference.py compares the reference with the code.
+Each command is run by a test with the mark `@pytest.mark.documents("command")`, or its page says why none runs it.
+A mark has the whole command, or `...` for a part of a long one. Commands of trials, sweeps and forecasts need none:
+they are run here.
 """
 
 from __future__ import annotations
 
+import ast
+import csv
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.conftest import ROOT
+from tests import forked
+from tests.conftest import ROOT, STORE, run_cli
+from tests.workloads.hf.cases import plain_model
+
+# Every page of the site and of the repository.
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/README.md", "benchmarks/README.md", "docs/*.md",
+         "docs/reference/*.md", "experiments/*/README.md")  # fmt: skip
+# The programs that a command begins with, after the variables that it sets.
+_PROGRAM = re.compile(
+    r"([A-Z_]+=\S+ )*(\S*python3?|make|torchrun|pytest|fsdp-lab|eval|ray|kubectl|docker|sbatch|squeue|scancel|mlflow|hf"
+    r"|pip|git|sudo|mkdir|systemctl|\(?s?crontab|\.ci/\w+) "
+)
+_BLOCK = re.compile(r"((?:^<!-- not run by a test[^\n]*-->\n)*)^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_REASON = re.compile(r"<!-- not run by a test(?:, `([^`]+)`)?: ([^\n]+) -->")
+# What is appended to a command here, in the place of the page's own values: one worker in this process, one step.
+QUICK = {
+    "engine": "inline", "cluster.num_workers": "1", "training.max_steps": "1", "training.epochs": "1",
+    "training.timing_warmup_steps": "0", "data.num_train": "128", "data.num_val": "32",
+    "training.global_batch_size": "32",
+}  # fmt: skip
+# What makes commands small that are too large for a test, by what they contain.
+SMALLER = {
+    "search.num_trials=20": {"search.num_trials": "3"},
+    "fsdp_lab.forecast -m model=llama3": {"model.num_layers": "2"},
+    "fsdp_lab.forecast model=llama3": {"model.num_layers": "2"},
+    "fsdp_lab.forecast -m model=vit_l_16": {"model.num_layers": "2", "forecast.largest_microbatch": "false"},
+    "model=vit_h_14": {"model.num_layers": "2", "cluster.num_workers": "8", "precision": "bf16_mixed"},
+    "model=hf_causal_lm": {"data.seq_len": "16"},
+    "python -m fsdp_lab -m sharding=ddp,per_block": {"precision": "fp32", "offload": "none"},
+    "python -m fsdp_lab -m task=language": {"offload": "none", "reshard_after_forward": "always"},
+    "experiment=precision_and_offload": {"precision": "fp32,bf16"},
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command in a block of a page.
+
+    Attributes:
+        place: its file, seen from the root of the repository, and the line of its block.
+        text: in one line, without a prompt or a comment.
+        reason: why no test runs it, by a line before its block, `<!-- not run by a test: reason -->`; `<!-- not run by
+            a test, `command`: reason -->` is for those that begin so.
+        output: the lines that the page shows of its output.
+    """
+
+    place: str
+    text: str
+    reason: str
+    output: str
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text)
+
+
+@cache
+def read_pages() -> tuple[list[Command], list[str]]:
+    """Return every command on every page, in the order of the pages, and the reasons that are given for no command."""
+    commands, idle = [], []
+    for file in sorted(file for pattern in PAGES for file in ROOT.glob(pattern)):
+        text = file.read_text()
+        blocks = list(_BLOCK.finditer(text))
+        for block, following in zip_longest(blocks, blocks[1:]):
+            if block[2] not in ("", "sh"):
+                continue
+            place = f"{file.relative_to(ROOT)}:{text[: block.start(2)].count(chr(10)) + 1}"
+            typed = read_block(block[3])
+            reasons = _REASON.findall(block[1])
+            idle += [f"{place}: {why}" for to, why in reasons if not any(one.startswith(to) for one, _ in typed)]
+            below = ""
+            if following and following[2] == "text" and "\n#" not in text[block.end() : following.start()]:
+                below = following[3]
+            for one, output in typed:
+                reason = next((why for to, why in reasons if one.startswith(to)), "")
+                commands.append(Command(place, one, reason, output or (below if len(typed) == 1 else "")))
+    return commands, idle
+
+
+def read_block(block: str) -> list[tuple[str, str]]:
+    """Return the commands of a block, each with the lines that follow it in a block with prompts."""
+    lines = re.sub(r" *\\\n *", " ", block).splitlines()
+    prompted = any(line.startswith("$ ") for line in lines)
+    found: list[tuple[str, str]] = []
+    for line in lines:
+        typed = re.split(r" +# | {3,}", line.removeprefix("$ "))[0].strip()
+        if line.startswith("$ ") if prompted else _PROGRAM.match(f"{typed} ") and not line.startswith(" "):
+            found.append((typed, ""))
+        elif prompted and found:
+            found[-1] = (found[-1][0], found[-1][1] + line + "\n")
+    return found
+
+
+@cache
+def marked() -> dict[str, str]:
+    """Return each command for which a test has a mark, as the mark has it, with the test."""
+    found = {}
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+        for function in functions:
+            for call in function.decorator_list:
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.documents":
+                    found |= {ast.literal_eval(word): f"{file.name}::{function.name}" for word in call.args}
+    return found
+
+
+def is_for(mark: str, command: Command) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, mark.split("..."))), command.text) is not None
+
+
+def runs_here(command: Command, start: str) -> bool:
+    """Return whether a command needs no mark: it begins so, can be typed as it is, and its page gives no reason."""
+    return (
+        f"{command.text} ".startswith(f"{start} ")
+        and "<" not in command.text
+        and not command.reason
+        and not any(is_for(mark, command) for mark in marked())
+    )
+
+
+def run_here(start: str) -> list[Any]:
+    """Return a parameter for each different command that begins so and needs no mark."""
+    first = {command.text: command for command in reversed(read_pages()[0]) if runs_here(command, start)}
+    return [pytest.param(command, id=f"{command.place}: {text[:80]}") for text, command in first.items()]
+
+
+TRIALS, FORECASTS = run_here("python -m fsdp_lab"), run_here("python -m fsdp_lab.forecast")
+
+
+def test_each_command_is_run_by_a_test_or_says_why_not():
+    commands, wrong = read_pages()
+    here = {each.values[0].text for each in (*TRIALS, *FORECASTS)}
+    for command in commands:
+        is_run = command.text in here or any(is_for(mark, command) for mark in marked())
+        if is_run == bool(command.reason):
+            wrong = [*wrong, f"{command.place}: {command.text}: {'a test runs it' if is_run else 'no test runs it'}"]
+    gone = [f"{test}: {mark}" for mark, test in marked().items() if not any(is_for(mark, each) for each in commands)]
+    assert not wrong + gone, "\n".join([*wrong, "On no page:", *gone])
+
+
+def replaced(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """Return the words with other values of some keys, in the place of those that are typed."""
+    kept = [word for word in words if word.partition("=")[0] not in values]
+    return [*kept, *(f"{key}={value}" for key, value in values.items())]
+
+
+def made_small(command: Command) -> list[str]:
+    """Return the words after `-m` of a command, with what makes it small where it is too large for a test."""
+    values = {key: value for part, smaller in SMALLER.items() if part in command.text for key, value in smaller.items()}
+    return replaced(command.words[2:], values)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The files of docs/your-model.md, where their first lines say, and tiny models for docs/hugging-face.md."""
+    for language, block in re.findall(r"```(\w+)\n(.*?)```", (ROOT / "docs/your-model.md").read_text(), re.DOTALL):
+        if language in ("python", "yaml"):
+            name = next(line for line in block.splitlines() if not line.startswith("# @")).removeprefix("# ")
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(block)
+    for name in ("gpt2", "llama", "vit"):
+        plain_model(name).save_pretrained(tmp_path / "my_models" / name)  # type: ignore[operator]
+    return tmp_path
+
+
+def is_in(shown: str, printed: str, *, numbers: bool = True) -> bool:
+    """Return whether a command printed what a page shows, where `...` stands for any lines, or any part of a line.
+
+    Args:
+        shown: the lines on the page.
+        printed: what the command printed.
+        numbers: whether figures have to be the same; if not, spaces and rules may differ in length, too.
+    """
+
+    def pattern(line: str) -> str:
+        if line == "...":
+            return r"(?:.*\n)*?"
+        escaped = re.escape(line.rstrip()).replace(r"\.\.\.", ".*")
+        if not numbers:
+            escaped = re.sub(r"\d+(?:(?:\\\.|,)\d+)*", lambda _: r"\d[\d.,]*", escaped)
+            escaped = re.sub(r"(?:\\ )+", lambda _: r" +", re.sub("─+", "─+", escaped))
+        return rf"{escaped} *\n"
+
+    return re.search("^" + "".join(map(pattern, shown.splitlines())), printed, re.MULTILINE) is not None
+
+
+@pytest.mark.timeout(1600)
+@pytest.mark.full
+@pytest.mark.parametrize("command", FORECASTS)
+def test_a_forecast_of_a_page_runs(command: Command, project: Path):
+    """One whose output the page shows as it is printed: six and twelve large settings take minutes."""
+    words = command.words[2:] if command.output else made_small(command)
+    done = forked.run(project, *words, seconds=1500, environment={**os.environ, "COLUMNS": "100"})
+    assert done.returncode == 0, done.stderr
+    assert (found := list(project.glob("outputs/**/forecast.csv"))), done.stdout
+    assert len(found[0].read_text().splitlines()) > 1
+    if command.output:
+        assert is_in(command.output, done.stdout), f"{command.place} prints:\n{done.stdout}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", TRIALS)
+def test_a_trial_or_sweep_of_a_page_runs(command: Command, project: Path):
+    done = run_cli(project, *replaced(made_small(command)[1:], QUICK), STORE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (results,) = project.glob("outputs/**/results.csv")
+    with results.open() as lines:
+        assert {row["status"] for row in csv.DictReader(lines)} <= {"finished", "stopped"}
+    assert is_in(command.output, done.stdout, numbers=False), f"{command.place} prints:\n{done.stdout}"
+
+
+@pytest.mark.full
+def test_the_script_of_your_model_runs(project: Path):
+    done = subprocess.run([sys.executable, "train.py"], cwd=project, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+# What depends on the machine is which setting is fastest, by how much, and what ran beside it.
+_ANSWER = (
+    r"Recommended: sharding=\w+ reshard_after_forward=\w+: [\d,.]+ samples/s, [\d.]+ MiB at the peak, ?",
+    r"val/loss 1\.608\.",
+    r"It is .*",
+    r"Compared with it, changing:",
+    *3 * [r"  .* the speed, .* the same val/loss"],
+    r"4 settings have the same losses, as they must: the model computes the same in each\.",
+    r"(?:Other processes used .*\n)?One run each: the spread between runs is not known; repeats=3 measures it\.",
+    r"  python -m fsdp_lab sharding=\w+ precision=fp32 offload=none reshard_after_forward=\w+",
+)
+
+
+def cells(line: str) -> list[str]:
+    """Return the cells of a line of the table, without samples/s, the eighth, and without marks of the best."""
+    found = line.replace(">", " ").replace("*", " ").split()
+    return [*found[:7], *found[8:]]
+
+
+@pytest.mark.ci
+@pytest.mark.documents("make sweep")
+def test_make_sweep_types_and_prints_what_the_readme_shows(tmp_path: Path):
+    typed = subprocess.run(["make", "-n", "sweep"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
+    words = next(after for line in typed.stdout.splitlines() if (after := line.partition(" -m fsdp_lab ")[2]))
+    readme = (ROOT / "README.md").read_text()
+    assert f"`python -m fsdp_lab {words}`" in readme.replace("\n", " ")
+    shown = readme.partition("`make sweep` prints:\n\n```\n")[2].partition("\n```")[0]
+    environment = {**os.environ, "COLUMNS": "100"}
+    done = forked.run(tmp_path, "fsdp_lab", *shlex.split(words), STORE, seconds=400, environment=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout[done.stdout.index("4 of 4 trials") :]
+    assert [cells(line) for line in printed.splitlines()[1:9]] == [cells(line) for line in shown.splitlines()[1:9]]
+    assert all(re.search("\n".join(_ANSWER), text) for text in (shown, printed)), printed
+
+
+def lay_fashion_mnist(folder: Path, **sizes: int) -> None:
+    """Write random images into the published files' form: 16 bytes before the pixels, 8 before the labels."""
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    torch.manual_seed(0)
+    for stem, count in sizes.items():
+        for kind, head, shape_of in (("images-idx3", 0x803, (28, 28)), ("labels-idx1", 0x801, ())):
+            values = torch.randint(0, 10, (count, *shape_of), dtype=torch.uint8)
+            header = b"".join(number.to_bytes(4, "big") for number in (head, count, *shape_of))
+            (raw / f"{stem}-{kind}-ubyte").write_bytes(header + values.numpy().tobytes())
+
+
+@pytest.mark.ci
+@pytest.mark.documents(
+    "python -m fsdp_lab experiment=ray_template data.root=<folder that holds FashionMNIST/raw> data.download=false",
+    "python -m fsdp_lab.predict run=<its MLflow run id> data.root=<the same folder>",
+)
+def test_the_preset_ray_template_trains_and_its_model_predicts(tmp_path: Path):
+    """On a few images, by one worker without Ray."""
+    lay_fashion_mnist(tmp_path, train=256, t10k=64)
+    words = replaced(["experiment=ray_template", "data.root=.", "data.download=false"], QUICK)
+    done = run_cli(tmp_path, *words, STORE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (results,) = tmp_path.glob("outputs/**/results.csv")
+    with results.open() as lines:
+        (row,) = csv.DictReader(lines)
+    assert row["status"] == "finished"
+    predicted = forked.run(tmp_path, "fsdp_lab.predict", f"run={row['run_id']}", "data.root=.", STORE)
+    assert predicted.returncode == 0, predicted.stderr
+    accuracy = float(re.findall(r"accuracy ([0-9.]+)", predicted.stdout)[0])
+    assert accuracy == pytest.approx(float(row["val/accuracy"]), abs=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.documents("python -c 'import collections, math; from fsdp_lab.workloads.language.pydoc import read;...")
+def test_the_entropy_is_that_of_the_page(tmp_path: Path):
+    (command,) = [each for each in read_pages()[0] if each.text.startswith("python -c ")]
+    done = forked.run(tmp_path, "-c", command.words[2])
+    assert done.returncode == 0, done.stderr
+    if sys.version_info[:2] == (3, 11):  # the help of other versions differs
+        page = (ROOT / "docs/settings.md").read_text()
+        assert f"{float(done.stdout):.2f} bits per byte (Python 3.11)" in page
 
 
 def test_limitations_say_what_the_committed_runs_on_gpus_have_seen():

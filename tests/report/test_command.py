@@ -73,6 +73,7 @@ def test_a_sweep_ends_with_its_report(folder: Path):
     assert got.read_text() == page.read_text()
 
 
+@pytest.mark.documents("python -m fsdp_lab.report sweep=last use=pytorch")
 def test_the_setting_can_be_taken_home(folder: Path):
     chosen = next(row for row in page_rows(folder / "out/report.html") if row["recommended"] == "yes")
     text, before = (folder / "out/use_pytorch.py").read_text(), sorted((folder / "out").iterdir())
