@@ -1,4 +1,5 @@
-"""`python -m fsdp_lab.forecast` in this process, grids too: a process of their pool would first import PyTorch."""
+"""`python -m fsdp_lab.forecast` in this process, grids too: a process of their pool would first
+import PyTorch. And what such a process answers in tests of the pool: it imports this."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -59,3 +61,19 @@ def forecast_here(folder: Path, *words: str, interrupt_after: int | None = None)
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+def answer(question: str) -> tuple[str, int]:
+    """What is asked for is done, and then answered, with the id of the process."""
+    match question.partition(" "):
+        case "sleep", _, seconds:
+            time.sleep(float(seconds))
+        case "meet", _, folder:  # until two processes are there
+            Path(folder, str(os.getpid())).touch()
+            while len(list(Path(folder).iterdir())) < 2:
+                time.sleep(0.01)
+        case "signal", _, number:
+            os.kill(os.getpid(), int(number))
+        case "leave", _, status:
+            os._exit(int(status))
+    return question, os.getpid()

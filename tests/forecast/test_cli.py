@@ -1,13 +1,15 @@
-"""`python -m fsdp_lab.forecast` as people type it, mostly in this process, and what forecasts many at once."""
+"""`python -m fsdp_lab.forecast` as people type it, mostly in this process, and the processes that forecast for it."""
 
 from __future__ import annotations
 
 import csv
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import psutil
@@ -18,10 +20,11 @@ from fsdp_lab.config import ConfigError
 from fsdp_lab.forecast import run
 from fsdp_lab.forecast.capacity import NoForecast
 from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.forecast.run import Background, Forecaster, Request, forecast_all
+from fsdp_lab.forecast.pool import NoAnswerError, Pool, _Child
+from fsdp_lab.forecast.run import Background, Request, forecast_all
 from fsdp_lab.forecast.words import no_forecast_text
 from fsdp_lab.training.__main__ import read_config
-from tests.forecast.command import answered_here, forecast_here
+from tests.forecast.command import answer, answered_here, forecast_here
 from tests.processes import called, still_running
 from tests.ranks import config
 from tests.sweep.conftest import wait_for
@@ -85,19 +88,6 @@ def test_a_grid_is_sorted_by_peak_and_says_what_fits(forecast: Command, tmp_path
     assert all((tmp_path / page).is_file() for page in pages)
 
 
-def test_speeds_of_a_grid(forecast: Command, tmp_path: Path):
-    """DDP is shown once, for it gathers nothing again; the CSV has every cell."""
-    done = forecast(
-        "-m", "model=mlp", "sharding=ddp,root", "reshard_after_forward=always,never", "precision=bf16_mixed",
-        "offload=none", "cluster.num_workers=8", "forecast.device=h100_sxm",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = written(tmp_path)
-    assert len(rows) == 4 and all(float(row["samples_per_s_per_device"]) > 0 for row in rows)
-    shown = [line.split()[:2] for line in done.stdout.splitlines()]
-    assert [words for words in shown if words[:1] == ["ddp"]] == [["ddp", "any"]]
-
-
 def test_the_fastest_is_recommended_though_a_plainer_is_near(forecast: Command, tmp_path: Path):
     """Two settings 1.4 % apart, which need the same memory of a GPU that is almost empty."""
     done = forecast(
@@ -136,19 +126,12 @@ def test_the_command_names_the_network_that_it_assumed(forecast: Command, tmp_pa
     assert low < float(lines[800]["step_low_s"]) and float(lines[800]["step_high_s"]) < high
 
 
-PRESET = """# @package _global_
-defaults:
-  - override /model: mlp
-hydra:
-  sweeper:
-    params: {sharding: "ddp,root", precision: "fp32,bf16", offload: none, reshard_after_forward: always}
-"""
-
-
 def test_a_preset_brings_its_axes(tmp_path: Path):
     """Ours, and one of the user's folder; an axis that is typed too is the typed one."""
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text(PRESET)
+    axes = '{sharding: "ddp,root", precision: "fp32,bf16", offload: none, reshard_after_forward: always}'
+    lines = ("# @package _global_", "defaults: [override /model: mlp]", f"hydra: {{sweeper: {{params: {axes}}}}}")
+    (tmp_path / "experiment" / "mine.yaml").write_text("\n".join(lines))
     plan, swept = plan_forecasts(["experiment=zero2_zero3"], True)
     assert swept == ["sharding", "reshard_after_forward"] and len(plan.trials) == 4
     plan, swept = plan_forecasts([f"--config-dir={tmp_path}", "experiment=mine", "sharding=per_block"], True)
@@ -172,11 +155,6 @@ def test_what_only_forecasts_are_asked_is_refused_in_one_line(forecast: Command,
     done = forecast(word)
     assert done.returncode == 2 and word in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
-
-
-def test_help_names_its_own_keys(forecast: Command):
-    done = forecast("--help")
-    assert done.returncode == 0 and "forecast.capacity_gib" in done.stdout
 
 
 def test_an_interrupt_keeps_the_forecasts_that_are_made(forecast: Command, tmp_path: Path):
@@ -234,35 +212,96 @@ def test_a_thread_that_fails_is_reported_for_each(monkeypatch: pytest.MonkeyPatc
     assert [no_forecast_text(forecast.error) for forecast in result] == ["OSError: no more processes"] * 2
 
 
-PROCESS = "pool import serve"  # in the command line of each process of a pool
-
-
-@pytest.mark.ci
-def test_a_search_forecasts_one_after_the_other_and_loses_one_with_its_process():
-    small, heavy = Request.of(config("model=mlp"), 2), Request.of(config("model=vit_l_16"), 2)
-    expected = forecast_profile(small.config, 2, cuda=False).peaks
-    earlier = {process.pid for process in called(PROCESS)}
-    with Forecaster() as forecaster:
-        assert forecaster.result(forecaster.submit(small), small).peaks == expected
-        lost, after = forecaster.submit(heavy), forecaster.submit(small)
-        (process,) = [process for process in called(PROCESS) if process.pid not in earlier]
-        process.kill()
-        error = no_forecast_text(forecaster.result(lost, heavy).error)
-        assert error and "its process was killed, most likely because memory ran out" in error
-        assert forecaster.result(after, small).peaks == expected
-        unwanted = forecaster.submit(heavy)
-    assert "not made" in str(no_forecast_text(forecaster.result(unwanted, heavy).error))
-    assert still_running(called(PROCESS), 60) == []
-
-
 @pytest.mark.ci
 def test_forecasts_that_are_no_longer_wanted_end():
     heavy = [config("model=vit_l_16", f"training.global_batch_size={2 * n}") for n in range(1, 65)]
     processes: list[psutil.Process] = []
     end = time.monotonic() + 100
     with Background([Request.of(trial, 2) for trial in heavy]) as forecasts:
-        while not (processes := called(PROCESS)):
+        while not (processes := called("pool import serve")):
             assert time.monotonic() < end, "no process started"
             time.sleep(0.05)
     assert still_running(processes, 60) == []
     assert forecasts.result()[-1].error == NoForecast("cancelled")
+
+
+LIMIT_S = 60.0
+
+
+def test_one_process_answers_in_its_turn_and_one_that_dies_costs_one_answer():
+    with Pool(answer, 1, LIMIT_S) as pool:
+        reported, pids = zip(*[future.result() for future in [pool.submit(word) for word in "abc"]], strict=True)
+        assert reported == ("a", "b", "c") and len(set(pids)) == 1 and os.getpid() not in pids
+        pid = pids[0]
+        for question, message in (
+            (f"signal {signal.SIGKILL:d}", "was killed, most likely because memory ran out"),
+            (f"signal {signal.SIGSEGV:d}", "ended by SIGSEGV"),
+            ("leave 3", "ended with exit code 3"),
+        ):
+            lost, after = pool.submit(question), pool.submit("b")
+            with pytest.raises(NoAnswerError, match=f"^{message}$"):
+                lost.result()
+            text, other = after.result()
+            assert text == "b" and other != pid
+            pid = other
+
+
+def test_a_late_answer_costs_no_other():
+    with Pool(answer, 1, LIMIT_S) as pool:
+        _, pid = pool.submit("a").result()
+        pool._limit_s = 0.1
+        with pytest.raises(NoAnswerError, match=r"^did not answer within 0\.1 s$"):
+            pool.submit("sleep 60").result()
+        pool._limit_s = LIMIT_S
+        assert pool.submit("b").result()[1] != pid
+
+
+class Spoiled:
+    """Pickled, it is a call that fails."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return int, ("a question that cannot be read",)
+
+
+def test_a_question_that_cannot_be_read_ends_the_process_and_nobody_waits():
+    with Pool(answer, 1, LIMIT_S) as pool, pytest.raises(NoAnswerError, match="ended with exit code 1"):
+        pool.submit(Spoiled()).result()
+
+
+def test_ctrl_c_is_the_parents_also_while_a_process_starts():
+    child = _Child(answer)
+    try:
+        assert child._process.pid is not None
+        os.kill(child._process.pid, signal.SIGINT)  # Python has not even started there
+        asked = f"signal {signal.SIGINT:d}"
+        assert child.ask(asked, LIMIT_S)[0] == asked
+    finally:
+        child.kill()
+
+
+def test_the_end_of_the_pool_is_the_end_of_its_processes():
+    with Pool(answer, 1, LIMIT_S) as pool:
+        assert pool.submit("a").result()
+        begun, waiting = pool.submit("sleep 60"), pool.submit("b")
+        while not begun.running():
+            time.sleep(0.01)
+    assert called("pool import serve") == []
+    with pytest.raises(NoAnswerError):
+        begun.result(timeout=0)
+    with pytest.raises(CancelledError):
+        waiting.result(timeout=0)
+
+
+def test_two_work_side_by_side_and_end_with_a_parent_that_is_killed(tmp_path: Path):
+    code = (
+        "from fsdp_lab.forecast.pool import Pool; from tests.forecast.command import answer\n"
+        "if __name__ == '__main__':\n"
+        "    with Pool(answer, 2, 60) as pool:\n"
+        f"        [future.result() for future in [pool.submit('meet {tmp_path}') for _ in range(2)]]\n"
+        "        print('both', flush=True); pool.submit('sleep 60').result()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout and parent.stdout.readline() == "both\n"
+        children = called("pool import serve", parent.pid)
+        parent.kill()
+    assert len(children) == 2 and still_running(children, 10) == []

@@ -15,12 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as attend
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
+from fsdp_lab.forecast.fake import ACCELERATOR, HOST, fake_tensors, fake_world
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.kernels import buffer_bytes, cuda_kernels
-from fsdp_lab.training.recorder import StepRecorder
 from tests.operators import Operators
 from tests.ranks import config
 
@@ -87,23 +85,6 @@ def test_a_fake_lstm_keeps_what_a_real_one_keeps() -> None:
     real = size()
     with fake_tensors():
         assert size() == real
-
-
-@pytest.mark.parametrize("mode", [ValuesOnRequest, lambda: StepRecorder(nn.Module(), HOST)], ids=["values", "recorder"])
-def test_where_a_fake_tensor_lies_is_answered_by_the_first_mode(mode: Callable[[], TorchDispatchMode]) -> None:
-    """Autograd and modules in C++ ask it twice for each operator that computes, through every mode."""
-
-    def heard(*modes: TorchDispatchMode) -> set[str]:
-        with FakeTensorMode(), Operators() as below:
-            layer, inputs = nn.Linear(3, 4), torch.rand(2, 3)
-            for each in modes:
-                each.__enter__()
-            layer(inputs).sum().backward()
-            for each in modes:
-                each.__exit__(None, None, None)
-        return set(below.names)
-
-    assert heard() - heard(mode()) == {"prim::device"}
 
 
 # vit_tiny with 1 block: 2 heads, hidden 64, 4 x 4 patches and the class token

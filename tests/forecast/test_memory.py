@@ -135,15 +135,14 @@ def test_every_combination_of_the_four_axes_is_forecast_to_the_byte(model: str, 
 @pytest.mark.parametrize(
     ("model", "shardings"),
     [
-        pytest.param("language", ["per_block"], marks=pytest.mark.ci),
         pytest.param("vit", ["root"], marks=pytest.mark.ci),
         pytest.param("hf gpt2", ["ddp"], marks=pytest.mark.ci),
         *(pytest.param(model, [*SHARDINGS], marks=pytest.mark.full) for model in ("language", "vit", "hf gpt2")),
     ],
 )
 def test_a_compiled_step_holds_what_was_forecast_within_3_percent(model: str, shardings: list[str]) -> None:
-    """By what the allocator reports: to the byte for our Llama and GPT-2. A ViT holds one activation more, which is
-    2.3 % of this tiny one."""
+    """By what the allocator reports: to the byte for our Llama, per block a row of tests/training/test_parity.py, and
+    for GPT-2. A ViT holds one activation more, which is 2.3 % of this tiny one."""
     if model.startswith("hf"):
         pytest.importorskip("transformers")
     assert (
@@ -275,18 +274,17 @@ def test_pinned_buffers_are_rounded_up_to_a_power_of_two(place: str, expected: i
 
 
 @pytest.mark.parametrize(
-    ("workers", "words", "expected"),
+    ("words", "expected"),
     [
-        (8, [], 1),
-        (8, ["sharding.dp_replicate=2"], 3),
-        (8, ["sharding.separate_reduce_scatter_group=true"], 2),
-        (8, ["reshard_after_forward=to_size", "reshard_after_forward.size=2"], 2),
-        (8, ["reshard_after_forward=to_size", "reshard_after_forward.size=8"], 1),
-        (8, ["reshard_after_forward=to_size", "reshard_after_forward.size=2", "sharding.dp_replicate=2"], 4),
+        ([], 1),
+        (["sharding.dp_replicate=2"], 3),
+        (["sharding.separate_reduce_scatter_group=true"], 2),
+        (["reshard_after_forward=to_size", "reshard_after_forward.size=2"], 2),
+        (["reshard_after_forward=to_size", "reshard_after_forward.size=2", "sharding.dp_replicate=2"], 4),
     ],
 )
-def test_every_communicator_is_counted(workers: int, words: list[str], expected: int):
-    assert communicators(config(*words), workers) == expected
+def test_every_communicator_is_counted(words: list[str], expected: int):
+    assert communicators(config(*words), 8) == expected
 
 
 @pytest.mark.parametrize(

@@ -88,15 +88,6 @@ def test_hybrid_sharding_scatters_within_and_reduces_between_its_groups():
     assert {o.stream for o in casts} - {Stream.compute} == {Stream.all_reduce}, "where reduced gradients are cast, too"
 
 
-def test_the_norm_is_reduced_among_the_shards_and_clipping_waits_for_it():
-    operators = [o for o in program(*HYBRID) if o.phase == "optimizer"]
-    (reduced,) = (o for o in operators if o.kind is Kind.reduce)
-    parameters = 2 * 9 + 3  # two blocks, embedding, head, norm: a norm of each, in float32
-    assert reduced.group == (0, 1) and reduced.num_bytes == 4 * parameters
-    after = operators[operators.index(reduced) + 1]
-    assert after.name == "aten.pow" and set(after.reads) & set(reduced.writes)
-
-
 def test_checkpointing_computes_the_blocks_again():
     plain, again = program(*SHARDED), program(*SHARDED, "activation_checkpointing=full")
     forward = sum(o.flops for o in plain if o.phase == "forward" and o.module.startswith("blocks"))
@@ -140,14 +131,6 @@ def test_what_travels_to_the_device_has_the_bytes_of_the_shards():
     assert sum(o.num_bytes for o in sent) == shards
     back = [o for o in travels if o.phase == "backward" and o.stream is not Stream.copy_in]  # others are gathered again
     assert sum(o.num_bytes for o in back) == shards
-
-
-def test_what_dtensor_tries_out_on_whole_shapes_is_no_part_of_the_step():
-    """The second step is the first that multiplies the momentum."""
-    sgd = ("optimizer=sgd", "optimizer.momentum=0.9", "optimizer.implementation=foreach")
-    operators = program("sharding=per_block", *sgd)
-    (scaled,) = (o for o in operators if o.phase == "optimizer" and o.name == "aten._foreach_mul_")
-    assert scaled.num_bytes == pytest.approx(2 * 4 * (2 * BLOCK + ROOT) / 4, rel=0.01)
 
 
 def kept(function: Any, x: Tensor) -> int:
