@@ -379,8 +379,7 @@ FAULTS = (
           "        if is_new:", "        if True:", "engine/test_outcome.py"),
     Fault("an epoch that a killed process did not report is lost", "fsdp_lab/sweep/sweep.py",
           "        for metrics in read_metrics(folder):", "        for metrics in ():",
-          "sweep/test_runner.py::"
-          "test_epochs_come_as_they_are_reported_and_from_the_folder_once_at_a_start_and_at_the_end"),
+          "sweep/test_runner.py::test_an_epoch_that_was_not_reported_comes_from_the_folder"),
     Fault("an outcome is replaced by a file that is not on the disk", "fsdp_lab/record/trial_json.py",
           "durable or trial.outcome is not None", "durable",
           "sweep/test_record.py::test_an_outcome_stays_on_the_disk_when_its_file_is_written_again"),
@@ -392,12 +391,10 @@ FAULTS = (
           "            self._sweep.write_stop(number, result)",
           "            resources.release_placement_group(self._sweep.folder_of(number))\n"
           "            self._sweep.write_stop(number, result)",
-          "sweep/test_tuner.py::"
-          "test_that_a_trial_is_stopped_is_written_before_its_workers_go_unless_it_has_ended_by_itself"),
+          "sweep/test_runner.py::test_a_stop_is_written_before_the_workers_of_the_trial_go"),
     Fault("trials that a memory kill ended begin from nothing", "fsdp_lab/sweep/executors/tuner.py",
           "        state.resuming = True\n", "",
-          "sweep/test_tuner.py::"
-          "test_trials_of_a_tune_that_a_memory_kill_ended_resume_unless_they_get_nowhere"),
+          "sweep/test_runner.py::test_trials_that_a_memory_kill_ended_resume_with_new_epochs"),
     Fault("Ray prints a paragraph about each killed worker", "fsdp_lab/engine/cluster.py",
           '    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",', '    "RAY_DEDUP_LOGS_SKIP_REGEX": "#",',
           "sweep/test_fates.py::test_a_failed_trial_makes_the_exit_status_1_and_prints_no_traceback"),
@@ -432,7 +429,7 @@ FAULTS = (
           'metrics["epoch"] not in self._reported and', "", "engine/test_outcome.py"),
     Fault("a failed sweep ends with 0", "fsdp_lab/sweep/sweep.py",
           "return ExitCode.failed if failed else ExitCode.finished", "return ExitCode.finished",
-          "sweep/test_state.py"),
+          "sweep/test_runner.py::test_the_exit_code_says_how_a_sweep_ended"),
     Fault("gloo uses the interface of the host's name", "fsdp_lab/engine/rendezvous.py",
           'os.environ.setdefault("GLOO_SOCKET_IFNAME", name)', "pass",
           "engine/test_ray.py::test_ranks_listen_only_on_the_interface_of_their_node"),
