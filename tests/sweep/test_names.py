@@ -1,22 +1,24 @@
-"""What a sweep and its trials are called, and what a report takes from the words."""
+"""The names of sweeps, trials, folders and commands; a new sweep writes over no other."""
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from fsdp_lab.config import SweepConfig, from_dict
+from fsdp_lab.config import ConfigError, SweepConfig, from_dict
 from fsdp_lab.config.compose import Trial
 from fsdp_lab.record.sweep_json import SweepStart
+from fsdp_lab.storage.locks import InUse
 from fsdp_lab.sweep.grid import enumerate_grid
 from fsdp_lab.sweep.names import (
     report_command,
     resume_command,
     resume_lines,
-    run_name,
     setting_text,
     short_name,
     sweep_name,
@@ -25,9 +27,16 @@ from fsdp_lab.sweep.names import (
 from fsdp_lab.sweep.outputs.results_csv import rows_of
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.store.folder import Occupied, check_trial_folders, new_folder
 from fsdp_lab.sweep.sweep import Sweep
 from fsdp_lab.sweep.sweep_data import sweep_of
+from tests.conftest import INLINE, run_cli, without
+from tests.folders import Store, SweepFolder
+from tests.sweep import fates
+from tests.sweep.conftest import has_trained_an_epoch, results, started, wait_for
 from tests.sweep.planted import sweep_of as planned_sweep
+
+KEY = "hydra.sweep.dir"
 
 
 def trial(choices: dict[str, str] | None = None, **values: dict[str, object]) -> Trial:
@@ -36,15 +45,11 @@ def trial(choices: dict[str, str] | None = None, **values: dict[str, object]) ->
 
 @pytest.mark.parametrize(
     ("lr", "name"),
-    [(0.0012345678, "lr=0.00123"), (0.001, "lr=0.001"), (3e-05, "lr=3e-05"), (0.5, "lr=0.5"), (123456.7, "lr=123457")],
+    [(0.0012345678, "lr=0.00123"), (3e-05, "lr=3e-05"), (0.5, "lr=0.5"), (123456.7, "lr=123457")],
 )
 def test_numbers_in_a_trials_name_are_rounded(lr: float, name: str):
-    assert short_name(trial(optimizer={"lr": lr}), ["optimizer.lr"]) == name
-
-
-def test_whole_numbers_and_options_are_not():
-    one = trial({"sharding": "root"}, training={"seed": 1234567})
-    assert short_name(one, ["sharding", "training.seed"]) == "root seed=1234567"
+    one = trial({"sharding": "root"}, optimizer={"lr": lr}, training={"seed": 1234567})
+    assert short_name(one, ["sharding", "optimizer.lr", "training.seed"]) == f"root {name} seed=1234567"
 
 
 OWN_VALUES = [
@@ -57,9 +62,7 @@ OWN_VALUES = [
 
 
 @pytest.mark.parametrize("values", OWN_VALUES)
-def test_values_of_the_users_own_are_shown_as_typed_and_are_settings_of_their_own(
-    parser: OverridesParser, compose_trial, values: list[str]
-):
+def test_values_of_the_users_own_are_shown_as_typed(parser: OverridesParser, compose_trial, values: list[str]):
     """Of whatever type: by the table, the report and `results.csv`."""
     words = ["model._target_=collections.ChainMap", f"model.table={','.join(values)}"]
     plan = plan_sweep(enumerate_grid(parser, {}, words), compose_trial, lambda config: None)
@@ -70,16 +73,7 @@ def test_values_of_the_users_own_are_shown_as_typed_and_are_settings_of_their_ow
     assert [row["model.table"] for row in rows_of(planned, lambda number: "")] == values
 
 
-def test_a_group_that_is_swept_as_a_whole_is_shown_as_typed(parser: OverridesParser, compose_trial):
-    grid = enumerate_grid(parser, {}, ["training={epochs:3},{epochs:4,seed:1}"])
-    plan = plan_sweep(grid, compose_trial, lambda config: None)
-    assert [run_name(trial, ["training"]) for trial in plan.trials] == [
-        "training={epochs:3}",
-        "training={epochs:4,seed:1}",
-    ]
-
-
-def test_close_numbers_of_a_grid_have_all_their_digits_and_those_of_a_search_six():
+def test_numbers_of_a_grid_have_all_digits_of_a_search_six():
     grid = [trial(training={"max_grad_norm": x}) for x in (0.1, 0.10000001)]
     assert [setting_text(one, "training.max_grad_norm") for one in grid] == ["0.1", "0.10000001"]
     drawn = trial(search={"name": "random"}, training={"max_grad_norm": 0.123456789})
@@ -93,14 +87,6 @@ def test_a_sweep_is_called_by_what_it_compares():
     assert sweep_name([trial(search={"name": "optuna"})] * 2, ["+model.width"]) == "width (optuna, 2 trials)"
 
 
-def test_the_store_is_named_as_typed():
-    command = "python -m mlflow ui --backend-store-uri"
-    assert ui_command("sqlite:///outputs/mlflow.db") == f"{command} sqlite:///outputs/mlflow.db"
-    assert ui_command("sqlite:////srv/a.db?timeout=9") == f"{command} 'sqlite:////srv/a.db?timeout=9'"
-    assert ui_command("postgresql://host/runs") == f"{command} postgresql://host/runs"
-    assert ui_command("http://host:5000") == "http://host:5000"
-
-
 def test_commands_name_a_folder_that_is_there_where_they_are_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["fsdp_lab", "-m", "sharding=ddp,root", "cluster.storage_path=s3://bucket/lab"])
@@ -108,6 +94,9 @@ def test_commands_name_a_folder_that_is_there_where_they_are_typed(monkeypatch: 
     assert resume_lines(folder) == ["to resume: python -m fsdp_lab resume=outputs/1"]
     assert report_command(folder) == "python -m fsdp_lab.report sweep=outputs/1"
     assert resume_command(tmp_path.parent) == f"python -m fsdp_lab resume={tmp_path.parent}"
+    command = "python -m mlflow ui --backend-store-uri"
+    assert ui_command("sqlite:////srv/a.db?timeout=9") == f"{command} 'sqlite:////srv/a.db?timeout=9'"
+    assert ui_command("http://host:5000") == "http://host:5000"
 
 
 def test_the_workers_are_those_that_trained(compose_trial, tmp_path: Path):
@@ -118,3 +107,126 @@ def test_the_workers_are_those_that_trained(compose_trial, tmp_path: Path):
     assert "workers" not in dict(sweep_of(sweep, lambda number: "").about), "none has started"
     states[1].facts, states[2].facts = {"world_size": 8}, {"world_size": 4}
     assert dict(sweep_of(sweep, lambda number: "").about)["workers"] == "4, 8"
+
+
+STRANGE = ("a b", "介绍 é", "x=1", "a/b/../c", "long" * 75)
+
+
+@pytest.mark.ci
+def test_long_and_strange_names_are_in_folder_csv_and_mlflow(tmp_path: Path):
+    """A value of the user's own, as it is typed, and folders; the longest value has 300 characters."""
+    shutil.copy(Path(fates.__file__), tmp_path)
+    typed = ",".join(f"'{value}'" for value in STRANGE)
+    words = [f"model.mark={typed}", "model._target_=fates.Fate", "model.fate=finishes", "training.epochs=1"]
+    folders = ["hydra.sweep.dir='o u t=ü'", "hydra.sweep.subdir='ünï=${hydra.job.num} x/" + "n" * 255 + "/介绍'"]
+    done = run_cli(tmp_path, "-m", *without(INLINE, "model=", "hydra."), *words, *folders)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sweep, runs = SweepFolder(tmp_path / "o u t=ü"), Store(tmp_path).trials
+    assert [row["model.mark"] for row in sweep.rows] == [f"'{value}'" for value in STRANGE]
+    assert [str(one.path.relative_to(sweep.path)) for one in sweep.trials] == [
+        f"ünï={number} x/{'n' * 255}/介绍" for number in range(5)
+    ]
+    assert sweep.statuses == ["finished"] * 5 and all((one.path / "model.pt").exists() for one in sweep.trials)
+    assert [run.data.params["model.mark"] for run in runs] == [*STRANGE]
+    names = [run.info.run_name or "" for run in runs]
+    assert names[:4] == [f"mark='{value}'" for value in STRANGE[:4]]
+    assert names[4].startswith("mark='long") and len(names[4]) == 250, "the longest that stores of MLflow take"
+
+
+def hydra(*typed: str) -> DictConfig:
+    return OmegaConf.create({"overrides": {"hydra": list(typed)}})
+
+
+def test_starts_of_one_second_have_folders_of_their_own(tmp_path: Path):
+    planned = tmp_path / "14-05-09"
+    with new_folder(planned, KEY, hydra()) as first, new_folder(planned, KEY, hydra()) as second:
+        assert (first.name, second.name) == ("14-05-09", "14-05-09-2")
+        (first / "results.csv").touch()
+        (second / "trial.json").touch()
+    with new_folder(planned, KEY, hydra()) as third:
+        assert third.name == "14-05-09-3", "the others have ended, and their results stay"
+    with new_folder(planned, KEY, hydra()) as fourth:
+        assert fourth.name == "14-05-09-3", "nothing was begun there"
+
+
+def test_a_folder_that_was_typed_is_free_or_refused(tmp_path: Path):
+    typed = hydra(f"{KEY}={tmp_path}")
+    with new_folder(tmp_path, KEY, typed) as folder:
+        assert folder == tmp_path
+        with pytest.raises(InUse, match="in use by another sweep or run"), new_folder(tmp_path, KEY, typed):
+            pass
+    (tmp_path / "sweep.json").touch()
+    with new_folder(tmp_path, KEY, typed):
+        pass  # its start was refused: MLflow was away
+    reported = (
+        rf"{KEY}={tmp_path} holds results, which would be lost.*python -m fsdp_lab resume={tmp_path}\. .*: {KEY}=\.\.\."
+    )
+    (tmp_path / "trials.jsonl").touch()
+    for left in ("results.csv", "trial.json", "0/trial.json", "a/b/c/trial.json"):
+        (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / left).touch()
+        with pytest.raises(Occupied, match=reported), new_folder(tmp_path, KEY, typed):
+            pass
+        (tmp_path / left).unlink()
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["one", "one"], "trials 0 and 1 the same folder"),
+        (["lr=1e-3", "lr=1E-3"], "trials 0 and 1 the same folder"),
+        (["0", "link/0"], "trials 0 and 1 the same folder"),
+        (["."], "not one of its own"),
+        (["0", "../0"], "trial 1 the folder .*, which is not one of its own"),
+        (["away/0"], "not one of its own"),
+        (["results.csv/0"], "not one of its own"),
+        (["a/b", "c", "a"], "trial 0 a folder inside that of trial 2"),
+        (["0", "a/" + "n" * 256], "trial 1 a name of more than 255 bytes"),
+        (["é" * 128], "trial 0 a name of more than 255 bytes"),
+        (["/".join(["n" * 250] * 16)], "trial 0 a path of more than 3896 bytes"),
+    ],
+)
+def test_trials_that_share_or_leave_the_sweeps_folder_are_refused(tmp_path: Path, names: list[str], reason: str):
+    for name, target in (("link", "."), ("away", "..")):
+        (tmp_path / name).symlink_to(target)
+    with pytest.raises(ConfigError, match=f"hydra.sweep.subdir gives .*{reason}.*hydra.job.num"):
+        check_trial_folders(tmp_path, [tmp_path / name for name in names])
+
+
+def test_folders_of_their_own_below_the_sweep_are_taken(tmp_path: Path):
+    check_trial_folders(tmp_path / "new", [tmp_path / "new" / name for name in ("0", "00", "a/0", "a/1", "n" * 255)])
+
+
+def written_once(folder: Path) -> dict[str, str]:
+    """The digest of each file that a sweep writes at its start."""
+    names = {"sweep.json", "trials.jsonl", "multirun.yaml", "config.yaml", "hydra.yaml", "overrides.yaml"}
+    files = [path for path in sorted(folder.rglob("*")) if path.name in names]
+    assert files
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("multirun", [pytest.param(False, marks=pytest.mark.full), True])
+def test_a_second_start_changes_nothing_of_the_first(tmp_path: Path, multirun: bool):
+    """While the first runs, and after it was killed."""
+    flag = ("-m",) if multirun else ()
+    trial = tmp_path / "out" / ("0" if multirun else "")
+    other = (*flag, *INLINE, "optimizer.lr=0.5", "training.epochs=1")
+    settings = ("training.epochs=3000", "data.num_train=960", "checkpoint.every_epochs=5")
+    with started(tmp_path, *flag, *INLINE, *settings) as process:
+        wait_for(lambda: has_trained_an_epoch(trial), process)
+        before = written_once(tmp_path / "out")
+        running = run_cli(tmp_path, *other)
+        resuming = run_cli(tmp_path, "resume=out")
+        assert written_once(tmp_path / "out") == before
+        process.kill()
+    killed = run_cli(tmp_path, *other)
+    assert (running.returncode, killed.returncode) == (2, 2), running.stderr + killed.stderr
+    assert "is in use by another sweep or run" in running.stderr and "use another folder: hydra." in running.stderr
+    assert f"resume={tmp_path / 'out'} is in use by another sweep or run" in resuming.stderr
+    assert resuming.stderr.endswith("wait until it ends\n"), "a resume has no folder but this"
+    assert "holds results, which would be lost" in killed.stderr
+    assert written_once(tmp_path / "out") == before
+    done = run_cli(tmp_path, "resume=out", "training.max_steps=200", "resume_anyway=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert results(tmp_path)[0]["status"] == "finished"
