@@ -1,7 +1,7 @@
 """The memory that CUDA's caching allocator reserves for a step, derived from the requests, without a GPU.
 
 The rules are those of PyTorch's `CUDACachingAllocator.cpp` with its default settings; the sizes are those of
-`c10/core/AllocatorConfig.h`, which `tests/forecast/test_allocator.py` reads. Reserved memory is what runs out: a freed
+`c10/core/AllocatorConfig.h`, which `tests/forecast/test_fake.py` reads. Reserved memory is what runs out: a freed
 block returns to the allocator, not to the device, and only the stream that it was made for gets it again.
 """
 

@@ -1,19 +1,305 @@
-"""Predicted speeds of whole steps: what they are worked out from, and how sure they are."""
+"""Seconds of operators, of their schedules and of whole steps, worked by hand on a device with round figures.
+
+A unit of the schedules is gathered in 2 s and computes for 3.
+"""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
+from torch._inductor import comm_analysis
 
-from fsdp_lab.forecast.forecast import forecast, unlike
+from fsdp_lab.config import ConfigError
+from fsdp_lab.forecast.forecast import forecast, forecast_step, unlike
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.sentences import request_notes
-from fsdp_lab.forecast.speed.device import Device, Factors, on_network
+from fsdp_lab.forecast.speed.costs import collective_seconds, in_tf32, occupied, seconds
+from fsdp_lab.forecast.speed.device import Device, DeviceKind, Factors, Reached, on_network
 from fsdp_lab.forecast.speed.predict import Speed, predict
+from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
+from fsdp_lab.forecast.speed.streams import Slot, schedule
 from fsdp_lab.workloads.build import build_workload
-from tests.forecast.planted import ROUND, gather, sheet
+from tests.forecast.planted import ROUND, gather, operator, sheet
 from tests.ranks import config
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        # 5e11 operations at half of 1e14 a second, and 1e9 bytes at half of 1e12
+        (operator(Kind.matmul, flops=5e11, num_bytes=1e9, dtype="bfloat16"), 0.01),
+        (operator(Kind.matmul, flops=5e11, num_bytes=1e9, dtype="float32"), 0.1),
+        (operator(Kind.matmul, flops=1e6, num_bytes=1e9, dtype="bfloat16"), 0.002),
+        (operator(Kind.attention, flops=5e11, dtype="bfloat16"), 0.02),  # a quarter of the peak
+        (operator(Kind.memory, num_bytes=1e9), 0.002),
+        (replace(operator(Kind.memory, num_bytes=1e9), stream=Stream.host), 0.05),
+        (operator(Kind.transfer, num_bytes=1e9), 0.1),
+        (gather(8e9, 1), 0.0),  # alone nothing is sent
+    ],
+)
+def test_arithmetic_or_bytes_bound_an_operator(one: Operator, expected: float):
+    assert seconds(one, ROUND) == pytest.approx(expected)
+
+
+def test_tf32_has_its_own_peak_and_convolutions_have_it_by_default():
+    device = replace(ROUND, peak_flops={"float32": 1e13, "tfloat32": 8e13, "bfloat16": 1e14})
+    one = replace(operator(Kind.matmul, flops=4e12, dtype="float32"), name="aten.mm")
+    convolution, half = replace(one, name="aten.convolution_backward"), replace(one, dtype="bfloat16")
+    attention = replace(one, kind=Kind.attention, name="aten._scaled_dot_product_efficient_attention")
+    program = [one, convolution, half, attention]
+
+    def times(products: bool, of: Device = device) -> list[float]:
+        return [seconds(each, of) for each in in_tf32(program, of, products)]
+
+    assert times(True) == pytest.approx([0.1, 0.1, 0.08, 1.6])  # half of the peaks, of attention a quarter
+    assert times(False) == pytest.approx([0.8, 0.1, 0.08, 1.6])
+    assert times(False, ROUND) == pytest.approx([0.8, 0.8, 0.08, 1.6]), "its data sheet has no TF32"
+    with pytest.raises(ConfigError, match="round has no peak for tfloat32"):
+        times(True, ROUND)
+
+
+def test_hopper_and_blackwell_run_the_attention_of_cudnn():
+    """80 instead of 40 % of the peak by microbenchmarks, of which a step reaches a quarter; backwards 86 % of that, and
+    without cuDNN 30 / 40.
+
+    In float32, which cuDNN's attention does not compute, and with a mask, other kernels run.
+    """
+    device = replace(ROUND, reached=Reached(attention=0.4, cudnn_attention=0.8))
+    older = replace(device, reached=replace(device.reached, cudnn_attention=None))
+    one = operator(Kind.attention, flops=4e12, dtype="bfloat16")
+    flash = replace(one, name="aten._scaled_dot_product_flash_attention")
+    backwards = replace(flash, name=f"{flash.name}_backward")
+    masked = replace(flash, name="aten._scaled_dot_product_efficient_attention")
+    assert seconds(flash, device) == pytest.approx(4e12 / (1e14 * 0.8 * 0.25))
+    assert seconds(backwards, device) == pytest.approx(seconds(flash, device) / 0.86)
+    assert seconds(masked, device) == seconds(flash, older) == pytest.approx(4e12 / (1e14 * 0.4 * 0.25))
+    assert seconds(backwards, older) == pytest.approx(seconds(flash, older) * 40 / 30)
+    assert seconds(replace(flash, dtype="float32"), device) == pytest.approx(4e12 / (1e13 * 0.4 * 0.25))
+
+
+def test_tiles_run_in_waves():
+    """Of 128 x 128: 100, one for each core; 110, in two waves; 95, where half of the last row is for nothing."""
+    shapes = [(1, 1280, 1280, 64), (1, 1280, 1408, 64), (1, 1216, 1280, 64)]
+    assert [occupied(shape, 100) for shape in shapes] == pytest.approx([1.0, 0.55, 0.95])
+
+
+def test_a_ring_passes_all_parts_but_one():
+    assert collective_seconds(gather(8e9, 8), ROUND) == pytest.approx(0.07)
+    assert collective_seconds(gather(8e9, 8, Kind.scatter), ROUND) == pytest.approx(0.07)
+    assert collective_seconds(gather(8e9, 8, Kind.reduce), ROUND) == pytest.approx(0.14)
+    assert collective_seconds(gather(8e9, 16), ROUND) == pytest.approx(8e9 * 15 / 16 / 4e10), "the network is slower"
+
+
+def test_an_all_reduce_reaches_more_of_the_network():
+    """A gather reaches half of 4e10 bytes/s, an all-reduce 1.7 times as much but not more than all of it."""
+    for network, share in ((0.5, 0.85), (0.9, 1.0)):
+        device = replace(ROUND, efficiency=replace(ROUND.efficiency, network=network))
+        reduced = collective_seconds(gather(8e9, 16, Kind.reduce), device)
+        assert reduced == pytest.approx(2 * 8e9 * 15 / 16 / (4e10 * share))
+        assert collective_seconds(gather(8e9, 16), device) == pytest.approx(8e9 * 15 / 16 / (4e10 * network))
+
+
+def test_a_collective_takes_the_fastest_protocol():
+    """8 ranks: 7 steps of 3.4 us after 8.4 us, or 0.6 after 6.6 at half of the bandwidth. Between 2 nodes an all-reduce
+    can be a tree: twice 7 steps within and 1 between, where a ring has 14 and 1."""
+    late = replace(ROUND, latency_s=8.4e-6, link_latency_s=3.4e-6, network_latency_s=14e-6)
+    assert collective_seconds(gather(8.0, 8), late) == pytest.approx(6.6e-6 + 7 * 0.6e-6, rel=1e-3)
+    assert collective_seconds(gather(8e9, 8), late) == pytest.approx(8.4e-6 + 7 * 3.4e-6 + 0.07)
+    tree = 6.8e-6 + 2 * (7 * 0.6e-6 + 5.0e-6)
+    assert collective_seconds(gather(16.0, 16, Kind.reduce), late) == pytest.approx(tree, rel=1e-3)
+    plain = replace(late, kind=DeviceKind.cpu)
+    assert collective_seconds(gather(8.0, 16), plain) == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 14e-6, rel=1e-3)
+
+
+def test_groups_side_by_side_share_the_network_of_their_node():
+    """Hybrid sharding: one rank of each of two nodes, and seven more such groups."""
+    one = operator(Kind.reduce, num_bytes=8e9, group=(0, 8))
+    assert collective_seconds(one, ROUND) == pytest.approx(2 * 8e9 / 2 / (4e10 / 8))
+
+
+# By how much one may be of the other, either way.
+AGREED = {8: 1.25, 16: 1.4, 64: 1.75}
+
+
+@pytest.mark.parametrize("ranks", AGREED)
+@pytest.mark.parametrize("kind", [Kind.gather, Kind.scatter, Kind.reduce])
+def test_collectives_agree_with_pytorchs_copy_of_nccls_model(ranks: int, kind: Kind):
+    """From 64 KiB to 1 GiB. It takes an A100 where there is no GPU, nodes of 8 devices, and one adapter of 25 GB/s for
+    what a ring sends between nodes; ours has the adapters of all devices, and is given that one here."""
+    names = {Kind.gather: "ALL_GATHER", Kind.scatter: "REDUCE_SCATTER", Kind.reduce: "ALL_REDUCE"}
+    a100 = replace(
+        ROUND, link_bandwidth=240e9, network_bandwidth=25e9, latency_s=8.4e-6, link_latency_s=3.4e-6,
+        network_latency_s=14e-6,
+    )  # fmt: skip
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        comm_analysis.get_gpu_type.cache_clear()
+        for exponent in range(16, 31):
+            theirs = comm_analysis.estimate_nccl_collective_runtime_impl(
+                2**exponent, ranks, comm_analysis.NCCL_COLL[names[kind]]
+            )
+            ours = collective_seconds(gather(2.0**exponent, ranks, kind), a100)
+            assert 1 / AGREED[ranks] <= ours / (theirs / 1e3) <= AGREED[ranks], 2**exponent
+
+
+def gathers(unit: int) -> list[tuple[Operator, float]]:
+    """Copy in, gather, copy out: 0, 2 and 0 s."""
+    shard, buffer, weights = 100 + unit, 200 + unit, 300 + unit
+    return [
+        (Operator("copy", Kind.memory, Stream.copy_in, "forward", "", reads=(unit,), writes=(shard,)), 0.0),
+        (Operator("gather", Kind.gather, Stream.gather, "forward", "", reads=(shard,), writes=(buffer,)), 2.0),
+        (Operator("fsdp.split_with_sizes_copy", Kind.memory, Stream.compute, "forward", "", reads=(buffer,),
+                  writes=(weights,)), 0.0),
+    ]  # fmt: skip
+
+
+def computes(unit: int, seconds: float = 3.0) -> tuple[Operator, float]:
+    reads = (300 + unit, 400 + unit)
+    return (Operator("mm", Kind.matmul, Stream.compute, "forward", "", reads=reads, writes=(401 + unit,)), seconds)
+
+
+def collective(kind: Kind, stream: Stream, group: tuple[int, ...], storage: int) -> Operator:
+    return Operator(kind.value, kind, stream, "backward", "", reads=(storage,), writes=(storage + 1,), group=group)
+
+
+def forward(units: int, seconds: float = 3.0) -> list[tuple[Operator, float]]:
+    return [one for unit in range(units) for one in (*gathers(unit), computes(unit, seconds))]
+
+
+def run(*timed: tuple[Operator, float], separate: bool = False, **more: object) -> list[Slot]:
+    program, durations = zip(*timed, strict=True)
+    return schedule(program, durations, 0.0, separate, **more)  # type: ignore[arg-type]
+
+
+def end(made: list[Slot]) -> float:
+    return max(slot.end for slot in made)
+
+
+def test_a_gather_hides_behind_the_unit_before():
+    """Units of 3 s wait for the first gather only: 2 + 3 * 3. Units of 1 s: three gathers and the last second."""
+    assert end(run(*forward(3))) == pytest.approx(11.0)
+    assert end(run(*forward(3, seconds=1.0))) == pytest.approx(7.0)
+
+
+def test_two_gathers_are_ahead_at_most():
+    """The third waits until the first was copied out, at 2 s, which here changes nothing, and the fourth until the
+    second was, at 5 s: it begins there, though its stream is free from 6 s on only."""
+    slots = [slot for slot in run(*forward(4)) if slot.operator.kind is Kind.gather]
+    assert [slot.begin for slot in slots] == pytest.approx([0.0, 2.0, 4.0, 6.0])
+    slow = [slot for slot in run(*forward(4, seconds=9.0)) if slot.operator.kind is Kind.gather]
+    assert [slot.begin for slot in slow] == pytest.approx([0.0, 2.0, 4.0, 11.0]), "9 s of computing behind the first"
+
+
+def test_groups_wait_only_for_those_that_share_their_communicator():
+    """2 s each: side by side in different groups, one after the other in one, where scatters have none of their own."""
+    first = (collective(Kind.gather, Stream.gather, (0, 1), 10), 2.0)
+    for group, expected in (((0, 2), 2.0), ((0, 1), 4.0)):
+        assert end(run(first, (collective(Kind.reduce, Stream.scatter, group, 20), 2.0))) == expected
+    scatter = (collective(Kind.scatter, Stream.scatter, (0, 1), 20), 2.0)
+    assert end(run(first, scatter)) == 4.0
+    assert end(run(first, scatter, separate=True)) == 2.0
+
+
+def test_the_next_gradients_are_copied_when_the_scatter_before_is_over():
+    """Copied at 0, scattered from 1 to 6; the unit after computes until 2, and its copying waits for 6."""
+
+    def copy(unit: int) -> tuple[Operator, float]:
+        return (Operator("fsdp.chunk_cat", Kind.memory, Stream.compute, "backward", "", reads=(unit,),
+                         writes=(unit + 100,)), 1.0)  # fmt: skip
+
+    def scatter(unit: int) -> tuple[Operator, float]:
+        return (collective(Kind.scatter, Stream.scatter, (0, 1), unit + 100), 5.0)
+
+    compute = (Operator("mm", Kind.matmul, Stream.compute, "backward", "", reads=(7,), writes=(5,)), 1.0)
+    result = run(copy(1), scatter(1), compute, copy(5), scatter(5))
+    assert [(slot.begin, slot.end) for slot in result] == [(0, 1), (1, 6), (1, 2), (6, 7), (7, 12)]
+
+
+@pytest.mark.parametrize(
+    ("stream", "expected"), [(Stream.all_reduce, 4.9 + 32 * 13.9), (Stream.scatter, 32 * (4.9 + 13.9))]
+)
+def test_replicas_reduce_while_the_next_unit_is_scattered(stream: Stream, expected: float):
+    """The reductions of 32 blocks of Llama 3 8B on 64 replicas of 8 H100s, in ms.
+
+    A block's gradients, 872 MB in float32, are scattered within a node in 4.9, and an eighth of them is reduced between
+    nodes in 13.9, where that reaches 35 % of 3,200 Gbit/s. So the first scatter, then 32 all-reduces.
+    """
+    within, between = tuple(range(8)), tuple(range(0, 512, 8))
+    program = []
+    for unit in range(0, 320, 10):
+        program.append((collective(Kind.scatter, Stream.scatter, within, unit), 4.9))
+        program.append((collective(Kind.reduce, stream, between, unit + 1), 13.9))
+    assert end(run(*program)) == pytest.approx(expected)
+
+
+def test_groups_that_cross_between_nodes_take_turns_on_the_network():
+    """Two nodes of two: both groups cross in the first case; in the second one of them is within a node."""
+    for scattering, expected in (((0, 1, 2, 3), 4.0), ((0, 1), 2.0)):
+        scatter = (collective(Kind.scatter, Stream.scatter, scattering, 10), 2.0)
+        reduce = (collective(Kind.reduce, Stream.all_reduce, (0, 2), 20), 2.0)
+        assert end(run(scatter, reduce, node_size=2)) == expected
+
+
+def test_a_cpu_does_one_thing_after_the_other_but_for_ddps_reductions():
+    gathered = collective(Kind.gather, Stream.gather, (0, 1), 10)
+    reduced = collective(Kind.reduce, Stream.scatter, (0, 1), 20)
+    assert end(run((gathered, 2.0), computes(7))) == 3.0
+    assert end(run((gathered, 2.0), computes(7), synchronous=True)) == 5.0
+    assert end(run((reduced, 2.0), computes(7), synchronous=True)) == 3.0
+
+
+A100 = sheet()
+LM = ["model=lm_tiny", "model.num_layers=1", "task=language", "data=synthetic_tokens", "data.seq_len=64"]
+SETTINGS = {
+    "sharded": ["sharding=per_block", "precision=bf16_mixed"],
+    "replicas": ["sharding=ddp", "precision=fp32"],
+    "hybrid": ["sharding=per_block", "sharding.dp_replicate=2", "activation_checkpointing=full"],
+    "offloaded": ["sharding=per_block", "offload=cpu"],
+}
+BANDWIDTHS = ["memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth", "host_memory_bandwidth"]
+
+
+def traced(words: list[str]) -> list[Operator]:
+    return forecast_step(config(*LM, *words), 16, cuda=True, traced=True).program
+
+
+def takes(program: list[Operator], device: Device) -> float:
+    return end(schedule(program, [seconds(one, device) for one in program], device.launch_s))
+
+
+def invented(seed: int) -> list[Operator]:
+    """Operators of all kinds and streams in any order, on 20 storages."""
+    chance = random.Random(seed)
+    collected = []
+    for _ in range(150):
+        sizes = {"flops": 10 ** chance.uniform(6, 12), "num_bytes": 10 ** chance.uniform(3, 9)}
+        reads, writes = (tuple(chance.sample(range(20), 2)) for _ in range(2))
+        name = chance.choice(["mm", "fsdp.split_with_sizes_copy", "some_backward"])
+        phase = chance.choice(["forward", "backward", "optimizer"])
+        kind, stream = chance.choice(list(Kind)), chance.choice(list(Stream))
+        group = tuple(range(chance.choice([1, 8, 16, 64])))
+        facts = {"group": group, "reads": reads, "writes": writes, **sizes}
+        collected.append(Operator(name, kind, stream, phase, "", dtype="bfloat16", **facts))  # type: ignore[arg-type]
+    return collected
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", [*SETTINGS, "invented"])
+def test_more_bandwidth_and_arithmetic_never_slow_a_step_down(name: str):
+    """With and without the time of launches."""
+    programs = [invented(seed) for seed in range(30)] if name == "invented" else [traced(SETTINGS[name])]
+    for program in programs:
+        for device in (replace(A100, launch_s=launch_s) for launch_s in (0.0, 1e-6, A100.launch_s)):
+            before = takes(program, device)
+            for factor in (1.1, 3.0, 100.0):
+                changes = [{key: factor * getattr(device, key)} for key in BANDWIDTHS]
+                changes.append({"peak_flops": {dtype: factor * peak for dtype, peak in device.peak_flops.items()}})
+                for changed in changes:
+                    assert takes(program, replace(device, **changed)) <= before * (1 + 1e-12), changed
+
 
 LANGUAGE = ["task=language", "model=lm_tiny", "model.num_layers=1", "precision=bf16_mixed"]
 
