@@ -22,7 +22,7 @@ from fsdp_lab.config.checks import check_float8, check_pytorch
 from fsdp_lab.config.machine import check_gpus
 from fsdp_lab.forecast.devices import for_cuda
 from fsdp_lab.machine import hardware
-from fsdp_lab.machine.hardware import default_cpus_per_worker, default_loader_workers, worker_cpus
+from fsdp_lab.machine.hardware import default_loader_workers, worker_cpus
 from tests.conftest import ROOT, FakeGpus
 from tests.processes import enter, group
 from tests.ranks import config
@@ -114,16 +114,6 @@ def test_without_a_driver_there_is_no_gpu_and_no_error(monkeypatch: pytest.Monke
     assert hardware.gpus() == [] and hardware.num_gpus() == 0 and hardware.least_capability() is None
     check_gpus()
     hardware._ask_pytorch.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("cpus", "gpu_count", "expected"),
-    [(2, 0, 1), (64, 0, 1), (2, 4, 1), (8, 8, 1), (15, 8, 1), (16, 8, 2), (192, 8, 16), (256, 8, 16), (12, 1, 12),
-     (0.5, 1, 1), (13.0, 2, 6)],
-)  # fmt: skip
-def test_default_cpus_per_worker(cpus: float, gpu_count: int, expected: float):
-    result = default_cpus_per_worker(cpus, gpu_count)
-    assert result == expected and isinstance(result, float)
 
 
 def test_without_shared_memory_no_process_hands_over_images(monkeypatch: pytest.MonkeyPatch):
@@ -248,7 +238,7 @@ def test_each_fault_of_a_machine_is_found_with_its_remedy(tmp_path: Path):
     assert found["PyTorch"].startswith("ok") and found["Python"].startswith("ok")
 
 
-def test_a_python_without_libraries_and_with_a_pytorch_that_is_broken(tmp_path: Path):
+def test_missing_libraries_and_a_broken_pytorch_are_found(tmp_path: Path):
     """A stand-in for a build whose libraries are missing. The rest is examined all the same."""
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
     status, printed = run_doctor(python=(sys.executable, "-S"), PYTHONPATH=str(tmp_path))

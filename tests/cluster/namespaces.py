@@ -1,4 +1,5 @@
-"""Two nodes on one machine: network namespaces that share the disk but for two folders, joined by a cable."""
+"""Two nodes on one machine: network namespaces that share the disk but for two folders, joined by a cable; and a Ray
+cluster over them, with the sweeps that are typed on its first node."""
 
 from __future__ import annotations
 
@@ -20,9 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.conftest import PLAIN, TINY
+from tests.folders import TrialFolder
 from tests.processes import descendants
+from tests.servers import lay_store
 
 _SMALL = (*PLAIN, *TINY, "model=mlp", "forecast.enabled=false", "training.epochs=2")
 # A worker with two cores: either node has room for one.
@@ -78,6 +82,36 @@ class Cluster:
         """That command of Ray's, on the first node."""
         return self.nodes[0].command(str(Path(sys.executable).with_name("ray")), *words)
 
+    def sweep_words(self, folder: Path, storage: str = "") -> tuple[str, ...]:
+        """The cluster's address and storage; default: a folder that both nodes see."""
+        lay_store(folder)
+        return f"cluster.address={self.address}", f"cluster.storage_path={storage or folder / 'storage'}"
+
+    def sweep(
+        self, folder: Path, *arguments: str, storage: str = "", **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """A sweep that is typed on the first node, to its end."""
+        words = (*self.sweep_words(folder, storage), *arguments)
+        return subprocess.run(
+            self.nodes[0].command(sys.executable, "-m", "fsdp_lab", *words), cwd=folder,
+            env={**self.environment, **variables}, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+
+    @contextmanager
+    def running(self, folder: Path, *arguments: str, storage: str = "") -> Iterator[subprocess.Popen[str]]:
+        """A sweep that is typed on the first node; what it says is in `said.txt`."""
+        words = (*self.sweep_words(folder, storage), *arguments)
+        with (folder / "said.txt").open("w") as said:
+            process = subprocess.Popen(
+                self.nodes[0].command(sys.executable, "-m", "fsdp_lab", *words), cwd=folder, env=self.environment,
+                stdout=said, stderr=said, text=True, start_new_session=True,
+            )  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait(20)
+
     def start(self, node: Node) -> None:
         """Start Ray on a node and wait until the cluster has it."""
         ray = str(Path(sys.executable).with_name("ray"))
@@ -92,15 +126,11 @@ class Cluster:
                 node.command(*self._on_its_disk(node), *command), cwd=self.folder, stdout=log, stderr=log,
                 env={**self.environment, "TMPDIR": str(self.local)},
             )  # fmt: skip
-        end = time.monotonic() + _START_S
-        if node is self.nodes[0]:
-            while subprocess.run(node.command(sys.executable, "-c", _KNOCK, node.address), check=False).returncode:
-                assert node.raylet.poll() is None, (self.folder / f"{node.name}.log").read_text()
-                assert time.monotonic() < end, f"{node.name} did not start within {_START_S} s"
-                time.sleep(0.2)
-        while node.address not in self.alive():
+        knock = node.command(sys.executable, "-c", _KNOCK, node.address)
+        end, is_head = time.monotonic() + _START_S, node is self.nodes[0]
+        while (is_head and subprocess.run(knock, check=False).returncode) or node.address not in self.alive():
             assert node.raylet.poll() is None, (self.folder / f"{node.name}.log").read_text()
-            assert time.monotonic() < end, f"{node.name} did not join within {_START_S} s"
+            assert time.monotonic() < end, f"{node.name} did not start within {_START_S} s"
             time.sleep(0.2)
 
     def _on_its_disk(self, node: Node) -> list[str]:
@@ -240,3 +270,21 @@ def cluster_over(nodes: list[Node], variables: Mapping[str, str]) -> Iterator[Cl
     finally:
         cluster.end()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def addresses(folder: Path) -> list[list[str]]:
+    """The node of each rank, of every trial in the order of its number."""
+    files = (file for file in sorted(folder.glob("**/trial.json")) if "mlartifacts" not in file.parts)
+    return [TrialFolder(file.parent, file.parent).addresses for file in files]
+
+
+def epochs(folder: Path) -> list[list[int]]:
+    """The epochs of every trial below a folder, as its ranks have written them."""
+    files = [file.read_text().rpartition("\n")[0] for file in sorted(folder.glob("**/metrics.jsonl"))]
+    return [[json.loads(line)["epoch"] for line in lines.splitlines()] for lines in files]
+
+
+def same_losses(row: dict[str, str], other: dict[str, str]) -> bool:
+    """To float32's precision: on some processors a sum by two threads rounds otherwise than one by a single thread."""
+    losses, others = ([float(each["val/loss"]), float(each["train/loss"])] for each in (row, other))
+    return losses == pytest.approx(others, rel=2**-23, abs=0)

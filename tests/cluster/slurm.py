@@ -9,15 +9,13 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-
-import psutil
 
 from tests.cluster.namespaces import Node, two_namespaces
 from tests.cluster.namespaces import why_not as why_no_namespaces
-from tests.processes import descendants
+from tests.servers import server
 
 _START_S = 90
 _PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged")
@@ -102,11 +100,15 @@ def slurm() -> Iterator[Slurm]:
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # `ip netns exec` shows none to detect
         (folder / "state").mkdir()
         lab = Slurm(nodes, folder)
-        start_munge(lab, stack)
-        start(lab, stack, nodes[0].command("slurmctld", "-D"), "ctld")
+
+        def start(name: str, *command: str, is_ready: Callable[[], bool] = lambda: True) -> None:
+            stack.enter_context(server(folder, name, command, is_ready, {**lab.environment, "PATH": _path()}))
+
+        start("munged", *munge(folder / "munge"), is_ready=(folder / "munge" / "socket").exists)
+        start("controller", *nodes[0].command("slurmctld", "-D"))
         for number, node in enumerate(nodes, 1):
             (folder / f"spool.n{number}").mkdir()
-            start(lab, stack, as_node(node, f"n{number}"), f"n{number}")
+            start(f"node{number}", *as_node(node, f"n{number}"))
         lab.wait_idle()
         yield lab
 
@@ -117,9 +119,8 @@ def as_node(node: Node, name: str) -> list[str]:
     return node.command("unshare", "--pid", "--mount", "--mount-proc", "--fork", "--kill-child", "sh", "-c", script)
 
 
-def start_munge(lab: Slurm, stack: ExitStack) -> None:
+def munge(folder: Path) -> list[str]:
     """A daemon with a key of its own; it wants folders that nobody else writes."""
-    folder = lab.folder / "munge"
     folder.mkdir(mode=0o755)
     (folder / "key").write_bytes(os.urandom(64))
     (folder / "key").chmod(0o600)
@@ -127,26 +128,4 @@ def start_munge(lab: Slurm, stack: ExitStack) -> None:
         shutil.chown(path, "munge", "munge")
     files = {"socket": "socket", "key-file": "key", "log-file": "log", "pid-file": "pid", "seed-file": "seed"}
     options = [f"--{option}={folder / file}" for option, file in files.items()]
-    start(lab, stack, ["runuser", "-u", "munge", "--", "munged", "--foreground", *options], "munge")
-    end = time.monotonic() + _START_S
-    while not (folder / "socket").exists():
-        assert time.monotonic() < end, (lab.folder / "munge.out").read_text()
-        time.sleep(0.05)
-
-
-def start(lab: Slurm, stack: ExitStack, command: Sequence[str], name: str) -> None:
-    with (lab.folder / f"{name}.out").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, cwd=lab.folder, env={**lab.environment, "PATH": _path()},
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    stack.callback(end, process)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    family = descendants(process.pid)
-    process.kill()
-    for each in family:
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
-    process.wait(10)
+    return ["runuser", "-u", "munge", "--", "munged", "--foreground", *options]

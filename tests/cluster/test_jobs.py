@@ -1,4 +1,7 @@
-"""Sweeps that `ray job submit` sends to the cluster, with the user's code and options in `--working-dir`."""
+"""Sweeps as jobs: of a Ray cluster (`ray job submit`, as KubeRay does it) and of a real Slurm, by deploy/slurm.sbatch.
+
+A test that lacks a program is skipped by its name on somebody's machine, and fails in CI.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,25 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.cluster.namespaces import Cluster
-from tests.cluster.test_nodes import addresses
+from tests.cluster.namespaces import TWO_NODES, TWO_NODES_AND_ONE, Cluster, addresses, epochs, same_losses
+from tests.cluster.slurm import Slurm, slurm, why_not
 from tests.conftest import PLAIN, ROOT, TINY
 from tests.folders import SweepFolder
 from tests.servers import held_in, lay_store
-from tests.sweep.conftest import has_trained_an_epoch, runs
+from tests.sweep.conftest import results, runs
 from tests.workloads.user.project import write_project
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.full,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not importlib.util.find_spec("aiohttp_cors"), reason="no ray[default]: make .venv/.cluster"),
-]
+pytest_plugins = "pytester"
+pytestmark = pytest.mark.timeout(900)
+needs_jobs = pytest.mark.skipif(
+    not importlib.util.find_spec("aiohttp_cors"), reason="no ray[default]: make .venv/.cluster"
+)
 
 _MINE = (
     "--config-dir=conf_of_mine", "model=mine", "data._target_=my_project.data.Corpus", *PLAIN,
@@ -56,20 +58,15 @@ def submit(cluster: Cluster, folder: Path, name: str, *arguments: str, variables
     job(cluster, folder, "submit", f"--submission-id={name}", "--no-wait", environment, "--working-dir=.", "--", *entry)
 
 
-def ended(cluster: Cluster, folder: Path, name: str, seconds: float = 400) -> str:
-    """What `ray job status` says of a job that has ended."""
+def ended(cluster: Cluster, folder: Path, name: str, status: str, seconds: float = 400) -> str:
+    """The log of a job that has ended in this way, by `ray job status`."""
     until = time.monotonic() + seconds
-    while not re.search(r"'.*' (succeeded|failed|was stopped)", status := job(cluster, folder, "status", name)):
+    while not re.search(r"'.*' (succeeded|failed|was stopped)", told := job(cluster, folder, "status", name)):
         assert time.monotonic() < until, job(cluster, folder, "logs", name)
         time.sleep(0.5)
-    return status
-
-
-def until_trained(folder: Path, read_output: Callable[[], str]) -> None:
-    end = time.monotonic() + 400
-    while not any(has_trained_an_epoch(file.parent) for file in folder.glob("storage/**/metrics.jsonl")):
-        assert time.monotonic() < end and "Traceback" not in read_output(), read_output()
-        time.sleep(0.5)
+    log = job(cluster, folder, "logs", name)
+    assert status in told, log
+    return log
 
 
 @pytest.fixture
@@ -80,6 +77,9 @@ def project(tmp_path: Path) -> Path:
     return tmp_path / "sent"
 
 
+@pytest.mark.cluster
+@pytest.mark.full
+@needs_jobs
 def test_a_job_says_with_its_status_how_the_sweep_ended(cluster: Cluster, project: Path):
     """Bad input, a failed trial and a result; these need no Ray of their own, so that they take seconds."""
     stays = (f"hydra.run.dir={project.parent}/$", f"tracking.uri=sqlite:///{project.parent}/mlflow.db")
@@ -89,16 +89,19 @@ def test_a_job_says_with_its_status_how_the_sweep_ended(cluster: Cluster, projec
            *(word.replace("$", "failed") for word in stays))  # fmt: skip
     submit(cluster, project, "finished", *inline, "task.loss=my_project.net.loss",
            *(word.replace("$", "finished") for word in stays))  # fmt: skip
-    assert "exit code 2" in ended(cluster, project, "lost")
-    (line,) = [line for line in job(cluster, project, "logs", "lost").splitlines() if line.startswith("fsdp_lab: ")]
+    lost = ended(cluster, project, "lost", "exit code 2")
+    (line,) = [line for line in lost.splitlines() if line.startswith("fsdp_lab: ")]
     assert "which Ray deletes" in line and "cluster.storage_path=/" in line
     assert "hydra.run.dir=/" in line and "tracking.uri=sqlite:////" in line
-    assert "exit code 1" in ended(cluster, project, "failed"), job(cluster, project, "logs", "failed")
-    assert "succeeded" in ended(cluster, project, "finished"), job(cluster, project, "logs", "finished")
+    ended(cluster, project, "failed", "exit code 1")
+    ended(cluster, project, "finished", "succeeded")
     assert SweepFolder(project.parent / "finished").trials[0].outcome is not None
 
 
-def test_the_command_of_the_manifest_for_kubernetes_runs_and_then_resumes(cluster: Cluster, tmp_path: Path):
+@pytest.mark.cluster
+@pytest.mark.full
+@needs_jobs
+def test_the_manifest_for_kubernetes_runs_and_then_resumes(cluster: Cluster, tmp_path: Path):
     """As KubeRay submits it: a line for a shell. The volume is a folder here. The second time all is done already."""
     lay_store(tmp_path)
     small = (*PLAIN, *TINY, "engine=inline", "cluster.num_workers=1", "training.max_steps=1", "model=mlp")
@@ -110,18 +113,20 @@ def test_the_command_of_the_manifest_for_kubernetes_runs_and_then_resumes(cluste
     for name in ("applied", "again"):
         job(cluster, tmp_path, "submit", f"--submission-id={name}", "--no-wait", f"--runtime-env-json={path}", "--",
             "sh", "-c", line)  # fmt: skip
-        assert "succeeded" in ended(cluster, tmp_path, name), job(cluster, tmp_path, "logs", name)
-        assert "1 of 1 trial has a result" in job(cluster, tmp_path, "logs", name)
+        assert "1 of 1 trial has a result" in ended(cluster, tmp_path, name, "succeeded")
     assert (tmp_path / "monday" / "results.csv").exists()
 
 
+@pytest.mark.cluster
+@pytest.mark.full
+@needs_jobs
 @pytest.mark.documents(
     "ray job submit ... python -m fsdp_lab -m ...",
     "ray job logs ...",
     "ray job stop ...",
     "ray job submit ... python -m fsdp_lab resume=...",
 )
-def test_a_job_that_is_stopped_leaves_a_sweep_that_another_job_resumes(cluster: Cluster, project: Path):
+def test_a_stopped_job_leaves_a_sweep_that_another_resumes(cluster: Cluster, project: Path):
     """Over both nodes, with the code that came along, which lies in another copy the second time."""
     kept = project.parent
     words = (
@@ -131,21 +136,136 @@ def test_a_job_that_is_stopped_leaves_a_sweep_that_another_job_resumes(cluster: 
         f"tracking.uri=sqlite:///{kept}/mlflow.db",
     )  # fmt: skip
     submit(cluster, project, "first", *words, variables='{"RAY_JOB_STOP_WAIT_TIME_S": "20"}')
-    until_trained(kept, lambda: job(cluster, project, "logs", "first"))
+    end = time.monotonic() + 400
+    while not any(epochs(kept / "storage")):
+        assert time.monotonic() < end, job(cluster, project, "logs", "first")
+        time.sleep(0.5)
     job(cluster, project, "stop", "first")
-    assert "was stopped" in ended(cluster, project, "first")
-    log = job(cluster, project, "logs", "first")
+    log = ended(cluster, project, "first", "was stopped")
     assert f"to resume: python -m fsdp_lab resume={kept}/out --config-dir=conf_of_mine" in log
     assert "\x1b" not in log and "\r" not in log and "trial 0:  epoch 1/" in log, "plain lines"
     assert [run.info.status for run in runs(kept)[0]] == ["KILLED"]
-    first = next(kept.glob("storage/**/0/metrics.jsonl"))
-    assert 0 < len(first.read_text().splitlines()) < _EPOCHS
+    assert 0 < len(epochs(kept / "storage")[0]) < _EPOCHS
 
     (project / "more.txt").write_text("so that Ray makes another copy")
     submit(cluster, project, "second", f"resume={kept}/out", "--config-dir=conf_of_mine")
-    assert "succeeded" in ended(cluster, project, "second", 200), job(cluster, project, "logs", "second")
-    assert "trial 0 starts, from epoch" in job(cluster, project, "logs", "second")
-    epochs = [json.loads(line)["epoch"] for line in first.read_text().splitlines()]
-    assert epochs == [*range(1, _EPOCHS + 1)], "each once"
+    assert "trial 0 starts, from epoch" in ended(cluster, project, "second", "succeeded", 200)
+    assert epochs(kept / "storage") == [[*range(1, _EPOCHS + 1)]], "each once"
     assert {node for nodes in addresses(kept) for node in nodes} == {node.address for node in cluster.nodes}
     assert held_in(kept, cluster.environment["RAY_AUTH_TOKEN"]) == [], "the token is in no file of ours"
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Slurm]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with slurm() as lab:
+        yield lab
+
+
+def edited(folder: Path, *words: str) -> Path:
+    """A user's copy of the script, for nodes with two cores and no GPUs."""
+    lay_store(folder)
+    text = (ROOT / "deploy" / "slurm.sbatch").read_text().replace("#SBATCH --gpus-per-node=8\n", "")
+    quoted = " ".join(f"'{word}'" for word in words)
+    for line, mine in (
+        (r"#SBATCH --cpus-per-task=.*", "#SBATCH --cpus-per-task=2"),
+        (r"sweep=\S*", "sweep=$PWD/out"),
+        (r"words=\(-m .*\)", f"words=({quoted})"),
+        (r"export PATH=\$PWD/\.venv/bin:", f"export PATH={sys.prefix}/bin:"),
+    ):
+        text, count = re.subn(f"(?m)^{line}", mine, text)
+        assert count == 1, line
+    (folder / "slurm.sbatch").write_text(text)
+    return folder / "slurm.sbatch"
+
+
+def submitted(lab: Slurm, script: Path) -> tuple[str, Path]:
+    """The number of the job that a script makes, and its log."""
+    done = lab.run(script.parent, "sbatch", "--parsable", script.name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = done.stdout.strip()
+    return job, script.parent / f"slurm-{job}.out"
+
+
+def until(lab: Slurm, job: str, log: Path, has_come: Callable[[], object]) -> None:
+    """Until something has come of a job that is in the queue or runs."""
+    end = time.monotonic() + 400
+    while not has_come():
+        output = log.read_text() if log.exists() else "no log"
+        assert time.monotonic() < end and lab.state(job) in ("PENDING", "RUNNING"), output
+        time.sleep(0.2)
+
+
+@pytest.mark.cluster
+def test_a_sweep_is_requeued_before_its_time_limit_and_resumes(lab: Slurm, tmp_path: Path):
+    """Slurm sends USR1 to the script two minutes before the limit, which has whole minutes."""
+    job, log = submitted(lab, edited(tmp_path, *TWO_NODES_AND_ONE))
+    signal = ("scancel", "--batch", "--signal=USR1", job)
+    until(lab, job, log, lambda: log.exists() and re.search(r"trial \d starts", log.read_text()))
+    assert lab.run(tmp_path, *signal).returncode == 0, "it got no further since its start, and continues"
+    until(lab, job, log, lambda: any(epochs(tmp_path / "out" / "storage")))
+    assert lab.state(job) == "RUNNING" and "resumes:" not in log.read_text()
+    assert lab.run(tmp_path, *signal).returncode == 0
+    lab.wait(job, "COMPLETED", log=log)
+    assert log.read_text().count("resumes:") == 1
+    assert epochs(tmp_path / "out" / "storage") == [[1, 2], [1, 2]], log.read_text()
+    assert [len(set(nodes)) for nodes in addresses(tmp_path / "out")] == [2, 1]
+    two, one = results(tmp_path)
+    assert same_losses(two, one), (two, one)
+
+
+@pytest.mark.cluster
+@pytest.mark.full
+@pytest.mark.documents("sbatch slurm.sbatch", "scancel <job>")
+def test_scancel_ends_a_sweep_and_its_script_resumes_it(lab: Slurm, on_one_node: dict[str, str], tmp_path: Path):
+    """In a folder whose name the script has to quote."""
+    folder = tmp_path / "100% of it"
+    folder.mkdir()
+    script = edited(folder, *TWO_NODES)
+    job, log = submitted(lab, script)
+    until(lab, job, log, lambda: any(epochs(folder / "out" / "storage")))
+    assert lab.run(folder, "scancel", job).returncode == 0
+    lab.wait(job, "CANCELLED", log=log)
+    lab.wait_idle()
+    assert [run.info.status for run in runs(folder)[0]] == ["KILLED"], log.read_text()
+    again, log = submitted(lab, script)
+    lab.wait(again, "COMPLETED", log=log)
+    assert "trial starts, from epoch 1" in log.read_text()
+    assert epochs(folder / "out" / "storage") == [[1, 2]]
+    assert same_losses(results(folder)[0], on_one_node)
+    assert [run.info.status for run in runs(folder)[0]] == ["FINISHED"]
+
+
+_LACKS_SLURM = """
+import pytest
+from tests.cluster.slurm import why_not
+
+pytestmark = pytest.mark.cluster
+
+@pytest.fixture
+def lab():
+    pytest.skip(why_not())
+
+def test_with_slurm(lab):
+    pass
+
+@pytest.mark.skipif("True", reason="no ray[default]")
+def test_with_jobs():
+    pass
+"""
+
+
+@pytest.mark.parametrize("ci", [True, False])
+def test_what_is_missing_is_named_and_fails_in_ci(
+    ci: bool, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CI", "true" if ci else "false")
+    pytester.makeconftest("from tests.cluster.conftest import pytest_runtest_makereport")
+    pytester.makepyfile(_LACKS_SLURM)
+    done = pytester.runpytest_inprocess("-rs", "-p", "no:cacheprovider")
+    done.assert_outcomes(**{"errors" if ci else "skipped": 2})
+    assert done.ret == (pytest.ExitCode.TESTS_FAILED if ci else pytest.ExitCode.OK)
+    printed = done.stdout.str()
+    assert "Slurm needs sbatch" in printed and "make .venv/.cluster" in printed and "no ray[default]" in printed

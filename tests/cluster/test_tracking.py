@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 from tests.cluster.conftest import S3_PORT
 from tests.cluster.namespaces import Node
 from tests.conftest import INLINE, without
-from tests.folders import SweepFolder, page_rows
 from tests.servers import SECRET, held_in, mlflow_server, postgres_server, s3_settings, why_no_postgres
 from tests.sweep.conftest import results
 
@@ -26,7 +24,6 @@ pytestmark = pytest.mark.cluster
 _MLFLOW_PORT, _POSTGRES_PORT = 5000, 5432  # in a network namespace nobody else has them
 _LIMIT_S = 200
 SMALL = (*without(INLINE, "precision=", "hydra.", "tracking."), "training.epochs=2")
-SEEDS = ("training.seed=0,1,2,3",)
 SWEEP = ("-m", *SMALL, "precision=fp32", "hydra.sweep.dir=out")
 
 
@@ -50,19 +47,16 @@ class Shared:
         """What a command prints, which ends well."""
         return ended(self.start(node, folder, module, *words))
 
-    def runs(self, experiment: str) -> list[dict[str, Any]]:
-        """All runs of an experiment, as the second node reads them."""
-        command = self.nodes[1].command(sys.executable, "-c", _RUNS, self.address, experiment)
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LIMIT_S)
-        recorded: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-        return recorded
-
-    def objects(self, name: str) -> int:
-        """How many objects of a name the bucket has."""
-        command = self.nodes[0].command(sys.executable, "-c", _OBJECTS, name)
+    def ask(self, text: str, *arguments: str) -> Any:
+        """What a Python program on the second node prints as JSON, its last line."""
+        command = self.nodes[1].command(sys.executable, "-c", text, *arguments)
         environment = {**os.environ, **s3_settings(S3_PORT, self.nodes[0].address)}
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LIMIT_S, env=environment)
-        return int(done.stdout)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def runs(self, experiment: str) -> Any:
+        """All runs of an experiment."""
+        return self.ask(_RUNS, self.address, experiment)
 
 
 _OBJECTS = """
@@ -135,34 +129,12 @@ def test_two_nodes_write_into_one_experiment_at_the_same_time(shared: Shared, tm
             assert run["tags"]["fsdp_lab.recorded"] == "true" and "model" in run["artifacts"]
             assert run["place"].startswith("mlflow-artifacts:/")
     assert max(begun for begun, _ in spans) < min(end for _, end in spans), "both wrote at the same time"
-    assert shared.objects("model.pt") == 8, "artifacts are in the bucket, by way of the server"
-
-
-@pytest.mark.full
-def test_a_killed_sweep_is_resumed_and_reported_from_another_node(shared: Shared, tmp_path: Path):
-    sweep = shared.start(
-        0, tmp_path, "fsdp_lab", *SWEEP, "tracking.experiment=killed", "report.loss_tolerance=0.5", *SEEDS
-    )
-    until = time.monotonic() + _LIMIT_S
-    while len(done := SweepFolder(tmp_path / "out").trials) < 2 or done[1].outcome is None:
-        assert sweep.poll() is None and time.monotonic() < until
-        time.sleep(0.01)
-    sweep.kill()
-    sweep.communicate()
-    assert "results:" in shared.run(0, tmp_path, "fsdp_lab", "resume=out")
-    runs = shared.runs("killed")
-    (parent,) = (run for run in runs if "mlflow.parentRunId" not in run["tags"])
-    children = {run["tags"]["fsdp_lab.trial"]: run for run in runs if run is not parent}
-    assert len(runs) == 5 and sorted(children) == ["0", "1", "2", "3"]
-    assert {run["status"] for run in runs} == {"FINISHED"} and all(run["epochs"] == [1, 2] for run in children.values())
-    shared.run(1, tmp_path / "elsewhere", "fsdp_lab.report", f"sweep={tmp_path}/out", "out=report")
-    page = tmp_path / "elsewhere" / "report" / "report.html"
-    assert [row["trial"] for row in page_rows(page)] == ["0", "1", "2", "3"]
+    assert shared.ask(_OBJECTS, "model.pt") == 8, "artifacts are in the bucket, by way of the server"
 
 
 @pytest.mark.full
 @pytest.mark.documents("python -m fsdp_lab.nightly --once tracking.uri=https...")
-def test_a_night_is_compared_with_the_last_one_and_reported_to_the_store(shared: Shared, tmp_path: Path):
+def test_a_night_is_compared_with_the_last_in_a_shared_store(shared: Shared, tmp_path: Path):
     words = ("--once", *SMALL, "precision=fp32,bf16", "tracking.experiment=nights", "nightly.folder=nights")
     loose = ("nightly.repeats=1", "nightly.tolerance.samples_per_s=1")
     for _ in range(2):

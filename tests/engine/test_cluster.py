@@ -112,7 +112,7 @@ def test_workers_without_a_place_are_explained():
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("more", [(), ("-m", "optimizer.lr=1e-3,1e-2", "dry_run=true")])
-def test_a_cluster_that_is_not_there_is_reported_before_anything_is_written(tmp_path: Path, more: tuple[str, ...]):
+def test_no_ray_at_an_address_is_reported_before_a_file_is_written(tmp_path: Path, more: tuple[str, ...]):
     address = f"127.0.0.1:{free_port()}"
     done = run_cli(tmp_path, *PLAIN, *more, f"cluster.address={address}", timeout=60)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
@@ -157,7 +157,7 @@ def test_an_address_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("by_variable", ["", "auto"])
-def test_the_last_cluster_of_this_machine_is_named_where_it_is_gone(
+def test_the_last_cluster_of_this_machine_is_named_if_gone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by_variable: str
 ):
     monkeypatch.setenv("RAY_ADDRESS", by_variable)

@@ -47,7 +47,7 @@ def cause_in(folder: Path) -> RankFailure:
     return cause
 
 
-def test_a_line_that_cannot_be_read_is_named_and_one_that_a_kill_cut_is_dropped(tmp_path: Path):
+def test_a_damaged_line_is_named_and_one_cut_by_a_kill_dropped(tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"epoch": 1, "loss": NaN}\n{"epoch": 2')
     assert [metrics["epoch"] for metrics in read_metrics(tmp_path)] == [1]
@@ -209,7 +209,7 @@ thread.join()
 """
 
 
-def test_a_step_beyond_its_limit_ends_the_process_and_names_the_line(tmp_path: Path):
+def test_a_step_beyond_its_limit_ends_and_names_its_line(tmp_path: Path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "hangs.py").write_text(_HANGS)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -261,7 +261,7 @@ def test_the_rank_that_others_wait_for_is_named(tmp_path: Path):
         (["/home/me/net.py:3:forward"] * 100, "net.py:3 in forward"),  # faulthandler has cut the rest
         ([], "threading.py:5 in wait"),
         (
-            ["/usr/python3.11/queue.py:5:get", "/v/site-packages/torch/utils/data/dataloader.py:9:get", _TRAINS],
+            ["/usr/python3.11/queue.py:5:get", "/v/torch/utils/data/dataloader.py:9:get", _TRAINS],
             "dataloader.py:9 in get",
         ),
     ],
@@ -270,7 +270,7 @@ def test_a_place_is_named_of_any_stack(frames: list[str], named: str):
     assert place(f"Timeout (0:00:09)!\n{_OTHER}\n{stack(*frames)}\n").endswith(named)
 
 
-def test_each_epoch_is_reported_once_and_the_last_when_the_trial_has_ended(tmp_path: Path):
+def test_each_epoch_is_reported_once_the_last_at_the_end(tmp_path: Path):
     training = TrialConfig().training
     last, file, reported = training.epochs, tmp_path / "metrics.jsonl", list[float]()
     epochs = Epochs(tmp_path, training, lambda metrics: reported.append(metrics["epoch"]))
@@ -329,7 +329,7 @@ def test_profiles_of_another_command_are_taken_away(tmp_path: Path):
     assert (tmp_path / "logs/mine.txt").exists(), "it is of no trial"
 
 
-def test_an_error_of_the_training_is_raised_although_its_files_cannot_be_sent():
+def test_an_error_is_raised_although_files_cannot_be_sent():
     """And a process that Tune stops waits for no store: another trial waits for it."""
 
     def away() -> None:
