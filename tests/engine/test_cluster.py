@@ -68,37 +68,27 @@ def test_more_than_the_nodes_hold_is_refused_with_both_numbers(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "expected"),
+    ("nodes", "workers", "cores_each"),
     [
-        ([("10.0.0.1", True, 8, 0), ("10.0.0.2", True, 8, 8)], RunningCluster(8, False)),
-        ([("10.0.0.1", True, 8, 4), ("10.0.0.2", True, 8, 0)], RunningCluster(4, True)),  # the head's
-        ([("10.0.0.1", True, 8, 4), ("10.0.0.2", False, 8, 8)], RunningCluster(4, True)),
-        ([("10.0.0.1", True, 8, 2), ("10.0.0.2", True, 8, 4)], RunningCluster(4, False)),
-        ([("10.0.0.1", True, 8, 0), ("10.0.0.2", True, 8, 0)], RunningCluster(2, False)),
+        ([("10.0.0.1", True, 4, 0), ("10.0.0.2", True, 96, 8), ("10.0.0.3", True, 32, 8)], (8, False), 4.0),
+        ([("10.0.0.1", True, 8, 4), ("10.0.0.2", True, 64, 0)], (4, True), 2.0),  # the head's
+        ([("10.0.0.1", True, 96, 8), ("10.0.0.2", False, 8, 8)], (8, True), 12.0),
+        ([("10.0.0.1", True, 8, 2), ("10.0.0.2", True, 8, 4)], (4, False), 2.0),
+        ([("10.0.0.1", True, 64, 0), ("10.0.0.2", True, 64, 0)], (2, False), 1.0),
     ],
 )
 def test_the_default_number_of_workers_is_of_the_cluster(
-    monkeypatch: pytest.MonkeyPatch, nodes: list[tuple[str, bool, float, int]], expected: RunningCluster
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: list[tuple[str, bool, float, int]],
+    workers: tuple[int, bool],
+    cores_each: float,
 ):
-    """What a connected Ray answers stands in."""
+    """The most GPUs of a node, and the fewest cores for each of a node with GPUs. What Ray answers stands in."""
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.nodes", lambda: nodes_with(*nodes))
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.1")
-    assert running_cluster("10.0.0.1:6379") == expected
-
-
-@pytest.mark.parametrize(
-    ("nodes", "each"),
-    [
-        ([("a", True, 64, 0)], 1.0),
-        ([("a", True, 96, 8)], 12.0),
-        ([("a", True, 4, 0), ("b", True, 96, 8), ("c", True, 32, 8)], 4.0),  # the head's cores are no worker's
-        ([("a", True, 96, 8), ("b", False, 8, 8)], 12.0),
-        ([], 1.0),
-    ],
-)
-def test_cpus_per_worker_by_the_nodes(nodes: list[tuple[str, bool, float, int]], each: float):
-    assert cpus_per_worker_on(nodes_with(*nodes)) == each
+    assert running_cluster("10.0.0.1:6379") == RunningCluster(*workers)
+    assert cpus_per_worker_on(nodes_with(*nodes)) == cores_each
 
 
 def test_workers_without_a_place_are_explained():
