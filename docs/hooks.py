@@ -17,6 +17,7 @@ FOLDER = "repository"
 # Pages and pictures outside of docs/ that the site has, too.
 BROUGHT = (
     "CONTRIBUTING.md",
+    "tests/README.md",
     "CHANGELOG.md",
     "SECURITY.md",
     "benchmarks/*.md",

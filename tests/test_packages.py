@@ -97,7 +97,7 @@ def test_each_room_may_import_only_rooms_above_it():
 
 
 _DOCS = ("architecture", "extending", "durability", "decisions", "facts")
-PAGES = ("CONTRIBUTING.md", *(f"docs/{name}.md" for name in _DOCS))
+PAGES = ("CONTRIBUTING.md", "tests/README.md", *(f"docs/{name}.md" for name in _DOCS))
 _FILE = re.compile(r"`([\w./-]+\.py|[\w.-]+/[\w./-]+\.(?:yml|json))`")
 
 
