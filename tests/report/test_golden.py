@@ -79,6 +79,15 @@ def next_to_zero() -> SweepData:
     return sweep(trials)
 
 
+def many_settings() -> SweepData:
+    """Nine settings, the later the slower; the last one learned less. Lines are of those that differ in one value."""
+    pairs = [
+        (sharding, precision) for sharding in ("ddp", "root", "per_block") for precision in ("fp32", "bf16", "fp16")
+    ]
+    rows = [(*pair, "finished", 10 + n, 100.0 - 9 * n, 2.0 if n == 8 else 1.0) for n, pair in enumerate(pairs)]
+    return sweep([trial(n, row) for n, row in enumerate(rows)])
+
+
 def side_by_side() -> SweepData:
     spans = {0: (0.0, 10.0), 2: (5.0, 15.0)}
     return sweep([dataclasses.replace(trial(n, ROWS[n]), span=span) for n, span in spans.items()])
@@ -107,6 +116,7 @@ CASES = {
     "unfinished": unfinished(),
     "next_to_zero": next_to_zero(),
     "side_by_side": side_by_side(),
+    "many_settings": many_settings(),
     "another_model_when_sharded": sweep(differing(), axes=["sharding"]),
     "rounding_that_training_amplifies": sweep(amplified(), axes=["sharding"]),
 }

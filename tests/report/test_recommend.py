@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from fsdp_lab.config import SweepConfig, may_change_speed
-from fsdp_lab.config.metrics import DATA_WAIT, MEDIAN_STEP, MEMORY, MIB, OTHERS_CPU, SPEED, same_loss, spacing
+from fsdp_lab.config.metrics import MEDIAN_STEP, MEMORY, MIB, OTHERS_CPU, SPEED
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord
-from fsdp_lab.report.answer import answer, plain_text, settings_of
+from fsdp_lab.report.answer import answer, settings_of
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.recommend import Recommendation, recommend
@@ -205,39 +205,11 @@ def test_repeats_make_one_setting_and_one_that_failed_spoils_it():
         assert (chosen(sweep([*rows, more], axes=REPEATED))["sharding"] == "root") is fits, status
 
 
-@pytest.mark.parametrize(("seeds", "kept"), [(["7", "7"], True), (["0", "1"], False)])  # given to all; repeats
-def test_the_command_keeps_a_seed_that_all_trials_have(seeds: list[str], kept: bool):
-    rows = [
-        dataclasses.replace(
-            trial(n), overrides=["sharding=ddp", f"training.seed={seed}", f"repeat={n}"],
-            setting={"repeat": str(n), "training.seed": seed},
-        )
-        for n, seed in enumerate(seeds)
-    ]  # fmt: skip
-    command = answer(sweep(rows, axes=["repeat"] if kept else ["repeat", "training.seed"])).command
-    assert ("training.seed" in command) is kept and "repeat" not in command and "sharding=ddp" in command
-
-
 def test_the_command_has_the_folder_of_the_users_options():
     made = dataclasses.replace(sweep(), command="python -m fsdp_lab -m '--config-dir=conf of mine' model=mine")
     assert shlex.split(answer(made).command)[3] == "--config-dir=conf of mine"
     cut = answer(dataclasses.replace(sweep(), command="python -m fsdp_lab -m '--config-dir=conf of mi"))
     assert "--config-dir" not in cut.command and cut.command
-
-
-def test_of_many_settings_only_those_one_value_apart_have_a_line():
-    pairs = [(s, p) for s in "abc" for p in "xyz"]
-    rows = [
-        dataclasses.replace(trial(n, **{SPEED: 100.0 + 9 * n}), setting={"sharding": s, "precision": p})
-        for n, (s, p) in enumerate(pairs)
-    ]
-    told = answer(sweep(rows))
-    assert [line.partition(":")[0] for line in told.lines] == [
-        "`sharding=a`", "`sharding=b`", "`precision=x`", "`precision=y`",
-    ]  # fmt: skip
-    widths = one_axis("model.width", *((str(n), 100, 100.0 + 9 * n, 1.0) for n in range(30)))
-    lines = plain_text(answer(sweep(widths, axes=["model.width"])))
-    assert len([line for line in lines if line.startswith("  model.width=")]) == 8
 
 
 BF16, NEAR = {"train/loss_eps": 2.0**-7}, {"train/first_loss": 1e-9}
@@ -268,18 +240,6 @@ def test_losses_next_to_zero_are_compared_by_the_rounding_of_the_first_one(
     assert compared.rounded is (above is None) and codes(r.why_not) == ([] if above is None else ["loss_too_high"])
     if above is not None:
         assert compared.loss == pytest.approx(above)
-
-
-def test_an_objective_that_shows_as_zero_ties_with_zero():
-    waits = [("1", 100, 500.0, 1.0), ("2", 100, 1000.0, 1.0)]
-    rows = one_axis("training.grad_accum_steps", *waits)
-    rows = [dataclasses.replace(r, figures={**r.figures, DATA_WAIT: w}) for r, w in zip(rows, (0.0, 4e-4), strict=True)]
-    made = sweep(rows, axes=["training.grad_accum_steps"], objectives=[(DATA_WAIT, "min"), (SPEED, "max")])
-    assert chosen(made) == {"training.grad_accum_steps": "2"}
-    assert same_loss("val/bits_per_byte", {"val/bits_per_byte": 0.0}, {"val/bits_per_byte": 1e-8})
-    # exp(1e-6) and exp(0), of a loss in bfloat16
-    known = [{"val/loss": loss, "val/perplexity": math.exp(loss), **BF16} for loss in (1e-6, 0.0)]
-    assert abs(known[0]["val/perplexity"] - 1) <= spacing("val/perplexity", known[0]) < 0.01
 
 
 def test_the_answer_as_data_is_that_of_the_setting_and_not_of_one_repeat():
