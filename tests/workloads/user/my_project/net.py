@@ -91,6 +91,11 @@ class Asks(Net):
         return super().forward(x if x.sum().item() < 1e9 else 2 * x)
 
 
+class Refuses(Net):
+    def forward(self, x):
+        raise ValueError("these are too many")
+
+
 class Divides(Net):
     """Divides a parameter by itself."""
 
