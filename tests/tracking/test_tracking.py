@@ -263,9 +263,10 @@ def test_an_interrupt_in_the_middle_of_a_write_leaves_the_store_whole(lab: Lab, 
     before = signal.signal(signal.SIGINT, handler)
     with closing(sqlite3.connect("outputs/mlflow.db", isolation_level=None, check_same_thread=False)) as other:
         other.execute("BEGIN IMMEDIATE")  # so that the write waits inside SQLite
+        lab.want(0, epochs={1: METRICS})
+        assert lab.projection.settle(600, limit_s=0.1) == 1, "a deadline ends the wait for a write that hangs"
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
-            lab.want(0, epochs={1: METRICS})
             with pytest.raises(KeyboardInterrupt):
                 lab.projection.settle(600)
         finally:
