@@ -18,7 +18,7 @@ from fsdp_lab.forecast.answer import answers
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.scaling import Series, series_of
-from fsdp_lab.forecast.sentences import allowances_note, sentences
+from fsdp_lab.forecast.sentences import sentences
 from fsdp_lab.forecast.speed.device import Basis
 from fsdp_lab.forecast.speed.predict import Network, Speed
 from fsdp_lab.forecast.table import MOST_ROWS, Row, best_rows, forecast_table, in_order, write_csv
@@ -222,13 +222,6 @@ def test_a_step_that_waits_for_the_network_names_replicas_of_whole_nodes(
     (answer,) = answers([one], [], 0.03)
     assert answer.num_replicas == replicas
     assert any("would shard within each node" in line for line in answer.details) is bool(replicas)
-
-
-def test_what_only_some_settings_hold_is_a_range_from_zero():
-    held = {"CUDA context": GIB, "fragmentation": 0}
-    some = [{**held, "compressed gradients": 2 * GIB}, held]
-    note = allowances_note([replace(row(["root"], 9).forecast, allowances=each) for each in some])
-    assert "needs, GiB = peak + 1.00 CUDA context + 0.00 to 2.00 compressed gradients (assumed)" in note
 
 
 def test_a_long_table_has_the_best_rows_of_each_number_of_workers():

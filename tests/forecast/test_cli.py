@@ -12,13 +12,11 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from pathlib import Path
 
-import psutil
 import pytest
 
 from fsdp_lab.commands.forecast_cells import plan_forecasts
 from fsdp_lab.config import ConfigError
 from fsdp_lab.forecast import run
-from fsdp_lab.forecast.capacity import NoForecast
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.pool import NoAnswerError, Pool, _Child
 from fsdp_lab.forecast.run import Background, Request, forecast_all
@@ -139,16 +137,6 @@ def test_a_preset_brings_its_axes(tmp_path: Path):
     assert {trial.choices["sharding"] for trial in plan.trials} == {"per_block"} and swept == ["precision"]
 
 
-def test_a_batch_that_grows_with_the_workers(forecast: Command, tmp_path: Path):
-    axes = ("sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=always")
-    batch = "training.global_batch_size=${per_worker:8}"
-    done = forecast("-m", "model=mlp", "cluster.num_workers=1,64,1024", batch, *axes)
-    assert done.returncode == 0, done.stderr
-    rows = {row["cluster.num_workers"]: row for row in written(tmp_path)}
-    assert int(rows["1024"]["param_bytes"]) < int(rows["64"]["param_bytes"]) < int(rows["1"]["param_bytes"])
-    assert len({row["input_bytes"] for row in rows.values()}) == 1
-
-
 @pytest.mark.parametrize("word", ["--capacity=3", "forecast.folder=/proc/nowhere", "dry_run=true", "resume=last"])
 def test_what_only_forecasts_are_asked_is_refused_in_one_line(forecast: Command, word: str):
     """What every command refuses is in `tests/messages.txt`."""
@@ -212,19 +200,6 @@ def test_a_thread_that_fails_is_reported_for_each(monkeypatch: pytest.MonkeyPatc
     assert [no_forecast_text(forecast.error) for forecast in result] == ["OSError: no more processes"] * 2
 
 
-@pytest.mark.ci
-def test_forecasts_that_are_no_longer_wanted_end():
-    heavy = [config("model=vit_l_16", f"training.global_batch_size={2 * n}") for n in range(1, 65)]
-    processes: list[psutil.Process] = []
-    end = time.monotonic() + 100
-    with Background([Request.of(trial, 2) for trial in heavy]) as forecasts:
-        while not (processes := called("pool import serve")):
-            assert time.monotonic() < end, "no process started"
-            time.sleep(0.05)
-    assert still_running(processes, 60) == []
-    assert forecasts.result()[-1].error == NoForecast("cancelled")
-
-
 LIMIT_S = 60.0
 
 
@@ -254,18 +229,6 @@ def test_a_late_answer_costs_no_other():
             pool.submit("sleep 60").result()
         pool._limit_s = LIMIT_S
         assert pool.submit("b").result()[1] != pid
-
-
-class Spoiled:
-    """Pickled, it is a call that fails."""
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return int, ("a question that cannot be read",)
-
-
-def test_a_question_that_cannot_be_read_ends_the_process_and_nobody_waits():
-    with Pool(answer, 1, LIMIT_S) as pool, pytest.raises(NoAnswerError, match="ended with exit code 1"):
-        pool.submit(Spoiled()).result()
 
 
 def test_ctrl_c_is_the_parents_also_while_a_process_starts():

@@ -17,18 +17,8 @@ from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.conf import conf_dir, device_file, known_devices
 from fsdp_lab.config.machine import RunningCluster
 from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.forecast import devices
 from fsdp_lab.forecast.capacity import Host
-from fsdp_lab.forecast.devices import (
-    capacity_bytes,
-    capacity_here,
-    check_device,
-    check_here,
-    data_sheet,
-    data_sheet_here,
-    gpu_memory,
-    refined,
-    sheet_of,
-)
 from fsdp_lab.forecast.forecast import forecast
 from fsdp_lab.forecast.observations import observations_file, read_observations, record_observation
 from fsdp_lab.forecast.run import Request, forecast_one
@@ -97,9 +87,9 @@ def test_an_own_data_sheet_brings_its_memory_and_what_it_lacks_is_reported(tmp_p
     assert result.no_speed and "has no peak for float32; its data sheet has bfloat16" in result.no_speed
     assert result.speed is None and result.error is None and result.peak_bytes > 0, "the memory is known all the same"
     for workers in (4, 16):
-        check_device(settings, workers)
+        devices.check_device(settings, workers)
     with pytest.raises(ConfigError, match=r"cluster.num_workers=12 .* nodes have 8 devices.* use a multiple of 8"):
-        check_device(settings, 12)
+        devices.check_device(settings, 12)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +107,7 @@ def test_auto_is_for_this_machines_gpus_and_for_cpus_without_one(
     fake_gpus(gpus)
     request = Request.of(config("model=mlp", f"forecast.device={device}"), 2)
     assert (request.cuda, request.sheet) == (cuda, sheet("h200") if known else None)
-    assert sheet_of("NVIDIA GeForce 256") is None
+    assert devices.sheet_of("NVIDIA GeForce 256") is None
 
 
 def test_the_host_is_this_machine_if_the_device_is(fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch):
@@ -139,18 +129,22 @@ def test_a_sweep_takes_the_memory_of_its_own_gpus_and_no_speed_of_others(
     fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
 ):
     fake_gpus(2, 81920, 40960)  # which are called NVIDIA H200
-    assert gpu_memory() == 40960 * 2**20, "the smallest"
+    assert devices.gpu_memory() == 40960 * 2**20, "the smallest"
     theirs, ours = config("forecast.device=a100_40gb"), config("forecast.device=h200")
-    assert capacity_here(theirs, cuda=True) == capacity_here(ours, cuda=True) == gpu_memory()
-    assert data_sheet_here(theirs, cuda=True) is None and data_sheet_here(ours, cuda=True) == sheet("h200")
-    assert capacity_bytes(theirs, cuda=True) == int(39.5 * 2**30), "fsdp_lab.forecast is asked about that device"
+    assert devices.capacity_here(theirs, cuda=True) == devices.capacity_here(ours, cuda=True) == devices.gpu_memory()
+    assert devices.data_sheet_here(theirs, cuda=True) is None and devices.data_sheet_here(ours, cuda=True) == sheet(
+        "h200"
+    )
+    assert devices.capacity_bytes(theirs, cuda=True) == int(39.5 * 2**30), (
+        "fsdp_lab.forecast is asked about that device"
+    )
     with pytest.raises(ConfigError, match="predictions for another device do not apply to them"):
-        check_here(config("forecast.device=a100_40gb", "forecast.keep='2'"), 2, cuda=True)
-    check_here(config("forecast.device=h200", "forecast.keep='2'"), 2, cuda=True)
+        devices.check_here(config("forecast.device=a100_40gb", "forecast.keep='2'"), 2, cuda=True)
+    devices.check_here(config("forecast.device=h200", "forecast.keep='2'"), 2, cuda=True)
     monkeypatch.setattr("fsdp_lab.config.machine._asks", [RunningCluster])
     monkeypatch.setattr("fsdp_lab.config.machine._clusters", {"head:6379": RunningCluster(8, False)})
     there = config("forecast.device=auto", "cluster.address=head:6379")
-    assert capacity_here(there, cuda=True) is None, "other nodes' GPUs are not this machine's"
+    assert devices.capacity_here(there, cuda=True) is None, "other nodes' GPUs are not this machine's"
 
 
 def test_many_trials_report_the_factors():
@@ -223,7 +217,7 @@ def test_a_file_of_trials_that_cannot_be_read_is_named():
 def predicted_for_two_cores(folder: Path, *words: str) -> Request:
     (folder / "cpu.yaml").write_text(TWO_CORES)
     settings = config(f"forecast.device={folder}/cpu.yaml", "model=mlp", "precision=fp32", *words)
-    return Request(settings, 2, False, None, sheet=data_sheet(settings))
+    return Request(settings, 2, False, None, sheet=devices.data_sheet(settings))
 
 
 def test_finished_trials_correct_forecasts_by_the_figures_that_predicted_them(tmp_path: Path):
@@ -237,9 +231,9 @@ def test_finished_trials_correct_forecasts_by_the_figures_that_predicted_them(tm
     corrected = Request.of(asked.config, 2).sheet
     assert corrected is not None and corrected.basis is Basis.trials
     assert corrected.factors.compute > 1.5 and corrected.factors.settings == 5
-    assert data_sheet(asked.config) == sheet, "a sweep is predicted by the file alone"
+    assert devices.data_sheet(asked.config) == sheet, "a sweep is predicted by the file alone"
     other = replace(sheet, launch_s=1.0)
-    assert refined(other) == other, "other figures start afresh"
+    assert devices.refined(other) == other, "other figures start afresh"
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ from fsdp_lab.training.profile import Event, Profile
 from fsdp_lab.training.train import train
 from fsdp_lab.workloads.base import tensors_of
 from fsdp_lab.workloads.build import build_workload
-from tests.forecast.cases import MODELS, every_four_axes, overrides
 from tests.parity import SHARDINGS, WORKLOADS, differences
+from tests.parity_rows import every_four_axes, overrides
 from tests.ranks import Memo, config, run_ranks
 
 # model=mlp: 1024 -> 1024 -> 10, so two weights and two biases
@@ -117,6 +117,13 @@ def test_three_peaks_by_hand_are_forecast_and_what_the_allocator_gave():
 def test_a_model_of_real_size_is_forecast_to_the_byte() -> None:
     words = ["sharding=per_block", "precision=bf16_mixed", "training.grad_accum_steps=2", "training.max_grad_norm=1"]
     assert differences([["model=vit_b_16", "training.global_batch_size=4", *words]]) == []
+
+
+MODELS = {
+    "mlp": ["model=mlp", "model.num_layers=2"],  # two blocks: every second one is not every one
+    "vit_tiny": ["model=vit_tiny"],
+    "vit_b_16": ["model=vit_b_16"],
+}
 
 
 @pytest.mark.full

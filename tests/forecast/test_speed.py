@@ -14,7 +14,7 @@ import torch
 from torch._inductor import comm_analysis
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.forecast.forecast import forecast, forecast_step, unlike
+from fsdp_lab.forecast.forecast import forecast, unlike
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.sentences import request_notes
 from fsdp_lab.forecast.speed.costs import collective_seconds, in_tf32, occupied, seconds
@@ -252,18 +252,7 @@ def test_a_cpu_does_one_thing_after_the_other_but_for_ddps_reductions():
 
 
 A100 = sheet()
-LM = ["model=lm_tiny", "model.num_layers=1", "task=language", "data=synthetic_tokens", "data.seq_len=64"]
-SETTINGS = {
-    "sharded": ["sharding=per_block", "precision=bf16_mixed"],
-    "replicas": ["sharding=ddp", "precision=fp32"],
-    "hybrid": ["sharding=per_block", "sharding.dp_replicate=2", "activation_checkpointing=full"],
-    "offloaded": ["sharding=per_block", "offload=cpu"],
-}
 BANDWIDTHS = ["memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth", "host_memory_bandwidth"]
-
-
-def traced(words: list[str]) -> list[Operator]:
-    return forecast_step(config(*LM, *words), 16, cuda=True, traced=True).program
 
 
 def takes(program: list[Operator], device: Device) -> float:
@@ -287,11 +276,9 @@ def invented(seed: int) -> list[Operator]:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", [*SETTINGS, "invented"])
-def test_more_bandwidth_and_arithmetic_never_slow_a_step_down(name: str):
+def test_more_bandwidth_and_arithmetic_never_slow_a_step_down():
     """With and without the time of launches."""
-    programs = [invented(seed) for seed in range(30)] if name == "invented" else [traced(SETTINGS[name])]
-    for program in programs:
+    for program in (invented(seed) for seed in range(30)):
         for device in (replace(A100, launch_s=launch_s) for launch_s in (0.0, 1e-6, A100.launch_s)):
             before = takes(program, device)
             for factor in (1.1, 3.0, 100.0):

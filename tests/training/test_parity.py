@@ -17,7 +17,6 @@ import torch
 from fsdp_lab.config import TrialConfig, conf_dir
 from fsdp_lab.config.convert import flatten
 from fsdp_lab.config.options import option_values
-from tests.forecast.cases import AXES
 from tests.parity import (
     FP32_TOLERANCE,
     NEED_TRANSFORMERS,
@@ -27,7 +26,7 @@ from tests.parity import (
     train_rows,
     unsharded,
 )
-from tests.parity_rows import HALF, ROWS
+from tests.parity_rows import AXES, HALF, ROWS
 from tests.ranks import config
 from tests.training.reference import apart
 
