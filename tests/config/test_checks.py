@@ -22,7 +22,6 @@ from fsdp_lab.config import (
 from fsdp_lab.config.checks import check_local_capacity
 from fsdp_lab.config.machine import loader_workers_of, ray_folder
 from fsdp_lab.config.notes import node_notes
-from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.machine import hardware
 from tests.ranks import read_config
@@ -35,23 +34,6 @@ def trial(words: str) -> SweepConfig:
 DDP, ROOT, BLOCKS = "sharding=ddp", "sharding=root", "sharding=per_block"
 ALWAYS, NEVER, DEFAULT = (f"reshard_after_forward={policy}" for policy in ("always", "never", "default"))
 SIZE_1, SIZE_2, SIZE_4 = (f"reshard_after_forward=to_size reshard_after_forward.size={n}" for n in (1, 2, 4))
-
-
-@pytest.mark.parametrize(
-    ("words", "workers"),
-    [
-        ("optimizer.beta1=0.0 data.num_train=null", 2),
-        ("sharding.dp_replicate=4", 8),
-        (f"{SIZE_2} sharding.dp_replicate=2", 4),
-        (f"{DDP} reshard_after_forward=to_size", 2),  # DDP reshards nothing: the size is not looked at
-        ("optimizer=sgd optimizer.momentum=0.9", 2),
-        (f"{DDP} optimizer=sgd optimizer.implementation=fused", 2),
-        ("precision.loss_scaling=true precision.param_dtype=float16", 2),
-        ("training.global_batch_size=64 training.grad_accum_steps=4", 16),
-    ],
-)
-def test_what_has_a_meaning_passes(words: str, workers: int):
-    check_trial(trial(words), workers)
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,6 @@ from fsdp_lab.engine.resources import check_capacity, cpus_per_worker_on
 from fsdp_lab.machine.cpu_contention import launchers
 from fsdp_lab.machine.hardware import WORKER_CPUS
 from fsdp_lab.machine.private import Name
-from fsdp_lab.record.reasons import Code, Reason
-from fsdp_lab.report.render import reason_text
-from fsdp_lab.sweep.names import OF_A_NIGHT, folder_key
 from tests.conftest import PLAIN, run_cli
 from tests.servers import free_port
 from tests.workloads.user.project import importable, write_project
@@ -91,15 +88,6 @@ def test_the_default_number_of_workers_is_of_the_cluster(
     assert cpus_per_worker_on(nodes_with(*nodes)) == cores_each
 
 
-def test_workers_without_a_place_are_explained():
-    each, total, free = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 8.0}, {"CPU": 3.0}
-    reason = Reason.of(Code.no_place, num_workers=8, each=each, wait_timeout_s=600.0, total=total, free=free)
-    assert reason_text(reason) == (
-        "cannot place 8 workers with 1 CPU and 1 GPU each within cluster.wait_timeout_s=600 s: 3 of 4 CPU and 0 of 8 "
-        "GPU free; wait until others free resources, or raise cluster.wait_timeout_s"
-    )
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("more", [(), ("-m", "optimizer.lr=1e-3,1e-2", "dry_run=true")])
 def test_no_ray_at_an_address_is_reported_before_a_file_is_written(tmp_path: Path, more: tuple[str, ...]):
@@ -137,13 +125,6 @@ def test_a_port_behind_which_is_no_ray_is_named_at_once(
     assert (named if by_variable else f"cluster.address={address}: no Ray") in str(refused.value)
     assert ("unset RAY_ADDRESS" in str(refused.value)) is by_variable
     taken[0].close()
-
-
-def test_an_address_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch):
-    for value in ("ray://127.0.0.1:10001", "local", "127.0.0.1"):
-        monkeypatch.setenv("RAY_ADDRESS", value)
-        with pytest.raises(UserError, match="an address is <host>:<port>"):
-            reachable("auto")
 
 
 @pytest.mark.parametrize("by_variable", ["", "auto"])
@@ -203,12 +184,6 @@ def test_a_job_whose_results_would_go_with_its_files_is_refused(
         check_job(config, Path(folder), "hydra.sweep.dir")
     monkeypatch.delenv(JOB_VARIABLE)
     check_job(config, Path(folder), "hydra.sweep.dir")
-
-
-def test_the_key_of_a_sweeps_folder_is_the_commands_own(monkeypatch: pytest.MonkeyPatch):
-    assert [folder_key(multirun) for multirun in (True, False)] == ["hydra.sweep.dir", "hydra.run.dir"]
-    monkeypatch.setenv(OF_A_NIGHT, "true")
-    assert folder_key(True) == "nightly.folder"
 
 
 def test_code_that_came_with_a_job_is_not_sent_again(copy: Path, monkeypatch: pytest.MonkeyPatch):

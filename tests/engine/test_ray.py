@@ -119,30 +119,6 @@ def test_ranks_listen_only_on_the_interface_of_their_node(
     assert set(addresses) <= LOOPBACK
 
 
-_COUNT = """
-import os, ray, sys
-from fsdp_lab.machine import hardware
-from fsdp_lab.config.sweep import ClusterConfig
-from fsdp_lab.engine.cluster import _own_folders, start_ray, stop_ray
-from fsdp_lab.engine.resources import num_gpus
-hardware.num_gpus = lambda: int(sys.argv[1])
-start_ray(ClusterConfig())
-print("GPUs:", num_gpus(), "nicer by:", ray.get(ray.remote(lambda: os.nice(0)).remote()) - os.nice(0))
-(folder,) = _own_folders
-assert (folder / "logs").is_dir()
-stop_ray()
-assert not folder.exists(), "temporary files stay"
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("1,7", 1)])
-def test_ray_here_has_the_gpus_that_we_count(visible: str | None, count: int):
-    """Of two. Left to itself Ray counts two for `1,7`. Its niceness would let trials wait for all else on a machine."""
-    done = python(_COUNT, str(count), CUDA_VISIBLE_DEVICES=visible)
-    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, [f"GPUs: {count} nicer by: 0"]), done.stderr
-
-
 @pytest.mark.ci
 def test_a_sweep_is_planned_for_the_workers_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It has eight GPUs by name, and this machine none."""
@@ -194,35 +170,6 @@ def test_the_users_code_reaches_a_cluster(tmp_path: Path):
         done = python(_ELSEWHERE, address, cwd=tmp_path / "elsewhere", PYTHONPATH=path)
     assert "there: " in done.stdout, done.stderr
     assert str(tmp_path) not in done.stdout, "it is a copy"
-
-
-_GROUPS = """
-from pathlib import Path
-from fsdp_lab.config.sweep import ClusterConfig
-from fsdp_lab.engine.cluster import start_ray, stop_ray
-from fsdp_lab.engine.resources import mark_of, release_placement_group
-start_ray(ClusterConfig())
-import ray
-from ray.util import placement_group, placement_group_table
-
-def workers(folder, cpus):
-    return placement_group([{"CPU": cpus, "memory": mark_of(Path(folder))}] * 2)
-
-groups = [workers("one", 0.01), workers("two", 0.01), placement_group([{"memory": 1}])]
-ray.get([group.ready() for group in groups])
-groups.append(workers("two", 10000))
-release_placement_group(Path("two"))
-release_placement_group(Path("two"))
-print(*(placement_group_table(group)["state"] for group in groups))
-stop_ray()
-"""
-
-
-@pytest.mark.ci
-def test_only_what_a_trial_holds_or_waits_for_is_freed(tmp_path: Path):
-    """Whoever asked for it, and though nobody has told its name."""
-    done = python(_GROUPS, cwd=tmp_path, PYTHONPATH=str(ROOT))
-    assert done.stdout.split() == ["CREATED", "REMOVED", "CREATED", "REMOVED"], done.stderr
 
 
 # Runs one job a line in an actor, as Tune does, and answers when all of the cluster's cores are free.
