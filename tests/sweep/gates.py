@@ -34,8 +34,6 @@ class GatedSweep:
 
     def __init__(self, folder: Path, temporary: Path) -> None:
         self.folder, self.temporary = folder, temporary
-        self.sessions: list[Path] = []  # Ray's folder of each start
-        self.killed: list[str] = []
         self.command = command_line()
         for name in ("at", "go"):
             (folder / name).mkdir()
@@ -48,10 +46,10 @@ class GatedSweep:
     def start(self, *words: str) -> None:
         environment = {**os.environ, _MARK: str(self.folder), "RAY_TMPDIR": str(self.temporary)}
         with (self.folder / "log").open("ab") as log:
-            command = [*self.command, *words]
             self.driver = subprocess.Popen(
-                command, cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
+                [*self.command, *words], cwd=self.folder, env=environment, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
 
     def start_trials(self, count: int, *words: str) -> None:
         numbers = ",".join(map(str, range(count)))
@@ -82,17 +80,12 @@ class GatedSweep:
         assert victims, f"there is no {name} to kill: {self.log()}"
         for victim in victims:
             victim.kill()
-        self.killed.append(name)
 
     def named(self, word: str) -> list[psutil.Process]:
         return called(word, self.driver.pid)
 
     def processes(self) -> list[psutil.Process]:
         return marked(_MARK, str(self.folder))
-
-    def note_session(self) -> None:
-        (new,) = set((self.temporary / "ray").glob("session_2*")) - set(self.sessions)
-        self.sessions.append(new)
 
     def wait(self) -> int:
         """Wait for the driver's end; its exit status."""

@@ -1,4 +1,4 @@
-"""Sweeps that are killed at every call that changes a file or the store, and then resumed; Ctrl-C; full disks."""
+"""Sweeps that are killed at a call that changes a file or the store, or at a named state, or by Ctrl-C, and resumed."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
-from fsdp_lab.commands.explain import explain
-from fsdp_lab.storage.files import write_text
-from tests.conftest import HERE, PLAIN, TINY, run_cli
+from tests.conftest import HERE, PLAIN, TINY, without
 from tests.folders import Store, SweepFolder
 from tests.forked import Commands, Done
 from tests.processes import called, descendants, still_running
-from tests.servers import lay_store
+from tests.ranks import Memo, config, run_ranks
+from tests.servers import free_port, lay_store, mlflow_server
 from tests.sweep.conftest import KILLED, has_trained_an_epoch, results, runs, started, wait_for
+from tests.sweep.gates import MODEL, SETTINGS, GatedSweep, gated_sweep
 
 SWEEP = (
     "fsdp_lab", "-m", "optimizer.lr=1e-3,1e-2", *PLAIN, "data.num_train=64", "data.num_val=32",
@@ -29,7 +33,6 @@ SWEEP = (
 )  # fmt: skip
 # The figures that are the same each time, to the last digit.
 EXACT = ("epoch", "train/loss", "val/loss", "val/accuracy")
-A_KIND = 3  # points of each kind in `make test`
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +93,19 @@ def undisturbed(commands: Commands, memory: Path) -> tuple[list[str], dict[str, 
 
 
 def sample(points: Sequence[str]) -> list[int]:
-    """The numbers of some points of each kind, from the sweep's start to its end."""
+    """The number of a point of each of the four kinds, at an eighth, three, five and seven eighths of its kind."""
     kinds: dict[str, list[int]] = {}
     for number, point in enumerate(points, 1):
         kinds.setdefault(point.split()[0], []).append(number)
     assert sorted(kinds) == ["append", "commit", "fsync", "rename"]
-    return [of[len(of) * (2 * part + 1) // (2 * A_KIND)] for of in kinds.values() for part in range(A_KIND)]
+    return [kinds[kind][len(kinds[kind]) * (2 * n + 1) // 8] for n, kind in enumerate(sorted(kinds))]
 
 
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["sample", "every point"])
-def test_a_sweep_that_is_killed_at_any_point_resumes_as_if_it_had_not_been(
+@pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["four points", "every point"]
+)
+def test_a_sweep_killed_at_any_point_resumes_undisturbed(
     commands: Commands, memory: Path, undisturbed: tuple[list[str], dict[str, object]], every: bool
 ):
     """Every epoch once, the losses of an undisturbed sweep, each trial once in MLflow, and a whole results.csv."""
@@ -128,7 +133,7 @@ def last(points: Sequence[str], point: str) -> int:
     return len(points) - 1 - points[::-1].index(point)
 
 
-def test_what_a_resume_needs_is_on_the_disk_before_its_name_and_its_name_after(
+def test_what_a_resume_needs_is_on_the_disk_before_its_name(
     undisturbed: tuple[list[str], dict[str, object]],
 ):
     """A power cut loses what was not synced. What a resume makes anew is whole at any time, and no more."""
@@ -144,12 +149,6 @@ def test_what_a_resume_needs_is_on_the_disk_before_its_name_and_its_name_after(
         renamed = last(points, f"rename after {path}")
         assert any(point.startswith(f"fsync after {folder}/.{name}.") for point in points[:renamed]), path
         assert points[renamed + 1 : renamed + 3] == [f"fsync before {folder}", f"fsync after {folder}"]
-
-
-def test_a_kill_beyond_the_last_point_is_noticed(commands: Commands, tmp_path: Path):
-    (folder := tmp_path / "here").mkdir()
-    with pytest.raises(AssertionError, match="the kill at point 1 was not made"):
-        killed_at(commands, {1: folder}, ["fsdp_lab", "--version"])
 
 
 # For a run that does not end before something happens to it.
@@ -190,8 +189,7 @@ STATES: dict[str, Callable[[int], object]] = {
     "state", [pytest.param(s, marks=pytest.mark.full if n else pytest.mark.ci) for n, s in enumerate(STATES)]
 )
 def test_an_interrupt_before_the_first_trial_ends_it_in_order(tmp_path: Path, state: str):
-    once = [word for word in LONG if not word.startswith("sharding=")]
-    with started(tmp_path, *once, "sharding=root,per_block", "-m") as process:
+    with started(tmp_path, *without(LONG, "sharding="), "sharding=root,per_block", "-m") as process:
         assert process.stdout
         message = ""
         while "Ray starts" not in message:
@@ -211,45 +209,90 @@ def test_an_interrupt_before_the_first_trial_ends_it_in_order(tmp_path: Path, st
     assert "Traceback" not in stdout + stderr
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path):
-    """A file system of 6 MB: room for MLflow's store and a checkpoint or two."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = shutil.which("mount")
-    if mount is None or subprocess.run([mount, "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], check=False).returncode:
-        pytest.skip("a small disk cannot be mounted here (it takes root)")
-    yield disk
-    subprocess.run(["umount", "--lazy", disk], check=True)
+CHAOS_EPOCHS = 4
+CHAOS = (
+    f"training.epochs={CHAOS_EPOCHS}", "cluster.num_workers=2", "cluster.cpus_per_worker=1", "cluster.max_failures=9",
+    "tracking.patience_s=60",
+)  # fmt: skip
 
 
-def test_a_file_that_a_full_disk_does_not_take_is_named_and_leaves_nothing(small_disk: Path):
-    write_text(small_disk / "a/night.json", "whole")
-    (small_disk / "filler").write_bytes(b"\0" * (5 * 2**20))
-    with pytest.raises(OSError, match="No space left on device") as raised:
-        write_text(small_disk / "a/night.json", "x" * 2**22)
-    assert raised.value.filename == str(small_disk / "a/night.json") and "night.json: No space" in str(
-        explain(raised.value)
-    )
-    assert (small_disk / "a/night.json").read_text() == "whole"
-    assert [path.name for path in (small_disk / "a").iterdir()] == ["night.json"]
+@pytest.mark.ci
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("public", ["", pytest.param("1", marks=pytest.mark.full)], ids=["", "without the shortcut"])
+def test_a_sweep_survives_every_kill(public: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each process is killed once, at a named state: every epoch is there once, and nothing runs on."""
+    monkeypatch.setenv("FSDP_LAB_PUBLIC_RAY", public)
+    serve = partial(mlflow_server, tmp_path, "--artifacts-destination", str(tmp_path / "kept"), port=free_port())
+    with gated_sweep(tmp_path) as sweep:
+        with serve() as (address, _):
+            sweep.start_trials(2, *CHAOS, f"tracking.uri={address}")
+            kill_ranks_of_the_first_trial(sweep)
+        sweep.let_go(0, 3)  # the server was killed
+        sweep.rank(0, 4)  # it has gone on without the store
+        with serve():
+            sweep.kill("controller", sweep.named("ImplicitFunc"))
+            sweep.let_go(0, 4)
+            kill_ray_and_the_driver_under_the_second_trial(sweep)
+        assert sweep.sweep.statuses == ["finished"] * 2, sweep.log()
+        assert still_running(sweep.processes(), 15) == []
+        kept = list(sweep.temporary.glob("ray/session_2*"))
+        assert len(kept) == 2, "the logs of the lost raylet and of the killed driver may have the reason; the last's go"
+    check_runs(Store(tmp_path), run_ranks(2, train_alone, str(tmp_path))[0])
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(("engine=inline", "cluster.num_workers=1"), marks=pytest.mark.ci, id="inline"),
-        pytest.param(("cluster.max_failures=0",), marks=pytest.mark.full, id="ray"),
-    ],
-)
-def test_a_full_disk_is_reported_and_ends_the_run(small_disk: Path, words: tuple[str, ...]):
-    store = f"tracking.uri=sqlite:///{small_disk.parent}/mlflow.db"
-    long = [word for word in LONG if not word.startswith("tracking.uri")]
-    done = run_cli(small_disk, *long, "training.epochs=8", store, "checkpoint.keep_last=99", *words, timeout=300)
-    output = done.stdout + done.stderr
-    assert done.returncode in (1, 2), output
-    assert "No space left on device" in output
-    assert "Traceback" not in output
-    (run,), _ = runs(small_disk.parent)
-    assert run.info.status == "FAILED"
-    assert Store(small_disk.parent).history(run, "train/loss"), "what was recorded before stays"
+def kill_ranks_of_the_first_trial(sweep: GatedSweep) -> None:
+    """The driver lives on, and another attempt resumes from the epochs that are written."""
+    sweep.kill("rank 0", [sweep.rank(0, 1)])
+    sweep.let_go(0, 1)
+    sweep.rank(0, 2)
+    sweep.kill("rank 1", [sweep.rank(0, 2, rank=1)])
+    sweep.let_go(0, 2)
+    sweep.rank(0, 3)
+
+
+def kill_ray_and_the_driver_under_the_second_trial(sweep: GatedSweep) -> None:
+    """Each resume goes on from the epochs that are written."""
+    sweep.rank(1, 1)
+    sweep.kill("actor by which ranks report", sweep.named("SynchronizationActor"))
+    sweep.let_go(1, 1)
+    sweep.rank(1, 2)
+    sweep.kill("raylet", sweep.named("raylet/raylet"))
+    assert sweep.wait() == 130, sweep.log()
+    assert "resume=out" in sweep.log()
+    sweep.start("resume=out")
+    sweep.let_go(1, 2)
+    sweep.rank(1, 3)
+    assert sweep.sweep.trials[1].checkpoints, "of the epochs before"
+    sweep.kill("driver", [psutil.Process(sweep.driver.pid)])
+    sweep.wait()
+    assert still_running(sweep.processes(), 15) == [], "the driver's death ends Ray and its workers"
+    sweep.let_go(1, 3)  # not before: a worker that has yet to end would go on
+    sweep.start("resume=out")
+    sweep.rank(1, 4)
+    sweep.let_go(1, 4)
+    assert sweep.wait() == 0, sweep.log()
+
+
+def check_runs(store: Store, undisturbed: list[float]) -> None:
+    """One run a trial, every epoch once, and the losses of a run that nobody kills."""
+    runs = store.trials
+    assert len(runs) == 2 and {run.info.status for run in (*store.parents, *runs)} == {"FINISHED"}
+    assert len(store.parents) == 1
+    for run in runs:
+        for key in ("train/loss", "val/loss", "perf/samples_per_s", "memory/peak_bytes"):
+            assert [step for step, _ in store.history(run, key)] == list(range(1, CHAOS_EPOCHS + 1)), key
+        losses = [loss for _, loss in store.history(run, "train/loss")]
+        assert losses == pytest.approx(undisturbed, rel=1e-6)
+
+
+def train_alone(folder: str) -> list[float]:
+    """The losses of a trial without the platform, whose epochs all may begin."""
+    from fsdp_lab.training.train import train
+
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    Path("go", "9.1").touch()
+    memo = Memo()
+    with tempfile.TemporaryDirectory() as own:
+        train(config(*SETTINGS, MODEL, f"training.epochs={CHAOS_EPOCHS}", "model.trial=9"), Path(own), memo)
+    return [metrics["train/loss"] for metrics in memo.reported]

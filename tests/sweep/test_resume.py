@@ -1,4 +1,4 @@
-"""Sweeps that go on: `engine=inline`, so that a start takes seconds; what is killed for real is in test_chaos.py."""
+"""Sweeps that go on: `engine=inline`, so that a start takes seconds; what is killed for real is in test_kills.py."""
 
 from __future__ import annotations
 
