@@ -235,14 +235,14 @@ class Checkpoints:
             # its own, would ask for a stream of GPU 0 and so open a context there, on every rank. The writer is the
             # stager too, and blocks as the default one does.
             stager = writer(making, per_thread_copy_ahead=0)
-            with ordinary_errors(f"saving the checkpoint {making.rpartition('.')[0]}"):
+            with self._saving(making):
                 future = dcp.async_save({"train": state}, storage_writer=stager, process_group=self._async_group)
             assert isinstance(future, Future)
             metrics["checkpoint/blocked_s"] = time.perf_counter() - begun
             state.remember(metrics)
             self._writing = (future, making, self._meta(state), begun)
             return metrics
-        with ordinary_errors(f"saving the checkpoint {making.rpartition('.')[0]}"):
+        with self._saving(making):
             dcp.save({"train": state}, storage_writer=writer(making))
         metrics["checkpoint/bytes"] = self._size(making)
         metrics["checkpoint/save_s"] = metrics["checkpoint/blocked_s"] = time.perf_counter() - begun
@@ -259,12 +259,23 @@ class Checkpoints:
         if self._writing is None:
             return {}
         future, making, meta, begun = self._writing
-        with ordinary_errors(f"saving the checkpoint {making.rpartition('.')[0]}"):
+        with self._saving(making):
             future.result(timeout=1800)
         self._writing = None
         figures = {"checkpoint/save_s": time.perf_counter() - begun, "checkpoint/bytes": self._size(making)}
         self._publish(making, meta)
         return figures
+
+    @contextmanager
+    def _saving(self, making: str) -> Iterator[None]:
+        """Raise ordinary errors. When every rank has ended a save that failed, remove what was written."""
+        try:
+            with ordinary_errors(f"saving the checkpoint {making.rpartition('.')[0]}"):
+                yield
+        except Exception as error:
+            if self.ranks.is_first and isinstance(error.__cause__, CheckpointException):
+                self.place.discard(making)
+            raise
 
     def load_best_weights(self, state: TrainState) -> int:
         """Load the weights of this trial's checkpoint with the least validation loss, and return its step.

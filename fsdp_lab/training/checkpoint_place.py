@@ -139,6 +139,11 @@ class Place:
         self._drop_data(each for each in self._data() if each.startswith(f"{name}.") and each != data)
         return f"{self.root}/{name}"
 
+    def discard(self, making: str) -> None:
+        """Remove what a failed save has written to a disk, which may be full."""
+        if isinstance(self._files, _Disk):
+            self._drop_data([making.rpartition("/")[2]])
+
     def prune(self, keep_last: int, keep_best: bool) -> None:
         """Keep the last `keep_last` whole checkpoints and, with `keep_best`, the best one.
 
