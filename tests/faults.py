@@ -438,7 +438,7 @@ FAULTS = (
           "engine/test_ray.py::test_ranks_listen_only_on_the_interface_of_their_node"),
     # sweeps and their folders
     Fault("a lock is not taken", "fsdp_lab/storage/locks.py",
-          "lock.acquire()\n    except Timeout:", "pass\n    except Timeout:", "test_locks.py"),
+          "lock.acquire()\n    except Timeout:", "pass\n    except Timeout:", "test_files.py"),
     Fault("a file has its name before it is on the disk", "fsdp_lab/storage/files.py",
           "        if durable:\n            sync(making)\n        making.rename(path)\n        if durable:",
           "        making.rename(path)\n        if durable:\n            sync(path)", SYNCED),

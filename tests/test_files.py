@@ -1,14 +1,114 @@
-"""Files that are whole or not there. Which are on the disk, and when: tests/sweep/test_kills.py."""
+"""Files that are whole or not there, and locks between processes. What is on the disk when: sweep/test_kills.py."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from fsdp_lab.config import UserError
 from fsdp_lab.storage.files import read_object, whole_folder, write_json
+from fsdp_lab.storage.locks import InUse, exclusive, holder, locked, share_until_exit
+
+_HOLD = {"alone": "with exclusive(path): hold()", "with others": "share_until_exit(path); hold()"}
+
+
+@contextmanager
+def held(path: Path, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the lock until its input ends, or it is killed."""
+    script = "import sys, pathlib; from fsdp_lab.storage.locks import exclusive, share_until_exit\n"
+    script += "hold = lambda: (print('has it', flush=True), sys.stdin.read())\n"
+    script += f"path = pathlib.Path(sys.argv[1])\n{_HOLD[how]}"
+    command = [sys.executable, "-c", script, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "has it\n"
+            yield other
+        finally:
+            other.kill()
+
+
+def test_who_has_a_lock_is_known_until_it_is_killed(tmp_path: Path):
+    path = tmp_path / "made" / ".lock"
+    assert holder(path) == ""
+    with held(path) as other:
+        assert holder(path).startswith(f"process {other.pid}, since 20")
+        with pytest.raises(InUse, match=f"{path} is locked by process {other.pid}, since .*; wait"), exclusive(path):
+            pass
+        other.kill()
+        other.wait()
+        assert holder(path) == ""
+    with exclusive(path):
+        assert holder(path).startswith(f"process {os.getpid()}, since 20")
+    assert holder(path) == ""
+
+
+def test_who_waits_gets_it_when_it_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Let go while the wait lasts: between two looks."""
+    path = tmp_path / ".lock"
+    looks = []
+    with held(path) as other, monkeypatch.context() as patch:
+
+        def wait(seconds: float) -> None:
+            assert other.stdin is not None
+            other.stdin.close()
+            looks.append(other.wait())
+
+        patch.setattr(time, "sleep", wait)
+        with exclusive(path, limit_s=60.0):
+            assert holder(path).startswith(f"process {os.getpid()},")
+    assert looks == [0]
+
+
+def test_several_share_a_lock_and_nobody_has_it_alone(tmp_path: Path):
+    path = tmp_path / ".lock"
+    with held(path, "with others"), held(path, "with others") as second:
+        assert holder(path) == "", "nobody has it alone"
+        share_until_exit(tmp_path / ".lock")
+        with pytest.raises(InUse), exclusive(path, limit_s=0.1):
+            pass
+        assert second.poll() is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+    """Stands for a mount that cannot be had here: flock(2) has these errors for it."""
+
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    message = rf"^{tmp_path} is on a file system without locks \({os.strerror(number)}\).*use another file system"
+    with pytest.raises(UserError, match=message), locked(tmp_path, "hydra.run.dir"):
+        pass
+    with pytest.raises(UserError, match=message):
+        share_until_exit(tmp_path / ".alive")
+
+
+def test_a_folder_that_cannot_be_written_is_reported_with_its_key(tmp_path: Path):
+    (tmp_path / "file").touch()
+    message = f"nightly.folder={tmp_path}/file/folder cannot be written .Not a directory.; .* set nightly.folder to"
+    with pytest.raises(UserError, match=message), locked(tmp_path / "file" / "folder", "nightly.folder"):
+        pass
+
+
+def test_a_link_in_the_place_of_a_lock_is_not_written_through(tmp_path: Path):
+    """An archive may hold one that points at any file."""
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep/.lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match=r"sweep cannot be written"), locked(tmp_path / "sweep", "resume"):
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path):
