@@ -12,7 +12,7 @@ from fsdp_lab import api
 from fsdp_lab.forecast.table import COLUMNS
 from fsdp_lab.report.answer import Answer
 from tests import forked
-from tests.conftest import PLAIN
+from tests.conftest import INLINE, PLAIN, without
 from tests.forecast.command import answered_here
 from tests.report.sweeps import sweep
 from tests.servers import lay_store
@@ -41,10 +41,16 @@ def test_a_refusal_is_raised_with_its_message(
         api.report()
     with pytest.raises(api.UserError, match="dry_run=true runs no trial"):
         api.sweep({"sharding": "root", "dry_run": True}, quiet=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_overrides_are_strings_lists_or_dictionaries():
+    assert api._words(("sharding=root",)) == ["sharding=root"]
+    assert api._words((["a=1", ["b=2"]],)) == ["a=1", "b=2"]
+    assert api._words(({"a": 1, "b": [0.5, None], "c": True, "d": "x"},)) == ["a=1", "b=0.5,null", "c=true", "d=x"]
     for wrong in (3, {"optimizer.lr": {"a": 1}}, {5: 1}):
         with pytest.raises(api.UserError, match="is no override"):
             api.sweep(wrong)
-    assert capsys.readouterr() == ("", "")
 
 
 def test_an_interrupted_command_is_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -71,31 +77,16 @@ def test_an_interrupt_reaches_the_command_and_its_last_words_are_printed(
     assert (tmp_path / "ended").exists() and capsys.readouterr().out == "resume " * 20_000 + "\n"
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ("sharding=root", ["sharding=root"]),
-        (["a=1", ["b=2"]], ["a=1", "b=2"]),
-        ({"a": 1, "b": [0.5, None], "c": True, "d": "x"}, ["a=1", "b=0.5,null", "c=true", "d=x"]),
-    ],
-)
-def test_overrides_are_strings_lists_or_dictionaries(given: object, words: list[str]):
-    assert api._words((given,)) == words
-
-
 def test_a_sweep_has_its_answer_and_its_chart():
     result = sweep()
     assert "sharding=root precision=bf16" in result.recommendation.sentence and len(result.plot().data) > 0
     assert repr(result).startswith("Recommended: sharding=root precision=bf16") and "Compared with it" in repr(result)
     assert set(result.frame()["sharding"]) == {"ddp", "root", "per_block"}
-
-
-def test_an_axis_of_numbers_is_a_column_of_numbers():
-    rates = sweep()
-    for trial, rate in zip(rates.trials, ("0.001", "1e-05", "10"), strict=False):
+    rates = ("0.001", "1e-05", "10")
+    result.trials[:] = result.trials[:3]
+    for trial, rate in zip(result.trials, rates, strict=True):
         trial.setting["sharding"] = rate
-    rates.trials[:] = rates.trials[:3]
-    assert rates.frame()["sharding"].tolist() == [0.001, 1e-05, 10.0]
+    assert result.frame()["sharding"].tolist() == [0.001, 1e-05, 10.0], "an axis of numbers is a column of numbers"
 
 
 def run_in_a_fork(module: str, words: list[str], quiet: bool) -> None:
@@ -108,11 +99,7 @@ def run_in_a_fork(module: str, words: list[str], quiet: bool) -> None:
 def test_forecasts_that_all_fail_are_a_user_error_with_the_reasons(tmp_path: Path):
     write_project(tmp_path)
     failing = (FAILS, "sharding=root,per_block", PLAIN[1:], "cluster.num_workers=1")
-    with (
-        importable(tmp_path),
-        answered_here(),
-        pytest.raises(api.UserError, match=r"^RuntimeError: boom$"),
-    ):
+    with importable(tmp_path), answered_here(), pytest.raises(api.UserError, match=r"^RuntimeError: boom$"):
         api.forecast(failing, quiet=True)
 
 
@@ -137,22 +124,19 @@ def test_forecasts_are_a_typed_frame_with_an_answer_and_a_chart(
     assert answer.sentence.replace("`", "") in " ".join(capsys.readouterr().out.split())
     assert len(answer.lines) == 1 and answer.notes
     points = [(point.x[0], point.y[0]) for point in result.plot().data]
-    columns = (
-        frame["needed_bytes"] / 2**30,
-        frame["tokens_per_s_per_device"].fillna(frame["samples_per_s_per_device"]),
-    )
-    assert sorted(points) == sorted(zip(*columns, strict=True))
+    speeds = frame["tokens_per_s_per_device"].fillna(frame["samples_per_s_per_device"])
+    assert sorted(points) == sorted(zip(frame["needed_bytes"] / 2**30, speeds, strict=True))
 
 
 def test_without_a_device_the_chart_has_the_parts_of_each_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     with answered_here():
-        result = api.forecast({**GPUS, "forecast.device": "cuda"}, quiet=True)
+        result = api.forecast({**GPUS, "sharding": "root", "forecast.device": "cuda"}, quiet=True)
     bars = {bar.name: sum(bar.x) * 2**30 for bar in result.plot().data}
     assert list(bars) == list(COLUMNS) and sum(bars.values()) == pytest.approx(result.frame()["peak_bytes"].sum())
 
 
-def test_an_interrupted_forecast_is_an_interrupt_and_its_folder_has_what_was_made(tmp_path: Path):
+def test_an_interrupted_forecast_leaves_what_was_made(tmp_path: Path):
     with answered_here(interrupt_after=1), pytest.raises(KeyboardInterrupt):
         api.forecast(GPUS, folder=tmp_path, quiet=True)
     assert len((tmp_path / "forecast.csv").read_text().splitlines()) == 2
@@ -187,6 +171,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.ci
 def test_a_forecast_leaves_nothing_behind_in_its_process(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-"], input=SCRIPT, capture_output=True, text=True, cwd=tmp_path, timeout=300
@@ -198,16 +183,8 @@ def test_a_sweep_is_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(api, "_run", run_in_a_fork)
     lay_store(tmp_path)
-    fixed = {"precision": "fp32", "offload": "none", "reshard_after_forward": "always", "model": "mlp"}
-    words = [
-        "engine=inline",
-        "cluster.num_workers=1",
-        "training.epochs=1",
-        "data.num_train=160",
-        "training.global_batch_size=16",
-    ]
-    store = f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"
-    result = api.sweep("sharding=per_block", fixed, [*words, store], {"optimizer.lr": [1e-3, 1e-2]}, quiet=True)
+    once = without(INLINE, "sharding=", "hydra.")
+    result = api.sweep({"sharding": "per_block"}, [*once, "training.epochs=1"], "optimizer.lr=1e-3,1e-2", quiet=True)
     frame = result.frame()
     assert result.axes == ["optimizer.lr"]
     assert [*frame["status"]] == ["finished"] * 2 and [*frame["optimizer.lr"]] == [0.001, 0.01]
