@@ -85,11 +85,11 @@ LOST = {
     f"methods {ALWAYS}": r"sharding=per_block: a weight of a unit is used outside of it "
     r"\(.*unusual\.py:\d+: return .*\).*model\.forward_methods=\[",
     f"methods {ALWAYS} activation_checkpointing=full": r"outside of it .*unusual\.py:\d+: .*forward_methods",
-    f"weight_used_outside {ALWAYS}": r"a weight of a unit is used outside .*self\.blocks\[1\]\.inner\.weight",
+    f"UsesWeight {ALWAYS}": r"a weight of a unit is used outside .*self\.blocks\[1\]\.inner\.weight",
     f"only_weights {LAYER}": r"a weight of a unit is used outside .*self\.layer\.weight.*such as root",
     f"keeps model.of_weight=true {ALWAYS}": r"blocks\.0 keeps in kept a view of its parameter inner\.weight.*clone",
     f"collects {ALWAYS}": r"blocks\.0 changes a list that it gets, of which FSDP2 hands it a copy.*sharding=root",
-    f"returns_weight task.loss={HERE}.loss_of_weight {ALWAYS}": r"ReturnsWeight returns a view of .* first\.weight",
+    f"ReturnsWeight task.loss={HERE}.loss_of_weight {ALWAYS}": r"ReturnsWeight returns a view of .* first\.weight",
     f"methods {ALWAYS} model.forward_methods=[encod]": r"model\.forward_methods=\[encod\]: no module",
 }
 # What tensors without values do not show.
@@ -132,7 +132,7 @@ def test_what_is_found_in_the_first_step_is_named_too() -> None:
 
 
 def test_a_weight_that_the_root_keeps_may_be_returned() -> None:
-    model = f"returns_weight task.loss={HERE}.loss_of_weight"
+    model = f"ReturnsWeight task.loss={HERE}.loss_of_weight"
     cases = [unusual_words(f"{model} {sharding}") for sharding in ("sharding=ddp", ROOT, BLOCK)]
     ddp, *sharded = (losses for losses, _ in run_ranks(2, train_all, cases)[0])
     assert all(apart(losses, ddp) <= 1e-5 for losses in sharded)

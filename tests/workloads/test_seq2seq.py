@@ -69,16 +69,6 @@ def test_a_tokenizers_end_is_kept_when_a_text_is_cut(tmp_path: Path) -> None:
     assert (codec.vocab_size, codec.decode([3, 4, 1, 0])) == (5, "red blue")
 
 
-def test_the_digest_differs_when_a_text_or_a_length_does(tmp_path: Path) -> None:
-    def digest(*pairs: Pair, source_len: int = 9, tokenizer: str | None = None) -> str:
-        return Pairs(pairs, source_len, 4, tokenizer).digest
-
-    first = Pair("a", "b")
-    others = [digest(Pair("a", "c")), digest(Pair("c", "b")), digest(Pair("ab", "")), digest(first, source_len=8)]
-    others.append(digest(first, tokenizer=word_tokenizer(tmp_path / "t.json")))
-    assert digest(first) == digest(first) and len({digest(first), *others}) == 6
-
-
 # As in the published file: a headline of several lines with a comma before each line break, quotes that are doubled.
 ARTICLE = '\n\n\nIf you\'re "new", buy paper.,\n\n Draw, every day.\n\n\n, Then draw more.'
 HEADLINE = "\nBuy paper.,\nDraw every day.,\nDraw more."
@@ -134,7 +124,6 @@ def test_no_section_of_pydoc_is_in_both_splits() -> None:
     assert not {p.target for p in train} & {p.target for p in val}
     assert not {p.source for p in train} & {p.source for p in val}
     assert len({p.source for p in train}) == len(train) > 800 and len(val) > 50
-    assert any(p.target == 'The "assert" statement' and "debugging assertions" in p.source for p in train)
 
 
 PYDOC = {"_target_": "fsdp_lab.workloads.seq2seq.pydoc.PydocSummaries", "source_len": 24, "target_len": 12}

@@ -1,18 +1,15 @@
-"""A batch of any class that holds tensors: it arrives as it was, is moved, digested, forecast and learned from."""
+"""A batch of any class that holds tensors: it arrives as it was, is moved, digested and learned from."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.workloads.base import describe, tensors_of, to_device
+from fsdp_lab.workloads.base import tensors_of, to_device
 from fsdp_lab.workloads.user.data import Collated, digest_of
 from tests.ranks import config, run_ranks, train_all
 from tests.training import kept
@@ -51,20 +48,21 @@ class Graph:
         return self
 
 
-KINDS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
-    "Encoding": (lambda x, y: Encoding(x=x, y=y), lambda b: (b.x, b["y"])),
-    "Pair": (lambda x, y: Pair(x, {"y": [y]}), lambda b: (b.x, b.rest["y"][0])),
-    "Frozen": (lambda x, y: Frozen(x, [y]), lambda b: (b.x, b.rest[0])),
-    "nested": (lambda x, y: {"all": (Encoding(g=Graph(x, y)),)}, lambda b: (b["all"][0].g.x, b["all"][0].g.y)),
-}
+def collate(items: list[tuple[Tensor, Tensor]]) -> Any:
+    """A batch in which a class is in another: a dictionary, a tuple, and each of those above."""
+    x, y = (torch.stack(parts) for parts in zip(*items, strict=True))
+    return {"all": (Encoding(g=Graph(x, y)), Pair(x, {"f": [Frozen(x, [y])]}))}
 
 
-def collate(kind: str, items: list[Any]) -> Any:
-    return KINDS[kind][0](torch.stack([x for x, _ in items]), torch.stack([y for _, y in items]))
+def parts_of(batch: Any) -> list[Tensor]:
+    """Each tensor of a batch, as its user reads it."""
+    encoding, pair = batch["all"]
+    frozen = pair.rest["f"][0]
+    return [encoding.g.x, encoding["g"].y, pair.x, frozen.x, frozen.rest[0]]
 
 
-def loss(kind: str, model: Any, batch: Any) -> Tensor:
-    x, y = KINDS[kind][1](batch)
+def loss(model: Any, batch: Any) -> Tensor:
+    x, y, *_ = parts_of(batch)
     return nn.functional.mse_loss(model(x), y)
 
 
@@ -81,31 +79,14 @@ class Net(nn.Module):
         return out
 
 
-def _named(kind: str, function: Any) -> Any:
-    return lambda *args: function(kind, *args)
-
-
-for _kind in KINDS:  # what the words name
-    globals()[f"collate_{_kind}"], globals()[f"loss_{_kind}"] = _named(_kind, collate), _named(_kind, loss)
 HERE = __name__
-WORDS = {
-    kind: [
-        f"model._target_={HERE}.Net", f"data._target_={kept.__name__}.Rows", f"data.collate_fn={HERE}.collate_{kind}",
-        f"task.loss={HERE}.loss_{kind}", "data.num_train=null", "data.num_val=null", "optimizer.lr=0.01",
-    ]
-    for kind in KINDS
-}  # fmt: skip
+WORDS = (f"model._target_={HERE}.Net", f"data._target_={kept.__name__}.Rows", "data.num_train=null",
+         "data.num_val=null", "optimizer.lr=0.01")  # fmt: skip
+NESTED = (*WORDS, f"data.collate_fn={HERE}.collate", f"task.loss={HERE}.loss")
 
 
-@pytest.fixture(scope="module")
-def trained() -> dict[str, list[float]]:
-    """The losses of each kind on two ranks."""
-    losses = [losses for losses, _ in run_ranks(2, train_all, [*WORDS.values()])[0]]
-    return dict(zip(KINDS, losses, strict=True))
-
-
-def test_it_is_learned_from_as_plain_pytorch_does(trained: dict[str, list[float]]) -> None:
-    trial, rows = config(*WORDS["Pair"]), kept.Rows("train")
+def test_it_is_learned_from_as_plain_pytorch_does() -> None:
+    trial, rows = config(*NESTED), kept.Rows("train")
     torch.manual_seed(0)
     model, expected = Net(), list[float]()
     optimizer = build_optimizer(model, trial)
@@ -115,28 +96,18 @@ def test_it_is_learned_from_as_plain_pytorch_does(trained: dict[str, list[float]
         of_step.backward()
         optimizer.step()
         expected.append(of_step.item())
-    assert [kind for kind in KINDS if apart(trained[kind], expected) > 1e-5] == []
+    assert apart(run_ranks(2, train_all, [[*NESTED]])[0][0][0], expected) <= 1e-5
 
 
-def test_it_is_forecast_as_a_tuple_is() -> None:
-    plain = [word for word in WORDS["Pair"] if "collate" not in word and "task.loss" not in word]
-    cases = [[*plain, f"task.loss={kept.__name__}.loss"], *WORDS.values()]
-    tuples, *others = [forecast_profile(config(*words), 2, cuda=False).peaks for words in cases]
-    assert others == [tuples] * len(KINDS)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_copied_in_its_class_and_its_values_count_in_the_digest(kind: str) -> None:
-    make, read = KINDS[kind]
-    x, y = torch.ones(2, 4), torch.zeros(2, 1)
-    batch = make(x, y)
-    assert [id(t) for t in tensors_of(batch)] == [id(x), id(y)]
+def test_it_is_copied_in_its_class_and_its_values_count_in_the_digest() -> None:
+    items = [(torch.ones(4), torch.zeros(1)) for _ in range(2)]
+    batch = collate(items)
+    assert {id(tensor) for tensor in tensors_of(batch)} == {id(tensor) for tensor in parts_of(batch)}
     moved = to_device(batch, torch.device("meta"))
-    assert type(moved) is type(batch) and [t.device.type for t in read(moved)] == ["meta", "meta"]
-    assert [t.device.type for t in read(batch)] == ["cpu", "cpu"], "the batch itself stays, whatever its `to` does"
-    assert "2x4 float32" in describe(batch)
-    other = make(x, y + 1)
-    one, same, changed = (
-        digest_of([Collated([each], lambda items: items[0], None)]) for each in (batch, make(x, y), other)
-    )
-    assert one == same != changed
+    classes = [type(each) for each in (*moved["all"], moved["all"][0]["g"], moved["all"][1].rest["f"][0])]
+    assert classes == [Encoding, Pair, Graph, Frozen] and moved["all"][1].rest["f"][0].name == "rows"
+    assert {tensor.device.type for tensor in parts_of(moved)} == {"meta"}
+    assert {tensor.device.type for tensor in parts_of(batch)} == {"cpu"}, "the batch stays, whatever its `to` does"
+    changed = [items[0], (torch.ones(4), torch.ones(1))]
+    one, same, other = (digest_of([Collated(each, collate, None)]) for each in (items, [*items], changed))
+    assert one == same != other

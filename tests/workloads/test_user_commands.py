@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import csv
 import math
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
-from fsdp_lab.commands.main import main
-from tests.conftest import HERE, PLAIN, run_cli, status_of
+from tests.conftest import HERE, PLAIN, run_cli
 from tests.folders import SweepFolder
 from tests.forecast.command import forecast_here
-from tests.workloads.user.project import DATA, NET, importable, write_project
+from tests.workloads.user.project import DATA, NET, write_project
 
 INLINE = ("engine=inline", "cluster.num_workers=1", *HERE)
 ONE_STEP = ("training.max_steps=1", "export=false")
@@ -30,24 +27,11 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def refusal(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Callable[..., str]]:
-    """`refusal(*words)`: the only line that the command prints, in this process; it may not import Ray or MLflow."""
-
-    def message(*words: str) -> str:
-        capsys.readouterr()
-        with monkeypatch.context() as patch:
-            for name in ("ray", "mlflow"):
-                patch.setitem(sys.modules, name, None)
-            status = status_of(main, list(words), patch)
-        error = capsys.readouterr().err
-        assert status == 2 and error.startswith("fsdp_lab: ") and error.count("\n") == 1, (words, status, error)
-        return error
-
-    with importable(project):
-        yield message
+def refusal(project: Path, *words: str) -> str:
+    """The only line that the command prints."""
+    done = run_cli(project, *words)
+    assert done.returncode == 2 and done.stderr.startswith("fsdp_lab: ") and done.stderr.count("\n") == 1, done
+    return done.stderr
 
 
 def params(project: Path) -> list[dict[str, str]]:
@@ -63,7 +47,7 @@ def replace_in_net(project: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
-def test_a_sweep_of_their_arguments_and_its_resume(project: Path, refusal: Callable[..., str]) -> None:
+def test_a_sweep_of_their_arguments_and_its_resume(project: Path) -> None:
     """It learns; what it varies stands in MLflow and results.csv; a resume after a change of their code says so."""
     option = ("--config-dir", "conf_of_mine", "model=mine", "model.width=8,64", *DATA, "data.noise=0.5")
     steps = ("training.epochs=15", "optimizer.lr=0.03", "forecast.enabled=false")
@@ -80,20 +64,20 @@ def test_a_sweep_of_their_arguments_and_its_resume(project: Path, refusal: Calla
     }
 
     SweepFolder(project / "out").trials[1].change(outcome=None)
-    assert "add it to the command after resume=...: --config-dir=conf_of_mine" in refusal("resume=out")
+    assert "add it to the command after resume=...: --config-dir=conf_of_mine" in refusal(project, "resume=out")
     resume = ("resume=out", "--config-dir=conf_of_mine")
     again = run_cli(project, *resume)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "trial 1 starts" in again.stdout and "trial 0 starts" not in again.stdout
     replace_in_net(project, "torch.tanh", "torch.sin")
-    assert "the code of fsdp_lab or my_project changed" in refusal(*resume)
+    assert "the code of fsdp_lab or my_project changed" in refusal(project, *resume)
 
 
-def test_a_model_without_a_forecast_trains_and_keeps_its_arguments(project: Path, refusal: Callable[..., str]) -> None:
+def test_a_model_without_a_forecast_trains_and_keeps_its_arguments(project: Path) -> None:
     done = run_cli(project, *ASKS, *INLINE, *ONE_STEP)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "model.depth was None and is 3" in refusal("resume=out", "model.depth=3")
-    assert "model.width was 16 and is 17" in refusal("resume=out", "model.width=17")
+    assert "model.depth was None and is 3" in refusal(project, "resume=out", "model.depth=3")
+    assert "model.width was 16 and is 17" in refusal(project, "resume=out", "model.width=17")
 
 
 @pytest.mark.ci
@@ -137,7 +121,7 @@ def test_what_a_trial_finds_is_one_message(project: Path) -> None:
     assert "boom" in (project / "out/2/error.txt").read_text()
 
 
-def test_the_printed_command_tries_mended_code_again(project: Path, refusal: Callable[..., str]) -> None:
+def test_the_printed_command_tries_mended_code_again(project: Path) -> None:
     words = (*NET, "task.loss=my_project.net.of_each_item", "training.max_steps=1", "forecast.enabled=false")
     failed = run_cli(project, *words, *INLINE)
     assert failed.returncode == 1 and "UserError" not in failed.stdout + failed.stderr
@@ -145,7 +129,7 @@ def test_the_printed_command_tries_mended_code_again(project: Path, refusal: Cal
     output = "python -m fsdp_lab resume=out resume_failed=true (if your code changed, also resume_anyway=true)"
     assert output in failed.stdout, failed.stdout
     replace_in_net(project, '- batch["y"]) ** 2', '- batch["y"]).pow(2).mean()')
-    assert "my_project changed" in refusal("resume=out", "resume_failed=true")
+    assert "my_project changed" in refusal(project, "resume=out", "resume_failed=true")
     mended = run_cli(project, "resume=out", "resume_failed=true", "resume_anyway=true")
     assert mended.returncode == 0 and "1 of 1 trial has a result, after" in mended.stdout, mended.stdout + mended.stderr
 

@@ -14,7 +14,6 @@ from fsdp_lab.config import TrialConfig
 from fsdp_lab.training.blocks import find_block_classes
 from fsdp_lab.training.parallelize import apply_to_blocks, sharding_units
 from fsdp_lab.workloads.build import build_model_spec
-from fsdp_lab.workloads.construct import Blueprint
 from fsdp_lab.workloads.vision.digits import Digits
 from fsdp_lab.workloads.vision.fashion_mnist import FashionMnist
 from fsdp_lab.workloads.vision.images import Images, expand_channels
@@ -75,15 +74,13 @@ def test_synthetic_images_have_the_models_shape_and_a_seed() -> None:
     model = config("model=vit_tiny", "model.patch_size=4", *(f"model.{name}={size}" for name, size in sizes.items()))
     assert config("data=synthetic").data.arguments_for(model.model) == sizes
     train, val, again = (SyntheticImages(split, **sizes) for split in ("train", "val", "train"))
-    assert train.images.shape == (64, 3, 16, 16)  # of a million: what lies in memory does not grow with the number
-    assert len(train) == len(val) == 2**20 and train.labels.max() < 7
-    images, labels = train.batch(torch.tensor([0, 64, 99]))
-    assert images[0].equal(images[1]) and labels.tolist() == train.labels[[0, 64, 99]].tolist()
+    images, labels = train.batch(torch.tensor([0, 64, 99]))  # of a million, with 64 in memory
+    assert images.shape == (3, 3, 16, 16) and images[0].equal(images[1]) and labels.max() < 7
     assert torch.equal(train.images, again.images) and not torch.equal(train.images, val.images)
 
 
-def build(trial: TrialConfig, device: str = "meta") -> nn.Module:
-    with torch.device(device):
+def build(trial: TrialConfig) -> nn.Module:
+    with torch.device("meta"):
         return build_model_spec(trial.model).build()
 
 
@@ -113,37 +110,7 @@ def test_large_vits_are_torchvisions(name: str) -> None:
     assert heads == [m.num_heads for m in theirs.modules() if isinstance(m, nn.MultiheadAttention)]
 
 
-def test_mlp_is_1024_1024_10() -> None:
-    model = build(config("model=mlp"), "cpu")
-    assert list(shapes(model).values()) == [(1024, 1024), (1024,), (10, 1024), (10,)]
-    images = torch.randn(3, 1, 32, 32)
-    first, last = model.blocks[0][0], model.head
-    by_hand = (images.flatten(1) @ first.weight.T + first.bias).clamp(min=0) @ last.weight.T + last.bias
-    torch.testing.assert_close(model(images), by_hand)
-
-
-@pytest.mark.parametrize(
-    ("words", "ours_alone"),
-    [("training.seed=3", {"conv_proj.weight", "conv_proj.bias"}), ("model.num_channels=3", set())],
-)
-def test_weights_are_those_of_a_plain_script(words: str, ours_alone: set[str]) -> None:
-    """With grey images the first convolution is ours, and drawn after all of torchvision's own."""
-    trial = config("model=vit_tiny", words)
-    ours = dict(Blueprint(build_model_spec(trial.model).build, trial.training.seed).values())
-    torch.manual_seed(trial.training.seed)
-    theirs = torchvision.models.VisionTransformer(28, 7, 4, 2, 64, 128, num_classes=10).state_dict()
-    assert ours.keys() == theirs.keys()
-    assert {name for name in ours if not torch.equal(ours[name], theirs[name])} == ours_alone
-
-
 LAYERS = [f"encoder.layers.encoder_layer_{i}" for i in range(4)]
-PER_LAYER = [
-    "conv_proj",
-    *(f"{layer}.{part}" for layer in LAYERS for part in ("ln_1", "self_attention", "ln_2", "mlp.0", "mlp.3")),
-    "encoder.ln",
-    "encoder",  # holds the position embedding
-    "heads.head",
-]
 ATTENTION_AND_MLP = [f"{layer}.{part}" for layer in LAYERS for part in ("self_attention", "mlp")]
 ATTENTION_AND_REST = [f"{layer}{part}" for layer in LAYERS for part in (".self_attention", "")]
 
@@ -151,9 +118,7 @@ ATTENTION_AND_REST = [f"{layer}{part}" for layer in LAYERS for part in (".self_a
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("sharding=root", []),
         ("sharding=per_block activation_checkpointing=full", LAYERS),
-        ("sharding=per_layer", PER_LAYER),
         ("sharding=per_block model=mlp", ["blocks.0"]),
         ("sharding=per_layer model=mlp", ["blocks.0.0", "head"]),
         # A module becomes a unit when what its inner units left over reaches the threshold. Parameters: attention

@@ -152,41 +152,35 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal))
 
 
-class EncoderBlock(nn.Module):
-    def __init__(self, width: int) -> None:
+class Layer(nn.Module):
+    """Of the encoder, or of the decoder, which reads what the encoder made."""
+
+    def __init__(self, width: int, reads: bool) -> None:
         super().__init__()
         self.norm, self.attention, self.layer = nn.LayerNorm(width), Attention(width), nn.Linear(width, width)
+        self.cross = Attention(width) if reads else None
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor, read: Tensor | None = None) -> Tensor:
         normed = self.norm(x)
-        x = x + self.attention(normed, normed, mask)
-        return x + torch.tanh(self.layer(x))
-
-
-class DecoderBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.attention, self.cross = nn.LayerNorm(width), Attention(width), Attention(width)
-        self.layer = nn.Linear(width, width)
-
-    def forward(self, x: Tensor, read: Tensor, mask: Tensor) -> Tensor:
-        normed = self.norm(x)
-        x = x + self.attention(normed, normed, causal=True)
-        x = x + self.cross(x, read, mask)
+        if self.cross is None:
+            x = x + self.attention(normed, normed, mask)
+        else:
+            x = x + self.attention(normed, normed, causal=True)
+            x = x + self.cross(x, read, mask)
         return x + torch.tanh(self.layer(x))
 
 
 class Summariser(nn.Module):
     """`as_dict`: it returns a dictionary, else a dataclass."""
 
-    _no_split_modules = ("EncoderBlock", "DecoderBlock")
+    _no_split_modules = ("Layer",)
 
     def __init__(self, vocab_size: int = 384, width: int = 16, num_layers: int = 2, as_dict: bool = False) -> None:
         super().__init__()
         self.shared = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(512, width)
-        self.encoder = nn.ModuleList(EncoderBlock(width) for _ in range(num_layers))
-        self.decoder = nn.ModuleList(DecoderBlock(width) for _ in range(num_layers))
+        self.encoder = nn.ModuleList(Layer(width, reads=False) for _ in range(num_layers))
+        self.decoder = nn.ModuleList(Layer(width, reads=True) for _ in range(num_layers))
         self.head = nn.Linear(width, vocab_size, bias=False)
         self.head.weight = self.shared.weight
         self.as_dict = as_dict
@@ -199,7 +193,7 @@ class Summariser(nn.Module):
         before = F.pad(labels.clamp(min=0), (1, 0))[:, :-1]
         y = self.embed(before)
         for block in self.decoder:
-            y = block(y, x, mask)
+            y = block(y, mask, x)
         logits = self.head(y)
         return {"logits": logits} if self.as_dict else Output(logits)
 

@@ -13,12 +13,12 @@ WIDTH = 8
 
 
 class Layers(nn.Module):
-    """Blocks in a row, between two layers of the model's own."""
+    """Blocks in a row, two plain ones if none are given, between two layers of the model's own."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList(blocks or (Block(), Block()))
         self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Any:
@@ -73,7 +73,7 @@ def complex_filters() -> nn.Module:
 
 
 def in_float64() -> nn.Module:
-    return Layers(Block(), Block()).double()
+    return Layers().double()
 
 
 class Own(nn.Module):
@@ -106,6 +106,7 @@ def scalar() -> nn.Module:
 
 
 def whole_numbers() -> nn.Module:
+    """Frozen, as of quantized weights."""
     return Layers(Block(Scaled(torch.ones(3, dtype=torch.uint8))), Block(Scaled(torch.ones(1, dtype=torch.bool))))
 
 
@@ -113,17 +114,18 @@ def two_dtypes() -> nn.Module:
     return Layers(Block(), Block(nn.Linear(WIDTH, WIDTH)), Block(Scaled(torch.ones(3, dtype=torch.bfloat16))))
 
 
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).bfloat16().requires_grad_(False)
+        self.adapter = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x.bfloat16()).float() + self.adapter(x)
+
+
 def frozen_bfloat16() -> nn.Module:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(WIDTH, WIDTH).bfloat16().requires_grad_(False)
-            self.adapter = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.base(x.bfloat16()).float() + self.adapter(x)
-
-    return Layers(Block(Mixed()), Block(Mixed()))
+    return Layers(Block(Adapted()), Block(Adapted()))
 
 
 def a_shared_module() -> nn.Module:
@@ -229,17 +231,9 @@ class UsesWeight(Layers):
         return y + F.linear(x, self.blocks[1].inner.weight).mean(1, keepdim=True)
 
 
-def weight_used_outside() -> nn.Module:
-    return UsesWeight(Block(), Block())
-
-
 class ReturnsWeight(Layers):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), self.first.weight
-
-
-def returns_weight() -> nn.Module:
-    return ReturnsWeight(Block(), Block())
 
 
 def loss_of_weight(model: nn.Module, rows: Tensor) -> Tensor:
@@ -304,16 +298,8 @@ def only_weights() -> nn.Module:
 
 class SparseGradient(Layers):
     def __init__(self) -> None:
-        super().__init__(Block(), Block())
+        super().__init__()
         self.table = nn.Embedding(5, WIDTH, sparse=True)
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x + self.table((x[:, 0] > 0).long()))
-
-
-def calls_inside() -> nn.Module:
-    class Calls(Layers):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x) + self.blocks[1].inner(x).mean(1, keepdim=True)
-
-    return Calls(Block(), Block())

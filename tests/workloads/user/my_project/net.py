@@ -96,18 +96,6 @@ class Refuses(Net):
         raise ValueError("these are too many")
 
 
-class Divides(Net):
-    """Divides a parameter by itself."""
-
-    def __init__(self, width):
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import distribute_tensor
-
-        super().__init__(width)
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        self.extra = nn.Parameter(distribute_tensor(torch.zeros(8, 8), mesh))
-
-
 class Wraps(nn.Module):
     """It is given its modules."""
 
