@@ -213,7 +213,7 @@ def test_equal_microbatches_are_compared_where_there_are_some():
         ("sharding=per_block training.global_batch_size=12", 12, {"scatter": 0.9}, None),  # a group on two nodes
     ],
 )
-def test_a_step_that_waits_for_the_network_names_replicas_of_whole_nodes(
+def test_where_a_step_waits_replicas_of_whole_nodes_are_named(
     words: str, workers: int, shares: dict[str, float], replicas: int | None
 ):
     request = Request.of(config("model=mlp", "forecast.device=h100_sxm", *words.split()), workers)
@@ -224,7 +224,7 @@ def test_a_step_that_waits_for_the_network_names_replicas_of_whole_nodes(
     assert any("would shard within each node" in line for line in answer.details) is bool(replicas)
 
 
-def test_a_long_table_has_the_best_rows_of_each_number_of_workers():
+def test_a_long_table_has_the_best_of_each_number_of_workers():
     rows = [fast(row((f"s{n}", str(m)), 9), 1.0 + n, m) for m in (8, 16) for n in range(MOST_ROWS)]
     kept = [each.settings for each in best_rows(rows)]
     assert kept == [[f"s{n}", m] for m in ("8", "16") for n in range(MOST_ROWS // 2)]
@@ -251,7 +251,7 @@ def test_a_table_has_the_unit_of_its_largest_value():
     assert shown(small, ["sharding"], 120)[0].endswith("MiB") and shown(large, ["sharding"], 120)[0].endswith("GiB")
 
 
-def test_the_fastest_comes_first_of_each_number_of_workers_and_the_csv_has_its_figures(tmp_path: Path):
+def test_the_csv_has_the_fastest_of_each_number_of_workers_first(tmp_path: Path):
     """8 samples in 1 s on 8 workers: 1 a second each, and 8 of all."""
     rows = [fast(row([f"{n} {step_s}"], 9), step_s, n) for n, step_s in ((8, 1.0), (2, 1.5), (8, 0.5), (2, 10.0704))]
     rows = in_order([fast(row(["large"], 99), 0.1), *rows])

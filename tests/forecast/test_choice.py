@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.config.conf import conf_dir
 from fsdp_lab.forecast.answer import answers
-from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL, NEARLY_FULL_ERROR, Forecast, Host, NoForecast, on_capacity
+from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL_ERROR, Forecast, Host, NoForecast, on_capacity
 from fsdp_lab.forecast.keep import number_kept, passed_over, ratio_group
 from fsdp_lab.forecast.speed.device import DeviceKind
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
@@ -37,7 +36,7 @@ def test_what_is_tight_fits_without_what_the_allocator_caches(forecast: Forecast
     assert (forecast.fits, forecast.tight) == (fits, tight)
 
 
-def test_only_what_fits_is_recommended_and_the_table_and_the_csv_name_it(tmp_path: Path):
+def test_only_what_fits_is_recommended(tmp_path: Path):
     made = (("ddp", "no", 0.5), ("root", "tight", 1.0), ("per_layer", "tight", 2.5), ("per_block", "yes", 2.0))
     rows = [Row([name], forecast_of(verdict, step_s), None, 64) for name, verdict, step_s in made]
     (answer,) = answers(rows, ["sharding"], 0.0)
@@ -68,9 +67,7 @@ def offloaded(gib: int | None, workers: int = 8) -> Forecast:
         (offloaded(None), True, "1 offloaded setting not checked: 8 workers of a host need up to 800 GiB"),
     ],
 )
-def test_all_workers_of_a_host_have_to_fit_it_and_a_memory_not_known_is_named(
-    forecast: Forecast, fits: bool, named: str
-):
+def test_all_workers_of_a_host_have_to_fit_its_memory_if_known(forecast: Forecast, fits: bool, named: str):
     assert (forecast.fits, forecast.tight) == (fits, False)
     other = Row(["none"], forecast_of("yes", 3.0), None, 64)
     (answer,) = answers([Row(["cpu"], forecast, None, 64), other], ["offload"], 0.0)
@@ -80,21 +77,7 @@ def test_all_workers_of_a_host_have_to_fit_it_and_a_memory_not_known_is_named(
     assert lines == [] if not named else lines[0].startswith(f"host memory: {named}")
 
 
-def test_the_share_of_memory_from_which_steps_are_slower_is_that_of_the_published_rows():
-    """The rows of MPT: what each needs by its forecast, where it needs much, and how far off its predicted time was."""
-    with (conf_dir().parent / "experiments" / "published" / "results" / "rows.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["row"].startswith("m")]
-    errors = [(float(row["share"] or 0), float(row["error"].rstrip("%")) / 100) for row in rows]
-    full = sorted(-error for share, error in errors if share > NEARLY_FULL)  # the last were predicted too fast
-    others = [error for share, error in errors if share <= NEARLY_FULL]
-    assert (len(full), len(others)) == (39, 71)
-    assert sum(error > 0.08 for error in full) == 4 and sum(abs(error) > 0.08 for error in others) == 2
-    assert full[-1] == pytest.approx(1 - 1 / 1.36, abs=5e-3), "36% longer"
-    # nine of ten: at 0.9 * 38 = 34.2 between the 35th and the 36th
-    assert 0.8 * full[34] + 0.2 * full[35] == pytest.approx(NEARLY_FULL_ERROR, abs=2e-3)
-
-
-def test_a_step_on_a_nearly_full_gpu_may_be_slower_and_the_fastest_with_room_is_named():
+def test_the_fastest_with_room_is_named_beside_a_nearly_full_gpu():
     full = replace(forecast_of("yes", 1.0), capacity_bytes=950)  # of which it needs 900
     assert full.speed is not None and full.fits and full.nearly_full
     full = replace(full, speed=replace(full.speed, relative=0.1, group="one"))
@@ -126,7 +109,7 @@ FAST, LARGE = row("root", 1.2, 300), row("ddp", 1.0, fits=False)
         ([row("root", 1.0, 999), row("ddp", 1.02, 1000)], "ddp", ["root"], "simplicity"),
     ],
 )
-def test_the_fastest_that_fits_is_recommended_and_of_equals_the_smallest(
+def test_the_fastest_that_fits_or_of_equals_the_smallest_is_best(
     rows: list[Row], best: str, tied: list[str], decided: str | None
 ):
     (answer,) = answers(rows, ["sharding"], 0.03)
@@ -155,7 +138,7 @@ def of_seconds(*seconds: float, **changed: object) -> list[Forecast]:
         ("9", set()),
     ],
 )
-def test_those_are_kept_that_may_be_as_fast_as_the_last_that_was_asked_for(keep: str, expected: set[int]):
+def test_keep_keeps_what_may_be_as_fast_as_the_last_asked_for(keep: str, expected: set[int]):
     forecasts = dict(enumerate(of_seconds(1.0, 1.1, 1.5, 1.6, 3.0)))
     reasons, note = passed_over(forecasts, {number: str(number) for number in forecasts}, keep)
     assert set(reasons) == expected and number_kept("7%", 100) == 7
@@ -195,7 +178,7 @@ def test_the_fastest_of_each_global_batch_size_is_kept():
     assert left_out([*of_seconds(1.0, 2.0, 3.0, samples=10), *of_seconds(1.0, 2.0, samples=1)]) == {1, 2, 4}
 
 
-def test_repeats_are_one_setting_and_what_cannot_fit_or_has_no_prediction_is_not_ranked():
+def test_keep_ranks_no_repeat_and_nothing_without_a_prediction():
     forecasts = of_seconds(1.0, 1.0, 5.0, 0.1, 9.0)
     forecasts[3] = replace(forecasts[3], capacity_bytes=50)
     forecasts[4] = replace(forecasts[4], speed=None)
@@ -225,7 +208,7 @@ def test_what_is_tight_takes_no_place_of_what_fits(verdicts: tuple[str, ...], ex
         ([], 16, False),
     ],
 )
-def test_ratios_are_known_of_one_model_on_so_many_workers_of_a_device(words: list[str], workers: int, same: bool):
+def test_ratios_are_known_within_a_model_workers_and_a_device(words: list[str], workers: int, same: bool):
     gpu, ours = sheet("h100_sxm"), ("sharding=per_block", "precision=fp32")
     mine = ratio_group(config(*ours), 8, gpu)
     assert (ratio_group(config(*ours, *words), workers, gpu) == mine) is same

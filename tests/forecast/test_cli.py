@@ -174,7 +174,7 @@ def test_a_signal_interrupts_the_processes_of_a_grid(tmp_path: Path, number: int
     assert "forecast peak of" in out and "Traceback" not in err
 
 
-def test_many_are_forecast_once_each_and_come_back_in_their_order():
+def test_many_are_forecast_once_each_and_returned_in_order():
     """One that cannot be forecast leaves the others alone."""
     words = [[], ["optimizer.lr=0.5"], ["sharding.dp_replicate=3"], ["sharding=root"]]
     trials = [config("model=mlp", *each) for each in words]
@@ -203,7 +203,7 @@ def test_a_thread_that_fails_is_reported_for_each(monkeypatch: pytest.MonkeyPatc
 LIMIT_S = 60.0
 
 
-def test_one_process_answers_in_its_turn_and_one_that_dies_costs_one_answer():
+def test_a_process_of_the_pool_that_dies_costs_one_answer():
     with Pool(answer, 1, LIMIT_S) as pool:
         reported, pids = zip(*[future.result() for future in [pool.submit(word) for word in "abc"]], strict=True)
         assert reported == ("a", "b", "c") and len(set(pids)) == 1 and os.getpid() not in pids
@@ -255,7 +255,7 @@ def test_the_end_of_the_pool_is_the_end_of_its_processes():
         waiting.result(timeout=0)
 
 
-def test_two_work_side_by_side_and_end_with_a_parent_that_is_killed(tmp_path: Path):
+def test_processes_of_a_pool_end_with_a_parent_that_is_killed(tmp_path: Path):
     code = (
         "from fsdp_lab.forecast.pool import Pool; from tests.forecast.command import answer\n"
         "if __name__ == '__main__':\n"

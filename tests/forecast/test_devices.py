@@ -44,7 +44,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_every_data_sheet_can_be_read_and_training_knows_its_peaks():
+def test_every_data_sheet_is_read_and_training_knows_its_peaks():
     """Training measures the MFU that a forecast predicts, without YAML; TF32 has half the rate of 16 bits."""
     assert {path.stem for path in SHEETS} == set(known_devices()) >= {"a100_40gb", "a100_80gb", "h100_sxm"}
     for device in map(load_device, SHEETS):
@@ -74,7 +74,7 @@ def test_a_wrong_data_sheet_says_what_is_wrong(tmp_path: Path, key: str, value: 
         load_device(tmp_path / "mine.yaml")
 
 
-def test_an_own_data_sheet_brings_its_memory_and_what_it_lacks_is_reported(tmp_path: Path):
+def test_an_own_data_sheet_is_used_and_what_it_lacks_is_named(tmp_path: Path):
     mine = tmp_path / "mine.yaml"
     text = (device_file("a100_80gb") or Path()).read_text().replace("memory_gib: 79.25", "memory_gib: 1.5")
     mine.write_text(re.sub("peak_flops: .*", "peak_flops: {bfloat16: 312.0e+12}", text))
@@ -125,9 +125,7 @@ def test_the_host_is_this_machine_if_the_device_is(fake_gpus: FakeGpus, monkeypa
     assert host("forecast.device=h200") == host("forecast.device=cuda") == Host(None, 8)
 
 
-def test_a_sweep_takes_the_memory_of_its_own_gpus_and_no_speed_of_others(
-    fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_sweep_has_the_memory_and_speed_of_its_own_gpus(fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch):
     fake_gpus(2, 81920, 40960)  # which are called NVIDIA H200
     assert devices.gpu_memory() == 40960 * 2**20, "the smallest"
     theirs, ours = config("forecast.device=a100_40gb"), config("forecast.device=h200")
@@ -156,7 +154,7 @@ def test_many_trials_report_the_factors():
     assert refined.factors.overlap == pytest.approx(0.6, abs=0.03)
 
 
-def test_the_error_is_that_of_settings_which_the_factors_have_not_seen():
+def test_the_error_is_that_of_settings_factors_have_not_seen():
     known = replace(ROUND, error=KnownError(0.1, 0.3))
     noisy = refine(known, observations(40, Factors(1.2, 1.1), spread=0.3))
     assert 0.15 < noisy.error.p90 <= 0.35
@@ -191,7 +189,7 @@ def test_trials_scale_compute_and_communication_apart():
     assert before.compute == pytest.approx(0.1) and before.communication == pytest.approx(0.04)
 
 
-def test_trials_are_kept_by_device_version_and_the_figures_that_predicted_them():
+def test_trials_are_kept_by_device_version_and_figures():
     one, two, three = observations(3, Factors())
     for name, each in (("a/0", one), ("a/1", two), ("a/1", three)):
         record_observation(CPU, name, each)
@@ -220,7 +218,7 @@ def predicted_for_two_cores(folder: Path, *words: str) -> Request:
     return Request(settings, 2, False, None, sheet=devices.data_sheet(settings))
 
 
-def test_finished_trials_correct_forecasts_by_the_figures_that_predicted_them(tmp_path: Path):
+def test_finished_trials_correct_forecasts_of_the_same_figures(tmp_path: Path):
     asked = predicted_for_two_cores(tmp_path)
     sheet = asked.sheet
     assert sheet is not None

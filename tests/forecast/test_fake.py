@@ -118,7 +118,7 @@ def test_a_gpu_keeps_more_activations_than_a_cpu(words: list[str], more: int):
     assert on_gpu["activation"] - on_cpu["activation"] - BATCH_ON_DEVICE == more
 
 
-def test_the_buffer_of_attentions_backward_pass_is_the_one_that_a_gpu_asked_for():
+def test_the_buffer_of_attention_is_the_one_that_a_gpu_asked_for():
     """An H200, with PyTorch 2.11 and cuDNN 9.19: the largest allocation of the backward pass that it frees at once."""
     backward, wrong = torch.ops.aten._scaled_dot_product_flash_attention_backward.default, {}
     with (Path(__file__).parent / "attention_buffers.csv").open() as file:
@@ -140,7 +140,7 @@ SUMS = {
 }  # fmt: skip
 
 
-def test_the_buffer_of_a_sum_of_rows_is_the_one_that_a_gpu_asked_for():
+def test_the_buffer_of_a_sum_is_the_one_that_a_gpu_asked_for():
     with FakeTensorMode():
         for shape, expected in SUMS.items():
             gradient = torch.empty(shape, dtype=torch.bfloat16, device=ACCELERATOR)
@@ -182,7 +182,7 @@ def test_the_kernel_is_the_one_that_a_gpu_would_choose(
     ("dtype", "weight_dtype"),
     [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
 )
-def test_a_gpus_rms_norm_keeps_its_input_its_weight_and_a_number_a_row(dtype: torch.dtype, weight_dtype: torch.dtype):
+def test_a_gpus_rms_norm_keeps_its_input_and_a_number_a_row(dtype: torch.dtype, weight_dtype: torch.dtype):
     """But for one of two types, which is computed step by step."""
     with FakeTensorMode(), cuda_kernels():
         norm = torch.nn.RMSNorm(64, device=ACCELERATOR, dtype=weight_dtype)
@@ -193,7 +193,7 @@ def test_a_gpus_rms_norm_keeps_its_input_its_weight_and_a_number_a_row(dtype: to
     assert tensors == fused if dtype == weight_dtype else len(tensors) > len(fused)
 
 
-def test_attention_that_a_model_imports_by_its_name_is_a_gpus_too() -> None:
+def test_attention_that_a_model_imports_by_its_name_is_a_gpus() -> None:
     """Inside of a forecast; outside all is PyTorch's own."""
     theirs, norm = attend, F.rms_norm
     with cuda_kernels():

@@ -95,7 +95,7 @@ def allocated(cases: list[list[str]]) -> list[int]:
     return peaks
 
 
-def test_three_peaks_by_hand_are_forecast_and_what_the_allocator_gave():
+def test_three_peaks_by_hand_and_by_the_allocator_are_forecast():
     """By PyTorch's profiler (`profile_memory`), which sees allocations, not tensors or categories. A peak is
 
     - with DDP in the backward pass of the block: parameters, as many bytes of buckets, the batch, the gradients of the
@@ -129,7 +129,7 @@ MODELS = {
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("model", "step"), [("mlp", 1), ("vit_tiny", 1), ("vit_b_16", 25)])
-def test_every_combination_of_the_four_axes_is_forecast_to_the_byte(model: str, step: int) -> None:
+def test_every_cell_of_the_four_axes_is_forecast_to_the_byte(model: str, step: int) -> None:
     """As experiments/forecast_accuracy reports."""
     batch = 4 if model == "vit_b_16" else 32
     cases = [[*MODELS[model], f"training.global_batch_size={batch}", *overrides(c)] for c in every_four_axes()[::step]]
@@ -147,7 +147,7 @@ def test_every_combination_of_the_four_axes_is_forecast_to_the_byte(model: str, 
         *(pytest.param(model, [*SHARDINGS], marks=pytest.mark.full) for model in ("language", "vit", "hf gpt2")),
     ],
 )
-def test_a_compiled_step_holds_what_was_forecast_within_3_percent(model: str, shardings: list[str]) -> None:
+def test_a_compiled_step_is_forecast_within_3_percent(model: str, shardings: list[str]) -> None:
     """By what the allocator reports: to the byte for our Llama, per block a row of tests/training/test_parity.py, and
     for GPT-2. A ViT holds one activation more, which is 2.3 % of this tiny one."""
     if model.startswith("hf"):
@@ -240,7 +240,7 @@ def test_a_followed_step_leaves_no_model_behind(sharding: str):
     assert blocks() == before
 
 
-def test_offloaded_state_is_counted_on_the_host_also_beside_a_gpu(monkeypatch: pytest.MonkeyPatch):
+def test_offloaded_state_is_counted_on_the_host(monkeypatch: pytest.MonkeyPatch):
     kept = forecast_profile(config("model=mlp", "offload=none"), 2, cuda=True).peaks
     sent = forecast_profile(config("model=mlp", "offload=cpu"), 2, cuda=True).peaks
     assert sent["device"]["param"] == sent["device"]["optimizer"] == sent["device"]["grad"] == 0

@@ -58,7 +58,7 @@ def test_the_matrix_products_are_those_of_a_real_step(words: list[str]):
     assert total(operators, Kind.attention) == attention / 2, "half of the scores are masked"
 
 
-def test_what_is_gathered_and_scattered_is_every_unit_once_or_twice():
+def test_each_unit_is_gathered_twice_and_scattered_once():
     """In bf16 forwards and backwards, the root's once, as it stays; the gradients in float32, once."""
     operators = program("sharding=per_block", "reshard_after_forward=default", "precision=bf16_mixed")
     gathered = Counter(o.num_bytes for o in operators if o.kind is Kind.gather)
@@ -76,7 +76,7 @@ def test_ddp_reduces_each_gradient_once():
     assert not any(o.kind in (Kind.gather, Kind.scatter) for o in operators)
 
 
-def test_hybrid_sharding_scatters_within_and_reduces_between_its_groups():
+def test_hybrid_sharding_scatters_within_and_reduces_between():
     operators = program(*HYBRID)
     assert {o.group for o in operators if o.kind is Kind.scatter} == {(0, 1)}
     replicas = [o for o in operators if o.kind is Kind.reduce and o.phase == "backward"]
@@ -96,7 +96,7 @@ def test_checkpointing_computes_the_blocks_again():
     assert more == forward - 2 * last
 
 
-def test_equal_settings_have_equal_programs_and_following_them_changes_no_profile():
+def test_tracing_a_program_changes_no_profile():
     setting = config(*LM, *SHARDED)
     again = forecast_step(setting, 4, cuda=True, traced=True)
     assert again.program == program(*SHARDED)
@@ -112,7 +112,7 @@ def test_the_optimizer_reads_and_writes_this_ranks_part(words: tuple[str, ...], 
     assert sum(o.num_bytes for o in operators) == pytest.approx(4 * 8 * parameters, rel=1e-3)
 
 
-def test_the_optimizer_waits_for_the_last_gradients_and_runs_where_they_are():
+def test_the_optimizer_runs_where_the_last_gradients_are():
     for words, stream in ((("offload=cpu",), Stream.host), ((), Stream.compute)):
         operators = program(*SHARDED, *words)
         adam = next(o for o in operators if o.name == "aten._fused_adamw_")
@@ -146,7 +146,7 @@ def kept(function: Any, x: Tensor) -> int:
     return sum(sizes.values())
 
 
-def test_a_fused_chain_is_one_kernel_that_keeps_its_input_and_writes_its_output():
+def test_a_fused_chain_is_one_kernel_and_keeps_its_input():
     """y = sin(sin(2 x)): eager execution keeps what each sine gets; the compiler keeps x and computes these again."""
     kernels: list[tuple[list[int], list[int]]] = []
     size = 64 * 8 * 4

@@ -45,7 +45,7 @@ def test_arithmetic_or_bytes_bound_an_operator(one: Operator, expected: float):
     assert seconds(one, ROUND) == pytest.approx(expected)
 
 
-def test_tf32_has_its_own_peak_and_convolutions_have_it_by_default():
+def test_tf32_has_its_own_peak_which_convolutions_have_anyway():
     device = replace(ROUND, peak_flops={"float32": 1e13, "tfloat32": 8e13, "bfloat16": 1e14})
     one = replace(operator(Kind.matmul, flops=4e12, dtype="float32"), name="aten.mm")
     convolution, half = replace(one, name="aten.convolution_backward"), replace(one, dtype="bfloat16")
@@ -193,7 +193,7 @@ def test_two_gathers_are_ahead_at_most():
     assert [slot.begin for slot in slow] == pytest.approx([0.0, 2.0, 4.0, 11.0]), "9 s of computing behind the first"
 
 
-def test_groups_wait_only_for_those_that_share_their_communicator():
+def test_groups_wait_for_those_that_share_their_communicator():
     """2 s each: side by side in different groups, one after the other in one, where scatters have none of their own."""
     first = (collective(Kind.gather, Stream.gather, (0, 1), 10), 2.0)
     for group, expected in (((0, 2), 2.0), ((0, 1), 4.0)):
@@ -203,7 +203,7 @@ def test_groups_wait_only_for_those_that_share_their_communicator():
     assert end(run(first, scatter, separate=True)) == 2.0
 
 
-def test_the_next_gradients_are_copied_when_the_scatter_before_is_over():
+def test_gradients_are_copied_when_the_scatter_before_is_over():
     """Copied at 0, scattered from 1 to 6; the unit after computes until 2, and its copying waits for 6."""
 
     def copy(unit: int) -> tuple[Operator, float]:
@@ -235,7 +235,7 @@ def test_replicas_reduce_while_the_next_unit_is_scattered(stream: Stream, expect
     assert end(run(*program)) == pytest.approx(expected)
 
 
-def test_groups_that_cross_between_nodes_take_turns_on_the_network():
+def test_groups_that_cross_between_nodes_take_turns():
     """Two nodes of two: both groups cross in the first case; in the second one of them is within a node."""
     for scattering, expected in (((0, 1, 2, 3), 4.0), ((0, 1), 2.0)):
         scatter = (collective(Kind.scatter, Stream.scatter, scattering, 10), 2.0)
@@ -243,7 +243,7 @@ def test_groups_that_cross_between_nodes_take_turns_on_the_network():
         assert end(run(scatter, reduce, node_size=2)) == expected
 
 
-def test_a_cpu_does_one_thing_after_the_other_but_for_ddps_reductions():
+def test_a_cpu_does_one_thing_at_a_time_but_for_ddps_reductions():
     gathered = collective(Kind.gather, Stream.gather, (0, 1), 10)
     reduced = collective(Kind.reduce, Stream.scatter, (0, 1), 20)
     assert end(run((gathered, 2.0), computes(7))) == 3.0
@@ -306,7 +306,7 @@ def test_tokens_and_mfu_by_hand():
     assert flops and speed.mfu == pytest.approx(16 / 2 * flops / speed.step_s / 312e12)
 
 
-def test_tf32_is_forecast_by_its_own_peak_and_fp32_says_that_it_exists() -> None:
+def test_tf32_is_forecast_by_its_peak_and_named_with_fp32() -> None:
     """An H100 does 494.5 TFLOP/s in TF32 and 67 in float32; MFU is over the peak of what multiplies."""
     device = replace(sheet("h100_sxm"), launch_s=1e-9)
     tf32, fp32 = (speed_of(f"precision={precision}", device=device) for precision in ("tf32", "fp32"))
@@ -327,7 +327,7 @@ def test_tf32_is_forecast_by_its_own_peak_and_fp32_says_that_it_exists() -> None
         assert (note in notes) and bool(note) == bool(notes), precision
 
 
-def test_pageable_copies_are_slower_than_pinned_ones_by_an_assumption_that_the_range_covers():
+def test_the_range_covers_how_slow_pageable_copies_are_assumed():
     """The 34 MB of a worker's offloaded shard cross twice, at 50 GB/s if they are pinned."""
     words = ("model=mlp", "model.hidden_dim=4096", "sharding=per_block", "precision=bf16_mixed")
     pinned, paged = (
@@ -375,7 +375,7 @@ def test_of_a_step_that_launches_bound_no_error_is_claimed():
 NODES = 2 * ROUND.node_size  # 320 Gbit/s a node
 
 
-def test_a_range_covers_half_and_twice_of_a_network_that_is_assumed():
+def test_a_range_covers_half_and_twice_of_an_assumed_network():
     """15 of 16 parts of 4e10 bytes cross at 4e10 bytes/s; twice of it is still below the links' 1e11."""
     device = replace(ROUND, error_elsewhere=replace(ROUND.error_elsewhere, p90=0.1))
     speed = predict([gather(4e10, NODES)], device, looked_at=False)
@@ -388,7 +388,7 @@ def test_a_range_covers_half_and_twice_of_a_network_that_is_assumed():
 
 
 @pytest.mark.parametrize("device", [on_network(ROUND, 320), replace(ROUND, factors=Factors(settings=8))])
-def test_a_network_that_is_given_or_that_trials_ran_on_widens_no_range(device: Device):
+def test_a_network_that_is_given_or_was_used_widens_no_range(device: Device):
     speed = predict([gather(4e10, NODES)], device)
     assert speed.network is not None and not speed.network.steps
     assert speed.high_s == pytest.approx(speed.step_s / (1 - device.error.p90))
