@@ -139,12 +139,6 @@ def _t5_tiny() -> Workload:
     return Workload(words, Script(t5, pairs, hf.target_loss).train)
 
 
-def _t5_of_even_rows() -> Workload:
-    """Without padding its mask is a tensor, too."""
-    plain = Script(partial(hf.plain_model, "t5"), partial(hf.Pairs, least=hf.LONGEST), hf.target_loss)
-    return Workload((*hf.WORDS["t5"], f"data.least={hf.LONGEST}"), plain.train)
-
-
 def _noise() -> Workload:
     """The ViT on images that need no library but PyTorch."""
     sizes = {"image_size": 28, "num_channels": 1, "num_classes": 10}
@@ -183,9 +177,8 @@ WORKLOADS: dict[str, Workload] = {
     "seq2seq": _seq2seq(),
     "t5_tiny": _t5_tiny(),
     **{name: Workload(tuple(hf.WORDS[name[3:]]), hf.script(name[3:]).train) for name in OF_TRANSFORMERS},
-    "hf t5 of even rows": _t5_of_even_rows(),
 }
-NEED_TRANSFORMERS = (*OF_TRANSFORMERS, "hf t5 of even rows", "t5_tiny")
+NEED_TRANSFORMERS = (*OF_TRANSFORMERS, "t5_tiny")
 
 
 @dataclass(frozen=True)

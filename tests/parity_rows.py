@@ -206,7 +206,6 @@ LATER: Cells = {
         "sharding=per_block reshard_after_forward=always activation_checkpointing=full model.as_dict=true",
     ),
     "t5_tiny": (f"sharding=per_block {ACCUMULATE}",), "hf t5": ("sharding=per_block",),
-    "hf t5 of even rows": ("sharding=root",),
 }  # fmt: skip
 OFFLOADED = [f"{cell} offload={place}" for cell, place in product(GRID[1:], ("cpu", "cpu_unpinned"))]
 AT_NIGHT: Cells = {
@@ -217,8 +216,6 @@ AT_NIGHT: Cells = {
     ),
     "user": (
         *(cell.replace(SIZE_BASED, SMALLEST_UNITS) for cell in GRID),
-        *(f"sharding={s} init=meta" for s in ("ddp", "root", "per_layer")),
-        *(f"sharding={s} init=device" for s in ("ddp", "per_block", "per_layer")),
     ),
     "language": (
         *GRID,
@@ -232,16 +229,10 @@ AT_NIGHT: Cells = {
         *(" ".join(overrides(case)) for case in pairwise()[::6]),
         "sharding=per_block model.num_layers=4 sharding.blocks_per_unit=3 training.epochs=2",
         "sharding=per_layer model.num_layers=4 sharding.forward_prefetch=1 sharding.backward_prefetch=3",
-        "sharding=per_block model.num_layers=4 activation_checkpointing=every_n",
-        *(f"sharding=per_block compile=true {more}" for more in (
-            "activation_checkpointing=full", "reshard_after_forward=always", "activation_checkpointing=selective",
-        )),
+        "sharding=per_block compile=true activation_checkpointing=full",
     ),
     **dict.fromkeys(NEED_TRANSFORMERS, ("sharding=root", *GRID, *SETTINGS, *IN_HALF)),
-    "hf gpt2": (
-        "sharding=root", *GRID, *SETTINGS, *IN_HALF, "sharding=per_block compile=true",
-        *(f"sharding=per_block compile=true activation_checkpointing={mode}" for mode in ("full", "selective")),
-    ),
+    "hf gpt2": ("sharding=root", *GRID, *SETTINGS, *IN_HALF, "sharding=per_block compile=true"),
 }  # fmt: skip
 
 ON_FOUR = (

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_lab.config import UserError
-from fsdp_lab.training import loop, speed
+from fsdp_lab.training import speed
 from fsdp_lab.training.checkpoint import Checkpoints
 from fsdp_lab.training.data import load_data
 from fsdp_lab.training.distributed import setup_distributed
 from fsdp_lab.training.divergence import DivergedError, LossCheck
 from fsdp_lab.training.loop import token_metrics
-from fsdp_lab.workloads.base import DataSpec, Task
+from fsdp_lab.workloads.base import DataSpec
 from tests.operators import Operators
 from tests.parity import WORKLOADS
 from tests.ranks import Memo, config, run_ranks, train_all
@@ -151,30 +151,6 @@ def test_the_type_of_a_loss_is_recorded_where_it_rounds() -> None:
     for losses, reported in trained:
         assert reported[0]["train/first_loss"] == losses[0]
         assert reported[0].get("train/early_loss") == (pytest.approx(fmean(losses[1:3])) if losses[1:] else None)
-
-
-def test_ranks_may_have_other_metrics_and_none_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This rank saw metrics `b` and `empty`; the other one saw `a`, with a sum of 6 over 2."""
-    other = {"a": (6.0, 2.0), "loss": (3.0, 1.0)}
-    monkeypatch.setattr(loop, "gather", lambda names: [names, [*other]])
-
-    class Named(Task):
-        def forward(self, model: nn.Module, batch: Tensor) -> Tensor:
-            return batch
-
-        def metrics(self, outputs: Tensor, batch: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-            one = torch.tensor(1)
-            return {"loss": (one, one), "b": (4 * one, one), "empty": (0 * one, 0 * one)}
-
-    class Dims:
-        def sum(self, values: Tensor) -> Tensor:
-            names = ["a", "b", "empty", "loss"]
-            return values + torch.tensor([other.get(name, (0.0, 0.0)) for name in names], dtype=values.dtype)
-
-    state: Any = SimpleNamespace(model=nn.Identity(), step=1)
-    dims: Any = Dims()
-    reported = loop.evaluate(state, Named(), [torch.zeros(1)], config(), torch.device("cpu"), dims)
-    assert reported == {"val/a": 3.0, "val/b": 4.0, "val/loss": 2.0}
 
 
 def test_perplexity_and_bits_per_byte() -> None:

@@ -73,16 +73,6 @@ def test_the_implementation_that_is_chosen(overrides: list[str], kind: type, fus
     assert (bool(group["fused"]), bool(group["foreach"])) == (fused, foreach)
 
 
-def test_values_reach_the_optimizer() -> None:
-    trial = config("optimizer=adamw", "optimizer.lr=0.02", "optimizer.beta1=0.8", "optimizer.beta2=0.95",
-                   "optimizer.weight_decay=0.3")  # fmt: skip
-    group = build_optimizer(nn.Linear(2, 2), trial, 4).param_groups[0]
-    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.02, (0.8, 0.95), 0.3)
-    trial = config("optimizer=sgd", "optimizer.momentum=0.7", "optimizer.lr=0.02", "optimizer.scale_lr=true")
-    group = build_optimizer(nn.Linear(2, 2), trial, 4).param_groups[0]
-    assert (group["lr"], group["momentum"]) == (0.08, 0.7)
-
-
 OWN = "tests.workloads.user.optim"
 
 

@@ -21,7 +21,6 @@ CASES = (
     ("profile_trace=false",),
     ("profile_trace=true",),
     ("profile_trace=true", "training.max_steps=4"),  # it ends while steps are recorded
-    ("profile_trace=true", "training.max_steps=2"),  # and before
 )
 
 
@@ -38,7 +37,7 @@ def results() -> tuple[list[Any], list[Any]]:
 
 def test_three_steps_of_rank_0_are_recorded(results: tuple[list[Any], list[Any]]) -> None:
     first, second = ([files for _, _, files in ranks] for ranks in results)
-    assert [set(files) for files in first] == [set(), {"trace_rank0.json.gz"}, {"trace_rank0.json.gz"}, set()]
+    assert [set(files) for files in first] == [set(), {"trace_rank0.json.gz"}, {"trace_rank0.json.gz"}]
     assert not any(second), "a trace of each rank would fill the disk"
     names = [event["name"] for event in events_of(first[1]["trace_rank0.json.gz"]) if event.get("ph") == "X"]
     assert len({name for name in names if name.startswith("ProfilerStep#")}) == 3
@@ -56,6 +55,7 @@ def test_recorded_steps_change_no_loss_and_are_not_timed(results: tuple[list[Any
     assert timed["memory/peak_bytes"] == less["memory/peak_bytes"]
 
 
+@pytest.mark.ci
 def test_the_trace_is_an_artifact_of_the_run(tmp_path: Path) -> None:
     done = run_cli(tmp_path, *INLINE, "data.num_train=256", "training.max_steps=6", "profile_trace=true")
     assert done.returncode == 0, done.stdout + done.stderr

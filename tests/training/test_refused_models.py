@@ -18,7 +18,7 @@ from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.training import unit_hooks
 from fsdp_lab.training.blocks import find_block_classes
 from fsdp_lab.training.parallelize import in_groups, sharding_units
-from fsdp_lab.training.shardable import check_parameters, make_contiguous
+from fsdp_lab.training.shardable import check_parameters
 from fsdp_lab.training.step_checks import EVERY, FIRST_STEPS
 from fsdp_lab.training.unit_hooks import call_by_methods, tensors_inside
 from fsdp_lab.workloads.construct import Blueprint
@@ -68,14 +68,6 @@ def test_what_cannot_be_sharded_is_refused_by_its_name(build: Any, words: str, e
         said = str(error)
     pattern = ".*".join(re.escape(part) for part in expected.split(".*"))
     assert re.search(pattern, said) if expected else not said, said
-
-
-def test_contiguous_parameters_keep_their_ties() -> None:
-    model = unusual.Layers(*(unusual.Block(unusual.Own(torch.ones(4, 2).t())) for _ in range(2)))
-    first, second = (block.inner for block in model.blocks)
-    second.weight = first.weight
-    make_contiguous(model)
-    assert first.weight is second.weight and first.weight.is_contiguous() and first.weight.shape == (2, 4)
 
 
 # By the hooks of units, under fake tensors.

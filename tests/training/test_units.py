@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast import torch_private as of_forecasts
 from fsdp_lab.forecast.fake import HOST, fake_world
-from fsdp_lab.forecast.forecast import forecast_step
 from fsdp_lab.training import torch_private
 from fsdp_lab.training.blocks import batch_norm_notes, check_blocks, find_block_classes
 from fsdp_lab.training.build import leaves_some_unused
@@ -24,7 +22,6 @@ from fsdp_lab.training.parallelize import apply_fully_shard, in_groups, sharding
 from fsdp_lab.workloads.build import build_model_spec, build_workload
 from fsdp_lab.workloads.construct import Blueprint
 from fsdp_lab.workloads.language.pydoc import PydocTokens
-from tests.operators import Operators
 from tests.parity import WORKLOADS
 from tests.ranks import config, run_ranks, train_all
 from tests.training.reference import first_model, names_of
@@ -164,30 +161,6 @@ def test_ddp_that_looks_for_unused_parameters_says_why(monkeypatch: pytest.Monke
     assert leaves_some_unused(workload, config(*USER, "sharding=root")) == (False, [])
 
 
-def gathers_of_three_steps(cases: list[list[str]]) -> list[int]:
-    """On one rank: of each case the gathers of parameters in three steps, the first two of which are followed."""
-    counts: list[int] = []
-
-    def note(name: str, args: Any, _: Any) -> None:
-        counts[-1] += name == "c10d::_allgather_base_" and args[0].numel() > 1000  # others gather figures
-
-    for words in cases:
-        counts.append(0)
-        with Operators(note):
-            train_all([["training.max_steps=3", "memory_profile=peaks", *words]])
-    return counts
-
-
-def test_blocks_that_share_a_unit_are_gathered_at_once_in_every_step() -> None:
-    """The four blocks of vit_tiny are four units, or two, and the root one more. Each is gathered once in a step, and
-    with `always` again for the backward pass; and once in the validation, which is one batch."""
-    cases = {(size, policy): [f"sharding.blocks_per_unit={size}", f"reshard_after_forward={policy}"]
-             for size in (1, 3) for policy in ("never", "always")}  # fmt: skip
-    expected = [(3 * {"never": 1, "always": 2}[policy] + 1) * ({1: 4, 3: 2}[size] + 1) for size, policy in cases]
-    result = run_ranks(2, gathers_of_three_steps, [["sharding=per_block", *words] for words in cases.values()])
-    assert result[0] == result[1] == expected
-
-
 def groups_made(num_layers: int, *words: str) -> int:
     """How many process groups one of 8 workers makes when it shards a ViT of so many blocks."""
     trial = config(f"model.num_layers={num_layers}", "sharding=per_block", *words)
@@ -268,28 +241,3 @@ def test_pytorch_has_the_names_as_we_use_them():
     names = (*torch_private.NAMES, *of_forecasts.NAMES)
     lacks = [f"{name.module}: {name.lacks()}" for name in names if name.lacks() is not None]
     assert lacks == [], "see fsdp_lab/training/torch_private.py and fsdp_lab/forecast/torch_private.py"
-
-
-def test_workspaces_are_what_the_allocator_gets_back(monkeypatch: pytest.MonkeyPatch):
-    """Stands for a GPU's allocator, which cannot be had here: its requested bytes before and after."""
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: stats.pop(0), raising=False)
-    stats = [{"requested_bytes.all.current": 100.0}, {"requested_bytes.all.current": 36.0}]
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats[0])
-    assert torch_private.free_cublas_workspaces(torch.device("cuda", 0)) == 64
-
-
-def test_a_step_has_the_names_that_a_trace_looks_for(monkeypatch: pytest.MonkeyPatch):
-    seen: set[str] = set()
-    look = torch_private.Ranges.see
-
-    def noted(self: torch_private.Ranges, func: Any, args: Any) -> str:
-        began = look(self, func, args)
-        seen.update((str(func.overloadpacket), began))
-        return began
-
-    monkeypatch.setattr(torch_private.Ranges, "see", noted)
-    forecast_step(config("sharding=per_block", "sharding.dp_replicate=2"), 4, cuda=True, traced=True)
-    assert {of_forecasts.ALL_GATHER, of_forecasts.REDUCE_SCATTER} <= seen
-    passes = (*torch_private.FSDP_STARTS_PASS, torch_private.FSDP_ENDS_FORWARD)
-    marks = (torch_private.FSDP_GATHERS, torch_private.FSDP_COPIES_OUT, torch_private.FSDP_REDUCES, *passes)
-    assert [mark for mark in marks if not any(name.startswith(mark) for name in seen)] == []
