@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.config.conf import conf_dir
 from fsdp_lab.forecast.answer import answers
-from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL_ERROR, Forecast, Host, NoForecast, on_capacity
+from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL, NEARLY_FULL_ERROR, Forecast, Host, NoForecast, on_capacity
 from fsdp_lab.forecast.keep import number_kept, passed_over, ratio_group
 from fsdp_lab.forecast.speed.device import DeviceKind
 from fsdp_lab.forecast.table import Row, forecast_table, in_order, write_csv
@@ -75,6 +76,19 @@ def test_all_workers_of_a_host_have_to_fit_its_memory_if_known(forecast: Forecas
     assert set(answer.recommendation.why_not) == (set() if fits else {"offload=cpu"})
     lines = say("host", [forecast])
     assert lines == [] if not named else lines[0].startswith(f"host memory: {named}")
+
+
+def test_where_steps_are_slower_is_what_published_rows_show():
+    """MPT's rows: what each needs of its GPU by its forecast, and how far off its predicted time was."""
+    with (conf_dir().parent / "experiments" / "published" / "results" / "rows.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["row"].startswith("m")]
+    errors = [(float(row["share"] or 0), float(row["error"].rstrip("%")) / 100) for row in rows]
+    full = sorted(-error for share, error in errors if share > NEARLY_FULL)  # the last were predicted too fast
+    others = [error for share, error in errors if share <= NEARLY_FULL]
+    assert (len(full), len(others)) == (39, 71)
+    assert sum(error > 0.08 for error in full) == 4 and sum(abs(error) > 0.08 for error in others) == 2
+    # nine of ten: at 0.9 * 38 = 34.2 between the 35th and the 36th
+    assert 0.8 * full[34] + 0.2 * full[35] == pytest.approx(NEARLY_FULL_ERROR, abs=2e-3)
 
 
 def test_the_fastest_with_room_is_named_beside_a_nearly_full_gpu():

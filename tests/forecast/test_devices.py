@@ -130,12 +130,9 @@ def test_a_sweep_has_the_memory_and_speed_of_its_own_gpus(fake_gpus: FakeGpus, m
     assert devices.gpu_memory() == 40960 * 2**20, "the smallest"
     theirs, ours = config("forecast.device=a100_40gb"), config("forecast.device=h200")
     assert devices.capacity_here(theirs, cuda=True) == devices.capacity_here(ours, cuda=True) == devices.gpu_memory()
-    assert devices.data_sheet_here(theirs, cuda=True) is None and devices.data_sheet_here(ours, cuda=True) == sheet(
-        "h200"
-    )
-    assert devices.capacity_bytes(theirs, cuda=True) == int(39.5 * 2**30), (
-        "fsdp_lab.forecast is asked about that device"
-    )
+    assert devices.data_sheet_here(theirs, cuda=True) is None
+    assert devices.data_sheet_here(ours, cuda=True) == sheet("h200")
+    assert devices.capacity_bytes(theirs, cuda=True) == int(39.5 * 2**30), "a forecast is asked about that device"
     with pytest.raises(ConfigError, match="predictions for another device do not apply to them"):
         devices.check_here(config("forecast.device=a100_40gb", "forecast.keep='2'"), 2, cuda=True)
     devices.check_here(config("forecast.device=h200", "forecast.keep='2'"), 2, cuda=True)
