@@ -68,9 +68,9 @@ BATCHES = "workloads/test_user_batches.py::test_it_is_copied_in_its_class_and_it
 SYNCED = "sweep/test_kills.py::test_what_a_resume_needs_is_on_the_disk_before_its_name"
 FATES = "sweep/test_fates.py"
 TRACKING = "tracking/test_tracking.py"
-TRIAL_JSON = "sweep/test_record.py::test_the_first_of_two_outcomes_counts_and_nothing_else_is_lost"
+TRIAL_JSON = "sweep/test_record.py::test_the_first_of_two_outcomes_counts_and_nothing_is_lost"
 GATE = "nightly/test_gate.py"
-MISSED = "nightly/test_schedule.py::test_a_missed_night_runs_once_and_one_that_was_killed_ends_no_schedule"
+MISSED = "nightly/test_schedule.py::test_missed_nights_run_once_and_a_kill_ends_no_schedule"
 PASTED = "report/test_pytorch.py::test_the_pasted_function_trains_as_the_trial"
 FAULTS = (
     # suggestions
@@ -180,7 +180,7 @@ FAULTS = (
     Fault("an answer that recommends nothing leaves the tags of the one before", "fsdp_lab/tracking/tags.py",
           "RECOMMENDED_TAG: _NONE if self.trial is None else str(self.trial), **stale, **own",
           "**({} if self.trial is None else {RECOMMENDED_TAG: str(self.trial)}), **own",
-          "tracking/test_sweeps.py::test_the_answer_is_data_of_the_sweeps_run_until_another_one_replaces_it"),
+          "tracking/test_sweeps.py::test_the_answer_is_data_of_the_run_until_another_replaces_it"),
     Fault("a wrong sharding is recommended", "fsdp_lab/report/qualify.py",
           "does_not_fit(s) or _differs(settings, s)", "does_not_fit(s)", "report/test_self_check.py"),
     Fault("amplified rounding is a finding", "fsdp_lab/report/self_check.py",
@@ -188,7 +188,7 @@ FAULTS = (
           "report/test_self_check.py::test_the_first_three_steps_decide_where_they_are_known"),
     Fault("a user's metrics are in no table", "fsdp_lab/config/metrics.py",
           "*METRICS[:place], *_of_users(known)", "*METRICS[:place]",
-          "report/test_golden.py::test_a_users_metric_is_in_the_table_of_the_page_and_in_the_csv"),
+          "report/test_golden.py::test_a_users_metric_is_in_the_pages_table_and_in_the_csv"),
     Fault("trials side by side are not named", "fsdp_lab/report/qualify.py",
           "if num_beside := int((column(settings.compared, \"beside\") > 0).sum()):", "if num_beside := 0:",
           "report/test_recommend.py::test_trials_that_ran_side_by_side_are_counted_once_in_a_note"),
@@ -197,7 +197,7 @@ FAULTS = (
           "report/test_recommend.py::test_the_ratio_by_median_steps_is_shown_where_it_differs"),
     Fault("losses next to zero are ranked", "fsdp_lab/config/metrics.py",
           "return zero if value <= zero else eps * value", "return eps * value",
-          "report/test_recommend.py::test_losses_next_to_zero_are_compared_by_the_rounding_of_the_first_one"),
+          "report/test_recommend.py::test_losses_next_to_zero_differ_by_the_first_ones_rounding"),
     Fault("a step of fp16 waits twice for its scale", "fsdp_lab/training/loop.py",
           "    state.scaler.update()\n", "    state.scaler.get_scale()\n    state.scaler.update()\n",
           "training/test_optimizer.py::test_a_step_reads_the_loss_scale_once_after_its_update"),
@@ -385,7 +385,7 @@ FAULTS = (
           "sweep/test_runner.py::test_an_epoch_that_was_not_reported_comes_from_the_folder"),
     Fault("an outcome is replaced by a file that is not on the disk", "fsdp_lab/record/trial_json.py",
           "durable or trial.outcome is not None", "durable",
-          "sweep/test_record.py::test_an_outcome_stays_on_the_disk_when_its_file_is_written_again"),
+          "sweep/test_record.py::test_an_outcome_stays_on_disk_when_its_file_is_written_again"),
     Fault("a later outcome of a trial replaces the first", "fsdp_lab/record/trial_json.py",
           "        if trial.outcome is None:", "        if True:", TRIAL_JSON),
     Fault("of two processes that change a trial's record one is lost", "fsdp_lab/record/trial_json.py",
@@ -496,7 +496,7 @@ FAULTS = (
           " or (ratio.known and ratio.low <= 1 <= ratio.high)", "", "report/test_recommend.py"),
     Fault("trials beside other processes are not named", "fsdp_lab/report/qualify.py",
           "others[others > _BUSY]", "others[others > 2]",
-          "report/test_recommend.py::test_trials_beside_other_processes_are_named_and_the_fastest_is_recommended"),
+          "report/test_recommend.py::test_trials_beside_other_processes_are_named"),
     Fault("an interval is half as wide", "fsdp_lab/report/speed.py",
           "half = _quantile(groups, self.freedom) * ", "half = _quantile(groups, self.freedom) / 2 * ",
           "report/test_speed.py"),

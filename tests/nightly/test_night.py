@@ -103,7 +103,7 @@ def test_a_slower_setting_is_named_and_its_address_is_secret(two: Two):
     assert [p for p in folder.rglob("*") if p.is_file() and b"t0psecret" in p.read_bytes()] == []
 
 
-def test_repeats_lie_far_apart_and_old_nights_keep_all_but_their_checkpoints(two: Two):
+def test_repeats_lie_apart_and_old_nights_lose_their_checkpoints(two: Two):
     folder, nights, _, _ = two
     first, second = (folder / "nights/nightly" / night.id / "sweep" for night in nights)
     order = [(row["repeat"], row["precision"]) for row in SweepFolder(second).rows]
@@ -129,7 +129,7 @@ def test_sigterm_between_nights_is_a_clean_end(tmp_path: Path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupted_night_ends_with_its_sweep_and_is_incomplete(tmp_path: Path, number: signal.Signals):
+def test_an_interrupted_night_ends_with_its_sweep(tmp_path: Path, number: signal.Signals):
     """It is interrupted after its first result. Beside it no other night starts."""
     words, study = (*STORED, "training.epochs=20"), tmp_path / "nights/nightly"
     process = start(tmp_path, "--once", *words)

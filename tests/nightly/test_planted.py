@@ -34,7 +34,7 @@ def tags(nights: PlantedNights) -> dict[str, str]:
 
 
 @pytest.mark.ci
-def test_the_same_readings_twice_pass_and_a_slower_setting_is_reported_everywhere(
+def test_the_same_readings_pass_and_a_slower_setting_is_reported(
     nights: PlantedNights, monkeypatch: pytest.MonkeyPatch
 ):
     assert [nights("--once", *WORDS).returncode for _ in range(2)] == [0, 0]
@@ -105,7 +105,7 @@ def test_what_changed_in_the_users_code_is_named(nights: PlantedNights, monkeypa
 
 
 @pytest.mark.ci
-def test_a_night_that_was_interrupted_is_shown_as_incomplete_and_the_next_one_starts(nights: PlantedNights):
+def test_an_interrupted_night_is_incomplete_and_the_next_starts(nights: PlantedNights):
     def interrupted(folder: Path) -> int:
         raise KeyboardInterrupt
 
@@ -199,7 +199,7 @@ def test_a_killed_sweep_gives_the_signal_as_its_status(tmp_path: Path, monkeypat
     assert run_sweep([], tmp_path / "sweep") == -9
 
 
-def test_a_webhook_that_is_down_or_refuses_is_a_note_and_changes_no_verdict(
+def test_a_webhook_that_is_down_is_a_note_and_changes_no_verdict(
     nights: PlantedNights, monkeypatch: pytest.MonkeyPatch
 ):
     with webhook(status=500) as (address, got):

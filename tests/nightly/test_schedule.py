@@ -87,7 +87,7 @@ def test_every_date_has_one_night_when_the_clock_shows_it(zone: str, shown: str)
     ("cron", "zone", "hours"),
     [("20 * * * *", "Europe/Berlin", {1.0}), ("20 */1 * * *", "Australia/Lord_Howe", {0.5, 1.0, 1.5})],
 )
-def test_nights_of_every_hour_are_an_hour_apart_while_clocks_change(cron: str, zone: str, hours: set[float]):
+def test_hourly_nights_are_an_hour_apart_while_clocks_change(cron: str, zone: str, hours: set[float]):
     """In the weeks around both changes of 2027."""
     times, apart = night_times(cron, zone, FRIDAY), set()
     for month, day in ((3, 25), (4, 1), (9, 30), (10, 28)):
@@ -151,7 +151,7 @@ class Machine:
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("status", [-9, 3])
-def test_a_missed_night_runs_once_and_one_that_was_killed_ends_no_schedule(
+def test_missed_nights_run_once_and_a_kill_ends_no_schedule(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int, waits: bool
 ):
     """It sleeps for three days after its first night; of the three nights that it misses one is made up."""

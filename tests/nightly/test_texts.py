@@ -106,7 +106,7 @@ def test_the_verdicts_are_those_that_were_read():
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_terminal_shows_all_digits_regressions_first_and_a_setting_once(width: int):
+def test_the_terminal_shows_regressions_first_with_all_digits(width: int):
     out = io.StringIO()
     Console(file=out, width=width).print(terminal_table(cases()["slower, with new libraries"]))
     text = out.getvalue()
@@ -119,14 +119,14 @@ def test_the_terminal_shows_all_digits_regressions_first_and_a_setting_once(widt
     assert wide.getvalue().count("sharding=per_block") == wide.getvalue().count("sharding=ddp") == 1
 
 
-def test_a_night_that_was_interrupted_before_its_code_was_known_blames_no_code():
+def test_a_night_whose_code_is_not_known_blames_no_code():
     night = last_of(trials(), trials())
     origin = {k: v for k, v in night.origin.items() if not k.startswith("user code ")}
     interrupted = dataclasses.replace(night, origin=origin)
     assert changes(interrupted, night) == changes(night, interrupted) == []
 
 
-def test_the_page_has_the_last_thirty_with_what_changed_and_their_charts_below():
+def test_the_page_has_the_last_thirty_nights_and_their_charts():
     nights = made_up_nights(34)
     text = nights_page("nightly", nights, ToleranceConfig()).partition("plotly.js v")[0]
     assert nights[4].id in text and nights[3].id not in text
@@ -136,7 +136,7 @@ def test_the_page_has_the_last_thirty_with_what_changed_and_their_charts_below()
     assert places == sorted(places)
 
 
-def test_a_line_has_the_range_of_its_repeats_and_marks_what_was_bad():
+def test_a_line_has_its_repeats_range_and_marks_what_was_bad():
     nights = made_up_nights(14)
     figure: Any = chart(declared(SPEED), nights, frame_of_nights(nights), 0.1)
     ddp = next(trace for trace in figure.data if trace.name == "sharding=ddp")

@@ -161,7 +161,7 @@ def test_a_report_and_its_table_say_what_they_said(name: str):
     assert table(CASES[name]) == (FOLDER / f"{name}.csv").read_text()
 
 
-def test_a_users_metric_is_in_the_table_of_the_page_and_in_the_csv():
+def test_a_users_metric_is_in_the_pages_table_and_in_the_csv():
     made = sweep([trial(0, **{"val/f1": 0.62518}), trial(1, ROWS[2])])
     heads, first, second = csv.reader(io.StringIO(table(made)))
     assert heads[heads.index("val/f1") + 1] == SPEED

@@ -78,7 +78,7 @@ def test_where_nothing_differs_or_finished_there_is_no_picture():
     assert figures(failed, answer(failed)) == []
 
 
-def test_a_point_and_its_ring_lie_at_the_estimate_and_bars_are_the_intervals():
+def test_points_lie_at_the_estimates_and_bars_are_the_intervals():
     made = repeated({"ddp": (900.0, 1000.0), "root": (500.0, 520.0)})
     # Two settings of two runs leave two degrees of freedom, of which Student's t is 4.3027. A setting's squares are
     # half that of its runs' difference, and its mean has the variance of a run halved.
@@ -95,7 +95,7 @@ def test_a_point_and_its_ring_lie_at_the_estimate_and_bars_are_the_intervals():
     assert traces(sweep())["sharding=root"].error_y.array is None, "one run each"
 
 
-def test_a_searched_number_is_drawn_with_equal_steps_for_equal_factors():
+def test_a_searched_number_is_drawn_by_its_logarithm():
     """Rates from 1e-4 to 1e-2; every trial has the same memory. The last was stopped."""
     rates = ("0.0001", "0.001", "0.01", "0.003")
     made = sweep(
@@ -180,9 +180,7 @@ def layout_known(first: str, units: Sequence[str] = ()) -> SweepData:
     return sweep([dataclasses.replace(one, config=config, facts=facts) for one in sweep().trials])
 
 
-def test_a_report_has_the_code_of_its_setting_and_imports_no_code_of_a_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_report_has_code_and_imports_none_of_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The folder may be another user's."""
     (tmp_path / "theirs.py").write_text("raise SystemExit('it was imported')")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -226,7 +226,7 @@ def step_of_methods() -> list[int]:
     return [p.grad.numel() for p in model.parameters()]
 
 
-def test_other_methods_of_units_and_transposed_weights_are_in_the_function() -> None:
+def test_methods_and_transposed_weights_are_in_the_function() -> None:
     assert run_ranks(1, step_of_methods)[0] == [p.numel() for p in unusual.methods().parameters()]
 
 

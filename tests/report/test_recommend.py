@@ -73,7 +73,7 @@ def test_the_tolerances_decide(changed: dict[str, float], expected: tuple[str, s
     assert tuple(chosen(sweep(**changed)).values()) == expected
 
 
-def test_ties_go_to_the_simpler_the_lower_loss_and_where_it_is_scarce_to_less_memory():
+def test_ties_go_by_simplicity_loss_and_scarce_memory():
     rows = one_axis("offload", ("cpu", 90, 1010.0, 1.0), ("none", 100, 1000.0, 1.0))
     assert chosen(sweep(rows, axes=["offload"])) == {"offload": "none"}
     rows = one_axis("optimizer.lr", ("0.1", 99, 1000.0, 1.019), ("0.001", 100, 1000.0, 1.0))
@@ -85,7 +85,7 @@ def test_ties_go_to_the_simpler_the_lower_loss_and_where_it_is_scarce_to_less_me
         assert of(sweep(rows, axes=["model"])).tie_break == by
 
 
-def test_on_a_cpu_offload_is_another_name_and_its_trials_are_repeats():
+def test_on_a_cpu_trials_that_differ_in_offload_are_repeats():
     rows = one_axis("offload", ("cpu", 100, 300.0, 1.0), ("none", 100, 200.0, 1.0))
     on = [dataclasses.replace(row, facts={"device": "cpu"}) for row in rows]
     r = of(sweep(on, axes=["offload"]))
@@ -126,7 +126,7 @@ def test_a_loss_within_rounding_breaks_no_tie():
     assert chosen(sweep(rows, axes=[axis])) == {axis: "2"} and r.tie_break == "speed"
 
 
-def test_a_pareto_front_holds_equals_and_leaves_out_what_is_beaten():
+def test_a_pareto_front_holds_equals_and_not_what_is_beaten():
     rows = [{"a": a, "b": b} for a, b in ((1, 3), (1, 3), (2, 2), (2, 3), (3, 1), (3, 1.5), (0, float("nan")))]
     by = [("a", "min"), ("b", "min")]
     assert pareto_front(rows, by) == [0, 1, 2, 4]
@@ -148,7 +148,7 @@ def test_learning_is_judged_against_guessing(loss: float, classes: Any, task: st
     assert ("nothing_learned" in codes(of(sweep([one])).notes)) is not learned
 
 
-def test_trials_beside_other_processes_are_named_and_the_fastest_is_recommended():
+def test_trials_beside_other_processes_are_named():
     rows = [on_cpu(0, 0, 0.05, 1000.0), on_cpu(1, 2, 0.3, 900.0), on_cpu(2, 3, 0.44, 3000.0)]
     told = answer(sweep(rows))
     assert chosen(sweep(rows)) == {"sharding": "root", "precision": "bf16"}
@@ -183,7 +183,7 @@ def test_when_nothing_qualifies_it_says_that_and_why():
     assert of(sweep([])).why.code == "no_trial" and answer(sweep([])).command == ""
 
 
-def test_a_setting_above_the_capacity_of_a_device_does_not_fit_though_it_finished():
+def test_a_setting_above_the_capacity_of_a_device_does_not_fit():
     figures = {"forecast/needed_bytes": 90.0 * MIB, "forecast/capacity_bytes": 80.0 * MIB}
     r = of(sweep([trial(0), trial(3, ROWS[3], **figures)]))
     assert r.setting is not None and r.setting.values["sharding"] == "ddp" and codes(r.why_not) == ["too_large"]
@@ -229,7 +229,7 @@ BF16, NEAR = {"train/loss_eps": 2.0**-7}, {"train/first_loss": 1e-9}
         (1e-10, 2e-10, NEAR, 1.0),
     ],
 )
-def test_losses_next_to_zero_are_compared_by_the_rounding_of_the_first_one(
+def test_losses_next_to_zero_differ_by_the_first_ones_rounding(
     chosen_one: float, other: float, figures: dict[str, float], above: float | None
 ):
     """Each is the val/loss of a setting, the faster one first; above: the share by which the other is too high."""
@@ -242,7 +242,7 @@ def test_losses_next_to_zero_are_compared_by_the_rounding_of_the_first_one(
         assert compared.loss == pytest.approx(above)
 
 
-def test_the_answer_as_data_is_that_of_the_setting_and_not_of_one_repeat():
+def test_the_answer_as_data_is_of_the_setting_not_of_one_repeat():
     rows = rounds(3, 1000.0, 1000.0, 8000.0)
     for row, loss in zip(rows, (1.0, 1.02, 1.01), strict=True):
         row.figures["val/loss"] = loss

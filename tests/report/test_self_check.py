@@ -30,7 +30,7 @@ def chosen(made: Answer) -> dict[str, str]:
     return made.setting.values
 
 
-def test_a_model_that_differs_when_sharded_is_a_finding_and_not_recommended():
+def test_a_model_that_differs_when_sharded_is_a_finding():
     """By its loss limit, DDP would not qualify: the wrong settings are 4 % lower, and faster."""
     made = of(*differing())
     assert chosen(made) == {"sharding": "root"}
@@ -42,7 +42,7 @@ def test_a_model_that_differs_when_sharded_is_a_finding_and_not_recommended():
     assert by_loss.setting is not None and by_loss.setting.name not in why_not
 
 
-def test_without_another_setting_that_agrees_the_least_sharded_is_recommended():
+def test_where_nothing_agrees_the_least_sharded_is_recommended():
     assert chosen(of(one(0, "sharding=ddp"), one(1, "sharding=per_block", WRONG, 3000.0))) == {"sharding": "ddp"}
     assert chosen(of(one(0, "sharding=per_layer", WRONG, 3000.0), one(1, "sharding=root"))) == {"sharding": "root"}
 
@@ -56,7 +56,7 @@ def test_the_first_three_steps_decide_where_they_are_known():
     assert (codes(made), chosen(made)) == (["differs"], {"sharding": "ddp"})
 
 
-def test_a_loss_that_starts_at_zero_and_an_optimizer_that_rounds_by_shards_are_no_finding():
+def test_rounding_at_zero_or_by_shards_is_no_finding():
     """A difference of means starts at the rounding of its parts; 8-bit states are quantised in blocks of a shard."""
     zero = [one(0, "sharding=ddp", **early(3e-9, -0.02)), one(1, "sharding=root", **early(-2e-9, -0.02 * (1 + 1e-6)))]
     assert codes(of(*zero)) == ["agree"]
@@ -70,7 +70,7 @@ def test_a_loss_that_starts_at_zero_and_an_optimizer_that_rounds_by_shards_are_n
 
 
 @pytest.mark.parametrize(("val", "expected"), [(1.1008, "agree"), (1.4, "differs")])
-def test_validation_of_an_epoch_whose_training_agrees_is_compared(val: float, expected: str):
+def test_validation_is_compared_where_its_epochs_training_agrees(val: float, expected: str):
     """Batch norm's statistics, taken twice by checkpointing; its rounding alone is within 1e-3."""
     words = "sharding=ddp activation_checkpointing="
     twice = ((1.4, val), (0.9, 0.8205))

@@ -31,7 +31,7 @@ def test_two_groups_by_hand():
     )
 
 
-def test_more_groups_are_wider_apart_by_tukeys_published_quantiles():
+def test_more_groups_have_tukeys_published_quantiles():
     """Four groups of three runs leave 8 degrees of freedom; the studentized range is 4.53 there at 5 %, in tables."""
     noise = np.random.default_rng(1).normal(0, 0.1, (4, 3))
     one, other, *_ = of_logs(*map(tuple, noise)).values()

@@ -34,7 +34,7 @@ from tests.report.sweeps import sweep
 WORDS = (["sharding=root"], ["sharding=ddp", "optimizer.lr=0.1"], ["sharding=per_block"])
 
 
-def test_a_line_that_a_kill_cut_short_is_no_trial_and_spoils_no_other(tmp_path: Path, compose_trial):
+def test_a_line_that_a_kill_cut_is_no_trial_and_spoils_no_other(tmp_path: Path, compose_trial):
     trials = [compose_trial(words, number) for number, words in enumerate(WORDS)]
     for trial in trials[:2]:
         add_trial(tmp_path, trial)
@@ -169,7 +169,7 @@ def test_changed_settings_are_named(compose_trial):
     assert f"{trial.folder}/.hydra/config.yaml cannot be read" in change and "resume_anyway=true" in change
 
 
-def test_a_search_whose_record_lost_a_trial_with_a_result_is_refused(tmp_path: Path, compose_trial):
+def test_a_search_whose_record_lost_a_result_is_refused(tmp_path: Path, compose_trial):
     """Going on without it would train that trial's number again, into its folder."""
     SweepStart.of([], True, SweepConfig()).write(tmp_path)
     for number in range(2):
@@ -201,7 +201,7 @@ def test_the_errors_of_a_forecast_stand_beside_it():
     assert figures["forecast/error"] == pytest.approx(-0.1) and figures["perf/forecast_error"] == pytest.approx(0.25)
 
 
-def test_an_outcome_stays_on_the_disk_when_its_file_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_outcome_stays_on_disk_when_its_file_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A forecast that comes late replaces the file: without a sync, a power cut would take the outcome with it."""
     synced = list[int]()
     monkeypatch.setattr("os.fsync", synced.append)
@@ -215,7 +215,7 @@ def test_an_outcome_stays_on_the_disk_when_its_file_is_written_again(tmp_path: P
     assert 0 < before < len(synced)
 
 
-def test_the_first_of_two_outcomes_counts_and_nothing_else_is_lost(tmp_path: Path):
+def test_the_first_of_two_outcomes_counts_and_nothing_is_lost(tmp_path: Path):
     """As the trial's own process and the driver may each have one."""
 
     def write(number: int) -> TrialStatus:

@@ -26,7 +26,7 @@ def open_once(store: TrackingConfig) -> None:
         pass
 
 
-def test_a_fresh_store_is_made_in_the_working_folder_whatever_its_name(
+def test_a_store_is_made_in_the_working_folder_whatever_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], problems: list[str]
 ) -> None:
     here = tmp_path / "back\\slash ${x} #1"
@@ -43,7 +43,7 @@ def test_a_fresh_store_is_made_in_the_working_folder_whatever_its_name(
     assert problems == [] and capfd.readouterr() == ("", "")
 
 
-def test_opening_twice_keeps_the_experiment_and_what_was_written_about_it(store: TrackingConfig) -> None:
+def test_opening_twice_keeps_what_was_written_of_an_experiment(store: TrackingConfig) -> None:
     open_once(store)
     first = reader().get_experiment_by_name("lab")
     assert first is not None
@@ -117,16 +117,14 @@ def test_an_absent_or_silent_server_is_reported_with_the_remedy(silent: bool) ->
     assert "start the server, set MLFLOW_TRACKING_USERNAME" in message
 
 
-def test_a_store_that_another_process_does_not_let_go_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_another_process_holds_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp_lab.tracking.store._SCHEMA_LIMIT_S", 0.3)
     holds = rf"another process is opening the store \(process {os.getpid()},"
     with exclusive(tmp_path / ".mlflow.lock"), pytest.raises(TrackingError, match=holds):
         open_once(TrackingConfig(f"sqlite:///{tmp_path}/mlflow.db", "lab"))
 
 
-def test_an_experiment_that_was_deleted_or_has_too_long_a_name_is_refused(store: TrackingConfig) -> None:
+def test_a_deleted_experiment_or_one_of_a_long_name_is_refused(store: TrackingConfig) -> None:
     with pytest.raises(TrackingError, match=r"tracking\.experiment has 300 characters"):
         open_once(dataclasses.replace(store, experiment="x" * 300))
     number = reader().create_experiment("lab")

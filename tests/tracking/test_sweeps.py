@@ -146,7 +146,7 @@ def test_a_trial_that_has_not_trained_has_no_number_of_workers(planned: Callable
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_a_sweep_that_ends_again_sends_only_figures_that_have_changed(planned: Callable[[], Sweep], changed: bool):
+def test_a_sweep_that_ends_again_sends_only_changed_figures(planned: Callable[[], Sweep], changed: bool):
     """Its answer may be another, such as after `resume_failed`, with as many results as before."""
     ran(planned(), recommended=0)
     again = planned()
@@ -158,7 +158,7 @@ def test_a_sweep_that_ends_again_sends_only_figures_that_have_changed(planned: C
     assert parent.data.metrics["val/loss"] == (0.25 if changed else 1 / LAST)
 
 
-def test_the_answer_is_data_of_the_sweeps_run_until_another_one_replaces_it(planned: Callable[[], Sweep]):
+def test_the_answer_is_data_of_the_run_until_another_replaces_it(planned: Callable[[], Sweep]):
     """After `resume_failed`, or the command with another tolerance, no setting may qualify any more."""
     parent, _ = ran(planned(), recommended=0)
     client = Store(planned().folder).client

@@ -114,7 +114,7 @@ def git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def test_metrics_stand_at_their_epoch_once_whatever_is_compared_again(lab: Lab, problems: list[str]) -> None:
+def test_metrics_stand_at_their_epoch_once(lab: Lab, problems: list[str]) -> None:
     second = METRICS | {"step": 46, "train/loss": float("nan")}
     lab.sent(0, epochs={1: METRICS})
     run = lab.sent(0, epochs={1: METRICS, 2: second})
@@ -198,7 +198,7 @@ def test_a_refused_metric_is_reported_once_and_the_rest_goes_on(
     assert lab.history(0, "train/loss") == [(3, 1.5)]
 
 
-def test_a_store_that_breaks_and_comes_back_is_reported_once_and_gets_everything(
+def test_a_store_that_breaks_and_comes_back_gets_everything(
     lab: Lab, problems: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fsdp_lab.tracking.projection._PAUSE_S", 0.05)
@@ -228,7 +228,7 @@ def test_what_cannot_be_wanted_or_read_ends_nothing(lab: Lab, tmp_path: Path, pr
     assert len(problems) == 1 and "refused the run of a trial" in problems[0]
 
 
-def test_what_seemed_to_fail_and_got_through_is_not_written_twice(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_seemed_to_fail_is_not_written_twice(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is lost, not the write: the next attempt looks first."""
     monkeypatch.setattr("fsdp_lab.tracking.projection._PAUSE_S", 0.05)
     sent = []
@@ -251,7 +251,7 @@ def test_what_seemed_to_fail_and_got_through_is_not_written_twice(lab: Lab, monk
     assert run.data.tags["status"] == "finished" and RECORDED_TAG in run.data.tags
 
 
-def test_an_interrupt_in_the_middle_of_a_write_leaves_the_store_whole(lab: Lab, problems: list[str]) -> None:
+def test_an_interrupt_during_a_write_leaves_the_store_whole(lab: Lab, problems: list[str]) -> None:
     """It ends the wait of the main thread, at once; an interrupted write to SQLite would leave it locked."""
     lab.sent(0)
     interrupted = threading.Event()
