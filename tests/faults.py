@@ -468,9 +468,11 @@ FAULTS = (
     Fault("a name that looks like a number is one", "fsdp_lab/config/overrides.py",
           "value_word(typed, typed) if is_changed else typed", "typed", "config/test_words.py"),
     Fault("a key that is swept is replaced in silence", "fsdp_lab/config/overrides.py",
-          "keys.count(override.key_or_group) > 1 and", "False and", "test_refusals.py"),
+          "keys.count(override.key_or_group) > 1 and", "False and",
+          "test_refusals.py::test_each_command_refuses_at_once_and_names_key_and_value"),
     Fault("a user's option is ignored for ours", "fsdp_lab/config/overrides.py",
-          "mine.is_file() and mine.read_bytes() != ours.read_bytes()", "not mine", "test_refusals.py"),
+          "mine.is_file() and mine.read_bytes() != ours.read_bytes()", "not mine",
+          "test_refusals.py::test_each_command_refuses_at_once_and_names_key_and_value"),
     Fault("an infinite interval is drawn from", "fsdp_lab/sweep/search.py",
           "if not math.isfinite(sweep.end - sweep.start):", "if False:", "sweep/test_search.py"),
     Fault("a trial reads another trial's number", "fsdp_lab/config/compose.py",
@@ -543,9 +545,11 @@ FAULTS = (
     Fault("a path is taken that is too long for sockets", "fsdp_lab/config/machine.py",
           "_SOCKET_PATH = 107", "_SOCKET_PATH = 108", "config/test_checks.py"),
     Fault("a degree that does not divide the workers is accepted", "fsdp_lab/config/rules.py",
-          "if num_workers % sharding.dp_replicate:", "if False:", "test_refusals.py"),
+          "if num_workers % sharding.dp_replicate:", "if False:",
+          "test_refusals.py::test_rules_name_key_and_value"),
     Fault("loss scaling with bfloat16 is accepted", "fsdp_lab/config/rules.py",
-          "if precision.loss_scaling and precision.param_dtype is Dtype.bfloat16:", "if False:", "test_refusals.py"),
+          "if precision.loss_scaling and precision.param_dtype is Dtype.bfloat16:", "if False:",
+          "test_refusals.py::test_rules_name_key_and_value"),
 )  # fmt: skip
 
 
