@@ -1,13 +1,11 @@
-"""Which files are whole checkpoints, in which order they are written and removed, and a kill inside a save."""
+"""Which files are whole checkpoints, which are kept, and a kill inside a save."""
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,67 +116,21 @@ def test_a_damaged_one_stays_until_a_newer_one_is_whole(tmp_path: Path) -> None:
     assert [marker.stem for marker in sorted(tmp_path.glob("*.json"))] == names(2, 3) and data_of(made[2]).exists()
 
 
-def test_older_checkpoints_are_removed_when_the_new_one_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In this order: the names of the files synced, the marker synced, renamed, and its name; the old marker removed,
-    and its data."""
-    done = []
-    real = {"fsync": os.fsync, "rename": Path.rename, "unlink": Path.unlink, "rmdir": os.rmdir}
-
-    def plain(path: str | Path) -> str:
-        name = Path(path).name.removeprefix(".")
-        return name if name.endswith(".json") else name.partition(".")[0]
-
-    def fsync(handle: int) -> None:
-        done.append(f"sync {plain(os.readlink(f'/proc/self/fd/{handle}'))}")
-        real["fsync"](handle)
-
-    def rename(path: Path, target: Path) -> Path:
-        done.append(f"rename to {plain(target)}")
-        return real["rename"](path, target)
-
-    def unlink(path: Path, missing_ok: bool = False) -> None:
-        done.extend([f"remove {plain(path)}"] if path.parent == tmp_path else [])
-        real["unlink"](path, missing_ok=missing_ok)
-
-    def rmdir(path: str, **options: object) -> None:
-        done.append(f"remove {plain(path)}")
-        real["rmdir"](path, **options)
-
-    make(tmp_path, 1)
-    making = unfinished(tmp_path, 2)
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "rmdir", rmdir)
-    monkeypatch.setattr(Path, "rename", rename)
-    monkeypatch.setattr(Path, "unlink", unlink)
-    Place(str(tmp_path)).publish(str(making), {"history": []})
-    Place(str(tmp_path)).prune(keep_last=1, keep_best=False)
-    assert done == [
-        "sync step_00000002",  # the names of the data
-        "sync step_00000002",  # the marker before it is renamed
-        "rename to step_00000002.json",
-        f"sync {tmp_path.name}",
-        "remove step_00000001.json",
-        "remove step_00000001",
-    ]
-    assert names_in(tmp_path) == names(2)
-
-
 # A real SIGKILL inside the second save. Where -> the step of the checkpoint that the next start has to find.
-KILLED = {"written": 2, "async": 2, "pruning": 6}
+KILLED = {"written": 2, "pruning": 6}
 FOUR = ("training.epochs=4", "checkpoint.keep_best=false")
 
 
-def hang_at_second_call(reached: Path, owner: Any, name: str, first: Callable[..., Any]) -> None:
-    """Stop for ever in the second call, after `first` with its arguments, and say so by a file."""
+def hang_at_second_call(reached: Path, owner: Any, name: str, does_it: bool) -> None:
+    """Stop for ever in the second call, before or after it does what it does, and say so by a file."""
     real, calls = getattr(owner, name), []
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) < 2:
             return real(*args, **kwargs)
-        first(real, args, kwargs)
+        if does_it:
+            real(*args, **kwargs)
         reached.touch()
         time.sleep(600)
 
@@ -192,14 +144,9 @@ def train_and_hang(where: str, folder: Path) -> None:
     from fsdp_lab.training.train import train
 
     torch.set_num_threads(1)
-    owner, name, first = {
-        "written": (module.dcp, "save", lambda real, args, kwargs: real(*args, **kwargs)),
-        "async": (module.dcp, "async_save", lambda real, args, kwargs: real(*args, **kwargs).result()),
-        "pruning": (place.shutil, "rmtree", lambda *call: None),
-    }[where]
-    hang_at_second_call(folder / "reached", owner, name, first)
-    mode = "async" if where == "async" else "sync"
-    train(config(*SMALL, *FOUR, f"checkpoint.mode={mode}"), folder, Memo())
+    owner, name = {"written": (module.dcp, "save"), "pruning": (place.shutil, "rmtree")}[where]
+    hang_at_second_call(folder / "reached", owner, name, does_it=where == "written")
+    train(config(*SMALL, *FOUR, SYNC), folder, Memo())
 
 
 def kill(where: str, folder: Path) -> None:
@@ -229,7 +176,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     return results
 
 
-@pytest.mark.parametrize("where", ["written", *(pytest.param(n, marks=pytest.mark.ci) for n in ("async", "pruning"))])
+@pytest.mark.parametrize("where", ["written", pytest.param("pruning", marks=pytest.mark.ci)])
 def test_killed_while_saving(killed: dict[str, Reported], where: str) -> None:
     """The next start goes on from the last whole checkpoint and leaves no litter."""
     assert not killed[where].error
