@@ -119,7 +119,7 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
 LONGEST = (
     "sweep/test_fates.py", "nightly/test_night.py",
     "sweep/test_outcomes.py", "training/test_parity.py", "sweep/test_kills.py", "test_presets.py",
-    "sweep/test_forecasts.py", "engine/test_cluster.py", "test_docs.py", "test_refusals.py",
+    "engine/test_cluster.py", "test_docs.py", "test_refusals.py",
     "forecast/test_memory.py", "training/test_checkpoint.py", "workloads/test_user_commands.py",
 )  # fmt: skip
 

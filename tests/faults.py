@@ -91,7 +91,7 @@ FAULTS = (
           "    if not result.answers:", "    if False:", "test_api.py"),
     # output
     Fault("a reader that closes the pipe ends the command", "fsdp_lab/machine/output.py",
-          "suppress(OSError)", "suppress(ValueError)", "test_output.py::test_a_reader_may_close_the_pipe"),
+          "suppress(OSError)", "suppress(ValueError)", "sweep/test_terminal.py::test_a_reader_may_close_the_pipe"),
     # MLflow
     Fault("one refused name costs an epoch's metrics", "fsdp_lab/tracking/writes.py",
           "Metric(stored_name(key),", "Metric(key,",
@@ -314,7 +314,7 @@ FAULTS = (
           "            index += 1  # the end", "            index += 0  # the end", "forecast/test_fake.py"),
     Fault("losses within their rounding are told apart", "fsdp_lab/config/metrics.py",
           "key in LOSSES and abs(one[key] - other[key]) <= max(spacing(key, one), spacing(key, other))", "False",
-          "sweep/test_table.py"),
+          "sweep/test_terminal.py"),
     Fault("what does not fit is said to fit", "fsdp_lab/forecast/capacity.py",
           "return self.needed_bytes <= self.capacity_bytes", "return self.peak_bytes // 2 <= self.capacity_bytes",
           "forecast/test_choice.py"),
@@ -492,7 +492,7 @@ FAULTS = (
     Fault("what a store that is away has not taken is forgotten", "fsdp_lab/tracking/projection.py",
           "self._changed.setdefault(number)  # behind the others", "self._changed.pop(number, None)", TRACKING),
     Fault("an address with a password is taken", "fsdp_lab/config/address.py",
-          "if found and", "if not found and", "sweep/test_passwords.py"),
+          "if found and", "if not found and", "sweep/test_trust.py"),
     # answers
     Fault("a tie is called faster", "fsdp_lab/report/recommend.py",
           " or (ratio.known and ratio.low <= 1 <= ratio.high)", "", "report/test_recommend.py"),

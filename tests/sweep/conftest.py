@@ -25,7 +25,7 @@ from fsdp_lab.config import conf_dir
 from fsdp_lab.config.compose import Trial, cell_trial, register_schema
 from tests.conftest import STORE, command_line
 from tests.folders import Store, SweepFolder
-from tests.processes import called, descendants
+from tests.processes import descendants
 from tests.servers import lay_store
 
 
@@ -125,8 +125,3 @@ def wait_for(
 def has_trained_an_epoch(trial: Path) -> bool:
     file = trial / "metrics.jsonl"
     return file.exists() and "\n" in file.read_text()
-
-
-def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The Ray Train workers among the descendants."""
-    return called("RayTrainWorker", process.pid)

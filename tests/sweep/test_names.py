@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from fsdp_lab.config import ConfigError, SweepConfig, from_dict
 from fsdp_lab.config.compose import Trial
-from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.storage.locks import InUse
 from fsdp_lab.sweep.grid import enumerate_grid
 from fsdp_lab.sweep.names import (
@@ -28,8 +27,6 @@ from fsdp_lab.sweep.outputs.results_csv import rows_of
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.folder import Occupied, check_trial_folders, new_folder
-from fsdp_lab.sweep.sweep import Sweep
-from fsdp_lab.sweep.sweep_data import sweep_of
 from tests.conftest import INLINE, run_cli, without
 from tests.folders import Store, SweepFolder
 from tests.sweep import fates
@@ -97,16 +94,6 @@ def test_commands_name_a_folder_that_is_there_where_they_are_typed(monkeypatch: 
     command = "python -m mlflow ui --backend-store-uri"
     assert ui_command("sqlite:////srv/a.db?timeout=9") == f"{command} 'sqlite:////srv/a.db?timeout=9'"
     assert ui_command("http://host:5000") == "http://host:5000"
-
-
-def test_the_workers_are_those_that_trained(compose_trial, tmp_path: Path):
-    trials = [compose_trial(["cluster.num_workers=null", f"training.seed={i}"], i) for i in range(3)]
-    states = [TrialState(trial) for trial in trials]
-    record = SweepStart.of([], True, SweepConfig())
-    sweep = Sweep(states, trials[0].config, tmp_path, [], record)
-    assert "workers" not in dict(sweep_of(sweep, lambda number: "").about), "none has started"
-    states[1].facts, states[2].facts = {"world_size": 8}, {"world_size": 4}
-    assert dict(sweep_of(sweep, lambda number: "").about)["workers"] == "4, 8"
 
 
 STRANGE = ("a b", "介绍 é", "x=1", "a/b/../c", "long" * 75)

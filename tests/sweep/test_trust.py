@@ -1,4 +1,4 @@
-"""Folders of others: what a resume and a report take from them, and to whom they talk because of them."""
+"""Folders of others run no code and get no secret; credentials are refused in addresses and are in no file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.config import ConfigError, SweepConfig
-from fsdp_lab.config.key_value_args import key_of
+from fsdp_lab.config.address import check_credentials
 from fsdp_lab.config.options import CODE_KEYS
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.hydra_folder import write_hydra_folder
@@ -26,12 +26,16 @@ from fsdp_lab.record.sweep_json import SweepStart, begin_folder
 from fsdp_lab.record.trial_json import Outcome, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.storage.files import append_line
+from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store import find as trust
-from fsdp_lab.sweep.store.resume import resume_arguments
+from fsdp_lab.sweep.store.resume import changes_of_config, resume_arguments
 from fsdp_lab.sweep.sweep_data import sweep_in
+from fsdp_lab.tracking.tags import trial_params
 from tests import forked
-from tests.conftest import STORE, run_cli
-from tests.servers import lay_store
+from tests.conftest import INLINE, STORE, run_cli, without
+from tests.folders import SweepFolder
+from tests.servers import lay_store, mlflow_server
+from tests.sweep.planted import Compose
 
 SOMEBODY = 54321
 
@@ -110,26 +114,17 @@ class _Pickled:
 
 def test_a_resume_runs_no_code_that_the_folder_names(lay_sweep, tmp_path: Path):
     """Each of these did: it made `made`. The folder is the user's own, for example out of an archive."""
-    made = tmp_path / "made"
-    evil = f"# @package _global_\nhydra:\n  callbacks:\n    x:\n      _target_: os.mkdir\n      path: {made}\n"
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment/evil.yaml").write_text(evil)
-    (tmp_path / "job.pickle").write_bytes(pickle.dumps(_Pickled(made)))
-    words = (
-        [f"--experimental-rerun={tmp_path}/job.pickle"],
-        ["+hydra.callbacks.x._target_=os.mkdir", f"+hydra.callbacks.x.path={made}"],
-        ["hydra.sweeper._target_=os.mkdir", f"+hydra.sweeper.path={made}"],
-        [f"--config-dir={tmp_path}", "experiment=evil"],
-    )
+    made, job = tmp_path / "made", tmp_path / "job.pickle"
+    job.write_bytes(pickle.dumps(_Pickled(made)))
     of_trial = "+hydra.callbacks.x._target_=os.mkdir"
-    for of_sweep in (*words, []):
-        folder = lay_sweep(of_sweep, [] if of_sweep else [of_trial])
+    for file, key, words in (
+        ("sweep.json", "--experimental-rerun", ([f"--experimental-rerun={job}"], [])),
+        ("trials.jsonl", "hydra.callbacks.x._target_", ([], [of_trial, f"+hydra.callbacks.x.path={made}"])),
+    ):
+        folder = lay_sweep(*words)
         done = run_cli(tmp_path, "resume=out")
-        assert not made.exists()
-        assert done.returncode == 2, done.stdout + done.stderr
-        file, (word, *_) = ("sweep.json", of_sweep) if of_sweep else ("trials.jsonl", [of_trial])
-        assert f"resume={folder}: {file} holds {key_of(word)}, which is no key of a trial" in done.stderr
-        assert "add it to the command after resume=...:" in done.stderr and "Traceback" not in done.stderr
+        assert done.returncode == 2 and not made.exists(), done.stdout + done.stderr
+        assert f"resume={folder}: {file} holds {key}, which is no key of a trial" in done.stderr
         shutil.rmtree(folder)
 
 
@@ -159,13 +154,6 @@ def test_another_users_folder_runs_no_code_unless_trusted(lay_sweep, tmp_path: P
 
 @needs_root
 def test_another_users_folder_resumes_if_trust_is_typed(lay_sweep, tmp_path: Path):
-    """A word of its own file does not count."""
-    folder = lay_sweep(["trust=true"])
-    os.chown(folder, SOMEBODY, SOMEBODY)
-    assert "belongs to user" in run_cli(tmp_path, "resume=out").stderr
-    os.chown(folder, 0, 0)
-    assert "sweep.json holds trust," in run_cli(tmp_path, "resume=out").stderr
-    shutil.rmtree(folder)
     os.chown(lay_sweep(), SOMEBODY, SOMEBODY)
     done = run_cli(tmp_path, "resume=out", "trust=true")
     assert done.returncode == 0 and "nothing to do" in done.stdout, done.stdout + done.stderr
@@ -187,7 +175,7 @@ def test_what_another_user_wrote_on_the_shared_disk_is_refused(lay_sweep, multir
 
 
 @pytest.mark.parametrize("multirun", [True, False])
-def test_a_relative_path_to_the_shared_disk_is_meant_where_the_sweep_was_started(
+def test_a_relative_shared_disk_is_below_where_a_sweep_started(
     lay_sweep, multirun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """From elsewhere, a report found no results."""
@@ -228,7 +216,7 @@ def listener() -> Iterator[tuple[str, list[str]]]:
 
 @pytest.mark.ci
 @needs_root
-def test_a_report_sends_the_token_to_no_address_of_somebody_elses_folder(
+def test_a_report_sends_no_token_to_addresses_of_others_folders(
     lay_sweep, listener: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     uri, heard = listener
@@ -252,10 +240,134 @@ def test_a_report_sends_the_token_to_no_address_of_somebody_elses_folder(
 
 
 @needs_root
-def test_a_variable_goes_into_no_report_of_somebody_elses_folder(lay_sweep, tmp_path: Path):
+def test_a_variable_goes_into_no_report_of_anothers_folder(lay_sweep, tmp_path: Path):
     folder = lay_sweep()
     config = folder / "0/.hydra/config.yaml"
     config.write_text(config.read_text().replace("ui: null", "ui: http://host/${oc.env:SOME_SECRET}"))
     os.chown(folder, SOMEBODY, SOMEBODY)
     assert report(tmp_path, "sweep=out", "trust=true", SOME_SECRET="hunter2").returncode == 0
     assert "hunter2" not in (folder / "report.html").read_text()
+
+
+PASSWORD = "hunter2"
+TYPED = f"http://me:{PASSWORD}@host:5000"
+NAMES = (
+    "access_token", "client_secret", "auth", "passphrase", "X-Amz-Signature", "user", "pw", "access", "API-Key",
+    "%74oken", "AWSAccessKeyId", "X-Goog-Credential",
+)  # fmt: skip
+ADDRESSES = [
+    TYPED,
+    TYPED.replace(":", "\\:"),
+    f"http://{PASSWORD}@host",
+    f"http://me:pass/{PASSWORD}@host",
+    f"http://u:12/{PASSWORD}@host/",
+    f"http://[me:{PASSWORD}@host",
+    f"http://me:{PASSWORD}@[::1]:5000",
+    f"http://host/?next=http://me:{PASSWORD}@host",
+    f"http://me:{PASSWORD}${{oc.env:X}}@host",
+    "http://me:${oc.env:X}@host",
+    f"https://host/#access_token={PASSWORD}",
+    *(f"http://host:5000/?{name}={PASSWORD}&page=2" for name in NAMES),
+    rf"http\://host\:5000/?token\={PASSWORD}",
+    f"mssql+pyodbc:///?odbc_connect=DRIVER%3DX%3BPWD%3D{PASSWORD}%3B",
+    f"mssql+pyodbc:///?odbc_connect=DRIVER={{ODBC 18}};PWD={PASSWORD};Encrypt=yes",
+]  # fmt: skip
+HARMLESS = (
+    "http://10.0.0.1:5000", "sqlite:////home/me@lab/mlflow.db", "postgresql://host/db?sslmode=require&timeout=30",
+    "hf://datasets/org/name@rev", "http://host:5000/name@rev", "http://[::1]:5000/a@b",
+    "http://host/?author=me&design=1&keywords=1&sigma=1&page_token=2&to=me@there", "[http://a:5000,http://b/x@y]",
+    "'tag(log,interval(1e-4,1e-2))' # a=b", "${oc.env:X}",
+)  # fmt: skip
+
+
+def holding(folder: Path) -> list[str]:
+    """The files that hold the password."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(folder)) for path in files if PASSWORD.encode() in path.read_bytes())
+
+
+def test_an_address_with_credentials_is_refused():
+    """Without repeating them; an address of the user's class is for it to read."""
+    for address in ADDRESSES:
+        with pytest.raises(ConfigError, match=r"^tracking\.uri: .*MLFLOW_TRACKING_PASSWORD.*PGPASSWORD") as caught:
+            check_credentials("tracking.uri", address)
+        assert PASSWORD not in str(caught.value), address
+    with pytest.raises(ConfigError, match=r"^data\.url: .* let the class read it from the environment\. ") as caught:
+        check_credentials("data.url", TYPED)
+    assert "MLFLOW" not in str(caught.value)
+    for address in HARMLESS:
+        check_credentials("tracking.uri", address)
+
+
+@pytest.mark.parametrize("key", ["tracking.uri", "+data.index"])
+def test_credentials_that_come_by_a_variable_are_refused(
+    key: str, compose_trial: Compose, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ADDRESS", TYPED)
+    with pytest.raises(ConfigError, match=f"{key.lstrip('+')}: its address") as caught:
+        compose_trial([f"{key}='${{oc.env:ADDRESS}}'"], 0)
+    assert PASSWORD not in str(caught.value)
+
+
+def test_a_variable_in_a_users_own_key_is_kept_as_typed(
+    compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TOKEN", PASSWORD)
+    word = "+data.token='${oc.env:TOKEN}'"
+    trial = compose_trial(["data._target_=collections.OrderedDict", word], 0)
+    assert trial.values["data.token"] == PASSWORD
+    begin_folder(tmp_path / "out", [trial])
+    write_hydra_folder(trial)
+    add_trial(tmp_path, trial)
+    SweepStart.of([word], True, trial.config).write(tmp_path)
+    assert holding(tmp_path) == []
+    assert stat.S_IMODE((tmp_path / "sweep.json").stat().st_mode) == 0o600
+    assert stat.S_IMODE(trial.folder.stat().st_mode) == 0o700
+    assert changes_of_config(trial.folder, trial.config) == []
+    state = TrialState(trial)
+    assert trial_params(trial.config, {}, 2, state.variables)["data.token"] == "${oc.env:TOKEN}"
+
+
+@pytest.mark.parametrize("program", ["fsdp_lab", "fsdp_lab.forecast", "fsdp_lab.nightly", "fsdp_lab.report"])
+def test_no_program_shows_a_typed_password(tmp_path: Path, program: str):
+    words = (f"tracking.uri=http://bob:{PASSWORD}@127.0.0.1:9/?api_key={PASSWORD}", "sweep=last")
+    done = forked.run(tmp_path, program, *words[: 2 if program == "fsdp_lab.report" else 1])
+    assert done.returncode == 2 and PASSWORD not in done.stdout + done.stderr, done.stdout + done.stderr
+    assert "tracking.uri: its address has a user, a password or a token" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_own_option_with_a_password_is_refused(tmp_path: Path):
+    (tmp_path / "mine/experiment").mkdir(parents=True)
+    (tmp_path / "mine/experiment/theirs.yaml").write_text(f"# @package _global_\ntracking:\n  uri: {TYPED}\n")
+    done = run_cli(tmp_path, "--config-dir=mine", "experiment=theirs")
+    assert done.returncode == 2 and "tracking.uri: its address" in done.stderr, done.stderr
+    assert PASSWORD not in done.stdout + done.stderr
+    assert holding(tmp_path) == ["mine/experiment/theirs.yaml"]
+
+
+@pytest.mark.ci
+def test_a_sweep_with_a_password_leaves_it_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With a real server, which asks for none."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", PASSWORD)
+    with mlflow_server(tmp_path) as (address, _):
+        done = run_cli(folder, "-m", "optimizer.lr=1e-3,1e-2", *without(INLINE, STORE), f"tracking.uri={address}")
+        output = done.stdout + done.stderr
+        assert done.returncode == 0, output
+        trial = SweepFolder(folder / "out").trials[-1]
+        trial.change(outcome=None)
+        done = run_cli(folder, "resume=out")
+        output += done.stdout + done.stderr
+        assert done.returncode == 0 and "finished" in done.stdout, output
+        done = forked.run(folder, "fsdp_lab.report", "sweep=out")
+        output += done.stdout + done.stderr
+        assert done.returncode == 0 and "the report is not in MLflow" not in done.stderr, output
+    assert PASSWORD not in output
+    assert holding(folder / "out") == []
+    assert PASSWORD.encode() not in (tmp_path / "mlflow.db").read_bytes()
+    assert holding(tmp_path / "mlartifacts") == []
+    for path in (folder / "out", trial.path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
