@@ -250,14 +250,14 @@ def test_a_variable_goes_into_no_report_of_anothers_folder(lay_sweep, tmp_path: 
 
 
 PASSWORD = "hunter2"
-TYPED = f"http://me:{PASSWORD}@host:5000"
+SECRET = f"http://me:{PASSWORD}@host:5000"
 NAMES = (
     "access_token", "client_secret", "auth", "passphrase", "X-Amz-Signature", "user", "pw", "access", "API-Key",
     "%74oken", "AWSAccessKeyId", "X-Goog-Credential",
 )  # fmt: skip
 ADDRESSES = [
-    TYPED,
-    TYPED.replace(":", "\\:"),
+    SECRET,
+    SECRET.replace(":", "\\:"),
     f"http://{PASSWORD}@host",
     f"http://me:pass/{PASSWORD}@host",
     f"http://u:12/{PASSWORD}@host/",
@@ -293,7 +293,7 @@ def test_an_address_with_credentials_is_refused():
             check_credentials("tracking.uri", address)
         assert PASSWORD not in str(caught.value), address
     with pytest.raises(ConfigError, match=r"^data\.url: .* let the class read it from the environment\. ") as caught:
-        check_credentials("data.url", TYPED)
+        check_credentials("data.url", SECRET)
     assert "MLFLOW" not in str(caught.value)
     for address in HARMLESS:
         check_credentials("tracking.uri", address)
@@ -303,7 +303,7 @@ def test_an_address_with_credentials_is_refused():
 def test_credentials_that_come_by_a_variable_are_refused(
     key: str, compose_trial: Compose, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("ADDRESS", TYPED)
+    monkeypatch.setenv("ADDRESS", SECRET)
     with pytest.raises(ConfigError, match=f"{key.lstrip('+')}: its address") as caught:
         compose_trial([f"{key}='${{oc.env:ADDRESS}}'"], 0)
     assert PASSWORD not in str(caught.value)
@@ -339,7 +339,7 @@ def test_no_program_shows_a_typed_password(tmp_path: Path, program: str):
 
 def test_an_own_option_with_a_password_is_refused(tmp_path: Path):
     (tmp_path / "mine/experiment").mkdir(parents=True)
-    (tmp_path / "mine/experiment/theirs.yaml").write_text(f"# @package _global_\ntracking:\n  uri: {TYPED}\n")
+    (tmp_path / "mine/experiment/theirs.yaml").write_text(f"# @package _global_\ntracking:\n  uri: {SECRET}\n")
     done = run_cli(tmp_path, "--config-dir=mine", "experiment=theirs")
     assert done.returncode == 2 and "tracking.uri: its address" in done.stderr, done.stderr
     assert PASSWORD not in done.stdout + done.stderr
