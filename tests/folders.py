@@ -69,8 +69,7 @@ class TrialFolder:
     @property
     def earlier_failures(self) -> list[list[dict[str, Any]]]:
         """Those of ranks in each attempt before the last one."""
-        failures: list[list[dict[str, Any]]] = self._record.get("earlier_failures", [])
-        return failures
+        return list(self._record.get("earlier_failures", []))
 
     @property
     def _record(self) -> dict[str, Any]:
@@ -79,12 +78,6 @@ class TrialFolder:
     def change(self, **content: Any) -> None:
         """Write other content into its record, as nothing does; `outcome=None`: it was killed before its end."""
         (self.files / "trial.json").write_text(json.dumps(self._record | content))
-
-    @property
-    def error(self) -> str:
-        """The traceback of a failed trial; "" without one."""
-        path = self.files / "error.txt"
-        return path.read_text() if path.exists() else ""
 
     @property
     def config(self) -> dict[str, Any]:

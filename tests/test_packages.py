@@ -176,3 +176,10 @@ def test_the_gpu_suite_runs_with_pytorch_and_pytest_alone(tmp_path: Path) -> Non
 def test_the_gpu_suite_has_the_options_of_conf() -> None:
     """`python -m tests.gpu.plain_yaml` writes them again."""
     assert json.loads(plain_yaml.FILE.read_text()) == plain_yaml.read_conf()
+
+
+def test_no_test_module_imports_another():
+    """What both need stands in a helper module."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    found = {file.name: [name for name in imports(file.read_text()) if ".test_" in name] for file in files}
+    assert {file: names for file, names in found.items() if names} == {}
