@@ -268,13 +268,16 @@ class Checkpoints:
 
     @contextmanager
     def _saving(self, making: str) -> Iterator[None]:
-        """Raise ordinary errors. When every rank has ended a save that failed, remove what was written."""
+        """Raise ordinary errors, with the room on the disk. When every rank has ended it, remove what was written."""
         try:
             with ordinary_errors(f"saving the checkpoint {making.rpartition('.')[0]}"):
                 yield
         except Exception as error:
-            if self.ranks.is_first and isinstance(error.__cause__, CheckpointException):
-                self.place.discard(making)
+            if isinstance(error.__cause__, CheckpointException):
+                if room := self.place.room():
+                    error.add_note(room)
+                if self.ranks.is_first:
+                    self.place.discard(making)
             raise
 
     def load_best_weights(self, state: TrainState) -> int:

@@ -139,6 +139,12 @@ class Place:
         self._drop_data(each for each in self._data() if each.startswith(f"{name}.") and each != data)
         return f"{self.root}/{name}"
 
+    def room(self) -> str:
+        """Return what its disk still takes, in words; "" for storage. PyTorch's error does not say that it is full."""
+        if not isinstance(self._files, _Disk):
+            return ""
+        return f"the disk of {self.root} has {shutil.disk_usage(self.root).free / 2**20:,.0f} MiB left"
+
     def discard(self, making: str) -> None:
         """Remove what a failed save has written to a disk, which may be full."""
         if isinstance(self._files, _Disk):

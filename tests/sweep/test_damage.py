@@ -177,6 +177,7 @@ def test_a_checkpoint_that_a_full_disk_does_not_take_fails_its_trial(small_disk:
     failed, finished = results(small_disk)
     assert (failed["status"], finished["status"]) == ("failed", "finished"), done.stdout
     assert "saving the checkpoint" in failed["error"] and "step_00000008" in failed["error"]
+    assert re.search(r"the disk of .*/checkpoints has \d MiB left", failed["error"]), failed["error"]
     _, children = runs(small_disk.parent)
     assert [run.info.status for run in children] == ["FAILED", "FINISHED"]
     assert [epoch for epoch, _ in Store(small_disk.parent).history(children[0], "train/loss")] == [1]
