@@ -1,7 +1,8 @@
-"""Which files are whole checkpoints, which are kept, and a kill inside a save."""
+"""Which files are whole checkpoints, in which order they are written and removed, and a kill inside a save."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -114,6 +115,33 @@ def test_a_damaged_one_stays_until_a_newer_one_is_whole(tmp_path: Path) -> None:
         cut(broken.with_suffix(".json"))
     Place(str(tmp_path)).prune(keep_last=1, keep_best=True)
     assert [marker.stem for marker in sorted(tmp_path.glob("*.json"))] == names(2, 3) and data_of(made[2]).exists()
+
+
+def test_older_checkpoints_go_when_the_new_one_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an order in which a power cut at any time leaves one whole checkpoint."""
+    done: list[str] = []
+
+    def note(owner: Any, call: str) -> None:
+        real = getattr(owner, call)
+
+        def noted(what: Any, *target: Any, **options: Any) -> Any:
+            path = Path(os.readlink(f"/proc/self/fd/{what}") if call == "fsync" else what)
+            if path == tmp_path:
+                done.append(f"{call} folder")
+            elif path.parent == tmp_path:
+                done.append(f"{call} {'marker' if '.json' in path.name else 'data'} {path.name.lstrip('.')[12]}")
+            return real(what, *target, **options)
+
+        monkeypatch.setattr(owner, call, noted)
+
+    make(tmp_path, 1)
+    making = unfinished(tmp_path, 2)
+    for owner, call in ((os, "fsync"), (Path, "rename"), (Path, "unlink"), (os, "rmdir")):
+        note(owner, call)
+    Place(str(tmp_path)).publish(str(making), {"history": []})
+    Place(str(tmp_path)).prune(keep_last=1, keep_best=False)
+    written = ["fsync data 2", "fsync marker 2", "rename marker 2", "fsync folder"]
+    assert done == [*written, "unlink marker 1", "rmdir data 1"]
 
 
 # A real SIGKILL inside the second save. Where -> the step of the checkpoint that the next start has to find.
