@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from fsdp_lab.config import SweepConfig, conf_dir, from_dict, to_dict, with_custom
+from fsdp_lab.config import SweepConfig, conf_dir, from_dict, part, to_dict, with_custom
 from fsdp_lab.config.checks import check_keys
 from fsdp_lab.config.compose import register_schema, typed_config
 from fsdp_lab.config.conf import group_dirs
 from fsdp_lab.sweep.grid import all_overrides
+from fsdp_lab.training.__main__ import read_config
 from tests.conftest import FASHION_MNIST, ROOT
 from tests.ranks import Memo, run_ranks
 from tests.workloads.hf.cases import WORDS as HF
@@ -83,6 +85,16 @@ def test_every_option_composes_and_passes_the_checks(configs: dict[str, SweepCon
     assert {option.partition("=")[0] for option in OPTIONS} == {folder.name for folder in group_dirs()}
     for config in configs.values():
         check_keys(config, 2)
+
+
+def test_torchrun_reads_what_hydra_composes(configs: dict[str, SweepConfig], tmp_path: Path) -> None:
+    """An option by its word; a preset, which torchrun does not know, by the file of a trial's configuration."""
+    file = tmp_path / "config.yaml"
+    for option, config in configs.items():
+        is_preset = option.startswith("experiment=")
+        file.write_text(yaml.safe_dump(to_dict(config)))
+        read = read_config(file, []) if is_preset else read_config(None, words_of(option))
+        assert part(read, SweepConfig) == config, option
 
 
 def train_each(cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
