@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_lab.config import UserError
-from fsdp_lab.training import speed
+from fsdp_lab.training import loop, speed
 from fsdp_lab.training.checkpoint import Checkpoints
 from fsdp_lab.training.data import load_data
 from fsdp_lab.training.distributed import setup_distributed
@@ -151,6 +151,18 @@ def test_the_type_of_a_loss_is_recorded_where_it_rounds() -> None:
     for losses, reported in trained:
         assert reported[0]["train/first_loss"] == losses[0]
         assert reported[0].get("train/early_loss") == (pytest.approx(fmean(losses[1:3])) if losses[1:] else None)
+
+
+def test_ranks_may_have_other_metrics_and_none_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`a` is of the other rank alone, `b` of this one alone; of `empty` nothing counts. Each is a sum and a count."""
+    mine, theirs = {"loss": (1, 1), "b": (4, 1), "empty": (0, 0)}, {"a": (6, 2), "loss": (3, 1)}
+    task = SimpleNamespace(forward=lambda model, batch: batch, metrics=lambda outputs, batch: mine)
+    state = SimpleNamespace(model=nn.Identity(), step=1)
+    added = torch.tensor([theirs.get(name, (0, 0)) for name in ("a", "b", "empty", "loss")])
+    dims = SimpleNamespace(sum=lambda totals: totals + added)
+    monkeypatch.setattr(loop, "gather", lambda names: [names, [*theirs]])
+    reported = loop.evaluate(state, task, [torch.zeros(1)], config(), torch.device("cpu"), dims)
+    assert reported == {"val/a": 3.0, "val/b": 4.0, "val/loss": 2.0}
 
 
 def test_perplexity_and_bits_per_byte() -> None:
