@@ -18,7 +18,7 @@ from fsdp_lab.forecast.answer import answers
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.scaling import Series, series_of
-from fsdp_lab.forecast.sentences import sentences
+from fsdp_lab.forecast.sentences import room_remedies, sentences
 from fsdp_lab.forecast.speed.device import Basis
 from fsdp_lab.forecast.speed.predict import Network, Speed
 from fsdp_lab.forecast.table import MOST_ROWS, Row, best_rows, forecast_table, in_order, write_csv
@@ -163,6 +163,20 @@ def said(rows: Sequence[Row], swept: Sequence[str], name: str = "") -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_forecasts_answer_as_they_did(name: str):
     assert said(*CASES[name], name) + "\n" == (FOLDER / f"{name}.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("swept", "words", "expected"),
+    [
+        ([], [], ROOM),
+        (["activation_checkpointing"], [], ROOM[1:]),
+        (["training.global_batch_size"], [], ROOM[:1]),
+        ([], ["activation_checkpointing=full", "training.global_batch_size=8"], []),
+    ],
+)
+def test_what_makes_room_is_what_was_not_varied(swept: list[str], words: list[str], expected: list[str]):
+    """On eight workers, none of which can have less than one sample."""
+    assert room_remedies([Request(config(*words), 8, True, None)], swept) == expected
 
 
 def test_each_golden_file_has_its_case():
