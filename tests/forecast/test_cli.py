@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from fsdp_lab.config import ConfigError
 from fsdp_lab.forecast import run
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.pool import NoAnswerError, Pool, _Child
-from fsdp_lab.forecast.run import Background, Request, forecast_all
+from fsdp_lab.forecast.run import Background, Forecaster, Request, forecast_all
 from fsdp_lab.forecast.words import no_forecast_text
 from fsdp_lab.training.__main__ import read_config
 from tests.forecast.command import answer, answered_here, forecast_here
@@ -198,6 +199,28 @@ def test_a_thread_that_fails_is_reported_for_each(monkeypatch: pytest.MonkeyPatc
     with Background([Request.of(config(), 2)] * 2) as forecasts:
         result = forecasts.result()
     assert [no_forecast_text(forecast.error) for forecast in result] == ["OSError: no more processes"] * 2
+
+
+@pytest.mark.ci
+def test_a_search_loses_a_forecast_with_its_process_and_no_other():
+    """What nobody waits for any more is not made, for a search and for a grid."""
+    small, heavy = (Request.of(config(f"model={model}"), 2) for model in ("mlp", "vit_l_16"))
+    peaks = forecast_profile(small.config, 2, cuda=False).peaks
+    with Forecaster() as forecaster:
+        assert forecaster.result(forecaster.submit(small), small).peaks == peaks
+        lost, after = forecaster.submit(heavy), forecaster.submit(small)
+        (process,) = called("pool import serve")
+        process.kill()
+        error = forecaster.result(lost, heavy).error
+        assert error and error.code == "lost" and "its process was killed" in str(no_forecast_text(error))
+        assert forecaster.result(after, small).peaks == peaks
+        unwanted = forecaster.submit(heavy)
+    with Background([replace(heavy, num_workers=workers) for workers in (2, 4, 8)]) as forecasts:
+        while not called("pool import serve"):
+            time.sleep(0.05)
+    assert called("pool import serve") == []
+    for error in (forecaster.result(unwanted, heavy).error, forecasts.result()[-1].error):
+        assert error and "not made" in str(no_forecast_text(error))
 
 
 LIMIT_S = 60.0
