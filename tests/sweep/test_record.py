@@ -127,14 +127,25 @@ def test_the_command_line_of_a_resume(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_resume_is_typed_where_the_sweep_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "a place").mkdir()
-    monkeypatch.chdir(tmp_path / "a place")
-    SweepStart.of(["sharding=root"], False, SweepConfig()).write(tmp_path)
-    monkeypatch.chdir(tmp_path)
+    """But another user's, whose modules Python would import there, and one of a job, whose folder Ray deletes."""
+
+    def start_in(place: Path) -> None:
+        place.mkdir(parents=True)
+        monkeypatch.chdir(place)
+        SweepStart.of(["sharding=root"], False, SweepConfig()).write(tmp_path)
+        monkeypatch.chdir(tmp_path)
+
+    words = [f"resume={tmp_path}"]
+    start_in(tmp_path / "runtime_resources/working_dir_files/_ray_pkg_1")
+    assert "sharding=root" in resume_arguments(words)
+    start_in(tmp_path / "a place")
     with pytest.raises(UserError, match=f"was started in {tmp_path}/a place, .*cd '{tmp_path}/a place'"):
-        resume_arguments([f"resume={tmp_path}"])
+        resume_arguments(words)
+    with monkeypatch.context() as theirs:
+        theirs.setattr(changes, "find_trusted", lambda *_: (tmp_path, False))
+        assert "sharding=root" in resume_arguments(words)
     (tmp_path / "a place").rmdir()
-    assert "sharding=root" in resume_arguments([f"resume={tmp_path}"])
+    assert "sharding=root" in resume_arguments(words)
 
 
 def test_changed_code_is_named(monkeypatch: pytest.MonkeyPatch):
