@@ -25,11 +25,15 @@ from fsdp_lab.record.trial import with_forecast
 from fsdp_lab.record.trial_files import clear_attempt, wait_until_alone
 from fsdp_lab.record.trial_json import Outcome, RankFailure, changing, read_trial, set_aside_failures, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial, read_trials
+from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store import resume as changes
 from fsdp_lab.sweep.store.checkpoints import drop_checkpoints
 from fsdp_lab.sweep.store.find import remember_last
 from fsdp_lab.sweep.store.resume import changes_of_code, changes_of_config, changes_of_workers, resume_arguments
+from fsdp_lab.sweep.sweep_data import sweep_of
 from tests.report.sweeps import sweep
+from tests.sweep.planted import sweep_of as planned_sweep
+from tests.sweep.planted import trial_by_hand
 
 WORDS = (["sharding=root"], ["sharding=ddp", "optimizer.lr=0.1"], ["sharding=per_block"])
 
@@ -203,6 +207,14 @@ def test_a_frame_has_a_row_a_trial_with_typed_columns():
     assert frame.loc[3, MEMORY] == 50 * MIB and frame.loc[3, SPEED] == 1980.0
     assert pd.isna(frame.loc[4, SPEED]) and frame.loc[4, "status"] == TrialStatus.oom
     assert frame[[MEMORY, SPEED, "seconds"]].dtypes.unique().tolist() == [float]
+
+
+def test_the_workers_of_a_report_are_those_that_trained():
+    states = [TrialState(trial_by_hand([])) for _ in range(3)]
+    planned = planned_sweep(states)
+    assert "workers" not in dict(sweep_of(planned, lambda number: "").about), "none has started"
+    states[1].facts, states[2].facts = {"world_size": 8}, {"world_size": 4}
+    assert dict(sweep_of(planned, lambda number: "").about)["workers"] == "4, 8"
 
 
 def test_the_errors_of_a_forecast_stand_beside_it():
