@@ -19,7 +19,7 @@ from fsdp_lab.config import SweepConfig, default_num_workers, workers_of
 from fsdp_lab.config.compose import cell_trial
 from fsdp_lab.config.machine import RunningCluster, ask_clusters
 from fsdp_lab.sweep.command import axes_notes
-from fsdp_lab.sweep.grid import enumerate_grid, repeat_axis, unescaped
+from fsdp_lab.sweep.grid import enumerate_grid, repeat_axis, swept_keys, unescaped
 from fsdp_lab.sweep.plan import Plan, plan_sweep
 from tests.conftest import run_cli
 
@@ -130,6 +130,11 @@ DEFAULTS = {"sharding": "ddp,root", "offload": "none,cpu"}
 def test_default_axes_are_swept_until_they_are_named(parser, defaults, arguments, expected):
     grid = enumerate_grid(parser, defaults, arguments)
     assert sorted(map(sorted, grid)) == sorted(map(sorted, expected))
+
+
+def test_swept_keys_are_those_that_differ_in_the_order_typed():
+    assert swept_keys(cells("sharding=root", "precision=fp32,bf16", "+a.b=1,2")) == ["precision", "a.b"]
+    assert swept_keys([["sharding=root"]]) == swept_keys([]) == []
 
 
 def test_a_number_of_repeats_is_an_axis_and_runs_may_be_named(parser: OverridesParser):
