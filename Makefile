@@ -22,16 +22,18 @@ ci:                         ## what CI runs: make test, lint, docs, kills, damag
 	.ci/run
 
 # The last part of `make ci`.
-test-ci: $(VENV)/.docs $(VENV)/.float8
+test-ci: $(VENV)/.docs $(VENV)/float8
 	$(PYTEST) -m "ci and not (full or cluster or ui or gpu)" $(ARGS)
+	$(FLOAT8) $(ARGS)
 
 # Clusters share ports and network namespaces, so these tests run one after another. They wait more than they compute.
 test-cluster: $(VENV)/.cluster
 	$(PY) -m pytest tests/cluster -m "cluster and not full" $(ARGS)
 
-test-all: $(VENV)/.docs $(VENV)/.float8 $(VENV)/.cluster $(VENV)/.browser ## all tests, full grids, planted faults, other versions, the browser, speeds: every night
+test-all: $(VENV)/.docs $(VENV)/float8 $(VENV)/.cluster $(VENV)/.browser ## all tests, full grids, planted faults, other versions, the browser, speeds: every night
 	@failed=0; \
 	$(PYTEST) -m "not (cluster or ui)" $(ARGS) || failed=1; \
+	$(FLOAT8) $(ARGS) || failed=1; \
 	$(PY) -m pytest tests/cluster -m cluster $(ARGS) || failed=1; \
 	FSDP_LAB_UI=1 $(PY) -m pytest -m ui $(ARGS) || failed=1; \
 	$(PY) -m tests.faults || failed=1; \
@@ -84,9 +86,10 @@ $(VENV)/.docs: $(VENV)/.installed
 	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,docs]"
 	@touch $@
 
-$(VENV)/.float8: $(VENV)/.installed
-	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,float8]"
-	@touch $@
+# torchao stands beside what is installed: where it is found, transformers imports it, and it prints warnings.
+FLOAT8 = PYTHONPATH=$(VENV)/float8 $(PY) -m pytest tests/training/test_precision.py -m ci
+$(VENV)/float8: $(VENV)/.installed
+	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --no-deps --target $@ torchao
 
 UI = http://127.0.0.1:$(or $(PORT),5000)/\#/experiments?workflowType=machine_learning
 ui: $(VENV)/.installed      ## serves the runs of the local store in MLflow, http://127.0.0.1:5000

@@ -94,6 +94,7 @@ class Net(nn.Module):
 
 @pytest.mark.ci
 def test_linear_layers_of_blocks_with_sizes_of_a_gpu_are_float8() -> None:
+    pytest.importorskip("torchao", reason="make test-ci has it")
     with torch.device("meta"):
         model = Net()
     before = dict(model.named_parameters())
@@ -108,6 +109,7 @@ def test_linear_layers_of_blocks_with_sizes_of_a_gpu_are_float8() -> None:
 
 @pytest.mark.ci
 def test_where_nothing_can_be_float8_it_is_refused() -> None:
+    pytest.importorskip("torchao", reason="make test-ci has it")
     with pytest.raises(UserError, match=r"precision=float8 needs a GPU .*a CPU; use precision=bf16_mixed"):
         apply_float8(Net(), (Block,), CPU)
     with pytest.raises(UserError, match="precision=float8 has nothing to convert"):
@@ -124,6 +126,7 @@ def kept(layer: nn.Module, *shape: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.ci
 def test_a_forecasts_float8_layer_keeps_what_torchaos_keeps() -> None:
+    pytest.importorskip("torchao", reason="make test-ci has it")
     torchaos, ours = Net(), Net()
     apply_float8(torchaos, (Block,), CPU, emulate=True)
     apply_fake_float8(ours, (Block,), CPU)
@@ -146,6 +149,7 @@ def losses_on_gpu(words: list[str], folder: str) -> list[float]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("more", [["sharding=ddp"], ["sharding=per_block"], ["sharding=root", "compile=true"]], ids=str)
 def test_a_gpu_learns_in_float8_what_float32_learns(more: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="make test-ci has it")
     words = ["optimizer=sgd", "optimizer.lr=0.1"]
     (losses,) = run_ranks(1, losses_on_gpu, [*words, "precision=float8", *more], str(tmp_path))
     plain = train_unsharded(config(*words)).losses
