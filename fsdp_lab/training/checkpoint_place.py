@@ -8,6 +8,7 @@ remove one, it is removed first. Only DCP itself, while reading, notices bytes t
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import uuid
@@ -147,8 +148,9 @@ class Place:
 
     def discard(self, making: str) -> None:
         """Remove what a failed save has written to a disk, which may be full."""
-        if isinstance(self._files, _Disk):
-            self._drop_data([making.rpartition("/")[2]])
+        with suppress(OSError):  # the error of the save is what counts
+            if isinstance(self._files, _Disk):
+                self._drop_data([making.rpartition("/")[2]])
 
     def prune(self, keep_last: int, keep_best: bool) -> None:
         """Keep the last `keep_last` whole checkpoints and, with `keep_best`, the best one.
@@ -209,10 +211,13 @@ class _Disk:
     def files(self, below: str = "") -> dict[str, Stamp]:
         """Return the files and folders of checkpoints, with their sizes."""
         found = {}
-        for pattern in [f"{below}/*"] if below else ["step_*", "step_*/*"]:
-            for file in self._folder.glob(pattern):
-                with suppress(FileNotFoundError):  # a trial that runs has replaced it since
-                    found[str(file.relative_to(self._folder))] = (file.stat().st_size, "")
+        with suppress(FileNotFoundError, NotADirectoryError):  # a trial that runs has replaced it since
+            for file in os.scandir(self._folder / below):
+                name = f"{below}/{file.name}" if below else file.name
+                if below or file.name.startswith("step_"):
+                    with suppress(FileNotFoundError):
+                        found[name] = (file.stat().st_size, "")
+                        found |= {} if below else self.files(name)
         return found
 
     def read(self, name: str) -> bytes:
