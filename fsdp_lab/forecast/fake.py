@@ -65,7 +65,8 @@ def _all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             tensor = tensor.clone()
     future = torch.futures.Future[list[Tensor]]()
     future.set_result([tensor])
-    return SimpleNamespace(wait=lambda: True, get_future=lambda: future)  # no cycle: the tensor is freed at once
+    # no cycle: the tensor is freed at once
+    return SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True, get_future=lambda: future)
 
 
 # These kernels compute each element in the tensor that becomes the mean or the sum of all and keeps that storage,
