@@ -66,7 +66,6 @@ ANOTHER = f"{CHECKPOINT}::test_another_run_gives_its_weights_and_optimizer_state
 KEPT = "training/test_model_state.py::test_it_is_resumed_and_exported_as_plain_pytorch_has_it"
 BATCHES = "workloads/test_user_batches.py::test_it_is_copied_in_its_class_and_its_values_count_in_the_digest"
 SYNCED = "sweep/test_kills.py::test_what_a_resume_needs_is_on_the_disk_before_its_name"
-FATES = "sweep/test_fates.py"
 TRACKING = "tracking/test_tracking.py"
 TRIAL_JSON = "sweep/test_record.py::test_the_first_of_two_outcomes_counts_and_nothing_is_lost"
 GATE = "nightly/test_gate.py"
@@ -242,6 +241,15 @@ FAULTS = (
     Fault("modules are gone through in each forward pass", "fsdp_lab/training/unit_hooks.py",
           "            self._looks -= 1\n", "",
           "training/test_refused_models.py::test_what_a_unit_keeps_is_looked_for_in_two_passes"),
+    Fault("what FSDP2 cannot shard is found by FSDP2", "fsdp_lab/training/parallelize.py",
+          "    check_parameters(model, groups, config)\n", "",
+          "training/test_refused_models.py::test_what_fsdp2_would_lose_is_refused_by_name"),
+    Fault("what DDP cannot train is found by DDP", "fsdp_lab/training/parallelize.py",
+          "        check_parameters(model, [], config)\n", "",
+          "training/test_refused_models.py::test_what_fsdp2_would_lose_is_refused_by_name"),
+    Fault("an exported file runs code that it holds", "fsdp_lab/training/export.py",
+          "torch.load(path, weights_only=True", "torch.load(path, weights_only=False",
+          "training/test_model_state.py::test_an_exported_file_runs_no_code_that_it_holds"),
     Fault("parameters of two types are found by FSDP2", "fsdp_lab/training/shardable.py",
           "if first.dtype is not second.dtype:", "if False:",
           "training/test_refused_models.py::test_what_cannot_be_sharded_is_refused_by_its_name"),

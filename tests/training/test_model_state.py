@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,24 @@ def test_the_weights_of_the_best_epoch_are_exported(trained: Trained, best: str)
     assert one.best.keys() == one.there.keys()
     assert all(torch.equal(one.best[key], one.there[key]) for key in one.there)
     assert not all(torch.equal(one.best[key], one.last[key]) for key in one.last)
+
+
+class Pickled:
+    """What makes a folder where it is read as a pickle."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = str(made)
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+        return os.mkdir, (self.made,)
+
+
+def test_an_exported_file_runs_no_code_that_it_holds(tmp_path: Path) -> None:
+    path, made = tmp_path / "model.pt", tmp_path / "made"
+    torch.save({"format": 1, "state_dict": Pickled(made)}, path)
+    with pytest.raises(UserError, match="only tensors and plain values"):
+        load_exported(path)
+    assert not made.exists()
 
 
 def test_other_files_are_reported(tmp_path: Path) -> None:

@@ -83,6 +83,9 @@ LOST = {
     f"collects {ALWAYS}": r"blocks\.0 changes a list that it gets, of which FSDP2 hands it a copy.*sharding=root",
     f"ReturnsWeight task.loss={HERE}.loss_of_weight {ALWAYS}": r"ReturnsWeight returns a view of .* first\.weight",
     f"methods {ALWAYS} model.forward_methods=[encod]": r"model\.forward_methods=\[encod\]: no module",
+    # what cannot be sharded, by a step of the trial
+    f"scalar {BLOCK}": r"blocks\.0\.inner\.scale is a scalar",
+    "complex_filters sharding=ddp precision=grad_bf16": r"filter is complex64",
 }
 # What tensors without values do not show.
 LOST_IN_TRAINING = {
