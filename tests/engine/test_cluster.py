@@ -108,7 +108,8 @@ def test_a_port_behind_which_is_no_ray_is_named_at_once(
     monkeypatch: pytest.MonkeyPatch, says: bytes | None, problem: str, by_variable: bool
 ):
     """Ray itself tries for 330 s."""
-    monkeypatch.setattr("fsdp_lab.engine.cluster._PROBE_TIMEOUT_S", 0.2)
+    if says is None:
+        monkeypatch.setattr("fsdp_lab.engine.cluster._PROBE_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address, taken = f"127.0.0.1:{server.getsockname()[1]}", list[socket.socket]()
 

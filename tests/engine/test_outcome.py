@@ -198,9 +198,9 @@ def waits_here():
 
 sys.stderr = None  # as code of a user's may do
 progress, stacks = Path("progress.json").open("w"), stacks_file(Path.cwd(), 0).open("w")
-reporter = RankReporter(print, progress, stacks, 0.5)
+reporter = RankReporter(print, progress, stacks, 2.0)
 for step in range(1, 8):
-    time.sleep(0.1)
+    time.sleep(0.5)
     reporter.step(step)
 thread = threading.Thread(target=train_rank)
 thread.start()
@@ -216,9 +216,9 @@ def test_a_step_beyond_its_limit_ends_and_names_its_line(tmp_path: Path):
     assert done.returncode == 1 and read_progress(tmp_path)["step"] == 7
     with changing(tmp_path) as trial:
         trial.failures.append(RankFailure(Reason.of(Code.error, rank=1, error="DistNetworkError", text="0 bytes")))
-    note_deaths(tmp_path, {0: RayActorError()}, 0.5)
+    note_deaths(tmp_path, {0: RayActorError()}, 2.0)
     text = reason_text(cause_in(tmp_path).reason)
-    assert text.startswith("no progress for trial_timeout_s=0.5 s since step 7 began; it was ended; rank 0 is at ")
+    assert text.startswith("no progress for trial_timeout_s=2 s since step 7 began; it was ended; rank 0 is at ")
     assert f"{tmp_path}/hangs.py:11 in waits_here; its stack is in {tmp_path}/logs/stuck.rank0.txt" in text
 
 
