@@ -248,7 +248,7 @@ FAULTS = (
           "        check_parameters(model, [], config)\n", "",
           "training/test_refused_models.py::test_what_fsdp2_would_lose_is_refused_by_name"),
     Fault("an exported file runs code that it holds", "fsdp_lab/training/export.py",
-          "torch.load(path, weights_only=True", "torch.load(path, weights_only=False",
+          "content = torch.load(path, weights_only=True", "content = torch.load(path, weights_only=False",
           "training/test_model_state.py::test_an_exported_file_runs_no_code_that_it_holds"),
     Fault("parameters of two types are found by FSDP2", "fsdp_lab/training/shardable.py",
           "if first.dtype is not second.dtype:", "if False:",

@@ -200,7 +200,7 @@ sys.stderr = None  # as code of a user's may do
 progress, stacks = Path("progress.json").open("w"), stacks_file(Path.cwd(), 0).open("w")
 reporter = RankReporter(print, progress, stacks, 2.0)
 for step in range(1, 8):
-    time.sleep(0.5)
+    time.sleep(0.35)
     reporter.step(step)
 thread = threading.Thread(target=train_rank)
 thread.start()
