@@ -198,7 +198,9 @@ def run(
         _own.cache_clear()  # an answer that is still to come would be read as the next one's
         raise
     if done.code == -signal.SIGALRM:
-        raise subprocess.TimeoutExpired(words, seconds, done.out, done.err)
+        late = subprocess.TimeoutExpired(words, seconds, done.out, done.err)
+        late.add_note(f"{done.out[-3000:]}\n{done.err[-3000:]}")  # pytest shows it
+        raise late
     return subprocess.CompletedProcess(words, done.code, done.out, done.err)
 
 
