@@ -220,6 +220,9 @@ class TuneCallback(TrialProgressCallback):
         self._catalog.taken.pop(trial.trial_id, None)
         if self._sweep.trials[number].status is TrialStatus.starting:
             self._log(number, ": its own process ended before it began; it starts in a new one")
+            for other, state in enumerate(self._sweep.trials):  # it was one's that ended and may hold its places still
+                if state.ended:
+                    resources.release_placement_group(self._sweep.folder_of(other))
             put_back(self._sweep, number, self._deaths)
             return
         folder = self._sweep.folder_of(number)
