@@ -210,8 +210,10 @@ FAULTS = (
           'arguments = {**instantiate(config.optimizer.arguments, "optimizer"), "lr": lr}', 'arguments = {"lr": lr}',
           "training/test_optimizer.py::test_an_own_class_gets_the_parameters_and_its_arguments"),
     Fault("the state of an own optimizer is lost in a resume", "fsdp_lab/training/checkpoint.py",
-          "        set_optimizer_state_dict(",
-          '        if type(self.optimizer).__module__.startswith("torch."):\n            set_optimizer_state_dict(',
+          'self.optimizer, state["optimizer"], options=options)\n',
+          'self.optimizer, state["optimizer"], options=options)\n'
+          '        if not type(self.optimizer).__module__.startswith("torch."):\n'
+          "            self.optimizer.state.clear()\n",
           f"{CHECKPOINT}::test_stopped_and_resumed_is_uninterrupted"),
     Fault("steps wait for batches, and no figure says so", "fsdp_lab/training/loop.py",
           "        with timer.waiting():\n            step = ", "        if True:\n            step = ",

@@ -19,7 +19,7 @@ from tests.training.reference import apart, batches, build_optimizer, digits, fi
 
 COSINE = ("lr_schedule=cosine", "lr_schedule.warmup_steps=2")
 # The first step overflows, and the scale then grows after every second good one.
-SCALER = ("precision=fp16", "precision.init_scale=1e7", "precision.growth_interval=2")
+SCALER = ("precision=fp16", "precision.init_scale=4e5", "precision.growth_interval=2")
 ADAM = [SYNC, "optimizer.lr=0.01", "training.timing_warmup_steps=0"]
 SAME_RANKS: dict[str, list[str]] = {
     "adam": ADAM,
@@ -110,8 +110,8 @@ def test_stopped_and_resumed_is_uninterrupted(runs: Runs, same: str) -> None:
     assert [e["epoch"] for e in resumed.epochs] == [1, 2, 3]  # the first one is told again
     for key in ("train/loss", "val/loss", "val/accuracy", "train/lr", "train/loss_scale", "train/skipped_steps"):
         assert [e.get(key) for e in resumed.epochs] == [e.get(key) for e in whole_run.epochs], key
-    if same == "own_lion_fp16_cosine":  # it is worth something: steps were skipped before the stop, and the scale grew
-        assert whole_run.epochs[0]["train/skipped_steps"] > 0
+    if same == "own_lion_fp16_cosine":  # before the stop one step was skipped, and one made the optimizer's state
+        assert whole_run.epochs[0]["train/skipped_steps"] == 1
         assert len({e["train/loss_scale"] for e in whole_run.epochs}) > 1
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -218,25 +218,20 @@ def test_every_sharding_and_init_starts_from_the_same_bits() -> None:
         assert built_second == (0 if "init=rank0" in case else len(expected)), case
 
 
-class Seen(Blueprint):
-    """Notes the devices on which its values are computed."""
-
-    devices: ClassVar[list[torch.device]] = []
-
-    def values(self, device: torch.device | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        self.devices.append(device or torch.device("cpu"))
-        return super().values(*filter(None, [device]))
-
-
 def test_with_init_device_the_constructor_computes_where_the_model_does() -> None:
-    """`meta` stands for a GPU."""
-    gpu, Seen.devices[:] = torch.device("meta"), []
+    """`meta` stands for a GPU. The first call, which gives no values, is on the host."""
+    gpu, seen = torch.device("meta"), dict[str, list[str]]()
     for init in INITS:
-        trial = config(f"init={init}", "sharding=ddp")
+        devices = seen[init] = list[str]()
+
+        def constructor(devices: list[str] = devices) -> torch.nn.Module:
+            devices.append(torch.empty(0).device.type)
+            return torch.nn.Linear(4, 3)
+
         with fake_world(2, gpu):
-            blueprint = Seen(lambda: torch.nn.Linear(4, 3), seed=0)
-            init_weights(blueprint.model, blueprint, trial, gpu)
-    assert Seen.devices == [torch.device("cpu"), torch.device("cpu"), gpu]
+            blueprint = Blueprint(constructor, seed=0)
+            init_weights(blueprint.model, blueprint, config(f"init={init}", "sharding=ddp"), gpu)
+    assert seen == {"rank0": ["cpu", "cpu"], "meta": ["cpu", "cpu"], "device": ["cpu", "meta"]}
 
 
 def dims_of(world_size: int) -> list[ParallelDims]:
