@@ -405,6 +405,9 @@ FAULTS = (
           "            resources.release_placement_group(self._sweep.folder_of(number))\n"
           "            self._sweep.write_stop(number, result)",
           "sweep/test_runner.py::test_a_stop_is_written_before_the_workers_of_the_trial_go"),
+    Fault("a trial that has ended keeps its cores", "fsdp_lab/sweep/executors/tuner.py",
+          "                if state.ended:\n", "                if False:\n",
+          "sweep/test_runner.py::test_a_process_that_cannot_be_used_again_holds_no_places"),
     Fault("trials that a memory kill ended begin from nothing", "fsdp_lab/sweep/executors/tuner.py",
           "        state.resuming = True\n", "",
           "sweep/test_runner.py::test_trials_that_a_memory_kill_ended_resume_with_new_epochs"),

@@ -365,6 +365,24 @@ def test_a_stop_is_written_before_the_workers_of_the_trial_go(
     assert freed == [folder] and state.reason is None and [epoch["epoch"] for epoch in hears.epochs] == [1, 2]
 
 
+def test_a_process_that_cannot_be_used_again_holds_no_places(
+    compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """That of trial 0, which has finished, was to run trial 1; Ray keeps the places of a dead actor."""
+    freed: list[Path] = []
+    monkeypatch.setattr("fsdp_lab.engine.resources.release_placement_group", freed.append)
+    sweep = plan_of(compose_trial, tmp_path, [[f"training.seed={seed}"] for seed in range(3)], (), ["training.seed"])
+    callback = TuneCallback(sweep, cast("ResourceCatalog", SimpleNamespace(taken={})), Counter())
+    for _ in range(2):
+        sweep.prepare(sweep.next() or 0)
+    sweep.begin(0)
+    write_outcome(sweep.folder_of(0), Outcome(TrialStatus.finished))
+    callback.on_trial_complete(0, [], SimpleNamespace(config={"number": 0}, trial_id="zero"))
+    callback.on_trial_complete(0, [], SimpleNamespace(config={"number": 1}, trial_id="one"))
+    assert freed == [sweep.folder_of(0)]
+    assert [state.status.name for state in sweep.trials] == ["finished", "waiting", "waiting"]
+
+
 def test_trials_that_a_memory_kill_ended_resume_with_new_epochs(
     compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
