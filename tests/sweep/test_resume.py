@@ -31,10 +31,6 @@ def forget(folder: Path, number: int) -> None:
     SweepFolder(folder / "out").trials[number].change(outcome=None)
 
 
-def run_ids(folder: Path) -> list[str]:
-    return [row["run_id"] for row in SweepFolder(folder / "out").rows]
-
-
 def begun(done: subprocess.CompletedProcess[str]) -> list[int]:
     """The trials that a command started."""
     return [n for n in range(9) if f"trial {n} starts" in done.stdout]
@@ -43,22 +39,23 @@ def begun(done: subprocess.CompletedProcess[str]) -> list[int]:
 @pytest.mark.documents("python -m fsdp_lab resume=last")
 def test_nothing_left_says_so_and_trains_nothing(folder: Path):
     """It changes no duration in MLflow and no model."""
-    models = [folder / "out" / str(number) / "model.pt" for number in range(trained.COUNT)]
 
-    def runs() -> list[tuple[str, int, int, str]]:
+    def left() -> list[object]:
         store = Store(folder)
         infos = [run.info for run in (*store.parents, *store.trials)]
-        return [(info.run_name, info.start_time, info.end_time, info.status) for info in infos]
+        ends = [(info.run_name, info.start_time, info.end_time, info.status) for info in infos]
+        return [*ends, *(path.stat().st_mtime_ns for path in sorted(folder.glob("out/*/model.pt")))]
 
-    before, ended = [path.stat().st_mtime_ns for path in models], runs()
+    before = left()
     done = run_cli(folder, "resume=last")
     assert done.returncode == 0, output_of(done)
     assert "nothing to do: all 4 trials have a result" in done.stdout and begun(done) == []
-    assert runs() == ended and before == [path.stat().st_mtime_ns for path in models]
+    assert left() == before and len(before) == 1 + 2 * trained.COUNT
 
 
 def test_exactly_what_has_no_result_goes_on_into_the_same_runs(folder: Path):
-    before, store = run_ids(folder), Store(folder)
+    sweep, store = SweepFolder(folder / "out"), Store(folder)
+    before = [row["run_id"] for row in sweep.rows]
     losses = [store.history(run, "train/loss") for run in store.trials]
     forget(folder, 1)
     file = folder / "out" / "1" / "metrics.jsonl"
@@ -68,12 +65,11 @@ def test_exactly_what_has_no_result_goes_on_into_the_same_runs(folder: Path):
     file.write_text(f'{json.dumps(first)}\n{json.dumps(last)}\n{{"epoch": 3, "train')
     done = run_cli(folder, "resume=out")
     assert done.returncode == 0, output_of(done)
-    assert begun(done) == [1] and run_ids(folder) == before
-    row = SweepFolder(folder / "out").rows[1]
-    assert float(row["perf/samples_per_s"]) == first["perf/samples_per_s"], "the latest there is"
+    assert begun(done) == [1] and [row["run_id"] for row in sweep.rows] == before
+    assert float(sweep.rows[1]["perf/samples_per_s"]) == first["perf/samples_per_s"], "the latest there is"
     assert [run.info.status for run in store.trials] == ["FINISHED"] * trained.COUNT
     assert [store.history(run, "train/loss") for run in store.trials] == losses, "each epoch once, as it was"
-    trial = SweepFolder(folder / "out").trials[1]
+    trial = sweep.trials[1]
     assert [epoch["epoch"] for epoch in trial.epochs] == [1, 2], "the file has each once, too"
     assert "out/1/checkpoints/step_" in trial.facts["resumed_from"]
 
@@ -99,7 +95,6 @@ def test_a_failed_trial_has_a_result_until_another_try_is_typed(folder: Path):
     SweepFolder(folder / "out").trials[0].change(outcome={"status": "failed", "reason": reason})
     done = run_cli(folder, "resume=out")
     assert done.returncode == 1 and " failed; add resume_failed=true to train again" in done.stdout
-    assert "resume_failed=true" in done.stdout
     done = run_cli(folder, "resume=out", "resume_failed=true")
     assert done.returncode == 0 and "trial 0 finished" in done.stdout, output_of(done)
 
@@ -114,11 +109,9 @@ def test_sigterm_prints_the_command_that_goes_on(tmp_path: Path):
     assert process.returncode == 130, stdout + stderr
     assert "Traceback" not in stdout + stderr
     assert stdout.count("to resume: python -m fsdp_lab resume=out\n") == 2, "at once, and last"
-    assert "compare: python -m mlflow ui --backend-store-uri sqlite:///mlflow.db" in stdout.splitlines()
     assert SweepFolder(tmp_path / "out").statuses == ["interrupted", "waiting", "waiting"]
     assert [run.info.status for run in Store(tmp_path).trials] == ["KILLED"]
-    soon = "training.max_steps=30"  # for the test's sake
-    done = run_cli(tmp_path, "resume=out", soon, "resume_anyway=true")
+    done = run_cli(tmp_path, "resume=out", "training.max_steps=30", "resume_anyway=true")  # few, for the test's sake
     assert done.returncode == 0, output_of(done)
     assert SweepFolder(tmp_path / "out").statuses == ["finished"] * 3
     assert [run.info.status for run in Store(tmp_path).trials] == ["FINISHED"] * 3
@@ -126,9 +119,8 @@ def test_sigterm_prints_the_command_that_goes_on(tmp_path: Path):
 
 @pytest.mark.ci
 def test_a_trial_alone_goes_on_too(tmp_path: Path):
-    done = run_cli(tmp_path, *INLINE)
-    assert done.returncode == 0, output_of(done)
-    SweepFolder(tmp_path / "out").trials[0].change(outcome=None)
+    assert run_cli(tmp_path, *INLINE).returncode == 0
+    forget(tmp_path, 0)
     done = run_cli(tmp_path, "resume=last")
     assert done.returncode == 0, output_of(done)
     store = Store(tmp_path)
@@ -140,21 +132,19 @@ def test_a_trial_alone_goes_on_too(tmp_path: Path):
 @pytest.mark.ci
 def test_a_search_goes_on_to_its_number_of_trials(tmp_path: Path):
     search = ("search=random", "search.num_trials=3", "optimizer.lr=tag(log,interval(1e-4,1e-2))")
-    done = run_cli(tmp_path, "-m", *INLINE, *search)
-    assert done.returncode == 0, output_of(done)
-    before = [row["optimizer.lr"] for row in SweepFolder(tmp_path / "out").rows]
-    assert len(set(before)) == 3
+    assert run_cli(tmp_path, "-m", *INLINE, *search).returncode == 0
+    sweep = SweepFolder(tmp_path / "out")
+    before = [row["optimizer.lr"] for row in sweep.rows]
     listed = tmp_path / "out" / "trials.jsonl"
     listed.write_text("".join(listed.read_text().splitlines(keepends=True)[:2]))
     forget(tmp_path, 1)
     shutil.rmtree(tmp_path / "out" / "2")  # the kill came before its line was whole, and so before it began
     done = run_cli(tmp_path, "resume=out", "search.num_trials=4")
     assert done.returncode == 0 and begun(done) == [1, 2, 3], output_of(done)
-    sweep = SweepFolder(tmp_path / "out")
-    assert sweep.statuses == ["finished"] * 4
-    assert [row["optimizer.lr"] for row in sweep.rows][:2] == before[:2]
+    after = [row["optimizer.lr"] for row in sweep.rows]
+    assert sweep.statuses == ["finished"] * 4 and after[:2] == before[:2] and len(set(after)) == 4
     (parent,) = Store(tmp_path).parents
-    assert parent.data.tags["num_trials"] == "4" and parent.info.run_name == "lr (random, 4 trials)"
+    assert parent.data.tags["num_trials"] == "4"
 
 
 @pytest.mark.ci
@@ -162,11 +152,10 @@ def test_each_setting_is_trained_so_often_and_a_resume_goes_on(tmp_path: Path):
     done = run_cli(tmp_path, "-m", *INLINE, "training.grad_accum_steps=1,2", "repeats=2")
     assert done.returncode == 0, output_of(done)
     assert "4 trials: training.grad_accum_steps × repeat" in done.stdout
-    trials = [json.loads(line) for line in (tmp_path / "out" / "trials.jsonl").read_text().splitlines()]
-    cells = [[word for word in trial["overrides"] if word.startswith(("training.grad", "repeat="))] for trial in trials]
-    assert sorted(cells) == [[f"training.grad_accum_steps={s}", f"repeat={r}"] for s in (1, 2) for r in (0, 1)]
-    order = [int(n) for n in re.findall(r"trial (\d+) starts", done.stdout)]
-    assert [cells[n][1] for n in order] == ["repeat=0", "repeat=0", "repeat=1", "repeat=1"]
+    cells = [(row["training.grad_accum_steps"], row["repeat"]) for row in SweepFolder(tmp_path / "out").rows]
+    assert sorted(cells) == [("1", "0"), ("1", "1"), ("2", "0"), ("2", "1")]
+    order = [int(number) for number in re.findall(r"trial (\d+) starts", done.stdout)]
+    assert [cells[number][1] for number in order] == ["0", "0", "1", "1"]
     assert "95 % interval of its speed, from repeats" in done.stdout
 
     forget(tmp_path, 3)
