@@ -1,22 +1,36 @@
-"""One cluster of two nodes for all tests here, which takes root, and one S3 server with a proxy in front that can be
-told to fail. In CI a test that lacks something fails."""
+"""One cluster of two nodes for all tests here, which takes root, and S3 servers. In CI a test that lacks something
+fails."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
+import re
 import secrets
+import socket
+import sys
+import threading
+import time
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from s3fs import S3FileSystem
+from werkzeug.serving import make_server
 
 from tests.cluster.namespaces import ONE_NODE, Cluster, Node, cluster_over, two_namespaces, why_not
 from tests.conftest import run_cli
-from tests.servers import Faults, faulty, s3_server, s3_settings
+from tests.servers import answers, server
 from tests.sweep.conftest import results
 
 S3_PORT = 9000  # in a network namespace nobody else has it
+KEY_ID, SECRET = "fsdplabtestkeyid", "fsdplab-test-secret-0f1e2d3c4b5a"
+ALL_OF_THEM = math.inf
+_REFUSAL = "<Error><Code>{}</Code><Message>{}</Message></Error>"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -42,7 +56,9 @@ def nodes() -> Iterator[list[Node]]:
 def bucket(nodes: list[Node], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a bucket that both nodes reach."""
     head = nodes[0]
-    with s3_server(tmp_path_factory.mktemp("bucket"), S3_PORT, head.address, within=head.command()):
+    command = head.command(sys.executable, "-m", "moto.server", "-H", head.address, "-p", str(S3_PORT))
+    address = f"http://{head.address}:{S3_PORT}/bucket"
+    with server(tmp_path_factory.mktemp("s3"), "s3", command, lambda: answers(address, head.command(), "PUT")):
         yield "s3://bucket"
 
 
@@ -72,20 +88,63 @@ def on_one_node(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return row
 
 
-@pytest.fixture(scope="session")
-def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with s3_server(tmp_path_factory.mktemp("s3")) as port:
-        yield port
+def s3_settings(port: int, host: str = "127.0.0.1") -> dict[str, str]:
+    """The environment of who uses an S3 server."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
+    }  # fmt: skip
+
+
+class Faults:
+    """moto's S3 as a WSGI application, which answers well until told otherwise.
+
+    Attributes:
+        delay_s: every answer comes so much later.
+        every: one in so many requests is answered 503; 0: none.
+        cuts: so many connections more are cut without an answer; `ALL_OF_THEM`: the server is away.
+        forbidden: requests that match this expression (`PUT /bucket/…`) are answered 403; "": none.
+    """
+
+    def __init__(self) -> None:
+        self.delay_s, self.every, self.cuts, self.forbidden = 0.0, 0, 0.0, ""
+        self._numbers = itertools.count(1)
+        self._store = DomainDispatcherApplication(create_backend_app)
+
+    def __call__(self, request: dict[str, Any], respond: Callable[..., Any]) -> Iterable[bytes]:
+        number = next(self._numbers)
+        time.sleep(self.delay_s)
+        if self.cuts > 0:
+            self.cuts -= 1
+            request["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+            raise ConnectionAbortedError
+        if self.forbidden and re.search(self.forbidden, f"{request['REQUEST_METHOD']} {request['PATH_INFO']}"):
+            respond("403 Forbidden", [("Content-Type", "application/xml")])
+            return [_REFUSAL.format("AccessDenied", "Access Denied").encode()]
+        if self.every and number % self.every == 0:
+            respond("503 Slow Down", [("Content-Type", "application/xml")])
+            return [_REFUSAL.format("ServiceUnavailable", "Please try again").encode()]
+        answer: Iterable[bytes] = self._store(request, respond)
+        return answer
 
 
 @pytest.fixture
-def faults(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    """The proxy; this process's environment, and so that of what it starts, leads to it."""
-    with faulty(s3_port) as (port, faults):
-        for name, value in s3_settings(port).items():
-            monkeypatch.setenv(name, value)
-        S3FileSystem.clear_instance_cache()  # a client keeps the environment that it was made in
-        yield faults
+def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    """An S3 server in this process; the environment, and so that of what this process starts, leads to it."""
+    faults = Faults()
+    server = make_server("127.0.0.1", 0, faults, threaded=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name, value in s3_settings(server.port).items():
+        monkeypatch.setenv(name, value)
+    S3FileSystem.clear_instance_cache()  # a client keeps the environment that it was made in
+    S3FileSystem().mkdirs("bucket", exist_ok=True)
+    yield faults
+    server.shutdown()
+
+
+def held_in(folder: Path, word: str) -> list[Path]:
+    """The files below a folder that have a word in them."""
+    return [path for path in folder.rglob("*") if path.is_file() and word.encode() in path.read_bytes()]
 
 
 @pytest.fixture

@@ -19,11 +19,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.cluster.conftest import held_in
 from tests.cluster.namespaces import TWO_NODES, TWO_NODES_AND_ONE, Cluster, addresses, epochs, same_losses
 from tests.cluster.slurm import Slurm, slurm, why_not
 from tests.conftest import PLAIN, ROOT, TINY
 from tests.folders import SweepFolder
-from tests.servers import held_in, lay_store
+from tests.servers import lay_store
 from tests.sweep.conftest import results, runs
 from tests.workloads.user.project import write_project
 

@@ -10,10 +10,11 @@ from s3fs import S3FileSystem
 
 from fsdp_lab.storage.objects import Storage, StorageAway, StorageRefused
 from fsdp_lab.training.checkpoint_place import Place
+from tests.cluster.conftest import ALL_OF_THEM, KEY_ID, SECRET, Faults, held_in
 from tests.cluster.namespaces import epochs
 from tests.conftest import INLINE, PLAIN, TINY, run_cli
 from tests.folders import Store, SweepFolder
-from tests.servers import ALL_OF_THEM, KEY_ID, SECRET, Faults, held_in, lay_store
+from tests.servers import lay_store
 from tests.sweep import fates
 from tests.sweep.conftest import results, runs, started, wait_for
 

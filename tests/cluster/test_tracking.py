@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,57 +16,15 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import S3_PORT
+from tests.cluster.conftest import S3_PORT, SECRET, held_in, s3_settings
 from tests.cluster.namespaces import Node
 from tests.conftest import INLINE, without
-from tests.servers import SECRET, held_in, mlflow_server, postgres_server, s3_settings, why_no_postgres
+from tests.servers import mlflow_server, server
 from tests.sweep.conftest import results
 
 pytestmark = pytest.mark.cluster
 
-_MLFLOW_PORT, _POSTGRES_PORT = 5000, 5432  # in a network namespace nobody else has them
-_LIMIT_S = 200
 SMALL = (*without(INLINE, "precision=", "hydra.", "tracking."), "training.epochs=2")
-SWEEP = ("-m", *SMALL, "precision=fp32", "hydra.sweep.dir=out")
-
-
-@dataclass
-class Shared:
-    """Two nodes and a server on the first; a driver knows its address alone, and no password of what is behind it."""
-
-    nodes: list[Node]
-    address: str
-
-    def start(self, node: int, folder: Path, module: str, *words: str) -> subprocess.Popen[str]:
-        """Begin a command on a node, in a folder of its own."""
-        folder.mkdir(exist_ok=True)
-        command = self.nodes[node].command(sys.executable, "-m", module, *words, f"tracking.uri={self.address}")
-        return subprocess.Popen(
-            command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-    def run(self, node: int, folder: Path, module: str, *words: str) -> str:
-        """What a command prints, which ends well."""
-        return ended(self.start(node, folder, module, *words))
-
-    def ask(self, text: str, *arguments: str) -> Any:
-        """What a Python program on the second node prints as JSON, its last line."""
-        command = self.nodes[1].command(sys.executable, "-c", text, *arguments)
-        environment = {**os.environ, **s3_settings(S3_PORT, self.nodes[0].address)}
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LIMIT_S, env=environment)
-        return json.loads(done.stdout.splitlines()[-1])
-
-    def runs(self, experiment: str) -> Any:
-        """All runs of an experiment."""
-        return self.ask(_RUNS, self.address, experiment)
-
-
-_OBJECTS = """
-import sys
-from s3fs import S3FileSystem
-print(sum(path.endswith("/" + sys.argv[1]) for path in S3FileSystem().find("bucket/mlflow")))
-"""
 _RUNS = """
 import json, sys
 from mlflow import MlflowClient
@@ -77,26 +38,70 @@ print(json.dumps([{
     "place": run.info.artifact_uri, "begun": run.info.start_time, "ended": run.info.end_time,
 } for run in runs]))
 """
+_OBJECTS = "from s3fs import S3FileSystem; print(*S3FileSystem().find('bucket/mlflow'), sep='\\n')"
+
+
+@dataclass
+class Shared:
+    """Two nodes and a server on the first; a driver knows its address alone, and no password of what is behind it."""
+
+    nodes: list[Node]
+    address: str
+
+    def start(self, node: int, folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+        """Begin a Python with these words on a node, in a folder of its own."""
+        folder.mkdir(exist_ok=True)
+        return subprocess.Popen(
+            self.nodes[node].command(sys.executable, *words), cwd=folder, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def runs(self, folder: Path, experiment: str) -> list[dict[str, Any]]:
+        """All runs of an experiment, as the second node sees them."""
+        printed = ended(self.start(1, folder, "-c", _RUNS, self.address, experiment))
+        runs: list[dict[str, Any]] = json.loads(printed.splitlines()[-1])
+        return runs
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    out, _ = process.communicate(timeout=_LIMIT_S)
+    """What a command prints, which ends well."""
+    out, _ = process.communicate(timeout=200)
     assert process.returncode == 0, out
     return out
 
 
 @pytest.fixture(scope="module")
-def shared(nodes: list[Node], bucket: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    if reason := why_no_postgres():
-        pytest.skip(reason)
-    head = nodes[0]
-    with (
-        postgres_server(_POSTGRES_PORT, within=head.command()) as store,
-        mlflow_server(
-            tmp_path_factory.mktemp("tracking"), "--artifacts-destination", f"{bucket}/mlflow", store=store,
-            host=head.address, port=_MLFLOW_PORT, within=head.command(), environment=s3_settings(S3_PORT, head.address),
-        ) as (address, _),
-    ):  # fmt: skip
+def postgres(nodes: list[Node]) -> Iterator[str]:
+    """The address of an empty database on the first node, with its password. It does not run as root."""
+    programs = max(Path("/usr/lib/postgresql").glob("*/bin"), default=None)
+    if programs is None:
+        pytest.skip("PostgreSQL needs initdb and postgres: as root, make .venv/.cluster installs postgresql")
+    folder, password = Path(tempfile.mkdtemp(prefix="fsdp_lab_pg_")), secrets.token_hex(8)
+    (folder / "password").write_text(password)
+    for path in (folder, folder / "password"):
+        shutil.chown(path, "postgres")
+    command = nodes[0].command("runuser", "-u", "postgres", "--")
+    subprocess.run(
+        [*command, str(programs / "initdb"), "--pgdata=data", "--username=fsdp_lab", "--auth=scram-sha-256",
+         "--pwfile=password", "--encoding=UTF8", "--locale=C", "--no-sync"],
+        check=True, cwd=folder, timeout=90, capture_output=True,
+    )  # fmt: skip
+    command += [str(programs / "postgres"), "-D", "data", "-c", "unix_socket_directories=", "-c", "fsync=off"]
+    log = folder / "postgres.log"
+    with server(folder, "postgres", command, lambda: "ready to accept connections" in log.read_text()) as process:
+        yield f"postgresql+psycopg://fsdp_lab:{password}@127.0.0.1/postgres"
+        process.terminate()
+        process.wait(timeout=20)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def shared(nodes: list[Node], bucket: str, postgres: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    head, folder = nodes[0], tmp_path_factory.mktemp("tracking")
+    with mlflow_server(
+        folder, "--artifacts-destination", f"{bucket}/mlflow", store=postgres, host=head.address, port=5000,
+        within=head.command(), environment=s3_settings(S3_PORT, head.address),
+    ) as (address, _):  # fmt: skip
         yield Shared(nodes, address)
 
 
@@ -106,13 +111,14 @@ def shared(nodes: list[Node], bucket: str, tmp_path_factory: pytest.TempPathFact
 )
 def test_two_nodes_write_into_one_experiment_at_the_same_time(shared: Shared, tmp_path: Path):
     folders = [tmp_path / "a", tmp_path / "b"]
+    words = ("-m", "fsdp_lab", "-m", *SMALL, "precision=fp32", "hydra.sweep.dir=out", "tracking.experiment=team")
     sweeps = [
-        shared.start(n, folder, "fsdp_lab", *SWEEP, "tracking.experiment=team", f"training.seed={n}0,{n}1,{n}2,{n}3")
+        shared.start(n, folder, *words, f"tracking.uri={shared.address}", f"training.seed={n}0,{n}1,{n}2,{n}3")
         for n, folder in enumerate(folders)
     ]  # neither finds the experiment
     for sweep in sweeps:
         ended(sweep)
-    runs = {run["id"]: run for run in shared.runs("team")}
+    runs = {run["id"]: run for run in shared.runs(tmp_path, "team")}
     assert len(runs) == 2 * (1 + 4), "none is lost, none is there twice"
     assert {run["status"] for run in runs.values()} == {"FINISHED"}
     spans = []
@@ -129,17 +135,19 @@ def test_two_nodes_write_into_one_experiment_at_the_same_time(shared: Shared, tm
             assert run["tags"]["fsdp_lab.recorded"] == "true" and "model" in run["artifacts"]
             assert run["place"].startswith("mlflow-artifacts:/")
     assert max(begun for begun, _ in spans) < min(end for _, end in spans), "both wrote at the same time"
-    assert shared.ask(_OBJECTS, "model.pt") == 8, "artifacts are in the bucket, by way of the server"
+    objects = ended(shared.start(1, tmp_path, "-c", _OBJECTS, **s3_settings(S3_PORT, shared.nodes[0].address)))
+    assert objects.count("/model.pt\n") == 8, "artifacts are in the bucket, by way of the server"
 
 
 @pytest.mark.full
 @pytest.mark.documents("python -m fsdp_lab.nightly --once tracking.uri=https...")
 def test_a_night_is_compared_with_the_last_in_a_shared_store(shared: Shared, tmp_path: Path):
-    words = ("--once", *SMALL, "precision=fp32,bf16", "tracking.experiment=nights", "nightly.folder=nights")
-    loose = ("nightly.repeats=1", "nightly.tolerance.samples_per_s=1")
+    words = ("-m", "fsdp_lab.nightly", "--once", *SMALL, "precision=fp32,bf16", f"tracking.uri={shared.address}",
+             "tracking.experiment=nights", "nightly.folder=nights", "nightly.repeats=1",
+             "nightly.tolerance.samples_per_s=1")  # fmt: skip
     for _ in range(2):
-        shared.run(0, tmp_path, "fsdp_lab.nightly", *words, *loose)
-    tags = [run["tags"] for run in shared.runs("nights") if "nightly.verdict" in run["tags"]]
+        ended(shared.start(0, tmp_path, *words))
+    tags = [run["tags"] for run in shared.runs(tmp_path, "nights") if "nightly.verdict" in run["tags"]]
     tags.sort(key=lambda each: each["nightly.night"])
     assert [each["nightly.verdict"] for each in tags] == ["good", "good"]
     assert [each.get("nightly.baseline") for each in tags] == [None, tags[0]["nightly.night"]]
