@@ -16,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from fsdp_lab.config import ConfigError
@@ -102,17 +103,11 @@ def loss_of_the_model_alone(model): pass
 
 @dataclass(frozen=True)
 class Refusal:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        heading: who refuses the words.
-        words: as they are typed; variables of the environment come first.
-        message: one line, the same from every command.
-    """
-
-    heading: str
-    words: str
-    message: str
+    heading: str  # who refuses the words
+    words: str  # as they are typed; variables of the environment come first
+    message: str  # one line, the same from every command
 
     @property
     def commands(self) -> tuple[str, ...]:
@@ -138,51 +133,27 @@ def read_table() -> list[Refusal]:
 
 def write_table() -> None:
     """Write each message as the row's first command, or the rule, words it."""
-    rows, heading, blocks = read_table(), "", list[str]()
-    found = {row.words: str(answer_rule(row)) for row in rows if row.heading in (RULE, COMBINATION)}
-    asked = [(row, row.commands[0]) for row in rows if row.words not in found]
-    found |= {answer.words: answer.message.strip() for answer in answers(asked)}
+    heading, blocks = "", []
+    rows = read_table()
+    asked = [(row.words, row.commands[0]) for row in rows if row.heading not in (RULE, COMBINATION)]
+    answered = {answer["words"]: answer["message"].strip() for answer in answers(asked)}
     for row in rows:
         if row.heading != heading:
             blocks.append(f"# {(heading := row.heading)}")
-        blocks.append(f"$ {row.words}\n{found[row.words]}")
+        blocks.append(f"$ {row.words}\n{answered.get(row.words) or answer_rule(row)}")
     GOLDEN.write_text("\n\n".join(blocks) + "\n")
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a command answered.
-
-    Attributes:
-        words: those of the row.
-        command: which command.
-        status: its exit status.
-        out: what it printed.
-        message: its errors, without the name of the command, and without what differs between machines.
-        imported: the slow libraries that were imported by then.
-        left: what a sweep or a forecast left in its folder. Hydra makes that of a trial.
-    """
-
-    words: str
-    command: str
-    status: int
-    out: str
-    message: str
-    imported: list[str]
-    left: list[str]
-
-
-def answers(asked: Iterable[tuple[Refusal, str]]) -> list[Answer]:
-    """Return what commands answer to rows, one after another in a process that has imported nothing."""
-    words = [(row.words, command) for row, command in asked]
+def answers(asked: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Return what commands answer to the words of rows, one after another in a process that has imported nothing."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.refusals", "--answer"],
-        input=json.dumps(words), cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=500, check=True,
+        input=json.dumps(asked), cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=500, check=True,
     )  # fmt: skip
-    return [Answer(**answer) for answer in json.loads(done.stdout)]
+    return json.loads(done.stdout)
 
 
-def _answer_all(asked: Sequence[Sequence[str]]) -> Iterator[Answer]:
+def _answer_all(asked: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
     """Answer in this process, as on a machine with 64 cores, without GPUs."""
     with ExitStack() as patched:
         patched.enter_context(mock.patch.multiple(hardware, num_cpus=lambda: 64, num_gpus=lambda: 0))
@@ -199,8 +170,12 @@ def _answer_all(asked: Sequence[Sequence[str]]) -> Iterator[Answer]:
             shutil.rmtree("outputs", ignore_errors=True)
 
 
-def _answer(words: str, command: str) -> Answer:
-    """Let a command run, but for the training and the forecasting that would follow."""
+def _answer(words: str, command: str) -> dict[str, Any]:
+    """Let a command run, but for the training and the forecasting that would follow.
+
+    Its message is without the name of the command, and without what differs between machines. `left` is what a sweep
+    or a forecast left in its folder; Hydra makes that of a trial.
+    """
     from hydra.core.global_hydra import GlobalHydra
 
     from fsdp_lab.commands import forecast as forecast_command
@@ -228,7 +203,9 @@ def _answer(words: str, command: str) -> Answer:
             status = 1
     message = err.getvalue().removeprefix(f"{command.removesuffix(' -m')}: ").replace(folder, "<folder>")
     left = [] if command == TRIAL else sorted({*os.listdir()} - {name.partition("/")[0] for name in _FILES})
-    return Answer(words, command, status, out.getvalue(), message, [name for name in SLOW if name in sys.modules], left)
+    imported = [name for name in SLOW if name in sys.modules]
+    return {"words": words, "command": command, "status": status, "out": out.getvalue(), "message": message,
+            "imported": imported, "left": left}  # fmt: skip
 
 
 def _typed(words: str, command: str) -> tuple[dict[str, str], list[str]]:
@@ -256,6 +233,6 @@ def answer_rule(row: Refusal) -> ConfigError | None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--answer"]:
-        print(json.dumps([asdict(answer) for answer in _answer_all(json.load(sys.stdin))]))
+        print(json.dumps([*_answer_all(json.load(sys.stdin))]))
     else:
         write_table()
