@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab import api
-from fsdp_lab.forecast.table import COLUMNS
 from fsdp_lab.report.answer import Answer
 from tests import forked
 from tests.conftest import INLINE, PLAIN, without
@@ -42,23 +41,6 @@ def test_a_refusal_is_raised_with_its_message(
     with pytest.raises(api.UserError, match="dry_run=true runs no trial"):
         api.sweep({"sharding": "root", "dry_run": True}, quiet=True)
     assert capsys.readouterr() == ("", "")
-
-
-def test_overrides_are_strings_lists_or_dictionaries():
-    assert api._words(("sharding=root",)) == ["sharding=root"]
-    assert api._words((["a=1", ["b=2"]],)) == ["a=1", "b=2"]
-    assert api._words(({"a": 1, "b": [0.5, None], "c": True, "d": "x"},)) == ["a=1", "b=0.5,null", "c=true", "d=x"]
-    for wrong in (3, {"optimizer.lr": {"a": 1}}, {5: 1}):
-        with pytest.raises(api.UserError, match="is no override"):
-            api.sweep(wrong)
-
-
-def test_an_interrupted_command_is_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A module in its place that leaves as an interrupted sweep does."""
-    (tmp_path / "stopped.py").write_text("print('resume with ...'); raise SystemExit(130)")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        api._run("stopped", [], quiet=True)
 
 
 def test_an_interrupt_reaches_the_command_and_its_last_words_are_printed(
@@ -126,14 +108,6 @@ def test_forecasts_are_a_typed_frame_with_an_answer_and_a_chart(
     points = [(point.x[0], point.y[0]) for point in result.plot().data]
     speeds = frame["tokens_per_s_per_device"].fillna(frame["samples_per_s_per_device"])
     assert sorted(points) == sorted(zip(frame["needed_bytes"] / 2**30, speeds, strict=True))
-
-
-def test_without_a_device_the_chart_has_the_parts_of_each_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    with answered_here():
-        result = api.forecast({**GPUS, "sharding": "root", "forecast.device": "cuda"}, quiet=True)
-    bars = {bar.name: sum(bar.x) * 2**30 for bar in result.plot().data}
-    assert list(bars) == list(COLUMNS) and sum(bars.values()) == pytest.approx(result.frame()["peak_bytes"].sum())
 
 
 def test_an_interrupted_forecast_leaves_what_was_made(tmp_path: Path):

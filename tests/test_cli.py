@@ -15,7 +15,6 @@ import yaml
 
 from fsdp_lab.commands import forecast as forecast_command
 from fsdp_lab.commands import main as trial_command
-from fsdp_lab.commands.main import options_first
 from fsdp_lab.commands.predict import data_of, device_type, read_options
 from fsdp_lab.config import ConfigError, UserError, all_keys, conf_dir
 from fsdp_lab.config.conf import group_dirs, groups
@@ -31,18 +30,6 @@ def test_a_process_of_its_own_refuses_a_typo_before_it_imports_anything_slow(tmp
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert done.returncode == 2 and "fsdp_lab: sharding=foo is not an option" in done.stderr
     assert "hydra" in imported and not imported & {"ray", "torch", "mlflow"}
-
-
-def test_a_sweeps_config_is_shown_as_a_trials(cli):
-    trial = cli("experiment=zero2_zero3", "objective=val/loss:min", "--cfg", "job")
-    sweep = cli("-c", "job", "-m", "experiment=zero2_zero3", "objective=val/loss:min")
-    assert (sweep.returncode, sweep.stderr, sweep.stdout) == (0, "", trial.stdout)
-    assert yaml.safe_load(trial.stdout)["objective"] == "val/loss:min"
-
-
-def test_options_may_stand_between_overrides():
-    for typed in ("--package p a=1 b=2 -m", "a=1 --package p -m b=2", "a=1 -m b=2 --package p"):
-        assert options_first(typed.split(), "c") == ["-m", "--config-dir=c", "--package", "p", "a=1", "b=2"]
 
 
 def test_help_has_every_group_option_and_default_axis_whatever_else_is_typed(tmp_path: Path):
@@ -82,12 +69,6 @@ import atexit, gc, runpy, sys
 atexit.register(lambda: print(gc.isenabled(), file=sys.stderr))
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
-
-
-def test_a_command_imports_without_the_garbage_collector_and_runs_with_it():
-    command = [sys.executable, "-c", _AS_COMMAND, "fsdp_lab", "--keys"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0 and done.stderr.splitlines() == ["True"]
 
 
 @pytest.mark.parametrize(

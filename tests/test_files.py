@@ -69,16 +69,6 @@ def test_who_waits_gets_it_when_it_is_let_go(tmp_path: Path, monkeypatch: pytest
     assert looks == [0]
 
 
-def test_several_share_a_lock_and_nobody_has_it_alone(tmp_path: Path):
-    path = tmp_path / ".lock"
-    with held(path, "with others"), held(path, "with others") as second:
-        assert holder(path) == "", "nobody has it alone"
-        share_until_exit(tmp_path / ".lock")
-        with pytest.raises(InUse), exclusive(path, limit_s=0.1):
-            pass
-        assert second.poll() is None
-
-
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
     """Stands for a mount that cannot be had here: flock(2) has these errors for it."""
@@ -94,13 +84,6 @@ def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: py
         share_until_exit(tmp_path / ".alive")
 
 
-def test_a_folder_that_cannot_be_written_is_reported_with_its_key(tmp_path: Path):
-    (tmp_path / "file").touch()
-    message = f"nightly.folder={tmp_path}/file/folder cannot be written .Not a directory.; .* set nightly.folder to"
-    with pytest.raises(UserError, match=message), locked(tmp_path / "file" / "folder", "nightly.folder"):
-        pass
-
-
 def test_a_link_in_the_place_of_a_lock_is_not_written_through(tmp_path: Path):
     """An archive may hold one that points at any file."""
     (tmp_path / "mine").write_text("mine")
@@ -109,12 +92,6 @@ def test_a_link_in_the_place_of_a_lock_is_not_written_through(tmp_path: Path):
     with pytest.raises(UserError, match=r"sweep cannot be written"), locked(tmp_path / "sweep", "resume"):
         pass
     assert (tmp_path / "mine").read_text() == "mine"
-
-
-def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path):
-    with pytest.raises(FileNotFoundError):
-        write_json(tmp_path / "gone" / "a.json", {}, parents=False)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
