@@ -14,8 +14,9 @@ import yaml
 from fsdp_lab import __version__
 from fsdp_lab.commands import reference
 from fsdp_lab.config import ConfigError, all_keys
-from fsdp_lab.config.conf import group_dirs
+from fsdp_lab.config.conf import data_sheets, group_dirs
 from fsdp_lab.config.describe import describe_keys
+from fsdp_lab.config.metrics import METRICS
 from tests.conftest import ROOT
 
 tables = SimpleNamespace(**run_path(str(ROOT / "docs" / "tables.py")))
@@ -62,6 +63,14 @@ def test_committed_pages_are_those_of_the_code():
     assert not old, f"python docs/tables.py writes them again: {old}"
     assert "| `cluster.num_workers` |" in pages["keys.md"] and "| `sharding=per_block` |" in pages["options.md"]
     assert "| `val/loss` |" in pages["metrics.md"] and "| `trial.json`" in pages["files.md"]
+
+
+def test_pages_have_every_key_option_and_metric():
+    keys, options, metrics = tables.keys_page(), tables.options_page(), tables.metrics_page()
+    assert [name for name in KEYS if keys.count(f"| `{name}` |") < 1] == []
+    assert [file for file in OPTIONS if f"| `{file.parent.name}={file.stem}` |" not in options] == []
+    assert [file for file in data_sheets() if f"`forecast.device={file.stem}`" not in options] == []
+    assert [metric.key for metric in METRICS if f"| `{metric.key}`" not in metrics] == []
 
 
 @pytest.mark.documents("python -m fsdp_lab --keys cluster")
