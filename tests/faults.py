@@ -560,7 +560,7 @@ FAULTS = (
     # configuration
     Fault("a launcher's variables reach PyTorch", "fsdp_lab/config/launcher.py",
           "        del os.environ[name]", "        pass",
-          "test_cli.py::test_a_launchers_variables_are_left_and_a_second_start_is_refused"),
+          "test_cli.py::test_a_launchers_variables_are_left_a_second_start_refused"),
     Fault("a silent address is taken for a Ray", "fsdp_lab/engine/cluster.py",
           "    if answer[3:4] != _SETTINGS and", "    if False and", "engine/test_cluster.py"),
     Fault("a path is taken that is too long for sockets", "fsdp_lab/config/machine.py",

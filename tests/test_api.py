@@ -43,7 +43,7 @@ def test_a_refusal_is_raised_with_its_message(
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_interrupt_reaches_the_command_and_its_last_words_are_printed(
+def test_an_interrupt_reaches_the_command_that_prints_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """A module in its place that says by a file that it was interrupted."""
@@ -78,7 +78,7 @@ def run_in_a_fork(module: str, words: list[str], quiet: bool) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_forecasts_that_all_fail_are_a_user_error_with_the_reasons(tmp_path: Path):
+def test_forecasts_that_all_fail_are_an_error_with_the_reasons(tmp_path: Path):
     write_project(tmp_path)
     failing = (FAILS, "sharding=root,per_block", PLAIN[1:], "cluster.num_workers=1")
     with importable(tmp_path), answered_here(), pytest.raises(api.UserError, match=r"^RuntimeError: boom$"):

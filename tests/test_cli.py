@@ -23,7 +23,7 @@ from fsdp_lab.sweep import start
 from tests.conftest import INLINE, PLAIN, run_cli, status_of
 
 
-def test_a_process_of_its_own_refuses_a_typo_before_it_imports_anything_slow(tmp_path: Path):
+def test_a_typo_is_refused_before_anything_slow_is_imported(tmp_path: Path):
     """Python and Hydra start, too; tests/test_refusals.py has every refusal."""
     command = [sys.executable, "-X", "importtime", "-m", "fsdp_lab", "sharding=foo"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
@@ -32,7 +32,7 @@ def test_a_process_of_its_own_refuses_a_typo_before_it_imports_anything_slow(tmp
     assert "hydra" in imported and not imported & {"ray", "torch", "mlflow"}
 
 
-def test_help_has_every_group_option_and_default_axis_whatever_else_is_typed(tmp_path: Path):
+def test_help_has_every_group_option_and_default_axis(tmp_path: Path):
     done = run_cli(tmp_path, "--help", list_imports=True)
     assert (done.returncode, done.stderr) == (0, "imported:\n")
     assert run_cli(tmp_path, "-m", "sharding=root,per_block", "--help").stdout == done.stdout
@@ -43,7 +43,7 @@ def test_help_has_every_group_option_and_default_axis_whatever_else_is_typed(tmp
     assert axes and all(f"  {key}={values}\n" in done.stdout for key, values in axes.items())
 
 
-def test_an_mlflow_server_that_is_not_there_is_reported_before_anything_starts(cli):
+def test_a_missing_mlflow_server_is_reported_before_a_start(cli):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{closed.getsockname()[1]}"
@@ -53,7 +53,7 @@ def test_an_mlflow_server_that_is_not_there_is_reported_before_anything_starts(c
     assert "Traceback" not in done.stdout + done.stderr and "Ray starts" not in done.stdout
 
 
-def test_a_launchers_variables_are_left_and_a_second_start_is_refused(cli, monkeypatch: pytest.MonkeyPatch):
+def test_a_launchers_variables_are_left_a_second_start_refused(cli, monkeypatch: pytest.MonkeyPatch):
     """As in a pod of a PyTorchJob, in which PyTorch would wait half an hour for another rank."""
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -85,7 +85,7 @@ def test_one_trial_that_looks_like_several_is_noted(cli, words: list[str], note:
 # python -m fsdp_lab.predict; what it scores is compared with the trial in tests/sweep/test_outcomes.py
 
 
-def test_a_model_is_scored_on_a_gpu_if_there_is_one_or_where_it_is_said(capsys: pytest.CaptureFixture[str]):
+def test_a_model_is_scored_on_a_gpu_or_where_it_is_said(capsys: pytest.CaptureFixture[str]):
     assert [device_type("auto", cuda) for cuda in (True, False)] == ["cuda", "cpu"]
     assert [device_type("cpu", True), device_type("cuda", True)] == ["cpu", "cuda"]
     with pytest.raises(UserError, match="device=cuda: PyTorch sees no GPU here; use device=cpu, or device=auto"):

@@ -321,7 +321,7 @@ def test_the_entropy_is_that_of_the_page(tmp_path: Path):
         assert f"{float(done.stdout):.2f} bits per byte (Python 3.11)" in page
 
 
-def test_limitations_say_what_the_committed_runs_on_gpus_have_seen():
+def test_limitations_say_what_committed_runs_on_gpus_have_seen():
     """A run's own rows, and those that were forecast again after it."""
     page = " ".join((ROOT / "docs" / "limitations.md").read_text().split())
     for file in (ROOT / "experiments" / "gpu" / "results").glob("*.json"):

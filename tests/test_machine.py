@@ -64,7 +64,7 @@ def _count(folder: Path, cwd: str = ".", **variables: str) -> str:
     return subprocess.check_output(command, env=environment, cwd=folder / cwd, text=True, timeout=100)
 
 
-def test_gpus_are_those_that_pytorch_sees_in_a_process_of_its_own(tmp_path: Path):
+def test_gpus_are_those_that_pytorch_sees_in_its_own_process(tmp_path: Path):
     """Whatever else is printed and warned of; and a torch.py in the working folder is not imported."""
     torch = tmp_path / "torch.py"
     torch.write_text(_PYTORCH)
