@@ -13,7 +13,7 @@ from scipy.stats import t
 
 from fsdp_lab.config.metrics import DATA_WAIT, FORECAST_ERROR, LOSS_EPS, MEMORY, SPEED
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.nightly.gate import LOSS, STATUS, Finding, Outcome, judge, judged_columns
+from fsdp_lab.nightly.gate import LOSS, STATUS, Finding, Outcome, judge
 
 TOLERANCE = ToleranceConfig()
 SPEED_ERROR = "perf/forecast_error"
@@ -35,13 +35,11 @@ def rows(
 Rows = list[dict[str, Any]]
 
 
-def found(
-    tonight: Rows, *past: Rows, tolerance: ToleranceConfig = TOLERANCE, chance: float = 0.005, machines: str = ""
-) -> list[Finding]:
+def found(tonight: Rows, *past: Rows, tolerance: ToleranceConfig = TOLERANCE, machines: str = "") -> list[Finding]:
     """What the gate finds; `machines` has an `x` for each past night that ran on another one."""
     other = {place for place, mark in enumerate(machines) if mark == "x"}
     nights = [(f"night {i}", i not in other, pd.DataFrame(night)) for i, night in enumerate(past)]
-    return judge(pd.DataFrame(tonight), nights, tolerance, chance)
+    return judge(pd.DataFrame(tonight), nights, tolerance, 0.005)
 
 
 def bad(findings: Sequence[Finding]) -> list[tuple[str, Outcome]]:
@@ -75,49 +73,27 @@ def of(findings: Sequence[Finding], metric: str) -> Finding:
         (rows((2000, 2100, 2050)), rows(), []),
         (rows((700, 400, 1300)), rows(), []),  # 30 % slower, and repeats that say nothing
         (rows((700, 710, 690), memory=200.0), rows(), [SPEED, MEMORY]),
+        # predicted 5 % too long; that the night is faster, or as slow as is tolerated, is no worse prediction
+        (rows((1300,) * 3, speed_error=0.365), rows((1000,) * 3, speed_error=0.05), []),
+        (rows((800,) * 3, speed_error=-0.16), rows((1000,) * 3, speed_error=0.05), [SPEED, SPEED_ERROR]),
     ],
 )
 def test_exactly_what_got_worse_is_named(tonight: Rows, before: Rows, expected: list[str]):
     assert bad(found(tonight, before)) == [(metric, Outcome.regression) for metric in expected]
 
 
-def test_a_drift_of_three_nights_within_the_tolerance_is_named():
-    """The speeds of the nights in which a sleep was planted twice: -13.4 % and -10.3 %."""
-    nights = [rows((speed, speed * 1.01, speed * 0.99)) for speed in (262.0, 227.0, 204.0)]
-    assert bad(found(nights[1], nights[0])) == [] == bad(found(nights[2], nights[1]))
-    drift = of(found(nights[2], *nights[:2]), SPEED)
-    assert (drift.outcome, drift.against, drift.nights, drift.before) == (Outcome.drift, "night 0", 2, 262.0)
-    assert drift.change == pytest.approx(204 / 262 - 1)
-    assert drift.slope == pytest.approx((204 / 262) ** 0.5 - 1, abs=0.01), "of a typical night, as a ratio"
-    for metric, levels in (("memory", (100, 100.8, 101.6)), ("loss", (1, 1.015, 1.03))):
-        first, second, third = (rows(**{metric: level}) for level in levels)
-        assert bad(found(second, first)) == []
-        assert [outcome for _, outcome in bad(found(third, first, second))] == [Outcome.drift]
-
-
-@pytest.mark.parametrize(("share", "beyond"), [(0.9, 2), (0.98, 9)])
+@pytest.mark.parametrize(("share", "beyond"), [(0.9, 2), (0.97, 6)])
 def test_a_steady_drift_is_no_noise(share: float, beyond: int):
     """The nights differ by the drift alone, which must not count as how much nights differ by chance.
 
-    beyond: the first night that the tolerance does not cover: 0.9 ** 2 = 0.81 and 0.98 ** 9 = 0.834, below 0.85.
+    beyond: the first night that the tolerance does not cover: 0.9 ** 2 = 0.81 and 0.97 ** 6 = 0.833, below 0.85.
     """
     nights, outcomes = [rows()], []
     for number in range(1, beyond + 1):
-        speed = 1000.0 * share**number
-        outcomes.append(of(found(rows((speed, speed * 1.01, speed * 0.99)), *nights), SPEED).outcome)
-        nights.append(rows((speed, speed * 1.01, speed * 0.99)))
+        tonight = rows([1000 * share**number * one for one in (1, 1.01, 0.99)])
+        outcomes.append(of(found(tonight, *nights), SPEED).outcome)
+        nights.append(tonight)
     assert outcomes == [Outcome.ok] * (beyond - 1) + [Outcome.drift]
-
-
-def test_tolerance_noise_and_change_are_on_one_scale():
-    """What noise explains of a loss of speed is less than 100 %, as the loss itself."""
-    before, now = (1000.0, 1150.0, 870.0), (708.0, 760.0, 650.0)
-    finding = of(found(rows(now), rows(before)), SPEED)
-    assert finding.outcome is Outcome.noise
-    assert finding.change == pytest.approx(-0.292) and finding.tolerance == pytest.approx(-0.15)
-    assert finding.noise is not None and -1 < finding.noise < finding.change
-    memory = of(found(rows(memory=120.0), rows()), MEMORY)
-    assert (memory.change, memory.tolerance) == (pytest.approx(0.2), pytest.approx(0.01))
 
 
 def test_a_loss_within_its_rounding_is_no_regression():
@@ -132,13 +108,6 @@ def test_another_machine_lends_no_speed_and_hides_no_slowdown():
     assert of(found(slow, rows(), rows((70, 70, 70)), machines=" x"), SPEED).against == "night 0"
     assert of(found(slow, rows(), machines="x"), SPEED).outcome is Outcome.unmatched
     assert of(found(rows(memory=200.0), rows(), machines="x"), MEMORY).outcome is Outcome.regression
-
-
-@pytest.mark.parametrize(("factor", "expected"), [(1.3, []), (0.9, []), (0.8, [SPEED, SPEED_ERROR])])
-def test_a_prediction_is_worse_only_where_the_night_is_slower(factor: float, expected: list[str]):
-    """Predicted 5 % too long on the night before."""
-    tonight = rows((1000 * factor,) * 3, speed_error=1.05 * factor - 1)
-    assert [metric for metric, _ in bad(found(tonight, rows((1000,) * 3, speed_error=0.05)))] == expected
 
 
 def test_the_variance_of_repeats_is_pooled_over_all_nights():
@@ -177,54 +146,21 @@ def test_noise_of_6_percent_names_nothing_in_20_nights():
     assert named == set()
 
 
-def test_nights_that_differ_among_themselves_count_as_noise():
-    slow = rows((700, 701, 699))
-    assert bad(found(slow, rows((1000, 1001, 999)))) == [(SPEED, Outcome.regression)]
-    assert bad(found(slow, *(rows((s, s + 1, s - 1)) for s in (1000, 750, 1100, 800, 1050)))) == []
-    steady = [rows((s, s + 1, s - 1)) for s in (1000, 1005, 995, 1002, 998)]
-    assert bad(found(slow, *steady)) == [(SPEED, Outcome.regression)]
-
-
 def test_a_setting_that_no_longer_finishes_is_a_regression():
     broken = rows((1000, 1000, 1000), status=["finished", "oom", "oom"])
     (finding,) = [f for f in found(broken, rows()) if f.is_regression]
     assert (finding.metric, finding.outcome) == (STATUS, Outcome.unfinished)
     assert finding.ended == [["finished", "oom", "oom"], ["finished"] * 3]
     assert bad(found(broken, broken)) == []  # as before
-    gone = found(rows(setting="b"), [*rows(), *rows(setting="b")])
-    assert [(f.setting, f.outcome) for f in gone if f.is_regression] == [("a", Outcome.unfinished)]
-    new = found([*rows(), *rows(setting="c")], rows())
-    assert bad(new) == [] and (new[-1].setting, new[-1].outcome) == ("c", Outcome.new)
+    assert bad(found(rows(setting="b"), [*rows(), *rows(setting="b")])) == [(STATUS, Outcome.unfinished)]
+    assert bad(found([*rows(), *rows(setting="c")], rows())) == []  # a new one
+    assert bad(found(rows(memory=None), rows())) == [(MEMORY, Outcome.lost)]  # not measured any more
 
 
-@pytest.mark.parametrize(
-    ("levels", "now"),
-    [
-        ([100] * 9 + [70], 100),  # faster code for one night, undone the next
-        ([100, 100, 100, 70], 140),
-    ],
-)
-def test_a_change_for_good_is_not_taken_for_noise(levels: list[float], now: float):
-    for make, metric in (
-        (lambda v: rows(memory=v), MEMORY),
-        (lambda v: rows(loss=v / 100), LOSS),
-        (lambda v: rows((1e5 / v, 1.01e5 / v, 0.99e5 / v)), SPEED),
-    ):
-        nights = [make(level) for level in levels]
-        assert bad(found(make(now), *nights)) == [(metric, Outcome.regression)]
-        assert bad(found(nights[-1], *nights)) == []
-
-
-def test_what_is_not_measured_any_more_is_a_regression():
-    (finding,) = [f for f in found(rows(memory=None), rows()) if f.is_regression]
-    assert (finding.metric, finding.outcome, finding.before) == (MEMORY, Outcome.lost, 100.0)
-
-
-def test_the_loss_is_that_of_validation_where_there_is_one():
-    trained = {"setting": "a", STATUS: "finished", "train/loss": 2.0}
-    both = pd.DataFrame([{**trained, "val/loss": 1.0}])
-    assert list(judged_columns(both)[LOSS]) == [1.0]
-    assert list(judged_columns(pd.DataFrame([trained]))[LOSS]) == [2.0]
+def test_one_odd_night_is_not_taken_for_noise():
+    """Code that was better for one night, which the next one undoes: the nights before do not excuse it."""
+    better = rows((1430, 1440, 1420), memory=70.0)
+    assert bad(found(rows(), *[rows()] * 9, better)) == [(SPEED, Outcome.regression), (MEMORY, Outcome.regression)]
 
 
 @pytest.mark.parametrize("known", [1, 8])
