@@ -3,83 +3,118 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import subprocess
+import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fsdp_lab.commands import nightly as command
 from fsdp_lab.config.code import code_digest
 from fsdp_lab.nightly import night as night_module
+from fsdp_lab.nightly import texts
 from fsdp_lab.nightly.gate import Night, Verdict
-from fsdp_lab.nightly.night import night_id, run_sweep, write_night
-from fsdp_lab.nightly.texts import WEBHOOK, notify
+from fsdp_lab.nightly.night import night_id, read_nights, run_night, write_night
+from fsdp_lab.nightly.texts import WEBHOOK
 from tests import trained
+from tests.conftest import INLINE, without
 from tests.folders import Store
-from tests.nightly.conftest import WORDS, PlantedNights, webhook
+from tests.nightly.conftest import IN_TWELVE_HOURS
 
+WORDS = (
+    *without(INLINE, "precision=", "hydra."), *trained.AXES, "nightly.repeats=1",
+    "nightly.folder=nights", *IN_TWELVE_HOURS,
+)  # fmt: skip
 SLOW = "precision=bf16 optimizer.lr=0.001"
 SPEED = "perf/samples_per_s"
 BOTH_RATES = {(SLOW, SPEED), ("precision=bf16 optimizer.lr=1e-09", SPEED)}
-ID = "2026-11-22T02-00-00Z"
+
+
+class PlantedNights:
+    """Runs `python -m fsdp_lab.nightly` in this process, each night a minute after the one before.
+
+    Attributes:
+        speeds: precision -> samples/s of the next nights, whose sweeps are copies of one that has trained.
+        now: the time of the nights, in seconds since 1970.
+        sweep: replaces a night's sweep, given its folder; returns its exit status.
+    """
+
+    def __init__(self, cwd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.speeds, self.now, self.sweep = {"fp32": 1000.0, "bf16": 2000.0}, time.time() - 86400.0, self.copy
+        self.cwd, self.folder = cwd, cwd / "nights" / "nightly"
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+        monkeypatch.chdir(cwd)
+        monkeypatch.delenv(WEBHOOK, raising=False)
+        monkeypatch.setattr(command.signal, "signal", lambda *arguments: None)
+        monkeypatch.setattr(command, "run_night", lambda study: run_night(study, lambda: self.now))
+        monkeypatch.setattr(night_module, "run_sweep", lambda arguments, folder: self.sweep(folder))
+
+    def copy(self, folder: Path) -> int:
+        trained.copy_sweep(folder, self.speeds)
+        return 0
+
+    @property
+    def all(self) -> list[Night]:
+        return read_nights(self.folder)
+
+    @property
+    def last(self) -> Night:
+        return self.all[-1]
+
+    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
+        self.now += 60.0
+        self._monkeypatch.setattr("sys.argv", ["nightly", *words])
+        status = command.main()
+        out, err = self._capsys.readouterr()
+        return subprocess.CompletedProcess(words, status, out, err)
+
+
+@pytest.fixture
+def nights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> PlantedNights:
+    """No night yet, in a folder with the store of the sweep that is copied."""
+    return PlantedNights(trained.copy_trained(tmp_path), monkeypatch, capsys)
 
 
 def regressions(night: Night) -> set[tuple[str, str]]:
     return {(f.setting, f.metric) for f in night.regressions}
 
 
-def tags(nights: PlantedNights) -> dict[str, str]:
-    (run,) = Store(nights.cwd).parents
-    return dict(run.data.tags)
-
-
-@pytest.mark.ci
-def test_the_same_readings_pass_and_a_slower_setting_is_reported(
-    nights: PlantedNights, monkeypatch: pytest.MonkeyPatch
-):
-    assert [nights("--once", *WORDS).returncode for _ in range(2)] == [0, 0]
-    first, second = nights.all
-    assert (first.verdict, first.baseline, second.verdict, second.baseline) == ("good", None, "good", first.id)
-    assert {f.metric for f in second.findings} == {"memory/peak_bytes", SPEED, "loss", "perf/data_wait_share"}
-    assert second.changed == []
-    nights.speeds["bf16"] = 500.0
-    with webhook() as (address, got), monkeypatch.context() as environment:
-        environment.setenv(WEBHOOK, address)
-        done = nights("--once", *WORDS)
-    assert done.returncode == 3, done.stdout + done.stderr
-    night = nights.last
-    assert (night.verdict, night.baseline, regressions(night)) == ("regression", second.id, BOTH_RATES)
-    assert f"| `{SLOW}` | samples/s |" in (nights.folder / night.id / "gate.md").read_text()
-    assert re.search(r"samples/s .* -75\.0 % .*regression", done.stdout)
-    (verdict,) = got
-    assert (verdict["verdict"], verdict["night"], verdict["run_id"]) == ("regression", night.id, night.run_id)
-    assert {(f["setting"], f["metric"]) for f in verdict["regressions"]} == BOTH_RATES
-    assert tags(nights)["nightly.verdict"] == "regression" and tags(nights)["nightly.baseline"] == second.id
-    assert f"{SLOW}: samples/s" in tags(nights)["nightly.regressions"]
-    store = Store(nights.cwd)
-    assert "gate.md" in store.artifacts(store.parents[0])
-    page = (nights.folder / "nights.html").read_text()
-    assert all(each.id in page for each in nights.all) and "peak MiB by night" in page
-
-
 @pytest.mark.ci
 @pytest.mark.documents("python -m fsdp_lab.nightly --check", 'python -m fsdp_lab.nightly --accept "reason"')
-def test_a_slower_setting_stays_reported_until_it_is_accepted(nights: PlantedNights):
-    assert nights("--once", *WORDS).returncode == 0
-    before = nights.last.id
+def test_a_slower_setting_is_reported_until_it_is_accepted(nights: PlantedNights, monkeypatch: pytest.MonkeyPatch):
+    """Of four nights: the same readings twice, and then half of the settings at a quarter of their speed, twice."""
+    assert [nights("--once", *WORDS).returncode for _ in range(2)] == [0, 0]
+    first, before = nights.all
+    assert (first.verdict, first.baseline, before.verdict, before.baseline) == ("good", None, "good", first.id)
     nights.speeds["bf16"] = 500.0
+    posted: list[Any] = []
+    monkeypatch.setenv(WEBHOOK, "http://127.0.0.1/hook")
+    monkeypatch.setattr(texts, "urlopen", lambda request, timeout: nullcontext(posted.append(request)))
     for _ in range(2):
-        assert nights("--once", *WORDS).returncode == 3 and nights.last.baseline == before
+        done = nights("--once", *WORDS)
+        assert done.returncode == 3 and re.search(r"samples/s .* -75\.0 % .*regression", done.stdout), done.stderr
+        night = nights.last
+        assert (night.verdict, night.baseline, regressions(night)) == ("regression", before.id, BOTH_RATES)
+        verdict = json.loads(posted[-1].data)
+        assert (verdict["verdict"], verdict["night"], verdict["run_id"]) == ("regression", night.id, night.run_id)
+        assert {(f["setting"], f["metric"]) for f in verdict["regressions"]} == BOTH_RATES
+        assert f"| `{SLOW}` | samples/s |" in (nights.folder / night.id / "gate.md").read_text()
         plan = nights("--check", *WORDS).stdout
-        assert f"baseline: {before} (good)" in plan, "a bad night does not move it"
-        assert f"last:     {nights.last.id} (regression: precision=bf16" in plan
-    night = nights.last
+        assert f"baseline: {before.id} (good)" in plan, "a bad night does not move it"
+        assert f"last:     {night.id} (regression: precision=bf16" in plan
     accepted = nights("--accept", "the data grew", *WORDS)
     assert accepted.returncode == 0 and f"accepts: {SLOW}: samples/s" in accepted.stdout
-    assert f"baseline: {night.id} (accepted)" in nights("--check", *WORDS).stdout
-    assert tags(nights)["nightly.accepted_reason"] == "the data grew"
-    assert tags(nights)["mlflow.runName"] == f"accepted {night.id} nightly"
+    (run,) = Store(nights.cwd).parents
+    tags = {key: run.data.tags[f"nightly.{key}"] for key in ("verdict", "baseline", "accepted_reason")}
+    assert tags == {"verdict": "accepted", "baseline": before.id, "accepted_reason": "the data grew"}
+    assert "gate.md" in Store(nights.cwd).artifacts(run)
     assert nights("--once", *WORDS).returncode == 0 and nights.last.baseline == night.id
+    page = (nights.folder / "nights.html").read_text()
+    shown = [str(each.verdict) for each in nights.all if each.id in page]
+    assert shown == ["good", "good", "regression", "accepted", "good"]
 
 
 def test_what_changed_in_the_users_code_is_named(nights: PlantedNights, monkeypatch: pytest.MonkeyPatch):
@@ -87,7 +122,7 @@ def test_what_changed_in_the_users_code_is_named(nights: PlantedNights, monkeypa
     monkeypatch.syspath_prepend(nights.cwd)
 
     def sweep(folder: Path) -> int:
-        trained.copy_sweep(folder, nights.speeds)
+        nights.copy(folder)
         record = json.loads((folder / "sweep.json").read_text())
         record |= {"user_packages": ["my_model"], "code": code_digest(["my_model"])}
         (folder / "sweep.json").write_text(json.dumps(record))
@@ -110,14 +145,14 @@ def test_an_interrupted_night_is_incomplete_and_the_next_starts(nights: PlantedN
         raise KeyboardInterrupt
 
     assert nights("--once", *WORDS).returncode == 0
-    copy, nights.sweep = nights.sweep, interrupted
+    nights.sweep = interrupted
     done = nights("--once", *WORDS)
     assert done.returncode == 130 and "interrupted during a night, which stays incomplete" in done.stdout
     first, cut = nights.all
     assert cut.verdict == "incomplete"
     plan = nights("--check", *WORDS).stdout
     assert f"last:     {cut.id} (incomplete)" in plan and f"baseline: {first.id} (good)" in plan
-    nights.sweep = copy
+    nights.sweep = nights.copy
     assert nights("--once", *WORDS).returncode == 0
     assert [night.verdict for night in nights.all] == ["good", "incomplete", "good"]
     assert nights.last.baseline == first.id
@@ -146,66 +181,41 @@ def test_a_machine_is_known_by_its_device_and_not_by_its_name(nights: PlantedNig
 
 
 @pytest.mark.parametrize(("exits_with", "status"), [(-9, 1), (2, 2)])
-def test_a_sweep_that_dies_or_is_refused_is_a_failed_night(
-    nights: PlantedNights, monkeypatch: pytest.MonkeyPatch, exits_with: int, status: int
-):
+def test_a_sweep_that_dies_or_is_refused_is_a_failed_night(nights: PlantedNights, exits_with: int, status: int):
     nights.sweep = lambda folder: exits_with
-    with webhook() as (address, got):
-        monkeypatch.setenv(WEBHOOK, address)
-        done = nights("--once", *WORDS)
+    done = nights("--once", *WORDS)
     assert done.returncode == status and nights.last.verdict == "failed"
     assert f"the night's sweep ended with status {exits_with}" in done.stdout
-    assert [verdict["verdict"] for verdict in got] == ["failed"]
 
 
 BAD_INPUT = (
-    (("training.epochs=1",), "is of another study: training.epochs was 3 and is 1"),
-    (("precision=fp32",), "is of another study: axis precision was fp32,bf16 and is"),
-    (("nightly.cron='0 0 31 2 *'",), "never runs"),
-    (("nightly.significance=1",), "nightly.significance=1.0 is outside (0, 0.5)"),
-    (("nightly.cron=0 2,14 * * *",), "nightly.cron has several values, but takes one"),
-    (("resume=last",), "resume=last: a night always trains anew"),
-    (("repeat=0,1",), "nightly.repeats=3 sets how often a night trains each setting"),
+    (("--once", "training.epochs=1"), "is of another study: training.epochs was 3 and is 1"),
+    (("--once", "precision=fp32"), "is of another study: axis precision was fp32,bf16 and is"),
+    (("--once", "nightly.cron='0 0 31 2 *'"), "never runs"),
+    (("--once", "nightly.cron=0 2,14 * * *"), "nightly.cron has several values, but takes one"),
+    (("--once", "resume=last"), "resume=last: a night always trains anew"),
+    (("--once", "repeat=0,1"), "nightly.repeats=3 sets how often a night trains each setting"),
     (("--never",), "--never is not an option here"),
     (("--accept",), "--accept takes a reason"),
-    (("--accept", "x", "nightly.folder=empty"), "no night has ended in empty/nightly"),
 )
 
 
 @pytest.mark.ci
-def test_bad_input_is_reported_before_anything_runs(nights: PlantedNights):
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT)
+def test_bad_input_is_reported_before_anything_runs(nights: PlantedNights, arguments: tuple[str, ...], message: str):
     nights.sweep = lambda folder: pytest.fail("it runs")
     moment = nights.now - 86400.0
-    write_night(nights.folder, Night(night_id(moment), moment, Verdict.good, study=nights.study().settings))
-    wrong = []
-    for arguments, message in BAD_INPUT:
-        option = () if arguments[0].startswith("--") else ("--once",)
-        overridden = {a.partition("=")[0] for a in arguments}
-        rest = [word for word in WORDS if word.partition("=")[0] not in overridden]
-        # the reason of --accept would come next
-        words = [*rest, *arguments] if arguments == ("--accept",) else [*option, *arguments, *rest]
-        done = nights(*words)
-        if done.returncode != 2 or message not in done.stderr or len(done.stderr.splitlines()) != 1:
-            wrong.append((arguments, done.returncode, done.stderr))
-    assert wrong == [] and len(nights.all) == 1
-
-
-def test_a_killed_sweep_gives_the_signal_as_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The process of the sweep is another program: it ends itself as the kernel would."""
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\nkill -9 $$\n")
-    program.chmod(0o700)
-    monkeypatch.setattr("sys.executable", os.fspath(program))
-    assert run_sweep([], tmp_path / "sweep") == -9
+    study = command.read_study(list(WORDS)).settings
+    write_night(nights.folder, Night(night_id(moment), moment, Verdict.good, study=study))
+    keys = {word.partition("=")[0] for word in arguments}
+    done = nights(*[word for word in WORDS if word.partition("=")[0] not in keys], *arguments)
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
+    assert len(nights.all) == 1
 
 
 def test_a_webhook_that_is_down_is_a_note_and_changes_no_verdict(
     nights: PlantedNights, monkeypatch: pytest.MonkeyPatch
 ):
-    with webhook(status=500) as (address, got):
-        monkeypatch.setenv(WEBHOOK, address)
-        problem = notify("x", nights.folder, Night(ID, 0.0, Verdict.good))
-    assert problem is not None and "500" in problem and "t0psecret" not in problem and len(got) == 1
     monkeypatch.setenv(WEBHOOK, "http://127.0.0.1:9/t0psecret")
     done = nights("--once", *WORDS)
     note = f"{WEBHOOK}: 127.0.0.1:9 did not accept the verdict"
@@ -219,9 +229,9 @@ def test_a_webhook_that_is_down_is_a_note_and_changes_no_verdict(
         assert "t0psecret" not in refused.stderr
 
 
-@pytest.mark.parametrize("content", [{"id": "../../x", "begun": 0}, {"id": ID, "begun": 0, "trials": 3}])
-def test_a_document_that_cannot_be_read_is_refused_by_its_name(nights: PlantedNights, content: dict[str, object]):
+def test_a_document_that_cannot_be_read_is_refused_by_its_name(nights: PlantedNights):
+    """Its id, which becomes the name of a folder, may be another's doing."""
     nights.folder.mkdir(parents=True)
-    (nights.folder / f"{ID}.json").write_text(json.dumps({"verdict": "good", "findings": [], **content}))
+    (nights.folder / "2026-11-22T02-00-00Z.json").write_text(json.dumps({"id": "../../x", "begun": 0}))
     done = nights("--once", *WORDS)
-    assert done.returncode == 2 and f"nights/nightly/{ID}.json cannot be read" in done.stderr
+    assert done.returncode == 2 and "nights/nightly/2026-11-22T02-00-00Z.json cannot be read" in done.stderr

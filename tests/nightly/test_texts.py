@@ -4,19 +4,15 @@ again, to be read before it is committed. The page has made-up nights: months of
 from __future__ import annotations
 
 import dataclasses
-import io
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import pytest
-from rich.console import Console
 
 from fsdp_lab.config.metrics import DATA_WAIT, FORECAST_ERROR, LOSS_EPS, MEMORY, MIB, SPEED, declared
 from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.nightly.gate import LOSS, STATUS, Night, Verdict, changes, judge
 from fsdp_lab.nightly.night import night_id
-from fsdp_lab.nightly.texts import chart, frame_of_nights, markdown, nights_page, terminal_table
+from fsdp_lab.nightly.texts import chart, frame_of_nights, markdown, nights_page
 from tests.nightly.conftest import made_up_nights
 
 VERDICTS = Path(__file__).with_name("verdicts.md")
@@ -103,27 +99,6 @@ def all_verdicts() -> str:
 
 def test_the_verdicts_are_those_that_were_read():
     assert all_verdicts() == VERDICTS.read_text()
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_terminal_shows_regressions_first_with_all_digits(width: int):
-    out = io.StringIO()
-    Console(file=out, width=width).print(terminal_table(cases()["slower, with new libraries"]))
-    text = out.getvalue()
-    assert "…" not in text and "`" not in text and "|" not in text
-    assert all(word in text for word in ("19.25", "24.50", "0.5123", "samples/s", "regression:"))
-    assert text.index("186") < text.index("19.25"), "the regression first"
-    assert ("-29.2 %" in text) or "Too narrow for change: see gate.md." in text
-    wide = io.StringIO()
-    Console(file=wide, width=200).print(terminal_table(cases()["nothing changed"]))
-    assert wide.getvalue().count("sharding=per_block") == wide.getvalue().count("sharding=ddp") == 1
-
-
-def test_a_night_whose_code_is_not_known_blames_no_code():
-    night = last_of(trials(), trials())
-    origin = {k: v for k, v in night.origin.items() if not k.startswith("user code ")}
-    interrupted = dataclasses.replace(night, origin=origin)
-    assert changes(interrupted, night) == changes(night, interrupted) == []
 
 
 def test_the_page_has_the_last_thirty_nights_and_their_charts():
