@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from fsdp_lab.config.conf import device_file
 from fsdp_lab.forecast.capacity import Forecast
@@ -97,3 +101,22 @@ def forecast_of(verdict: str, step_s: float = 1.0, capacity: int | None = 1000) 
         True, 8, {"device": {"total": PEAK}}, allowances, {}, capacity, None, ACTIVE[verdict], reserved_bytes=reserved,
         speed=speed_of(step_s),
     )  # fmt: skip
+
+
+def kept(run: Callable[[], object]) -> list[Tensor]:
+    """Return what autograd keeps for the backward pass of what runs."""
+    tensors: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run()
+    return tensors
+
+
+def num_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of their storages, each once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
