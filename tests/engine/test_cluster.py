@@ -14,9 +14,9 @@ import pytest
 
 from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.machine import RunningCluster
-from fsdp_lab.config.sweep import ClusterConfig, Engine, Placement, SweepConfig, TrackingConfig
+from fsdp_lab.config.sweep import ClusterConfig, Placement, SweepConfig, TrackingConfig
 from fsdp_lab.engine import shortcut
-from fsdp_lab.engine.cluster import code_environment, reachable, running_cluster, set_environment
+from fsdp_lab.engine.cluster import reachable, running_cluster, set_environment
 from fsdp_lab.engine.ray_job import JOB_VARIABLE, check_job
 from fsdp_lab.engine.resources import check_capacity, cpus_per_worker_on
 from fsdp_lab.machine.cpu_contention import launchers
@@ -24,7 +24,6 @@ from fsdp_lab.machine.hardware import WORKER_CPUS
 from fsdp_lab.machine.private import Name
 from tests.conftest import PLAIN, run_cli
 from tests.servers import free_port
-from tests.workloads.user.project import importable, write_project
 
 set_environment()  # the second Ray Train is the one that is asked
 Cores = tuple[float, ...]
@@ -41,9 +40,6 @@ def nodes_with(*nodes: tuple[str, bool, float, int]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("cores", "each", "placement", "workers", "outcome"),
     [
-        ((1.0,), 0.5, "pack", 2, {"CPU": 1.0}),
-        ((1.0,), 1.0, "pack", 2, "num_workers=2 with 1 CPU each: .* hold 1 .* use cluster.num_workers=1, a"),
-        ((8.0, 2.0), 2.0, "pack", 5, {"CPU": 10.0}),
         ((8.0, 2.0), 1 / 3, "pack", 30, {"CPU": 10.0}),
         # ten in all, and one of them holds five
         ((8.0, 2.0), 5.0, "pack", 2, r"num_workers=2 with 5 CPU each: .* hold 1 of .* use .*num_workers=1, a"),
@@ -70,16 +66,13 @@ def test_more_than_the_nodes_hold_is_refused_with_both_numbers(
         ([("10.0.0.1", True, 4, 0), ("10.0.0.2", True, 96, 8), ("10.0.0.3", True, 32, 8)], (8, False), 4.0),
         ([("10.0.0.1", True, 8, 4), ("10.0.0.2", True, 64, 0)], (4, True), 2.0),  # the head's
         ([("10.0.0.1", True, 96, 8), ("10.0.0.2", False, 8, 8)], (8, True), 12.0),
-        ([("10.0.0.1", True, 8, 2), ("10.0.0.2", True, 8, 4)], (4, False), 2.0),
         ([("10.0.0.1", True, 64, 0), ("10.0.0.2", True, 64, 0)], (2, False), 1.0),
     ],
 )
 def test_the_default_number_of_workers_is_of_the_cluster(
+    nodes: list[tuple[str, bool, float, int]], workers: tuple[int, bool], cores_each: float,
     monkeypatch: pytest.MonkeyPatch,
-    nodes: list[tuple[str, bool, float, int]],
-    workers: tuple[int, bool],
-    cores_each: float,
-):
+):  # fmt: skip
     """The most GPUs of a node, and the fewest cores for each of a node with GPUs. What Ray answers stands in."""
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.nodes", lambda: nodes_with(*nodes))
@@ -88,24 +81,23 @@ def test_the_default_number_of_workers_is_of_the_cluster(
     assert cpus_per_worker_on(nodes_with(*nodes)) == cores_each
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("more", [(), ("-m", "optimizer.lr=1e-3,1e-2", "dry_run=true")])
-def test_no_ray_at_an_address_is_reported_before_a_file_is_written(tmp_path: Path, more: tuple[str, ...]):
+def test_no_ray_at_an_address_is_told_before_a_file_is_written(tmp_path: Path):
     address = f"127.0.0.1:{free_port()}"
-    done = run_cli(tmp_path, *PLAIN, *more, f"cluster.address={address}", timeout=60)
+    done = run_cli(tmp_path, *PLAIN, f"cluster.address={address}", timeout=60)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
     assert f"cluster.address={address}: no Ray cluster answers there" in done.stderr
-    assert "ray start --head" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("says", "problem"),
-    [(None, "it takes connections, and says nothing for 0.2 s"), (b"SSH-2.0-x\r\n", "something else than Ray")],
+    ("says", "problem", "by_variable"),
+    [
+        (None, "it takes connections, and says nothing for 0.2 s", False),
+        (b"SSH-2.0-x\r\n", "something else than Ray", True),
+    ],
 )
-@pytest.mark.parametrize("by_variable", [False, True])
 def test_a_port_behind_which_is_no_ray_is_named_at_once(
-    monkeypatch: pytest.MonkeyPatch, says: bytes | None, problem: str, by_variable: bool
+    says: bytes | None, problem: str, by_variable: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Ray itself tries for 330 s."""
     if says is None:
@@ -128,11 +120,8 @@ def test_a_port_behind_which_is_no_ray_is_named_at_once(
     taken[0].close()
 
 
-@pytest.mark.parametrize("by_variable", ["", "auto"])
-def test_the_last_cluster_of_this_machine_is_named_if_gone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by_variable: str
-):
-    monkeypatch.setenv("RAY_ADDRESS", by_variable)
+def test_the_last_cluster_of_this_machine_is_named_if_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     assert reachable("auto") == ("auto", "cluster.address=auto"), "Ray looks for one that runs here"
     (tmp_path / "ray").mkdir()
@@ -150,23 +139,12 @@ def test_the_ranks_of_the_node_are_ours_when_others_are_counted(monkeypatch: pyt
     assert [process.pid for process in launchers()] == [os.getpid()]
 
 
-@pytest.fixture
-def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the files that came with a job of Ray's, which runs in it."""
-    folder = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
-    folder.mkdir(parents=True)
-    monkeypatch.setenv(JOB_VARIABLE, "{}")
-    monkeypatch.chdir(folder)
-    return folder
-
-
 _STORE, _BUCKET = "sqlite:////shared/mlflow.db", "s3://bucket/x"
 
 
 @pytest.mark.parametrize(
     ("address", "storage", "uri", "folder", "words"),
     [
-        ("auto", None, _STORE, "outputs/x", "for example hydra.sweep.dir=/"),
         ("auto", _BUCKET, _STORE, "outputs/x", "for example hydra.sweep.dir=/"),
         ("auto", "/shared", "sqlite:///outputs/mlflow.db", "/shared/x", "for example tracking.uri=sqlite:////"),
         ("auto", "storage", _STORE, "/shared/x", "for example cluster.storage_path=/"),
@@ -174,28 +152,20 @@ _STORE, _BUCKET = "sqlite:////shared/mlflow.db", "s3://bucket/x"
         ("auto", _BUCKET, "http://mlflow:5000", "/shared/x", ""),
     ],
 )
-@pytest.mark.usefixtures("copy")
 def test_a_job_whose_results_would_go_with_its_files_is_refused(
-    address: str | None, storage: str | None, uri: str, folder: str, words: str, monkeypatch: pytest.MonkeyPatch
-):
+    address: str | None, storage: str | None, uri: str, folder: str, words: str, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+):  # fmt: skip
     """And a Ray of its own beside the cluster. Real jobs are in tests/cluster/test_jobs.py."""
+    (files := tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1").mkdir(parents=True)
+    monkeypatch.setenv(JOB_VARIABLE, "{}")
+    monkeypatch.chdir(files)
     cluster = ClusterConfig(address=address, storage_path=storage)
     config = SweepConfig(cluster=cluster, tracking=TrackingConfig(uri=uri))
     with pytest.raises(ConfigError, match=re.escape(words)) if words else nullcontext():
         check_job(config, Path(folder), "hydra.sweep.dir")
     monkeypatch.delenv(JOB_VARIABLE)
     check_job(config, Path(folder), "hydra.sweep.dir")
-
-
-def test_code_that_came_with_a_job_is_not_sent_again(copy: Path, monkeypatch: pytest.MonkeyPatch):
-    """Nor is ours, and that of libraries."""
-    check_job(SweepConfig(engine=Engine.inline, tracking=TrackingConfig(uri=_STORE)), Path("/shared/x"), "")
-    assert code_environment(["torch.nn.Linear", "fsdp_lab.workloads.user.task.model_loss"]) is None
-    write_project(copy)
-    with importable(copy):
-        assert code_environment(["my_project.net.Net"]) is None
-        monkeypatch.delenv(JOB_VARIABLE)
-        assert code_environment(["my_project.net.Net"]) == {"py_modules": [str(copy / "my_project")]}
 
 
 def test_ray_has_each_name_as_we_use_it():

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,6 @@ from tests.servers import ray_head
 from tests.workloads.user.project import write_project
 
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
-
-
-def python(text: str, *arguments: str, cwd: Path = ROOT, **variables: str | None) -> subprocess.CompletedProcess[str]:
-    """A Python process of its own, with these variables; None: without that one."""
-    environment = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
-    return subprocess.run(
-        [sys.executable, "-c", text, *arguments],
-        cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
 
 
 _OTHERS = """
@@ -69,8 +59,8 @@ def test_nobody_runs_a_task_on_a_local_ray_without_its_token(tmp_path: Path):
     """Not even one who can read what Ray left in the home folder; and the token itself is in no file."""
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
-    unset = dict.fromkeys((name for name in os.environ if name.startswith("RAY_AUTH")), None)
-    done = python(_OTHERS, HOME=str(tmp_path), PYTHONPATH=str(ROOT), **unset)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    done = forked.run(tmp_path, "-c", _OTHERS, environment={**environment, "HOME": str(tmp_path)})
     assert done.stdout.split("\n") == ["ran", "in files:", "other:", "other:", "other:", ""], done.stderr
 
 
@@ -165,9 +155,10 @@ def test_the_users_code_reaches_a_cluster(tmp_path: Path):
     """Its workers know neither the folder that the driver works in nor the driver's PYTHONPATH."""
     write_project(tmp_path)
     (tmp_path / "elsewhere").mkdir()
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
     with ray_head() as (address, _):
-        path = os.pathsep.join([str(tmp_path), str(ROOT)])
-        done = python(_ELSEWHERE, address, cwd=tmp_path / "elsewhere", PYTHONPATH=path)
+        environment = {**os.environ, "PYTHONPATH": path}
+        done = forked.run(tmp_path / "elsewhere", "-c", _ELSEWHERE, address, environment=environment)
     assert "there: " in done.stdout, done.stderr
     assert str(tmp_path) not in done.stdout, "it is a copy"
 
@@ -225,31 +216,25 @@ def job_of(fate: str, folder: Path) -> Job:
     return Job(config, str(folder), workers, 1.0, False, str(ROOT), 100.0, wait_s, 0, False)
 
 
-@pytest.fixture
-def jobs(token: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that runs jobs on a cluster with two cores, which is not its own; and the number of the cluster's."""
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("token")
+def test_however_a_trial_fails_its_cores_are_free_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Trials run after each other on a cluster of two cores: each starts because those before let go."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with ray_head() as (address, head):
         command = [sys.executable, "-c", _RUN_JOBS, address]
         with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            yield process, head
+            assert process.stdin and process.stdout
+            for fate, words in _FATES.items():
+                (folder := tmp_path / fate).mkdir()
+                job, done = job_of(fate, folder), threading.Event()
+                if fate == "killed":
+                    threading.Thread(target=kill_a_worker, args=(head, done), daemon=True).start()
+                print(json.dumps(asdict(job)), file=process.stdin, flush=True)
+                next(line for line in process.stdout if line == "released\n")
+                done.set()
+                outcome = read_trial(folder).outcome
+                assert outcome is not None and (outcome.reason is None) == (words is None), (fate, outcome)
+                assert words is None or words in reason_text(outcome.reason), fate
             process.kill()
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_however_a_trial_fails_its_cores_are_free_for_the_next(jobs: tuple[subprocess.Popen[str], int], tmp_path: Path):
-    """Trials run after each other where only one fits: each starts because those before let go."""
-    process, head = jobs
-    assert process.stdin and process.stdout
-    for fate, words in _FATES.items():
-        (folder := tmp_path / fate).mkdir()
-        job, done = job_of(fate, folder), threading.Event()
-        if fate == "killed":
-            threading.Thread(target=kill_a_worker, args=(head, done), daemon=True).start()
-        print(json.dumps(asdict(job)), file=process.stdin, flush=True)
-        next(line for line in process.stdout if line == "released\n")
-        done.set()
-        outcome = read_trial(folder).outcome
-        assert outcome is not None and (outcome.reason is None) == (words is None), (fate, outcome)
-        assert words is None or words in reason_text(outcome.reason), fate
