@@ -86,23 +86,18 @@ STEPS = [{**epoch, "step": epoch["step"] - 3} for epoch in OTHER.epochs]
 replace = dataclasses.replace
 CASES: dict[str, Sequence[TrialRecord]] = {
     "seeds": (one(0, "sharding=ddp training.seed=0"), one(1, "sharding=root training.seed=1", WRONG)),
-    "learning rates": (one(0, "sharding=ddp optimizer.lr=1"), one(1, "sharding=root optimizer.lr=2", WRONG)),
-    "models": (one(0, "sharding=ddp model=a"), one(1, "sharding=root model=b", WRONG)),
     "workers": (replace(DDP, facts={"world_size": 2}), replace(OTHER, facts={"world_size": 4})),
     "data": (replace(DDP, facts={"data_digest": "a"}), replace(OTHER, facts={"data_digest": "b"})),
     "precision": (one(0, "sharding=ddp precision=bf16"), one(1, "sharding=root precision=bf16", WRONG)),
     "a typed precision": (DDP, replace(OTHER, overrides=["precision=fp16_mixed"])),
-    "a key of precision": (DDP, replace(OTHER, overrides=["+precision.param_dtype=bfloat16"])),
     "a configured precision": (DDP, replace(OTHER, config=NARROW)),
     "a narrow loss": (DDP, one(1, "sharding=root", WRONG, **{"train/loss_eps": 2.0**-7})),
     "steps": (DDP, replace(OTHER, epochs=STEPS)),
     "no epoch": (DDP, replace(OTHER, epochs=[], status=TrialStatus.stopped)),
-    "an epoch that only one has": (DDP, replace(OTHER, epochs=[{**OTHER.epochs[0], "epoch": 5.0}])),
     "a model that draws its own random numbers": (
         one(0, "sharding=ddp repeat=0"), one(1, "sharding=ddp repeat=1", ((1.2, 0.9),)),
         one(2, "sharding=root repeat=0", WRONG), one(3, "sharding=root repeat=1"),
     ),
-    "repeats of one setting": (one(0, "sharding=root repeat=0"), one(1, "sharding=root repeat=1", WRONG)),
 }  # fmt: skip
 
 
@@ -120,9 +115,8 @@ def test_what_differs_in_float32_differs_in_other_precisions_too():
 
 
 def test_what_only_moves_or_gathers_must_not_change_a_loss():
-    words = ["sharding=root offload=none", "sharding=root offload=cpu", "sharding=per_block offload=cpu"]
-    words = [f"{each} reshard_after_forward={policy}" for each in words for policy in ("always", "never")]
+    words = ("sharding=root offload=none", "sharding=root offload=cpu", "sharding=per_block offload=none")
     trials = [one(n, each) for n, each in enumerate(words)]
-    assert check_itself(trials, [*trials[0].setting]).agreeing == [[0, 1, 2, 3, 4, 5]]
-    made = of(*trials[:5], one(5, words[5], WRONG))
-    assert list(made.why_not) == ["sharding=per_block offload=cpu reshard_after_forward=never"]
+    assert check_itself(trials, [*trials[0].setting]).agreeing == [[0, 1, 2]]
+    made = of(*trials, one(3, "sharding=root offload=none reshard_after_forward=never", WRONG))
+    assert list(made.why_not) == ["sharding=root offload=none reshard_after_forward=never"]
