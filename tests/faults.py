@@ -112,7 +112,7 @@ FAULTS = (
           "training/test_parity.py::test_each_precision_does_its_own_arithmetic"),
     Fault("the function of use=pytorch reduces in the computation's dtype", "fsdp_lab/report/pytorch.py",
           '"reduce_dtype": precision.reduce_dtype}', '"reduce_dtype": precision.param_dtype}',
-          "report/test_pytorch.py::test_every_sharding_and_precision", MAKE_CI),
+          PASTED, MAKE_CI),
     Fault("the function of use=pytorch clips no gradients", "fsdp_lab/report/templates/pytorch.py.j2",
           "{% if training.max_grad_norm is not none %}", "{% if false %}", PASTED, MAKE_CI),
     Fault("the function of use=pytorch does not scale its learning rate", "fsdp_lab/report/pytorch.py",
