@@ -63,18 +63,14 @@ SMALLER = {
 class Command:
     """A command in a block of a page.
 
-    Attributes:
-        place: its file, seen from the root of the repository, and the line of its block.
-        text: in one line, without a prompt or a comment.
-        reason: why no test runs it, by a line before its block, `<!-- not run by a test: reason -->`; `<!-- not run by
-            a test, `command`: reason -->` is for those that begin so.
-        output: the lines that the page shows of its output.
+    Why no test runs it stands before its block: `<!-- not run by a test: reason -->`, or, for those that begin so,
+    `<!-- not run by a test, `command`: reason -->`.
     """
 
-    place: str
-    text: str
+    place: str  # its file and the line of its block
+    text: str  # in one line, without a prompt or a comment
     reason: str
-    output: str
+    output: str  # the lines that the page shows of it
 
     @property
     def words(self) -> list[str]:
@@ -193,10 +189,7 @@ def project(tmp_path: Path) -> Path:
 def is_in(shown: str, printed: str, *, numbers: bool = True) -> bool:
     """Return whether a command printed what a page shows, where `...` stands for any lines, or any part of a line.
 
-    Args:
-        shown: the lines on the page.
-        printed: what the command printed.
-        numbers: whether figures have to be the same; if not, spaces and rules may differ in length, too.
+    Without `numbers`, figures may differ, and spaces and rules in their length.
     """
 
     def pattern(line: str) -> str:
