@@ -639,7 +639,7 @@ def _try(fault: Fault, copies: Queue[Path], failing: Collection[str]) -> tuple[s
 def _run(tests: Sequence[str], marks: str, copy: Path, *options: str) -> tuple[int, str]:
     """Run the cases of some tests in a tier; return pytest's status and output."""
     environment = {**os.environ, "PYTHONPATH": str(copy)}  # before the installed project
-    environment.pop("FSDP_LAB_TESTS", None)  # another import server: it has imported the fault
+    environment.pop("FSDP_LAB_TESTS", None)  # another folder: its sweep is to have run with the fault
     words = ["-q", "-p", "no:cacheprovider", *options, "-m", marks, *(f"tests/{test}" for test in tests)]
     limit_s = _LIMIT_S * (1 + len(tests) // 10)
     command = ["timeout", "--kill-after=10", str(limit_s), sys.executable, "-m", "pytest", *words]

@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,6 @@ from tests import forked
 _LIMIT_S = 3600  # ends ranks that hang; a test has a limit of its own
 
 
-@cache
-def _commands() -> forked.Commands:
-    return forked.Commands()
-
-
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `function(*args)` on `world_size` ranks, with torchrun's ranks in the environment; results in rank order.
 
@@ -36,9 +30,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "call").write_bytes(pickle.dumps((function, args)))
         jobs = [(Path.cwd(), ("tests.ranks", folder, str(rank), str(world_size))) for rank in range(world_size)]
-        for rank, done in _commands().run(jobs, seconds=_LIMIT_S, together=True):
+        for rank, done in forked.run_all(jobs, seconds=_LIMIT_S, together=True):
             if done.code:
-                _commands.cache_clear()  # the answers of the other ranks are still to come
                 raise AssertionError(f"rank {rank} ended with {done.code}\n{done.output}")
             print(done.output, end="")
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import pytest
 
 from tests.conftest import HERE, PLAIN, TINY, without
 from tests.folders import Store, SweepFolder
-from tests.forked import Commands, Done
+from tests.forked import Done, run_all
 from tests.processes import called, descendants, still_running
 from tests.ranks import Memo, config, run_ranks
 from tests.servers import free_port, lay_store, mlflow_server
@@ -35,17 +35,11 @@ SWEEP = (
 EXACT = ("epoch", "train/loss", "val/loss", "val/accuracy")
 
 
-@pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
-    with Commands() as running:
-        yield running
-
-
-def killed_at(commands: Commands, folders: Mapping[int, Path], words: Sequence[str]) -> None:
+def killed_at(folders: Mapping[int, Path], words: Sequence[str]) -> None:
     """Run a command in each folder, and kill it at the point whose number is the folder's key."""
     jobs = [(folder, ["-c", KILLED, f"{folder}.points", str(number), *words]) for number, folder in folders.items()]
     numbers = list(folders)
-    for job, done in commands.run(jobs):
+    for job, done in run_all(jobs):
         assert done.code == -signal.SIGKILL, f"the kill at point {numbers[job]} was not made: {done}"
 
 
@@ -64,26 +58,24 @@ def left_in(folder: Path) -> dict[str, object]:
     }
 
 
-def resumed(commands: Commands, folders: Mapping[int, Path]) -> dict[int, Done]:
+def resumed(folders: Mapping[int, Path]) -> dict[int, Done]:
     """Resume the sweep in each folder, or start it again where it was killed before there was anything to resume."""
     numbers = list(folders)
-    ends = {
-        numbers[job]: done for job, done in commands.run([(f, ["fsdp_lab", "resume=out"]) for f in folders.values()])
-    }
+    ends = {numbers[job]: done for job, done in run_all([(f, ["fsdp_lab", "resume=out"]) for f in folders.values()])}
     again = [number for number in numbers if not (folders[number] / "out/sweep.json").exists()]
     for number in again:
         assert ends[number].code == 2 and "there is no sweep.json" in ends[number].err, ends[number].output
-    ends |= {again[job]: done for job, done in commands.run([(folders[number], SWEEP) for number in again])}
+    ends |= {again[job]: done for job, done in run_all([(folders[number], SWEEP) for number in again])}
     return ends
 
 
 @pytest.fixture(scope="module")
-def undisturbed(commands: Commands, memory: Path) -> tuple[list[str], dict[str, object]]:
+def undisturbed(memory: Path) -> tuple[list[str], dict[str, object]]:
     """The points that a sweep passes, and what it leaves when nothing is killed."""
     folder = memory / "undisturbed"
     folder.mkdir()
     lay_store(folder)
-    ((_, done),) = commands.run([(folder, ["-c", KILLED, f"{folder}.points", "0", *SWEEP])])
+    ((_, done),) = run_all([(folder, ["-c", KILLED, f"{folder}.points", "0", *SWEEP])])
     assert done.code == 0, done.output
     left = left_in(folder)
     assert left["status"] == ["finished"] * 2 and left["runs"] == [(trial, "FINISHED") for trial in ("", "0", "1")]
@@ -106,7 +98,7 @@ def sample(points: Sequence[str]) -> list[int]:
     "every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["four points", "every point"]
 )
 def test_a_sweep_killed_at_any_point_resumes_undisturbed(
-    commands: Commands, memory: Path, undisturbed: tuple[list[str], dict[str, object]], every: bool
+    memory: Path, undisturbed: tuple[list[str], dict[str, object]], every: bool
 ):
     """Every epoch once, the losses of an undisturbed sweep, each trial once in MLflow, and a whole results.csv."""
     points, sound = undisturbed
@@ -118,8 +110,8 @@ def test_a_sweep_killed_at_any_point_resumes_undisturbed(
         for folder in folders.values():
             folder.mkdir()
             lay_store(folder)
-        killed_at(commands, folders, SWEEP)
-        for number, done in resumed(commands, folders).items():
+        killed_at(folders, SWEEP)
+        for number, done in resumed(folders).items():
             left = left_in(folders[number]) if done.code == 0 else {"status": f"exit status {done.code}"}
             faults = [f"{key}: {left.get(key)}, and not {sound[key]}" for key in sound if left.get(key) != sound[key]]
             if faults:

@@ -181,9 +181,8 @@ def kill(where: str, folder: Path) -> None:
     """Train, and kill the process where it hangs."""
     folder.mkdir()
     reached, ended = folder / "reached", folder / "ended"
-    with forked.Commands() as commands:
-        words = (__name__, where, str(folder))
-        done = commands.run_and_kill(ROOT, words, lambda: reached.exists() or ended.exists())
+    words = (__name__, where, str(folder))
+    done = forked.run_and_kill(ROOT, words, lambda: reached.exists() or ended.exists())
     assert done.code == -signal.SIGKILL and not ended.exists(), f"{where}: it ended before its second save\n{done.err}"
     reached.unlink()
 
