@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 
-from tests.parity import CLIP, NEED_TRANSFORMERS, OF_TRANSFORMERS, PRECISIONS, RESHARDS, SGD, SHARDINGS, Row, Tier
+from tests.parity import NEED_TRANSFORMERS, OF_TRANSFORMERS, PRECISIONS, SHARDINGS, Row
 
 AXES: dict[str, Sequence[str]] = {
     "sharding": ("ddp", "root", "per_block", "per_layer", "size_based"),
@@ -31,90 +31,70 @@ AXES: dict[str, Sequence[str]] = {
     "sharding.separate_reduce_scatter_group": ("false", "true"),
 }
 Case = dict[str, str]
-Pair = tuple[tuple[str, str], tuple[str, str]]
 
-# What can stand beside some values of others.
-_ONLY_PLAIN_WITH_DDP = {
-    "offload": "none",
-    "reshard_after_forward": "default",
-    "sharding.forward_prefetch": "null",
-    "sharding.backward_prefetch": "null",
-    "sharding.separate_reduce_scatter_group": "false",
-}
-_PER_BLOCK_ALONE = {"sharding.blocks_per_unit": "1"}
-
-
-def can_stand_together(pair: Pair) -> bool:
-    values = dict(pair)
-    sharding = values.get("sharding")
-    plain = _ONLY_PLAIN_WITH_DDP if sharding == "ddp" else {}
-    plain = plain | (_PER_BLOCK_ALONE if sharding not in ("per_block", None) else {})
-    if sharding in ("per_layer", "size_based") and values.get("activation_checkpointing") == "selective":
-        return False
-    return all(values.get(axis, only) == only for axis, only in plain.items())
+# What a sharding leaves no choice for.
+_ONE_BLOCK = {"sharding.blocks_per_unit": "1"}
+_WITHOUT_CHOICE: dict[str, Case] = {
+    "ddp": {
+        "offload": "none", "reshard_after_forward": "default", "sharding.forward_prefetch": "null",
+        "sharding.backward_prefetch": "null", "sharding.separate_reduce_scatter_group": "false", **_ONE_BLOCK,
+    },
+    "root": _ONE_BLOCK, "per_block": {}, "per_layer": _ONE_BLOCK, "size_based": _ONE_BLOCK,
+}  # fmt: skip
 
 
-def has_a_meaning(case: Case) -> bool:
-    return all(map(can_stand_together, pairs(case)))
-
-
-def overrides(case: Case) -> list[str]:
-    """As they are typed, with what some options want besides."""
-    more = {
-        "size_based": ["sharding.min_num_params=1000"],
-        "adam": ["optimizer.lr=0.01"],
-        "adamw": ["optimizer.lr=0.01"],
-        "custom": ["optimizer._target_=torch.optim.RAdam", "optimizer.lr=0.01"],
-        "to_size": ["reshard_after_forward.size=2"],
-    }
-    return [f"{key}={value}" for key, value in case.items()] + [
-        word for value in case.values() for word in more.get(value, ())
-    ]
-
-
-def pairs(case: Case) -> set[Pair]:
-    return set(itertools.combinations(case.items(), 2))
+def _random_case(rng: random.Random, fixed: Case) -> Case:
+    """One that has a meaning; the fixed values may have to give way."""
+    case = {axis: rng.choice(values) for axis, values in AXES.items()} | fixed
+    if case["sharding"] in ("per_layer", "size_based") and case["activation_checkpointing"] == "selective":
+        case["activation_checkpointing"] = "full"  # `selective` cannot recompute units inside of a block
+    return case | _WITHOUT_CHOICE[case["sharding"]]
 
 
 @cache
-def pairwise(seed: int = 0) -> list[Case]:
-    """Return cases in which every two values of different axes that can stand together do so at least once.
+def pairwise() -> list[Case]:
+    """Return cases that have every two values which stand together in any of many random cases.
 
-    Greedy: of some random cases with the first pair that is missing, the one with the most that are missing.
+    One after the other, the case with the most pairs that no other before it has.
     """
-    rng = random.Random(seed)
-    axes = itertools.combinations(AXES.items(), 2)
-    every = (((a, x), (b, y)) for (a, of_a), (b, of_b) in axes for x, y in itertools.product(of_a, of_b))
-    left = set(filter(can_stand_together, every))
-    chosen = []
+    rng = random.Random(0)
+    cases = [_random_case(rng, {}) for _ in range(500)]
+    pairs = [set(itertools.combinations(case.items(), 2)) for case in cases]
+    left, chosen = set[object]().union(*pairs), []
     while left:
-        some = [_random_case(rng, min(left)) for _ in range(20)]
-        chosen.append(max(some, key=lambda case: len(pairs(case) & left)))
-        left -= pairs(chosen[-1])
+        best = max(range(len(cases)), key=lambda i: len(pairs[i] & left))
+        chosen.append(cases[best])
+        left -= pairs[best]
     return chosen
-
-
-def _random_case(rng: random.Random, fixed: Sequence[tuple[str, str]]) -> Case:
-    while True:
-        case = {axis: rng.choice(values) for axis, values in AXES.items()} | dict(fixed)
-        if has_a_meaning(case):
-            return case
 
 
 def every_four_axes() -> list[Case]:
     """Every sharding x precision x offload x reshard_after_forward that has a meaning, the other axes at random."""
     rng = random.Random(0)
-    four = (dict(zip(AXES, values, strict=False)) for values in itertools.product(*list(AXES.values())[:4]))
-    return [_random_case(rng, tuple(case.items())) for case in four if has_a_meaning(case)]
+    four = [dict(zip(AXES, values, strict=False)) for values in product(*list(AXES.values())[:4])]
+    return [case for fixed in four if fixed.items() <= (case := _random_case(rng, fixed)).items()]
 
 
+def overrides(case: Case) -> list[str]:
+    """As they are typed, with what some options want besides."""
+    more = {
+        "size_based": "sharding.min_num_params=1000",
+        "adam": "optimizer.lr=0.01",
+        "adamw": "optimizer.lr=0.01",
+        "custom": "optimizer._target_=torch.optim.RAdam optimizer.lr=0.01",
+        "to_size": "reshard_after_forward.size=2",
+    }
+    return " ".join(f"{key}={value} {more.get(value, '')}" for key, value in case.items()).split()
+
+
+SGD = "optimizer=sgd optimizer.weight_decay=0"
+CLIP = "training.max_grad_norm=0.1"
 ACCUMULATE = "training.grad_accum_steps=2"
 SIZE_BASED = " ".join(SHARDINGS["size_based"])
 SMALLEST_UNITS = "sharding=size_based sharding.min_num_params=80"  # of the user's modules
-GRID = [
-    "sharding=ddp",
-    *(f"{' '.join(SHARDINGS[s])} {reshard}" for s, reshard in product(SHARDINGS, RESHARDS) if s != "ddp"),
-]
+TO_SIZE = "reshard_after_forward=to_size reshard_after_forward.size="
+RESHARDS = (*(f"reshard_after_forward={p}" for p in ("always", "never", "default")), f"{TO_SIZE}1", f"{TO_SIZE}2")
+GRID = ["sharding=ddp", *(f"{' '.join(SHARDINGS[s])} {r}" for s, r in product(SHARDINGS, RESHARDS) if s != "ddp")]
 OWN = "optimizer=custom optimizer._target_="
 RADAM = f"{OWN}torch.optim.RAdam optimizer.lr=0.01 optimizer.betas=[0.8,0.95] optimizer.weight_decay=0.1"
 ADAGRAD = f"{OWN}torch.optim.Adagrad optimizer.lr=0.01 optimizer.initial_accumulator_value=0.1"
@@ -131,7 +111,7 @@ IN_HALF = (
     "sharding=per_block precision=bf16 offload=cpu activation_checkpointing=full",
     f"sharding=root precision=fp16_mixed precision.init_scale=8 {ACCUMULATE}",
 )
-Cells = dict[str, Sequence[str]]
+Cells = dict[str, Sequence[str]]  # workload, or "workload on ranks" -> settings
 
 IN_MAKE_TEST: Cells = {
     # A covering array: each value of each setting once, with those that it interacts with.
@@ -144,10 +124,18 @@ IN_MAKE_TEST: Cells = {
         f"sharding.backward_prefetch=1 {SGD} activation_checkpointing=selective init=device",
         f"sharding=per_block reshard_after_forward=always {CLIP} {ACCUMULATE} sharding.blocks_per_unit=2 "
         f"sharding.separate_reduce_scatter_group=true {RADAM}",
-        "sharding=per_block memory_profile=off data.loader_workers=1 training.seed=5 training.epochs=2",
-        f"sharding=per_layer {RESHARDS[4]} training.sync_each_microbatch=true {ACCUMULATE} {LION}",
-        f"{SIZE_BASED} {RESHARDS[3]} init=meta optimizer=adamw optimizer.lr=0.01 optimizer.weight_decay=0.3 "
+        "sharding=per_block memory_profile=off data.loader_workers=1 training.seed=5 training.epochs=2 precision=fp32 "
+        "offload=none",
+        f"sharding=per_layer {TO_SIZE}2 training.sync_each_microbatch=true {ACCUMULATE} {LION}",
+        f"{SIZE_BASED} {TO_SIZE}1 init=meta optimizer=adamw optimizer.lr=0.01 optimizer.weight_decay=0.3 "
         "optimizer.implementation=for_loop",
+    ),
+    "mlp on 1": ("sharding=per_block",),
+    "mlp on 4": (
+        f"sharding=per_block {TO_SIZE}2",
+        f"{SIZE_BASED} sharding.dp_replicate=2 {TO_SIZE}1 {ACCUMULATE} init=meta",
+        f"sharding=per_block sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE} {CLIP} "
+        "sharding.separate_reduce_scatter_group=true",
     ),
     "wide mlp": HALF["per_block"],
     "vit": (
@@ -163,6 +151,7 @@ IN_MAKE_TEST: Cells = {
         "activation_checkpointing=full",
     ),
     "user, as T5": ("sharding=per_block reshard_after_forward=always",),
+    "user, with state on 1": ("sharding=per_block activation_checkpointing=full",),
     # of 31 items on two ranks, 3 at a time: the last batch of one rank is padding alone
     "net": ("sharding=ddp training.global_batch_size=6",),
     # 30 at a time: the last batches of the two differ in size
@@ -175,10 +164,21 @@ IN_MAKE_TEST: Cells = {
         ("float64", "transposed", "frozen in bfloat16", "some share a module", "objects", "changed in place", "kept"),
         ("sharding=per_block reshard_after_forward=always",),
     ),
+    # a microbatch of one row, or of two
+    "some tokens": (f"sharding=root training.global_batch_size=4 {ACCUMULATE}",),
+    "some classes": ("sharding=ddp training.global_batch_size=4",),
     "seq2seq": ("sharding=per_block reshard_after_forward=never training.grad_accum_steps=4 model.as_dict=true",),
     **dict.fromkeys(OF_TRANSFORMERS, ("sharding=per_block",)),
     "hf t5": ("sharding=ddp",),
 }  # fmt: skip
+ON_ONE = ("sharding=ddp", "sharding=per_layer training.grad_accum_steps=4")
+ON_FOUR = (
+    "sharding=ddp",
+    f"sharding=root sharding.dp_replicate=4 {CLIP}",
+    f"sharding=per_layer {ACCUMULATE}",
+    f"sharding=per_layer sharding.dp_replicate=2 {TO_SIZE}2",
+    f"sharding=per_block sharding.dp_replicate=2 precision=bf16_mixed {ACCUMULATE} {SGD}",
+)
 LATER: Cells = {
     "mlp": (
         *GRID,
@@ -186,6 +186,8 @@ LATER: Cells = {
         *(f"{' '.join(SHARDINGS[s])} {own}" for s, own in product(SHARDINGS, (RADAM, ADAGRAD, LION))),
         f"sharding=per_block precision=fp16 offload=cpu {LION} {CLIP}",
     ),
+    "mlp on 1": ON_ONE,
+    "mlp on 4": ON_FOUR,
     "vit": (f"sharding=ddp {ACCUMULATE}",),
     "language": (
         f"sharding=per_block compile=true {ACCUMULATE}",
@@ -200,7 +202,12 @@ LATER: Cells = {
         *SETTINGS[:2], *IN_HALF,
     ),
     "user, as T5": ("sharding=ddp",),
+    "user, with state on 1": (
+        "sharding=ddp activation_checkpointing=selective",
+        "sharding=per_layer activation_checkpointing=every_n activation_checkpointing_every=1",
+    ),
     "complex": ("sharding=ddp",),
+    **dict.fromkeys(("some tokens", "some classes"), ("sharding=per_layer training.global_batch_size=4",)),
     "seq2seq": (
         f"sharding=ddp {ACCUMULATE}",
         "sharding=per_block reshard_after_forward=always activation_checkpointing=full model.as_dict=true",
@@ -211,12 +218,8 @@ OFFLOADED = [f"{cell} offload={place}" for cell, place in product(GRID[1:], ("cp
 AT_NIGHT: Cells = {
     "mlp": OFFLOADED, "user, as T5": (*GRID, *SETTINGS[:2]),
     "wide mlp": (*HALF["per_layer"], *HALF["ddp"]),
-    "language, tied": (
-        *GRID, *SETTINGS[:2], "sharding=per_block reshard_after_forward=never task.loss_chunks=3",
-    ),
-    "user": (
-        *(cell.replace(SIZE_BASED, SMALLEST_UNITS) for cell in GRID),
-    ),
+    "language, tied": (*GRID, *SETTINGS[:2], "sharding=per_block reshard_after_forward=never task.loss_chunks=3"),
+    "user": [cell.replace(SIZE_BASED, SMALLEST_UNITS) for cell in GRID],
     "language": (
         *GRID,
         "sharding=per_layer reshard_after_forward=never task.loss_chunks=3",
@@ -231,69 +234,46 @@ AT_NIGHT: Cells = {
         "sharding=per_layer model.num_layers=4 sharding.forward_prefetch=1 sharding.backward_prefetch=3",
         "sharding=per_block compile=true activation_checkpointing=full",
     ),
+    "vit on 1": ON_ONE,
+    "vit on 4": ON_FOUR,
     **dict.fromkeys(NEED_TRANSFORMERS, ("sharding=root", *GRID, *SETTINGS, *IN_HALF)),
     "hf gpt2": ("sharding=root", *GRID, *SETTINGS, *IN_HALF, "sharding=per_block compile=true"),
 }  # fmt: skip
 
-ON_FOUR = (
-    f"sharding=per_block {RESHARDS[4]}",
-    f"{SIZE_BASED} sharding.dp_replicate=2 {RESHARDS[3]} {ACCUMULATE} init=meta",
-    f"sharding=per_block sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE} {CLIP} "
-    "sharding.separate_reduce_scatter_group=true",
-)
-ON_FOUR_LATER = (
-    "sharding=ddp",
-    f"sharding=root sharding.dp_replicate=4 {CLIP}",
-    f"sharding=per_layer {ACCUMULATE}",
-    f"sharding=per_layer sharding.dp_replicate=2 {RESHARDS[4]}",
-    f"sharding=per_block sharding.dp_replicate=2 precision=bf16_mixed {ACCUMULATE} {SGD}",
-)
-ON_ONE = ("sharding=per_block",)
-ON_ONE_LATER = ("sharding=ddp", "sharding=per_layer training.grad_accum_steps=4")
-CHECKPOINTED = "sharding=per_block activation_checkpointing=full"
-CHECKPOINTED_LATER = (
-    "sharding=ddp activation_checkpointing=selective",
-    "sharding=per_layer activation_checkpointing=every_n activation_checkpointing_every=1",
-)
+
+def _rows() -> list[Row]:
+    """A row of two tiers is in the first."""
+    rows = {}
+    for tier, cells in {"test": IN_MAKE_TEST, "ci": LATER, "full": AT_NIGHT}.items():
+        for name, cell in ((name, cell) for name, of_one in cells.items() for cell in of_one):
+            workload, _, ranks = name.partition(" on ")
+            row = Row(workload, cell, int(ranks or 2), tier)
+            rows.setdefault((name, frozenset(cell.split())), row)
+    return [*rows.values()]
 
 
-def _rows() -> Iterator[Row]:
-    tiers: dict[Tier, Cells] = {"test": IN_MAKE_TEST, "ci": LATER, "full": AT_NIGHT}
-    for tier, cells in tiers.items():
-        yield from (Row(workload, cell, tier=tier) for workload, of_one in cells.items() for cell in of_one)
-    for ranks, cell in [*product((4,), ON_FOUR), *product((1,), ON_ONE)]:
-        yield Row("mlp", cell, ranks)
-    yield Row("user, with state", CHECKPOINTED, 1)
-    yield from (Row("user, with state", cell, 1, "ci") for cell in CHECKPOINTED_LATER)
-    for ranks, cell in [*product((4,), ON_FOUR_LATER), *product((1,), ON_ONE_LATER)]:
-        yield from (Row("mlp", cell, ranks, "ci"), Row("vit", cell, ranks, "full"))
-
-
-# A row of two tiers is in the first.
-_FIRST = {(row.workload, frozenset(row.cell.split()), row.ranks): row for row in reversed([*_rows()])}
-ROWS = [*reversed(_FIRST.values())]
-
+ROWS = _rows()
 
 PER_BLOCK, DDP = "sharding=per_block", "sharding=ddp"
 # For `tests/gpu/`: each value of each setting, of workloads that need no library but PyTorch. Rows of the second table
 # need two ranks.
 GPU_CELLS: Cells = {
     "language": (
-        DDP, PER_BLOCK, "sharding=root", "sharding=per_layer", SIZE_BASED,
+        *(" ".join(words) for words in SHARDINGS.values()),
         *(f"{PER_BLOCK} {reshard}" for reshard in RESHARDS[:4]),
-        *(f"{PER_BLOCK} precision={p} {SGD}" for p in PRECISIONS), *(f"{DDP} precision={p} {SGD}" for p in PRECISIONS),
-        f"{PER_BLOCK} precision=tf32 {SGD}", f"{DDP} precision=tf32 {SGD}",
-        f"{PER_BLOCK} offload=cpu", f"sharding=root offload=cpu_unpinned {CLIP}",
-        f"{PER_BLOCK} precision=fp16 offload=cpu {SGD} {CLIP}", f"{PER_BLOCK} precision=fp16_mixed {ACCUMULATE} {SGD}",
-        *(f"{PER_BLOCK} activation_checkpointing={mode}" for mode in ("full", "selective", "every_n")),
-        f"{DDP} activation_checkpointing=selective",
-        f"{DDP} {ACCUMULATE}", f"{PER_BLOCK} {ACCUMULATE}", f"{DDP} {CLIP}", f"{PER_BLOCK} {CLIP}",
-        f"{PER_BLOCK} init=meta", f"{PER_BLOCK} task.loss_chunks=3",
-        *(f"{PER_BLOCK} optimizer.implementation={way}" for way in ("fused", "foreach", "for_loop")),
-        f"{PER_BLOCK} sharding.blocks_per_unit=2 sharding.forward_prefetch=1 sharding.backward_prefetch=1",
-        f"{PER_BLOCK} data.loader_workers=1", f"{PER_BLOCK} memory_profile=peaks",
-        f"{PER_BLOCK} compile=true", f"{DDP} compile=true", "sharding=root compile=true precision=bf16_mixed",
-        f"{PER_BLOCK} compile=true activation_checkpointing=full",
+        *(f"{sharding} precision={p} {SGD}" for sharding, p in product((PER_BLOCK, DDP), (*PRECISIONS, "tf32"))),
+        *(f"{sharding} {setting}" for sharding, setting in product((PER_BLOCK, DDP), (
+            ACCUMULATE, CLIP, "activation_checkpointing=selective", "compile=true",
+        ))),
+        *(f"{PER_BLOCK} {settings}" for settings in (
+            "init=meta", "offload=cpu", "task.loss_chunks=3", "data.loader_workers=1", "memory_profile=peaks",
+            *(f"optimizer.implementation={way}" for way in ("fused", "foreach", "for_loop")),
+            *(f"{more}activation_checkpointing=full" for more in ("", "compile=true ")),
+            "activation_checkpointing=every_n",
+            f"precision=fp16 offload=cpu {SGD} {CLIP}", f"precision=fp16_mixed {ACCUMULATE} {SGD}",
+            "sharding.blocks_per_unit=2 sharding.forward_prefetch=1 sharding.backward_prefetch=1",
+        )),
+        f"sharding=root offload=cpu_unpinned {CLIP}", "sharding=root compile=true precision=bf16_mixed",
     ),
     "language, tied": ("sharding=root activation_checkpointing=full",),
     "noise": (PER_BLOCK, f"{DDP} precision=bf16_mixed {SGD}", "sharding=per_layer offload=cpu"),
@@ -302,7 +282,7 @@ GPU_CELLS: Cells = {
 }  # fmt: skip
 GPU_CELLS_OF_TWO: Cells = {
     "language": (
-        f"{PER_BLOCK} {RESHARDS[4]}", f"{PER_BLOCK} sharding.dp_replicate=2",
+        f"{PER_BLOCK} {TO_SIZE}2", f"{PER_BLOCK} sharding.dp_replicate=2",
         f"{PER_BLOCK} sharding.separate_reduce_scatter_group=true",
         f"{PER_BLOCK} sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE}",
     ),

@@ -31,9 +31,9 @@ def losses(row: Row, device: str) -> tuple[list[float], list[float]]:
     torch.backends.cudnn.allow_tf32 = False  # of convolutions; products have it off by default
     words = [word for word in row.words if not word.startswith("memory_profile")]
     profile = "peaks" if "memory_profile=peaks" in row.cell else "off"
-    ((learned, metrics, _), _), *_ = train_each([[*words, f"memory_profile={profile}"]])
-    plain = unsharded(row, device=device)
-    return [*learned, metrics["val/loss"]], [*plain.losses, plain.val_loss]
+    (result,) = train_each([[*words, f"memory_profile={profile}"]])
+    plain = unsharded(row, device)
+    return [*result.losses, result.metrics["val/loss"]], [*plain.losses, plain.val_loss]
 
 
 @pytest.mark.parametrize("row", [*ROWS, *ROWS_OF_TWO], ids=str)
@@ -56,8 +56,8 @@ def test_a_setting_learns_what_a_plain_loop_learns(
 
 
 def first_weights(words: list[str]) -> list[float]:
-    ((learned, metrics, _), _), *_ = train_each([words])
-    return [*learned, metrics["val/loss"]]
+    (result,) = train_each([words])
+    return [*result.losses, result.metrics["val/loss"]]
 
 
 def test_weights_drawn_on_the_device_are_those_of_every_sharding(ranks: Ranks, figures: Callable[..., None]) -> None:

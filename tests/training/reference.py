@@ -1,11 +1,12 @@
 """One unsharded process in plain PyTorch: what the sharded runs are compared with.
 
-Shares with the package only the model's builder. The images come from
-scikit-learn's own reader, and the batches are worked out again from seed and epoch.
+Shares with the package only the models' builders. The images come from scikit-learn's own reader, and the batches are
+worked out again from seed and epoch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -24,9 +25,10 @@ from fsdp_lab.workloads.build import build_model_spec
 
 @dataclass
 class Run:
-    """What a training learned. `accuracy`: of the validation split, where the script has a measure of it."""
+    """What a training learned. `val_accuracy`: where the script has a measure of it."""
 
     losses: list[float]  # of every step, over the global batch
+    norms: list[float]  # of the gradients of every step, before they are clipped
     weights: dict[str, Tensor]
     val_loss: float
     val_accuracy: float | None
@@ -52,31 +54,31 @@ class Script:
         """Train on one process in float32.
 
         Args:
-            trial: its model, data, optimizer and batches count; the rest does not.
+            trial: its optimizer, and which batches of the data are trained; the rest does not count.
             device: where the model computes. Its first weights are drawn on the CPU.
         """
         items = self.split("train")
         torch.manual_seed(trial.training.seed)
-        model, losses = self.build().to(device), list[float]()
+        model, losses, norms = self.build().to(device), list[float](), list[float]()
         optimizer = build_optimizer(model, trial)
         for indices in batches(trial, len(items)):
-            batch = _on(device, default_collate([items[i] for i in indices]))
             optimizer.zero_grad()
-            loss = self.loss(model, batch)
+            loss = self.loss(model, _batch(items, indices, device))
             loss.backward()
             losses.append(loss.item())
-            if trial.training.max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), trial.training.max_grad_norm)
+            most = trial.training.max_grad_norm or math.inf
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), most).item())
             optimizer.step()
         weights = {name: value.detach() for name, value in model.state_dict().items()}
-        return Run(losses, weights, *self._validate(model.eval(), trial, device))
-
-    def _validate(self, model: nn.Module, trial: TrialConfig, device: str) -> tuple[float, float | None]:
-        items = self.split("val")
-        count = min(len(items), trial.data.num_val or len(items))
-        batch = _on(device, default_collate([items[i] for i in range(count)]))
+        items, model = self.split("val"), model.eval()
+        batch = _batch(items, range(min(len(items), trial.data.num_val or len(items))), device)
         with torch.no_grad():
-            return self.loss(model, batch).item(), self.accuracy(model, batch) if self.accuracy else None
+            accuracy = self.accuracy(model, batch) if self.accuracy else None
+            return Run(losses, norms, weights, self.loss(model, batch).item(), accuracy)
+
+
+def _batch(items: Any, indices: Iterable[int], device: str) -> Any:
+    return tree_map(lambda x: x.to(device), default_collate([items[i] for i in indices]))
 
 
 def batches(trial: TrialConfig, count: int) -> list[list[int]]:
@@ -87,10 +89,6 @@ def batches(trial: TrialConfig, count: int) -> list[list[int]]:
         order = torch.randperm(count, generator=generator)[: count // size * size]
         steps += [indices.tolist() for indices in order.split(size)]
     return steps[: trial.training.max_steps]
-
-
-def _on(device: str, batch: Any) -> Any:
-    return tree_map(lambda x: x.to(device), batch)
 
 
 @lru_cache(maxsize=1)
@@ -149,18 +147,18 @@ def build_optimizer(model: nn.Module, config: TrialConfig) -> torch.optim.Optimi
     return kind(model.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), weight_decay=o.weight_decay)
 
 
+def image_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
 def _share_of_right_answers(model: nn.Module, batch: list[Tensor]) -> float:
     return (model(batch[0]).argmax(1) == batch[1]).float().mean().item()
 
 
 def train_unsharded(config: TrialConfig, device: str = "cpu") -> Run:
     """Train one of our image classifiers on one process in float32; see `Script.train`."""
-
-    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
-
     build, split = build_model_spec(config.model).build, partial(Digits, size=config.model.sizes()["image_size"])
-    return Script(build, split, loss, _share_of_right_answers).train(config, device)
+    return Script(build, split, image_loss, _share_of_right_answers).train(config, device)
 
 
 def apart(a: list[float], b: list[float]) -> float:
