@@ -10,19 +10,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from fsdp_lab.config import ConfigError, SweepConfig, from_dict
-from fsdp_lab.config.compose import Trial
+from fsdp_lab.config import ConfigError
 from fsdp_lab.storage.locks import InUse
 from fsdp_lab.sweep.grid import enumerate_grid
-from fsdp_lab.sweep.names import (
-    report_command,
-    resume_command,
-    resume_lines,
-    setting_text,
-    short_name,
-    sweep_name,
-    ui_command,
-)
+from fsdp_lab.sweep.names import setting_text, short_name, sweep_name
 from fsdp_lab.sweep.outputs.results_csv import rows_of
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.state import TrialState
@@ -36,17 +27,16 @@ from tests.sweep.planted import sweep_of as planned_sweep
 KEY = "hydra.sweep.dir"
 
 
-def trial(choices: dict[str, str] | None = None, **values: dict[str, object]) -> Trial:
-    return Trial(0, from_dict(SweepConfig, values), choices or {}, [], Path(), DictConfig({}))
-
-
-@pytest.mark.parametrize(
-    ("lr", "name"),
-    [(0.0012345678, "lr=0.00123"), (3e-05, "lr=3e-05"), (0.5, "lr=0.5"), (123456.7, "lr=123457")],
-)
-def test_numbers_in_a_trials_name_are_rounded(lr: float, name: str):
-    one = trial({"sharding": "root"}, optimizer={"lr": lr}, training={"seed": 1234567})
-    assert short_name(one, ["sharding", "optimizer.lr", "training.seed"]) == f"root {name} seed=1234567"
+def test_names_in_mlflow_say_what_differs_with_numbers_rounded(compose_trial):
+    """Those that a search drew, to three digits; a whole number has all."""
+    swept = ["sharding", "optimizer.lr", "training.seed"]
+    drawn = {"0.0012345678": "0.00123", "3e-05": "3e-05", "0.5": "0.5", "123456.7": "123457"}
+    words = ["search=optuna", "sharding=root", "training.seed=1234567"]
+    trials = [compose_trial([*words, f"optimizer.lr={lr}"], number) for number, lr in enumerate(drawn)]
+    assert [short_name(one, swept) for one in trials] == [f"root lr={lr} seed=1234567" for lr in drawn.values()]
+    assert setting_text(trials[0], "optimizer.lr") == "0.00123457", "of six digits in tables"
+    assert sweep_name(trials, swept) == "sharding × lr × seed (optuna, 4 trials)"
+    assert sweep_name([compose_trial(["sharding=root"], 0)], []) == "one setting (1 trial)"
 
 
 OWN_VALUES = [
@@ -68,32 +58,6 @@ def test_values_of_the_users_own_are_shown_as_typed(parser: OverridesParser, com
     states = [TrialState(trial) for trial in plan.trials]
     planned = planned_sweep(states, swept=["model.table"])
     assert [row["model.table"] for row in rows_of(planned, lambda number: "")] == values
-
-
-def test_numbers_of_a_grid_have_all_digits_of_a_search_six():
-    grid = [trial(training={"max_grad_norm": x}) for x in (0.1, 0.10000001)]
-    assert [setting_text(one, "training.max_grad_norm") for one in grid] == ["0.1", "0.10000001"]
-    drawn = trial(search={"name": "random"}, training={"max_grad_norm": 0.123456789})
-    assert setting_text(drawn, "training.max_grad_norm") == "0.123457"
-
-
-def test_a_sweep_is_called_by_what_it_compares():
-    some = [trial({"sharding": "root", "experiment": "null"})] * 6
-    assert sweep_name(some, ["sharding", "optimizer.lr"]) == "sharding × lr (6 trials)"
-    assert sweep_name([trial({"experiment": "zero2_zero3"})], []) == "zero2_zero3: one setting (1 trial)"
-    assert sweep_name([trial(search={"name": "optuna"})] * 2, ["+model.width"]) == "width (optuna, 2 trials)"
-
-
-def test_commands_name_a_folder_that_is_there_where_they_are_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["fsdp_lab", "-m", "sharding=ddp,root", "cluster.storage_path=s3://bucket/lab"])
-    folder = tmp_path / "outputs" / "1"
-    assert resume_lines(folder) == ["to resume: python -m fsdp_lab resume=outputs/1"]
-    assert report_command(folder) == "python -m fsdp_lab.report sweep=outputs/1"
-    assert resume_command(tmp_path.parent) == f"python -m fsdp_lab resume={tmp_path.parent}"
-    command = "python -m mlflow ui --backend-store-uri"
-    assert ui_command("sqlite:////srv/a.db?timeout=9") == f"{command} 'sqlite:////srv/a.db?timeout=9'"
-    assert ui_command("http://host:5000") == "http://host:5000"
 
 
 STRANGE = ("a b", "介绍 é", "x=1", "a/b/../c", "long" * 75)
@@ -145,9 +109,7 @@ def test_a_folder_that_was_typed_is_free_or_refused(tmp_path: Path):
     (tmp_path / "sweep.json").touch()
     with new_folder(tmp_path, KEY, typed):
         pass  # its start was refused: MLflow was away
-    reported = (
-        rf"{KEY}={tmp_path} holds results, which would be lost.*python -m fsdp_lab resume={tmp_path}\. .*: {KEY}=\.\.\."
-    )
+    reported = rf"{KEY}={tmp_path} holds results, .*python -m fsdp_lab resume={tmp_path}\. .*: {KEY}=\.\.\."
     (tmp_path / "trials.jsonl").touch()
     for left in ("results.csv", "trial.json", "0/trial.json", "a/b/c/trial.json"):
         (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
@@ -176,12 +138,9 @@ def test_a_folder_that_was_typed_is_free_or_refused(tmp_path: Path):
 def test_trials_that_share_or_leave_the_sweeps_folder_are_refused(tmp_path: Path, names: list[str], reason: str):
     for name, target in (("link", "."), ("away", "..")):
         (tmp_path / name).symlink_to(target)
+    check_trial_folders(tmp_path, [tmp_path / name for name in ("0", "00", "a/0", "a/1", "n" * 255)])
     with pytest.raises(ConfigError, match=f"hydra.sweep.subdir gives .*{reason}.*hydra.job.num"):
         check_trial_folders(tmp_path, [tmp_path / name for name in names])
-
-
-def test_folders_of_their_own_below_the_sweep_are_taken(tmp_path: Path):
-    check_trial_folders(tmp_path / "new", [tmp_path / "new" / name for name in ("0", "00", "a/0", "a/1", "n" * 255)])
 
 
 def written_once(folder: Path) -> dict[str, str]:
