@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-import shlex
-import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,69 +12,58 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 
-from fsdp_lab.config import SweepConfig, default_num_workers, workers_of
+from fsdp_lab.config import default_num_workers, workers_of
 from fsdp_lab.config.compose import cell_trial
 from fsdp_lab.config.machine import RunningCluster, ask_clusters
-from fsdp_lab.sweep.command import axes_notes
-from fsdp_lab.sweep.grid import enumerate_grid, repeat_axis, swept_keys, unescaped
+from fsdp_lab.sweep.grid import enumerate_grid, unescaped
 from fsdp_lab.sweep.plan import Plan, plan_sweep
 from tests.conftest import run_cli
 
 
-def cells(*axes: str) -> list[list[str]]:
-    """`cells("a=1,2", "b=3")` -> [["a=1", "b=3"], ["a=2", "b=3"]]; values are parted by `|` or a comma."""
-    split = []
-    for axis in axes:
-        key, _, values = axis.partition("=")
-        split.append([f"{key}={value}" for value in values.split("|" if "|" in values else ",")])
-    return [list(cell) for cell in itertools.product(*split)]
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "training.seed=choice(3,1,2)",
+        "training.epochs=range(1,6,2)",
+        "sharding=glob(per_*)",
+        "precision=glob(*,exclude=*16*)",
+        "training.seed=sort(3,1,2,reverse=true)",
+        "optimizer.lr=1e-3 sharding=root",
+        "training.seed=1,2 offload=cpu optimizer.lr=1e-3,1e-2",
+        "training.seed=1,2 offload=none,cpu sharding=per_layer,size_based",
+        "+hydra.x=1,2",
+        "tracking.experiment='a,b'",
+    ],
+)
+def test_arguments_become_trials_in_the_order_of_hydras_sweeper(parser: OverridesParser, typed: str):
+    """It puts its `params` before the command line, and a param that is typed too keeps its place."""
+    defaults = {"sharding": "ddp,root", "offload": "none,cpu"}
+    for params in ({}, defaults):
+        words = [*(f"{key}={values}" for key, values in params.items()), *typed.split()]
+        (hydras,) = BasicSweeper.split_arguments(parser.parse_overrides(words), max_batch_size=None)
+        assert enumerate_grid(parser, params, typed.split()) == hydras
 
 
-PRINTED = {
-    r"s3\://bucket/prefix": "s3://bucket/prefix",
-    r"127.0.0.1\:6379": "127.0.0.1:6379",
-    r"sqlite\:////srv/my\ runs/a.db": "sqlite:////srv/my runs/a.db",
-    r"$\{per_worker\:64\}": "${per_worker:64}",
-    r"a\=b\:c": r"a\=b\:c",  # Hydra takes no bare `=`
-    r"a\,b": r"a\,b",  # would be two values
-    r"C\:\\x": r"C:\x",
-    "'a, b'": "'a, b'",
-    "fp32": "fp32",
-}
+def test_default_axes_are_swept_until_they_are_named(parser: OverridesParser):
+    defaults = {"sharding": "ddp,root", "offload": "none,cpu"}
+    for word in ("offload=cpu", "+offload=cpu", "~offload"):
+        cells = [["sharding=ddp", word], ["sharding=root", word]]
+        assert enumerate_grid(parser, defaults, [word]) == cells
+    assert enumerate_grid(parser, {**defaults, "offload": None}, []) == [["sharding=ddp"], ["sharding=root"]]
+    assert enumerate_grid(parser, {"sharding": None}, []) == [[]]
 
 
-def test_an_override_is_printed_as_hydra_and_a_shell_read_it():
-    assert [unescaped(f"key={value}") for value in PRINTED] == [f"key={plain}" for plain in PRINTED.values()]
-    words = shlex.join(f"key={plain}" for plain in PRINTED.values())
-    command = ["bash", "-c", f"printf '%s\\n' {words}"]
-    read = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    parser = OverridesParser.create()
-    assert [parser.parse_override(word).value() for word in read] == [
-        parser.parse_override(f"key={value}").value() for value in PRINTED
-    ]
-
-
-TABLE = {
-    "choice": (["training.seed=choice(3,1,2)"], cells("training.seed=3,1,2")),
-    "range with step": (["training.epochs=range(1,6,2)"], cells("training.epochs=1,3,5")),
-    "glob": (["sharding=glob(per_*)"], cells("sharding=per_block,per_layer")),
-    "glob without": (["precision=glob(*,exclude=*16*)"], cells("precision=float8,fp32,tf32")),
-    "sort": (["training.seed=sort(3,1,2,reverse=true)"], cells("training.seed=3,2,1")),
-    "fixed": (["optimizer.lr=1e-3", "sharding=root"], [["optimizer.lr=0.001", "sharding=root"]]),
-    "the last axis is the fastest, with a fixed one between": (
-        ["training.seed=1,2", "offload=cpu", "optimizer.lr=1e-3,1e-2"],
-        cells("training.seed=1,2", "offload=cpu", "optimizer.lr=0.001,0.01"),
-    ),
-    "added key": (["+hydra.x=1,2"], cells("+hydra.x=1,2")),
-    "quoted": (["tracking.experiment='a,b'"], [["tracking.experiment='a,b'"]]),
-}
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_arguments_become_trials_in_the_order_of_hydras_sweeper(parser: OverridesParser, name: str):
-    arguments, expected = TABLE[name]
-    (hydras,) = BasicSweeper.split_arguments(parser.parse_overrides(arguments), max_batch_size=None)
-    assert enumerate_grid(parser, {}, arguments) == expected == hydras
+@pytest.mark.parametrize(
+    ("value", "printed"),
+    [
+        (r"s3\://bucket/prefix", "s3://bucket/prefix"),
+        (r"$\{per_worker\:64\}", "${per_worker:64}"),
+        (r"a\=b\:c", r"a\=b\:c"),  # Hydra takes no bare `=`
+        (r"a\,b", r"a\,b"),  # would be two values
+    ],
+)
+def test_an_override_is_printed_without_escapes_that_hydra_does_not_need(value: str, printed: str):
+    assert unescaped(f"key={value}") == f"key={printed}"
 
 
 @pytest.mark.parametrize(
@@ -97,57 +83,11 @@ def test_each_spelling_of_a_value_stays_that_value(parser: OverridesParser, type
     assert [parser.parse_override(word).value() for (word,) in grid] == values
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [
-        ["training.seed=1,2", "precision=fp16"],
-        ["training.seed=1,2", "offload=none,cpu", "sharding=per_layer,size_based"],
-    ],
-)
-def test_the_order_with_default_axes_is_that_of_hydras_sweeper(parser: OverridesParser, typed: list[str]):
-    """Hydra's sweeper puts its `params` before the command line, and a param that is typed too keeps its place."""
-    params = ["sharding=ddp,root", "offload=none,cpu"]
-    (hydras,) = BasicSweeper.split_arguments(parser.parse_overrides(params + typed), max_batch_size=None)
-    assert enumerate_grid(parser, dict(p.split("=") for p in params), typed) == hydras
-
-
-DEFAULTS = {"sharding": "ddp,root", "offload": "none,cpu"}
-
-
-@pytest.mark.parametrize(
-    ("defaults", "arguments", "expected"),
-    [
-        (DEFAULTS, [], cells("sharding=ddp,root", "offload=none,cpu")),
-        (DEFAULTS, ["offload=cpu", "sharding=root"], [["sharding=root", "offload=cpu"]]),
-        (DEFAULTS, ["sharding=root,per_layer"], cells("sharding=root,per_layer", "offload=none,cpu")),
-        ({**DEFAULTS, "offload": None}, [], cells("sharding=ddp,root")),
-        ({"sharding": None}, [], [[]]),
-        (DEFAULTS, ["~offload"], [["sharding=ddp", "~offload"], ["sharding=root", "~offload"]]),
-        (DEFAULTS, ["+offload=cpu"], cells("sharding=ddp,root", "+offload=cpu")),
-        (DEFAULTS, ["training.seed=1,2"], cells("sharding=ddp,root", "offload=none,cpu", "training.seed=1,2")),
-    ],
-)
-def test_default_axes_are_swept_until_they_are_named(parser, defaults, arguments, expected):
-    grid = enumerate_grid(parser, defaults, arguments)
-    assert sorted(map(sorted, grid)) == sorted(map(sorted, expected))
-
-
-def test_swept_keys_are_those_that_differ_in_the_order_typed():
-    assert swept_keys(cells("sharding=root", "precision=fp32,bf16", "+a.b=1,2")) == ["precision", "a.b"]
-    assert swept_keys([["sharding=root"]]) == swept_keys([]) == []
-
-
-def test_a_number_of_repeats_is_an_axis_and_runs_may_be_named(parser: OverridesParser):
-    assert repeat_axis(parser, SweepConfig(repeats=3), ["sharding=ddp,root"]) == ["repeat=range(3)"]
-    for word in ("repeat=0", "repeat=0,1,2", "repeat=range(20)"):
-        assert repeat_axis(parser, SweepConfig(), [word]) == []
-
-
 @pytest.fixture
 def plan(parser: OverridesParser, compose_trial) -> Callable[..., Plan]:
-    def make(*arguments: str, defaults: Mapping[str, str] | None = None) -> Plan:
+    def make(*arguments: str) -> Plan:
         workers = "cluster.num_workers=2"  # the same plan on a machine with GPUs
-        return plan_sweep(enumerate_grid(parser, defaults or {}, [*arguments, workers]), compose_trial)
+        return plan_sweep(enumerate_grid(parser, {}, [*arguments, workers]), compose_trial)
 
     return make
 
@@ -199,16 +139,6 @@ def test_equal_settings_run_once_and_invalid_ones_not_at_all(plan, name: str):
     assert bool(made.notes()) == (len(made.folded) + sum(map(len, made.left_out.values())) > 0)
 
 
-def test_folders_have_no_gaps_and_a_note_counts_duplicates(plan):
-    """DDP has one way to reshard, so that two of six cells are trial 0 again."""
-    made = plan("sharding=ddp,per_block", POLICIES, "precision=bf16")
-    assert [(trial.index, trial.folder.name) for trial in made.trials] == [(n, str(n)) for n in range(4)]
-    assert [number for _, number in made.folded] == [0, 0]
-    (note,) = made.notes()
-    assert note.startswith("2 duplicates left out (sharding=ddp reshard_after_forward=never")
-    assert note.endswith("= trial 0)")
-
-
 def test_hydras_own_resolver_reads_the_trial_that_is_composed(parser: OverridesParser, tmp_path):
     loader = GlobalHydra.instance().config_loader()
     subdir = "hydra.sweep.subdir='${hydra:runtime.choices.sharding}-${hydra:job.num}'"
@@ -248,27 +178,13 @@ def test_cells_are_composed_for_the_workers_of_the_cluster(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("words", [("-m", "sharding=root,ddp", "precision=fp32", "offload=none"), ()])
-def test_a_dry_run_lists_the_trials_and_leaves_nothing(tmp_path: Path, words: tuple[str, ...]):
-    done = run_cli(tmp_path, *words, "dry_run=true")
+def test_a_dry_run_lists_the_trials_and_leaves_nothing(tmp_path: Path):
+    """DDP has one way to reshard; the default setting is one trial."""
+    done = run_cli(tmp_path, "-m", "sharding=root,ddp", "precision=fp32", "offload=none", "dry_run=true")
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    if words:
-        assert lines[0] == "3 trials: sharding × reshard_after_forward", "DDP has one way to reshard"
-        cells = (("root", "always"), ("root", "never"), ("ddp", "always"))
-        assert lines[-3:] == [f"  {n}  sharding={s} reshard_after_forward={r}" for n, (s, r) in enumerate(cells)]
-    else:
-        assert len(lines) == 1 and lines[0].startswith("1 trial: sharding=per_block")
+    first, *_, second_last, last = done.stdout.splitlines()
+    assert first == "3 trials: sharding × reshard_after_forward"
+    assert second_last == "  1  sharding=root reshard_after_forward=never"
+    assert last == "  2  sharding=ddp reshard_after_forward=always"
+    assert run_cli(tmp_path, "dry_run=true").stdout.startswith("1 trial: sharding=per_block")
     assert not any(tmp_path.iterdir())
-
-
-def test_axes_that_nobody_typed_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fsdp_lab.sweep.command.num_gpus", lambda: 0)
-    axes, swept = {"precision": "fp32,fp16", "offload": "none,cpu"}, ["precision", "offload"]
-    first, second = axes_notes(axes, ["offload=none,cpu"], swept, SweepConfig())
-    assert "precision=fp32,fp16" in first and "offload=none,cpu" not in first
-    assert "offload" in second and "repeats" in second
-    assert axes_notes(axes, ["precision=fp16,fp32"], ["precision"], SweepConfig()) == []
-    there = SweepConfig()
-    there.cluster.address = "head:6379"
-    assert axes_notes(axes, swept, swept, there) == [], "what devices are there is not known here"

@@ -30,7 +30,7 @@ from tests.folders import Store, SweepFolder
 from tests.forecast.command import answered_here
 from tests.servers import lay_store
 from tests.sweep import fates
-from tests.sweep.planted import CPU, Acts, Compose, Hears, heard, plan_of
+from tests.sweep.planted import Acts, Compose, Hears, heard, plan_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -121,19 +121,6 @@ def swept(
     codes = [end.reason.code if end and end.reason else None for end in ends]
     assert [row["error"] for row in SweepFolder(plan.folder).rows] == ["x" if code else "" for code in codes]
     return code, codes
-
-
-@pytest.mark.usefixtures("no_gpus")
-def test_forecasts_skip_what_is_too_slow_and_what_does_not_fit(compose_trial: Compose, tmp_path: Path):
-    (tmp_path / "cpu.yaml").write_text(CPU.replace("p90: 0.2", "p90: 0.02"))
-    common = [
-        "model=mlp", "model.hidden_dim=512", "cluster.num_workers=2", "forecast.keep='1'", "forecast.prune=true",
-        f"forecast.device={tmp_path}/cpu.yaml", "forecast.capacity_gib=0.02",
-    ]  # fmt: skip
-    cells = [[], ["training.grad_accum_steps=2"], ["model.hidden_dim=2048"]]
-    plan = plan_of(compose_trial, tmp_path, cells, common)
-    expected = [None, Code.too_slow, Code.does_not_fit]
-    assert swept(plan, [], Forecasts(plan)) == (ExitCode.finished, expected)
 
 
 NET = "tests.workloads.user.my_project.net"
