@@ -3,31 +3,13 @@ which key, option or device is suggested for a mistyped one."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import typing
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import yaml
 
-from fsdp_lab.config import (
-    NightlyConfig,
-    TrialConfig,
-    all_keys,
-    conf_dir,
-    flatten,
-    forecast_settings,
-    from_dict,
-    settings,
-    to_dict,
-)
+from fsdp_lab.config import NightlyConfig, all_keys, flatten, forecast_settings, from_dict, settings
 from fsdp_lab.config.compare import CELLS, CHECKPOINT, NIGHTS, PARAMS, STARTS, STEP
-from fsdp_lab.config.conf import group_dirs, known_devices, options_of
-from fsdp_lab.config.key import keys_of
-from fsdp_lab.config.options import values_implied_by_option
-from fsdp_lab.config.parallel import Granularity
+from fsdp_lab.config.conf import known_devices, options_of
 from fsdp_lab.config.suggest import closest
 from tests.ranks import read_config
 
@@ -85,23 +67,6 @@ COUNTS = {
     """,
 }
 EXPECTED = {name: set(counts.split()) for counts, names in COUNTS.items() for name in names.split()}
-KEYS = keys_of(NightlyConfig)
-# What an option's name says of a trial, so that tables leave these keys out.
-NAMED_BY_OPTION = {
-    "sharding=per_block": "sharding.granularity",
-    "precision=fp16": """
-        precision.param_dtype precision.reduce_dtype precision.loss_scaling precision.float8 precision.tf32
-    """,
-    "offload=cpu": "offload.target",
-    "reshard_after_forward=never": "reshard_after_forward.policy",
-    "model=mlp": "model._target_",
-    "data=digits": "data._target_",
-    "task=classification": "task.name",
-    "optimizer=sgd": "optimizer.name",
-    "lr_schedule=step": "lr_schedule.name",
-    "search=optuna": "search.name",
-    "scheduler=asha": "scheduler.name",
-}
 
 
 def test_every_key_counts_where_it_is_listed():
@@ -114,48 +79,11 @@ def test_every_key_counts_where_it_is_listed():
 
 
 def test_what_cannot_change_the_speed_of_a_step():
-    assert set(KEYS) - set(settings(NightlyConfig(), STEP)) == {
+    assert set(EXPECTED) - set(settings(NightlyConfig(), STEP)) == {
         "optimizer.lr", "optimizer.beta1", "optimizer.beta2", "optimizer.scale_lr", "training.seed", "repeat", "init",
         "lr_schedule.name", "lr_schedule.warmup_steps", "lr_schedule.min_lr_ratio", "lr_schedule.step_epochs",
         "lr_schedule.gamma",
     }  # fmt: skip
-
-
-def test_a_sweeps_keys_do_not_part_a_trial_from_its_checkpoint():
-    assert settings(NightlyConfig(), CHECKPOINT) == settings(TrialConfig(), CHECKPOINT)
-
-
-def test_what_an_option_says_by_its_name_is_all_that_is_marked():
-    said = {option: set(values_implied_by_option(*option.split("="))) for option in NAMED_BY_OPTION}
-    assert said == {option: set(keys.split()) for option, keys in NAMED_BY_OPTION.items()}
-    assert {name for name, known in KEYS.items() if known.named_by_option} == set().union(*said.values())
-
-
-def test_every_number_has_a_rule():
-    def numbers(config_class: type, prefix: str) -> typing.Iterator[str]:
-        for name, hint in typing.get_type_hints(config_class).items():
-            if dataclasses.is_dataclass(hint):
-                yield from numbers(typing.cast(type, hint), f"{prefix}{name}.")
-            elif {int, float} & {hint, *typing.get_args(hint)}:
-                yield f"{prefix}{name}"
-
-    assert [name for name in numbers(NightlyConfig, "") if KEYS[name].rule is None] == []
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["sharding=size_based", "sharding.min_num_params=5", "precision=fp16", "offload=cpu"],
-        ["model=mlp", "optimizer=sgd", "lr_schedule=cosine", "checkpoint.mode=off", "init=meta"],
-        ["cluster.num_workers=4", "training.max_grad_norm=0.5", "checkpoint.resume_from=some/where"],
-    ],
-)
-def test_a_config_is_written_and_read_without_a_loss(overrides: list[str]):
-    """As JSON and as YAML. The order of options and keys on the command line does not matter."""
-    config = read_config(None, overrides)
-    assert from_dict(NightlyConfig, json.loads(json.dumps(to_dict(config)))) == config
-    assert from_dict(NightlyConfig, yaml.safe_load(yaml.safe_dump(to_dict(config)))) == config
-    assert read_config(None, overrides[::-1]) == config
 
 
 def test_every_key_can_be_typed():
@@ -173,45 +101,12 @@ def test_every_key_can_be_typed():
         ({"optimizer": {"lr": "1e-3"}}, "optimizer.lr", 0.001),  # YAML reads 1e-3 as text
         ({"optimizer": {"lr": 1}}, "optimizer.lr", 1.0),
         ({"checkpoint": {"mode": False}}, "checkpoint.mode", "off"),  # and off as false
-        ({"sharding": {"granularity": Granularity.root.name}}, "sharding.granularity", "root"),
-        ({"cluster": {"num_workers": None}}, "cluster.num_workers", None),
         ({"objective": "val/loss:min"}, "objective", ["val/loss:min"]),
     ],
 )
 def test_values_are_read(values: dict[str, object], key: str, expected: object):
     got = flatten(from_dict(NightlyConfig, values))[key]
-    assert got == expected
-    assert type(got) is type(expected)
-
-
-OPTIONS = sorted(
-    f"{folder.name}={file.stem}"
-    for folder in group_dirs()
-    if folder.name != "experiment"
-    for file in folder.glob("*.yaml")
-)
-
-
-def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
-
-
-def unread(option: str) -> list[str]:
-    """Return the keys of an option's file that the config has with another value."""
-    group, _, name = option.partition("=")
-    values = yaml.safe_load((conf_dir() / group / f"{name}.yaml").read_text())
-    flat, wrong = flatten(read_config(None, [option])), []
-    for key, value in leaves(values):
-        value = flat[value[2:-1]] if str(value).startswith("${") else value  # what another key says
-        if flat[f"{group}.{key}"] != (float(value) if isinstance(value, str) and value[0].isdigit() else value):
-            wrong.append(f"{group}.{key}")
-    return wrong
-
-
-def test_every_option_of_every_group_is_read():
-    assert len(OPTIONS) > 50
-    assert {option: wrong for option in OPTIONS if (wrong := unread(option))} == {}
+    assert (type(got), got) == (type(expected), expected)
 
 
 # As users of other trainers type them; None: like none.
@@ -219,20 +114,16 @@ _MEANT = {
     "optimizer.learning_rate": "optimizer.lr",
     "learning_rate": "optimizer.lr",
     "training.lr": "optimizer.lr",
-    "lr": "optimizer.lr",
     "optimizer.LR": "optimizer.lr",
     "optimizer.wd": "optimizer.weight_decay",
     "optimizer.beta3": "optimizer.beta2",
     "batch_size": "training.global_batch_size",
     "training.train_batch_size": "training.global_batch_size",
-    "training.gradient_accumulation_steps": "training.grad_accum_steps",
     "training.gradient_clipping": "training.max_grad_norm",
     "num_workers": "cluster.num_workers",
     "cluster.gpus": "cluster.num_workers",
-    "checkpoint.every": "checkpoint.every_epochs",
     "memory_profil": "memory_profile",
     "bogus": None,
-    "": None,
 }
 
 
