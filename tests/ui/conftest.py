@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,23 +12,15 @@ import pytest
 from mlflow.entities import Run
 
 from fsdp_lab.tracking.tags import TRIAL_TAG
-from tests.conftest import PLAIN, ROOT, STORE, run_cli
+from tests.conftest import INLINE, STORE, run_cli
+from tests.folders import Store
 from tests.servers import mlflow_server
-from tests.sweep.conftest import runs
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
-# A trial takes 0.1 s: two steps in the driver's own process.
-INSTANT = (
-    "engine=inline", "model=mlp", "data=synthetic", "data.num_train=8", "data.num_val=8", "training.max_steps=2",
-    "training.global_batch_size=8", "checkpoint.mode=off", "export=false", "memory_profile=off",
-    "forecast.enabled=false", "hydra.sweep.dir=out", "training.timing_warmup_steps=0", *PLAIN,
-)  # fmt: skip
-_LIMIT_S = 900  # of a sweep, on a machine that others use
-README_SWEEP = (
-    "sharding=root,per_block", "precision=fp32", "offload=none", "reshard_after_forward=always,never", "-m",
-)  # fmt: skip
+# A trial takes 0.1 s.
+INSTANT = (*INLINE, "training.max_steps=2", "checkpoint.mode=off", "export=false", "memory_profile=off")
 
 
 @dataclass
@@ -53,33 +45,32 @@ class Lab:
         return self.experiment.replace("/runs?", f"/runs/{run.info.run_id}/artifacts/{path}?")
 
 
-def _lab(folder: Path, address: str) -> Lab:
-    (parent,), trials = runs(folder)
-    trials.sort(key=lambda run: int(run.data.tags[TRIAL_TAG]))
-    return Lab(address, folder, parent, trials)
+@contextmanager
+def swept(folder: Path, *words: str) -> Iterator[Lab]:
+    made = run_cli(folder, *words, "hydra.sweep.dir=out", STORE, "-m", timeout=900)  # on a machine that others use
+    assert made.returncode == 0, made.stderr
+    with mlflow_server(folder) as (address, _):
+        store = Store(folder)
+        (parent,) = store.parents
+        yield Lab(address, folder, parent, sorted(store.trials, key=lambda run: int(run.data.tags[TRIAL_TAG])))
 
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """The sweep that the README begins with, and the page of each rank's memory on top."""
+    axes = ("sharding=root,per_block", "precision=fp32", "offload=none", "reshard_after_forward=always,never")
     folder = tmp_path_factory.mktemp("readme", numbered=False)
-    made = run_cli(
-        folder, *README_SWEEP, "memory_profile=timeline", "hydra.sweep.dir=out", STORE, timeout=_LIMIT_S
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr
-    with mlflow_server(folder) as (address, _):
-        yield _lab(folder, address)
+    with swept(folder, *axes, "memory_profile=timeline") as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
 def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A sweep of 200 trials."""
-    folder = tmp_path_factory.mktemp("crowd", numbered=False)
     rates = "optimizer.lr=" + ",".join(f"{i}e-4" for i in range(1, 11))
-    made = run_cli(folder, *INSTANT, STORE, "training.seed=range(20)", rates, "-m", timeout=_LIMIT_S)
-    assert made.returncode == 0, made.stderr
-    with mlflow_server(folder) as (address, _):
-        yield _lab(folder, address)
+    folder = tmp_path_factory.mktemp("crowd", numbered=False)
+    with swept(folder, *INSTANT, "training.seed=range(20)", rates) as made:
+        yield made
 
 
 @pytest.fixture
@@ -105,20 +96,6 @@ def quiet(page: Page) -> None:
     page.add_init_script(
         "if (self === top) localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')"
     )
-
-
-@pytest.fixture
-def shoot(page: Page) -> Callable[[str], None]:
-    """`shoot(name)` keeps a picture of the page where FSDP_LAB_SCREENSHOTS names a folder."""
-
-    def shoot(name: str) -> None:
-        if folder := os.environ.get("FSDP_LAB_SCREENSHOTS"):
-            # The folder of the tests is nobody's business.
-            page.screenshot(
-                path=ROOT / folder / f"{name}.png", mask=[page.get_by_text("Path: file:")], mask_color="white"
-            )
-
-    return shoot
 
 
 def row(page: Page, name: str) -> Locator:
