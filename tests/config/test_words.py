@@ -11,9 +11,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from fsdp_lab.config import conf_dir
 from fsdp_lab.config.key_value_args import quoted, store_named, with_environment
-from fsdp_lab.config.overrides import read_overrides, search_path
+from fsdp_lab.config.overrides import read_overrides
 
 SPELLINGS = {
     "sharding=root": [
@@ -60,15 +59,6 @@ def test_a_name_of_an_option_in_other_letters_is_quoted(tmp_path: Path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "介.yaml").touch()
     assert read_overrides(["model=glob(?)"], str(tmp_path)) == read_overrides(["model='介'"]) == ["model='介'"]
-
-
-def test_a_copy_of_our_files_and_others_beside_them_are_taken(tmp_path: Path):
-    for file in ("model/mlp.yaml", "config.yaml"):
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_bytes((conf_dir() / file).read_bytes())
-    for name in ("model/mine.yaml", "model/notes.md", "ci.yml"):
-        (tmp_path / name).touch()
-    assert search_path(str(tmp_path)) == [f"hydra.searchpath=['file://{tmp_path}']"]
 
 
 @pytest.mark.parametrize(
