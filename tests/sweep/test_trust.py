@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
 import stat
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -16,25 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.config import ConfigError, SweepConfig
+from fsdp_lab.config import ConfigError
 from fsdp_lab.config.address import check_credentials
 from fsdp_lab.config.options import CODE_KEYS
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.hydra_folder import write_hydra_folder
-from fsdp_lab.record.paths import storage
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder
-from fsdp_lab.record.trial_json import Outcome, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial
-from fsdp_lab.storage.files import append_line
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store import find as trust
 from fsdp_lab.sweep.store.resume import changes_of_config, resume_arguments
 from fsdp_lab.sweep.sweep_data import sweep_in
 from fsdp_lab.tracking.tags import trial_params
-from tests import forked
+from tests import forked, trained
 from tests.conftest import INLINE, STORE, run_cli, without
 from tests.folders import SweepFolder
-from tests.servers import lay_store, mlflow_server
+from tests.servers import mlflow_server
 from tests.sweep.planted import Compose
 
 SOMEBODY = 54321
@@ -69,35 +64,23 @@ def test_a_file_sets_keys_of_trials_and_no_others(tmp_path: Path):
 
 
 @pytest.fixture
-def lay_sweep(compose_trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """The folder of a sweep of one trial that finished, `tmp_path/out`.
+def folder(tmp_path: Path) -> Path:
+    """That of a sweep of four trials that has ended."""
+    return trained.copy_trained(tmp_path) / "out"
 
-    Its record has the first words, too, its list those of the trial; the trial itself is made of the composed ones.
-    """
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fsdp_lab"])
 
-    def lay(
-        words: Sequence[str] = (), trial_words: Sequence[str] = (), multirun: bool = True, composed: Sequence[str] = ()
-    ) -> Path:
-        folder = tmp_path / "out"
-        lay_store(tmp_path)
-        trial = compose_trial([STORE, *composed], 0)
-        where = folder / "0" if multirun else folder
-        object.__setattr__(trial, "folder", where)
-        object.__setattr__(trial, "overrides", [STORE, *composed, *trial_words])
-        folder.mkdir(mode=0o755)
-        begin_folder(folder, [trial])
-        write_hydra_folder(trial)
-        files = storage(trial, folder)
-        write_outcome(files, Outcome(TrialStatus.finished, None, 1.0))
-        metrics = {"epoch": 1, "step": 4, "val/loss": 1.5, "memory/peak_bytes": 1.0, "perf/samples_per_s": 9.0}
-        append_line(files / "metrics.jsonl", json.dumps(metrics))
-        add_trial(folder, trial)
-        SweepStart.of([*words, *composed, STORE], multirun, SweepConfig()).write(folder)
-        return folder
+def add_words(folder: Path, of_sweep: Sequence[str] = (), of_trials: Sequence[str] = ()) -> None:
+    """As if the sweep had been started with more words, and each of its trials with these."""
+    start = json.loads((folder / "sweep.json").read_text())
+    (folder / "sweep.json").write_text(json.dumps(start | {"arguments": [*start["arguments"], *of_sweep]}))
+    trials = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
+    lines = (json.dumps(trial | {"overrides": [*trial["overrides"], *of_trials]}) for trial in trials)
+    (folder / "trials.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
-    return lay
+
+def replace_in_configs(folder: Path, old: str, new: str) -> None:
+    for path in folder.glob("*/.hydra/config.yaml"):
+        path.write_text(path.read_text().replace(old, new))
 
 
 def report(cwd: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -112,77 +95,65 @@ class _Pickled:
         return os.mkdir, (self.made,)
 
 
-def test_a_resume_runs_no_code_that_the_folder_names(lay_sweep, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("file", "key", "words"),
+    [
+        ("sweep.json", "--experimental-rerun", ["--experimental-rerun=job.pickle"]),
+        (
+            "trials.jsonl", "hydra.callbacks.x._target_",
+            ["+hydra.callbacks.x._target_=os.mkdir", "+hydra.callbacks.x.path=made"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_resume_runs_no_code_that_the_folder_names(folder: Path, file: str, key: str, words: list[str]):
     """Each of these did: it made `made`. The folder is the user's own, for example out of an archive."""
-    made, job = tmp_path / "made", tmp_path / "job.pickle"
-    job.write_bytes(pickle.dumps(_Pickled(made)))
-    of_trial = "+hydra.callbacks.x._target_=os.mkdir"
-    for file, key, words in (
-        ("sweep.json", "--experimental-rerun", ([f"--experimental-rerun={job}"], [])),
-        ("trials.jsonl", "hydra.callbacks.x._target_", ([], [of_trial, f"+hydra.callbacks.x.path={made}"])),
-    ):
-        folder = lay_sweep(*words)
-        done = run_cli(tmp_path, "resume=out")
-        assert done.returncode == 2 and not made.exists(), done.stdout + done.stderr
-        assert f"resume={folder}: {file} holds {key}, which is no key of a trial" in done.stderr
-        shutil.rmtree(folder)
+    made = folder.parent / "made"
+    (folder.parent / "job.pickle").write_bytes(pickle.dumps(_Pickled(made)))
+    add_words(folder, *((words, []) if file == "sweep.json" else ([], words)))
+    done = run_cli(folder.parent, "resume=out")
+    assert done.returncode == 2 and not made.exists(), done.stdout + done.stderr
+    assert f"resume={folder}: {file} holds {key}, which is no key of a trial" in done.stderr
 
 
-def test_a_word_that_is_typed_again_is_taken(lay_sweep, tmp_path: Path):
+def test_a_word_that_is_typed_again_is_taken(folder: Path, tmp_path: Path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment/mine.yaml").write_text("# @package _global_\ntraining:\n  seed: 7\n")
-    lay_sweep([f"--config-dir={tmp_path}", "experiment=mine"], multirun=False)
-    assert run_cli(tmp_path, "resume=out", "--cfg", "job").returncode == 2
-    done = run_cli(tmp_path, "resume=out", f"--config-dir={tmp_path}", "--cfg", "job")
-    assert done.returncode == 0 and "seed: 7" in done.stdout, done.stderr
+    add_words(folder, [f"--config-dir={tmp_path}"], ["experiment=mine"])
+    assert "which is no key of a trial" in run_cli(tmp_path, "resume=out").stderr
+    done = run_cli(tmp_path, "resume=out", f"--config-dir={tmp_path}")
+    assert done.returncode == 2 and "training.seed was 0 and is 7" in done.stderr, done.stdout + done.stderr
 
 
 @needs_root
-def test_another_users_folder_runs_no_code_unless_trusted(lay_sweep, tmp_path: Path):
+def test_another_users_folder_runs_no_code_unless_trusted(folder: Path, tmp_path: Path):
+    os.chown(folder, SOMEBODY, SOMEBODY)
+    trusted = run_cli(tmp_path, "resume=out", "trust=true")
+    assert trusted.returncode == 0 and "nothing to do" in trusted.stdout, trusted.stdout + trusted.stderr
+    assert "trust=yes" in run_cli(tmp_path, "resume=out", "trust=yes").stderr
     (tmp_path / "theirs.py").write_text(f"import os\n\nos.mkdir({str(tmp_path / 'made')!r})\nloss = Net = print\n")
     naming_code = [f"{key}=theirs.loss" for key in ("model._target_", *CODE_KEYS)]
-    folder = lay_sweep(naming_code, naming_code)
-    os.chown(folder, SOMEBODY, SOMEBODY)
+    add_words(folder, naming_code, naming_code)
     for done, key in ((run_cli(tmp_path, "resume=out"), "resume"), (report(tmp_path, "sweep=out"), "sweep")):
         assert done.returncode == 2, done.stdout + done.stderr
         assert f"{key}={folder}: {folder} belongs to user {SOMEBODY}" in done.stderr
         assert "trust=true" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "made").exists()
-    assert "trust=yes" in run_cli(tmp_path, "resume=out", "trust=yes").stderr
-    assert [word for word in naming_code if word not in resume_arguments([f"resume={folder}", "trust=true"])] == []
+    assert set(naming_code) <= set(resume_arguments([f"resume={folder}", "trust=true"]))
 
 
 @needs_root
-def test_another_users_folder_resumes_if_trust_is_typed(lay_sweep, tmp_path: Path):
-    os.chown(lay_sweep(), SOMEBODY, SOMEBODY)
-    done = run_cli(tmp_path, "resume=out", "trust=true")
-    assert done.returncode == 0 and "nothing to do" in done.stdout, done.stdout + done.stderr
-
-
-DISK = ("cluster.storage_path=disk",)
-
-
-@pytest.mark.parametrize("multirun", [True, False])
-@needs_root
-def test_what_another_user_wrote_on_the_shared_disk_is_refused(lay_sweep, multirun: bool, tmp_path: Path):
-    folder = lay_sweep(composed=DISK, multirun=multirun)
+def test_what_another_user_wrote_on_the_shared_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A relative path is below where the sweep started; from elsewhere, a report once found no results."""
+    done = run_cli(tmp_path, "-m", *INLINE, "cluster.storage_path=disk", "training.max_steps=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.chdir("/")
+    folder = tmp_path / "out"
+    assert sweep_in(folder)[0].statuses == [TrialStatus.finished]
     (shared,) = (tmp_path / "disk").iterdir()
     assert stat.S_IMODE(shared.stat().st_mode) == 0o700
     assert trust.why_foreign(folder) is None
-    where = shared / "0" if multirun else shared
-    os.chown(where, SOMEBODY, SOMEBODY)
-    assert trust.why_foreign(folder) == f"{where} belongs to user {SOMEBODY}"
-
-
-@pytest.mark.parametrize("multirun", [True, False])
-def test_a_relative_shared_disk_is_below_where_a_sweep_started(
-    lay_sweep, multirun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """From elsewhere, a report found no results."""
-    folder = lay_sweep(composed=DISK, multirun=multirun)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert sweep_in(folder)[0].statuses == [TrialStatus.finished]
+    os.chown(shared / "0", SOMEBODY, SOMEBODY)
+    assert trust.why_foreign(folder) == f"{shared / '0'} belongs to user {SOMEBODY}"
 
 
 def test_what_others_can_write_into_is_foreign(tmp_path: Path):
@@ -217,12 +188,11 @@ def listener() -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.ci
 @needs_root
 def test_a_report_sends_no_token_to_addresses_of_others_folders(
-    lay_sweep, listener: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, listener: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     uri, heard = listener
-    folder = lay_sweep([f"tracking.uri={uri}"])
-    config = folder / "0/.hydra/config.yaml"
-    config.write_text(config.read_text().replace(STORE.partition("=")[2], uri))
+    add_words(folder, [f"tracking.uri={uri}"])
+    replace_in_configs(folder, STORE.partition("=")[2], uri)
     os.chown(folder, SOMEBODY, SOMEBODY)
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret-token")
     assert report(tmp_path, "sweep=out").returncode == 2
@@ -240,10 +210,8 @@ def test_a_report_sends_no_token_to_addresses_of_others_folders(
 
 
 @needs_root
-def test_a_variable_goes_into_no_report_of_anothers_folder(lay_sweep, tmp_path: Path):
-    folder = lay_sweep()
-    config = folder / "0/.hydra/config.yaml"
-    config.write_text(config.read_text().replace("ui: null", "ui: http://host/${oc.env:SOME_SECRET}"))
+def test_a_variable_goes_into_no_report_of_anothers_folder(folder: Path, tmp_path: Path):
+    replace_in_configs(folder, "ui: null", "ui: http://host/${oc.env:SOME_SECRET}")
     os.chown(folder, SOMEBODY, SOMEBODY)
     assert report(tmp_path, "sweep=out", "trust=true", SOME_SECRET="hunter2").returncode == 0
     assert "hunter2" not in (folder / "report.html").read_text()
