@@ -3,8 +3,8 @@ runs this text as `python -c <text> <log> <point> <module> <words>`.
 
 Counted are renames, fsyncs and appends below the working directory, and commits to SQLite; a link counts as a rename.
 Before and after each is a point, and for an append also where half of it is on the disk. The log gets a line a point,
-such as `rename after out/sweep.json`. At the given one, a number from 1 or the first such line, the process gets
-SIGKILL; with 0 it runs to its end.
+such as `rename after out/sweep.json`. At the one whose number is given the process gets SIGKILL; with 0 it runs to its
+end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def point(what: str, name: str, when: str) -> None:
     with counting:
         passed += 1
         os.write(handle, f"{what} {when} {name}\n".encode())
-        if die_at in (str(passed), f"{what} {when} {name}"):
+        if passed == int(die_at):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -45,8 +45,8 @@ def name_of(path: Any) -> str | None:
     return os.path.relpath(absolute, root) if absolute.startswith(f"{root}{os.sep}") else None
 
 
-def counted(what: str, call: Any, position: int) -> Any:
-    """The same call with a point before it and one after; the argument at `position` names the file."""
+def counted(what: str, call: Any, position: int, name_of: Any = name_of) -> Any:
+    """The same call with a point before it and one after; the argument at `position` gives the name."""
 
     def with_points(*arguments: Any, **options: Any) -> Any:
         name = name_of(arguments[position])
@@ -61,10 +61,10 @@ def counted(what: str, call: Any, position: int) -> Any:
 
 
 class Appending:
-    """A file opened to append: all of it is written as it is closed, in two halves."""
+    """A file opened to append, which writes in two halves."""
 
     def __init__(self, file: Any, name: str) -> None:
-        self._file, self._name, self._written = file, name, []
+        self._file, self._name = file, name
 
     def __getattr__(self, attribute: str) -> Any:
         return getattr(self._file, attribute)
@@ -72,22 +72,16 @@ class Appending:
     def __enter__(self) -> Appending:
         return self
 
-    def write(self, content: Any) -> None:
-        self._written.append(content)
-
     def __exit__(self, *error: object) -> None:
-        with self._file:
-            if not self._written:
-                return
-            content = self._written[0][:0].join(self._written)
-            middle = len(content) // 2
-            point("append", self._name, "before")
-            self._file.write(content[:middle])
+        self._file.close()
+
+    def write(self, content: Any) -> None:
+        middle = len(content) // 2
+        point("append", self._name, "before")
+        for half, when in ((content[:middle], "half"), (content[middle:], "after")):
+            self._file.write(half)
             self._file.flush()
-            point("append", self._name, "half")
-            self._file.write(content[middle:])
-            self._file.flush()
-        point("append", self._name, "after")
+            point("append", self._name, when)
 
 
 def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
@@ -97,21 +91,16 @@ def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
     return Appending(result, name) if name is not None else result
 
 
-def committed(dialect: Any, connection: Any) -> None:
-    """A commit, with its points if there is something to commit."""
-    changes = getattr(connection.dbapi_connection, "in_transaction", False)
-    if changes:
-        point("commit", "mlflow.db", "before")
-    plain_commit(dialect, connection)
-    if changes:
-        point("commit", "mlflow.db", "after")
+def changed_by(connection: Any) -> str | None:
+    """The name of the database if there is something to commit."""
+    return "mlflow.db" if getattr(connection.dbapi_connection, "in_transaction", False) else None
 
 
-plain_open, plain_commit = io.open, DefaultDialect.do_commit
+plain_open = io.open
 os.rename, os.replace, os.link = (counted("rename", call, 1) for call in (os.rename, os.replace, os.link))
 os.fsync = counted("fsync", os.fsync, 0)
 io.open = builtins.open = opened
-DefaultDialect.do_commit = committed
+DefaultDialect.do_commit = counted("commit", DefaultDialect.do_commit, 1, changed_by)
 # What is written "at most once a second" is written as often in each run: the clock for that stands still.
 now = time.monotonic()
 time.monotonic = lambda: now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,32 +20,33 @@ def descendants(pid: int | None = None) -> list[psutil.Process]:
 
 def called(word: str, pid: int | None = None) -> list[psutil.Process]:
     """Those among the descendants with that word in their command line."""
-    collected = []
-    for process in descendants(pid):
-        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if word in " ".join(process.cmdline()):
-                collected.append(process)
-    return collected
+    return _those(descendants(pid), lambda process: word in " ".join(process.cmdline()))
 
 
 def marked(name: str, value: str) -> list[psutil.Process]:
     """Every process of this machine that was started with that variable in its environment, or forked by one."""
-    collected = []
-    for process in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.environ().get(name) == value:
-                collected.append(process)
-    return collected
+    return _those(psutil.process_iter(), lambda process: process.environ().get(name) == value)
 
 
 def still_running(processes: Iterable[psutil.Process], seconds: float) -> list[str]:
     """The names of those that run on after so many seconds; a zombie has ended."""
-    names = []
-    for process in psutil.wait_procs(list(processes), timeout=seconds)[1]:
+    left = psutil.wait_procs(list(processes), timeout=seconds)[1]
+    return [process.name() for process in _those(left, lambda process: process.status() != psutil.STATUS_ZOMBIE)]
+
+
+def kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                names.append(process.name())
-    return names
+            process.kill()
+
+
+def _those(processes: Iterable[psutil.Process], condition: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+    collected = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if condition(process):
+                collected.append(process)
+    return collected
 
 
 @contextmanager

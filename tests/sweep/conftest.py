@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tempfile
@@ -23,9 +24,9 @@ from mlflow.entities import Run
 
 from fsdp_lab.config import conf_dir
 from fsdp_lab.config.compose import Trial, cell_trial, register_schema
-from tests.conftest import STORE, command_line
+from tests.conftest import PLAIN, SIZES, STORE, command_line
 from tests.folders import Store, SweepFolder
-from tests.processes import descendants
+from tests.processes import called, descendants, kill, marked
 from tests.servers import lay_store
 
 
@@ -59,10 +60,6 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fsdp_lab.engine.resources.num_gpus", lambda: 0)
 
 
-# What runs a command that kills itself, see there.
-KILLED = (Path(__file__).parents[1] / "killed.py").read_text()
-
-
 def runs(folder: Path) -> tuple[list[Run], list[Run]]:
     """`(parents and single trials, children in the order of their folders)`."""
     read = Store(folder)
@@ -71,18 +68,6 @@ def runs(folder: Path) -> tuple[list[Run], list[Run]]:
 
 def results(folder: Path) -> list[dict[str, str]]:
     return SweepFolder(folder / "out").rows
-
-
-@pytest.fixture(scope="module")
-def memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder in memory where there is some: a database on a disk waits for it at every write."""
-    shared = Path("/dev/shm")
-    in_memory = shared.is_dir() and shutil.disk_usage(shared).free > 2**30
-    folder = Path(tempfile.mkdtemp(prefix="fsdp_lab-", dir=shared if in_memory else tmp_path_factory.getbasetemp()))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
 
 
 @contextmanager
@@ -94,16 +79,11 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         command_line(*arguments), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
-    family: list[psutil.Process] = []
     try:
         yield process
     finally:
         if process.poll() is None:
-            family = descendants(process.pid)
-            process.kill()
-        for child in family:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
+            kill([psutil.Process(process.pid), *descendants(process.pid)])
         process.communicate()
 
 
@@ -125,3 +105,82 @@ def wait_for(
 def has_trained_an_epoch(trial: Path) -> bool:
     file = trial / "metrics.jsonl"
     return file.exists() and "\n" in file.read_text()
+
+
+_LIMIT_S = 600  # for a state to be reached, on the slowest machine: beyond it something hangs
+_MARK = "FSDP_LAB_GATED"  # in the environment of the sweep's processes
+
+
+class GatedSweep:
+    """A sweep of trials that begin an epoch only when a test lets them: states that it can wait for, and kill in.
+
+    Args:
+        folder: in which it is started, and again after its driver has ended; the sweep is `out` in it.
+        temporary: for Ray's files; short, since the paths of its sockets have to be.
+    """
+
+    TRIAL = ("model._target_=fates.Gated", *SIZES, *PLAIN)
+
+    def __init__(self, folder: Path, temporary: Path) -> None:
+        self.folder, self.temporary, self.command = folder, temporary, command_line()
+        self.sweep = SweepFolder(folder / "out")
+        for name in ("at", "go"):
+            (folder / name).mkdir()
+        shutil.copy(Path(__file__).with_name("fates.py"), folder)
+        lay_store(folder)
+
+    def start(self, *words: str) -> None:
+        environment = {**os.environ, _MARK: str(self.folder), "RAY_TMPDIR": str(self.temporary)}
+        with (self.folder / "log").open("ab") as log:
+            self.driver = subprocess.Popen(
+                [*self.command, *words], cwd=self.folder, env=environment, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def start_two_trials(self, *words: str) -> None:
+        common = ("hydra.sweep.dir=out", "forecast.enabled=false")
+        self.start("-m", *self.TRIAL, "model.trial=0,1", *common, *words)
+
+    def rank(self, trial: int, epoch: int, rank: int = 0) -> psutil.Process:
+        """Wait until a trial has begun an epoch, with all epochs before in its folder; the process of a rank."""
+        at = self.folder / "at" / f"{trial}.{epoch}.{rank}"
+
+        def begun() -> psutil.Process | None:
+            text = at.read_text() if at.exists() else ""
+            before = [number for number, *_ in self.sweep.trials[trial].losses]
+            with suppress(psutil.NoSuchProcess):
+                return psutil.Process(int(text)) if text.endswith("\n") and before == [*range(1, epoch)] else None
+            return None
+
+        process: psutil.Process = wait_for(begun, self.driver, _LIMIT_S, self.log)
+        return process
+
+    def let_go(self, trial: int, *epochs: int) -> None:
+        for epoch in epochs:
+            (self.folder / "go" / f"{trial}.{epoch}").touch()
+
+    def kill(self, word: str) -> None:
+        """Kill the processes below the driver with that word in their command line, of which there has to be one."""
+        victims = called(word, self.driver.pid)
+        assert victims, f"there is no {word} to kill: {self.log()}"
+        kill(victims)
+
+    def processes(self) -> list[psutil.Process]:
+        return marked(_MARK, str(self.folder))
+
+    def wait(self) -> int:
+        """Wait for the driver's end; its exit status."""
+        return self.driver.wait(_LIMIT_S)
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> Iterator[GatedSweep]:
+    """A sweep that is not started yet; in the end nothing of it runs on."""
+    temporary = Path(tempfile.mkdtemp(prefix="r"))
+    sweep = GatedSweep(tmp_path, temporary)
+    yield sweep
+    kill(sweep.processes())
+    shutil.rmtree(temporary, ignore_errors=True)

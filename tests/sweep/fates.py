@@ -71,7 +71,7 @@ class Fate(Small):
     """A model that ends as its fate is.
 
     Args:
-        fate: the name of a function below.
+        fate: the name of a function below, which gets the model and the rank at each pass; what it gives is a factor.
         mark: in the environment of the sweep's processes.
     """
 
@@ -84,7 +84,8 @@ class Fate(Small):
         if not _in_training(images):
             return x
         self.passes += self.training
-        return self.fate(self, x)
+        factor = self.fate(self, dist.get_rank())
+        return x if factor is None else x * factor
 
 
 def _in_training(images: Tensor) -> bool:
@@ -92,85 +93,71 @@ def _in_training(images: Tensor) -> bool:
     return type(images) is Tensor and images.device.type == "cpu" and dist.is_initialized()
 
 
-def finishes(model: Fate, x: Tensor) -> Tensor:
+def finishes(model: Fate, rank: int) -> None:
     """Rank 0 writes once who listens where."""
-    if dist.get_rank() == 0 and model.training and model.passes == PASS:
+    if rank == 0 and model.training and model.passes == PASS:
         name = " ".join(psutil.Process().cmdline())  # as ps shows this process
         Path("seen.json").write_text(json.dumps({"listeners": _listeners(model.mark), "name": name}))
-    return x
 
 
-def hangs(model: Fate, x: Tensor) -> Tensor:
+def hangs(model: Fate, rank: int) -> None:
     """Rank 1 waits for nothing, and rank 0 for rank 1."""
-    if dist.get_rank() == 1 and model.passes == PASS:
+    if rank == 1 and model.passes == PASS:
         threading.Event().wait()
-    return x
 
 
-def raises(model: Fate, x: Tensor) -> Tensor:
+def raises(model: Fate, rank: int) -> None:
     """Rank 0 fails in each attempt, and rank 1 waits for it."""
-    if dist.get_rank() == 0:
+    if rank == 0:
         raise RuntimeError("the first step fails")
-    return x
 
 
-def refused(model: Fate, x: Tensor) -> Tensor:
+def refused(model: Fate, rank: int) -> None:
     """It raises an error of which fsdp_lab says that the user has to correct it."""
     raise UserError("model.fate=refused is refused")
 
 
-def killed(model: Fate, x: Tensor) -> Tensor:
+def killed(model: Fate, rank: int) -> None:
     """Rank 1 is killed once. What it has started runs on, and in a session of its own."""
-    if dist.get_rank() == 1 and model.passes == PASS and not Path("killed").exists():
+    if rank == 1 and model.passes == PASS and not Path("killed").exists():
         Path("killed").touch()
         subprocess.Popen(["sleep", "600"])
         os.kill(os.getpid(), signal.SIGKILL)
-    return x
 
 
-def killed_again(model: Fate, x: Tensor) -> Tensor:
-    """Rank 1 is killed in each attempt."""
-    if dist.get_rank() == 1 and model.passes == PASS:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return x
-
-
-def crashes(model: Fate, x: Tensor) -> Tensor:
+def crashes(model: Fate, rank: int) -> None:
     """Rank 0 ends as faulty native code does, in each attempt."""
-    if dist.get_rank() == 0:
+    if rank == 0:
         signal.pthread_kill(threading.get_ident(), signal.SIGSEGV)
-    return x
 
 
-def exits(model: Fate, x: Tensor) -> Tensor:
+def exits(model: Fate, rank: int) -> None:
     """Code ends the process as if all were well, in each attempt."""
     os._exit(0)
 
 
-def runs_out_of_memory(model: Fate, x: Tensor) -> Tensor:
+def runs_out_of_memory(model: Fate, rank: int) -> None:
     """PyTorch's allocator finds no memory on the last rank."""
-    if dist.get_rank() == dist.get_world_size() - 1 and model.passes == PASS:
+    if rank == dist.get_world_size() - 1 and model.passes == PASS:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-    return x
 
 
-def fills_the_host(model: Fate, x: Tensor) -> Tensor:
+def fills_the_host(model: Fate, rank: int) -> None:
     """It takes 4 GiB of the host's memory and keeps them."""
-    taken = [bytearray(os.urandom(2**20) * 64) for _ in range(64)]
+    _taken = [bytearray(os.urandom(2**20) * 64) for _ in range(64)]
     threading.Event().wait()
-    return x * len(taken)
 
 
-def diverges(model: Fate, x: Tensor) -> Tensor:
+def diverges(model: Fate, rank: int) -> float:
     """The loss is no number."""
-    return x * math.nan
+    return math.nan
 
 
-def falls_behind(model: Fate, x: Tensor) -> Tensor:
+def falls_behind(model: Fate, rank: int) -> float:
     """The loss is far above all others. After an epoch it waits to be stopped."""
     if model.passes == PASS:
         threading.Event().wait()
-    return x * HUGE
+    return HUGE
 
 
 def _listeners(mark: str) -> list[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -22,14 +21,20 @@ from tests.folders import Store, SweepFolder
 from tests.processes import enter, group, marked, still_running
 from tests.servers import lay_store, mlflow_server
 from tests.sweep import fates
-from tests.sweep.conftest import has_trained_an_epoch, started, wait_for
-from tests.sweep.gates import gated_sweep
-from tests.sweep.planted import CPU
+from tests.sweep.conftest import GatedSweep, has_trained_an_epoch, started, wait_for
 
 pytestmark = pytest.mark.timeout(2400)
 
 FAST = (*TINY, *PLAIN, "model=mlp", "forecast.enabled=false")
 MARK = "FSDP_LAB_OUTCOMES"  # in the environment of a sweep's processes
+GIB = 2**30
+MONITOR = "RAY_memory_usage_threshold"
+
+
+def allowing_more(gib: int) -> str:
+    """The share of the host's memory at which Ray's monitor kills, so many GiB above what is in use now."""
+    memory = psutil.virtual_memory()
+    return f"{1 - (memory.available - gib * GIB) / memory.total:.4f}"
 
 
 @pytest.mark.ci
@@ -60,52 +65,32 @@ def test_a_search_with_a_scheduler_ends_and_frees_what_it_held(tmp_path: Path, s
 
 
 @pytest.mark.full
-def test_a_trial_with_a_suspended_rank_ends_and_the_next_runs(tmp_path: Path):
-    """It answers nothing and dumps no stack, as native code that holds Python's lock."""
-    with gated_sweep(tmp_path) as sweep:
-        lay_store(tmp_path)
-        sweep.start_trials(2, "training.epochs=2", "trial_timeout_s=10", "cluster.num_workers=2", STORE)
-        sweep.let_go(0, 1)
-        sweep.rank(0, 2, rank=1).suspend()
-        sweep.let_go(0, 2)
-        sweep.let_go(1, 1, 2)
-        assert sweep.wait() == 1, sweep.log()
-        assert sweep.sweep.statuses == ["failed", "finished"]
-        assert "no progress for trial_timeout_s=10 s since step" in sweep.sweep.rows[0]["error"]
-        assert still_running(sweep.processes(), 15) == []
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("by", ["Ray's monitor", "the limit of a container"])
 def test_out_of_memory_is_an_outcome_without_a_second_attempt(by: str, tmp_path: Path):
     """A rank takes 4 GiB. Ray's monitor allows 2 GiB more than is in use now, or a control group 4 GiB in all."""
     shutil.copy(Path(fates.__file__), tmp_path)
     lay_store(tmp_path)
     environment = {**os.environ, MARK: str(tmp_path)}
-    tiny = [word for word in TINY if not word.startswith("cluster.")]
-    words = ["-m", *tiny, *PLAIN, "model._target_=fates.Fate", "model.fate=fills_the_host,finishes",
-             f"model.mark={MARK}", "cluster.num_workers=1", "cluster.cpus_per_worker=2",
-             "forecast.enabled=false"]  # fmt: skip
+    words = ("-m", *without(TINY, "cluster."), *PLAIN, "model._target_=fates.Fate", f"model.mark={MARK}",
+             "model.fate=fills_the_host,finishes", "cluster.num_workers=1", "cluster.cpus_per_worker=2",
+             "forecast.enabled=false")  # fmt: skip
     with ExitStack() as stack:
-        limits: list[Path] = []
+        limits = []
         if by == "Ray's monitor":
-            memory = psutil.virtual_memory()
-            environment["RAY_memory_usage_threshold"] = f"{1 - (memory.available - 2 * 2**30) / memory.total:.4f}"
+            environment[MONITOR] = allowing_more(2)
         else:
-            limits.append(stack.enter_context(group("memory", limit_in_bytes=4 * 2**30)))
+            limits = [stack.enter_context(group("memory", limit_in_bytes=4 * GIB))]
         done = subprocess.run(
             command_line(*words), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400,
             preexec_fn=lambda: [enter(folder) for folder in limits],
         )  # fmt: skip
         assert still_running(marked(MARK, str(tmp_path)), 15) == []
     assert done.returncode == 0, done.stdout + done.stderr
-    sweep, store = SweepFolder(tmp_path / "out"), Store(tmp_path)
+    sweep, run = SweepFolder(tmp_path / "out"), Store(tmp_path).trials[0]
     assert sweep.statuses == ["oom", "finished"], done.stdout
     assert "rank 0" in sweep.rows[0]["error"] and "out of memory" in sweep.rows[0]["error"]
     assert sweep.trials[0].earlier_failures == [], "there was one attempt"
-    run = store.trials[0]
     assert (run.info.status, run.data.tags["status"]) == ("FAILED", "oom")
-    assert "trial.json" in store.artifacts(run)
 
 
 _FILLS_THE_HOST = """
@@ -135,49 +120,40 @@ main()
 
 
 @pytest.mark.full
-def test_a_trials_own_process_killed_for_memory_ends_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_trials_own_process_killed_for_memory_ends_no_sweep(gated: GatedSweep, monkeypatch: pytest.MonkeyPatch):
     """It takes 6 GiB before its ranks begin, and Ray's monitor allows 4 GiB more than is in use now."""
-    memory = psutil.virtual_memory()
-    monkeypatch.setenv("RAY_memory_usage_threshold", f"{1 - (memory.available - 4 * 2**30) / memory.total:.4f}")
-    with gated_sweep(tmp_path) as sweep:
-        lay_store(tmp_path)
-        sweep.command = [sys.executable, "-c", _FILLS_THE_HOST]
-        sweep.start_trials(2, "training.epochs=2", "cluster.num_workers=1", "cluster.cpus_per_worker=1", STORE)
-        sweep.let_go(0, 1, 2)
-        sweep.let_go(1, 1)
-        wait_for(lambda: "Ray killed a trial's own process" in sweep.log(), sweep.driver, 200, sweep.log)
-        sweep.let_go(1, 2)
-        assert sweep.wait() == 0, sweep.log()
-        assert still_running(sweep.processes(), 15) == []
-        trials = sweep.sweep.trials
-    assert [trial.outcome["status"] for trial in trials if trial.outcome] == ["finished"] * 2, sweep.log()
+    monkeypatch.setenv(MONITOR, allowing_more(4))
+    gated.command = [sys.executable, "-c", _FILLS_THE_HOST]
+    gated.start_two_trials("training.epochs=2", "cluster.num_workers=1", "cluster.cpus_per_worker=1", STORE)
+    gated.let_go(0, 1, 2)
+    gated.let_go(1, 1)
+    wait_for(lambda: "Ray killed a trial's own process" in gated.log(), gated.driver, 200, gated.log)
+    gated.let_go(1, 2)
+    assert gated.wait() == 0 and "Traceback" not in gated.log(), gated.log()
+    assert still_running(gated.processes(), 15) == []
+    trials = gated.sweep.trials
+    assert gated.sweep.statuses == ["finished"] * 2, gated.log()
     assert [[epoch for epoch, *_ in trial.losses] for trial in trials] == [[1, 2]] * 2
     assert [bool(trial.facts["resumed_from"]) for trial in trials] == [False, True]
-    assert "Traceback" not in sweep.log()
 
 
 @pytest.mark.ci
-def test_a_resume_sends_what_a_store_that_was_away_lacks(tmp_path: Path):
+def test_a_resume_sends_what_a_store_that_was_away_lacks(gated: GatedSweep, tmp_path: Path):
     """The database is taken away after an epoch and comes back after the sweep."""
     database, away = tmp_path / "mlflow.db", tmp_path / "away.db"
-    with gated_sweep(tmp_path) as sweep:
-        lay_store(tmp_path)
-        sweep.start_trials(2, "engine=inline", "training.epochs=3", "tracking.patience_s=1", STORE)
-        sweep.let_go(0, 1)
-        sweep.rank(0, 2)
-        database.rename(away)
-        database.mkdir()  # what is there now cannot be opened
-        sweep.let_go(0, 2, 3)
-        sweep.let_go(1, 1, 2, 3)
-        assert sweep.wait() == 0, sweep.log()
-        assert "the MLflow store does not answer" in sweep.log()
-        assert "python -m fsdp_lab resume=out" in sweep.log()
-        assert sweep.sweep.statuses == ["finished"] * 2
+    gated.start_two_trials("engine=inline", "training.epochs=3", "tracking.patience_s=1", STORE)
+    gated.let_go(0, 1)
+    gated.rank(0, 2)
+    database.rename(away)
+    database.mkdir()  # what is there now cannot be opened
+    gated.let_go(0, 2, 3)
+    gated.let_go(1, 1, 2, 3)
+    assert gated.wait() == 0 and gated.sweep.statuses == ["finished"] * 2, gated.log()
+    assert "the MLflow store does not answer" in gated.log() and "python -m fsdp_lab resume=out" in gated.log()
     database.rmdir()
     away.rename(database)
     sent = run_cli(tmp_path, "resume=out")
-    assert sent.returncode == 0, sent.stdout + sent.stderr
-    assert "nothing to do" in sent.stdout
+    assert sent.returncode == 0 and "nothing to do" in sent.stdout, sent.stdout + sent.stderr
     store = Store(tmp_path)
     assert [run.info.status for run in (*store.parents, *store.trials)] == ["FINISHED"] * 3
     for run in store.trials:
@@ -189,7 +165,7 @@ def test_a_resume_sends_what_a_store_that_was_away_lacks(tmp_path: Path):
 @pytest.mark.timeout(300)
 def test_an_interrupt_ends_in_time_where_mlflow_says_nothing(tmp_path: Path):
     """The server takes connections and never answers: it is stopped, and the kernel takes them for it."""
-    words = [word for word in INLINE if not word.startswith("tracking.uri=")]
+    words = without(INLINE, "tracking.uri=")
     with mlflow_server(tmp_path) as (address, server):
         with started(tmp_path, *words, f"tracking.uri={address}", "training.epochs=5000") as process:
             wait_for(lambda: has_trained_an_epoch(tmp_path / "out"), process, 200)
@@ -201,48 +177,16 @@ def test_an_interrupt_ends_in_time_where_mlflow_says_nothing(tmp_path: Path):
     assert "resume=" in out and "did not reach the MLflow store" in out, "it was closed in order"
 
 
-# A main thread that hangs, whatever signal comes, as one in native code does.
-_HANGS = """
-import os, signal, time
-from contextlib import suppress
-from types import SimpleNamespace
-from fsdp_lab.sweep import shutdown
-
-def close(interrupted):
-    sweep.ending = "interrupted"
-    print("closed", flush=True)
-
-sweep = SimpleNamespace(ending=None, ends_by=None, close=close)
-shutdown._LIMIT_S = 3.0
-with shutdown.interruptible(sweep):
-    while True:
-        with suppress(KeyboardInterrupt):
-            if sweep.ending is None:  # Python may miss a signal that comes as it begins to wait
-                os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
-"""
-
-
-@pytest.mark.ci
-def test_a_sweep_that_hangs_is_closed_and_ends_at_its_deadline(tmp_path: Path) -> None:
-    done = forked.run(tmp_path, "-c", _HANGS)  # without the deadline it would never end
-    assert (done.returncode, done.stdout) == (130, "closed\n"), done.stderr
-
-
-AXES = ("sharding=per_block", "precision=fp16", "offload=none", "training.epochs=1", "memory_profile=timeline")
-GIB = 2**30
-
-
 @pytest.mark.full
 def test_what_cannot_fit_is_recorded_and_never_started(tmp_path: Path):
     """There is room for `always` and not for `never`: the middle of their peaks."""
-    words = without((*AXES, *TINY), "hydra.", "tracking.")
-    both = ("always", "never")
-    configs = [read_config(None, [*words, f"reshard_after_forward={option}"]) for option in both]
+    axes = ("sharding=per_block", "precision=fp16", "offload=none", "training.epochs=1", "memory_profile=timeline")
+    words = without((*axes, *TINY), "hydra.", "tracking.")
+    configs = [read_config(None, [*words, f"reshard_after_forward={option}"]) for option in ("always", "never")]
     peaks = [forecast_profile(config, 2, cuda=False).peaks["device"]["total"] for config in configs]
     capacity = sum(peaks) / 2 / GIB
     prune = ("forecast.prune=true", f"forecast.capacity_gib={capacity}", "forecast.largest_microbatch=true")
-    done = run_cli(tmp_path, *AXES, *TINY, *prune, "-m", timeout=390)
+    done = run_cli(tmp_path, *axes, *TINY, *prune, "-m", timeout=390)
     assert done.returncode == 0, done.stderr
     sweep, store = SweepFolder(tmp_path / "out"), Store(tmp_path)
     never = sweep.rows[1]
@@ -256,35 +200,3 @@ def test_what_cannot_fit_is_recorded_and_never_started(tmp_path: Path):
     assert skipped.data.metrics["forecast/capacity_bytes"] == int(capacity * GIB)
     assert ran.data.metrics["forecast/error"] == 0
     assert "memory/memory_timeline_rank1.html" in store.artifacts(ran)
-
-
-# A trial is learnt from however busy the machine is, as with many tests side by side.
-_LEARNS = """
-from fsdp_lab.commands.main import main
-from fsdp_lab.sweep import forecasts
-forecasts.MAX_OTHERS_CPU = 1.0
-main()
-"""
-
-
-@pytest.mark.full
-def test_only_the_most_promising_settings_are_measured(tmp_path: Path):
-    """Eight passes over 8 images each take several times as long as one over 64; the measurement corrects forecasts."""
-    lay_store(tmp_path)
-    (tmp_path / "cpu.yaml").write_text(CPU)
-    sizes = ("data.num_train=512", "training.global_batch_size=64", "training.grad_accum_steps=1,8")
-    keep = ("forecast.device=cpu.yaml", "forecast.keep=1", "reshard_after_forward=always", "model=mlp")
-    words = without(TINY, "training.global_batch_size", "data.num_train")
-    done = forked.run(tmp_path, "-c", _LEARNS, "-m", *AXES[:-1], *words, *sizes, *keep, seconds=390)
-    assert done.returncode == 0, done.stderr
-    at_once, in_parts = SweepFolder(tmp_path / "out").rows
-    assert (at_once["status"], in_parts["status"]) == ("finished", "skipped")
-    measured, predicted = float(at_once["perf/samples_per_s"]), float(at_once["forecast/samples_per_s"])
-    assert 0 < float(in_parts["forecast/samples_per_s"]) < predicted
-    run, _ = Store(tmp_path).trials
-    assert run.data.metrics["perf/forecast_error"] == pytest.approx(measured / predicted - 1, rel=1e-3, abs=1e-3)
-    assert run.data.tags["predicted_by"] == "data sheet"
-    (kept,) = json.loads((tmp_path / "outputs/devices/trials/two_cores.json").read_text()).values()
-    assert 0 < kept["measured_s"] <= 1.001 * 64 / measured
-    predicted_s = sum(seconds for part, seconds in kept["parts"].items() if part != "hidden")
-    assert predicted_s == pytest.approx(64 / predicted, rel=0.02)
