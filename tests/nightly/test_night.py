@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.nightly.gate import Night
 from fsdp_lab.nightly.night import read_nights
 from fsdp_lab.nightly.texts import WEBHOOK
 from tests import forked
@@ -19,7 +18,7 @@ from tests.conftest import INLINE, ROOT, without
 from tests.folders import Store, SweepFolder, TrialFolder
 from tests.nightly.conftest import IN_TWELVE_HOURS
 from tests.processes import descendants, still_running
-from tests.servers import held_in, lay_store
+from tests.servers import lay_store
 from tests.sweep.conftest import wait_for
 
 pytestmark = pytest.mark.ci
@@ -50,49 +49,35 @@ def start(cwd: Path, *arguments: str) -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
-Two = tuple[Path, list[Night], subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
-    """A good night, and one with code whose bf16 measures a ten-thousandth of its speed, as somebody might have
-    committed it: their folder, both, and what the second one printed."""
-    folder, code = tmp_path_factory.mktemp("nights"), tmp_path_factory.mktemp("code")
-    done = nightly(folder, "--once", *STORED)
+@pytest.mark.documents("python -m fsdp_lab.nightly --once")
+def test_a_planted_change_of_the_code_is_named_in_a_real_night(tmp_path: Path):
+    """The code of the second night, as somebody might have committed it, measures a ten-thousandth of bf16's speed."""
+    done = nightly(tmp_path, "--once", *STORED)
     assert done.returncode == 0, done.stdout + done.stderr
+    code = tmp_path / "code"
     for name in ("fsdp_lab", "conf", "hydra_plugins"):
         shutil.copytree(ROOT / name, code / name, ignore=shutil.ignore_patterns("__pycache__"))
-    file, speed = code / "fsdp_lab/training/speed.py", "global_batch_size / run.seconds"
-    assert file.read_text().count(f"{speed}\n") == 1, "it has changed: plant it anew"
-    slower = f"{speed} * (1e-4 if config.precision.param_dtype.name == 'bfloat16' else 1)"
-    file.write_text(file.read_text().replace(f"{speed}\n", f"{slower}\n"))
-    second = nightly(folder, "--once", *STORED, code=code, address="http://127.0.0.1:9/t0psecret")
-    return folder, read_nights(folder / "nights/nightly"), second
-
-
-@pytest.mark.documents("python -m fsdp_lab.nightly --once")
-def test_a_slower_setting_is_named_and_its_address_is_secret(two: Two):
-    folder, (first, second), done = two
-    assert (first.verdict, first.baseline) == ("good", None)
+    file, speed = code / "fsdp_lab/training/speed.py", "global_batch_size / run.seconds\n"
+    assert file.read_text().count(speed) == 1, "it has changed: plant it anew"
+    slower = f"{speed[:-1]} * (1e-4 if config.precision.param_dtype.name == 'bfloat16' else 1)\n"
+    file.write_text(file.read_text().replace(speed, slower))
+    done = nightly(tmp_path, "--once", *STORED, code=code, address="http://127.0.0.1:9/t0psecret")
     assert done.returncode == 3, done.stdout + done.stderr
+    first, second = read_nights(tmp_path / "nights/nightly")
+    assert (first.verdict, second.verdict, second.baseline) == ("good", "regression", first.id)
     assert [(f.setting, f.metric) for f in second.regressions] == [("precision=bf16", "perf/samples_per_s")]
-    assert (second.verdict, second.baseline) == ("regression", first.id)
-    verdicts = {run.info.run_id: run.data.tags["nightly.verdict"] for run in Store(folder).parents}
+    verdicts = {run.info.run_id: run.data.tags["nightly.verdict"] for run in Store(tmp_path).parents}
     assert verdicts == {first.run_id: "good", second.run_id: "regression"}
-    last = (folder / "outputs/last_sweep").read_text()
-    assert last == str(folder / "nights/nightly" / second.id / "sweep"), "what sweep=last and resume=last name"
-    assert "t0psecret" not in done.stdout + done.stderr and held_in(folder, "t0psecret") == []
-
-
-def test_repeats_lie_apart_and_old_nights_lose_their_checkpoints(two: Two):
-    folder, nights, _ = two
-    first, second = (folder / "nights/nightly" / night.id / "sweep" for night in nights)
-    order = [(row["repeat"], row["precision"]) for row in SweepFolder(second).rows]
-    assert order == [("0", "fp32"), ("0", "bf16"), ("1", "fp32"), ("1", "bf16")]
-    old, new = (next((folder / "shared").glob(f"{night.id}-sweep-*")) / "0" for night in nights)
+    assert "t0psecret" not in done.stdout + done.stderr
+    assert [p for p in tmp_path.rglob("*") if p.is_file() and b"t0psecret" in p.read_bytes()] == []
+    sweep = tmp_path / "nights/nightly" / second.id / "sweep"
+    assert (tmp_path / "outputs/last_sweep").read_text() == str(sweep), "what sweep=last and resume=last name"
+    order = [(row["repeat"], row["precision"]) for row in SweepFolder(sweep).rows]
+    assert order == [("0", "fp32"), ("0", "bf16"), ("1", "fp32"), ("1", "bf16")], "repeats lie apart"
+    old, new = (next((tmp_path / "shared").glob(f"{night.id}-sweep-*")) / "0" for night in (first, second))
     assert (new / "model.pt").exists() and list((new / "checkpoints").iterdir())
-    assert not (old / "model.pt").exists() and not (old / "checkpoints").exists()
-    assert (old / "metrics.jsonl").exists() and (first / "report.html").exists()
+    assert not (old / "model.pt").exists() and not (old / "checkpoints").exists(), "nightly.keep=1"
+    assert (old / "metrics.jsonl").exists()
 
 
 @pytest.mark.documents("python -m fsdp_lab.nightly")

@@ -4,7 +4,6 @@ again, to be read before it is committed. The page has made-up nights: months of
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from fsdp_lab.nightly.texts import chart, frame_of_nights, markdown, nights_page
 from tests.nightly.conftest import made_up_nights
 
 VERDICTS = Path(__file__).with_name("verdicts.md")
-DAY = 86400.0
 FIRST = 1.7951e9
 ORIGIN = {
     "machine": "EPYC (16 cores), 2 workers", "commit": "3b3f407aa1", "code": "1", "library ray": "2.56.0",
@@ -41,28 +39,23 @@ def trials(
     return rows
 
 
-def a_night(number: int, rows: Trials, past: list[Night], changed: dict[str, str]) -> Night:
-    """The night of a number, as it is judged against the ones before."""
-    moment = FIRST + number * DAY
-    night = Night(night_id(moment), moment, trials=rows, origin=ORIGIN | changed)
-    frames = [(each.id, each.origin["machine"] == night.origin["machine"], each.frame) for each in past]
-    findings = judge(night.frame, frames, ToleranceConfig(), 0.005)
-    bad = any(finding.is_regression for finding in findings)
-    return dataclasses.replace(
-        night, findings=findings, baseline=past[-1].id if past else None,
-        changed=changes(past[-1], night) if past else [], verdict=Verdict.regression if bad else Verdict.good,
-    )  # fmt: skip
-
-
 def last_of(*rows: Trials, changed: dict[str, str] | None = None) -> Night:
-    """The last of the nights with these trials; in its origin something changed."""
+    """The last of the nights with these trials, each judged against those before; in its origin something changed."""
     nights: list[Night] = []
     for number, each in enumerate(rows):
-        nights.append(a_night(number, each, nights, (changed or {}) if number == len(rows) - 1 else {}))
+        moment, last = FIRST + number * 86400, number == len(rows) - 1
+        night = Night(night_id(moment), moment, trials=each, origin=ORIGIN | ((changed or {}) if last else {}))
+        frames = [(one.id, one.origin["machine"] == night.origin["machine"], one.frame) for one in nights]
+        findings = judge(night.frame, frames, ToleranceConfig(), 0.005)
+        bad = any(finding.is_regression for finding in findings)
+        before = nights[-1] if nights else None
+        nights.append(dataclasses.replace(
+            night, findings=findings, baseline=before and before.id, changed=changes(before, night) if before else [],
+            verdict=Verdict.regression if bad else Verdict.good,
+        ))  # fmt: skip
     return nights[-1]
 
 
-@cache
 def cases() -> dict[str, Night]:
     first = last_of(trials())
     return {
@@ -81,7 +74,6 @@ def cases() -> dict[str, Night]:
         "a trial that no longer finishes, and a longer wait for data": last_of(
             trials(), trials(status="oom", wait=0.31)
         ),
-        "another machine": last_of(trials(), trials(), changed={"machine": "NVIDIA H200, 2 workers"}),
         "a regression on another machine": last_of(
             trials(), trials(memory=25.0), changed={"machine": "NVIDIA H200, 2 workers"}
         ),
