@@ -97,7 +97,7 @@ FAULTS = (
           f"{TRACKING}::test_a_name_that_mlflow_refuses_costs_no_other_metric"),
     Fault("a moved store logs to its old place", "fsdp_lab/tracking/store.py",
           "    if there != artifacts and not", "    if there == artifacts and not",
-          "tracking/test_store.py::test_a_store_that_was_moved_does_not_log_to_its_old_place"),
+          f"{TRACKING}::test_a_store_that_was_moved_does_not_log_to_its_old_place"),
     Fault("a resume looks for what a folder's name has in braces", "fsdp_lab/config/key_value_args.py",
           r'r"\1\1\\${"', r'r"\1\1${"', "config/test_words.py::test_hydra_reads_what_was_quoted"),
     # training

@@ -30,11 +30,6 @@ CONFIG = SweepConfig(
 
 
 @pytest.fixture
-def problems() -> list[str]:
-    return []
-
-
-@pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackingConfig:
     """A fresh store in the current folder, by its relative path; the migration that makes one takes seconds."""
     monkeypatch.chdir(tmp_path)
@@ -49,11 +44,12 @@ def reader() -> mlflow.MlflowClient:
 
 
 class Lab:
-    """What a driver wants MLflow to hold, and the projection that sends it."""
+    """What a driver wants MLflow to hold, the projection that sends it, and what that reports."""
 
-    def __init__(self, store: TrackingConfig, problems: list[str]) -> None:
+    def __init__(self, store: TrackingConfig) -> None:
         self.runs: dict[int | None, WantedRun] = {}
-        self.projection = Projection(store, "night", lambda number: self.runs[number], problems.append)
+        self.problems: list[str] = []
+        self.projection = Projection(store, "night", lambda number: self.runs[number], self.problems.append)
 
     def want(self, number: int | None, **fields: Any) -> None:
         first = WantedRun("root fp16", trial_tags(Path("trial"), ["sharding=root", "precision=fp16"]))
@@ -72,8 +68,8 @@ class Lab:
 
 
 @contextmanager
-def lab_of(store: TrackingConfig, problems: list[str], resumed: bool = False) -> Iterator[Lab]:
-    made = Lab(store, problems)
+def lab_of(store: TrackingConfig, resumed: bool = False) -> Iterator[Lab]:
+    made = Lab(store)
     made.projection.open(resumed)
     try:
         yield made
@@ -82,6 +78,6 @@ def lab_of(store: TrackingConfig, problems: list[str], resumed: bool = False) ->
 
 
 @pytest.fixture
-def lab(store: TrackingConfig, problems: list[str]) -> Iterator[Lab]:
-    with lab_of(store, problems) as made:
+def lab(store: TrackingConfig) -> Iterator[Lab]:
+    with lab_of(store) as made:
         yield made

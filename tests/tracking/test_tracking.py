@@ -1,4 +1,4 @@
-"""The projection against real stores: what was told is read back with MLflow's own client."""
+"""The projection against real stores, read back with MLflow's own client; which stores are made, and refused."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ import pytest
 import fsdp_lab
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import TrackingConfig
+from fsdp_lab.storage.locks import exclusive
+from fsdp_lab.tracking import TrackingError, annotate
 from fsdp_lab.tracking.tags import RECORDED_TAG, machine_tags, stored_name, trial_params, trial_tags
 from tests.conftest import ROOT
-from tests.tracking.conftest import CHOICES, CONFIG, METRICS, Lab, lab_of
+from tests.servers import lay_store
+from tests.tracking.conftest import CHOICES, CONFIG, METRICS, Lab, lab_of, reader
 
 
-def test_a_name_that_mlflow_refuses_costs_no_other_metric(lab: Lab, problems: list[str]) -> None:
+def test_a_name_that_mlflow_refuses_costs_no_other_metric(lab: Lab) -> None:
     odd = {"val/acc@1": 0.5, "val/acc_1": 0.25, "val/a//b": 1.0, "val/100%": 2.0, "val/../x": 3.0}
     run = lab.sent(
         0, epochs={1: {**METRICS, "epoch": 1, **odd}}, figures={"val/top@5": 9.0},
@@ -34,7 +37,7 @@ def test_a_name_that_mlflow_refuses_costs_no_other_metric(lab: Lab, problems: li
     assert run.data.metrics["train/loss"] == 1.5 and run.data.metrics["val/acc_1"] == 0.25
     assert {*odd.values(), 9.0} <= set(run.data.metrics.values())
     assert list(run.data.params.values()) == ["1"] and {"3", "4"} <= set(run.data.tags.values())
-    assert [problem for problem in problems if "val/acc@1" in problem] == [
+    assert [problem for problem in lab.problems if "val/acc@1" in problem] == [
         "MLflow takes no metric val/acc@1; it is there as val/acc_1-4739"
     ]
     assert lab.sent(0, status=TrialStatus.finished).data.tags[RECORDED_TAG] == "true"
@@ -87,7 +90,7 @@ def git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def test_metrics_stand_at_their_epoch_once(lab: Lab, problems: list[str]) -> None:
+def test_metrics_stand_at_their_epoch_once(lab: Lab) -> None:
     second = METRICS | {"step": 46, "train/loss": float("nan")}
     lab.sent(0, epochs={1: METRICS})
     run = lab.sent(0, epochs={1: METRICS, 2: second})
@@ -96,19 +99,17 @@ def test_metrics_stand_at_their_epoch_once(lab: Lab, problems: list[str]) -> Non
     assert lab.history(0, "val/accuracy") == [(1, 0.75), (2, 0.75)]
     (_, first_loss), (step, last_loss) = lab.history(0, "train/loss")
     assert (first_loss, step, last_loss != last_loss) == (1.5, 2, True)
-    assert problems == []
+    assert lab.problems == []
 
 
-def test_a_later_start_finds_the_runs_and_sends_what_they_lack(
-    lab: Lab, store: TrackingConfig, problems: list[str]
-) -> None:
+def test_a_later_start_finds_the_runs_and_sends_what_they_lack(lab: Lab, store: TrackingConfig) -> None:
     """With what is also logged in MiB: an epoch has both or neither. The trial ended long before it was sent."""
     forecast = {"forecast/peak_bytes": 3 * 2**20}
     measured = METRICS | {"memory/peak_bytes": 9222256.0}
     lab.sent(None)
     first = lab.sent(0, epochs={0: forecast, 1: measured}, status=TrialStatus.interrupted, ended=120_000)
     assert (first.info.status, first.info.end_time) == ("KILLED", 120_000)
-    with lab_of(store, problems, resumed=True) as again:
+    with lab_of(store, resumed=True) as again:
         assert again.projection.run_id(0) == first.info.run_id and RECORDED_TAG not in first.data.tags
         later = measured | {"step": 46, "memory/peak_bytes": 2.0**21}
         assert again.sent(0, epochs={0: forecast, 1: measured, 2: later}).info.status == "RUNNING"
@@ -116,7 +117,7 @@ def test_a_later_start_finds_the_runs_and_sends_what_they_lack(
     assert (run.info.status, run.data.tags["status"], run.data.tags[RECORDED_TAG]) == ("FINISHED", "finished", "true")
     for key, points in (("memory/peak_mib", [(1, 9222256 / 2**20), (2, 2.0)]), ("forecast/peak_mib", [(0, 3.0)])):
         assert lab.history(0, key) == points
-    assert problems == []
+    assert lab.problems == again.problems == []
 
 
 # Of MLflow's columns, which PostgreSQL enforces, and SQLite does not.
@@ -125,7 +126,7 @@ LENGTHS = {
 }  # fmt: skip
 
 
-def test_long_and_strange_names_and_values_fit_a_strict_database(lab: Lab, problems: list[str]) -> None:
+def test_long_and_strange_names_and_values_fit_a_strict_database(lab: Lab) -> None:
     """And stay apart: two names that differ in what is cut or replaced are two names."""
     long = "x" * 9000
     choices = {f"{long}a": "1", f"{long}b": "2", "model.a@b": "3", "model.a%b": "4", "../x": "5", "größe 🙂": "6"}
@@ -137,7 +138,7 @@ def test_long_and_strange_names_and_values_fit_a_strict_database(lab: Lab, probl
         epochs={1: {**METRICS, f"val/{long}": 1.0, "val/größe 🙂": 2.0}}, facts={"data": long, "notes": [long]},
         status=TrialStatus.failed, error=long,
     )  # fmt: skip
-    assert problems == ["MLflow takes no metric val/größe 🙂; it is there as val/größe _-2c98"]
+    assert lab.problems == ["MLflow takes no metric val/größe 🙂; it is there as val/größe _-2c98"]
     assert [len(name or "") for name in shown[:2]] == [250, 250] and shown[0] != shown[1] and shown[2] == names[2]
     assert {*choices.values()} <= {*run.data.params.values()} and {1.0, 2.0} <= {*run.data.metrics.values()}
     assert (run.info.status, len(run.data.tags["error"])) == ("FAILED", 500)
@@ -149,21 +150,19 @@ def test_long_and_strange_names_and_values_fit_a_strict_database(lab: Lab, probl
 
 
 def test_what_is_refused_is_reported_once_and_the_rest_goes_on(
-    lab: Lab, tmp_path: Path, problems: list[str], monkeypatch: pytest.MonkeyPatch
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("projection", "writes"):  # a server may refuse more names than MLflow's own rule
         monkeypatch.setattr(f"fsdp_lab.tracking.{module}.stored_name", str)
     lab.projection.changed(7)  # nobody knows what it should hold
     bad, unreadable = {"mfu %": 1.0}, (tmp_path, "folder")
     run = lab.sent(0, epochs={1: bad, 2: bad, 3: METRICS}, files=[unreadable], status=TrialStatus.finished)
-    assert ["refused the run of a trial" in problems[0], "refused metrics" in problems[1]] == [True, True]
-    assert len(problems) == 2 and run.info.status == "FINISHED" and lab.history(0, "train/loss") == [(3, 1.5)]
+    assert ["refused the run of a trial" in lab.problems[0], "refused metrics" in lab.problems[1]] == [True, True]
+    assert len(lab.problems) == 2 and run.info.status == "FINISHED" and lab.history(0, "train/loss") == [(3, 1.5)]
     assert RECORDED_TAG not in run.data.tags, "a resume tries again"
 
 
-def test_a_store_that_breaks_and_comes_back_gets_everything(
-    lab: Lab, problems: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_breaks_and_comes_back_gets_everything(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp_lab.tracking.projection._PAUSE_S", 0.05)
     lab.sent(None)
     lab.sent(0)
@@ -177,7 +176,7 @@ def test_a_store_that_breaks_and_comes_back_gets_everything(
     lab.sent(0, epochs={1: METRICS, 2: METRICS})
     assert lab.history(0, "train/loss") == [(1, 1.5), (2, 1.5)]
     assert lab.history(1, "train/loss") == [(1, 1.5)]
-    away, *waiting, again = problems
+    away, *waiting, again = lab.problems
     assert "does not answer" in away and "answers again" in again
     assert all("waiting up to tracking.patience_s=" in text for text in waiting)
 
@@ -205,7 +204,7 @@ def test_what_seemed_to_fail_is_not_written_twice(lab: Lab, monkeypatch: pytest.
     assert run.data.tags["status"] == "finished" and RECORDED_TAG in run.data.tags
 
 
-def test_an_interrupt_during_a_write_leaves_the_store_whole(lab: Lab, problems: list[str]) -> None:
+def test_an_interrupt_during_a_write_leaves_the_store_whole(lab: Lab) -> None:
     """It ends the wait of the main thread, at once; an interrupted write to SQLite would leave it locked."""
     lab.sent(0)
     interrupted = threading.Event()
@@ -227,5 +226,86 @@ def test_an_interrupt_during_a_write_leaves_the_store_whole(lab: Lab, problems: 
             signal.signal(signal.SIGINT, before)
         other.execute("ROLLBACK")
     run = lab.sent(0, status=TrialStatus.interrupted)
-    assert interrupted.is_set() and problems == [] and run.info.status == "KILLED"
+    assert interrupted.is_set() and lab.problems == [] and run.info.status == "KILLED"
     assert lab.history(0, "train/loss") == [(1, 1.5)], "the write was made, once"
+
+
+def open_once(store: TrackingConfig) -> None:
+    with lab_of(store):
+        pass
+
+
+def test_a_store_is_made_in_the_working_folder_whatever_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    here = tmp_path / "back\\slash ${x} #1"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with lab_of(TrackingConfig("sqlite:///deep/er/mlflow.db", "lab")) as lab:
+        experiment = lab.projection._client.get_experiment_by_name("lab")
+        lab.want(0, files=[(Path(__file__), "")], status=TrialStatus.finished)
+        assert lab.projection.settle(60) == 0
+    assert experiment is not None and "press *Compare*" in experiment.tags["mlflow.note.content"]
+    assert [path.name for path in (*tmp_path.iterdir(), *here.iterdir())] == [here.name, "deep"], "no mlruns"
+    assert sorted(path.name for path in (here / "deep/er").iterdir()) == [".mlflow.lock", "mlartifacts", "mlflow.db"]
+    assert len(list((here / "deep/er/mlartifacts").glob(f"*/artifacts/{Path(__file__).name}"))) == 1
+    assert lab.problems == [] and capfd.readouterr() == ("", "")
+
+
+def test_a_store_that_was_moved_does_not_log_to_its_old_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    lay_store(old)
+    monkeypatch.chdir(old)
+    with lab_of(TrackingConfig(f"sqlite:///{old}/mlflow.db", "lab")) as lab:
+        lab.want(0, status=TrialStatus.finished)
+        assert lab.projection.settle(60) == 0
+        run_id = lab.projection.run_id(0)
+    old.rename(new)
+    moved = TrackingConfig(f"sqlite:///{new}/mlflow.db", "lab")
+    for refused in (lambda: open_once(moved), lambda: annotate(moved, run_id, {}, [Path(__file__)])):
+        with pytest.raises(TrackingError, match=r"old/mlartifacts, but its store is in .*new: it was moved or copied"):
+            refused()
+    assert not old.exists()
+    old.symlink_to(new)
+    (new / "mlartifacts").mkdir(exist_ok=True)
+    open_once(moved)
+
+
+REFUSED = {
+    "ftp://host/x": "MLflow cannot use the store",
+    "sqlite://outputs/mlflow.db": "three slashes",
+    "sqlite:////tmp/50%20off/mlflow.db": "use a path without them",
+    "sqlite:////proc/nowhere/mlflow.db": "No such file or directory: '/proc/nowhere'",
+    "postgresql://127.0.0.1:1/db": "MLflow cannot use the store (",
+    "http://host:50x0": "host or port cannot be read",
+    "http://127.0.0.1:1": "Connection refused",
+    "sqlite:///text.db": "file is not a database",
+}
+
+
+@pytest.mark.parametrize(("uri", "reason"), REFUSED.items())
+def test_a_store_that_cannot_be_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.db").write_text("not a database" * 100)
+    with pytest.raises(TrackingError) as caught:
+        open_once(TrackingConfig(uri))
+    text = str(caught.value)
+    assert f"tracking.uri={uri}" in text and reason in text and "\n" not in text
+    assert ("start the server, set MLFLOW_TRACKING_USERNAME" in text) is (uri == "http://127.0.0.1:1")
+
+
+def test_a_store_that_another_process_holds_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_lab.tracking.store._SCHEMA_LIMIT_S", 0.3)
+    holds = rf"another process is opening the store \(process {os.getpid()},"
+    with exclusive(tmp_path / ".mlflow.lock"), pytest.raises(TrackingError, match=holds):
+        open_once(TrackingConfig(f"sqlite:///{tmp_path}/mlflow.db", "lab"))
+
+
+def test_a_deleted_experiment_is_refused(store: TrackingConfig) -> None:
+    number = reader().create_experiment("lab")
+    reader().delete_experiment(number)
+    with pytest.raises(TrackingError, match=f"tracking.experiment=lab was deleted.*--experiment-id {number}"):
+        open_once(store)
