@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,11 +21,13 @@ def of(*trials: TrialRecord, **changed: Any) -> Answer:
     return answer(sweep(list(trials), axes=axes, **changed))
 
 
-def codes(made: Answer) -> list[str]:
-    return [str(note.code) for note in made.recommendation.notes if note.code in ("differs", "agree", "amplified")]
+def found(*trials: TrialRecord) -> list[str]:
+    notes = of(*trials).recommendation.notes
+    return [str(note.code) for note in notes if note.code in ("differs", "agree", "amplified")]
 
 
-def chosen(made: Answer) -> dict[str, str]:
+def chosen(*trials: TrialRecord, **changed: Any) -> dict[str, str]:
+    made = of(*trials, **changed)
     assert made.setting is not None
     return made.setting.values
 
@@ -33,49 +35,42 @@ def chosen(made: Answer) -> dict[str, str]:
 def test_a_model_that_differs_when_sharded_is_a_finding():
     """By its loss limit, DDP would not qualify: the wrong settings are 4 % lower, and faster."""
     made = of(*differing())
-    assert chosen(made) == {"sharding": "root"}
-    assert codes(made) == ["differs"] and made.as_data["finding"] == made.notes[0]
+    assert chosen(*differing()) == {"sharding": "root"}
+    assert found(*differing()) == ["differs"] and made.as_data["finding"] == made.notes[0]
     why_not = {name: why.code for name, why in made.recommendation.why_not.items()}
     assert why_not == {"sharding=per_block": "differs", "sharding=per_layer": "differs"}
     assert [setting.name for setting in made.recommendation.front] == ["sharding=root"]
-    by_loss = of(*differing(), objectives=[("val/loss", "min")])
-    assert by_loss.setting is not None and by_loss.setting.name not in why_not
-
-
-def test_where_nothing_agrees_the_least_sharded_is_recommended():
-    assert chosen(of(one(0, "sharding=ddp"), one(1, "sharding=per_block", WRONG, 3000.0))) == {"sharding": "ddp"}
-    assert chosen(of(one(0, "sharding=per_layer", WRONG, 3000.0), one(1, "sharding=root"))) == {"sharding": "root"}
+    assert chosen(*differing(), objectives=[("val/loss", "min")])["sharding"] in ("ddp", "root")
+    assert chosen(one(0, "sharding=per_layer", WRONG, 3000.0), one(1, "sharding=root")) == {"sharding": "root"}
 
 
 def test_the_first_three_steps_decide_where_they_are_known():
     """Adam with a large rate: 1e-7 in the third step, and 40 % at the end. No setting's loss counts against another."""
-    made = of(*amplified())
-    assert (codes(made), made.why_not, chosen(made)) == (["amplified"], {}, {"sharding": "root"})
+    assert found(*amplified()) == ["amplified"] and of(*amplified()).why_not == {}
+    assert chosen(*amplified()) == {"sharding": "root"}
     nearly = [(train * (1 + 3e-5), val * (1 + 3e-5)) for train, val in RIGHT]
-    made = of(amplified()[0], one(1, "sharding=root", nearly, 3000.0, **early(2.3, 2.2 * (1 + 5e-5))))
-    assert (codes(made), chosen(made)) == (["differs"], {"sharding": "ddp"})
+    apart = (amplified()[0], one(1, "sharding=root", nearly, 3000.0, **early(2.3, 2.2 * (1 + 5e-5))))
+    assert found(*apart) == ["differs"] and chosen(*apart) == {"sharding": "ddp"}
 
 
 def test_rounding_at_zero_or_by_shards_is_no_finding():
     """A difference of means starts at the rounding of its parts; 8-bit states are quantised in blocks of a shard."""
-    zero = [one(0, "sharding=ddp", **early(3e-9, -0.02)), one(1, "sharding=root", **early(-2e-9, -0.02 * (1 + 1e-6)))]
-    assert codes(of(*zero)) == ["agree"]
-    ours, theirs = SweepConfig(), SweepConfig()
-    theirs.optimizer.target = "torchao.optim.AdamW8bit"
-    for config, expected in ((ours, ["differs"]), (theirs, ["agree"])):
-        rounds = [one(0, "sharding=ddp", **early(2.3, 2.2)), one(1, "sharding=root", **early(2.3, 2.203))]
-        assert codes(of(*(dataclasses.replace(row, config=config) for row in rounds))) == expected
-    wrong = [one(0, "sharding=ddp", **early(2.3, 2.2)), one(1, "sharding=root", **early(2.31, 2.2))]
-    assert codes(of(*(dataclasses.replace(row, config=theirs) for row in wrong))) == ["differs"], "before any step"
+    ddp, zero = one(0, "sharding=ddp", **early(2.3, 2.2)), one(0, "sharding=ddp", **early(3e-9, -0.02))
+    assert found(zero, one(1, "sharding=root", **early(-2e-9, -0.02 * (1 + 1e-6)))) == ["agree"]
+    later, before = one(1, "sharding=root", **early(2.3, 2.203)), one(1, "sharding=root", **early(2.31, 2.2))
+    assert found(ddp, later) == ["differs"]
+    own = SweepConfig()
+    own.optimizer.target = "torchao.optim.AdamW8bit"
+    assert found(replace(ddp, config=own), replace(later, config=own)) == ["agree"]
+    assert found(replace(ddp, config=own), replace(before, config=own)) == ["differs"]
 
 
 @pytest.mark.parametrize(("val", "expected"), [(1.1008, "agree"), (1.4, "differs")])
 def test_validation_is_compared_where_its_epochs_training_agrees(val: float, expected: str):
     """Batch norm's statistics, taken twice by checkpointing; its rounding alone is within 1e-3."""
-    words = "sharding=ddp activation_checkpointing="
-    twice = ((1.4, val), (0.9, 0.8205))
-    made = of(one(0, words + "none", **early(2.3, 2.2)), one(1, words + "full", twice, **early(2.3, 2.2)))
-    assert codes(made) == [expected]
+    plain = one(0, "sharding=ddp activation_checkpointing=none", **early(2.3, 2.2))
+    twice = one(1, "sharding=ddp activation_checkpointing=full", ((1.4, val), (0.9, 0.8205)), **early(2.3, 2.2))
+    assert found(plain, twice) == [expected]
 
 
 NARROW = SweepConfig()
@@ -83,7 +78,6 @@ NARROW.precision.reduce_dtype = type(NARROW.precision.reduce_dtype).bfloat16
 DDP = one(0, "sharding=ddp")
 OTHER = one(1, "sharding=root", WRONG)
 STEPS = [{**epoch, "step": epoch["step"] - 3} for epoch in OTHER.epochs]
-replace = dataclasses.replace
 CASES: dict[str, Sequence[TrialRecord]] = {
     "seeds": (one(0, "sharding=ddp training.seed=0"), one(1, "sharding=root training.seed=1", WRONG)),
     "workers": (replace(DDP, facts={"world_size": 2}), replace(OTHER, facts={"world_size": 4})),
@@ -109,14 +103,14 @@ def test_what_may_have_other_losses_is_no_finding(case: str):
 
 def test_what_differs_in_float32_differs_in_other_precisions_too():
     words = [f"sharding={s} precision={p}" for s in ("ddp", "per_block") for p in ("fp32", "bf16")]
-    made = of(*(one(n, w, WRONG if "per_block" in w else RIGHT, 1000.0 + 100 * n) for n, w in enumerate(words)))
-    assert list(made.why_not) == ["sharding=per_block precision=fp32", "sharding=per_block precision=bf16"]
-    assert chosen(made) == {"sharding": "ddp", "precision": "bf16"}
+    trials = [one(n, w, WRONG if "per_block" in w else RIGHT, 1000.0 + 100 * n) for n, w in enumerate(words)]
+    assert list(of(*trials).why_not) == ["sharding=per_block precision=fp32", "sharding=per_block precision=bf16"]
+    assert chosen(*trials) == {"sharding": "ddp", "precision": "bf16"}
 
 
 def test_what_only_moves_or_gathers_must_not_change_a_loss():
     words = ("sharding=root offload=none", "sharding=root offload=cpu", "sharding=per_block offload=none")
     trials = [one(n, each) for n, each in enumerate(words)]
     assert check_itself(trials, [*trials[0].setting]).agreeing == [[0, 1, 2]]
-    made = of(*trials, one(3, "sharding=root offload=none reshard_after_forward=never", WRONG))
-    assert list(made.why_not) == ["sharding=root offload=none reshard_after_forward=never"]
+    gathered = "sharding=root offload=none reshard_after_forward=never"
+    assert list(of(*trials, one(3, gathered, WRONG)).why_not) == [gathered]
