@@ -1,11 +1,11 @@
-"""Trainings with checkpoints, one after the other on the same ranks, and what each of them told."""
+"""Trainings with checkpoints, one after the other on the same ranks, and what each of them reported."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +20,24 @@ ASYNC = "checkpoint.mode=async"
 
 @dataclass
 class Job:
-    """One training.
+    """One training, of three epochs if `words` say nothing else.
 
     Attributes:
-        folder: of the trial.
-        overrides: of three epochs with the settings of `SMALL`, whose model is used where these name none.
-        copied: what the folder is copied from before; "": nothing.
-        harmed: what is then done to which file in it, by a pattern.
+        copied: what its folder is copied from before; "": nothing.
+        harm: what is then done to that folder.
+        trial: its model and data.
     """
 
     folder: str
-    overrides: Sequence[str]
+    words: Sequence[str]
     copied: str = ""
-    harmed: list[tuple[Callable[[Path], None], str]] = field(default_factory=list)
-
-    def prepare(self) -> None:
-        if self.copied:
-            shutil.copytree(self.copied, self.folder)
-        for harm, file in self.harmed:
-            (path,) = Path(self.folder).glob(file)
-            harm(path)
+    harm: Callable[[Path], object] | None = None
+    trial: Sequence[str] = SMALL
 
 
 @dataclass
 class Reported:
-    """What one training told: losses of its steps, metrics of its epochs, facts, and the error that ended it."""
+    """What one training reported: losses of its steps, metrics of its epochs, facts, and the error that ended it."""
 
     losses: list[float]
     epochs: list[dict[str, float]]
@@ -60,15 +53,15 @@ def train_in(jobs: list[Job]) -> list[Reported]:
 
     results = []
     for job in jobs:
-        if dist.get_rank() == 0:
-            job.prepare()
+        folder = Path(job.folder)
+        if dist.get_rank() == 0 and job.copied:
+            shutil.copytree(job.copied, folder)
+            if job.harm:
+                job.harm(folder)
         dist.barrier()
-        losses: list[float] = []
-        memo, error = Memo(), ""
+        losses, memo, error = list[float](), Memo(), ""
         try:
-            has_model = any(word.startswith("model._target_=") for word in job.overrides)
-            small = SMALL[:1] if has_model else SMALL
-            train(config("training.epochs=3", *small, *job.overrides), Path(job.folder), memo, losses.extend)
+            train(config("training.epochs=3", *job.trial, *job.words), folder, memo, losses.extend)
         except UserError as raised:
             error = f"{type(raised).__name__}: {raised}"
         results.append(Reported(losses, memo.reported, memo.known, error))
@@ -91,8 +84,3 @@ def names_in(folder: Path) -> list[str]:
     data = [json.loads(marker.read_text())["data"] for marker in markers]
     assert sorted(f.name for f in folder.iterdir()) == sorted([*data, *(marker.name for marker in markers)])
     return [marker.stem for marker in markers]
-
-
-def data_of(checkpoint: Path) -> Path:
-    """The folder of a checkpoint's files."""
-    return next(folder for folder in checkpoint.parent.glob(f"{checkpoint.name}.*") if folder.is_dir())
