@@ -11,69 +11,54 @@ from torch import nn
 
 from fsdp_lab.config import UserError, to_dict
 from fsdp_lab.config.rules import check_trial
-from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, lr_factor
+from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer
 from tests.ranks import config, run_ranks, train_all
 
-HOST = torch.device("cpu")
 HALF_SQRT2 = math.sqrt(2) / 2
 
 
 @pytest.mark.parametrize(
-    ("overrides", "by_step"),
+    ("words", "by_step"),
     [
-        (["lr_schedule=constant", "lr_schedule.warmup_steps=4"], {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 1.0}),
-        (["lr_schedule=step", "lr_schedule.gamma=0.5"], {0: 1.0, 4: 1.0, 5: 0.5, 9: 0.5, 10: 0.25, 15: 0.125}),
+        ("constant lr_schedule.warmup_steps=4", {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 1.0}),
+        ("step lr_schedule.gamma=0.5", {0: 1.0, 4: 1.0, 5: 0.5, 9: 0.5, 10: 0.25, 15: 0.125}),
+        ("step lr_schedule.gamma=0.1 lr_schedule.step_epochs=2", {0: 1.0, 9: 1.0, 10: 0.1, 20: 0.01}),
         (
-            ["lr_schedule=step", "lr_schedule.gamma=0.1", "lr_schedule.step_epochs=2"],
-            {0: 1.0, 9: 1.0, 10: 0.1, 20: 0.01},
-        ),
-        (
-            ["lr_schedule=cosine", "lr_schedule.warmup_steps=0"],
+            "cosine lr_schedule.warmup_steps=0",
             {0: 1.0, 5: 0.5 + 0.5 * HALF_SQRT2, 10: 0.5, 15: 0.5 - 0.5 * HALF_SQRT2, 20: 0.0, 25: 0.0},
         ),
         (
-            ["lr_schedule=cosine", "lr_schedule.warmup_steps=4", "lr_schedule.min_lr_ratio=0.2"],
+            "cosine lr_schedule.warmup_steps=4 lr_schedule.min_lr_ratio=0.2",
             {0: 0.25, 3: 1.0, 4: 1.0, 12: 0.6, 20: 0.2, 21: 0.2},
         ),
     ],
 )
-def test_factors_of_the_learning_rate_by_hand(overrides: list[str], by_step: dict[int, float]) -> None:
-    """Five steps an epoch, twenty steps in all."""
-    schedule = config(*overrides).lr_schedule
-    for step, expected in by_step.items():
-        assert lr_factor(schedule, step, 5, 20) == pytest.approx(expected, abs=1e-12), step
-
-
-def test_schedule_drives_the_optimizer() -> None:
-    trial = config("lr_schedule=step", "lr_schedule.gamma=0.5", "optimizer.lr=0.8", "optimizer=sgd", "optimizer.lr=0.8")
+def test_learning_rates_by_hand(words: str, by_step: dict[int, float]) -> None:
+    """Parts of the first one; five steps an epoch, twenty steps in all."""
+    trial = config(*f"optimizer.lr=0.8 lr_schedule={words}".split())
     optimizer = build_optimizer(nn.Linear(2, 2), trial, 1)
-    schedule = build_lr_schedule(optimizer, trial.lr_schedule, 2, 6)
+    schedule = build_lr_schedule(optimizer, trial.lr_schedule, 5, 20)
     rates = []
-    for _ in range(6):
+    for _ in range(26):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    assert rates == [0.8, 0.8, 0.4, 0.4, 0.2, 0.2]
+    assert {step: rates[step] / 0.8 for step in by_step} == pytest.approx(by_step, abs=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "kind", "fused", "foreach"),
+    ("words", "kind", "chosen"),
     [
-        (["optimizer=adam"], torch.optim.Adam, True, False),
-        (["optimizer=adamw", "optimizer.implementation=for_loop"], torch.optim.AdamW, False, False),
-        (["optimizer=sgd"], torch.optim.SGD, False, True),
-        (["optimizer=adam", "precision=fp16"], torch.optim.Adam, False, True),
-        (["optimizer=adam", "optimizer.implementation=foreach"], torch.optim.Adam, False, True),
+        ("optimizer=adam", torch.optim.Adam, ["fused"]),
+        ("optimizer=adamw optimizer.implementation=for_loop", torch.optim.AdamW, []),
+        ("optimizer=sgd", torch.optim.SGD, ["foreach"]),
+        ("optimizer=adam precision=fp16", torch.optim.Adam, ["foreach"]),
     ],
 )
-def test_the_implementation_that_is_chosen(overrides: list[str], kind: type, fused: bool, foreach: bool) -> None:
-    optimizer = build_optimizer(nn.Linear(2, 2), config(*overrides), 1)
-    group = optimizer.param_groups[0]
+def test_the_implementation_that_is_chosen(words: str, kind: type, chosen: list[str]) -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), config(*words.split()), 1)
     assert type(optimizer) is kind
-    assert (bool(group["fused"]), bool(group["foreach"])) == (fused, foreach)
-
-
-OWN = "tests.workloads.user.optim"
+    assert [name for name in ("fused", "foreach") if optimizer.param_groups[0][name]] == chosen
 
 
 def build_own(*words: str) -> torch.optim.Optimizer:
@@ -94,69 +79,49 @@ def test_an_own_class_gets_the_parameters_and_its_arguments() -> None:
         "weight_decay": 0.3,
     }  # fmt: skip
     # PyTorch's own choice on a GPU, which forecasts on a CPU must know: foreach for plain tensors alone
-    for words, foreach in ((["sharding=ddp"], True), (["sharding=root"], False)):
-        assert build_own("optimizer._target_=torch.optim.Adagrad", *words).param_groups[0]["foreach"] is foreach
+    for sharding, foreach in (("ddp", True), ("root", False)):
+        built = build_own("optimizer._target_=torch.optim.Adagrad", f"sharding={sharding}")
+        assert built.param_groups[0]["foreach"] is foreach
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["_target_=torch.optim.RAdam", "beta1=0.8"],
-            r"\.beta1=0\.8: torch\.optim\.RAdam has no parameter beta1\. .*lr",
-        ),
-        (["_target_=torch.optim.RAdam", "lr=fast"], r"optimizer\.lr=fast is a str; use a number"),
-        (["_target_=torch.nn.ReLU"], r"torch\.nn\.ReLU has no parameter params; fsdp_lab calls it with params="),
-        (
-            [f"_target_={OWN}.Picky"],
-            r"Picky with optimizer\.lr=0\.001 fails: ValueError: .* \(tests/.*/optim\.py:\d+\)",
-        ),
-        ([f"_target_={OWN}.no_optimizer"], r"returns a Identity; it must return a torch\.optim\.Optimizer"),
-    ],
-)
-def test_what_is_no_optimizer_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        build_own(*(f"optimizer.{word}" for word in words))
-
-
-MLP = ["model=mlp", "optimizer=sgd", "sharding=per_block"]
-WARM = ["lr_schedule.warmup_steps=4", "optimizer.lr=0.1"]
-SCALED = {
-    "all overflow": [*MLP, *WARM, "precision=fp16", "precision.init_scale=1e30"],
-    "all overflow, ddp": [*MLP, *WARM, "precision=fp16_mixed", "precision.init_scale=1e30", "sharding=ddp"],
-    "all overflow, clipped": [*MLP, *WARM, "precision=fp16", "precision.init_scale=1e30", "training.max_grad_norm=1.0"],
-    "none": [*MLP, *WARM, "precision=fp16", "precision.init_scale=1024"],
-    "growing": [*MLP, *WARM, "precision=fp16", "precision.init_scale=64", "precision.growth_interval=2"],
-    "standing still": [*MLP, "optimizer.lr=1e-30"],
-    "off": [*MLP, "precision=bf16"],
+OWN = "tests.workloads.user.optim"
+NO_OPTIMIZER = {
+    "torch.optim.RAdam optimizer.beta1=0.8": r"\.beta1=0\.8: torch\.optim\.RAdam has no parameter beta1\. .*lr",
+    "torch.optim.RAdam optimizer.lr=fast": r"optimizer\.lr=fast is a str; use a number",
+    "torch.nn.ReLU": r"torch\.nn\.ReLU has no parameter params; fsdp_lab calls it with params=",
+    f"{OWN}.Picky": r"Picky with optimizer\.lr=0\.001 fails: ValueError: .* \(tests/.*/optim\.py:\d+\)",
+    f"{OWN}.no_optimizer": r"returns a Identity; it must return a torch\.optim\.Optimizer",
 }
 
 
-@pytest.fixture(scope="module")
-def scaled() -> dict[str, tuple[list[float], dict[str, float]]]:
-    results = run_ranks(2, train_all, list(SCALED.values()))[0]
-    return {name: (losses, reported[-1]) for name, (losses, reported) in zip(SCALED, results, strict=True)}
+@pytest.mark.parametrize("target", NO_OPTIMIZER)
+def test_what_is_no_optimizer_is_refused(target: str) -> None:
+    with pytest.raises(UserError, match=NO_OPTIMIZER[target]):
+        build_own(*f"optimizer._target_={target}".split())
 
 
-@pytest.mark.parametrize("name", [name for name in SCALED if name.startswith("all")])
-def test_overflow_skips_steps_and_lowers_the_scale(
-    scaled: dict[str, tuple[list[float], dict[str, float]]], name: str
-) -> None:
-    losses, reported = scaled[name]
-    assert reported["train/skipped_steps"] == 4
-    assert reported["train/loss_scale"] == pytest.approx(1e30 / 2**4, rel=1e-6)
-    assert reported["train/lr"] == pytest.approx(0.1 / 4)  # a skipped step does not move the schedule
-    still = scaled["standing still"][0]
-    assert losses == pytest.approx(still, abs=2e-3)  # no step was taken: the weights are the first ones
-    assert reported["val/loss"] == pytest.approx(scaled["standing still"][1]["val/loss"], abs=2e-3)
+MLP = ["model=mlp", "optimizer=sgd", "sharding=per_block"]
+FP16 = [*MLP, "lr_schedule.warmup_steps=4", "optimizer.lr=0.1", "precision=fp16"]
+OVERFLOW = [*FP16, "precision.init_scale=1e30"]
 
 
-def test_without_overflow_nothing_is_skipped(scaled: dict[str, tuple[list[float], dict[str, float]]]) -> None:
-    losses, reported = scaled["none"]
-    assert (reported["train/skipped_steps"], reported["train/loss_scale"], reported["train/lr"]) == (0, 1024, 0.1)
-    assert losses[-1] < losses[0] - 0.1
-    assert scaled["growing"][1]["train/loss_scale"] == 64 * 2 * 2  # doubled after steps 2 and 4
-    assert "train/loss_scale" not in scaled["off"][1]
+def test_overflow_skips_steps_and_lowers_the_scale() -> None:
+    cases = [
+        [*MLP, "optimizer.lr=1e-30"], OVERFLOW, [*OVERFLOW, "precision.reduce_dtype=float32", "sharding=ddp"],
+        [*OVERFLOW, "training.max_grad_norm=1.0"], [*FP16, "precision.init_scale=1024"],
+        [*FP16, "precision.init_scale=64", "precision.growth_interval=2"],
+    ]  # fmt: skip
+    (still, at_first), *overflow, (learned, good), (_, growing) = run_ranks(2, train_all, cases)[0]
+    for losses, (reported,) in overflow:
+        assert reported["train/skipped_steps"] == 4
+        assert reported["train/loss_scale"] == pytest.approx(1e30 / 2**4, rel=1e-6)
+        assert reported["train/lr"] == pytest.approx(0.1 / 4)  # a skipped step does not move the schedule
+        assert losses == pytest.approx(still, abs=2e-3)  # no step was taken: the weights are the first ones
+        assert reported["val/loss"] == pytest.approx(at_first[0]["val/loss"], abs=2e-3)
+    assert [good[0][f"train/{name}"] for name in ("skipped_steps", "loss_scale", "lr")] == [0, 1024, 0.1]
+    assert learned[-1] < learned[0] - 0.1
+    assert growing[0]["train/loss_scale"] == 64 * 2 * 2  # doubled after steps 2 and 4
+    assert "train/loss_scale" not in at_first[0], "without scaling"
 
 
 def scaler_calls() -> list[str]:

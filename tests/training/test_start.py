@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -17,18 +16,16 @@ import torch
 import torch.distributed as dist
 
 from fsdp_lab.config import UserError
-from fsdp_lab.config.parallel import OffloadConfig
 from fsdp_lab.config.training import Init, TrainingConfig
-from fsdp_lab.forecast.fake import ACCELERATOR, HOST, fake_world
-from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.training import build as build_module
+from fsdp_lab.forecast.fake import fake_world
 from fsdp_lab.training import data as data_module
 from fsdp_lab.training import distributed
-from fsdp_lab.training.__main__ import main
 from fsdp_lab.training.data import TrainOrder, build_loader, val_order
 from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
 from fsdp_lab.training.weights import init_weights
+from fsdp_lab.workloads.build import build_model_spec
 from fsdp_lab.workloads.construct import Blueprint
+from tests import forked
 from tests.conftest import ROOT
 from tests.parity import SHARDINGS, WORKLOADS
 from tests.ranks import config, run_ranks
@@ -76,87 +73,47 @@ def test_torchrun_end_to_end(tmp_path: Path) -> None:
         ("training.global_batch_size=63", "training.global_batch_size=63 is not divisible by cluster.num_workers=1"),
     ],
 )
-def test_bad_input_without_torchrun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], override: str, words: str
-) -> None:
-    """A group of one: status 1, one message."""
-    arguments = [override, "training.grad_accum_steps=2", "--folder", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["fsdp_lab.training", *arguments])
-    try:
-        assert main() == 1
-    finally:
-        if dist.is_initialized():  # it would end with a process of its own
-            dist.destroy_process_group()
-    (message,) = capsys.readouterr().err.splitlines()
-    assert message.startswith("fsdp_lab.training: ") and words in message
-
-
-class Joined:
-    """Stands for CUDA and for PyTorch's process group, and notes how the group was made."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, gpus: int = 12) -> None:
-        self.current, self.made = 0, dict[str, Any]()
-        for name, stand_in in {
-            "is_available": lambda: True,
-            "device_count": lambda: gpus,
-            "set_device": lambda device: setattr(self, "current", torch.device("cuda", device).index),
-            "current_device": lambda: self.current,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, stand_in)
-        for name, answer in {"is_initialized": False, "get_rank": 0, "get_world_size": 12}.items():
-            monkeypatch.setattr(dist, name, lambda answer=answer: answer)
-        monkeypatch.setattr(dist, "init_process_group", self.make)
-
-    def make(self, backend: str, **options: Any) -> None:
-        self.made = {"backend": backend, **options}
+def test_bad_input_is_one_message(tmp_path: Path, override: str, words: str) -> None:
+    """Without torchrun, in a group of one."""
+    done = forked.run(tmp_path, "fsdp_lab.training", override, "training.grad_accum_steps=2", "--folder", "out")
+    (message,) = done.stderr.splitlines()
+    assert done.returncode == 1 and message.startswith("fsdp_lab.training: ") and words in message
 
 
 def test_a_group_is_bound_to_the_gpu_that_the_rank_computes_on(monkeypatch: pytest.MonkeyPatch):
     """Ray gives GPU "10" to its second worker if it sorts texts, so that LOCAL_RANK is not the GPU."""
+    current, made = [0], dict[str, Any]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(torch.device("cuda", device).index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    for name, answer in {"is_initialized": False, "get_rank": 0, "get_world_size": 12}.items():
+        monkeypatch.setattr(dist, name, lambda answer=answer: answer)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: made.update(given, backend=backend))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    nccl = OffloadConfig().backend(cuda=True)
+    offload = config("offload=cpu").offload
     for world_size in ("1", "12"):  # torchrun: the GPU is the local rank
-        joined = Joined(monkeypatch)
         monkeypatch.setenv("WORLD_SIZE", world_size)
-        assert distributed.setup_distributed().device == joined.made["device_id"] == torch.device("cuda", 1)
-    joined = Joined(monkeypatch)
+        assert distributed.setup_distributed(offload).device == made["device_id"] == torch.device("cuda", 1)
+        assert made["backend"] == offload.backend(cuda=True)
     distributed.choose_gpu(10)
-    distributed.join_process_group(nccl)
-    assert joined.made["device_id"] == torch.device("cuda", 10)
-    joined = Joined(monkeypatch)
+    distributed.join_process_group("nccl")
+    assert made["device_id"] == torch.device("cuda", 10)
     distributed.join_process_group("gloo")
-    assert joined.made["device_id"] is None
+    assert made["device_id"] is None
 
 
 @pytest.mark.parametrize(
-    ("words", "gpus", "expected"),
+    ("words", "cuda", "backend"),
     [
-        ([], 8, {"cuda": "nccl"}),
-        (["checkpoint.mode=async"], 8, {"cuda": "nccl"}),  # it has a group of its own
-        (["offload=cpu"], 8, {"cpu": "gloo", "cuda": "nccl"}),
-        (["offload=cpu_unpinned"], 8, {"cpu": "gloo", "cuda": "nccl"}),
-        (["offload=cpu"], 0, {"cpu": "gloo"}),
+        ("offload=none", True, "nccl"),
+        ("offload=none checkpoint.mode=async", True, "nccl"),  # it has a group of its own
+        ("offload=cpu", True, "cpu:gloo,cuda:nccl"),
+        ("offload=cpu_unpinned", True, "cpu:gloo,cuda:nccl"),
+        ("offload=cpu", False, "gloo"),
     ],
 )
-def test_gloo_is_there_where_tensors_on_the_host_are_reduced(
-    words: list[str], gpus: int, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-):
-    joined = Joined(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    distributed.setup_distributed(config(*words).offload)
-    backends = dist.distributed_c10d.BackendConfig(joined.made["backend"]).get_device_backend_map()
-    assert expected.items() <= backends.items() and (gpus == 0 or backends.keys() == expected.keys())
-
-
-@pytest.mark.parametrize(("offload", "expected"), [("none", ACCELERATOR), ("cpu", HOST)])
-def test_the_loss_scale_is_made_where_the_gradients_are(
-    offload: str, expected: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = []
-    build_scaler = build_module.build_scaler
-    monkeypatch.setattr(build_module, "build_scaler", lambda p, device: made.append(device) or build_scaler(p, device))
-    forecast_profile(config("model=mlp", "precision=fp16", f"offload={offload}"), 2, cuda=True)
-    assert made == [expected]
+def test_gloo_is_there_where_tensors_on_the_host_are_reduced(words: str, cuda: bool, backend: str) -> None:
+    assert config(*words.split()).offload.backend(cuda) == backend
 
 
 @pytest.mark.parametrize(("device", "given", "workers"), [("cuda", None, 3), ("cpu", None, 0), ("cuda", 1, 1)])
@@ -174,32 +131,20 @@ def test_a_loader_takes_the_processes_and_the_pinning_of_its_device(
 INITS = [init.value for init in Init]
 
 
-def initial_weights(cases: list[list[str]]) -> list[tuple[dict[str, torch.Tensor], int]]:
-    """`(full first weights, number of parameters whose values this rank built)` of each case."""
+def initial_weights(cases: list[list[str]]) -> list[dict[str, torch.Tensor]]:
+    """Return the whole first weights of each case."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from fsdp_lab.training.build import build
-    from fsdp_lab.training.distributed import setup_distributed
-    from fsdp_lab.training.weights import init_weights
-    from fsdp_lab.workloads.build import build_model_spec
 
-    values, given = Blueprint.values, [0]
-
-    def counted(blueprint: Blueprint, *device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, value in values(blueprint, *device):
-            given[0] += 1
-            yield name, value
-
-    Blueprint.values = counted  # type: ignore[method-assign]
-    ranks, results = setup_distributed(), []
+    ranks, whole = distributed.setup_distributed(), StateDictOptions(full_state_dict=True, cpu_offload=True)
+    results = []
     for case in cases:
-        given[0] = 0
         trial = config(*case)
-        spec, dims = build_model_spec(trial.model), build_parallel_dims(trial.sharding, ranks)
         init = partial(init_weights, config=trial, device=ranks.device)
-        state = build(spec, trial, dims, ranks.device, materialize=init)
-        full = get_model_state_dict(state.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        results.append((dict(full), given[0]))
+        dims = build_parallel_dims(trial.sharding, ranks)
+        state = build(build_model_spec(trial.model), trial, dims, ranks.device, materialize=init)
+        results.append(dict(get_model_state_dict(state.model, options=whole)))
     return results
 
 
@@ -209,13 +154,10 @@ def test_every_sharding_and_init_starts_from_the_same_bits() -> None:
     cases = [[*SHARDINGS[sharding], f"init={init}", "model.num_layers=2"] for sharding, init in pairs]
     more = ("training.seed=7", "activation_checkpointing=full", "offload=cpu", *WORKLOADS["mlp"].words)
     cases += [["sharding=per_block", f"init={init}", *more] for init in INITS]
-    first, second = run_ranks(2, initial_weights, cases)
-    for case, (got, built_first), (_, built_second) in zip(cases, first, second, strict=True):
+    for case, got in zip(cases, run_ranks(2, initial_weights, cases)[0], strict=True):
         expected = first_weights(config(*case))
         assert got.keys() == expected.keys(), case
         assert all(torch.equal(got[key], expected[key]) for key in expected), case
-        assert built_first == len(expected), case
-        assert built_second == (0 if "init=rank0" in case else len(expected)), case
 
 
 def test_with_init_device_the_constructor_computes_where_the_model_does() -> None:
@@ -234,42 +176,30 @@ def test_with_init_device_the_constructor_computes_where_the_model_does() -> Non
     assert seen == {"rank0": ["cpu", "cpu"], "meta": ["cpu", "cpu"], "device": ["cpu", "meta"]}
 
 
-def dims_of(world_size: int) -> list[ParallelDims]:
-    return [ParallelDims(dp_shard=world_size, rank=rank) for rank in range(world_size)]
-
-
-def global_batches(world_size: int, accumulate: int, seed: int = 0, epoch: int = 0) -> list[list[int]]:
-    """The images of every optimizer step, all ranks and microbatches together."""
-    training = TrainingConfig(global_batch_size=24, grad_accum_steps=accumulate, seed=seed)
-    steps: list[list[int]] = [[] for _ in range(100 // 24)]
-    for dims in dims_of(world_size):
-        order = TrainOrder(100, training, dims)
-        order.epoch = epoch
-        microbatches = list(order)
-        assert len(microbatches) == len(order) == 4 * accumulate
-        assert all(len(m) == 24 // world_size // accumulate for m in microbatches)
-        for i, microbatch in enumerate(microbatches):
-            steps[i // accumulate] += microbatch.tolist()
-    return [sorted(step) for step in steps]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (1, 3), (2, 1), (2, 2), (4, 3)])
 def test_a_step_sees_the_same_images_on_any_number_of_workers(world_size: int, accumulate: int) -> None:
-    steps = global_batches(world_size, accumulate, seed=3, epoch=2)
-    order = torch.randperm(100, generator=torch.Generator().manual_seed(3 * 1_000_003 + 2)).tolist()
-    assert steps == [sorted(order[i * 24 : (i + 1) * 24]) for i in range(4)]
-    assert len({image for step in steps for image in step}) == 96  # none twice in an epoch
+    """24 of 100 images in each of four steps, by seed 3 and epoch 2; all ranks and microbatches together."""
+    training = TrainingConfig(global_batch_size=24, grad_accum_steps=accumulate, seed=3)
+    steps: list[list[int]] = [[] for _ in range(4)]
+    for rank in range(world_size):
+        order = TrainOrder(100, training, ParallelDims(dp_shard=world_size, rank=rank))
+        order.go_to(2, 0)
+        microbatches = [microbatch.tolist() for microbatch in order]
+        assert [len(each) for each in microbatches] == [24 // world_size // accumulate] * len(order)
+        for i, microbatch in enumerate(microbatches):
+            steps[i // accumulate] += microbatch
+    images = torch.randperm(100, generator=torch.Generator().manual_seed(3 * 1_000_003 + 2)).tolist()
+    assert [sorted(step) for step in steps] == [sorted(images[i * 24 : (i + 1) * 24]) for i in range(4)]
 
 
 def test_a_batch_larger_than_the_data_is_reported() -> None:
     with pytest.raises(UserError, match=r"global_batch_size=64 .* 50 training samples; use at most 50"):
-        TrainOrder(50, TrainingConfig(global_batch_size=64), dims_of(1)[0])
+        TrainOrder(50, TrainingConfig(global_batch_size=64), ParallelDims())
 
 
 @pytest.mark.parametrize(("count", "world_size", "batch"), [(10, 4, 2), (3, 4, 8), (12, 3, 4)])
 def test_validation_counts_each_image_once(count: int, world_size: int, batch: int) -> None:
-    orders = [list(val_order(count, batch, dims)) for dims in dims_of(world_size)]
+    orders = [list(val_order(count, batch, ParallelDims(dp_shard=world_size, rank=rank))) for rank in range(world_size)]
     assert len({len(order) for order in orders}) == 1  # all ranks step together
     seen = [i for order in orders for microbatch in order for i in microbatch.tolist() if i >= 0]
     assert sorted(seen) == list(range(count))

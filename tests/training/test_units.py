@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,6 +49,9 @@ LEAVES = [f"{block}.{leaf}" for block in BLOCKS for leaf in ("linear", "norm")]
     [
         # FSDP2 shards what is nested from the inside out.
         (Odd, NESTED, "per_block", [f"{block}{leaf}" for block in BLOCKS for leaf in (".norm", "")]),
+        # Neighbours are children of one module.
+        (Odd, NESTED, "per_block sharding.blocks_per_unit=2",
+         ["blocks.0.norm", "blocks.1.norm", "blocks.0 blocks.1", "blocks.2.norm", "blocks.2"]),
         # Tied parameters lie in one unit: neither the embedding nor the head, which are one, are units of their own.
         (Odd, (Block,), "per_block", BLOCKS),
         (Odd, (Block,), "per_layer", [*LEAVES, "frozen", "unused"]),
@@ -59,81 +59,41 @@ LEAVES = [f"{block}.{leaf}" for block in BLOCKS for leaf in ("linear", "norm")]
         # Containers without a forward pass are no units.
         (Held, (), "per_layer", [*BLOCKS, "named.a.0", "named.a.1"]),
         (Held, (), "size_based sharding.min_num_params=40", ["named.a"]),
+        # Nor is a module of which another one holds a part.
+        (unusual.a_shared_module, (unusual.Block,), "per_block", []),
     ],
-)
+)  # fmt: skip
 def test_units_of_nested_blocks_tied_parameters_and_containers(
     model: type[nn.Module], blocks: tuple[type[nn.Module], ...], words: str, expected: list[str]
 ) -> None:
-    made = Blueprint(model, seed=0).model
-    units = sharding_units(made, blocks, config(*f"sharding={words}".split()).sharding)
-    assert names_of(made, units) == expected
-
-
-class Plain(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-
-
-class Holder(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(Plain() for _ in range(3))
-
-
-@pytest.mark.parametrize(
-    ("size", "groups"),
-    [
-        (1, ["0.inner.0", "0.inner.1", "0.inner.2", "0", "1.inner.0", "1.inner.1", "1.inner.2", "1", "2"]),
-        (3, ["0.inner.0 0.inner.1 0.inner.2", "1.inner.0 1.inner.1 1.inner.2", "0 1 2"]),
-    ],
-)
-def test_neighbours_are_children_of_one_module_and_inner_ones_come_first(size: int, groups: list[str]) -> None:
-    model = nn.Sequential(Holder(), Holder(), Plain())
-    units = sharding_units(model, (Plain,), config("sharding=per_block").sharding)
-    assert [" ".join(names_of(model, group)) for group in in_groups(model, units, size)] == groups
-    assert Counter(map(id, units)) == Counter(id(m) for group in in_groups(model, units, size) for m in group)
+    made, sharding = Blueprint(model, seed=0).model, config(*f"sharding={words}".split()).sharding
+    groups = in_groups(made, sharding_units(made, blocks, sharding), sharding.blocks_per_unit)
+    assert [" ".join(names_of(made, group)) for group in groups] == expected
 
 
 def test_a_note_says_that_no_module_became_a_unit() -> None:
-    shared = Blueprint(unusual.a_shared_module, seed=0).model
-    assert sharding_units(shared, find_block_classes(shared), config("sharding=per_block").sharding) == []
     (note,) = unit_notes(Layout(), config("sharding=per_block"))
     assert note.startswith("sharding=per_block found no module") and "as with sharding=root" in note
     assert unit_notes(Layout(["blocks.*"]), config("sharding=per_block")) == []
     assert unit_notes(Layout(), config("sharding=root")) == unit_notes(Layout(), config("sharding=ddp")) == []
 
 
-class Named(nn.Module):
-    _no_split_modules = ("Block",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(9))
-        self.block = Block(0.0)
-
-
 def test_blocks_are_found() -> None:
-    """By the name that transformers give them, else the longest list of one class."""
-    assert find_block_classes(Named()) == (Block,)
-    assert find_block_classes(Odd()) == (Block,)
-    assert find_block_classes(nn.Sequential(*(Block(0.0) for _ in range(2)))) == (Block,)
-    assert find_block_classes(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == ()
+    """By the names that a model gives, as those of transformers do, else the longest list of one class."""
     both = nn.ModuleDict({"a": nn.ModuleList(nn.Linear(2, 2) for _ in range(2)), "b": Odd()})
-    assert find_block_classes(both) == (Block,)
+    assert find_block_classes(both) == find_block_classes(nn.Sequential(Block(0.0), Block(0.0))) == (Block,)
+    assert find_block_classes(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == ()
+    both._no_split_modules = ("Odd",)
+    assert find_block_classes(both) == (Odd,)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    ["sharding=per_block", "activation_checkpointing=full", "activation_checkpointing=every_n", "compile=true"],
-)
+@pytest.mark.parametrize("setting", ["sharding=per_block", "activation_checkpointing=every_n", "compile=true"])
 def test_a_model_without_blocks_is_refused_where_some_are_needed(setting: str) -> None:
     plain = nn.Sequential(nn.Linear(2, 2))
-    trial = config("sharding=root", setting)
-    with pytest.raises(UserError, match=rf"{setting}: Sequential has no repeating block.*model.block_classes="):
-        check_blocks(plain, find_block_classes(plain), trial)
-    with pytest.raises(UserError, match="has no module of class Block"):
-        check_blocks(plain, (Block,), trial)
     check_blocks(plain, (), config("sharding=root"))
+    for blocks, what in (((), "repeating block"), ((Block,), "module of class Block")):
+        with pytest.raises(UserError, match=rf"{setting}: Sequential has no {what}.*model.block_classes="):
+            check_blocks(plain, blocks, config("sharding=root", setting))
 
 
 def test_batch_norm_is_reported_once() -> None:
@@ -144,46 +104,35 @@ def test_batch_norm_is_reported_once() -> None:
 
 
 def test_ddp_that_looks_for_unused_parameters_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = config(*USER, "sharding=ddp")
-    workload = build_workload(trial.model, trial.data, trial.task)
-    assert workload.parameters_without_gradient() == ["unused.weight", "unused.bias"]
-    found, (note,) = leaves_some_unused(workload, trial)
+    ddp, root = config(*USER, "sharding=ddp"), config(*USER, "sharding=root")
+    workload = build_workload(ddp.model, ddp.data, ddp.task)
+    found, (note,) = leaves_some_unused(workload, ddp)
     assert found and "find_unused_parameters" in note and note.endswith("some of them get no gradient")
+    assert leaves_some_unused(workload, root) == (False, [])
 
     def fails(_: object) -> list[str]:
         raise RuntimeError("no value on meta\nand more")
 
     monkeypatch.setattr(type(workload), "parameters_without_gradient", fails)
-    found, (note,) = leaves_some_unused(workload, trial)
+    found, (note,) = leaves_some_unused(workload, ddp)
     assert found and note.endswith("are not known (RuntimeError: no value on meta)")
     monkeypatch.setattr(type(workload), "parameters_without_gradient", lambda _: [])
-    assert leaves_some_unused(workload, trial) == (False, [])
-    assert leaves_some_unused(workload, config(*USER, "sharding=root")) == (False, [])
+    assert leaves_some_unused(workload, ddp) == (False, [])
 
 
-def groups_made(num_layers: int, *words: str) -> int:
-    """How many process groups one of 8 workers makes when it shards a ViT of so many blocks."""
-    trial = config(f"model.num_layers={num_layers}", "sharding=per_block", *words)
-    made = []
-    make = dist.distributed_c10d._new_process_group_helper
-    spy = mock.Mock(side_effect=lambda *args, **kwargs: made.append(1) or make(*args, **kwargs))
-    with fake_world(8, HOST) as ranks:
-        spec = build_model_spec(trial.model)
-        with torch.device("meta"):
-            model = spec.build()
-        mesh = build_parallel_dims(trial.sharding, ranks).mesh
-        with mock.patch.object(dist.distributed_c10d, "_new_process_group_helper", spy):
-            units = sharding_units(model, find_block_classes(model), trial.sharding)
-            apply_fully_shard(model, units, trial, mesh)
-    return len(made)
+def groups_made(num_layers: int) -> int:
+    """How many process groups one of 8 workers is in when it shards a ViT of so many blocks and reshards to pairs."""
+    trial = config(f"model.num_layers={num_layers}", "reshard_after_forward=to_size", "reshard_after_forward.size=2")
+    with fake_world(8, HOST) as ranks, torch.device("meta"):
+        model = build_model_spec(trial.model).build()
+        units = sharding_units(model, find_block_classes(model), trial.sharding)
+        apply_fully_shard(model, units, trial, build_parallel_dims(trial.sharding, ranks).mesh)
+        return len(dist.distributed_c10d._world.pg_map)
 
 
 def test_more_blocks_take_no_more_process_groups() -> None:
-    """With resharding to two of eight workers: their four pairs, and the two groups of counterparts."""
-    to_size = ("reshard_after_forward=to_size", "reshard_after_forward.size=2")
-    assert groups_made(8, *to_size) == groups_made(2, *to_size) == 4 + 2
-    assert groups_made(8, "reshard_after_forward=always") == 0
-    assert groups_made(4, "sharding.separate_reduce_scatter_group=true") == 1
+    """All workers, the pair, and the counterparts in the other pairs."""
+    assert groups_made(8) == groups_made(2) == 3
 
 
 class Watched(Odd):
@@ -196,21 +145,20 @@ class Watched(Odd):
         return super().forward(tokens)
 
 
-def tables(cases: list[list[str]]) -> list[Tensor]:
+def tables(cases: list[str]) -> list[Tensor]:
     """On one rank: what is in the model's buffer in the last forward pass of each case."""
     results = []
     for words in cases:
-        train_all([[*USER, "training.max_steps=1", f"model._target_={__name__}.Watched", *words]])
+        train_all([[*USER, "training.max_steps=1", f"model._target_={__name__}.Watched", *words.split()]])
         results.append(Watched.last)
     return results
 
 
 def test_buffers_keep_their_precision() -> None:
     cases = [
-        [f"sharding={sharding}", f"precision={p}"]
-        for sharding, p in (("ddp", "bf16"), ("root", "bf16"), ("per_block", "bf16_mixed"), ("per_layer", "bf16"))
-    ]
-    cases.append(["sharding=per_block", "precision=fp16", "precision.init_scale=8", "init=meta"])
+        "sharding=ddp precision=bf16", "sharding=root precision=bf16", "sharding=per_block precision=bf16_mixed",
+        "sharding=per_layer precision=fp16 precision.init_scale=8 init=meta",
+    ]  # fmt: skip
     for case, got in zip(cases, run_ranks(1, tables, cases)[0], strict=True):
         assert torch.equal(got, Odd().angles) and got.dtype == torch.float32, case
 
