@@ -53,12 +53,6 @@ def test_what_is_half_written_is_not_taken(tmp_path: Path) -> None:
     assert not half.exists() and not list(tmp_path.glob(".*")), "the next save removes what a kill left"
 
 
-def vanish(file: Path) -> None:
-    """As where a trial replaces a checkpoint while a command lists it: a link to nothing has a name and no size."""
-    file.unlink()
-    file.symlink_to("gone")
-
-
 @pytest.mark.parametrize(
     ("file", "harm", "words"),
     [
@@ -66,7 +60,6 @@ def vanish(file: Path) -> None:
         ("", lambda marker: marker.write_text("{}"), "step_00000008.json cannot be read (it lacks `history`)"),
         ("__0_0.distcp", cut, "__0_0.distcp has 3 bytes and was written with 7"),
         ("__0_0.distcp", Path.unlink, "__0_0.distcp is missing"),
-        ("__0_0.distcp", vanish, "__0_0.distcp is missing"),
     ],
 )
 def test_each_kind_of_damage_is_named(tmp_path: Path, file: str, harm: Callable[[Path], object], words: str) -> None:
