@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.hub import tqdm
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_lab.forecast.forecast import forecast_profile, forecast_step
-from fsdp_lab.forecast.speed.predict import predict
+from fsdp_lab.forecast.forecast import forecast_step
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
 from fsdp_lab.forecast.torch_private import kernels_planned
 from fsdp_lab.workloads.build import build_workload
-from tests.forecast.planted import sheet
+from tests.forecast.planted import kept, num_bytes
 from tests.ranks import config
 
 LM = ["model=lm_tiny", "task=language", "data=synthetic_tokens", "data.vocab_size=256", "data.seq_len=64"]
@@ -96,29 +94,17 @@ def test_checkpointing_computes_the_blocks_again():
     assert more == forward - 2 * last
 
 
-def test_tracing_a_program_changes_no_profile():
-    setting = config(*LM, *SHARDED)
-    again = forecast_step(setting, 4, cuda=True, traced=True)
-    assert again.program == program(*SHARDED)
-    assert again.profile.events == forecast_profile(setting, 4, cuda=True).events
-
-
-@pytest.mark.parametrize(("words", "shards"), [(SHARDED, 4), (WHOLE, 1)])
-def test_the_optimizer_reads_and_writes_this_ranks_part(words: tuple[str, ...], shards: int):
-    """Adam reads and writes the parameter and both averages, and the gradient, as its schema says: 8 * 4 bytes a
-    parameter; the last 4 for each tensor are its count of steps."""
+@pytest.mark.parametrize(
+    ("words", "shards", "stream"),
+    [(SHARDED, 4, Stream.compute), (WHOLE, 1, Stream.compute), ((*SHARDED, "offload=cpu"), 4, Stream.host)],
+)
+def test_the_optimizer_reads_and_writes_this_ranks_part(words: tuple[str, ...], shards: int, stream: Stream):
+    """Where the gradients are. Adam reads and writes the parameter and both averages, and reads the gradient, as its
+    schema says: 8 * 4 bytes a parameter; the last 4 for each tensor are its count of steps."""
     operators = [o for o in program(*words) if o.name == "aten._fused_adamw_"]
     parameters = (2 * BLOCK + ROOT) / shards
     assert sum(o.num_bytes for o in operators) == pytest.approx(4 * 8 * parameters, rel=1e-3)
-
-
-def test_the_optimizer_runs_where_the_last_gradients_are():
-    for words, stream in ((("offload=cpu",), Stream.host), ((), Stream.compute)):
-        operators = program(*SHARDED, *words)
-        adam = next(o for o in operators if o.name == "aten._fused_adamw_")
-        assert {o.stream for o in operators if "adam" in o.name} == {stream}
-    last = [o for o in operators if o.kind is Kind.scatter][-1]
-    assert set(last.writes) & {*adam.reads, *adam.writes}
+    assert {o.stream for o in operators} == {stream}
 
 
 def test_what_travels_to_the_device_has_the_bytes_of_the_shards():
@@ -127,23 +113,9 @@ def test_what_travels_to_the_device_has_the_bytes_of_the_shards():
     shapes = ((1024, 1024), (1024,), (10, 1024), (10,))
     shards = sum(4 * -(-shape[0] // 2) * math.prod(shape[1:]) for shape in shapes)
     travels = [o for o in step.program if o.kind is Kind.transfer]
-    sent = [o for o in travels if o.phase == "forward" and o.stream is Stream.copy_in]
-    assert sum(o.num_bytes for o in sent) == shards
+    assert sum(o.num_bytes for o in travels if o.phase == "forward" and o.stream is Stream.copy_in) == shards
     back = [o for o in travels if o.phase == "backward" and o.stream is not Stream.copy_in]  # others are gathered again
     assert sum(o.num_bytes for o in back) == shards
-
-
-def kept(function: Any, x: Tensor) -> int:
-    """Bytes that autograd keeps for the backward pass."""
-    sizes: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        sizes[tensor.untyped_storage()._cdata] = tensor.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        function(x).sum().backward()
-    return sum(sizes.values())
 
 
 def test_a_fused_chain_is_one_kernel_and_keeps_its_input():
@@ -159,8 +131,8 @@ def test_a_fused_chain_is_one_kernel_and_keeps_its_input():
 
     with kernels_planned(torch.device("cpu"), seen), FakeTensorMode():
         x = torch.empty(64, 8, requires_grad=True)
-        assert (kept(chain, x), kept(torch.compile(chain), x)) == (2 * size, size)
-        assert x.grad is not None and x.grad.shape == x.shape
+        eager, compiled = (kept(lambda f=f: f(x).sum().backward()) for f in (chain, torch.compile(chain)))  # type: ignore[misc]
+        assert (num_bytes(eager), num_bytes(compiled)) == (2 * size, size)
     assert type(tqdm.get_lock()) is type(threading.RLock()), "no semaphore that a killed process leaves behind"
     forward, backward = kernels
     assert forward == ([size], [size])
@@ -172,18 +144,16 @@ def test_a_fused_chain_is_one_kernel_and_keeps_its_input():
 def test_a_compiled_step_computes_the_same_and_moves_less(checkpointing: str):
     words = ["task=language", "model=lm_tiny", "precision=bf16_mixed", f"activation_checkpointing={checkpointing}"]
     eager, compiled = (
-        forecast_step(config(*words, f"compile={value}"), 4, cuda=True, traced=True) for value in ("false", "true")
+        forecast_step(config(*words, f"compile={value}"), 4, cuda=True, traced=True).program
+        for value in ("false", "true")
     )
-    assert compiled.profile.peaks["device"]["total"] < eager.profile.peaks["device"]["total"]
     for kind in (Kind.matmul, Kind.attention):
-        assert total(eager.program, kind) == total(compiled.program, kind)
+        assert total(eager, kind) == total(compiled, kind)
     for kind in (Kind.gather, Kind.scatter):
-        assert total(eager.program, kind, "num_bytes") == total(compiled.program, kind, "num_bytes")
-    assert total(compiled.program, Kind.memory, "num_bytes") < 0.8 * total(eager.program, Kind.memory, "num_bytes")
-    fused = [o for o in compiled.program if o.name == "fused"]
+        assert total(eager, kind, "num_bytes") == total(compiled, kind, "num_bytes")
+    assert total(compiled, Kind.memory, "num_bytes") < 0.8 * total(eager, Kind.memory, "num_bytes")
+    fused = [o for o in compiled if o.name == "fused"]
     assert fused and all(o.module.startswith("blocks.") for o in fused)
-    device = sheet("h100_sxm")
-    assert predict(compiled.program, device).step_s < predict(eager.program, device).step_s
 
 
 def test_float8_layers_keep_bfloat16_and_cast_for_each_product():
@@ -197,7 +167,6 @@ def test_float8_layers_keep_bfloat16_and_cast_for_each_product():
     assert len(products) == 7 * 3 and {o.dtype for o in products} == {"float8_e4m3fn"}
     in_blocks = [o for o in wide.program if o.kind is Kind.matmul and o.module.startswith("blocks.")]
     assert sum(o.flops for o in products) == sum(o.flops for o in in_blocks)
-    assert sorted(o.shape or () for o in products) == sorted(o.shape or () for o in in_blocks)
     sent, expected = ([o.num_bytes for o in s.program if o.kind is Kind.gather] for s in (narrow, wide))
     assert sent == expected, "gathers send bfloat16"
     assert narrow.profile.peaks["device"]["total"] >= wide.profile.peaks["device"]["total"]
