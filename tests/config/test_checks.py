@@ -82,13 +82,7 @@ def test_more_workers_than_this_machine_can_place(
 
 @pytest.mark.parametrize(
     ("gpus", "cores", "words", "workers"),
-    [
-        (0, 64, "", 0),
-        (8, 96, "", 4),
-        (8, 16, "", 1),
-        (8, 96, "cluster.cpus_per_worker=3.5", 2),
-        (8, 96, "data.loader_workers=0", 0),
-    ],
+    [(0, 64, "", 0), (8, 96, "", 4), (8, 16, "", 1), (8, 96, "cluster.cpus_per_worker=3.5", 2)],
 )
 def test_loader_workers_of_this_machine(
     monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, words: str, workers: int

@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 
-from fsdp_lab.config import default_num_workers, workers_of
+from fsdp_lab.config import default_num_workers
 from fsdp_lab.config.compose import cell_trial
 from fsdp_lab.config.machine import RunningCluster, ask_clusters
 from fsdp_lab.sweep.grid import enumerate_grid, unescaped
@@ -120,9 +120,7 @@ KEPT = {
         ["reshard_after_forward=never,always,to_size", "reshard_after_forward.size=1,2"],
         ["never 1", "always 1"],
     ),
-    "values that make a difference, named twice": (
-        ["optimizer.lr=1e-3,1e-2", "training.seed=1,1,2"], ["0.001 1", "0.001 2", "0.01 1", "0.01 2"],
-    ),
+    "values that are named twice": (["training.seed=1,1,2"], ["1", "2"]),
     "loss scaling with bfloat16": (["precision=fp16,bf16", "precision.loss_scaling=true"], ["fp16 True"]),
     "a size that does not divide the workers": (
         ["sharding=ddp,per_block", "reshard_after_forward=to_size", "reshard_after_forward.size=3"], ["ddp to_size 3"],
@@ -163,10 +161,8 @@ def test_cells_are_composed_for_the_workers_of_the_cluster(
         return plan_sweep(enumerate_grid(parser, {}, words), compose_trial)
 
     made = plan("1,3,8", "cluster.address=head:6379")
-    assert [(t.config.sharding.dp_replicate, t.config.training.global_batch_size) for t in made.trials] == [
-        (1, 64), (8, 64)
-    ]  # fmt: skip
-    assert [workers_of(trial.config) for trial in made.trials] == [8, 8]
+    assert [t.config.sharding.dp_replicate for t in made.trials] == [1, 8]
+    assert [t.config.training.global_batch_size for t in made.trials] == [64, 64]
     (reason,) = made.left_out
     assert "sharding.dp_replicate=3 does not divide cluster.num_workers=8" in reason
     assert asked == ["head:6379"]

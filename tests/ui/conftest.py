@@ -101,9 +101,3 @@ def quiet(page: Page) -> None:
 def row(page: Page, name: str) -> Locator:
     """The part of a run's row that has its name."""
     return page.locator(".ag-row", has=page.get_by_role("link", name=name, exact=True))
-
-
-def unfold(page: Page, lab: Lab) -> None:
-    page.goto(lab.experiment)
-    row(page, lab.parent.info.run_name).get_by_role("button").first.click()
-    row(page, lab.trials[-1].info.run_name).wait_for()
