@@ -11,18 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.config import ConfigError, SweepConfig, UserError, effective_settings
+from fsdp_lab.config import ConfigError, UserError, effective_settings
 from fsdp_lab.config.checks import check_local_capacity
-from fsdp_lab.config.machine import loader_workers_of, ray_folder
-from fsdp_lab.config.notes import node_notes
+from fsdp_lab.config.machine import ray_folder
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.machine import hardware
 from tests.ranks import read_config
-
-
-def trial(words: str) -> SweepConfig:
-    return read_config(None, words.split())
-
 
 ALWAYS, NEVER, DEFAULT = (f"reshard_after_forward={policy}" for policy in ("always", "never", "default"))
 SIZE_1, SIZE_2, SIZE_4 = (f"reshard_after_forward=to_size reshard_after_forward.size={n}" for n in (1, 2, 4))
@@ -42,16 +36,8 @@ REPLICATED = "sharding.dp_replicate=2"  # of four workers two hold a shard each
     ],
 )
 def test_settings_that_train_alike_are_equal(one: str, other: str, equal: bool):
-    first, second = (effective_settings(trial(words), 4) for words in (one, other))
+    first, second = (effective_settings(read_config(None, words.split()), 4) for words in (one, other))
     assert (first == second) is equal
-
-
-@pytest.mark.parametrize(("nodes", "split"), [("0011", 0), ("0001", 1), ("00010111", 2), ("01010101", 4)])
-def test_a_shard_group_on_several_nodes_has_a_note(nodes: str, split: int):
-    """Groups of two ranks."""
-    groups = len(nodes) // 2
-    notes = "".join(node_notes(trial(f"sharding.dp_replicate={groups}").sharding, nodes))
-    assert (f"{split} of {groups} shard groups, each of 2 ranks, are on more than" in notes) == bool(split)
 
 
 @pytest.mark.parametrize(
@@ -78,18 +64,6 @@ def test_more_workers_than_this_machine_can_place(
         check_local_capacity(cluster, int(fewer[1]))
     if less := re.search(r"cpus_per_worker=([\d.]+)", remedies):
         check_local_capacity(replace(cluster, cpus_per_worker=float(less[1])), workers)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "cores", "words", "workers"),
-    [(0, 64, "", 0), (8, 96, "", 4), (8, 16, "", 1), (8, 96, "cluster.cpus_per_worker=3.5", 2)],
-)
-def test_loader_workers_of_this_machine(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, words: str, workers: int
-):
-    monkeypatch.setattr(hardware, "num_gpus", lambda: gpus)
-    monkeypatch.setattr(hardware, "num_cpus", lambda: cores)
-    assert loader_workers_of(trial(words)) == workers
 
 
 def test_a_folder_too_long_for_rays_sockets_is_named(monkeypatch: pytest.MonkeyPatch):
