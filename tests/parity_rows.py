@@ -150,7 +150,6 @@ IN_MAKE_TEST: Cells = {
         "sharding=per_block model.block_classes=[tests.workloads.user.odd.Block,torch.nn.LayerNorm] "
         "activation_checkpointing=full",
     ),
-    "user, as T5": ("sharding=per_block reshard_after_forward=always",),
     "user, with state on 1": ("sharding=per_block activation_checkpointing=full",),
     # of 31 items on two ranks, 3 at a time: the last batch of one rank is padding alone
     "net": ("sharding=ddp training.global_batch_size=6",),
@@ -169,7 +168,6 @@ IN_MAKE_TEST: Cells = {
     "some classes": ("sharding=ddp training.global_batch_size=4",),
     "seq2seq": ("sharding=per_block reshard_after_forward=never training.grad_accum_steps=4 model.as_dict=true",),
     **dict.fromkeys(OF_TRANSFORMERS, ("sharding=per_block",)),
-    "hf t5": ("sharding=ddp",),
 }  # fmt: skip
 ON_ONE = ("sharding=ddp", "sharding=per_layer training.grad_accum_steps=4")
 ON_FOUR = (
@@ -201,7 +199,6 @@ LATER: Cells = {
         f"{SMALLEST_UNITS} reshard_after_forward=never init=meta",
         *SETTINGS[:2], *IN_HALF,
     ),
-    "user, as T5": ("sharding=ddp",),
     "user, with state on 1": (
         "sharding=ddp activation_checkpointing=selective",
         "sharding=per_layer activation_checkpointing=every_n activation_checkpointing_every=1",
@@ -212,11 +209,11 @@ LATER: Cells = {
         f"sharding=ddp {ACCUMULATE}",
         "sharding=per_block reshard_after_forward=always activation_checkpointing=full model.as_dict=true",
     ),
-    "t5_tiny": (f"sharding=per_block {ACCUMULATE}",), "hf t5": ("sharding=per_block",),
+    "t5_tiny": (f"sharding=per_block {ACCUMULATE}",), "hf t5": ("sharding=ddp",),
 }  # fmt: skip
 OFFLOADED = [f"{cell} offload={place}" for cell, place in product(GRID[1:], ("cpu", "cpu_unpinned"))]
 AT_NIGHT: Cells = {
-    "mlp": OFFLOADED, "user, as T5": (*GRID, *SETTINGS[:2]),
+    "mlp": OFFLOADED,
     "wide mlp": (*HALF["per_layer"], *HALF["ddp"]),
     "language, tied": (*GRID, *SETTINGS[:2], "sharding=per_block reshard_after_forward=never task.loss_chunks=3"),
     "user": [cell.replace(SIZE_BASED, SMALLEST_UNITS) for cell in GRID],

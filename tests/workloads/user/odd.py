@@ -96,26 +96,6 @@ class Stateful(nn.Module):
         return self.head(x), x
 
 
-class Translator(nn.Module):
-    """As T5: encoder and decoder hold the same embedding, whose table is the head's, too. Its output is a tuple."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shared = nn.Embedding(VOCABULARY, WIDTH)
-        self.encoder = nn.ModuleDict({"embedding": shared, "block": Block(0.0)})
-        self.decoder = nn.ModuleDict({"embedding": shared, "block": Block(0.0)})
-        self.blocks = nn.ModuleList([self.encoder["block"], self.decoder["block"]])
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = shared.weight
-        self.register_buffer("angles", torch.linspace(0, 1, LENGTH * WIDTH).view(LENGTH, WIDTH))
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        read = self.encoder["block"](self.encoder["embedding"](tokens), self.angles).values
-        x = self.decoder["embedding"](tokens) + read.mean(1, keepdim=True)
-        x = self.decoder["block"](x, self.angles).values
-        return self.head(x), x
-
-
 class Rows:
     """Rows of random tokens."""
 
@@ -142,63 +122,27 @@ class Output:
     logits: Tensor
 
 
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, x: Tensor, to: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        q, k, v = self.q(x), self.k(to), self.v(to)
-        return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal))
-
-
-class Layer(nn.Module):
-    """Of the encoder, or of the decoder, which reads what the encoder made."""
-
-    def __init__(self, width: int, reads: bool) -> None:
-        super().__init__()
-        self.norm, self.attention, self.layer = nn.LayerNorm(width), Attention(width), nn.Linear(width, width)
-        self.cross = Attention(width) if reads else None
-
-    def forward(self, x: Tensor, mask: Tensor, read: Tensor | None = None) -> Tensor:
-        normed = self.norm(x)
-        if self.cross is None:
-            x = x + self.attention(normed, normed, mask)
-        else:
-            x = x + self.attention(normed, normed, causal=True)
-            x = x + self.cross(x, read, mask)
-        return x + torch.tanh(self.layer(x))
-
-
 class Summariser(nn.Module):
-    """`as_dict`: it returns a dictionary, else a dataclass."""
+    """Tells each token of a summary from the one before it and the mean of the source's tokens.
 
-    _no_split_modules = ("Layer",)
+    `as_dict`: it returns a dictionary, else a dataclass."""
 
     def __init__(self, vocab_size: int = 384, width: int = 16, num_layers: int = 2, as_dict: bool = False) -> None:
         super().__init__()
         self.shared = nn.Embedding(vocab_size, width)
-        self.positions = nn.Embedding(512, width)
-        self.encoder = nn.ModuleList(Layer(width, reads=False) for _ in range(num_layers))
-        self.decoder = nn.ModuleList(Layer(width, reads=True) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
         self.head = nn.Linear(width, vocab_size, bias=False)
         self.head.weight = self.shared.weight
         self.as_dict = as_dict
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Output | dict[str, Tensor]:
-        mask = attention_mask[:, None, :].bool()
-        x = self.embed(input_ids)
-        for block in self.encoder:
-            x = block(x, mask)
+        counts = attention_mask[..., None] / attention_mask.sum(1)[:, None, None]
         before = F.pad(labels.clamp(min=0), (1, 0))[:, :-1]
-        y = self.embed(before)
-        for block in self.decoder:
-            y = block(y, mask, x)
-        logits = self.head(y)
+        x = self.shared(before) + (self.shared(input_ids) * counts).sum(1, keepdim=True)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        logits = self.head(x)
         return {"logits": logits} if self.as_dict else Output(logits)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.shared(ids) + self.positions.weight[: ids.shape[1]]
 
 
 class Ragged:
