@@ -84,8 +84,7 @@ def _language(tied: bool) -> Workload:
         "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 16, "tied": tied,
     }  # fmt: skip
     build = partial(Llama, vocab_size=256, rope_theta=10000.0, norm_eps=1e-5, **sizes)
-    typed = (f"model.{name}={value}" for name, value in sizes.items())
-    words = ("task=language", "data.seq_len=16", "data.num_val=29", *typed)  # a row of padding on one of two ranks
+    words = ("task=language", "data.seq_len=16", *(f"model.{name}={value}" for name, value in sizes.items()))
     return Workload(words, Script(build, partial(PydocTokens, seq_len=16), next_token).train)
 
 

@@ -7,9 +7,9 @@ import math
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fsdp_lab.config import to_dict, with_custom
 from fsdp_lab.forecast.forecast import forecast_profile
@@ -51,55 +51,41 @@ def test_options_have_the_published_number_of_parameters(option: str, num_params
     assert to_dict(config.data)["vocab_size"] == 128256, "random tokens are those of the model"
 
 
-def naive(weights: dict[str, Any], tokens: np.ndarray, eps: float = 1e-5) -> np.ndarray:
-    """The logits of one row, position by position and head by head, in float64.
-
-    A rotation (arXiv 2104.09864, equation 12) is of the pair i at position m, as a complex number, times
-    `exp(1j * m * theta ** (-2i / d))`.
-    """
-    heads, kv_heads, size = 4, 2, 8
-
-    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
-
-    def rotate(x: np.ndarray, position: int) -> np.ndarray:
-        turned = (x[: size // 2] + 1j * x[size // 2 :]) * np.exp(
-            1j * position * 100.0 ** (-np.arange(0, size, 2) / size)
-        )
-        return np.concatenate((turned.real, turned.imag))
-
-    x = weights["embedding.weight"][tokens]
-    for layer in range(2):
-        w = {name.removeprefix(f"blocks.{layer}."): value for name, value in weights.items()}
-        h, out = norm(x, w["attention_norm.weight"]), np.zeros_like(x)
-        for head in range(heads):
-            mine, shared = slice(head * size, (head + 1) * size), head // (heads // kv_heads)
-            theirs = slice(shared * size, (shared + 1) * size)
-            q = [rotate(row @ w["attention.q_proj.weight"][mine].T, i) for i, row in enumerate(h)]
-            k = [rotate(row @ w["attention.k_proj.weight"][theirs].T, i) for i, row in enumerate(h)]
-            v = h @ w["attention.v_proj.weight"][theirs].T
-            for i in range(len(tokens)):
-                scores = np.exp([q[i] @ k[j] / np.sqrt(size) for j in range(i + 1)])
-                out[i, mine] = scores / scores.sum() @ v[: i + 1]
-        x = x + out @ w["attention.o_proj.weight"].T
-        h = norm(x, w["ffn_norm.weight"])
-        gate = h @ w["ffn.gate_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ w["ffn.up_proj.weight"].T)) @ w["ffn.down_proj.weight"].T
-    return norm(x, weights["norm.weight"]) @ weights["head.weight"].T
+SIZES: dict[str, Any] = {"vocab_size": 50, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 16}
+# A part of a name of Llama's here -> in transformers.
+NAMES = {
+    "embedding": "model.embed_tokens", "blocks": "model.layers", "norm": "model.norm", "head": "lm_head",
+    "attention_norm": "input_layernorm", "attention": "self_attn", "ffn_norm": "post_attention_layernorm", "ffn": "mlp",
+}  # fmt: skip
 
 
-def test_logits_are_those_of_the_formulas() -> None:
-    sizes = {"vocab_size": 50, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48}
-    model = Llama(**sizes, max_seq_len=16, rope_theta=100.0)
+def test_logits_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+    ))  # fmt: skip
+    model = Llama(**SIZES, dim=32, ffn_dim=48, rope_theta=100.0)
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):  # norms of ones and tiny weights would hide a mistake
             parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(i))
+    weights = {}
+    for name, weight in model.state_dict().items():
+        weights[".".join(NAMES.get(part, part) for part in name.split("."))] = weight
+    theirs.load_state_dict(weights)
     tokens = torch.randint(50, (3, 9), generator=torch.Generator().manual_seed(1))
-    weights = {name: value.double().numpy() for name, value in model.state_dict().items()}
-    got = model(tokens).detach().double().numpy()
-    for row, logits in zip(tokens.numpy(), got, strict=True):
-        expected = naive(weights, row)
-        np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_loss_in_parts_counts_the_labels_of_the_whole() -> None:
+    """-1 is none: 8 and 5 are left."""
+    model, tokens = Llama(**SIZES, dim=32, ffn_dim=48), torch.randint(50, (3, 8))
+    labels = torch.randint(50, (3, 8))
+    labels[0], labels[1, 5:] = -1, -1
+    total, count = model(tokens, labels=labels, loss_chunks=3)
+    whole = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="sum")
+    assert count == 13 and total.item() == pytest.approx(whole.item(), rel=1e-5)
 
 
 def test_flops_of_llama3_8b_are_those_worked_out_by_hand() -> None:
