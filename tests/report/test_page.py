@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from fsdp_lab.config import SweepConfig
-from fsdp_lab.report import page as page_module
-from fsdp_lab.report import plots
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html, write_report
@@ -59,16 +57,6 @@ def test_points_lie_at_the_estimates_and_bars_are_the_intervals():
     ring, point = drawn["recommended"], drawn["sharding=ddp"]
     assert (ring.x[0], ring.y[0]) == (point.x[0], point.y[0])
     assert charts_of(sweep())["main"]["sharding=root"].error_y.array is None, "one run each"
-
-
-def test_of_many_trials_the_recommended_and_the_front_are_shown(monkeypatch: pytest.MonkeyPatch):
-    for module in (plots, page_module):
-        monkeypatch.setattr(module, "MOST", 2)
-    page = to_html(sweep(runs_url=RUNS))
-    table = page.partition('<table class="sortable">')[2].partition("</table>")[0]
-    assert re.findall(rf"{RUNS}/([0-9a-f]+)", table) == [f"{number:032x}" for number in (3, 5)]
-    assert "2 of 6 trials are shown" in page
-    assert re.search(r"<tr><td>4<td>[^<]*<td>oom", page), "but one that failed has its reason"
 
 
 def test_the_page_needs_no_network_and_its_texts_are_no_html():

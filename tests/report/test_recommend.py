@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,7 +39,7 @@ def codes(reasons: list[Coded] | dict[str, Coded]) -> list[str]:
 def one_axis(axis: str, *rows: tuple[str, float, float, float], **figures: float) -> list[TrialRecord]:
     """Trials by the value of an axis, its MiB, samples/s and val/loss."""
     return [
-        dataclasses.replace(trial(n, ("", "", "finished", mib, speed, loss), **figures), setting={axis: value})
+        replace(trial(n, ("", "", "finished", mib, speed, loss), **figures), setting={axis: value})
         for n, (value, mib, speed, loss) in enumerate(rows)
     ]
 
@@ -79,7 +79,7 @@ def test_ties_go_by_simplicity_loss_and_scarce_memory():
 
 def test_on_a_cpu_trials_that_differ_in_offload_are_repeats():
     rows = one_axis("offload", ("cpu", 100, 300.0, 1.0), ("none", 100, 200.0, 1.0))
-    r = of(sweep([dataclasses.replace(row, facts={"device": "cpu"}) for row in rows], axes=["offload"]))
+    r = of(sweep([replace(row, facts={"device": "cpu"}) for row in rows], axes=["offload"]))
     assert r.setting is not None and r.setting.values == {} and "idle" in codes(r.notes)
     assert r.setting.speed is not None and r.setting.speed.value == pytest.approx(math.sqrt(200 * 300))
 
@@ -93,12 +93,10 @@ def test_losses_are_not_ranked_within_their_rounding(narrow: tuple[int, ...]):
     ]
     learned = of(sweep(rows, loss_tolerance=0.001))
     assert learned.setting is not None and learned.setting.values["sharding"] == ("root" if narrow else "ddp")
-    assert ("loss_too_high" in codes(learned.why_not)) is (not narrow)
+    assert codes(learned.why_not) == ([] if narrow else ["loss_too_high"])
     assert [c.rounded for c in learned.others] == [bool(narrow)]
     front = of(sweep(rows, objectives=[("val/loss", "min"), (SPEED, "max")])).front
     assert [s.values["sharding"] for s in front] == (["root"] if narrow else ["ddp", "root"]), "nor on a front"
-    far = [rows[0], trial(1, ("root", "fp32", "finished", 100, 1500.0, 4.1), **ROUNDED)]
-    assert "loss_too_high" in codes(of(sweep(far, loss_tolerance=0.001)).why_not)
 
 
 def test_a_loss_within_rounding_breaks_no_tie():
@@ -110,16 +108,14 @@ def test_a_loss_within_rounding_breaks_no_tie():
 
 @pytest.mark.parametrize(
     ("loss", "classes", "task", "learned"),
-    [
-        (2.29, 10, "classification", False), (2.2, 10, "classification", True), (5.0, 10, "custom", True),
-        (2.29, "ten", "classification", True),
-    ],
-)  # fmt: skip
-def test_learning_is_judged_against_guessing(loss: float, classes: Any, task: str, learned: bool):
-    """For our image classifiers alone: of another loss, and of classes that are not known, nothing is said."""
+    [(2.29, 10, "classification", False), (2.2, 10, "classification", True), (5.0, 10, "custom", True)],
+)
+def test_learning_is_judged_against_guessing(loss: float, classes: int, task: str, learned: bool):
+    """For our image classifiers alone, by the logarithm of their classes, which is 2.303: of another loss nothing is
+    said."""
     config = SweepConfig()
     config.model.arguments["num_classes"], config.task.name = classes, task
-    one = dataclasses.replace(trial(0, ("", "", "finished", 100, 1000.0, loss)), config=config)
+    one = replace(trial(0, ("", "", "finished", 100, 1000.0, loss)), config=config)
     assert ("nothing_learned" in codes(of(sweep([one])).notes)) is not learned
 
 
@@ -131,13 +127,6 @@ def test_trials_beside_other_processes_are_named():
     assert codes(of(sweep([on_cpu(0, 0, 0.05, 1000.0), on_cpu(1, 2, 0.25, 900.0)])).notes) == ["one_run"]
     on_gpus = [trial(n, ROWS[n], **{OTHERS_CPU: 0.9}) for n in (0, 2)]
     assert codes(of(sweep(on_gpus)).notes) == ["one_run"]
-
-
-def test_runs_too_short_to_be_timed_are_compared_by_memory():
-    short = [dataclasses.replace(t, figures={k: v for k, v in t.figures.items() if k != SPEED}) for t in sweep().trials]
-    made = sweep([short[0], short[2]])
-    assert chosen(made)["sharding"] == "root" and of(made).why.code == "least_memory"
-    assert codes(of(sweep([trial(0), short[2]])).why_not) == ["untimed"]
 
 
 def test_objectives_decide_in_their_order():
@@ -170,21 +159,18 @@ def test_repeats_make_one_setting_and_one_that_failed_spoils_it():
     apart = of(sweep([*rows[:3], *rounds(5, 1200.0, 1000.0, 1400.0)], axes=REPEATED))
     assert not apart.others[0].tied and apart.why.code == "fastest"
     for status, fits in (("waiting", True), ("interrupted", True), ("stopped", True), ("oom", False)):
-        more = dataclasses.replace(rows[1], number=60, status=TrialStatus(status), figures={}, epochs=[])
+        more = replace(rows[1], number=60, status=TrialStatus(status), figures={}, epochs=[])
         assert (chosen(sweep([*rows, more], axes=REPEATED))["sharding"] == "root") is fits, status
-
-
-BF16, NEAR = {"train/loss_eps": 2.0**-7}, {"train/first_loss": 1e-9}
 
 
 @pytest.mark.parametrize(
     ("faster", "other", "figures", "above"),
     [
-        (1.8e-6, 0.0, BF16, None),  # of a model that knows everything: bfloat16 has an exact 0
+        (1.8e-6, 0.0, ROUNDED, None),  # of a model that knows everything: bfloat16 has an exact 0
         (1.1e-7, 0.0, {}, None),
-        (0.05, 0.06, BF16, 0.2),  # what the rounding does not explain, is none
-        (-2.0, -1.0, BF16, 0.5),
-        (1e-10, 2e-10, NEAR, 1.0),  # mean squares of small targets, which start at 1e-9
+        (0.05, 0.06, ROUNDED, 0.2),  # what the rounding does not explain, is none
+        (-2.0, -1.0, ROUNDED, 0.5),
+        (1e-10, 2e-10, {"train/first_loss": 1e-9}, 1.0),  # mean squares of small targets, which start at 1e-9
     ],
 )
 def test_losses_next_to_zero_differ_by_the_first_ones_rounding(
@@ -193,9 +179,8 @@ def test_losses_next_to_zero_differ_by_the_first_ones_rounding(
     """The val/loss of two settings; above: the share by which the other is too high."""
     rows = one_axis("precision", ("fp32", 100, 1000.0, faster), ("bf16", 100, 900.0, other), **figures)
     (compared,) = of(sweep(rows, axes=["precision"])).others
-    assert compared.rounded is (above is None)
-    assert (compared.why_not and compared.why_not.code) == (None if above is None else "loss_too_high")
-    assert compared.loss == pytest.approx(above or 0.0)
+    assert (compared.rounded, compared.loss) == (above is None, pytest.approx(above or 0.0))
+    assert codes([reason] if (reason := compared.why_not) else []) == ([] if above is None else ["loss_too_high"])
 
 
 def test_the_answer_as_data_is_of_the_setting_not_of_one_repeat():
@@ -214,7 +199,7 @@ def test_trials_that_ran_side_by_side_are_counted_once_in_a_note():
     """A second is what each clock of two nodes may be off."""
     spans = [(0.0, 10.0), (8.5, 20.0), (12.0, 20.0), (19.5, 30.0), None, (12.0, 13.0)]
     settings = [{"sharding": str(n), "precision": "fp32"} for n in range(len(spans))]
-    rows = [dataclasses.replace(trial(n), span=span, setting=settings[n]) for n, span in enumerate(spans)]
+    rows = [replace(trial(n), span=span, setting=settings[n]) for n, span in enumerate(spans)]
     assert list(sweep(rows).frame()["beside"]) == [0, 1, 1, 0, 0, 0]
     (note,) = [note for note in of(sweep(rows)).notes if note.code == "side_by_side"]
     assert note.values["count"] == 2
@@ -234,5 +219,3 @@ def test_the_ratio_by_median_steps_is_shown_where_it_differs():
     assert by_median(0.010, 0.0114).value == pytest.approx(1.14)
     assert by_median(0.010, 0.0134) is None, "about the same"
     assert by_median(0.010, 0.0114, "training.global_batch_size") is None, "of other steps"
-    repeated = [*rounds(0, 1000.0, 1010.0, **{MEDIAN_STEP: 0.02}), *rounds(2, 2000.0, 2010.0, **{MEDIAN_STEP: 0.02})]
-    assert of(sweep(repeated, axes=REPEATED)).why.values["by_median"] is None, "intervals say how sure it is"

@@ -82,25 +82,19 @@ def test_intervals_cover_the_truth(shape: Callable[[np.random.Generator, int], n
     """Of 800 sweeps of three rounds: how often a setting's interval, that of a ratio, and those of all ratios at once
     hold what was planted; and how often any setting is called faster than one that is as fast or faster. The planted
     speed of a setting is that of an ordinary run, in the mean of what drifted."""
-    rng = np.random.default_rng(groups)
-    own = pair = whole = wrong = 0.0
-    sweeps = 800
+    rng, counts, sweeps = np.random.default_rng(groups), np.zeros(4), 800
     for _ in range(sweeps):
-        effects = rng.choice([0.0, 0.0, 0.05, 0.3], groups)
-        noise = shape(rng, 3 * groups)
-        drift = noise.mean() if shape is drifting else 0.0
+        effects, noise = rng.choice([0.0, 0.0, 0.05, 0.3], groups), shape(rng, 3 * groups)
         speeds = measured(planted(noise, effects))
-        intervals = [speeds[g].interval for g in range(groups)]
-        own += np.mean([i.low <= math.exp(effects[g] + drift) <= i.high for g, i in enumerate(intervals)])
-        ratios = [(a, b, speeds[a].ratio(speeds[b])) for a in range(groups) for b in range(a)]
-        held = [r.low <= math.exp(effects[a] - effects[b]) <= r.high for a, b, r in ratios]
-        pair += held[0]
-        whole += all(held)
-        wrong += any(
-            (r.low > 1 and effects[a] <= effects[b]) or (r.high < 1 and effects[a] >= effects[b]) for a, b, r in ratios
-        )
+        drift = noise.mean() if shape is drifting else 0.0
+        own = [speeds[g].interval.low <= math.exp(effects[g] + drift) <= speeds[g].interval.high for g in range(groups)]
+        pairs = [(a, b) for a in range(groups) for b in range(a)]
+        ratios = [(speeds[a].ratio(speeds[b]), math.exp(effects[a] - effects[b])) for a, b in pairs]
+        held = [ratio.low <= truth <= ratio.high for ratio, truth in ratios]
+        wrong = any(ratio.low > 1 >= truth or ratio.high < 1 <= truth for ratio, truth in ratios)
+        counts += [np.mean(own), held[0], all(held), wrong]
+    own_share, pair_share, whole_share, wrong_share = counts / sweeps
     # a drift between rounds is noise like any other: it makes intervals wider
-    assert 0.92 <= own / sweeps <= (0.98 if shape is not drifting else 1.0)
-    assert 0.92 <= whole / sweeps <= {independent: 0.98, one_slow_in_ten: 0.99, drifting: 1.0}[shape]
-    assert pair / sweeps >= 0.92
-    assert wrong / sweeps <= 0.05
+    assert 0.92 <= own_share <= (0.98 if shape is not drifting else 1.0)
+    assert 0.92 <= whole_share <= {independent: 0.98, one_slow_in_ten: 0.99, drifting: 1.0}[shape]
+    assert pair_share >= 0.92 and wrong_share <= 0.05
