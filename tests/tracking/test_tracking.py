@@ -9,7 +9,6 @@ import socket
 import sqlite3
 import subprocess
 import threading
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,6 @@ def test_a_name_that_mlflow_refuses_costs_no_other_metric(lab: Lab) -> None:
     assert run.data.metrics["train/loss"] == 1.5 and run.data.metrics["val/acc_1"] == 0.25
     assert {*odd.values(), 9.0} <= set(run.data.metrics.values())
     assert list(run.data.params.values()) == ["1"] and {"3", "4"} <= set(run.data.tags.values())
-    assert [problem for problem in lab.problems if "val/acc@1" in problem] == [
-        "MLflow takes no metric val/acc@1; it is there as val/acc_1-4739"
-    ]
     assert lab.sent(0, status=TrialStatus.finished).data.tags[RECORDED_TAG] == "true"
 
 
@@ -184,22 +180,24 @@ def test_a_store_that_breaks_and_comes_back_gets_everything(lab: Lab, monkeypatc
 def test_what_seemed_to_fail_is_not_written_twice(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is lost, not the write: the next attempt looks first."""
     monkeypatch.setattr("fsdp_lab.tracking.projection._PAUSE_S", 0.05)
-    sent, client = [], lab.projection._client
+    sent, client = list[str](), lab.projection._client
 
-    def lose_the_answer(real: Callable[..., Any]) -> Callable[..., Any]:
+    def lose_the_first_answer(name: str) -> None:
+        real = getattr(client, name)
+
         def write(*args: Any, **kwargs: Any) -> Any:
             result = real(*args, **kwargs)
-            sent.append(real)
-            if sent.count(real) == 1:
+            sent.append(name)
+            if sent.count(name) == 1:
                 raise OSError("the answer was lost")
             return result
 
-        return write
+        setattr(client, name, write)
 
-    create_run = client.create_run
-    client.create_run, client.log_batch = lose_the_answer(create_run), lose_the_answer(client.log_batch)
+    lose_the_first_answer("create_run")
+    lose_the_first_answer("log_batch")
     run = lab.sent(3, epochs={1: METRICS}, status=TrialStatus.finished)
-    assert sent.count(create_run) == 1
+    assert sent.count("create_run") == 1
     assert lab.history(3, "train/loss") == [(1, 1.5)]
     assert run.data.tags["status"] == "finished" and RECORDED_TAG in run.data.tags
 
@@ -207,26 +205,18 @@ def test_what_seemed_to_fail_is_not_written_twice(lab: Lab, monkeypatch: pytest.
 def test_an_interrupt_during_a_write_leaves_the_store_whole(lab: Lab) -> None:
     """It ends the wait of the main thread, at once; an interrupted write to SQLite would leave it locked."""
     lab.sent(0)
-    interrupted = threading.Event()
-
-    def handler(number: int, frame: Any) -> None:
-        interrupted.set()
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, handler)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with closing(sqlite3.connect("outputs/mlflow.db", isolation_level=None, check_same_thread=False)) as other:
         other.execute("BEGIN IMMEDIATE")  # so that the write waits inside SQLite
         lab.want(0, epochs={1: METRICS})
         assert lab.projection.settle(600, limit_s=0.1) == 1, "a deadline ends the wait for a write that hangs"
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                lab.projection.settle(600)
-        finally:
-            signal.signal(signal.SIGINT, before)
+        with pytest.raises(KeyboardInterrupt):
+            lab.projection.settle(600)
+        signal.signal(signal.SIGINT, before)
         other.execute("ROLLBACK")
     run = lab.sent(0, status=TrialStatus.interrupted)
-    assert interrupted.is_set() and lab.problems == [] and run.info.status == "KILLED"
+    assert lab.problems == [] and run.info.status == "KILLED"
     assert lab.history(0, "train/loss") == [(1, 1.5)], "the write was made, once"
 
 
