@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fsdp_lab.config.metrics import MIB, OTHERS_CPU, SPEED
 from fsdp_lab.config.status import TrialStatus
@@ -24,21 +24,18 @@ ROWS = (
 
 def trial(number: int, row: Sequence[object] = ROWS[0], **figures: float) -> TrialRecord:
     sharding, precision, status, mib, speed, loss = row
-    setting = {"sharding": str(sharding), "precision": str(precision)}
-    measured: dict[str, float] = {}
-    if status == "finished":
-        measured = {
-            "epoch": 2.0, "memory/peak_bytes": mib * MIB, "perf/samples_per_s": speed, "val/loss": loss,
-            "train/loss": loss, "memory/param_bytes": mib * MIB / 4, "memory/activation_bytes": mib * MIB * 3 / 4,
-            "forecast/peak_bytes": mib * MIB, "forecast/error": 0.0,
-        }  # fmt: skip
+    setting, is_finished = {"sharding": str(sharding), "precision": str(precision)}, status == "finished"
+    measured = {
+        "epoch": 2.0, "memory/peak_bytes": mib * MIB, "perf/samples_per_s": speed, "val/loss": loss,
+        "train/loss": loss, "memory/param_bytes": mib * MIB / 4, "memory/activation_bytes": mib * MIB * 3 / 4,
+        "forecast/peak_bytes": mib * MIB, "forecast/error": 0.0,
+    }  # fmt: skip
     epochs = [{"epoch": float(e), "val/loss": loss + 1 / e, "train/loss": loss + 1 / e} for e in (1, 2)]
-    reason = Reason.of(Code.job_failed, text="ran out of <memory> | `now`") if status == "oom" else None
-    overrides = [f"{key}={value}" for key, value in setting.items()] + ["training.epochs=2"]
-    epochs = epochs if measured else []
     return TrialRecord(
-        number, setting, TrialStatus(str(status)), {**measured, **figures}, epochs, overrides, reason, f"{number:032x}"
-    )
+        number, setting, TrialStatus(str(status)), {**(measured if is_finished else {}), **figures},
+        epochs if is_finished else [], [*(f"{key}={value}" for key, value in setting.items()), "training.epochs=2"],
+        Reason.of(Code.job_failed, text="ran out of <memory> | `now`") if status == "oom" else None, f"{number:032x}",
+    )  # fmt: skip
 
 
 def sweep(trials: Sequence[TrialRecord] | None = None, **changed: object) -> SweepData:
@@ -50,13 +47,13 @@ def sweep(trials: Sequence[TrialRecord] | None = None, **changed: object) -> Swe
 def on_cpu(number: int, row: int, others: float, speed: float) -> TrialRecord:
     """A trial on a CPU of which other processes used a share."""
     one = trial(number, ROWS[row], **{SPEED: speed, OTHERS_CPU: others})
-    return dataclasses.replace(one, facts={"device": "cpu"})
+    return replace(one, facts={"device": "cpu"})
 
 
 def rounds(row: int, *speeds: float, **figures: float) -> list[TrialRecord]:
     """A setting, once a round with each of these speeds."""
     ones = [trial(10 * row + i, ROWS[row], **{SPEED: s, **figures}) for i, s in enumerate(speeds)]
-    return [dataclasses.replace(one, setting={**one.setting, "repeat": str(i)}) for i, one in enumerate(ones)]
+    return [replace(one, setting={**one.setting, "repeat": str(i)}) for i, one in enumerate(ones)]
 
 
 # By epoch: the loss of training and validation. The first is right; the other is of a model that branches by rank.
@@ -73,7 +70,7 @@ def one(
         for n, (train, val) in enumerate(losses)
     ]
     setting = dict(word.split("=") for word in words.split())
-    return dataclasses.replace(made, setting=setting, epochs=epochs, overrides=words.split())
+    return replace(made, setting=setting, epochs=epochs, overrides=words.split())
 
 
 def early(first: float, second: float) -> dict[str, float]:

@@ -8,10 +8,11 @@ Each is compared as a whole.
 from __future__ import annotations
 
 import csv
-import dataclasses
 import html
 import io
 import re
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -46,7 +47,7 @@ def rates() -> SweepData:
     """Learning rates, which cannot change the speed: compared by the loss alone, which is no better than guessing."""
     figures = {"0.1": (2.31, 1000.0), "0.01": (2.29, 950.0), "0.001": (2.302, 1020.0)}
     rows = [
-        dataclasses.replace(one(n, f"optimizer.lr={lr}", [(loss, loss)], speed), config=SweepConfig())
+        replace(one(n, f"optimizer.lr={lr}", [(loss, loss)], speed), config=SweepConfig())
         for n, (lr, (loss, speed)) in enumerate(figures.items())
     ]
     return sweep(rows, axes=["optimizer.lr"])
@@ -62,30 +63,17 @@ def rounded() -> SweepData:
 def next_to_zero() -> SweepData:
     """Losses of 0, within its rounding, and 0.5. By their median steps the second is 1.14 times as slow, not 1.35."""
     rows = [("fp32", 1350.0, 0.0, 0.010), ("bf16", 1000.0, 1e-7, 0.0114), ("fp16", 900.0, 0.5, 0.020)]
-    trials = [
+    return sweep([
         trial(n, ("ddp", precision, "finished", 100, speed, loss), **{MEDIAN_STEP: step})
         for n, (precision, speed, loss, step) in enumerate(rows)
-    ]
-    return sweep(trials)
+    ])  # fmt: skip
 
 
 def many_settings() -> SweepData:
     """Nine settings, the later the slower; the last one learned less. Lines are of those that differ in one value."""
-    pairs = [
-        (sharding, precision) for sharding in ("ddp", "root", "per_block") for precision in ("fp32", "bf16", "fp16")
-    ]
+    pairs = product(("ddp", "root", "per_block"), ("fp32", "bf16", "fp16"))
     rows = [(*pair, "finished", 10 + n, 100.0 - 9 * n, 2.0 if n == 8 else 1.0) for n, pair in enumerate(pairs)]
     return sweep([trial(n, row) for n, row in enumerate(rows)])
-
-
-def side_by_side() -> SweepData:
-    spans = {0: (0.0, 10.0), 2: (5.0, 15.0)}
-    return sweep([dataclasses.replace(trial(n, ROWS[n]), span=span) for n, span in spans.items()])
-
-
-def unfinished() -> SweepData:
-    waiting = dataclasses.replace(trial(1, ROWS[2]), status=TrialStatus.waiting, figures={}, epochs=[])
-    return sweep([trial(0), waiting])
 
 
 CASES = {
@@ -99,13 +87,11 @@ CASES = {
         [*rounds(0, 1000.0, 1010.0, 990.0), *rounds(3, 2000.0, 1500.0, 1900.0), *rounds(5, 1200.0, 1000.0, 1600.0)],
         axes=REPEATED,
     ),
-    "none_qualifies": sweep(
-        [trial(0, ("ddp", "fp32", "oom", 0, 0, 0)), trial(1, ("root", "fp32", "diverged", 0, 0, 0))]
-    ),
+    "none_qualifies": sweep([trial(0, (*ROWS[0][:2], "oom", 0, 0, 0)), trial(1, (*ROWS[2][:2], "diverged", 0, 0, 0))]),
     "learning_rates": rates(),
-    "unfinished": unfinished(),
+    "unfinished": sweep([trial(0), replace(trial(1, ROWS[2]), status=TrialStatus.waiting, figures={}, epochs=[])]),
     "next_to_zero": next_to_zero(),
-    "side_by_side": side_by_side(),
+    "side_by_side": sweep([replace(trial(0), span=(0.0, 10.0)), replace(trial(2, ROWS[2]), span=(5.0, 15.0))]),
     "many_settings": many_settings(),
     "another_model_when_sharded": sweep(differing(), axes=["sharding"]),
     "rounding_that_training_amplifies": sweep(amplified(), axes=["sharding"]),
@@ -113,9 +99,7 @@ CASES = {
 
 
 def written(made: SweepData) -> str:
-    recommendation = answer(made)
-    terminal = "\n".join(plain_text(recommendation))
-    return f"{terminal}\n\n{'=' * 80}\n\n{page_words(made)}"
+    return "\n".join([*plain_text(answer(made)), "", "=" * 80, "", page_words(made)])
 
 
 def page_words(made: SweepData) -> str:
