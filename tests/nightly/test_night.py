@@ -89,7 +89,6 @@ def test_sigterm_between_nights_is_a_clean_end(tmp_path: Path):
         assert process.wait(100) == 0
     finally:
         process.kill()
-        process.wait()
     assert "Traceback" not in (tmp_path / "said.log").read_text()
 
 

@@ -120,27 +120,20 @@ def bare_losses(code: str, steps: int, trial: TrialConfig) -> list[float]:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    words = [each for each in selected(request, "words") if each in (*CASES, *SLOW)]
-    return dict(zip(words, run_ranks(2, train_and_paste, words)[0], strict=True))
+    words = selected(request, "words")
+    on_two, on_four = ([each for each in words if each in some] for some in ((*CASES, *SLOW), HYBRID))
+    trained = run_ranks(2, train_and_paste, on_two)[0] + (run_ranks(4, train_and_paste, on_four)[0] if on_four else [])
+    return dict(zip([*on_two, *on_four], trained, strict=True))
 
 
-def assert_same_losses(result: dict[str, Any]) -> None:
+@pytest.mark.ci
+@pytest.mark.parametrize("words", [*CASES, *HYBRID, *(pytest.param(words, marks=pytest.mark.full) for words in SLOW)])
+def test_the_pasted_function_trains_as_the_trial(results: dict[str, dict[str, Any]], words: str) -> None:
+    result = results[words]
     assert len(result["trial"]) == 8
     assert result["bare"] == pytest.approx(result["trial"], abs=TOLERANCE), result["code"]
     imported = re.findall(r"^ *(?:import|from) (\w+)", result["code"], re.MULTILINE)
     assert {*imported} <= {"torch", "re", "functools"}, "the script is its user's: it has no fsdp_lab"
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("words", [*CASES, *(pytest.param(words, marks=pytest.mark.full) for words in SLOW)])
-def test_the_pasted_function_trains_as_the_trial(results: dict[str, dict[str, Any]], words: str) -> None:
-    assert_same_losses(results[words])
-
-
-@pytest.mark.ci
-def test_hybrid_sharding_on_four_ranks() -> None:
-    for result in run_ranks(4, train_and_paste, HYBRID)[0]:
-        assert_same_losses(result)
 
 
 @pytest.mark.parametrize(

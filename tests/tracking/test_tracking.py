@@ -24,7 +24,7 @@ from fsdp_lab.tracking import TrackingError, annotate
 from fsdp_lab.tracking.tags import RECORDED_TAG, machine_tags, stored_name, trial_params, trial_tags
 from tests.conftest import ROOT
 from tests.servers import lay_store
-from tests.tracking.conftest import CHOICES, CONFIG, METRICS, Lab, lab_of, reader
+from tests.tracking.conftest import CHOICES, CONFIG, METRICS, Lab, lab_of
 
 
 def test_a_name_that_mlflow_refuses_costs_no_other_metric(lab: Lab) -> None:
@@ -84,18 +84,6 @@ def test_tags_state_who_where_and_with_which_code(lab: Lab, tmp_path: Path, monk
 def git(folder: Path, *words: str) -> str:
     done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=30, check=True)
     return done.stdout.strip()
-
-
-def test_metrics_stand_at_their_epoch_once(lab: Lab) -> None:
-    second = METRICS | {"step": 46, "train/loss": float("nan")}
-    lab.sent(0, epochs={1: METRICS})
-    run = lab.sent(0, epochs={1: METRICS, 2: second})
-    assert set(run.data.metrics) == {"train/step", "train/loss", "val/accuracy", "memory/rank0/peak_bytes"}
-    assert lab.history(0, "train/step") == [(1, 23.0), (2, 46.0)]
-    assert lab.history(0, "val/accuracy") == [(1, 0.75), (2, 0.75)]
-    (_, first_loss), (step, last_loss) = lab.history(0, "train/loss")
-    assert (first_loss, step, last_loss != last_loss) == (1.5, 2, True)
-    assert lab.problems == []
 
 
 def test_a_later_start_finds_the_runs_and_sends_what_they_lack(lab: Lab, store: TrackingConfig) -> None:
@@ -292,10 +280,3 @@ def test_a_store_that_another_process_holds_is_reported(tmp_path: Path, monkeypa
     holds = rf"another process is opening the store \(process {os.getpid()},"
     with exclusive(tmp_path / ".mlflow.lock"), pytest.raises(TrackingError, match=holds):
         open_once(TrackingConfig(f"sqlite:///{tmp_path}/mlflow.db", "lab"))
-
-
-def test_a_deleted_experiment_is_refused(store: TrackingConfig) -> None:
-    number = reader().create_experiment("lab")
-    reader().delete_experiment(number)
-    with pytest.raises(TrackingError, match=f"tracking.experiment=lab was deleted.*--experiment-id {number}"):
-        open_once(store)
