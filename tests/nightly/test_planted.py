@@ -75,10 +75,6 @@ def nights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return PlantedNights(trained.copy_trained(tmp_path), monkeypatch, capsys)
 
 
-def regressions(night: Night) -> set[tuple[str, str]]:
-    return {(f.setting, f.metric) for f in night.regressions}
-
-
 @pytest.mark.ci
 @pytest.mark.documents("python -m fsdp_lab.nightly --check", 'python -m fsdp_lab.nightly --accept "reason"')
 def test_a_slower_setting_is_reported_until_it_is_accepted(nights: PlantedNights, monkeypatch: pytest.MonkeyPatch):
@@ -94,7 +90,8 @@ def test_a_slower_setting_is_reported_until_it_is_accepted(nights: PlantedNights
         done = nights("--once", *WORDS)
         assert done.returncode == 3 and re.search(r"samples/s .* -75\.0 % .*regression", done.stdout), done.stderr
         night = nights.all[-1]
-        assert (night.verdict, night.baseline, regressions(night)) == ("regression", before.id, BOTH_RATES)
+        assert (night.verdict, night.baseline) == ("regression", before.id)
+        assert {(f.setting, f.metric) for f in night.regressions} == BOTH_RATES
         verdict = json.loads(posted[-1].data)
         assert (verdict["verdict"], verdict["night"], verdict["run_id"]) == ("regression", night.id, night.run_id)
         assert {(f["setting"], f["metric"]) for f in verdict["regressions"]} == BOTH_RATES
@@ -130,7 +127,7 @@ def test_what_changed_in_the_users_code_is_named(nights: PlantedNights, monkeypa
         (nights.cwd / "my_model.py").write_text(f"SPEED = {speed}")
         assert nights("--once", *WORDS).returncode == status
     night = nights.all[-1]
-    assert {(setting.split()[0], metric) for setting, metric in regressions(night)} == {("precision=fp32", SPEED)}
+    assert {(f.setting.split()[0], f.metric) for f in night.regressions} == {("precision=fp32", SPEED)}
     assert [what for what, *_ in night.changed] == ["user code my_model"]
     assert "your code (my_model)" in (nights.folder / "nights.html").read_text()
 

@@ -70,19 +70,18 @@ def test_every_date_has_one_night_when_the_clock_shows_it(zone: str, shown: str)
         assert night == day.replace(tzinfo=ZoneInfo(zone)).astimezone(UTC), (day, night)
 
 
-@pytest.mark.parametrize(
-    ("cron", "zone", "hours"),
-    [("20 * * * *", "Europe/Berlin", {1.0}), ("20 */1 * * *", "Australia/Lord_Howe", {0.5, 1.0, 1.5})],
-)
-def test_hourly_nights_are_an_hour_apart_while_clocks_change(cron: str, zone: str, hours: set[float]):
+def test_hourly_nights_are_an_hour_apart_while_clocks_change():
     """In the weeks around both changes of 2027."""
-    times, apart = night_times(cron, zone, FRIDAY), set()
-    for month, day in ((3, 25), (4, 1), (9, 30), (10, 28)):
-        begun = night = times(datetime(2027, month, day, tzinfo=UTC))
-        while night < begun + timedelta(days=7):
-            night, before = times(night), night
-            apart.add((night - before) / timedelta(hours=1))
-    assert apart == hours
+    for cron, zone, hours in (
+        ("20 * * * *", "Europe/Berlin", {1.0}), ("20 */1 * * *", "Australia/Lord_Howe", {0.5, 1.0, 1.5}),
+    ):  # fmt: skip
+        times, apart = night_times(cron, zone, FRIDAY), set()
+        for month, day in ((3, 25), (4, 1), (9, 30), (10, 28)):
+            begun = night = times(datetime(2027, month, day, tzinfo=UTC))
+            while night < begun + timedelta(days=7):
+                night, before = times(night), night
+                apart.add((night - before) / timedelta(hours=1))
+        assert apart == hours
 
 
 def at(text: str) -> datetime:
@@ -100,7 +99,6 @@ def night(begun: str, verdict: Verdict = Verdict.good) -> Night:
         ([], "20T09:00", False),  # no night was missed before the first
         ([night("19T02:00")], "20T01:59", False),
         ([night("19T02:00")], "20T02:00", True),
-        ([night("17T02:00")], "20T09:00", True),  # three were missed: one runs
         ([night("20T08:00")], "20T09:00", False),  # by --once, in the same night
         ([night("20T02:00", Verdict.incomplete)], "20T09:00", False),  # interrupted: the next one starts when it is due
         ([night("28T02:00")], "20T09:00", True),  # a clock was wrong

@@ -1,6 +1,4 @@
-"""What a sweep leaves to read, of sweeps made by hand: the terminal's text, the words of the page, and `results.csv`.
-
-Each is compared as a whole.
+"""What a sweep leaves to read, compared as a whole: the terminal's text, the words of the page, and `results.csv`.
 
 `python -m tests.report.test_golden` writes the files again. Read what changed: a person will.
 """
@@ -116,8 +114,7 @@ def test_a_report_says_what_it_said(name: str):
 
 
 def results() -> str:
-    """`results.csv` of ten trials, one of each status, with what a CSV has to quote, what is not known, and a user's
-    metric."""
+    """Of ten trials, one of each status, with what a CSV has to quote, what is not known, and a user's metric."""
     figures = {
         "epoch": 2.0, "train/loss": 0.125, "val/loss": 1e-7, "val/f1": 0.62518, SPEED: 1234.5, "perf/undeclared": 1.0,
         MEMORY: 64.0 * MIB, "forecast/peak_bytes": 60.0 * MIB, "forecast/error": -0.0625,
@@ -152,7 +149,6 @@ def test_a_users_metric_is_in_the_pages_table_and_in_the_csv():
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
     for case, planted in CASES.items():
         (FOLDER / f"{case}.txt").write_text(written(planted))
     (FOLDER / "results.csv").write_text(results())

@@ -86,5 +86,3 @@ def test_a_report_has_code_and_imports_none_of_a_trial(tmp_path: Path, monkeypat
     page = (tmp_path / "report.html").read_text()
     assert re.findall(r'href="([^"]*)"', page.partition('id="uses"')[2].partition("</p>")[0]) == ["use_pytorch.py"]
     assert "def parallelize(model):" in (tmp_path / "use_pytorch.py").read_text()
-    write_report(sweep(), tmp_path)  # of whose trials nothing is known
-    assert not (tmp_path / "use_pytorch.py").exists()

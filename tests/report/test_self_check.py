@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from fsdp_lab.config import SweepConfig
-from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import Answer, answer
 from fsdp_lab.report.self_check import check_itself
@@ -77,7 +76,6 @@ NARROW = SweepConfig()
 NARROW.precision.reduce_dtype = type(NARROW.precision.reduce_dtype).bfloat16
 DDP = one(0, "sharding=ddp")
 OTHER = one(1, "sharding=root", WRONG)
-STEPS = [{**epoch, "step": epoch["step"] - 3} for epoch in OTHER.epochs]
 CASES: dict[str, Sequence[TrialRecord]] = {
     "seeds": (one(0, "sharding=ddp training.seed=0"), one(1, "sharding=root training.seed=1", WRONG)),
     "workers": (replace(DDP, facts={"world_size": 2}), replace(OTHER, facts={"world_size": 4})),
@@ -86,8 +84,8 @@ CASES: dict[str, Sequence[TrialRecord]] = {
     "a typed precision": (DDP, replace(OTHER, overrides=["precision=fp16_mixed"])),
     "a configured precision": (DDP, replace(OTHER, config=NARROW)),
     "a narrow loss": (DDP, one(1, "sharding=root", WRONG, **{"train/loss_eps": 2.0**-7})),
-    "steps": (DDP, replace(OTHER, epochs=STEPS)),
-    "no epoch": (DDP, replace(OTHER, epochs=[], status=TrialStatus.stopped)),
+    "steps": (DDP, replace(OTHER, epochs=[{**epoch, "step": epoch["step"] - 3} for epoch in OTHER.epochs])),
+    "no epoch": (DDP, replace(OTHER, epochs=[])),
     "a model that draws its own random numbers": (
         one(0, "sharding=ddp repeat=0"), one(1, "sharding=ddp repeat=1", ((1.2, 0.9),)),
         one(2, "sharding=root repeat=0", WRONG), one(3, "sharding=root repeat=1"),

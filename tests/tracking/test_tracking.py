@@ -82,8 +82,7 @@ def test_tags_state_who_where_and_with_which_code(lab: Lab, tmp_path: Path, monk
 
 
 def git(folder: Path, *words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=30, check=True)
-    return done.stdout.strip()
+    return subprocess.check_output(["git", *words], cwd=folder, text=True, timeout=30).strip()
 
 
 def test_a_later_start_finds_the_runs_and_sends_what_they_lack(lab: Lab, store: TrackingConfig) -> None:
