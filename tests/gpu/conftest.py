@@ -30,7 +30,8 @@ except ImportError as error:
 from tests.gpu.ranks import Ranks
 
 _LATE = "no time left: --limit"
-ROWS = pytest.StashKey[list[dict[str, Any]]]()
+_BEGUN = pytest.StashKey[float]()
+_ROWS: list[dict[str, Any]] = []
 
 
 @dataclass(frozen=True)
@@ -63,18 +64,15 @@ def machine_of(config: pytest.Config) -> Machine:
     return Machine(device, there)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[ROWS] = []
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give tests of a `setting` those of the device."""
+    if "setting" in metafunc.fixturenames:
+        metafunc.parametrize("setting", metafunc.module.settings_of(machine_of(metafunc.config)))
 
 
-@pytest.fixture(scope="session")
-def begun() -> float:
-    return time.monotonic()
-
-
-@pytest.fixture(autouse=True)
-def in_time(request: pytest.FixtureRequest, begun: float) -> None:
-    if time.monotonic() - begun > request.config.getoption("--limit", 360.0):
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    begun = item.config.stash.setdefault(_BEGUN, time.monotonic())
+    if time.monotonic() - begun > item.config.getoption("--limit", 360.0):
         pytest.skip(_LATE)
 
 
@@ -91,11 +89,13 @@ def ranks(machine: Machine) -> Iterator[Ranks]:
     ranks.end()
 
 
-@pytest.fixture(scope="session")
-def one_rank(machine: Machine, ranks: Ranks) -> Iterator[Ranks]:
-    one = ranks if machine.ranks == 1 else Ranks(1, machine.cuda)
-    yield one
-    one.end()
+@pytest.fixture(scope="session", autouse=True)
+def forecasts(request: pytest.FixtureRequest, machine: Machine) -> Any:
+    """Started before the first test, if one needs them."""
+    from tests.gpu.test_memory import Forecasts
+
+    wanted = any("forecasts" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    return Forecasts(machine) if wanted else None
 
 
 @pytest.fixture
@@ -112,20 +112,17 @@ def figures(record_property: Callable[[str, object], None]) -> Callable[..., Non
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report: Any = yield
-    if item.path.parent == Path(__file__).parent and (report.when == "call" or not report.passed):
+    if report.when == "call" or not report.passed:
         why = report.longrepr[2] if report.skipped else str(call.excinfo.value).strip()[:4000] if call.excinfo else ""
-        figures = dict(item.user_properties)
-        check = item.nodeid.rpartition("/")[2]
-        row = {"check": check, "outcome": report.outcome, "seconds": round(report.duration, 1), "figures": figures}
-        item.config.stash[ROWS].append({**row, **({"why": why} if why else {})})
-        _write(item.config)  # after each check: a run that is killed has its table
+        row = {
+            "check": item.nodeid.rpartition("/")[2], "outcome": report.outcome, "seconds": round(report.duration, 1),
+            "figures": dict(item.user_properties), **({"why": why} if why else {}),
+        }  # fmt: skip
+        _ROWS.append(row)
+        if file := item.config.getoption("--results", None):  # after each check: a run that is killed has its table
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({**describe(machine_of(item.config)), "rows": _ROWS}, indent=1) + "\n")
     return report
-
-
-def _write(config: pytest.Config) -> None:
-    if (file := config.getoption("--results", None)) is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({**describe(machine_of(config)), "rows": config.stash[ROWS]}, indent=1) + "\n")
 
 
 @cache
@@ -148,39 +145,18 @@ def describe(machine: Machine) -> dict[str, Any]:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    rows = config.stash[ROWS]
-    if not rows or all(row["check"].startswith("test_ray") for row in rows):
+    if all(row["check"].startswith("test_ray") for row in _ROWS):
         return
-    about = describe(machine_of(config))
-    terminalreporter.section(" ".join(f"{name}={value}" for name, value in about.items()))
-    for row in rows:
-        part, _, name = row["check"].removeprefix("test_").partition(".py::")
+    terminalreporter.section(" ".join(f"{name}={value}" for name, value in describe(machine_of(config)).items()))
+    for row in _ROWS:
         shown = [f"{name}={_short(value)}" for name, value in row["figures"].items() if value not in ("", None)]
-        if row["outcome"] != "passed":
-            shown.append(row["why"].partition("\n")[0][:200])
-        setting = name.partition("[")[2].rpartition("]")[0] or name.removeprefix("test_").replace("_", " ")
-        terminalreporter.write_line(f"{row['outcome']:7} {row['seconds']:6.1f} s  {part}: {setting}  {' '.join(shown)}")
-    late = sum(_LATE in row.get("why", "") for row in rows)
-    counts = [f"{sum(row['outcome'] == how for row in rows)} {how}" for how in ("passed", "failed")]
+        why = row.get("why", "").partition("\n")[0][:200]
+        line = f"{row['outcome']:7} {row['seconds']:6.1f} s  {row['check']}  {' '.join(shown)} {why}"
+        terminalreporter.write_line(line.rstrip())
+    late = sum(_LATE in row.get("why", "") for row in _ROWS)
+    counts = [f"{sum(row['outcome'] == how for row in _ROWS)} {how}" for how in ("passed", "failed")]
     terminalreporter.write_line(f"{', '.join(counts)}, {late} not measured: --limit")
 
 
 def _short(value: object) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.0f}" if value.is_integer() else f"{value:.4g}"
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give tests of a `setting` those of the device."""
-    if "setting" in metafunc.fixturenames:
-        metafunc.parametrize("setting", metafunc.module.settings_of(machine_of(metafunc.config)))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def forecasts(request: pytest.FixtureRequest, machine: Machine) -> Any:
-    """Started before the first test, if one needs them."""
-    from tests.gpu.test_memory import Forecasts
-
-    wanted = any("forecasts" in getattr(item, "fixturenames", ()) for item in request.session.items)
-    return Forecasts(machine) if wanted else None
+    return f"{value:.10g}" if isinstance(value, float) else str(value)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 START_S = 150.0  # for the imports of PyTorch from a cold disk, and a context on the GPU
@@ -49,28 +48,23 @@ class Ranks:
             RankError: a rank failed, or there was no answer within `seconds`.
         """
         if not self._pools:
-            store, context = (
-                Path(tempfile.mkdtemp(prefix="fsdp_lab_gpu_")) / "store",
-                multiprocessing.get_context("spawn"),
-            )
+            store, context = f"{tempfile.mkdtemp(prefix='fsdp_lab_gpu_')}/store", multiprocessing.get_context("spawn")
             self._pools = [ProcessPoolExecutor(1, context) for _ in range(self.count)]
             self._processes = [pool.submit(os.getpid).result(START_S) for pool in self._pools]
-            self._all([(_join, rank, self.count, self.cuda, self.backend, str(store), self.timeout_s)
-                       for rank in range(self.count)], START_S)  # fmt: skip
+            group = (self.count, self.cuda, self.backend, store, self.timeout_s)
+            self._all([(_join, rank, *group) for rank in range(self.count)], START_S)
         return self._all([(_call, self.cuda, function, *args)] * self.count, seconds)
 
     def _all(self, calls: list[tuple[Any, ...]], seconds: float) -> list[Any]:
         begun = time.monotonic()
         futures = [pool.submit(*call) for pool, call in zip(self._pools, calls, strict=True)]
-        failed = any(each.exception() for each in wait(futures, seconds, FIRST_EXCEPTION).done)
-        took = time.monotonic() - begun
-        if failed:
-            wait(futures, _GRACE_S)
-        late = [rank for rank, future in enumerate(futures) if not future.done()]
-        if not failed and not late:
+        done, late = wait(futures, seconds, FIRST_EXCEPTION)
+        if not late and not any(future.exception() for future in done):
             return [future.result() for future in futures]
-        errors = {rank: future.exception() for rank, future in enumerate(futures) if future.done()}
-        error = RankError("\n".join(f"rank {rank}: {each}" for rank, each in errors.items() if each) or f"{late} hang")
+        took = time.monotonic() - begun
+        done, late = wait(futures, _GRACE_S)
+        errors = {rank: future.exception() for rank, future in enumerate(futures) if future in done}
+        error = RankError("\n".join(f"rank {rank}: {each}" for rank, each in errors.items() if each) or "ranks hang")
         error.seconds = took
         # Alone, a rank that raised an error goes on, unless the GPU's context is of no more use.
         if self.count > 1 or late or "CUDA error" in str(error) or "terminated" in str(error):

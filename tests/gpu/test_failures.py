@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.gpu
 
 SMALL = ("model=vit_tiny", "data=synthetic", "data.num_train=96", "data.num_val=32", "memory_profile=peaks")
 GPU_BYTES = 600 * 2**20  # what a trial may have of a GPU: the parameters of ViT-B and their gradients do not fit
-LARGE = ("model=vit_b_16",)
-LARGE_ON_A_CPU = ("model=mlp", f"model.hidden_dim={2**40}")  # more than any address: the allocator touches nothing
+LARGE = ["model=vit_b_16"]
+LARGE_ON_A_CPU = ["model=mlp", f"model.hidden_dim={2**40}"]  # more than any address: the allocator touches nothing
 HANG_S, LIMIT_S = 600.0, 5.0
 
 
@@ -30,34 +31,38 @@ def outcome(words: list[str]) -> tuple[str, dict[str, Any], list[str]]:
     from fsdp_lab.engine.rank import train_rank
     from fsdp_lab.record.trial_json import RankFailure
 
-    with tempfile.TemporaryDirectory() as name, _process_group_kept():
-        folder, memo = Path(name), Memo()
+    # A trial leaves its process group when it is through; these ranks train another one.
+    kept = mock.patch("fsdp_lab.training.distributed.leave_process_group")
+    with tempfile.TemporaryDirectory() as folder, kept:
+        memo = Memo()
         try:
-            train_rank(config(*SMALL, *words), folder, int(os.environ["RANK"]), memo)
+            train_rank(config(*SMALL, *words), Path(folder), int(os.environ["RANK"]), memo)
         except RankFailure as failure:
-            return failure.reason.status, failure.reason.values, sorted(file.name for file in folder.iterdir())
+            return failure.reason.status, failure.reason.values, os.listdir(folder)
         return ("finished" if memo.reported else "no outcome"), {}, []
 
 
-def _process_group_kept() -> Any:
-    """A trial leaves its process group when it is through; these ranks train another one."""
-    from unittest import mock
-
-    return mock.patch("fsdp_lab.training.distributed.leave_process_group")
-
-
 def large_then_small(large: list[str]) -> list[Any]:
-    if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(GPU_BYTES / torch.cuda.get_device_properties(0).total_memory)
+    if not torch.cuda.is_available():
+        return [outcome(large), outcome([])]
+    torch.cuda.set_per_process_memory_fraction(GPU_BYTES / torch.cuda.get_device_properties(0).total_memory)
     try:
         return [outcome(large), outcome([])]
     finally:
-        if torch.cuda.is_available():
-            torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.fixture
+def one_rank(machine: Machine, ranks: Ranks) -> Iterator[Ranks]:
+    if machine.ranks == 1:
+        yield ranks
+        return
+    yield (one := Ranks(1, machine.cuda))
+    one.end()
 
 
 def test_out_of_memory_is_an_outcome(machine: Machine, one_rank: Ranks, figures: Callable[..., None]) -> None:
-    (large, small), *_ = one_rank.run(large_then_small, [*(LARGE if machine.cuda else LARGE_ON_A_CPU)])
+    (large, small), *_ = one_rank.run(large_then_small, LARGE if machine.cuda else LARGE_ON_A_CPU)
     status, values, files = large
     figures(status=status, then=small[0], at=values.get("at"), text=values.get("text"))
     assert (status, small[0]) == ("oom", "finished")
@@ -88,10 +93,7 @@ def hang() -> None:
 def test_ranks_do_not_wait_for_one_that_hangs(machine: Machine, figures: Callable[..., None]) -> None:
     """The limit is the process group's: NCCL ends the process, gloo raises. With one GPU two ranks share it by gloo."""
     ranks = Ranks(2, machine.cuda, backend="gloo" if machine.ranks == 1 else "", timeout_s=LIMIT_S)
-    try:
-        with pytest.raises(RankError) as failed:
-            ranks.run(hang, seconds=6 * LIMIT_S)
-    finally:
-        ranks.end()
+    with pytest.raises(RankError) as failed:
+        ranks.run(hang, seconds=6 * LIMIT_S)  # ends all ranks
     figures(seconds=failed.value.seconds, limit_s=LIMIT_S)
     assert "rank 0" in str(failed.value), "it did not end"

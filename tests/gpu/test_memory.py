@@ -6,21 +6,20 @@ On a GPU of the twelve settings in `SETTINGS`; on a CPU of small ones, whose for
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fsdp_lab.forecast.devices import sheet_of
 from fsdp_lab.forecast.run import Request, forecast_all
 from fsdp_lab.training.profile import CATEGORIES
 from tests.gpu.conftest import Machine
 from tests.gpu.ranks import Ranks
-from tests.ranks import Memo, config
+from tests.ranks import config, train_all
 
 pytestmark = pytest.mark.gpu
 
@@ -43,20 +42,17 @@ SETTINGS = {
         (VIT_B, "sharding=size_based sharding.min_num_params=5000000 precision=fp16_mixed offload=cpu_unpinned"),
     )
 }
-TINY_VIT, TINY_LLAMA = "model=vit_tiny data=synthetic", "model=lm_tiny data.seq_len=32"
 ON_A_CPU = {
-    f"{words} {cell}": 4
-    for words, cell in (
-        (TINY_VIT, "sharding=per_block precision=bf16_mixed"),
-        (TINY_LLAMA, "sharding=root precision=fp32 offload=cpu"),
-        (TINY_VIT, "sharding=ddp precision=fp16"),
-    )
+    "model=vit_tiny data=synthetic sharding=per_block precision=bf16_mixed": 4,
+    "model=lm_tiny data.seq_len=32 sharding=root precision=fp32 offload=cpu": 4,
+    "model=vit_tiny data=synthetic sharding=ddp precision=fp16": 4,
 }
 CUDA_STEPS, CPU_STEPS = 12, 3
 RESERVED, COMPILED = 0.05, 0.02
 # Following a step holds one small gradient longer than training does, in a step whose peak is at its end.
 HELD_LONGER = 8192
 CPU_SHEET = "NVIDIA H100 80GB HBM3"  # for forecasts that no measurement is compared with
+MEASURED: dict[str, dict[str, float]] = {}  # by setting
 ENOUGH = 0.1  # two predicted steps that differ by less have no order
 
 
@@ -70,22 +66,19 @@ def trial_of(machine: Machine, words: str, each: int) -> list[str]:
 
 def measure(words: list[str], cuda: bool) -> dict[str, float]:
     """On one rank: the metrics of a few steps, and what the process holds on the GPU outside of the allocator."""
-    from fsdp_lab.training.train import train
-
-    memo = Memo()
-    with tempfile.TemporaryDirectory() as folder:
-        train(config(*words), Path(folder), memo)
+    ((_, epochs),) = train_all([words])
     if not cuda:
-        return memo.reported[-1]
+        return epochs[-1]
     free, total = torch.cuda.mem_get_info()
-    return {**memo.reported[-1], "context_bytes": float(total - free - torch.cuda.memory_reserved())}
+    return {**epochs[-1], "context_bytes": float(total - free - torch.cuda.memory_reserved())}
 
 
 class Forecasts:
     """The forecasts of all settings, made in processes of their own while the losses are compared."""
 
     def __init__(self, machine: Machine) -> None:
-        settings, sheet = settings_of(machine), _sheet(machine)
+        settings = settings_of(machine)
+        sheet = sheet_of(torch.cuda.get_device_properties(0).name if machine.cuda else CPU_SHEET)
         asked = {(name, cuda): Request(config(*trial_of(machine, name, each)), machine.ranks, cuda, 79 * 2**30,
                                        sheet=sheet if cuda else None)
                  for name, each in settings.items() for cuda in {machine.cuda, True}}  # fmt: skip
@@ -98,26 +91,15 @@ class Forecasts:
         return forecast
 
 
-def _sheet(machine: Machine) -> Any:
-    from fsdp_lab.forecast.devices import sheet_of
-
-    return sheet_of(torch.cuda.get_device_properties(0).name if machine.cuda else CPU_SHEET)
-
-
 def settings_of(machine: Machine) -> dict[str, int]:
     return SETTINGS if machine.cuda else ON_A_CPU
 
 
-@pytest.fixture(scope="session")
-def measured() -> dict[str, dict[str, float]]:
-    return {}
-
-
 def test_a_step_holds_what_was_forecast(
-    setting: str, machine: Machine, ranks: Ranks, forecasts: Forecasts, measured: Any, figures: Callable[..., None]
+    setting: str, machine: Machine, ranks: Ranks, forecasts: Forecasts, figures: Callable[..., None]
 ) -> None:
     words = trial_of(machine, setting, settings_of(machine)[setting])
-    metrics = measured[setting] = ranks.run(measure, words, machine.cuda, seconds=180)[0]
+    metrics = MEASURED[setting] = ranks.run(measure, words, machine.cuda, seconds=180)[0]
     forecast = forecasts.of(setting, machine.cuda)
     peak, wanted = metrics["memory/peak_bytes"], forecast.peaks["device"]["total"]
     left = peak - wanted - (scalar_bytes(words) if machine.cuda else 0)
@@ -150,8 +132,8 @@ def scalar_bytes(words: Sequence[str]) -> int:
 def differences(metrics: dict[str, float], forecast: Any, place: str) -> list[str]:
     """Return the categories of which the step that was followed held other bytes at its peak, in words."""
     prefix, found = "memory/host_" if place == "host" else "memory/", []
-    for name, wanted in ((name, forecast.peaks.get(place, {}).get(name, 0)) for name in CATEGORIES):
-        held = metrics.get(f"{prefix}{name}_bytes", 0)
+    for name in CATEGORIES:
+        held, wanted = metrics.get(f"{prefix}{name}_bytes", 0), forecast.peaks.get(place, {}).get(name, 0)
         if held != wanted and (place in forecast.peaks or held):
             found.append(f"{place} {name} {held:.0f}, forecast {wanted}")
     return found
@@ -166,12 +148,12 @@ def test_a_forecast_for_a_gpu_is_made_on_any_machine(setting: str, forecasts: Fo
 
 
 def test_faster_settings_are_predicted_to_be_faster(
-    machine: Machine, forecasts: Forecasts, measured: Any, figures: Callable[..., None]
+    machine: Machine, forecasts: Forecasts, figures: Callable[..., None]
 ) -> None:
     """Among the settings of one model."""
     if not machine.cuda:
         pytest.skip("needs a GPU: the sheet of a CPU is not part of the product")
-    known = {name: m["perf/step_time_p50_s"] for name, m in measured.items() if "perf/step_time_p50_s" in m}
+    known = {name: m["perf/step_time_p50_s"] for name, m in MEASURED.items() if "perf/step_time_p50_s" in m}
     pairs = [(a, b) for a, b in combinations(known, 2) if a.split()[0] == b.split()[0]]
     ratios = {(a, b): forecasts.of(a, True).speed.step_s / forecasts.of(b, True).speed.step_s for a, b in pairs}
     apart = [pair for pair in pairs if abs(ratios[pair] - 1) > ENOUGH]
