@@ -25,7 +25,6 @@ VIT = ["optimizer=sgd", "optimizer.lr=0.05", "training.epochs=2", "model.num_lay
 MLP = ["model=mlp", "optimizer=sgd", "optimizer.lr=0.05", "training.epochs=1"]
 CASES = {
     "per_block_checkpointed": (["sharding=per_block", "activation_checkpointing=full"], VIT),
-    "ddp": (["sharding=ddp"], VIT),
     "size_based_mlp": (["sharding=size_based", "sharding.min_num_params=20000", "init=meta", "offload=cpu"], MLP),
 }
 # Each epoch's learning rate is four times the last one's, so that the last epochs are worse than those before.
@@ -33,7 +32,7 @@ WORSE = ["training.epochs=6", "lr_schedule=step", "lr_schedule.gamma=4", "data.n
 BEST = {
     "every_4": ["sharding=per_block", SYNC, "checkpoint.every_epochs=4"],
     "async": ["sharding=per_layer", ASYNC, "activation_checkpointing=full"],
-    "best_ddp": ["sharding=ddp", SYNC],
+    "ddp": ["sharding=ddp", SYNC],
 }
 
 
@@ -58,24 +57,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     return folder, dict(zip(words, results, strict=True))
 
 
-NAMES = ["per_block_checkpointed", *(pytest.param(n, marks=pytest.mark.ci) for n in [*CASES][1:])]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_weights_are_the_unsharded_runs(trained: Trained, name: str) -> None:
-    content = torch.load(trained[0] / name / "model.pt", weights_only=True)
-    assert set(content) == {"format", "torch_version", "model", "data", "state_dict"}
-    expected = train_unsharded(config(*CASES[name][1])).weights
-    assert content["state_dict"].keys() == expected.keys()
+@pytest.mark.parametrize("name", ["per_block_checkpointed", pytest.param("size_based_mlp", marks=pytest.mark.ci)])
+def test_the_exported_model_is_the_unsharded_runs(trained: Trained, name: str) -> None:
+    """It has its weights, and scores what training reported."""
+    path, reported = trained[0] / name / "model.pt", trained[1][name].epochs[-1]
+    assert set(torch.load(path, weights_only=True)) == {"format", "torch_version", "model", "data", "state_dict"}
+    weights, expected = exported(path.parent), train_unsharded(config(*CASES[name][1])).weights
+    assert weights.keys() == expected.keys()
     for key, value in expected.items():
-        got = content["state_dict"][key]
-        assert (got.dtype, got.device.type) == (torch.float32, "cpu")
-        assert (got - value).abs().max() <= 1e-5, key
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_loaded_model_scores_what_training_reported(trained: Trained, name: str) -> None:
-    loaded, reported = load_exported(trained[0] / name / "model.pt"), trained[1][name].epochs[-1]
+        assert (weights[key].dtype, weights[key].device.type) == (torch.float32, "cpu")
+        assert (weights[key] - value).abs().max() <= 1e-5, key
+    loaded = load_exported(path)
     images, labels = digits()[1]
     images, labels = resize(images[:30], loaded.model.sizes()["image_size"]), labels[:30]
     with torch.no_grad():
@@ -184,13 +176,6 @@ class Holds(nn.Linear):
         self.value = state
 
 
-@pytest.mark.parametrize("value", [None, (1, 2), {1: {"a": [2, b"3"]}}, {4, 5}, {}])
-def test_extra_state_of_any_kind_is_loaded(value: Any) -> None:
-    loaded = Holds({"another": "kind"})
-    load_model_state(loaded, model_state(Holds(value)))
-    assert loaded.value == value and type(loaded.value) is type(value)
-
-
 def test_a_model_that_compiles_a_part_itself_is_loaded(tmp_path: Path) -> None:
     """DCP saves the part's names as if it were not compiled. `seen` has grown since the model was built."""
 
@@ -219,7 +204,4 @@ def test_a_checkpoint_of_other_parameters_is_not_called_damaged(tmp_path: Path) 
         dcp.load({"train": {"model": model_state(model)}}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
     ((error, _),) = caught.value.failures.values()
     assert isinstance(error, CheckpointError)
-    assert str(error).startswith(
-        "the checkpoint x is of another model: 0.weight is [2, 2] there and [3, 2] in the model; 0.bias is [2] there "
-        "and [3] in the model; 1.weight is [2, 2] there and [2] in the model; use the code that it was saved with"
-    )
+    assert "x is of another model: 0.weight is [2, 2] there and [3, 2] in the model; 0.bias is [2] there" in str(error)

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from fsdp_lab.config import UserError
 from fsdp_lab.config.training import Init, TrainingConfig
 from fsdp_lab.forecast.fake import fake_world
-from fsdp_lab.training import data as data_module
 from fsdp_lab.training import distributed
-from fsdp_lab.training.data import TrainOrder, build_loader, val_order
+from fsdp_lab.training.data import TrainOrder, val_order
 from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
 from fsdp_lab.training.weights import init_weights
 from fsdp_lab.workloads.build import build_model_spec
@@ -31,32 +30,21 @@ from tests.parity import SHARDINGS, WORKLOADS
 from tests.ranks import config, run_ranks
 from tests.training.reference import first_weights
 
-PLATFORM = ("ray", "hydra", "omegaconf", "mlflow")
-# Python runs it at the start of a rank: the rank's end is then preceded by a look at what it has imported.
-SITECUSTOMIZE = f"""
-import os, sys
-leave = os._exit
-def look_and_leave(status):
-    brought = sorted({{name.split(".")[0] for name in sys.modules}} & set({PLATFORM!r}))
-    print("brought", *brought, flush=True)
-    leave(status)
-os._exit = look_and_leave
-"""
+# Python runs it at the start of a rank, which then cannot import these.
+SITECUSTOMIZE = 'import sys\nsys.modules.update(dict.fromkeys(["ray", "hydra", "omegaconf", "mlflow"]))\n'
 SMALL = ["sharding=per_block", "precision=bf16", "data.num_train=128", "data.num_val=30", "training.epochs=1"]
 
 
 @pytest.mark.ci
 @pytest.mark.documents("torchrun --nproc-per-node 2 -m fsdp_lab.training sharding=root")
 def test_torchrun_end_to_end(tmp_path: Path) -> None:
-    """From another working directory: metrics on rank 0 only, a checkpoint, a model; status 0, nothing of the platform
-    imported."""
+    """From another working directory, without the platform: metrics on rank 0 only, a checkpoint, a model."""
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, "-m", "fsdp_lab.training", *SMALL, "--folder", str(tmp_path / "out")]
     ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert [line for line in ran.stdout.splitlines() if line.startswith("brought")] == ["brought"] * 2
     facts, epoch = (json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{"))
     assert (facts["world_size"], facts["num_params"], facts["data_num_train"]) == (2, 139_018, 128)
     assert 0 < epoch["train/loss"] < 3
@@ -66,18 +54,12 @@ def test_torchrun_end_to_end(tmp_path: Path) -> None:
     assert sum(w.numel() for w in weights.values()) == 139_018
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("training.epoch=3", "training.epoch is not a key"),
-        ("training.global_batch_size=63", "training.global_batch_size=63 is not divisible by cluster.num_workers=1"),
-    ],
-)
-def test_bad_input_is_one_message(tmp_path: Path, override: str, words: str) -> None:
+def test_bad_input_is_one_message(tmp_path: Path) -> None:
     """Without torchrun, in a group of one."""
-    done = forked.run(tmp_path, "fsdp_lab.training", override, "training.grad_accum_steps=2", "--folder", "out")
+    done = forked.run(tmp_path, "fsdp_lab.training", "training.global_batch_size=63", "training.grad_accum_steps=2")
     (message,) = done.stderr.splitlines()
-    assert done.returncode == 1 and message.startswith("fsdp_lab.training: ") and words in message
+    assert done.returncode == 1
+    assert message.startswith("fsdp_lab.training: training.global_batch_size=63 is not divisible by")
 
 
 def test_a_group_is_bound_to_the_gpu_that_the_rank_computes_on(monkeypatch: pytest.MonkeyPatch):
@@ -114,18 +96,6 @@ def test_a_group_is_bound_to_the_gpu_that_the_rank_computes_on(monkeypatch: pyte
 )
 def test_gloo_is_there_where_tensors_on_the_host_are_reduced(words: str, cuda: bool, backend: str) -> None:
     assert config(*words.split()).offload.backend(cuda) == backend
-
-
-@pytest.mark.parametrize(("device", "given", "workers"), [("cuda", None, 3), ("cpu", None, 0), ("cuda", 1, 1)])
-def test_a_loader_takes_the_processes_and_the_pinning_of_its_device(
-    device: str, given: int | None, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(data_module, "DataLoader", lambda source, **options: asked.update(options))
-    monkeypatch.setattr(data_module, "worker_cpus", lambda: 4.0)
-    monkeypatch.setattr("fsdp_lab.machine.hardware.shared_memory", lambda: 2**30)
-    build_loader(None, None, given, torch.device(device))  # type: ignore[arg-type]
-    assert asked["num_workers"] == workers and asked["pin_memory"] is (device == "cuda")
 
 
 INITS = [init.value for init in Init]

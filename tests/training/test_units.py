@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast import torch_private as of_forecasts
-from fsdp_lab.forecast.fake import HOST, fake_world
 from fsdp_lab.training import torch_private
-from fsdp_lab.training.blocks import batch_norm_notes, check_blocks, find_block_classes
+from fsdp_lab.training.blocks import check_blocks, find_block_classes
 from fsdp_lab.training.build import leaves_some_unused
-from fsdp_lab.training.distributed import build_parallel_dims
 from fsdp_lab.training.layout import Layout, unit_notes
-from fsdp_lab.training.parallelize import apply_fully_shard, in_groups, sharding_units
-from fsdp_lab.workloads.build import build_model_spec, build_workload
+from fsdp_lab.training.parallelize import in_groups, sharding_units
+from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.construct import Blueprint
 from fsdp_lab.workloads.language.pydoc import PydocTokens
 from tests.parity import WORKLOADS
@@ -96,13 +93,6 @@ def test_a_model_without_blocks_is_refused_where_some_are_needed(setting: str) -
             check_blocks(plain, blocks, config("sharding=root", setting))
 
 
-def test_batch_norm_is_reported_once() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.SyncBatchNorm(2), nn.LayerNorm(2))
-    (note,) = batch_norm_notes(model, 2)
-    assert note.startswith("BatchNorm1d, BatchNorm2d computes")
-    assert batch_norm_notes(model, 1) == batch_norm_notes(model[2:], 2) == []
-
-
 def test_ddp_that_looks_for_unused_parameters_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     ddp, root = config(*USER, "sharding=ddp"), config(*USER, "sharding=root")
     workload = build_workload(ddp.model, ddp.data, ddp.task)
@@ -118,49 +108,6 @@ def test_ddp_that_looks_for_unused_parameters_says_why(monkeypatch: pytest.Monke
     assert found and note.endswith("are not known (RuntimeError: no value on meta)")
     monkeypatch.setattr(type(workload), "parameters_without_gradient", lambda _: [])
     assert leaves_some_unused(workload, ddp) == (False, [])
-
-
-def groups_made(num_layers: int) -> int:
-    """How many process groups one of 8 workers is in when it shards a ViT of so many blocks and reshards to pairs."""
-    trial = config(f"model.num_layers={num_layers}", "reshard_after_forward=to_size", "reshard_after_forward.size=2")
-    with fake_world(8, HOST) as ranks, torch.device("meta"):
-        model = build_model_spec(trial.model).build()
-        units = sharding_units(model, find_block_classes(model), trial.sharding)
-        apply_fully_shard(model, units, trial, build_parallel_dims(trial.sharding, ranks).mesh)
-        return len(dist.distributed_c10d._world.pg_map)
-
-
-def test_more_blocks_take_no_more_process_groups() -> None:
-    """All workers, the pair, and the counterparts in the other pairs."""
-    assert groups_made(8) == groups_made(2) == 3
-
-
-class Watched(Odd):
-    """Remembers what was in its buffer in the last forward pass."""
-
-    last: Tensor
-
-    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
-        Watched.last = self.angles.detach()
-        return super().forward(tokens)
-
-
-def tables(cases: list[str]) -> list[Tensor]:
-    """On one rank: what is in the model's buffer in the last forward pass of each case."""
-    results = []
-    for words in cases:
-        train_all([[*USER, "training.max_steps=1", f"model._target_={__name__}.Watched", *words.split()]])
-        results.append(Watched.last)
-    return results
-
-
-def test_buffers_keep_their_precision() -> None:
-    cases = [
-        "sharding=ddp precision=bf16", "sharding=root precision=bf16", "sharding=per_block precision=bf16_mixed",
-        "sharding=per_layer precision=fp16 precision.init_scale=8 init=meta",
-    ]  # fmt: skip
-    for case, got in zip(cases, run_ranks(1, tables, cases)[0], strict=True):
-        assert torch.equal(got, Odd().angles) and got.dtype == torch.float32, case
 
 
 def test_rotary_tables_are_used_in_float32_under_half_precision() -> None:
@@ -179,7 +126,11 @@ def test_rotary_tables_are_used_in_float32_under_half_precision() -> None:
             tensor.data = tensor.data.bfloat16()
         logits = model(batch[:, :-1]).float()
         expected.append(nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).item())
-    cases = [[*step, "sharding=root", "precision=bf16"], [*step, "sharding=per_block", "precision=bf16_mixed"]]
+    cases = [
+        [*step, "sharding=root", "precision=bf16"],
+        [*step, "sharding=per_block", "precision=bf16_mixed", "init=meta"],
+        [*step, "sharding=per_layer", "precision=bf16"],
+    ]
     got = [losses for losses, _ in run_ranks(1, train_all, cases)[0]]
     assert got == [[expected[0]]] * len(cases)
     assert expected[0] != expected[1], "the tables matter"
