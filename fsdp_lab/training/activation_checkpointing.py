@@ -124,7 +124,8 @@ class _Recomputed:
             is_new = is_written or getattr(*key) is not buffer or hasattr(module, "track_running_stats")
             self._changing[key] = is_new or self._changing.get(key, False)
             if self._changing[key]:
-                yield key, buffer if copy is None else copy
+                # copied here, too: `selective` counts the copies that a recomputation makes, which may not be more
+                yield key, buffer.detach().clone() if copy is None else copy
 
 
 def _is_other(now: Any, number: float) -> bool:
