@@ -124,7 +124,7 @@ def run_out(words: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 @pytest.mark.ci
-def test_a_trial_that_dies_of_memory_leaves_the_profile_up_to_there() -> None:
+def test_a_trial_that_dies_of_memory_leaves_its_profile() -> None:
     """And tells the module."""
     words = ["data=synthetic", "data.num_train=8192", "training.global_batch_size=8192", "model.num_layers=8"]
     ((notes, files),) = run_ranks(1, run_out, [*words, "memory_profile=timeline"])
@@ -183,7 +183,7 @@ class Block(nn.Module):
         return self.rotary(self.proj(x))
 
 
-def test_a_change_is_of_the_innermost_module_as_its_user_calls_it() -> None:
+def test_a_change_is_of_the_innermost_module_by_its_users_name() -> None:
     """Two blocks have one rotary embedding, and at the end a part returns what another returns."""
     rotary, ends = nn.Sequential(nn.Sigmoid()), nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Dropout(0.0))
     model = nn.Sequential(OrderedDict(blocks=nn.Sequential(Block(rotary), Block(rotary)), ends=ends))

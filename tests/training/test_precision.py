@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.float8 import apply_float8
 from fsdp_lab.training.train import train
-from tests.ranks import Memo, config, run_ranks
+from tests.ranks import Memo, config, run_ranks, train_all
 from tests.training.reference import apart, train_unsharded
 
 TRAINING = sys.modules["fsdp_lab.training.train"]  # `train` is the function, too
@@ -25,55 +24,35 @@ CPU = torch.device("cpu")
 FLOAT8_TOLERANCE = 2e-2  # measured on a CPU that emulates it: 5e-3
 
 
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    yield
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
-def precision_of(device: str, words: str, patch: pytest.MonkeyPatch, fails: bool = False) -> str:
-    """Return how a trial on a device would multiply float32 matrices."""
-    seen = []
-
-    def followed(*_: object) -> None:
-        seen.append(torch.get_float32_matmul_precision())
-        if fails:
-            raise RuntimeError("planted")
-
-    patch.setattr(TRAINING, "setup_distributed", lambda _: DistributedContext(0, 0, 1, torch.device(device)))
-    patch.setattr(TRAINING, "start_clean", lambda _: None)
-    patch.setattr(TRAINING, "_train", followed)
-    train(config(*words.split()), Path("unused"), Memo())
-    return seen[0]
-
-
-def test_only_a_gpu_and_only_with_tf32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert precision_of("cuda:0", "precision=tf32", monkeypatch) == "high"
-    assert precision_of("cuda:0", "precision=fp32", monkeypatch) == "highest"
-    assert precision_of("cpu", "precision=tf32", monkeypatch) == "highest"
-
-
-def test_a_failed_trial_leaves_the_process_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.set_float32_matmul_precision("medium")
-    try:
-        with pytest.raises(RuntimeError, match="planted"):
-            precision_of("cuda:0", "precision=tf32", monkeypatch, fails=True)
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
 @pytest.mark.parametrize(
-    ("words", "has_tf32", "notes"),
-    [("fp32", True, 1), ("grad_bf16", True, 1), ("fp32", False, 0), ("tf32", True, 0), ("tf32", False, 1),
-     ("bf16", True, 0)],
-)  # fmt: skip
-def test_a_note_where_tf32_would_be_faster_and_where_it_does_nothing(words: str, has_tf32: bool, notes: int) -> None:
-    settings = config(f"precision={words}")
-    assert len(list(gpu_notes(settings, has_tf32))) == notes
-    assert bool(list(cpu_notes(settings))) is settings.precision.tf32
+    ("device", "precision", "expected"), [("cuda:0", "tf32", "high"), ("cuda:0", "fp32", None), ("cpu", "tf32", None)]
+)
+def test_a_trial_multiplies_in_tf32_only_if_it_says_so_on_a_gpu(
+    device: str, precision: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves the process as it was, though it fails."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(torch.get_float32_matmul_precision())
+
+    monkeypatch.setattr(TRAINING, "setup_distributed", lambda _: DistributedContext(0, 0, 1, torch.device(device)))
+    monkeypatch.setattr(TRAINING, "start_clean", lambda _: None)
+    monkeypatch.setattr(TRAINING, "_train", fail)
+    before = torch.get_float32_matmul_precision()
+    with pytest.raises(RuntimeError, match=expected or before):
+        train(config(f"precision={precision}"), tmp_path, Memo())
+    assert torch.get_float32_matmul_precision() == before == "highest"
+
+
+def test_notes_say_where_tf32_would_help_and_where_it_does_not() -> None:
+    noted = {
+        (precision, has_tf32)
+        for precision in ("fp32", "grad_bf16", "tf32", "bf16")
+        for has_tf32 in (True, False)
+        if list(gpu_notes(config(f"precision={precision}"), has_tf32))
+    }
+    assert noted == {("fp32", True), ("grad_bf16", True), ("tf32", False)}
+    assert [bool([*cpu_notes(config(f"precision={precision}"))]) for precision in ("tf32", "fp32")] == [True, False]
 
 
 class Sub(nn.Linear):
@@ -86,34 +65,8 @@ class Block(nn.Module):
         self.whole, self.odd, self.sub = nn.Linear(32, 16), nn.Linear(16, 10), Sub(16, 16)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(16, 16)
-
-
-@pytest.mark.ci
-def test_linear_layers_of_blocks_with_sizes_of_a_gpu_are_float8() -> None:
-    pytest.importorskip("torchao", reason="make test-ci has it")
-    with torch.device("meta"):
-        model = Net()
-    before = dict(model.named_parameters())
-    apply_float8(model, (Block,), CPU, emulate=True)
-    kinds = {name: type(m).__name__ for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    of_block = {"whole": "Float8Linear", "odd": "Linear", "sub": "Sub"}
-    expected = {f"blocks.{i}.{name}": kind for i in range(2) for name, kind in of_block.items()}
-    assert kinds == {**expected, "head": "Linear"}
-    after = dict(model.named_parameters())
-    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
-
-
-@pytest.mark.ci
-def test_where_nothing_can_be_float8_it_is_refused() -> None:
-    pytest.importorskip("torchao", reason="make test-ci has it")
-    with pytest.raises(UserError, match=r"precision=float8 needs a GPU .*a CPU; use precision=bf16_mixed"):
-        apply_float8(Net(), (Block,), CPU)
-    with pytest.raises(UserError, match="precision=float8 has nothing to convert"):
-        apply_float8(Net(), (nn.LayerNorm,), CPU, emulate=True)
+def net() -> nn.Module:
+    return nn.ModuleDict({"blocks": nn.ModuleList(Block() for _ in range(2)), "head": nn.Linear(16, 16)})
 
 
 def kept(layer: nn.Module, *shape: int) -> list[tuple[int, ...]]:
@@ -125,32 +78,46 @@ def kept(layer: nn.Module, *shape: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.ci
-def test_a_forecasts_float8_layer_keeps_what_torchaos_keeps() -> None:
+def test_linear_layers_of_blocks_with_sizes_of_a_gpu_are_float8() -> None:
+    """A forecast's layers keep what torchao's keep."""
     pytest.importorskip("torchao", reason="make test-ci has it")
-    torchaos, ours = Net(), Net()
-    apply_float8(torchaos, (Block,), CPU, emulate=True)
-    apply_fake_float8(ours, (Block,), CPU)
-    expected = kept(torchaos.blocks[0].whole, 2, 16, 32)
+    model, forecast = net(), net()
+    before = dict(model.named_parameters())
+    apply_float8(model, (Block,), CPU, emulate=True)
+    kinds = {name: type(m).__name__ for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    of_block = {"whole": "Float8Linear", "odd": "Linear", "sub": "Sub"}
+    expected = {f"blocks.{i}.{name}": kind for i in range(2) for name, kind in of_block.items()}
+    assert kinds == {**expected, "head": "Linear"}
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+
+    apply_fake_float8(forecast, (Block,), CPU)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert kept(ours.blocks[0].whole, 2, 16, 32) == expected == [(2, 16, 32)]
+        of_forecast = kept(forecast.blocks[0].whole, 2, 16, 32)
+    assert of_forecast == kept(model.blocks[0].whole, 2, 16, 32) == [(2, 16, 32)]
 
 
-def losses_on_gpu(words: list[str], folder: str) -> list[float]:
+@pytest.mark.ci
+def test_where_nothing_can_be_float8_it_is_refused() -> None:
+    pytest.importorskip("torchao", reason="make test-ci has it")
+    with pytest.raises(UserError, match=r"precision=float8 needs a GPU .*a CPU; use precision=bf16_mixed"):
+        apply_float8(net(), (Block,), CPU)
+    with pytest.raises(UserError, match="precision=float8 has nothing to convert"):
+        apply_float8(net(), (nn.LayerNorm,), CPU, emulate=True)
+
+
+def losses_on_gpu(words: list[str]) -> list[float]:
     """On one rank with a GPU: the loss of each step."""
-    import torch.distributed as dist
-
-    dist.destroy_process_group()  # tests.ranks made one for CPUs
-    losses: list[float] = []
-    train(config(*words), Path(folder), Memo(), losses.extend)
+    torch.distributed.destroy_process_group()  # tests.ranks made one for CPUs
+    ((losses, _),) = train_all([words])
     return losses
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("more", [["sharding=ddp"], ["sharding=per_block"], ["sharding=root", "compile=true"]], ids=str)
-def test_a_gpu_learns_in_float8_what_float32_learns(more: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", ["sharding=ddp", "sharding=per_block", "sharding=root compile=true"])
+def test_a_gpu_learns_in_float8_what_float32_learns(more: str) -> None:
     pytest.importorskip("torchao", reason="make test-ci has it")
     words = ["optimizer=sgd", "optimizer.lr=0.1"]
-    (losses,) = run_ranks(1, losses_on_gpu, [*words, "precision=float8", *more], str(tmp_path))
-    plain = train_unsharded(config(*words)).losses
-    assert 1e-6 < apart(losses, plain) <= FLOAT8_TOLERANCE
+    (losses,) = run_ranks(1, losses_on_gpu, [*words, "precision=float8", *more.split()])
+    assert 1e-6 < apart(losses, train_unsharded(config(*words)).losses) <= FLOAT8_TOLERANCE
