@@ -19,7 +19,7 @@ from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.metrics import METRICS, Column, Gate, Metric, declared
 from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.config.status import TrialStatus
-from fsdp_lab.nightly.gate import LOSS, judge, judged_columns
+from fsdp_lab.nightly.gate import judge, judged_columns
 from fsdp_lab.nightly.texts import row
 from fsdp_lab.record.results_csv import write_results
 from fsdp_lab.report.page import to_html
@@ -46,23 +46,21 @@ def finished(number: int, figures: dict[str, float]) -> TrialState:
     return state
 
 
-def test_a_metric_that_is_declared_is_shown_judged_and_may_be_an_objective(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    """In results.csv, on the terminal, in the report, in the text that explains metrics, and at night."""
+def test_a_metric_that_is_declared_is_shown_and_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """As an objective, in results.csv, on the terminal, in the report, in the text that explains metrics, at night."""
     with pytest.raises(ConfigError, match=f"objective={KEY}:min is not a metric of a trial. .*train/loss"):
         objectives([f"{KEY}:min"])
     monkeypatch.setattr(metrics, "METRICS", (*METRICS, ADDED))
     assert objectives([f"{KEY}:min"]) == [(KEY, "min")]
-    states = [finished(0, {KEY: 0.0123, "perf/undeclared": 1.0}), finished(1, {KEY: 0.0456})]
-    write_results(tmp_path, [], rows_of(sweep_of(states), lambda number: ""))
-    first, _ = csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text()))
-    assert first[KEY] == "0.0123" and "perf/undeclared" not in first
+    made = sweep_of([finished(0, {KEY: 0.0123, "perf/undeclared": 1.0}), finished(1, {KEY: math.nan})])
+    write_results(tmp_path, [], rows_of(made, lambda number: ""))
+    rows = [*csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text()))]
+    assert [row[KEY] for row in rows] == ["0.0123", "nan"] and "perf/undeclared" not in rows[0]
     shown = io.StringIO()
-    Console(sweep_of(states), RichConsole(file=shown, width=160)).final()
-    assert "stall" in shown.getvalue() and "*12.3" in shown.getvalue() and " 45.6" in shown.getvalue()
-    made = sweep([trial(i, ROWS[i], **{KEY: 0.01 * (i + 1)}) for i in (0, 2)])
-    table = to_html(made).partition('class="sortable"')[2].partition("</table>")[0]
+    Console(made, RichConsole(file=shown, width=160)).final()
+    assert "stall" in shown.getvalue() and "*12.3" in shown.getvalue()
+    made_by_hand = sweep([trial(i, ROWS[i], **{KEY: 0.01 * (i + 1)}) for i in (0, 2)])
+    table = to_html(made_by_hand).partition('class="sortable"')[2].partition("</table>")[0]
     assert "stalled ms" in table and re.search(r'class="number best"[^>]*>10\.0<', table) and ">30.0<" in table
     assert f"| `{KEY}` | s | the time in which nothing was computed |" in how_to_read()
     before, now = (
@@ -70,28 +68,6 @@ def test_a_metric_that_is_declared_is_shown_judged_and_may_be_an_objective(
     )
     worse = [row(f) for f in judge(now, [("before", True, before)], ToleranceConfig(), 0.005) if f.is_regression]
     assert [(r.metric, r.before, r.tonight, r.change) for r in worse] == [("stalled ms", "10.0", "20.0", "+100.0 %")]
-
-
-def test_a_figure_has_one_text_whatever_others_have_and_nan_is_measured(tmp_path: Path):
-    losses: list[dict[str, float]] = [{}, {"val/loss": math.nan}, {"epoch": 2, "val/loss": 1e3}]
-    for more in ([], [{"val/loss": 0.5}]):
-        states = [finished(number, figures) for number, figures in enumerate([*losses, *more])]
-        write_results(tmp_path, [], rows_of(sweep_of(states), lambda number: ""))
-        rows = csv.DictReader(io.StringIO((tmp_path / "results.csv").read_text()))
-        texts = [(row["epoch"], row["val/loss"]) for row in rows]
-        assert texts[:3] == [("1", ""), ("1", "nan"), ("2", "1000")]
-
-
-def test_a_family_has_the_keys_of_its_form():
-    forms = {
-        "memory/peak_bytes": "memory/peak_bytes",  # of its own, though its family has the same form
-        "memory/unsharded_param_bytes": "memory/<category>_bytes",
-        "memory/rank7/host_peak_bytes": "memory/rank<r>/<total>_bytes",
-    }
-    assert {key: declared(key).key for key in forms} == forms
-    for key in ("memory/rank/peak_bytes", "memory/<category>_bytes", "val/los"):
-        with pytest.raises(KeyError, match=re.escape(key)):
-            declared(key)
 
 
 def test_keys_and_labels_differ_and_the_gate_has_a_metric_for_each_tolerance():
@@ -102,7 +78,6 @@ def test_keys_and_labels_differ_and_the_gate_has_a_metric_for_each_tolerance():
         assert len(set(labels)) == len(labels) > 5
     judged = metrics.gated()
     assert {each.gate.tolerance for each in judged} == {field.name for field in dataclasses.fields(ToleranceConfig)}
-    assert LOSS in [each.key for each in judged]
     assert all(each.better or each.gate.kind != "ratio" for each in judged), "which way is worse"
 
 
@@ -111,6 +86,10 @@ _KEY = re.compile(r"""(?<![\w"'])["']((?:train|val|perf|memory|forecast|checkpoi
 
 
 def test_every_key_in_the_code_is_declared():
+    """A family has the keys of its form."""
+    assert declared("memory/rank7/host_peak_bytes").key == "memory/rank<r>/<total>_bytes"
+    with pytest.raises(KeyError, match="val/los"):
+        declared("val/los")
     used = {key for file in (ROOT / "fsdp_lab").rglob("*.py") for key in _KEY.findall(file.read_text())}
     assert len(used) > 20
     for key in sorted(used - {metric.mib_key for metric in METRICS}):

@@ -23,14 +23,14 @@ from tests.workloads.user.project import importable
 
 @contextmanager
 def answered_here(interrupt_after: int | None = None) -> Iterator[None]:
-    """Let forecasts be made in this process; press Ctrl-C after so many of a grid."""
+    """Let forecasts be made in this process, which after so many of a grid is asked to end."""
 
     def answer_here(
         requests: dict[str, run.Request], _: int, note: Callable[[str, Future[Any]], None], stop: object
     ) -> None:
         for number, (key, request) in enumerate(requests.items()):
             if number == interrupt_after:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGTERM)
             answer: Future[Any] = Future()
             answer.set_result(run._answer(request))
             note(key, answer)
@@ -40,13 +40,7 @@ def answered_here(interrupt_after: int | None = None) -> Iterator[None]:
 
 
 def forecast_here(folder: Path, *words: str, interrupt_after: int | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command in a folder, where a user's modules are importable; return its exit status and what it printed.
-
-    Args:
-        folder: the working directory.
-        words: the command line.
-        interrupt_after: press Ctrl-C after so many forecasts of a grid.
-    """
+    """Run the command in a folder, where a user's modules are importable."""
     out, err = io.StringIO(), io.StringIO()
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:

@@ -21,11 +21,9 @@ from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
 from fsdp_lab.forecast.run import Background, Forecaster, Request, forecast_all
 from fsdp_lab.forecast.words import no_forecast_text
-from fsdp_lab.training.__main__ import read_config
 from tests.forecast.command import answer, answered_here, forecast_here
 from tests.processes import called, still_running
 from tests.ranks import config
-from tests.sweep.conftest import wait_for
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -39,17 +37,6 @@ def written(folder: Path) -> list[dict[str, str]]:
     (file,) = folder.rglob("forecast.csv")
     with file.open() as lines:
         return list(csv.DictReader(lines))
-
-
-def test_one_configuration(forecast: Command, tmp_path: Path):
-    words = ["sharding=root", "precision=bf16", "cluster.num_workers=4", "training.global_batch_size=64"]
-    done = forecast(*words, "forecast.keep=3")
-    assert done.returncode == 0, done.stderr
-    assert "forecast.keep" not in done.stdout, "which chooses among several"
-    (row,) = written(tmp_path)
-    peaks = forecast_profile(read_config(None, words), 4, cuda=False).peaks["device"]
-    assert (int(row["peak_bytes"]), int(row["activation_bytes"])) == (peaks["total"], peaks["activation"])
-    assert f"{peaks['total'] / 2**20:.2f}" in done.stdout and (tmp_path / row["timeline"]).is_file()
 
 
 def test_a_grid_is_sorted_by_peak_and_says_what_fits(forecast: Command, tmp_path: Path):
@@ -130,26 +117,6 @@ def test_an_interrupt_keeps_the_forecasts_that_are_made(forecast: Command, tmp_p
     assert "interrupted after 2 of 3 settings" in done.stderr and "forecast peak of" in done.stdout
     done = forecast(*words, "offload=none", interrupt_after=0)
     assert done.returncode == 130 and "interrupted before a forecast was made" in done.stderr
-
-
-@pytest.mark.full
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_interrupts_the_processes_of_a_grid(tmp_path: Path, number: int):
-    axes = ["sharding=ddp,root,per_block", "precision=fp32,bf16_mixed", "optimizer=sgd,adam", "model=vit_b_16"]
-    command = [sys.executable, "-m", "fsdp_lab.forecast", "-m", *axes, "offload=none", "reshard_after_forward=always"]
-    with subprocess.Popen(
-        [*command, f"forecast.folder={tmp_path}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        # Of at most three processes one is at its second page: its first forecast has been known since then.
-        wait_for(lambda: len(list(tmp_path.glob("timeline_*.html"))) >= 4, process, 200)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    made = len(written(tmp_path))
-    assert 1 <= made < 12
-    assert f"fsdp_lab.forecast: interrupted after {made} of 12 settings" in err
-    assert "forecast peak of" in out and "Traceback" not in err
 
 
 def test_many_are_forecast_once_each_and_returned_in_order(monkeypatch: pytest.MonkeyPatch):

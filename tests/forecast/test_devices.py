@@ -23,7 +23,7 @@ from fsdp_lab.forecast.forecast import forecast
 from fsdp_lab.forecast.observations import observations_file, read_observations, record_observation
 from fsdp_lab.forecast.run import Request, forecast_one
 from fsdp_lab.forecast.speed.costs import seconds
-from fsdp_lab.forecast.speed.device import Basis, Device, Factors, KnownError, digest, load_device
+from fsdp_lab.forecast.speed.device import Basis, Factors, KnownError, digest, load_device
 from fsdp_lab.forecast.speed.predict import Parts, predict
 from fsdp_lab.forecast.speed.program import Kind, Stream
 from fsdp_lab.forecast.speed.refine import Observation, pair_error, refine
@@ -88,19 +88,13 @@ def test_an_own_data_sheet_is_used_and_what_it_lacks_is_named(tmp_path: Path):
 def test_the_host_is_this_machine_if_the_device_is(fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch):
     """`auto` is for this machine's GPUs, and for CPUs without one."""
     monkeypatch.setattr("fsdp_lab.forecast.devices.host_memory", lambda: 7)
-
-    def asked(*words: str) -> tuple[bool, Device | None, Host]:
-        request = Request.of(config(*words), 8)
-        return request.cuda, request.sheet, request.host
-
+    plain, h200 = config(), config("forecast.device=h200")
     fake_gpus(2, 81920, 81920)  # which are called NVIDIA H200
-    assert asked() == asked("forecast.device=h200") == (True, sheet("h200"), Host(7, 2))
-    assert asked("forecast.device=cuda") == (True, None, Host(7, 2))
-    assert asked("forecast.device=h100_sxm")[2] == Host(None, 8)
-    assert asked("forecast.device=cuda", "forecast.capacity_gib=80")[2] == Host(None, 8), "of some other device"
+    for asked in (Request.of(plain, 8), Request.of(h200, 8)):
+        assert (asked.cuda, asked.sheet, asked.host) == (True, sheet("h200"), Host(7, 2))
+    assert Request.of(config("forecast.device=h100_sxm"), 8).host == Host(None, 8)
     fake_gpus(0)
-    assert asked("forecast.device=h200") == (True, sheet("h200"), Host(None, 8))
-    assert asked()[:2] == (False, None)
+    assert Request.of(h200, 8).host == Host(None, 8) and not Request.of(plain, 8).cuda
 
 
 def test_a_sweep_has_the_memory_and_speed_of_its_own_gpus(fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch):

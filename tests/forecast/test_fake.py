@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import gc
-import itertools
-import random
 import re
 import weakref
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as attend
 
@@ -25,7 +22,7 @@ from fsdp_lab.forecast.fake import ACCELERATOR, HOST, fake_tensors, fake_world
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.kernels import buffer_bytes, cuda_kernels
 from fsdp_lab.training.profile import Event, Profile
-from tests.forecast.planted import kept, num_bytes
+from tests.forecast.planted import kept
 from tests.operators import Operators
 from tests.ranks import config
 
@@ -63,17 +60,6 @@ def test_a_fake_reduction_frees_its_tensor_without_a_garbage_collection(dtype: t
             assert storage() is None
     finally:
         gc.enable()
-
-
-def test_a_fake_lstm_keeps_what_a_real_one_keeps() -> None:
-    """oneDNN's workspace among it, for which PyTorch's own fake layer has nothing."""
-
-    def size() -> int:
-        return num_bytes(kept(lambda: nn.LSTM(16, 32, num_layers=2)(torch.rand(7, 3, 16))))
-
-    real = size()
-    with fake_tensors():
-        assert size() == real
 
 
 # vit_tiny with 1 block: 2 heads, hidden 64, 4 x 4 patches and the class token
@@ -241,28 +227,6 @@ def test_which_block_is_taken(steps: str, expandable: bool, reserved: int):
             size, _, stream = step[2:].partition("@")
             allocator.allocate(step[1], int(size) * MIB, stream)
     assert allocator.reserved == reserved * MIB
-
-
-def test_at_any_time_blocks_are_whole_and_apart():
-    """Ten thousand requests at random: each segment stays covered by its blocks, once, and the sums agree."""
-    rng = random.Random(0)
-    allocator, held = CachingAllocator(), {}
-    for number in range(10_000):
-        if held and rng.random() < 0.5:
-            key = rng.choice(list(held))
-            allocator.free(key)
-            del held[key]
-        else:
-            held[number] = rng.choice([rng.randint(1, 4000), rng.randint(1, 30 * MIB)])
-            allocator.allocate(number, held[number], rng.choice(["", "gather"]))
-    used = [block for block, _ in allocator._blocks.values()]
-    free = [block for blocks in allocator._free.values() for _, _, block in blocks]
-    assert allocator.requested == sum(held.values())
-    assert allocator.active == sum(block.size for block in used)
-    assert allocator.reserved == sum(block.size for block in [*used, *free])
-    spans = sorted((block.address, block.address + block.size) for block in [*used, *free])
-    assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(spans))
-    assert not any(block.after is not None and block.after.free for block in free), "free neighbours are one"
 
 
 Step = list[tuple[int, str, int]]  # storage, category, MiB from now on

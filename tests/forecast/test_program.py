@@ -139,23 +139,6 @@ def test_a_fused_chain_is_one_kernel_and_keeps_its_input():
     assert backward == ([size, size], [size]), "it reads x and the gradient of y"
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-def test_a_compiled_step_computes_the_same_and_moves_less(checkpointing: str):
-    words = ["task=language", "model=lm_tiny", "precision=bf16_mixed", f"activation_checkpointing={checkpointing}"]
-    eager, compiled = (
-        forecast_step(config(*words, f"compile={value}"), 4, cuda=True, traced=True).program
-        for value in ("false", "true")
-    )
-    for kind in (Kind.matmul, Kind.attention):
-        assert total(eager, kind) == total(compiled, kind)
-    for kind in (Kind.gather, Kind.scatter):
-        assert total(eager, kind, "num_bytes") == total(compiled, kind, "num_bytes")
-    assert total(compiled, Kind.memory, "num_bytes") < 0.8 * total(eager, Kind.memory, "num_bytes")
-    fused = [o for o in compiled if o.name == "fused"]
-    assert fused and all(o.module.startswith("blocks.") for o in fused)
-
-
 def test_float8_layers_keep_bfloat16_and_cast_for_each_product():
     """Of a block: seven layers with three products each; the head stays in bfloat16."""
     sizes = ["model.dim=64", "model.num_layers=1", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=176"]
