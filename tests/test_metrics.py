@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import math
 import re
@@ -70,23 +69,11 @@ def test_a_metric_that_is_declared_is_shown_and_judged(monkeypatch: pytest.Monke
     assert [(r.metric, r.before, r.tonight, r.change) for r in worse] == [("stalled ms", "10.0", "20.0", "+100.0 %")]
 
 
-def test_keys_and_labels_differ_and_the_gate_has_a_metric_for_each_tolerance():
-    keys = [metric.key for metric in METRICS] + [metric.mib_key for metric in METRICS if metric.mib_key]
-    assert len(set(keys)) == len(keys)
-    for table in ("csv", "terminal", "report"):
-        labels = [metric.label for metric in metrics.table_columns(table)]
-        assert len(set(labels)) == len(labels) > 5
-    judged = metrics.gated()
-    assert {each.gate.tolerance for each in judged} == {field.name for field in dataclasses.fields(ToleranceConfig)}
-    assert all(each.better or each.gate.kind != "ratio" for each in judged), "which way is worse"
-
-
 # A text of the code that is a key, but no f-string.
 _KEY = re.compile(r"""(?<![\w"'])["']((?:train|val|perf|memory|forecast|checkpoint)/[a-z0-9_]+)["']""")
 
 
 def test_every_key_in_the_code_is_declared():
-    """A family has the keys of its form."""
     assert declared("memory/rank7/host_peak_bytes").key == "memory/rank<r>/<total>_bytes"
     with pytest.raises(KeyError, match="val/los"):
         declared("val/los")

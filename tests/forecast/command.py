@@ -25,9 +25,7 @@ from tests.workloads.user.project import importable
 def answered_here(interrupt_after: int | None = None) -> Iterator[None]:
     """Let forecasts be made in this process, which after so many of a grid is asked to end."""
 
-    def answer_here(
-        requests: dict[str, run.Request], _: int, note: Callable[[str, Future[Any]], None], stop: object
-    ) -> None:
+    def answer_here(requests: dict[str, run.Request], _: int, note: Callable[..., None], stop: object) -> None:
         for number, (key, request) in enumerate(requests.items()):
             if number == interrupt_after:
                 signal.raise_signal(signal.SIGTERM)

@@ -50,19 +50,16 @@ def gather(num_bytes: float, ranks: int, kind: Kind = Kind.gather) -> Operator:
     return operator(kind, num_bytes=num_bytes, group=tuple(range(ranks)))
 
 
-def observation(setting: str, parts: Parts, factors: Factors, noise: float = 1.0) -> Observation:
-    """Return a trial that took what its prediction's parts take, times `factors` and `noise`."""
-    shown = (1 - factors.overlap) * parts.hidden
-    seconds = factors.compute * parts.compute + factors.communication * parts.communication + parts.launch + shown
-    return Observation(setting, parts, seconds * noise, "2.15.0", "d")
-
-
 def observations(count: int, factors: Factors, spread: float = 0.0) -> list[Observation]:
+    """Return trials that took what the parts of their predictions take, times `factors` and some noise."""
     draw = random.Random(0)
     collected = []
     for number in range(count):
         parts = Parts(draw.uniform(0.1, 1), draw.uniform(0, 1), 0.01, draw.uniform(0, 0.5))
-        collected.append(observation(str(number), parts, factors, 1 + draw.uniform(-spread, spread)))
+        worked = factors.compute * parts.compute + factors.communication * parts.communication
+        seconds = worked + parts.launch + (1 - factors.overlap) * parts.hidden
+        noise = 1 + draw.uniform(-spread, spread)
+        collected.append(Observation(str(number), parts, seconds * noise, "2.15.0", "d"))
     return collected
 
 
@@ -73,13 +70,7 @@ ACTIVE = {"yes": 750, "tight": 900, "no": 901}
 
 
 def speed_of(step_s: float, error: float = 0.1, **changed: object) -> Speed:
-    """Return a step that nothing bounds in particular, in the group of one model.
-
-    Args:
-        step_s: its seconds.
-        error: of the prediction, as a share, either way.
-        changed: other fields.
-    """
+    """Return a step that nothing bounds in particular, in the group of one model; `error` is a share."""
     speed = Speed(
         step_s, dict.fromkeys(BOUNDS, 0.2), step_s / (1 + error), step_s / (1 - error), error, Basis.fitted, "X",
         samples=100, group="one model",

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from fsdp_lab.forecast import allocator as rules
-from fsdp_lab.forecast.allocator import STREAMS_BEFORE_129721, CachingAllocator, allocator_peaks
+from fsdp_lab.forecast.allocator import CachingAllocator, allocator_peaks
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, fake_tensors, fake_world
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.kernels import buffer_bytes, cuda_kernels
@@ -25,23 +25,6 @@ from fsdp_lab.training.profile import Event, Profile
 from tests.forecast.planted import kept
 from tests.operators import Operators
 from tests.ranks import config
-
-LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy", "huber_loss", "cross_entropy")
-
-
-def loss_bytes(name: str, reduction: str) -> int:
-    loss = getattr(F, name)(torch.rand(8, 5, requires_grad=True), torch.rand(8, 5), reduction=reduction)
-    loss.sum().backward()
-    return loss.untyped_storage().nbytes()
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_fake_loss_has_the_storage_of_a_real_one(name: str) -> None:
-    """Some means keep the memory of all elements: 160 bytes here, not 4."""
-    reductions = ("mean", "sum", "none")
-    real = [loss_bytes(name, reduction) for reduction in reductions]
-    with fake_tensors():
-        assert [loss_bytes(name, reduction) for reduction in reductions] == real
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -114,45 +97,28 @@ def test_the_buffer_of_a_sum_is_the_one_that_a_gpu_asked_for(rows: int, columns:
         assert buffer_bytes(None, torch.ops.aten.sum.dim_IntList, (gradient, [0], True)) == expected
 
 
-FLASH, EFFICIENT = "_flash_attention", "_efficient_attention"
-PLAIN = "softmax"  # a part of the plain path
-
-
 @pytest.mark.parametrize(
-    ("dtype", "heads", "size", "masked", "kernel"),
+    ("dtype", "heads", "masked", "kernel"),
     [
-        (torch.bfloat16, 4, 16, False, FLASH),
-        (torch.float16, 2, 16, False, FLASH),  # fewer heads of keys: grouped queries
-        (torch.bfloat16, 4, 20, False, FLASH),  # padded to 24
-        (torch.bfloat16, 4, 16, True, EFFICIENT),
-        (torch.float32, 4, 16, False, EFFICIENT),
-        (torch.float32, 4, 18, False, PLAIN),  # a head size that is no multiple of 4
-        (torch.float32, 2, 16, False, PLAIN),  # efficient attention takes no grouped queries
+        (torch.float16, 2, False, "_flash_attention"),  # fewer heads of keys: grouped queries
+        (torch.bfloat16, 4, True, "_efficient_attention"),
+        (torch.float32, 2, False, "softmax"),  # the plain path: efficient attention takes no grouped queries
     ],
 )
-def test_the_kernel_is_the_one_that_a_gpu_would_choose(
-    dtype: torch.dtype, heads: int, size: int, masked: bool, kernel: str
-):
+def test_the_kernel_is_the_one_that_a_gpu_would_choose(dtype: torch.dtype, heads: int, masked: bool, kernel: str):
     with FakeTensorMode(), cuda_kernels(), Operators() as called:
-        query = torch.empty(3, 4, 10, size, dtype=dtype, device=ACCELERATOR, requires_grad=True)
-        key = torch.empty(3, heads, 10, size, dtype=dtype, device=ACCELERATOR)
+        query, key = (torch.empty(3, n, 10, 16, dtype=dtype, device=ACCELERATOR) for n in (4, heads))
         bias = torch.empty(3, 4, 10, 10, dtype=dtype, device=ACCELERATOR) if masked else None
-        out = F.scaled_dot_product_attention(query, key, key, bias, enable_gqa=heads != 4)
-        out.sum().backward()
-    assert out.shape == (3, 4, 10, size) and query.grad is not None
-    assert [k for k in (FLASH, EFFICIENT, PLAIN) if any(name.endswith(k) for name in called.names)] == [kernel]
+        F.scaled_dot_product_attention(query, key, key, bias, enable_gqa=heads != 4)
+    assert any(name.endswith(kernel) for name in called.names)
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype")
-@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
-def test_a_gpus_rms_norm_keeps_its_input_and_a_number_a_row(weight_dtype: torch.dtype):
-    """But for a weight of another type, with which it is computed step by step."""
+def test_a_gpus_rms_norm_keeps_its_input_and_a_number_a_row():
     with FakeTensorMode(), cuda_kernels():
-        norm = torch.nn.RMSNorm(64, device=ACCELERATOR, dtype=weight_dtype)
+        norm = torch.nn.RMSNorm(64, device=ACCELERATOR, dtype=torch.bfloat16)
         rows = torch.empty(3, 10, 64, device=ACCELERATOR, dtype=torch.bfloat16, requires_grad=True)
         tensors = [(tuple(t.shape), t.dtype) for t in kept(lambda: norm(rows).sum().backward())]
-    fused = [((3, 10, 64), torch.bfloat16), ((64,), torch.bfloat16), ((3, 10, 1), torch.float32)]
-    assert tensors == fused if weight_dtype is torch.bfloat16 else len(tensors) > len(fused)
+    assert tensors == [((3, 10, 64), torch.bfloat16), ((64,), torch.bfloat16), ((3, 10, 1), torch.float32)]
 
 
 def test_attention_that_a_model_imports_by_its_name_is_a_gpus() -> None:
@@ -232,7 +198,6 @@ def test_which_block_is_taken(steps: str, expandable: bool, reserved: int):
 Step = list[tuple[int, str, int]]  # storage, category, MiB from now on
 ACTIVATION: Step = [(1, "activation", 16), (1, "activation", 0)]
 GATHERED: Step = [(0, "all_gather", 16), (0, "all_gather", 0), *ACTIVATION]
-SCATTERED: Step = [(0, "reduce_scatter", 16), (0, "reduce_scatter", 0), *ACTIVATION]
 REDUCED: Step = [(0, "temp", 16), (0, "grad", 16), (0, "grad", 0), *ACTIVATION]
 
 
@@ -246,9 +211,6 @@ REDUCED: Step = [(0, "temp", 16), (0, "grad", 16), (0, "grad", 0), *ACTIVATION]
         # what is gathered lies in a pool of its own where the model is sharded
         (GATHERED, 0, True, {}, 32),
         (GATHERED, 0, False, {}, 16),
-        # what is scattered lay in one before pytorch#129721: the compute stream could not have it
-        (SCATTERED, 0, True, {}, 16),
-        (SCATTERED, 0, True, {"streams": STREAMS_BEFORE_129721}, 32),
         # a single worker gathers nothing and reduces on a stream of its own
         (REDUCED, 0, True, {}, 32),
     ],

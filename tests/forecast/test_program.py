@@ -66,10 +66,7 @@ def test_each_unit_is_gathered_twice_and_scattered_once():
     for policy, backwards in (("never", 0), ("always", 3)):
         operators = program("sharding=per_block", f"reshard_after_forward={policy}")
         assert sum(o.kind is Kind.gather and o.phase == "backward" for o in operators) == backwards, policy
-
-
-def test_ddp_reduces_each_gradient_once():
-    operators = program(*WHOLE)
+    operators = program(*WHOLE)  # DDP reduces each gradient once
     assert total(operators, Kind.reduce, "num_bytes") == 4 * (2 * BLOCK + ROOT)
     assert not any(o.kind in (Kind.gather, Kind.scatter) for o in operators)
 
