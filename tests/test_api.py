@@ -10,7 +10,6 @@ import pytest
 
 from fsdp_lab import api
 from fsdp_lab.report.answer import Answer
-from tests import forked
 from tests.conftest import INLINE, PLAIN, without
 from tests.forecast.command import answered_here
 from tests.report.sweeps import sweep
@@ -64,18 +63,6 @@ def test_a_sweep_has_its_answer_and_its_chart():
     assert "sharding=root precision=bf16" in result.recommendation.sentence and len(result.plot().data) > 0
     assert repr(result).startswith("Recommended: sharding=root precision=bf16") and "Compared with it" in repr(result)
     assert set(result.frame()["sharding"]) == {"ddp", "root", "per_block"}
-    rates = ("0.001", "1e-05", "10")
-    result.trials[:] = result.trials[:3]
-    for trial, rate in zip(result.trials, rates, strict=True):
-        trial.setting["sharding"] = rate
-    assert result.frame()["sharding"].tolist() == [0.001, 1e-05, 10.0], "an axis of numbers is a column of numbers"
-
-
-def run_in_a_fork(module: str, words: list[str], quiet: bool) -> None:
-    """Run a command as `api._run` does, whose own tests are above, without seconds of imports."""
-    assert quiet
-    done = forked.run(Path.cwd(), module, *words)
-    assert done.returncode == 0, done.stderr
 
 
 def test_forecasts_that_all_fail_are_an_error_with_the_reasons(tmp_path: Path):
@@ -155,7 +142,6 @@ def test_a_forecast_leaves_nothing_behind_in_its_process(tmp_path: Path):
 
 def test_a_sweep_is_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(api, "_run", run_in_a_fork)
     lay_store(tmp_path)
     once = without(INLINE, "sharding=", "hydra.")
     result = api.sweep({"sharding": "per_block"}, [*once, "training.epochs=1"], "optimizer.lr=1e-3,1e-2", quiet=True)

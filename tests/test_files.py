@@ -7,7 +7,6 @@ import fcntl
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -53,23 +52,6 @@ def test_who_has_a_lock_is_known_until_it_is_killed(tmp_path: Path):
     with exclusive(path):
         assert holder(path).startswith(f"process {os.getpid()}, since 20")
     assert holder(path) == ""
-
-
-def test_who_waits_gets_it_when_it_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Let go while the wait lasts: between two looks."""
-    path = tmp_path / ".lock"
-    looks = []
-    with held(path) as other, monkeypatch.context() as patch:
-
-        def wait(seconds: float) -> None:
-            assert other.stdin is not None
-            other.stdin.close()
-            looks.append(other.wait())
-
-        patch.setattr(time, "sleep", wait)
-        with exclusive(path, limit_s=60.0):
-            assert holder(path).startswith(f"process {os.getpid()},")
-    assert looks == [0]
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
