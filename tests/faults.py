@@ -19,43 +19,19 @@ from pathlib import Path
 from queue import Queue
 
 ROOT = Path(__file__).resolve().parent.parent
-_COPIED = ("fsdp_lab", "conf", "hydra_plugins", "tests", "docs", "benchmarks", "experiments", "deploy", "README.md",
-           "pyproject.toml", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "mkdocs.yml")  # fmt: skip
-_LIMIT_S = 600
 MAKE_TEST, MAKE_CI = "not (ci or full or cluster or ui or gpu)", "not (full or cluster or ui or gpu)"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A wrong piece of code, and the test that must notice it.
+    """A wrong piece of code, and the test that must notice it."""
 
-    Attributes:
-        name: what is wrong, as a user would see it.
-        file: of the product.
-        right: a piece of its text, which occurs once.
-        wrong: what replaces it.
-        test: what pytest selects, relative to `tests/`.
-        marks: the tier whose cases of the test are run.
-    """
-
-    name: str
-    file: str
-    right: str
-    wrong: str
-    test: str
-    marks: str = MAKE_TEST
-
-    def plant(self, root: Path) -> None:
-        """Write the fault into a copy of the project.
-
-        Raises:
-            ValueError: the text does not occur exactly once.
-        """
-        path = root / self.file
-        text = path.read_text()
-        if text.count(self.right) != 1:
-            raise ValueError(f"{self.name}: {self.file} has changed; rewrite this fault for the new code")
-        path.write_text(text.replace(self.right, self.wrong))
+    name: str  # what is wrong, as a user would see it
+    file: str  # of the product
+    right: str  # a piece of its text, which occurs once
+    wrong: str  # what replaces it
+    test: str  # what pytest selects, relative to `tests/`
+    marks: str = MAKE_TEST  # the tier whose cases of the test are run
 
 
 LEARNS = "training/test_parity.py::test_a_sharded_run_learns_what_one_process_learns"
@@ -577,57 +553,55 @@ FAULTS = (
 
 
 def main() -> int:
-    """Plant the named faults, or all; 1 if one is not noticed."""
-    named = sys.argv[1:]
+    """Plant the named faults, or all, one for each core at a time; 1 if one is not noticed."""
+    named, cores = sys.argv[1:], os.cpu_count() or 1
     faults = [fault for fault in FAULTS if not named or any(name in fault.name for name in named)]
-    missed = 0
-    with tempfile.TemporaryDirectory() as folder:
-        copies: Queue[Path] = Queue()
-        cores = os.cpu_count() or 1
+    copies, missed = Queue[Path](), 0
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cores) as threads:
         for number in range(cores):
-            copies.put(_copied(Path(folder) / str(number)))
-        failing = _failing({(fault.test, fault.marks) for fault in faults}, copies.queue[0])
-        with ThreadPoolExecutor(cores) as threads:
-            for line, noticed in threads.map(lambda fault: _try(fault, copies, failing), faults):
-                print(line, flush=True)
-                missed += not noticed
+            copies.put(copy_project(Path(folder) / str(number)))
+        failing = _failing_without({(fault.test, fault.marks) for fault in faults}, copies.queue[0])
+        for line, noticed in threads.map(lambda fault: _try(fault, copies, failing), faults):
+            print(line, flush=True)
+            missed += not noticed
     print(f"{len(faults) - missed} of {len(faults)} faults noticed")
     return int(missed > 0)
 
 
-def _copied(folder: Path) -> Path:
-    for name in _COPIED:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        folder.mkdir(parents=True, exist_ok=True)
-        copy(ROOT / name, folder / name)
-    who = ("-c", "user.name=tests", "-c", "user.email=tests@localhost")
-    for words in (("init", "-q"), ("add", "-A"), (*who, "commit", "-qm", "copy")):  # runs record the commit
-        subprocess.run(["git", *words], cwd=folder, check=True)
+def copy_project(folder: Path) -> Path:
+    """Copy the files that git has or would add, and commit them: runs record the commit."""
+    git = ("git", "-c", "user.name=tests", "-c", "user.email=tests@localhost")
+    listed = subprocess.check_output([*git, "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines()
+    for name in (name for name in listed if (ROOT / name).is_file()):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    for words in (("init", "-q"), ("add", "-A"), ("commit", "-qm", "copy")):
+        subprocess.run([*git, *words], cwd=folder, check=True)
     return folder
 
 
-def _failing(tests: Collection[tuple[str, str]], copy: Path) -> list[str]:
-    """Return which of these tests fail without a fault, where the faults are planted; a run for each tier."""
-    failing: list[str] = []
-    for marks in dict.fromkeys(marks for _, marks in tests):
+def _failing_without(tests: Collection[tuple[str, str]], copy: Path) -> set[str]:
+    """Return the tests, and their files, that fail without a fault, where the faults are planted."""
+    failing = set()
+    for marks in {marks for _, marks in tests}:
         chosen = sorted(test for test, others in tests if others == marks)
         print(f"without a fault: {len(chosen)} tests of `{marks}`", flush=True)
         status, output = _run(chosen, marks, copy, "-n", "2", "--dist", "loadfile")
-        failing += _failed(output)
         if status not in (0, 1):
             raise RuntimeError(f"the tests end with {status} without a fault\n{output[-2000:]}")
+        for test in _failed(output):
+            failing |= {test, test.partition("[")[0], test.partition("::")[0]}
     return failing
 
 
 def _try(fault: Fault, copies: Queue[Path], failing: Collection[str]) -> tuple[str, bool]:
     """Return a line about a fault, and whether its test failed. `failing`: tests that fail without it."""
-    if any(f"tests/{fault.test}" in (test, test.partition("[")[0], test.partition("::")[0]) for test in failing):
+    if f"tests/{fault.test}" in failing:
         return f"MISSED          {fault.name}: {fault.test} does not pass without a fault", False
     copy = copies.get()
-    original = (copy / fault.file).read_text()
-    begun = time.monotonic()
+    original, begun = (copy / fault.file).read_text(), time.monotonic()
     try:
-        fault.plant(copy)
+        (copy / fault.file).write_text(original.replace(fault.right, fault.wrong))
         status, output = _run([fault.test], fault.marks, copy, "-x")
     finally:
         (copy / fault.file).write_text(original)
@@ -641,13 +615,13 @@ def _try(fault: Fault, copies: Queue[Path], failing: Collection[str]) -> tuple[s
 def _run(tests: Sequence[str], marks: str, copy: Path, *options: str) -> tuple[int, str]:
     """Run the cases of some tests in a tier; return pytest's status and output."""
     environment = {**os.environ, "PYTHONPATH": str(copy)}  # before the installed project
-    environment.pop("FSDP_LAB_TESTS", None)  # another folder: its sweep is to have run with the fault
+    environment.pop("FSDP_LAB_TESTS", None)  # another import server: it has imported the fault
+    limit = ("timeout", "--kill-after=10", str(600 * (1 + len(tests) // 10)))
     words = ["-q", "-p", "no:cacheprovider", *options, "-m", marks, *(f"tests/{test}" for test in tests)]
-    limit_s = _LIMIT_S * (1 + len(tests) // 10)
-    command = ["timeout", "--kill-after=10", str(limit_s), sys.executable, "-m", "pytest", *words]
     done = subprocess.run(
-        command, cwd=copy, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-    )
+        [*limit, sys.executable, "-m", "pytest", *words],
+        cwd=copy, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
     return done.returncode, done.stdout
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import select
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,20 +19,7 @@ import pytest
 
 from fsdp_lab import __version__
 from tests.conftest import ROOT
-
-_PARTS = (
-    ".ci", "fsdp_lab", "hydra_plugins", "conf", "pyproject.toml", "README.md", "LICENSE", "CITATION.cff",
-    "CHANGELOG.md",
-)  # fmt: skip
-
-
-def lay_checkout(folder: Path) -> Path:
-    for name in _PARTS:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, folder / name)
-    return folder
+from tests.faults import copy_project
 
 
 def release(checkout: Path, tag: str) -> subprocess.CompletedProcess[str]:
@@ -56,7 +42,7 @@ def change(file: Path, before: str, after: str) -> None:
     ],
 )
 def test_a_version_that_differs_is_reported(tmp_path: Path, file: str, message: str):
-    checkout = lay_checkout(tmp_path)
+    checkout = copy_project(tmp_path)
     for name in ("pyproject.toml", "fsdp_lab/__init__.py", "CITATION.cff"):
         if name != file:
             change(checkout / name, __version__, "9.9.9")
@@ -74,7 +60,7 @@ def test_constraints_hold_names_and_versions_only():
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What is built from a tag."""
-    checkout = lay_checkout(tmp_path_factory.mktemp("checkout"))
+    checkout = copy_project(tmp_path_factory.mktemp("checkout"))
     change(checkout / "CHANGELOG.md", "## Unreleased", f"## Unreleased\n\n- Later.\n\n## {__version__}")
     done = release(checkout, f"v{__version__}")
     assert done.returncode == 0, done.stderr
