@@ -42,16 +42,6 @@ FakeGpus = Callable[..., None]  # the fixture `fake_gpus`
 TIERS = pytest.StashKey[dict[str, set[str]]]()  # test -> the tiers of its cases
 FASHION_MNIST = ROOT.parent / "shared" / "data"
 
-# Calls `main` and prints afterwards which of the slow libraries were imported.
-_MAIN_THAT_LISTS = """
-import sys
-from fsdp_lab.commands.main import main
-try:
-    main()
-finally:
-    print("imported:", *[m for m in ("ray", "torch", "mlflow") if m in sys.modules], file=sys.stderr)
-"""
-
 
 def without(words: Iterable[str], *starts: str) -> tuple[str, ...]:
     """Return the words that begin with none of these."""
@@ -62,22 +52,10 @@ def command_line(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "fsdp_lab", *arguments]
 
 
-def run_cli(
-    cwd: Path,
-    *arguments: str,
-    list_imports: bool = False,
-    timeout: float = 200,
-) -> subprocess.CompletedProcess[str]:
-    """Run `python -m fsdp_lab <arguments>` in `cwd`, to its end, in a fork of the shared server.
-
-    Args:
-        list_imports: it ends with a line, the slow libraries that it imported, and so starts as a new Python.
-    """
+def run_cli(cwd: Path, *arguments: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    """Run `python -m fsdp_lab <arguments>` in `cwd`, to its end, in a fork of the server."""
     if STORE in arguments:
         lay_store(cwd)
-    if list_imports:
-        command = [sys.executable, "-c", _MAIN_THAT_LISTS, *arguments]
-        return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
     return forked.run(cwd, "fsdp_lab", *arguments, seconds=timeout)
 
 
@@ -107,10 +85,9 @@ def cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
     """`fake_gpus(8)`: from now on PyTorch answers this process that there are so many GPUs."""
 
-    def answer(count: int = 0, *mib: int, capability: tuple[int, int] = (9, 0), problem: str = "") -> None:
-        memory = [*mib, *[143771] * count][:count]
-        gpus = tuple(hardware.Gpu("NVIDIA H200", each * 2**20, capability) for each in memory)
-        monkeypatch.setattr(hardware, "_ask_pytorch", lambda visible: (gpus, problem))
+    def answer(count: int, *mib: int, capability: tuple[int, int] = (9, 0)) -> None:
+        gpus = tuple(hardware.Gpu("NVIDIA H200", each * 2**20, capability) for each in mib or [143771] * count)
+        monkeypatch.setattr(hardware, "_ask_pytorch", lambda visible: (gpus, ""))
 
     return answer
 
@@ -124,26 +101,16 @@ LONGEST = (
 )  # fmt: skip
 
 
-def _begins(item: pytest.Item) -> int:
-    """Return the place of a test's file: long files start first."""
-    name = item.nodeid.partition("::")[0].removeprefix("tests/")
-    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
-
-
 def _no_browser() -> str:
     """Why the tests in a browser are left out; "" where they run."""
-    if os.environ.get("FSDP_LAB_UI") != "1":
-        return "in a browser: make test-all"
-    if not importlib.util.find_spec("playwright"):
-        return "no browser: playwright is not installed, make test-all does it"
-    return "" if shutil.which("chromium") else "no browser: chromium is not installed, make test-all does it"
+    has_it = importlib.util.find_spec("playwright") and shutil.which("chromium")
+    return "" if has_it and os.environ.get("FSDP_LAB_UI") == "1" else "in a browser: make test-all"
 
 
 def _tier(item: pytest.Item) -> str:
     """Return the command that runs a test first: make test, make ci, or make test-all."""
-    if item.get_closest_marker("full") or item.get_closest_marker("ui") or item.get_closest_marker("gpu"):
-        return "test-all"
-    return "ci" if item.get_closest_marker("ci") or item.get_closest_marker("cluster") else "test"
+    marks = {mark.name for mark in item.iter_markers()}
+    return "test-all" if marks & {"full", "ui", "gpu"} else "ci" if marks & {"ci", "cluster"} else "test"
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
@@ -151,10 +118,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tiers = config.stash.setdefault(TIERS, {})
     for item in items:
         tiers.setdefault(item.nodeid.partition("[")[0], set()).add(_tier(item))
-    items.sort(key=_begins)
-    marked = [item for item in items if item.get_closest_marker("ui")]
-    if marked and (reason := _no_browser()):
-        for item in marked:
+    places = {f"tests/{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(LONGEST)))
+    for item in items:
+        if item.get_closest_marker("ui") and (reason := _no_browser()):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
