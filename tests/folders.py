@@ -11,7 +11,7 @@ import html
 import json
 import re
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,9 +37,7 @@ class TrialFolder:
     @property
     def epochs(self) -> list[dict[str, float]]:
         """Every whole line of `metrics.jsonl`, in order; a kill may have cut a line short."""
-        path = self.files / "metrics.jsonl"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        return [content for line in lines if isinstance(content := _parsed(line), dict) and "epoch" in content]
+        return _objects(self.files / "metrics.jsonl")
 
     @property
     def losses(self) -> list[tuple[int, float, float]]:
@@ -58,8 +56,8 @@ class TrialFolder:
 
     @property
     def forecast(self) -> dict[str, Any]:
-        """Its forecast: figures, and words such as `predicted_by`; empty without one."""
-        return {**self._record.get("forecast", {}), **self._record.get("forecast_words", {})}
+        """The figures of its forecast; empty without one."""
+        return self._record.get("forecast") or {}
 
     @property
     def addresses(self) -> list[str]:
@@ -73,7 +71,7 @@ class TrialFolder:
 
     @property
     def _record(self) -> dict[str, Any]:
-        return _object(self.files / "trial.json") or {}
+        return _object(self.files / "trial.json")
 
     def change(self, **content: Any) -> None:
         """Write other content into its record, as nothing does; `outcome=None`: it was killed before its end."""
@@ -84,11 +82,6 @@ class TrialFolder:
         """Its whole configuration, as composed."""
         content: dict[str, Any] = yaml.safe_load((self.path / ".hydra" / "config.yaml").read_text())
         return content
-
-    @property
-    def checkpoints(self) -> list[Path]:
-        """Its checkpoints, oldest first, including damaged ones."""
-        return sorted((self.files / "checkpoints").glob("step_*.json"))
 
 
 class SweepFolder:
@@ -109,23 +102,13 @@ class SweepFolder:
         return [row["status"] for row in self.rows]
 
     @property
-    def record(self) -> dict[str, Any]:
-        """The command line and the code that it was started with; empty: it has not started, or the file is damaged."""
-        return _object(self.path / "sweep.json") or {}
-
-    @property
     def trials(self) -> list[TrialFolder]:
         """Its trials, in order: those that are listed, or the folder itself for a run without `-m`."""
-        path = self.path / "trials.jsonl"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        listed = [content for line in lines if isinstance(content := _parsed(line), dict)]
-        if not listed:
-            return [TrialFolder(self.path, self.path)]
-        folders = [self.path / content["folder"] for content in listed]
-        return [
-            TrialFolder(folder, folder if "://" in (storage := content.get("storage", "")) else Path(storage or folder))
-            for folder, content in zip(folders, listed, strict=True)
-        ]
+        trials = []
+        for listed in _objects(self.path / "trials.jsonl"):
+            folder, storage = self.path / listed["folder"], listed.get("storage", "")
+            trials.append(TrialFolder(folder, folder if "://" in storage else Path(storage or folder)))
+        return trials or [TrialFolder(self.path, self.path)]
 
 
 class Store:
@@ -158,48 +141,43 @@ class Store:
         points = self.client.get_metric_history(run.info.run_id, key)
         return sorted((point.step, point.value) for point in points)
 
-    def artifacts(self, run: Run, below: str | None = None) -> list[str]:
+    def artifacts(self, run: Run) -> list[str]:
         """The paths of all files of a run."""
-        collected = []
-        for entry in self.client.list_artifacts(run.info.run_id, below):
-            collected += self.artifacts(run, entry.path) if entry.is_dir else [entry.path]
-        return sorted(collected)
+        root = Path(self.client.download_artifacts(run.info.run_id, ""))
+        return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
-    def points(self) -> dict[tuple[str, str, int], list[float]]:
-        """Every value of the metrics of sweeps' trials, by trial, metric and epoch: one each, if none came twice."""
-        points: dict[tuple[str, str, int], list[float]] = {}
-        for trial, key, step, value in self._select(
-            """select t.value, m.key, m.step, m.value from metrics m
-            join tags t on t.run_uuid = m.run_uuid and t.key = 'fsdp_lab.trial'
-            join tags p on p.run_uuid = m.run_uuid and p.key = 'mlflow.parentRunId'"""
-        ):
-            points.setdefault((trial, key, step), []).append(value)
-        return points
+    def points(self) -> list[tuple[str, str, int, float]]:
+        """`(trial, metric, epoch, value)` of every point of the trials of sweeps, sorted."""
+        return self._select("""select t.value, m.key, m.step, m.value from metrics m
+            join tags t on t.run_uuid = m.run_uuid and t.key = 'fsdp_lab.trial'""")
 
     def ends(self) -> list[tuple[str, str]]:
         """`(trial, status)` of every run, sorted; the trial of a sweep's own run is ""."""
-        ends = self._select(
-            """select coalesce(t.value, ''), r.status from runs r
-            left join tags t on t.run_uuid = r.run_uuid and t.key = 'fsdp_lab.trial'"""
-        )
-        return sorted((str(trial), str(status)) for trial, status in ends)
+        return self._select("""select coalesce(t.value, ''), r.status from runs r
+            left join tags t on t.run_uuid = r.run_uuid and t.key = 'fsdp_lab.trial'""")
 
-    def _select(self, query: str) -> list[tuple[Any, ...]]:
-        """Rows of the database itself: a client takes seconds to import and to open one."""
+    def _select(self, query: str) -> list[Any]:
+        """Rows of the database itself, sorted: a client takes long to open one."""
         with closing(sqlite3.connect(self._folder / "mlflow.db")) as database:
-            return database.execute(query).fetchall()
+            return sorted(database.execute(query))
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+def _object(path: Path) -> dict[str, Any]:
+    """That in a file; empty where it is missing or damaged."""
+    with suppress(OSError, ValueError):
+        if isinstance(content := json.loads(path.read_text()), dict):
+            return content
+    return {}
 
 
-def _object(path: Path) -> dict[str, Any] | None:
-    content = _parsed(path.read_text(errors="replace")) if path.exists() else None
-    return content if isinstance(content, dict) else None
+def _objects(path: Path) -> list[dict[str, Any]]:
+    """Those in the whole lines of a file."""
+    content = []
+    with suppress(OSError):
+        for line in path.read_text(errors="replace").splitlines():
+            with suppress(ValueError):
+                content.append(json.loads(line))
+    return [each for each in content if isinstance(each, dict)]
 
 
 def page_rows(page: Path) -> list[dict[str, str]]:

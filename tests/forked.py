@@ -18,9 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
@@ -32,13 +30,11 @@ _LIMIT_S = 300
 _FORKS = multiprocessing.get_context("forkserver")
 # What commands and ranks import while they run. Not Ray, which reads its environment as it is imported.
 _FORKS.set_forkserver_preload([
-    "fsdp_lab.commands.main", "fsdp_lab.commands.report", "fsdp_lab.commands.forecast", "mlflow", "mlflow.entities",
-    "mlflow.store.tracking.sqlalchemy_store", "plotly.graph_objects", "plotly.io", "plotly.offline", "scipy.stats",
-    "torch.distributed.checkpoint", "torch.utils.serialization", "torchvision.models", "yaml", "pytest",
-    "fsdp_lab.training", "fsdp_lab.training.__main__", "fsdp_lab.machine.cpu_contention", "fsdp_lab.sweep.start",
-    "fsdp_lab.sweep.command", "fsdp_lab.sweep.executors.inline", "fsdp_lab.sweep.sweep_data",
-    "fsdp_lab.workloads.vision.classification", "fsdp_lab.workloads.vision.mlp",
-    "fsdp_lab.workloads.vision.models", "fsdp_lab.workloads.vision.digits", "hydra_plugins.fsdp_lab_sweeper.sweeper",
+    "fsdp_lab.commands.main", "fsdp_lab.commands.report", "fsdp_lab.commands.forecast", "fsdp_lab.sweep.command",
+    "fsdp_lab.sweep.executors.inline", "fsdp_lab.sweep.start", "fsdp_lab.training.__main__",
+    "fsdp_lab.workloads.vision.digits", "fsdp_lab.workloads.vision.mlp", "fsdp_lab.workloads.vision.models",
+    "hydra_plugins.fsdp_lab_sweeper.sweeper", "mlflow.store.tracking.sqlalchemy_store", "plotly.graph_objects",
+    "plotly.io", "plotly.offline", "pytest", "scipy.stats", "torch.utils.serialization", "torchvision.models",
     "tests.forked",
 ])  # fmt: skip
 # Before any test changes it. One thread for OpenMP: two that wait for each other on a busy core lose a factor of ten.
@@ -55,17 +51,7 @@ def shared_folder() -> Path:
     return Path(os.environ["FSDP_LAB_TESTS"])
 
 
-@dataclass(frozen=True)
-class Done:
-    """How a command ended: its exit status (negative: the signal that ended it) and what it printed."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def output(self) -> str:
-        return self.out + self.err
+Done = subprocess.CompletedProcess[str]
 
 
 @cache
@@ -85,7 +71,7 @@ class Command:
         seconds: float = _LIMIT_S,
     ) -> None:
         given = dict(os.environ if environment is None else environment)
-        own = Path(tempfile.mkdtemp(dir=shared_folder()))
+        self._words, own = words, Path(tempfile.mkdtemp(dir=shared_folder()))
         self._printed = own / "out", own / "err"
         for file in self._printed:
             file.touch()
@@ -97,7 +83,8 @@ class Command:
         """Wait for its end."""
         self.process.join()
         assert self.process.exitcode is not None
-        return Done(self.process.exitcode, *(file.read_text(errors="replace") for file in self._printed))
+        printed = (file.read_text(errors="replace") for file in self._printed)
+        return subprocess.CompletedProcess(self._words, self.process.exitcode, *printed)
 
 
 def run_all(
@@ -124,7 +111,7 @@ def run_all(
                 assert isinstance(ended, int)
                 number, command = running.pop(ended)
                 done = command.done()
-                if together and done.code:
+                if together and done.returncode:
                     _kill(running)
                 yield number, done
     finally:
@@ -136,23 +123,12 @@ def _kill(running: Mapping[int, tuple[int, Command]]) -> None:
         command.process.kill()
 
 
-def run_and_kill(folder: Path, words: Sequence[str], when: Callable[[], bool]) -> Done:
-    """Run one command, and kill it as soon as something holds."""
-    command = Command(folder, words)
-    while not when():
-        time.sleep(0.001)
-    command.process.kill()
-    return command.done()
-
-
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what Python and the dynamic linker read as a process starts: too late for a fork."""
     return {name: value for name, value in environment.items() if name.startswith(("PYTHON", "LD_"))}
 
 
-def run(
-    folder: Path, *words: str, seconds: float = _LIMIT_S, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *words: str, seconds: float = _LIMIT_S, environment: Mapping[str, str] | None = None) -> Done:
     """Run `python -m <words>`, or `python <words>` where the first is -c, in a folder, to its end.
 
     In a process of its own where the environment has what is read as one starts.
@@ -170,11 +146,11 @@ def run(
             command, cwd=folder, env=given, capture_output=True, text=True, timeout=seconds, check=False
         )
     ((_, done),) = run_all([(folder, words)], given, seconds)
-    if done.code == -signal.SIGALRM:
-        late = subprocess.TimeoutExpired(words, seconds, done.out, done.err)
-        late.add_note(f"{done.out[-3000:]}\n{done.err[-3000:]}")  # pytest shows it
+    if done.returncode == -signal.SIGALRM:
+        late = subprocess.TimeoutExpired(words, seconds, done.stdout, done.stderr)
+        late.add_note(f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}")  # pytest shows it
         raise late
-    return subprocess.CompletedProcess(words, done.code, done.out, done.err)
+    return done
 
 
 def _be_command(

@@ -31,9 +31,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
         Path(folder, "call").write_bytes(pickle.dumps((function, args)))
         jobs = [(Path.cwd(), ("tests.ranks", folder, str(rank), str(world_size))) for rank in range(world_size)]
         for rank, done in forked.run_all(jobs, seconds=_LIMIT_S, together=True):
-            if done.code:
-                raise AssertionError(f"rank {rank} ended with {done.code}\n{done.output}")
-            print(done.output, end="")
+            if done.returncode:
+                raise AssertionError(f"rank {rank} ended with {done.returncode}\n{done.stdout}{done.stderr}")
+            print(done.stdout, done.stderr, sep="", end="")
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
 
 
