@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_lab.config.wording import count, duration, four_digits, significant, time_left
+from fsdp_lab.config.wording import count, duration, four_digits, significant
 from fsdp_lab.training.layout import matches, shortened
 
 
@@ -16,11 +16,6 @@ def test_numbers_and_times_in_sentences():
     assert {value: significant(value) for value in three} == three
     four = {10070.4: "10,070", 999.96: "1,000", 75.831: "75.83", 103.4: "103.4"}
     assert {value: four_digits(value) for value in four} == four
-
-
-def test_the_time_left_is_as_long_as_what_is_done_has_taken():
-    assert time_left(2, 8, 30) == "about 1 min 30 s left"
-    assert time_left(8, 8, 30) == "" and time_left(0, 8, 30) == ""
 
 
 NAMES = ["first", "blocks", *(f"blocks.{i}.{part}" for i in range(12) for part in ("mlp.0", "mlp.1", "mlp.2")), "ln_1"]

@@ -13,10 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from pathlib import Path
-
-from packaging.requirements import Requirement
 
 from tests.conftest import PLAIN, ROOT, without
 
@@ -60,26 +57,14 @@ def attempt(name: str, wanted: str, folder: Path) -> str:
     for command in (
         [*UV, "venv", "--quiet", "--python", wanted, str(folder / "other")],
         [*UV, "pip", "install", "--quiet", "--python", python, *chosen, "--editable", str(ROOT)],
+        [python, "-m", "fsdp_lab", "--version"],
+        [python, "-m", "fsdp_lab", *SWEEP],
     ):
-        if subprocess.run(command, check=False).returncode:
-            return f"not installed: {' '.join(command[3:])}"
-    print(f"{name}: installed {', '.join(versions(python))}", flush=True)
-    if status := subprocess.run([python, "-m", "fsdp_lab", *SWEEP], cwd=folder, check=False).returncode:
-        return f"the sweep ended with {status}"
+        if status := subprocess.run(command, cwd=folder, check=False).returncode:
+            return f"{' '.join(command)} ended with {status}"
     with (folder / "out" / "results.csv").open() as file:
         statuses = [row["status"] for row in csv.DictReader(file)]
     return "" if statuses == ["finished"] * 2 else f"trials are {statuses}"
-
-
-def versions(python: str) -> list[str]:
-    """Return `name version` of Python and of everything that `pyproject.toml` names."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = [Requirement(line).name for line in project["dependencies"]]
-    ask = (
-        "import sys; from importlib.metadata import version; print(sys.version.split()[0], *map(version, sys.argv[1:]))"
-    )
-    found = subprocess.run([python, "-c", ask, *names], capture_output=True, text=True, check=True).stdout.split()
-    return [f"{name} {version}" for name, version in zip(["Python", *names], found, strict=True)]
 
 
 if __name__ == "__main__":
