@@ -15,8 +15,8 @@ import yaml
 
 from fsdp_lab.commands import forecast as forecast_command
 from fsdp_lab.commands import main as trial_command
-from fsdp_lab.commands.predict import data_of, device_type, read_options
-from fsdp_lab.config import ConfigError, UserError, all_keys, conf_dir
+from fsdp_lab.commands.predict import data_of
+from fsdp_lab.config import all_keys, conf_dir
 from fsdp_lab.config.conf import group_dirs, groups
 from fsdp_lab.config.workload import DataConfig
 from fsdp_lab.sweep import start
@@ -63,13 +63,6 @@ def test_a_launchers_variables_are_left_a_second_start_refused(cli, monkeypatch:
     assert refused.returncode == 2 and "RANK=1, WORLD_SIZE=2: a launcher has started this command" in refused.stderr
 
 
-_AS_COMMAND = """
-import atexit, gc, runpy, sys
-atexit.register(lambda: print(gc.isenabled(), file=sys.stderr))
-runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
-"""
-
-
 @pytest.mark.parametrize(
     ("words", "note"),
     [(["experiment=zero2_zero3"],
@@ -82,18 +75,6 @@ def test_one_trial_that_looks_like_several_is_noted(cli, words: list[str], note:
 
 
 # python -m fsdp_lab.predict; what it scores is compared with the trial in tests/sweep/test_outcomes.py
-
-
-def test_a_model_is_scored_on_a_gpu_or_where_it_is_said(capsys: pytest.CaptureFixture[str]):
-    assert [device_type("auto", cuda) for cuda in (True, False)] == ["cuda", "cpu"]
-    assert [device_type("cpu", True), device_type("cuda", True)] == ["cpu", "cuda"]
-    with pytest.raises(UserError, match="device=cuda: PyTorch sees no GPU here; use device=cpu, or device=auto"):
-        device_type("cuda", False)
-    with pytest.raises(ConfigError, match=r"device=tpu is not an option\. Choose one of: auto, cpu, cuda"):
-        read_options(["file=model.pt", "device=tpu"])
-    with pytest.raises(SystemExit):
-        read_options(["--help"])
-    assert "device=auto|cpu|cuda" in capsys.readouterr().out
 
 
 def test_the_folder_that_a_models_file_names_is_not_used():
