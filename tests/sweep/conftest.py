@@ -119,7 +119,7 @@ class GatedSweep:
         temporary: for Ray's files; short, since the paths of its sockets have to be.
     """
 
-    TRIAL = ("model._target_=fates.Gated", *SIZES, *PLAIN)
+    TRIAL = ("model._target_=fates.Fate", "model.fate=waits", *SIZES, *PLAIN)
 
     def __init__(self, folder: Path, temporary: Path) -> None:
         self.folder, self.temporary, self.command = folder, temporary, command_line()
@@ -139,7 +139,7 @@ class GatedSweep:
 
     def start_two_trials(self, *words: str) -> None:
         common = ("hydra.sweep.dir=out", "forecast.enabled=false")
-        self.start("-m", *self.TRIAL, "model.trial=0,1", *common, *words)
+        self.start("-m", *self.TRIAL, "model.mark=0,1", *common, *words)
 
     def rank(self, trial: int, epoch: int, rank: int = 0) -> psutil.Process:
         """Wait until a trial has begun an epoch, with all epochs before in its folder; the process of a rank."""

@@ -1,4 +1,4 @@
-"""Users' models whose way through training is a setting. A sweep imports them from its own folder, a copy of this."""
+"""A user's model whose way through training is a setting. A sweep imports it from its own folder, a copy of this."""
 
 from __future__ import annotations
 
@@ -23,64 +23,26 @@ PASS = 6  # in which most fates happen: in the second epoch
 HUGE = 1e6
 
 
-class Small(nn.Module):
-    """A small network for 64 pixels."""
+class Fate(nn.Module):
+    """A small network for 64 pixels that ends as its fate is.
 
-    def __init__(self) -> None:
+    Args:
+        fate: the name of a function below, which gets the model and the rank at each pass; what it gives is a factor.
+        mark: in the environment of the sweep's processes; for `waits`, the number of the trial.
+    """
+
+    def __init__(self, fate: str, mark: str | int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
         self.head = nn.Linear(64, 10)
+        self.fate, self.mark, self.passes = globals()[fate], str(mark), 0
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
         x = images.flatten(1)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
-
-
-class Gated(Small):
-    """A model that waits at the beginning of each epoch until a test lets it go on.
-
-    The file `at/<trial>.<epoch>.<rank>` has the process that waits to begin an epoch; `go/<trial>.<epoch>` lets it.
-
-    Args:
-        trial: the number of the trial, whose checkpoints tell how many epochs are over.
-    """
-
-    def __init__(self, trial: int) -> None:
-        super().__init__()
-        self.trial = trial
-
-    def forward(self, images: Tensor) -> Tensor:
-        if self.training and _in_training(images):
-            self._wait()
-        return super().forward(images)
-
-    def _wait(self) -> None:
-        steps = [int(path.stem[5:]) for path in Path("out", str(self.trial), "checkpoints").glob("step_*.json")]
-        epoch = 1 + max(steps, default=0) // STEPS
-        if Path("go", f"{self.trial}.{epoch}").exists():
-            return
-        Path("at", f"{self.trial}.{epoch}.{dist.get_rank()}").write_text(f"{os.getpid()}\n")
-        while not Path("go", f"{self.trial}.{epoch}").exists():
-            time.sleep(0.01)
-
-
-class Fate(Small):
-    """A model that ends as its fate is.
-
-    Args:
-        fate: the name of a function below, which gets the model and the rank at each pass; what it gives is a factor.
-        mark: in the environment of the sweep's processes.
-    """
-
-    def __init__(self, fate: str, mark: str) -> None:
-        super().__init__()
-        self.fate, self.mark, self.passes = globals()[fate], mark, 0
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = super().forward(images)
+        x = self.head(x)
         if not _in_training(images):
             return x
         self.passes += self.training
@@ -91,6 +53,19 @@ class Fate(Small):
 def _in_training(images: Tensor) -> bool:
     """Whether this is not the look at a model before it trains, with tensors that hold nothing."""
     return type(images) is Tensor and images.device.type == "cpu" and dist.is_initialized()
+
+
+def waits(model: Fate, rank: int) -> None:
+    """It begins each epoch only when a test lets it go on: when the file `go/<trial>.<epoch>` is there.
+
+    The file `at/<trial>.<epoch>.<rank>` has the process that waits. Checkpoints tell how many epochs are over.
+    """
+    steps = [int(path.stem[5:]) for path in Path("out", model.mark, "checkpoints").glob("step_*.json")]
+    name = f"{model.mark}.{1 + max(steps, default=0) // STEPS}"
+    if model.training and not Path("go", name).exists():
+        Path("at", f"{name}.{rank}").write_text(f"{os.getpid()}\n")
+        while not Path("go", name).exists():
+            time.sleep(0.01)
 
 
 def finishes(model: Fate, rank: int) -> None:

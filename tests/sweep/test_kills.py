@@ -7,9 +7,8 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ import pytest
 from tests.conftest import HERE, PLAIN, TINY, without
 from tests.folders import Store, SweepFolder
 from tests.forked import Done, run_all
-from tests.processes import called, descendants, still_running
+from tests.processes import called, marked, still_running
 from tests.ranks import Memo, config, run_ranks
 from tests.servers import free_port, lay_store, mlflow_server
-from tests.sweep.conftest import GatedSweep, has_trained_an_epoch, results, runs, started, wait_for
+from tests.sweep.conftest import GatedSweep, has_trained_an_epoch, results, started, wait_for
 
 KILLED = (Path(__file__).parents[1] / "killed.py").read_text()  # what runs a command that kills itself
 SWEEP = (
@@ -151,54 +150,39 @@ def test_what_a_resume_needs_is_on_the_disk_before_its_name(undisturbed: Undistu
         assert points[renamed + 1 : renamed + 3] == [f"fsync before {folder}", f"fsync after {folder}"]
 
 
-# For a run that does not end before something happens to it.
-LONG = (*PLAIN, *TINY, "training.epochs=200", "data.num_train=960")
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("public", ["", "1"], ids=["", "without the shortcut"])
-def test_an_interrupt_ends_it_and_leaves_nothing_running(public: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("FSDP_LAB_PUBLIC_RAY", public)
-    with started(tmp_path, *LONG) as process:
-        wait_for(lambda: has_trained_an_epoch(tmp_path / "out"), process)
-        family = descendants(process.pid)
-        assert called("raylet/raylet", process.pid)
-        os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
-        stdout, stderr = process.communicate(timeout=300)
-    assert process.returncode == 130 and "Traceback" not in stdout + stderr, stdout + stderr
-    assert still_running(family, 60) == []
-    (row,) = results(tmp_path)
-    assert row["status"] == "interrupted" and int(row["epoch"]) >= 1
-    (run,), _ = runs(tmp_path)
-    assert run.info.status == "KILLED" and run.data.tags["status"] == "interrupted"
+MOMENTS: dict[str, Callable[[Path, int], object]] = {
+    "a trial trains": lambda sweep, pid: has_trained_an_epoch(sweep / "0"),
+    "Ray is imported": lambda sweep, pid: "_raylet" in Path(f"/proc/{pid}/maps").read_text(),
+    "Ray starts its servers": lambda sweep, pid: called("gcs_server", pid),
+    "trials are forecast": lambda sweep, pid: called("forecast.pool", pid),
+}
 
 
 @pytest.mark.parametrize(
-    "waits_for",
+    ("moment", "public"),
     [
-        pytest.param("", marks=pytest.mark.ci, id="Ray is imported"),
-        pytest.param("gcs_server", marks=pytest.mark.full, id="Ray starts its servers"),
-        pytest.param("forecast.pool", marks=pytest.mark.full, id="trials are forecast"),
+        *(pytest.param("a trial trains", public, marks=pytest.mark.ci) for public in ("", "1")),
+        *(pytest.param(m, "", marks=pytest.mark.full if n > 1 else pytest.mark.ci) for n, m in enumerate(MOMENTS) if n),
     ],
 )
-def test_an_interrupt_before_the_first_trial_ends_it_in_order(tmp_path: Path, waits_for: str):
-    with started(tmp_path, *without(LONG, "sharding="), "sharding=root,per_block", "-m") as process:
-        assert process.stdout
-        message = ""
-        while "Ray starts" not in message:
-            line = process.stdout.readline()
-            assert line, message + process.communicate(timeout=30)[1]
-            message += line
-        wait_for(lambda: not waits_for or called(waits_for, process.pid), process)
-        family = descendants(process.pid)
-        os.killpg(process.pid, signal.SIGINT)
-        while process.poll() is None:  # Ray's servers may start in this moment yet
-            family += [child for child in descendants(process.pid) if child not in family]
-            time.sleep(0.05)
-        stdout, stderr = process.communicate(timeout=200)
-    assert process.returncode == 130 and "Traceback" not in stdout + stderr, message + stdout + stderr
-    assert "trial 0 starts" not in message + stdout
-    assert still_running(family, 60) == []
+def test_an_interrupt_ends_a_sweep_and_leaves_nothing_running(
+    moment: str, public: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FSDP_LAB_PUBLIC_RAY", public)
+    monkeypatch.setenv("FSDP_LAB_KILLS", str(tmp_path))
+    words = (*without(PLAIN, "sharding="), *TINY, "training.epochs=200", "data.num_train=960")
+    with started(tmp_path, "-m", *words, "sharding=root,per_block") as process:
+        wait_for(lambda: MOMENTS[moment](tmp_path / "out", process.pid), process)
+        os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal does
+        stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 130 and "Traceback" not in stdout + stderr, stdout + stderr
+    assert still_running(marked("FSDP_LAB_KILLS", str(tmp_path)), 60) == []
+    assert ("trial 0 starts" in stdout) is (moment == "a trial trains")
+    if moment == "a trial trains":
+        first, second = results(tmp_path)
+        assert (first["status"], second["status"]) == ("interrupted", "waiting") and int(first["epoch"]) >= 1
+        (run,) = Store(tmp_path).trials
+        assert run.info.status == "KILLED" and run.data.tags["status"] == "interrupted"
 
 
 CHAOS_EPOCHS = 4
@@ -284,5 +268,5 @@ def train_alone(folder: str) -> list[float]:
     Path("go", "9.1").touch()
     memo = Memo()
     with tempfile.TemporaryDirectory() as own:
-        train(config(*GatedSweep.TRIAL, f"training.epochs={CHAOS_EPOCHS}", "model.trial=9"), Path(own), memo)
+        train(config(*GatedSweep.TRIAL, f"training.epochs={CHAOS_EPOCHS}", "model.mark=9"), Path(own), memo)
     return [metrics["train/loss"] for metrics in memo.reported]
