@@ -26,30 +26,7 @@ from tests.conftest import ROOT
 
 Compose = Callable[[Sequence[str], int], Trial]
 LOSS = [("val/loss", "min")]
-# The data sheet of a machine.
-CPU = """
-name: two cores
-kind: cpu
-basis: data sheet
-memory_gib: 4
-peak_flops: {float32: 50.0e+9, float16: 50.0e+9}
-memory_bandwidth: 10.0e+9
-num_cores: 2
-link_bandwidth: 1.0e+9
-node_size: 8
-network_bandwidth: 1.0e+9
-host_bandwidth: 10.0e+9
-host_memory_bandwidth: 10.0e+9
-launch_s: 20.0e-6
-latency_s: 50.0e-6
-link_latency_s: 20.0e-6
-network_latency_s: 20.0e-6
-reached: {matmul: 1.0, attention: 1.0, memory: 1.0}
-efficiency: {matmul: 0.7, attention: 0.5, memory: 0.7, link: 0.7, network: 0.7}
-error: {median: 0.1, p90: 0.2}
-error_elsewhere: {median: 0.1, p90: 0.2}
-source: made up
-"""
+CPU = Path(__file__).with_name("two_cores.yaml").read_text()  # the data sheet of a machine
 
 
 def trial_by_hand(words: Sequence[str], number: int = 0) -> Trial:
@@ -138,9 +115,6 @@ def heard(sweep: Sweep) -> Hears:
     return sweep.outputs
 
 
-LIMIT = 1e3  # of the scheduler below
-
-
 def registering(key: str, name: str) -> str:
     """The code of `python -m fsdp_lab` where the sampler or the scheduler below is registered as an option."""
     return f"""
@@ -166,14 +140,14 @@ def build_sampler(seed: int) -> BaseSampler:
 
 
 class StopsAbove(FIFOScheduler):
-    """Stops every trial whose first epoch is above a limit."""
+    """Stops every trial whose first epoch is above 1000."""
 
     def __init__(self, metric: str) -> None:
         super().__init__()
         self.of = metric
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        return TrialScheduler.STOP if result[self.of] > LIMIT else TrialScheduler.CONTINUE
+        return TrialScheduler.STOP if result[self.of] > 1000 else TrialScheduler.CONTINUE
 
 
 def build_scheduler(config: Any, watched: dict[str, Any]) -> TrialScheduler:
