@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -105,6 +106,19 @@ def wait_for(
 def has_trained_an_epoch(trial: Path) -> bool:
     file = trial / "metrics.jsonl"
     return file.exists() and "\n" in file.read_text()
+
+
+def train_alone(values: dict[str, Any], folder: Path) -> list[dict[str, float]]:
+    """On each rank: what a configuration reports without the platform, started in a folder that has its model."""
+    from fsdp_lab.config import NightlyConfig, from_dict
+    from fsdp_lab.training.train import train
+    from tests.ranks import Memo
+
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    memo = Memo()
+    train(from_dict(NightlyConfig, values), folder / "alone", memo)
+    return memo.reported
 
 
 _LIMIT_S = 600  # for a state to be reached, on the slowest machine: beyond it something hangs

@@ -9,27 +9,25 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-import yaml
 from mlflow.entities import Run
 
-from fsdp_lab.config import NightlyConfig, from_dict
 from fsdp_lab.config.metrics import METRICS, declared
 from fsdp_lab.sweep.sweep_data import sweep_in
 from tests import forked
 from tests.conftest import PLAIN, TINY
 from tests.folders import Store, SweepFolder, TrialFolder
 from tests.processes import marked, still_running
-from tests.ranks import Memo, run_ranks
+from tests.ranks import run_ranks
 from tests.servers import lay_store
 from tests.sweep import fates
+from tests.sweep.conftest import train_alone
 from tests.sweep.planted import registering
 
 pytestmark = pytest.mark.timeout(1200)
@@ -201,34 +199,14 @@ def test_nobody_listens_beyond_the_loopback_but_the_store_of_rank_0(swept: Swept
     assert len(beyond) <= 2 and set(beyond) <= set(ranks), listeners
 
 
-def plain_run(values: dict[str, Any], folder: Path) -> list[dict[str, float]]:
-    from fsdp_lab.training.train import train
-
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))
-    memo = Memo()
-    train(from_dict(NightlyConfig, values), folder / "plain", memo)
-    return memo.reported
-
-
 def test_the_losses_are_those_of_a_run_without_ray(swept: Swept):
     config = swept.trial("finishes").config
     config["scheduler"]["name"] = "fifo"  # which stops nothing either
-    plain = run_ranks(2, plain_run, config, swept.folder)[0]
+    plain = run_ranks(2, train_alone, config, swept.folder)[0]
     store = Store(swept.folder)
     for key in ("train/loss", "val/loss", "val/accuracy"):
         expected = [metrics[key] for metrics in plain]
         assert [value for _, value in store.history(swept.runs["finishes"], key)] == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_folder_is_as_hydra_leaves_one(swept: Swept):
-    multirun = yaml.safe_load((swept.folder / "out" / "multirun.yaml").read_text())
-    assert {a for a in SWEEP if a != "-m" and "hydra." not in a} <= set(multirun["hydra"]["overrides"]["task"])
-    for number, fate in enumerate(swept.ends):
-        folder, config = swept.trial(fate).path, swept.trial(fate).config
-        assert folder == swept.folder / "out" / str(number) and config["model"]["fate"] == fate
-        assert {f"model.fate={fate}", *PLAIN} <= set(yaml.safe_load((folder / ".hydra/overrides.yaml").read_text()))
-        assert {log.name for log in (folder / "logs").glob("*.log")} == {"rank0.log", "rank1.log"}
 
 
 def test_results_csv_has_a_row_a_trial(swept: Swept):

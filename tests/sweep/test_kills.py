@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +18,9 @@ from tests.conftest import HERE, PLAIN, TINY, without
 from tests.folders import Store, SweepFolder
 from tests.forked import Done, run_all
 from tests.processes import called, marked, still_running
-from tests.ranks import Memo, config, run_ranks
+from tests.ranks import run_ranks
 from tests.servers import free_port, lay_store, mlflow_server
-from tests.sweep.conftest import GatedSweep, has_trained_an_epoch, results, started, wait_for
+from tests.sweep.conftest import GatedSweep, has_trained_an_epoch, results, started, train_alone, wait_for
 
 KILLED = (Path(__file__).parents[1] / "killed.py").read_text()  # what runs a command that kills itself
 SWEEP = (
@@ -34,13 +33,12 @@ EXACT = ("epoch", "train/loss", "val/loss", "val/accuracy")
 
 
 @pytest.fixture(scope="module")
-def memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def memory() -> Iterator[Path]:
     """A folder in memory where there is some: a database on a disk waits for it at every write."""
-    shared = Path("/dev/shm")
-    in_memory = shared.is_dir() and shutil.disk_usage(shared).free > 2**30
-    folder = Path(tempfile.mkdtemp(prefix="fsdp_lab-", dir=shared if in_memory else tmp_path_factory.getbasetemp()))
-    yield folder
-    shutil.rmtree(folder)
+    shared = "/dev/shm"
+    in_memory = os.path.isdir(shared) and shutil.disk_usage(shared).free > 2**30
+    with tempfile.TemporaryDirectory(prefix="fsdp_lab-", dir=shared if in_memory else None) as folder:
+        yield Path(folder)
 
 
 def run_in(words: Mapping[Path, Sequence[str]]) -> dict[Path, Done]:
@@ -212,7 +210,11 @@ def test_a_sweep_survives_every_kill(public: str, gated: GatedSweep, tmp_path: P
     assert still_running(gated.processes(), 15) == []
     kept = list(gated.temporary.glob("ray/session_2*"))
     assert len(kept) == 2, "the logs of the lost raylet and of the killed driver may have the reason; the last's go"
-    check_runs(Store(tmp_path), run_ranks(2, train_alone, str(tmp_path))[0])
+    gated.let_go(9, 1)
+    alone = gated.sweep.trials[0].config
+    alone["model"]["mark"] = 9
+    undisturbed = [metrics["train/loss"] for metrics in run_ranks(2, train_alone, alone, tmp_path)[0]]
+    check_runs(Store(tmp_path), undisturbed)
 
 
 def kill_ranks_of_the_first_trial(gated: GatedSweep) -> None:
@@ -257,16 +259,3 @@ def check_runs(store: Store, undisturbed: list[float]) -> None:
             assert [step for step, _ in store.history(run, key)] == list(range(1, CHAOS_EPOCHS + 1)), key
         losses = [loss for _, loss in store.history(run, "train/loss")]
         assert losses == pytest.approx(undisturbed, rel=1e-6)
-
-
-def train_alone(folder: str) -> list[float]:
-    """The losses of a trial without the platform, whose epochs all may begin."""
-    from fsdp_lab.training.train import train
-
-    os.chdir(folder)
-    sys.path.insert(0, folder)
-    Path("go", "9.1").touch()
-    memo = Memo()
-    with tempfile.TemporaryDirectory() as own:
-        train(config(*GatedSweep.TRIAL, f"training.epochs={CHAOS_EPOCHS}", "model.mark=9"), Path(own), memo)
-    return [metrics["train/loss"] for metrics in memo.reported]

@@ -90,16 +90,6 @@ def test_other_settings_data_and_code_are_refused_by_name(folder: Path):
 
 
 @pytest.mark.ci
-def test_a_failed_trial_has_a_result_until_another_try_is_typed(folder: Path):
-    reason = {"code": "job_failed", "values": {"text": "it fell over"}}
-    SweepFolder(folder / "out").trials[0].change(outcome={"status": "failed", "reason": reason})
-    done = run_cli(folder, "resume=out")
-    assert done.returncode == 1 and " failed; add resume_failed=true to train again" in done.stdout
-    done = run_cli(folder, "resume=out", "resume_failed=true")
-    assert done.returncode == 0 and "trial 0 finished" in done.stdout, output_of(done)
-
-
-@pytest.mark.ci
 def test_sigterm_prints_the_command_that_goes_on(tmp_path: Path):
     words = ("-m", *INLINE, "optimizer.lr=1e-3,1e-2,1e-1", "training.epochs=400", "checkpoint.every_epochs=10")
     with started(tmp_path, *words) as process:

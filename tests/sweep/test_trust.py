@@ -109,15 +109,6 @@ def test_a_resume_runs_no_code_that_the_folder_names(folder: Path, tmp_path: Pat
         add_words(folder, of_sweep=["--experimental-rerun=job.pickle"])  # which is read first
 
 
-def test_a_word_that_is_typed_again_is_taken(folder: Path, tmp_path: Path):
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment/mine.yaml").write_text("# @package _global_\ntraining:\n  seed: 7\n")
-    add_words(folder, [f"--config-dir={tmp_path}"], ["experiment=mine"])
-    assert "which is no key of a trial" in run_cli(tmp_path, "resume=out").stderr
-    done = run_cli(tmp_path, "resume=out", f"--config-dir={tmp_path}")
-    assert done.returncode == 2 and "training.seed was 0 and is 7" in done.stderr, done.stdout + done.stderr
-
-
 @needs_root
 def test_another_users_folder_runs_no_code_unless_trusted(folder: Path, tmp_path: Path):
     os.chown(folder, SOMEBODY, SOMEBODY)
