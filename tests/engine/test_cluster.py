@@ -26,7 +26,6 @@ from tests.conftest import PLAIN, run_cli
 from tests.servers import free_port
 
 set_environment()  # the second Ray Train is the one that is asked
-Cores = tuple[float, ...]
 
 
 def nodes_with(*nodes: tuple[str, bool, float, int]) -> list[dict[str, Any]]:
@@ -38,20 +37,19 @@ def nodes_with(*nodes: tuple[str, bool, float, int]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("cores", "each", "placement", "workers", "outcome"),
+    ("each", "placement", "workers", "outcome"),
     [
-        ((8.0, 2.0), 1 / 3, "pack", 30, {"CPU": 10.0}),
+        (1 / 3, "pack", 30, {"CPU": 10.0}),
         # ten in all, and one of them holds five
-        ((8.0, 2.0), 5.0, "pack", 2, r"num_workers=2 with 5 CPU each: .* hold 1 of .* use .*num_workers=1, a"),
-        ((8.0, 2.0), 2.0, "strict_pack", 4, {"CPU": 8.0}),
-        ((8.0, 2.0), 2.0, "strict_pack", 5, r"strict_pack .*num_workers=5: no node holds more than 4 .* use .*=4, or"),
+        (5.0, "pack", 2, r"num_workers=2 with 5 CPU each: .* hold 1 of .* use .*num_workers=1, a"),
+        (2.0, "strict_pack", 5, r"strict_pack .*num_workers=5: no node holds more than 4 .* use .*=4, or"),
     ],
 )
 def test_more_than_the_nodes_hold_is_refused_with_both_numbers(
-    cores: Cores, each: float, placement: str, workers: int, outcome: Any, monkeypatch: pytest.MonkeyPatch
+    each: float, placement: str, workers: int, outcome: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("ray.nodes", lambda: nodes_with(*(("10.0.0.1", True, cpu, 0) for cpu in cores)))
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": sum(cores)})
+    monkeypatch.setattr("ray.nodes", lambda: nodes_with(("10.0.0.1", True, 8.0, 0), ("10.0.0.2", True, 2.0, 0)))
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 10.0})
     cluster = ClusterConfig(cpus_per_worker=each, placement=Placement[placement], storage_path="/shared")
     if isinstance(outcome, dict):
         assert check_capacity(cluster, workers) == pytest.approx(outcome)
@@ -174,19 +172,16 @@ def test_ray_has_each_name_as_we_use_it():
     assert len(shortcut.NAMES) <= 12
 
 
-@pytest.mark.parametrize(
-    ("name", "lacking"),
-    [
-        (Name("ray.not_there", "Anything"), "ray.not_there.Anything"),
-        (Name("ray.train", "NotThere.run"), "ray.train.NotThere.run"),
-        (Name("ray.train", "RunConfig", ("name", "colour")), "ray.train.RunConfig(colour)"),
-    ],
-)
-def test_a_ray_without_a_name_is_used_by_its_public_ones(name: Name, lacking: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_ray_without_a_name_is_used_by_its_public_ones(monkeypatch: pytest.MonkeyPatch):
     """Or where a variable says so. Sweeps by the public way are in tests/cluster/test_nodes.py."""
     monkeypatch.delenv("FSDP_LAB_PUBLIC_RAY", raising=False)
     assert shortcut.unusable() is None
-    monkeypatch.setattr(shortcut, "NAMES", (*shortcut.NAMES, name))
-    assert shortcut.unusable() == f"this Ray lacks {lacking}"
+    names = shortcut.NAMES
+    for name, lacking in {
+        Name("ray.not_there", "Anything"): "ray.not_there.Anything",
+        Name("ray.train", "RunConfig", ("name", "colour")): "ray.train.RunConfig(colour)",
+    }.items():
+        monkeypatch.setattr(shortcut, "NAMES", (*names, name))
+        assert shortcut.unusable() == f"this Ray lacks {lacking}"
     monkeypatch.setenv("FSDP_LAB_PUBLIC_RAY", "1")
     assert shortcut.unusable() == "FSDP_LAB_PUBLIC_RAY is set"

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from fsdp_lab.config import UserError
 from fsdp_lab.config.rules import check_files, check_trial
-from tests.ranks import Memo, config, run_ranks, selected
+from tests.ranks import Memo, config, run_ranks
 from tests.workloads.hf.cases import CONFIGS, LEARN, WORDS, plain_model, script
 
 SHARDINGS = ("ddp", "root", "per_block")
@@ -56,33 +56,21 @@ def read_by_transformers(name: str, folder: Path) -> Any:
     return auto.get(name, transformers.AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module")
-def exported(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[tuple[str, str], float]]:
-    """The folder of the exports, and the loss of each whose test runs; in one group of processes."""
-    folder, cells = tmp_path_factory.mktemp("exported"), selected(request, "cell")
-    words = [[*WORDS[name], *LEARN, "training.max_steps=2"] for name, _ in cells]
-    losses = run_ranks(2, export_all, cells, words, str(folder))[0]
-    return folder, dict(zip(cells, losses, strict=True))
-
-
 @pytest.mark.ci
-@pytest.mark.parametrize("cell", [*EXPORTED, *(pytest.param(cell, marks=pytest.mark.full) for cell in OTHERS)])
-def test_from_pretrained_reads_what_a_trial_exported(
-    exported: tuple[Path, dict[tuple[str, str], float]], cell: tuple[str, str]
-) -> None:
+@pytest.mark.parametrize("cells", [EXPORTED, pytest.param(OTHERS, marks=pytest.mark.full)], ids=["some", "others"])
+def test_from_pretrained_reads_what_a_trial_exported(cells: list[tuple[str, str]], tmp_path: Path) -> None:
     """It tells the validation split with the loss that was measured at the trial's end."""
-    (name, sharding), (folder, losses) = cell, exported
-    trial, plain = config(*WORDS[name]), script(name)
-    split = plain.split("val")
-    batch = torch.utils.data.default_collate([split[i] for i in range(min(len(split), trial.data.num_val or 0))])
-    own = folder / f"{name}_{sharding}"
-    assert not list(own.glob(".*")) and not (own / "model.pt").exists()
-    assert json.loads((own / "model" / "fsdp_lab.json").read_text())["step"] == 2
-    with torch.no_grad():
-        loss = plain.loss(read_by_transformers(name, own / "model"), batch).item()
-    assert loss == pytest.approx(losses[cell], abs=1e-6)
+    words = [[*WORDS[name], *LEARN, "training.max_steps=2"] for name, _ in cells]
+    measured = run_ranks(2, export_all, cells, words, str(tmp_path))[0]
+    for (name, sharding), expected in zip(cells, measured, strict=True):
+        trial, plain, own = config(*WORDS[name]), script(name), tmp_path / f"{name}_{sharding}"
+        split = plain.split("val")
+        batch = torch.utils.data.default_collate([split[i] for i in range(min(len(split), trial.data.num_val or 0))])
+        assert not list(own.glob(".*")) and not (own / "model.pt").exists()
+        assert json.loads((own / "model" / "fsdp_lab.json").read_text())["step"] == 2
+        with torch.no_grad():
+            loss = plain.loss(read_by_transformers(name, own / "model"), batch).item()
+        assert loss == pytest.approx(expected, abs=1e-6), (name, sharding)
 
 
 def shards_of_gpt2(folder: Path) -> Any:

@@ -150,9 +150,6 @@ def test_only_files_that_are_typed_are_read(tmp_path: Path, capsys: pytest.Captu
     export(model, WIKIHOW)
     with pytest.raises(UserError, match=r"trained on articles in a folder; give it: data\.root=<folder of wikihow"):
         predict.summarise(model, {})
-    mine = write_csv(tmp_path / "mine", [*ROWS, (ROWS[0][0], VALIDATION, ROWS[0][2])])
-    predict.summarise(model, {"data.root": mine})
-    assert capsys.readouterr().out.count("headline: Buy paper. Draw every day. Draw more.") == 1
     for data, message in (
         ({**PYDOC, "tokenizer": "/home/somebody/t.json"}, r"with a tokenizer; give it: data\.tokenizer=<its tok"),
         ({"_target_": "os.system", "command": "true"}, r"_target_=os\.system, which is not called: it is a name from"),

@@ -109,16 +109,9 @@ def test_transformers_has_each_private_name_as_we_use_it() -> None:
     assert {name.name: lacks for name in NAMES if (lacks := name.lacks()) is not None} == {}
 
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip
-MASKS = {
-    "llama": SIZES,
-    "mistral": {**SIZES, "sliding_window": 4},
-    "deepseek_v32": {
-        **SIZES, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-        "topk_group": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-        "v_head_dim": 8, "index_topk": 4, "index_n_heads": 2, "index_head_dim": 16, "first_k_dense_replace": 1,
-    },
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "intermediate_size": 64, "max_position_embeddings": 64, "sliding_window": 4,
 }  # fmt: skip
 TOKENS = torch.randint(3, 60, (2, 16), generator=torch.Generator().manual_seed(0))
 
@@ -129,13 +122,12 @@ def logits(model: Any, **given: Tensor) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_any_rows_have_the_logits_of_transformers(name: str) -> None:
-    """Full, padded and packed ones, with masks of the model's own: a window, and sparse attention."""
+def test_any_rows_have_the_logits_of_transformers() -> None:
+    """Full, padded and packed ones, with a mask of the model's own: a window."""
     torch.manual_seed(0)
-    known = transformers.AutoConfig.for_model(name, **MASKS[name])
+    known = transformers.AutoConfig.for_model("mistral", **SIZES)
     plain = transformers.AutoModelForCausalLM.from_config(known, dtype=torch.float32)
-    ours: Any = causal_lm({"model_type": name, **MASKS[name]})
+    ours: Any = causal_lm({"model_type": "mistral", **SIZES})
     ours.load_state_dict(plain.state_dict())
     mask = torch.ones_like(TOKENS)
     mask[0, :8] = 0  # padded on the left

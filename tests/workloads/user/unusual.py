@@ -24,8 +24,11 @@ class Layers(nn.Module):
     def forward(self, x: Tensor) -> Any:
         x = self.first(x)
         for block in self.blocks:
-            x = block(x)
+            x = self.through(block, x)
         return self.last(x)
+
+    def through(self, block: Any, x: Tensor) -> Any:
+        return block(x)
 
 
 class Block(nn.Module):
@@ -170,11 +173,8 @@ RETURNED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 
 class Unwraps(Layers):
-    def forward(self, x: Tensor) -> Any:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block.unwrap(block(x))
-        return self.last(x)
+    def through(self, block: Any, x: Tensor) -> Any:
+        return block.unwrap(block(x))
 
 
 def returns(what: str) -> nn.Module:
@@ -214,11 +214,8 @@ class Encodes(Block):
 
 
 class CallsMethods(Layers):
-    def forward(self, x: Tensor) -> Any:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block.encode(x) + block(x)
-        return self.last(x)
+    def through(self, block: Any, x: Tensor) -> Any:
+        return block.encode(x) + block(x)
 
 
 def methods() -> nn.Module:
@@ -270,8 +267,8 @@ class Collects(nn.Module):
 
 class Collecting(Layers):
     def forward(self, x: Tensor) -> Any:
-        x, found = self.first(x), []
-        found.append(x.mean(1, keepdim=True))
+        x = self.first(x)
+        found = [x.mean(1, keepdim=True)]
         for block in self.blocks:
             x = block(x, found)
         return self.last(x) + sum(found) * len(found)

@@ -33,23 +33,6 @@ class Augmented(Corpus):
         return {"x": self.x[i], "y": self.x[i].sum() + noise}
 
 
-class Sentences:
-    """Rows of tokens, all of a length or not."""
-
-    def __init__(self, split, ragged=False):
-        self.ragged = ragged
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, i):
-        return torch.arange(9 - self.ragged * (i % 3)) % 7
-
-
-def fill_up(rows):
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
-
-
 class Pictures:
     """Dark and bright pictures, told apart by their label."""
 
