@@ -65,9 +65,9 @@ def machine_of(config: pytest.Config) -> Machine:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give tests of a `setting` those of the device."""
+    """Give tests of a `setting` those of the device, by the module's `SETTINGS`."""
     if "setting" in metafunc.fixturenames:
-        metafunc.parametrize("setting", metafunc.module.settings_of(machine_of(metafunc.config)))
+        metafunc.parametrize("setting", metafunc.module.SETTINGS[machine_of(metafunc.config).device])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -149,14 +149,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     terminalreporter.section(" ".join(f"{name}={value}" for name, value in describe(machine_of(config)).items()))
     for row in _ROWS:
-        shown = [f"{name}={_short(value)}" for name, value in row["figures"].items() if value not in ("", None)]
+        shown = [
+            f"{name}={value:.10g}" if isinstance(value, float) else f"{name}={value}"
+            for name, value in row["figures"].items()
+            if value not in ("", None)
+        ]
         why = row.get("why", "").partition("\n")[0][:200]
         line = f"{row['outcome']:7} {row['seconds']:6.1f} s  {row['check']}  {' '.join(shown)} {why}"
         terminalreporter.write_line(line.rstrip())
     late = sum(_LATE in row.get("why", "") for row in _ROWS)
     counts = [f"{sum(row['outcome'] == how for row in _ROWS)} {how}" for how in ("passed", "failed")]
     terminalreporter.write_line(f"{', '.join(counts)}, {late} not measured: --limit")
-
-
-def _short(value: object) -> str:
-    return f"{value:.10g}" if isinstance(value, float) else str(value)

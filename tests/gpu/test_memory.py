@@ -1,6 +1,6 @@
 """What the allocator held in a step, and how long the step took, against the forecast.
 
-On a GPU of the twelve settings in `SETTINGS`; on a CPU of small ones, whose forecasts for a GPU are made, too.
+On a GPU of the twelve settings in `_ON_A_GPU`; on a CPU of small ones, whose forecasts for a GPU are made, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 VIT_B, VIT_L = ("model=vit_b_16 data=synthetic", 32), ("model=vit_l_16 data=synthetic init=device", 32)  # of a rank
 LLAMA = ("model=llama3_1b data.seq_len=2048 init=device", 2)
-SETTINGS = {
+_ON_A_GPU = {
     f"{words} {cell}": each
     for (words, each), cell in (
         (VIT_L, "sharding=per_block precision=bf16_mixed reshard_after_forward=always"),
@@ -42,10 +42,13 @@ SETTINGS = {
         (VIT_B, "sharding=size_based sharding.min_num_params=5000000 precision=fp16_mixed offload=cpu_unpinned"),
     )
 }
-ON_A_CPU = {
-    "model=vit_tiny data=synthetic sharding=per_block precision=bf16_mixed": 4,
-    "model=lm_tiny data.seq_len=32 sharding=root precision=fp32 offload=cpu": 4,
-    "model=vit_tiny data=synthetic sharding=ddp precision=fp16": 4,
+SETTINGS = {  # with samples of a rank
+    "cuda": _ON_A_GPU,
+    "cpu": {
+        "model=vit_tiny data=synthetic sharding=per_block precision=bf16_mixed": 4,
+        "model=lm_tiny data.seq_len=32 sharding=root precision=fp32 offload=cpu": 4,
+        "model=vit_tiny data=synthetic sharding=ddp precision=fp16": 4,
+    },
 }
 CUDA_STEPS, CPU_STEPS = 12, 3
 RESERVED, COMPILED = 0.05, 0.02
@@ -56,8 +59,8 @@ MEASURED: dict[str, dict[str, float]] = {}  # by setting
 ENOUGH = 0.1  # two predicted steps that differ by less have no order
 
 
-def trial_of(machine: Machine, words: str, each: int) -> list[str]:
-    batch = each * machine.ranks * (2 if "grad_accum_steps=2" in words else 1)
+def trial_of(machine: Machine, words: str) -> list[str]:
+    batch = SETTINGS[machine.device][words] * machine.ranks * (2 if "grad_accum_steps=2" in words else 1)
     steps = CUDA_STEPS if machine.cuda else CPU_STEPS
     sizes = [f"training.global_batch_size={batch}", f"training.max_steps={steps}", f"data.num_train={batch * steps}"]
     rest = ["memory_profile=peaks", f"data.num_val={machine.ranks}", "training.timing_warmup_steps=3"]
@@ -77,11 +80,10 @@ class Forecasts:
     """The forecasts of all settings, made in processes of their own while the losses are compared."""
 
     def __init__(self, machine: Machine) -> None:
-        settings = settings_of(machine)
         sheet = sheet_of(torch.cuda.get_device_properties(0).name if machine.cuda else CPU_SHEET)
-        asked = {(name, cuda): Request(config(*trial_of(machine, name, each)), machine.ranks, cuda, 79 * 2**30,
+        asked = {(name, cuda): Request(config(*trial_of(machine, name)), machine.ranks, cuda, 79 * 2**30,
                                        sheet=sheet if cuda else None)
-                 for name, each in settings.items() for cuda in {machine.cuda, True}}  # fmt: skip
+                 for name in SETTINGS[machine.device] for cuda in {machine.cuda, True}}  # fmt: skip
         self._names = list(asked)
         self._made = ThreadPoolExecutor(1).submit(forecast_all, list(asked.values()))
 
@@ -91,14 +93,10 @@ class Forecasts:
         return forecast
 
 
-def settings_of(machine: Machine) -> dict[str, int]:
-    return SETTINGS if machine.cuda else ON_A_CPU
-
-
 def test_a_step_holds_what_was_forecast(
     setting: str, machine: Machine, ranks: Ranks, forecasts: Forecasts, figures: Callable[..., None]
 ) -> None:
-    words = trial_of(machine, setting, settings_of(machine)[setting])
+    words = trial_of(machine, setting)
     metrics = MEASURED[setting] = ranks.run(measure, words, machine.cuda, seconds=180)[0]
     forecast = forecasts.of(setting, machine.cuda)
     peak, wanted = metrics["memory/peak_bytes"], forecast.peaks["device"]["total"]

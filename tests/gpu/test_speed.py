@@ -26,16 +26,14 @@ pytestmark = pytest.mark.gpu
 
 STEPS, WARMUP, ROUNDS = {"cuda": 24, "cpu": 5}, {"cuda": 8, "cpu": 2}, {"cuda": 2, "cpu": 1}
 GOAL = 0.98  # of the bare script's samples a second
-MODELS = {"vit_l_16": ("data=synthetic", 64), "llama3_1b": ("data.seq_len=2048", 2)}  # with samples of a rank
-ON_A_CPU = {"vit_tiny": ("data=synthetic", 8), "lm_tiny": ("data.seq_len=32 data=synthetic_tokens", 4)}
-
-
-def settings_of(machine: Machine) -> dict[str, tuple[str, int]]:
-    return MODELS if machine.cuda else ON_A_CPU
+SETTINGS = {  # models, with words and samples of a rank
+    "cuda": {"vit_l_16": ("data=synthetic", 64), "llama3_1b": ("data.seq_len=2048", 2)},
+    "cpu": {"vit_tiny": ("data=synthetic", 8), "lm_tiny": ("data.seq_len=32 data=synthetic_tokens", 4)},
+}
 
 
 def trial_of(name: str, device: str) -> list[str]:
-    words, each = {**MODELS, **ON_A_CPU}[name]
+    words, each = SETTINGS[device][name]
     batch = each * dist.get_world_size()
     sizes = (f"training.global_batch_size={batch}", f"data.num_train={batch * STEPS[device]}", "data.num_val=2")
     return [
