@@ -319,7 +319,7 @@ FAULTS = (
           f"{HOLDS}[language: sharding=per_block compile=true training.grad_accum_steps=2]", MAKE_CI),
     Fault("forecasts that fail are told apart by their texts", "fsdp_lab/sweep/forecasts.py",
           "first.setdefault((why.error, why.at), (", 'first.setdefault((why.text, ""), (',
-          "sweep/test_other_words.py::test_a_model_that_cannot_be_trained_does_not_start_and_the_others_do"),
+          "sweep/test_other_words.py::test_a_model_that_cannot_train_does_not_start_but_others_do"),
     Fault("forecasts run compiled blocks eagerly", "fsdp_lab/forecast/forecast.py",
           "            if config.compile:", "            if False:",
           "forecast/test_memory.py::test_a_compiled_step_is_forecast_within_3_percent", MAKE_CI),
@@ -482,7 +482,7 @@ FAULTS = (
           "sweep/test_grid.py::test_each_spelling_of_a_value_stays_that_value"),
     Fault("two trials share a folder", "fsdp_lab/sweep/store/folder.py",
           "(other := owners.setdefault(_key(place), number)) != number", "(other := number) != number",
-          "sweep/test_names.py::test_trials_that_share_or_leave_the_sweeps_folder_are_refused"),
+          "sweep/test_names.py::test_trials_that_share_or_leave_the_folder_are_refused"),
     # MLflow
     Fault("an epoch is sent twice", "fsdp_lab/tracking/projection.py",
           "            if step not in stored.steps:", "            if step is not None:", TRACKING),

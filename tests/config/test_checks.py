@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.config import ConfigError, UserError, effective_settings
+from fsdp_lab.config import ConfigError, SweepConfig, UserError, effective_settings
 from fsdp_lab.config.checks import check_local_capacity
-from fsdp_lab.config.machine import ray_folder
+from fsdp_lab.config.machine import loader_workers_of, ray_folder
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.machine import hardware
 from tests.ranks import read_config
@@ -46,7 +46,6 @@ def test_settings_that_train_alike_are_equal(one: str, other: str, equal: bool):
         (0, 2, None, 4, "cluster.num_workers=2, or cluster.cpus_per_worker=0.5"),
         (8, 96, 16, 8, "cluster.num_workers=6, or cluster.cpus_per_worker=12"),
         (0, 2, None, 7, "cluster.num_workers=2, or cluster.cpus_per_worker=0.28"),  # 2 / 7, rounded down
-        (0, 2, 9, 1, "cluster.cpus_per_worker=2"),
         (2, 96, None, 3, "cluster.num_workers=2, or hide"),
     ],
 )
@@ -64,6 +63,14 @@ def test_more_workers_than_this_machine_can_place(
         check_local_capacity(cluster, int(fewer[1]))
     if less := re.search(r"cpus_per_worker=([\d.]+)", remedies):
         check_local_capacity(replace(cluster, cpus_per_worker=float(less[1])), workers)
+
+
+def test_every_core_but_the_workers_own_loads_data_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """At most four: of 96 cores each of eight workers has 12, of 16 it has two, of 8 one."""
+    monkeypatch.setattr(hardware, "num_gpus", lambda: 8)
+    for cores, processes in ((96, 4), (16, 1), (8, 0)):
+        monkeypatch.setattr(hardware, "num_cpus", lambda cores=cores: cores)
+        assert loader_workers_of(SweepConfig()) == processes
 
 
 def test_a_folder_too_long_for_rays_sockets_is_named(monkeypatch: pytest.MonkeyPatch):

@@ -29,7 +29,6 @@ SPELLINGS = {
     ],
     "model.width=8": ["+model.width=8", "++model.width=8", "model.width=choice(8)"],
     "tracking.experiment='1e3'": ["tracking.experiment=1e3", "+tracking.experiment='1e3'"],
-    "tracking.experiment='1_0'": ["tracking.experiment=1_0"],
     "tracking.experiment=int(5)": ["+tracking.experiment=int(5)"],
     "hydra.sweep.dir='1e3'": ["hydra.sweep.dir=1e3"],
     "tracking.experiment='true'": ["tracking.experiment=true"],

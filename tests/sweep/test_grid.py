@@ -25,7 +25,6 @@ from tests.conftest import run_cli
     [
         "training.seed=choice(3,1,2)",
         "training.epochs=range(1,6,2)",
-        "sharding=glob(per_*)",
         "precision=glob(*,exclude=*16*)",
         "training.seed=sort(3,1,2,reverse=true)",
         "optimizer.lr=1e-3 sharding=root",

@@ -134,7 +134,7 @@ def test_a_folder_that_was_typed_is_free_or_refused(tmp_path: Path):
         (["/".join(["n" * 250] * 16)], "trial 0 a path of more than 3896 bytes"),
     ],
 )
-def test_trials_that_share_or_leave_the_sweeps_folder_are_refused(tmp_path: Path, names: list[str], reason: str):
+def test_trials_that_share_or_leave_the_folder_are_refused(tmp_path: Path, names: list[str], reason: str):
     for name, target in (("link", "."), ("away", "..")):
         (tmp_path / name).symlink_to(target)
     check_trial_folders(tmp_path, [tmp_path / name for name in ("0", "00", "a/0", "a/1", "n" * 255)])

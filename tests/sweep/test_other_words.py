@@ -127,7 +127,7 @@ NET = "tests.workloads.user.my_project.net"
 
 
 @pytest.mark.usefixtures("no_gpus")
-def test_a_model_that_cannot_be_trained_does_not_start_and_the_others_do(compose_trial: Compose, tmp_path: Path):
+def test_a_model_that_cannot_train_does_not_start_but_others_do(compose_trial: Compose, tmp_path: Path):
     """Two losses are no mean, and the last model refuses. By their texts all three would be the same here."""
     common = ["task=custom", "model=custom", "data=example", "+model.width=8", "cluster.num_workers=2"]
     cells = [("Net", "loss", 0.1), ("Net", "of_each_item", 0.1), ("Net", "of_each_item", 0.2), ("Refuses", "loss", 0.1)]
@@ -145,7 +145,7 @@ VALUES = {
 }  # fmt: skip
 
 
-def test_a_trial_that_ends_for_any_reason_is_recorded_and_counted_by_its_code(compose_trial: Compose, tmp_path: Path):
+def test_a_trials_end_is_recorded_and_counted_by_its_code(compose_trial: Compose, tmp_path: Path):
     """Also for those that only Ray has: a worker that is killed, a node that is lost, no place."""
     reasons = [Reason.of(code, **VALUES) for code in Code]
     plan = plan_of(compose_trial, tmp_path, [[f"training.seed={number}"] for number in range(len(reasons))])

@@ -94,7 +94,7 @@ def test_another_library_and_number_of_workers_are_named():
     assert workers.startswith("cluster.num_workers=null was 8 workers and is ")
 
 
-def test_what_a_start_reported_outlasts_starts_that_reported_nothing(tmp_path: Path):
+def test_facts_outlast_starts_that_reported_none(tmp_path: Path):
     """A resume compares the data with it."""
     with changing(tmp_path) as trial:
         trial.facts = {"data_digest": "0123"}
