@@ -18,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -60,33 +61,6 @@ def _start_server() -> None:
         forkserver.ensure_running()
 
 
-class Command:
-    """A command that runs in a fork; SIGALRM ends it after so many seconds."""
-
-    def __init__(
-        self,
-        folder: Path,
-        words: Sequence[str],
-        environment: Mapping[str, str] | None = None,
-        seconds: float = _LIMIT_S,
-    ) -> None:
-        given = dict(os.environ if environment is None else environment)
-        self._words, own = words, Path(tempfile.mkdtemp(dir=shared_folder()))
-        self._printed = own / "out", own / "err"
-        for file in self._printed:
-            file.touch()
-        self.process = _FORKS.Process(target=_be_command, args=(folder, words, given, seconds, *self._printed))
-        _start_server()
-        self.process.start()
-
-    def done(self) -> Done:
-        """Wait for its end."""
-        self.process.join()
-        assert self.process.exitcode is not None
-        printed = (file.read_text(errors="replace") for file in self._printed)
-        return subprocess.CompletedProcess(self._words, self.process.exitcode, *printed)
-
-
 def run_all(
     jobs: Sequence[tuple[Path, Sequence[str]]],
     environment: Mapping[str, str] | None = None,
@@ -99,28 +73,34 @@ def run_all(
         environment: of the commands; default: this process's. seconds: after so many SIGALRM ends one.
         together: all at the same time, and if one fails the others are killed; else one a core.
     """
-    waiting, running = list(enumerate(jobs)), dict[int, tuple[int, Command]]()
-    at_once = len(jobs) if together else os.cpu_count() or 1
+    _start_server()
+    given = dict(os.environ if environment is None else environment)
+    waiting, running = list(enumerate(jobs)), dict[int, tuple[int, BaseProcess, list[Path]]]()
     try:
         while waiting or running:
-            while waiting and len(running) < at_once:
+            while waiting and (together or len(running) < (os.cpu_count() or 1)):
                 number, (folder, words) = waiting.pop(0)
-                command = Command(folder, words, environment, seconds)
-                running[command.process.sentinel] = number, command
+                own = Path(tempfile.mkdtemp(dir=shared_folder()))
+                printed = [own / "out", own / "err"]
+                for file in printed:
+                    file.touch()
+                process = _FORKS.Process(target=_be_command, args=(folder, words, given, seconds, *printed))
+                process.start()
+                running[process.sentinel] = number, process, printed
             for ended in wait(list(running)):
-                assert isinstance(ended, int)
-                number, command = running.pop(ended)
-                done = command.done()
-                if together and done.returncode:
-                    _kill(running)
-                yield number, done
+                number, process, printed = running.pop(int(ended))  # type: ignore[call-overload]
+                process.join()
+                if together and process.exitcode:
+                    _kill(running.values())
+                output = (file.read_text(errors="replace") for file in printed)
+                yield number, subprocess.CompletedProcess(jobs[number][1], process.exitcode or 0, *output)
     finally:
-        _kill(running)
+        _kill(running.values())
 
 
-def _kill(running: Mapping[int, tuple[int, Command]]) -> None:
-    for _, command in running.values():
-        command.process.kill()
+def _kill(running: Iterable[tuple[int, BaseProcess, list[Path]]]) -> None:
+    for _, process, _ in running:
+        process.kill()
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
