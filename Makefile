@@ -50,7 +50,7 @@ APT = apt-get install -y -qq --no-install-recommends
 $(VENV)/.cluster: $(VENV)/.installed
 	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --editable ".[dev,jobs]"
 	@test $$(id -u) != 0 || { command -v sbatch && ls /usr/lib/postgresql/*/bin/initdb; } >/dev/null 2>&1 \
-	  || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive $(APT) postgresql slurm-wlm munge; }
+	  || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive $(APT) postgresql slurm-wlm; }
 	@test $$(id -u) != 0 || touch $@
 
 $(VENV)/.browser: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""Real servers for as long as a test needs them: MLflow's, S3 with faults in front of it, PostgreSQL, a node of Ray."""
+"""Real servers for as long as a test needs them: MLflow's and a node of Ray; and stores that MLflow has made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -57,12 +57,14 @@ def server(
     folder: Path,
     name: str,
     command: Sequence[str],
-    is_ready: Callable[[], bool],
+    is_ready: Callable[[str], bool],
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ready, in a group of its own, which is ended; its log is `<name>.log` in the folder.
+    """A process that is ready, in a group of its own, which is ended.
 
     Args:
+        folder: where it runs, and logs to `<name>.log`.
+        is_ready: whether it is, by what its log has so far.
         environment: instead of this process's.
     """
     log = folder / f"{name}.log"
@@ -73,7 +75,7 @@ def server(
         )  # fmt: skip
     try:
         deadline = time.monotonic() + _START_S
-        while not is_ready():
+        while not is_ready(log.read_text()):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
         yield process
@@ -86,18 +88,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=20)
-
-
-def answers(url: str, within: Sequence[str] = (), method: str = "GET") -> bool:
-    """Whether a server answers a request well.
-
-    Args:
-        within: what begins each command that is to reach it.
-    """
-    request = f"urllib.request.Request({url!r}, method={method!r})"
-    ask = f"import urllib.request; urllib.request.urlopen({request}, timeout=5).close()"
-    asked = subprocess.run([*within, sys.executable, "-S", "-c", ask], capture_output=True, timeout=30, check=False)
-    return asked.returncode == 0
 
 
 @contextmanager
@@ -113,43 +103,36 @@ def mlflow_server(
     """`(address, process)` of a server.
 
     Args:
-        folder: gets its log.
         store: the address of its store; None: `mlflow.db` of the folder.
-        within: what begins each command that is to reach it.
+        within: what begins its command.
     """
     if store is None:
         lay_store(folder)
-    address = f"http://{host}:{port or free_port()}"
+    port = port or free_port()
     command = [
-        *within, sys.executable, "-m", "mlflow", "server", "--host", host, "--port", address.rpartition(":")[2],
-        "--workers", "1", "--backend-store-uri", store or f"sqlite:///{folder}/mlflow.db", *options,
+        *within, sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1",
+        "--backend-store-uri", store or f"sqlite:///{folder}/mlflow.db", *options,
     ]  # fmt: skip
     # Without the jobs it starts sooner; what it would tell its makers needs a network.
     settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     variables = {**os.environ, **settings, **(environment or {})}
-    with server(folder, "server", command, lambda: answers(f"{address}/health", within), variables) as process:
-        yield address, process
+    with server(folder, "server", command, lambda log: "Application startup complete" in log, variables) as process:
+        yield f"http://{host}:{port}", process
 
 
 @contextmanager
 def ray_head(env: Mapping[str, str] | None = None, gpus: int = 0) -> Iterator[tuple[str, int]]:
     """`(address, process)` of a Ray with two cores on the loopback, and GPUs that are a number only."""
-    port, folder = free_port(), Path(tempfile.mkdtemp(prefix="fsdp_lab_ray_"))
-    ray = str(Path(sys.executable).with_name("ray"))
-    command = [ray, "start", "--head", "--block", "--num-cpus=2", f"--num-gpus={gpus}", "--include-dashboard=false"]
-    command += [f"--port={port}", "--node-ip-address=127.0.0.1", "--disable-usage-stats"]
-
-    def listens() -> bool:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return True
-        return False
-
-    try:
-        with server(folder, "ray", command, listens, env) as head:
-            yield f"127.0.0.1:{port}", head.pid
-            family = descendants(head.pid)
-            head.terminate()  # Ray ends its servers
-            for left in psutil.wait_procs(family, timeout=10)[1]:
-                left.kill()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    address, folder = f"127.0.0.1:{free_port()}", Path(tempfile.mkdtemp(prefix="fsdp_lab_ray_"))
+    command = [
+        str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2", f"--num-gpus={gpus}",
+        "--include-dashboard=false", "--node-ip-address=127.0.0.1", f"--port={address.rpartition(':')[2]}",
+        "--disable-usage-stats",
+    ]  # fmt: skip
+    with server(folder, "ray", command, lambda log: "Ray runtime started." in log, env) as head:
+        yield address, head.pid
+        family = descendants(head.pid)
+        head.terminate()  # Ray ends its servers
+        for left in psutil.wait_procs(family, timeout=10)[1]:
+            left.kill()
+    shutil.rmtree(folder)

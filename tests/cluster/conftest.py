@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -22,9 +23,9 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from s3fs import S3FileSystem
 from werkzeug.serving import make_server
 
-from tests.cluster.namespaces import ONE_NODE, Cluster, Node, cluster_over, two_namespaces, why_not
+from tests.cluster.namespaces import ONE_NODE, Cluster, Node, cluster_over, two_namespaces
 from tests.conftest import run_cli
-from tests.servers import answers, server
+from tests.servers import server
 from tests.sweep.conftest import results
 
 S3_PORT = 9000  # in a network namespace nobody else has it
@@ -46,8 +47,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[list[Node]]:
     """Two network namespaces, for all but Slurm."""
-    if reason := why_not():
-        pytest.skip(reason)
     with two_namespaces() as nodes:
         yield nodes
 
@@ -57,8 +56,13 @@ def bucket(nodes: list[Node], tmp_path_factory: pytest.TempPathFactory) -> Itera
     """The address of a bucket that both nodes reach."""
     head = nodes[0]
     command = head.command(sys.executable, "-m", "moto.server", "-H", head.address, "-p", str(S3_PORT))
-    address = f"http://{head.address}:{S3_PORT}/bucket"
-    with server(tmp_path_factory.mktemp("s3"), "s3", command, lambda: answers(address, head.command(), "PUT")):
+    put = f"from urllib.request import *; urlopen(Request('http://{head.address}:{S3_PORT}/bucket', method='PUT'))"
+    make = head.command(sys.executable, "-c", put)
+
+    def is_ready(log: str) -> bool:
+        return subprocess.run(make, capture_output=True, timeout=30, check=False).returncode == 0
+
+    with server(tmp_path_factory.mktemp("s3"), "s3", command, is_ready):
         yield "s3://bucket"
 
 

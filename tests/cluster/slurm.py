@@ -1,36 +1,46 @@
-"""Slurm on one machine: munge, a controller, and a `slurmd` in each of two network namespaces, with processes of its
-own, as on a node of its own."""
+"""Slurm on one machine: a controller, and a `slurmd` in each of two network namespaces, with processes of its own, as
+on a node of its own."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.namespaces import Node, two_namespaces
-from tests.cluster.namespaces import why_not as why_no_namespaces
 from tests.servers import server
 
-_START_S = 90
-_PROGRAMS = ("sbatch", "slurmctld", "slurmd", "munged")
-
-
-def why_not() -> str:
-    """Why Slurm cannot run here; "" where it can."""
-    if missing := [name for name in _PROGRAMS if shutil.which(name, path=_path()) is None]:
-        return f"Slurm needs {', '.join(missing)}: as root, make .venv/.cluster installs slurm-wlm and munge"
-    return why_no_namespaces()
-
-
-def _path() -> str:
-    """Where programs are, with those of daemons."""
-    return f"{os.environ['PATH']}:/usr/sbin:/sbin"
+_CONFIGURATION = """
+ClusterName=lab
+SlurmctldHost={host}({nodes[0].address})
+SlurmUser=root
+AuthType=auth/none
+CredType=cred/none
+AuthInfo=cred_expire=5 # a job that was requeued waits for that
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/ctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+ProctrackType=proctrack/linuxproc
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
+NodeName=n0 NodeHostname={host} NodeAddr={nodes[0].address} CPUs={nodes[0].cpus} RealMemory=2000
+NodeName=n1 NodeHostname={host} NodeAddr={nodes[1].address} CPUs={nodes[1].cpus} RealMemory=2000
+PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # with those of daemons
 
 
 class Slurm:
@@ -40,92 +50,62 @@ class Slurm:
         self.nodes, self.folder = nodes, folder
         # what is inherited by a job is what a login shell would have
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "RAY_", "PYTEST_"))}
-        self.environment = {**kept, "SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+        self.environment = {**kept, "PATH": _PATH, "SLURM_CONF": f"{folder}/slurm.conf", "OMP_NUM_THREADS": "1"}
 
-    def run(self, folder: Path, *command: str, seconds: float = 100) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+    def run(self, folder: Path, *command: str, check: bool = True) -> str:
+        """What a command prints, which is to end well."""
+        done = subprocess.run(
             self.nodes[0].command(*command), cwd=folder, env=self.environment, capture_output=True, text=True,
-            timeout=seconds, check=False,
+            timeout=100, check=False,
         )  # fmt: skip
+        assert done.returncode == 0 or not check, done.stdout + done.stderr
+        return done.stdout
+
+    def submit(self, script: Path) -> tuple[str, Path]:
+        """The number of the job that a script makes, and its log."""
+        job = self.run(script.parent, "sbatch", "--parsable", script.name).strip()
+        return job, script.parent / f"slurm-{job}.out"
 
     def state(self, job: str) -> str:
         """As `COMPLETED`, `RUNNING`, `CANCELLED`."""
-        shown = self.run(self.folder, "scontrol", "--oneliner", "show", "job", job).stdout
-        return next((word.partition("=")[2] for word in shown.split() if word.startswith("JobState=")), "")
+        return re.findall(r"JobState=(\w+)", self.run(self.folder, "scontrol", "show", "job", job))[0]
 
-    def wait_idle(self) -> None:
-        """Until no process of a job is left."""
-        end = time.monotonic() + _START_S + 10
-        while self.run(self.folder, "sinfo", "--noheader", "--format=%t %D").stdout.split() != ["idle", "2"]:
-            logs = "".join(file.read_text() for file in self.folder.glob("*.log"))
-            assert time.monotonic() < end, f"Slurm's nodes are not free: {logs}"
-            time.sleep(0.3)
+    def is_idle(self) -> bool:
+        """Whether no process of a job is left."""
+        return self.run(self.folder, "sinfo", "--noheader", "--format=%t %D", check=False) == "idle 2\n"
 
-    def wait(self, job: str, *states: str, log: Path, seconds: float = 400) -> None:
-        end = time.monotonic() + seconds
-        while (state := self.state(job)) not in states:
-            output = log.read_text() if log.exists() else "no log"
+    def wait(self, job: str, log: Path, has_come: Callable[[], object]) -> None:
+        """Until something has come of a job."""
+        end = time.monotonic() + 400
+        while not has_come():
+            state, output = self.state(job), log.read_text() if log.exists() else "no log"
             assert time.monotonic() < end and state != "FAILED", f"job {job} is {state}: {output}"
             time.sleep(0.3)
 
-
-def configuration(nodes: Sequence[Node], folder: Path) -> str:
-    host, lines = socket.gethostname(), []
-    for number, node in enumerate(nodes, 1):
-        lines.append(f"NodeName=n{number} NodeHostname={host} NodeAddr={node.address} CPUs={node.cpus} RealMemory=2000")
-    return "\n".join([
-        "ClusterName=lab", f"SlurmctldHost={host}({nodes[0].address})", "SlurmctldPort=7817", "SlurmdPort=7818",
-        "SlurmUser=root", "SlurmdUser=root", "AuthType=auth/munge", "CredType=cred/munge",
-        # a job that was requeued waits for its credential to expire: 120 s otherwise
-        f"AuthInfo=socket={folder}/munge/socket,cred_expire=5",
-        f"StateSaveLocation={folder}/state", f"SlurmdSpoolDir={folder}/spool.%n", f"SlurmctldPidFile={folder}/ctld.pid",
-        f"SlurmdPidFile={folder}/slurmd.%n.pid", f"SlurmctldLogFile={folder}/ctld.log",
-        f"SlurmdLogFile={folder}/slurmd.%n.log", "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none",
-        "JobAcctGatherType=jobacct_gather/none", "SlurmdParameters=config_overrides", "SelectType=select/cons_tres",
-        "SelectTypeParameters=CR_Core", "ReturnToService=2", "SchedulerParameters=sched_interval=1,batch_sched_delay=0",
-        "MpiDefault=none", "SwitchType=switch/none", *lines,
-        "PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP", "",
-    ])  # fmt: skip
+    def wait_for_end(self, job: str, log: Path, state: str) -> None:
+        self.wait(job, log, lambda: self.state(job) == state and self.is_idle())
 
 
 @contextmanager
 def slurm() -> Iterator[Slurm]:
     """Two nodes, of three cores and of two as far as Slurm knows."""
+    if missing := [name for name in ("sbatch", "slurmctld", "slurmd") if shutil.which(name, path=_PATH) is None]:
+        pytest.skip(f"Slurm needs {', '.join(missing)}: as root, make .venv/.cluster installs slurm-wlm")
     with ExitStack() as stack:
         nodes = stack.enter_context(two_namespaces())
         folder = Path(tempfile.mkdtemp(prefix="fs"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        folder.chmod(0o755)
-        (folder / "slurm.conf").write_text(configuration(nodes, folder))
+        configuration = _CONFIGURATION.format(nodes=nodes, host=socket.gethostname(), folder=folder)
+        (folder / "slurm.conf").write_text(configuration)
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # `ip netns exec` shows none to detect
-        (folder / "state").mkdir()
+        for name in ("state", "spool.n0", "spool.n1"):
+            (folder / name).mkdir()
         lab = Slurm(nodes, folder)
 
-        def start(name: str, *command: str, is_ready: Callable[[], bool] = lambda: True) -> None:
-            stack.enter_context(server(folder, name, command, is_ready, {**lab.environment, "PATH": _path()}))
+        def start(name: str, command: list[str], is_ready: Callable[[str], bool] = lambda log: True) -> None:
+            stack.enter_context(server(folder, name, command, is_ready, lab.environment))
 
-        start("munged", *munge(folder / "munge"), is_ready=(folder / "munge" / "socket").exists)
-        start("controller", *nodes[0].command("slurmctld", "-D"))
-        for number, node in enumerate(nodes, 1):
-            (folder / f"spool.n{number}").mkdir()
-            start(f"node{number}", *as_node(node, f"n{number}"))
-        lab.wait_idle()
+        start("controller", nodes[0].command("slurmctld", "-D"))
+        start("n0", nodes[0].alone("slurmd", "-D", "-N", "n0", disks=("/tmp/ray",)))
+        start("n1", nodes[1].alone("slurmd", "-D", "-N", "n1", disks=("/tmp/ray",)), lambda log: lab.is_idle())
         yield lab
-
-
-def as_node(node: Node, name: str) -> list[str]:
-    """`slurmd` with its own processes and /tmp/ray, by a shell that takes in orphans; all of it ends with it."""
-    script = f"mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && (slurmd -D -N {name} & wait)"
-    return node.command("unshare", "--pid", "--mount", "--mount-proc", "--fork", "--kill-child", "sh", "-c", script)
-
-
-def munge(folder: Path) -> list[str]:
-    """A daemon with a key of its own; it wants folders that nobody else writes."""
-    folder.mkdir(mode=0o755)
-    (folder / "key").write_bytes(os.urandom(64))
-    (folder / "key").chmod(0o600)
-    for path in (folder, folder / "key"):
-        shutil.chown(path, "munge", "munge")
-    files = {"socket": "socket", "key-file": "key", "log-file": "log", "pid-file": "pid", "seed-file": "seed"}
-    options = [f"--{option}={folder / file}" for option, file in files.items()]
-    return ["runuser", "-u", "munge", "--", "munged", "--foreground", *options]

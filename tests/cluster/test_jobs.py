@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,9 +21,8 @@ import yaml
 
 from tests.cluster.conftest import held_in
 from tests.cluster.namespaces import TWO_NODES, TWO_NODES_AND_ONE, Cluster, addresses, epochs, same_losses
-from tests.cluster.slurm import Slurm, slurm, why_not
+from tests.cluster.slurm import Slurm, slurm
 from tests.conftest import PLAIN, ROOT, TINY
-from tests.folders import SweepFolder
 from tests.servers import lay_store
 from tests.sweep.conftest import results, runs
 from tests.workloads.user.project import write_project
@@ -38,6 +37,7 @@ _MINE = (
     "--config-dir=conf_of_mine", "model=mine", "data._target_=my_project.data.Corpus", *PLAIN,
     "training.global_batch_size=32", "training.timing_warmup_steps=1", "forecast.enabled=false",
 )  # fmt: skip
+_ONE_STEP = ("engine=inline", "cluster.num_workers=1", "training.max_steps=1")
 _EPOCHS = 40
 
 
@@ -52,16 +52,15 @@ def job(cluster: Cluster, folder: Path, *words: str) -> str:
     return done.stdout + done.stderr
 
 
-def submit(cluster: Cluster, folder: Path, name: str, *arguments: str, variables: str = "{}") -> None:
-    """Send a command line of ours to the cluster, with all that is in a folder, and do not wait for it."""
-    entry = [sys.executable, "-m", "fsdp_lab", *arguments]
-    environment = f'--runtime-env-json={{"env_vars": {variables}}}'
+def submit(cluster: Cluster, folder: Path, name: str, *entry: str, **variables: str) -> None:
+    """Send a command line to the cluster, with all that is in a folder, and do not wait for it."""
+    environment = f"--runtime-env-json={json.dumps({'env_vars': variables})}"
     job(cluster, folder, "submit", f"--submission-id={name}", "--no-wait", environment, "--working-dir=.", "--", *entry)
 
 
-def ended(cluster: Cluster, folder: Path, name: str, status: str, seconds: float = 400) -> str:
+def ended(cluster: Cluster, folder: Path, name: str, status: str) -> str:
     """The log of a job that has ended in this way, by `ray job status`."""
-    until = time.monotonic() + seconds
+    until = time.monotonic() + 400
     while not re.search(r"'.*' (succeeded|failed|was stopped)", told := job(cluster, folder, "status", name)):
         assert time.monotonic() < until, job(cluster, folder, "logs", name)
         time.sleep(0.5)
@@ -82,40 +81,32 @@ def project(tmp_path: Path) -> Path:
 @pytest.mark.full
 @needs_jobs
 def test_a_job_says_with_its_status_how_the_sweep_ended(cluster: Cluster, project: Path):
-    """Bad input, a failed trial and a result; these need no Ray of their own, so that they take seconds."""
-    stays = (f"hydra.run.dir={project.parent}/$", f"tracking.uri=sqlite:///{project.parent}/mlflow.db")
-    inline = (*_MINE, "engine=inline", "cluster.num_workers=1", "training.max_steps=1")
-    submit(cluster, project, "lost", *_MINE, "cluster.address=auto", "cluster.storage_path=out")
-    submit(cluster, project, "failed", *inline, "task.loss=my_project.net.loss_of_other_keys",
-           *(word.replace("$", "failed") for word in stays))  # fmt: skip
-    submit(cluster, project, "finished", *inline, "task.loss=my_project.net.loss",
-           *(word.replace("$", "finished") for word in stays))  # fmt: skip
+    """Bad input and a failed trial, which needs no Ray of its own, so that it takes seconds."""
+    ours, kept = (sys.executable, "-m", "fsdp_lab", *_MINE), project.parent
+    submit(cluster, project, "lost", *ours, "cluster.address=auto", "cluster.storage_path=out")
+    submit(cluster, project, "failed", *ours, *_ONE_STEP, "task.loss=my_project.net.loss_of_other_keys",
+           f"hydra.run.dir={kept}/failed", f"tracking.uri=sqlite:///{kept}/mlflow.db")  # fmt: skip
     lost = ended(cluster, project, "lost", "exit code 2")
     (line,) = [line for line in lost.splitlines() if line.startswith("fsdp_lab: ")]
     assert "which Ray deletes" in line and "cluster.storage_path=/" in line
     assert "hydra.run.dir=/" in line and "tracking.uri=sqlite:////" in line
     ended(cluster, project, "failed", "exit code 1")
-    ended(cluster, project, "finished", "succeeded")
-    assert SweepFolder(project.parent / "finished").trials[0].outcome is not None
 
 
 @pytest.mark.cluster
 @pytest.mark.full
 @needs_jobs
-def test_the_manifest_for_kubernetes_runs_and_then_resumes(cluster: Cluster, tmp_path: Path):
+def test_the_manifest_for_kubernetes_runs_and_then_resumes(cluster: Cluster, project: Path):
     """As KubeRay submits it: a line for a shell. The volume is a folder here. The second time all is done already."""
-    lay_store(tmp_path)
-    small = (*PLAIN, *TINY, "engine=inline", "cluster.num_workers=1", "training.max_steps=1", "model=mlp")
     line = yaml.safe_load((ROOT / "deploy" / "rayjob.yaml").read_text())["spec"]["entrypoint"]
     before, mark, after = line.partition("-m sharding=ddp,per_block cluster.num_workers=16 ")
     assert mark
-    line = f"{before}{shlex.join(small)} {after}".replace("/shared", str(tmp_path))
-    path = json.dumps({"env_vars": {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}})
+    line = f"{before}{shlex.join((*PLAIN, *TINY, *_ONE_STEP, 'model=mlp'))} {after}"
     for name in ("applied", "again"):
-        job(cluster, tmp_path, "submit", f"--submission-id={name}", "--no-wait", f"--runtime-env-json={path}", "--",
-            "sh", "-c", line)  # fmt: skip
-        assert "1 of 1 trial has a result" in ended(cluster, tmp_path, name, "succeeded")
-    assert (tmp_path / "monday" / "results.csv").exists()
+        submit(cluster, project, name, "sh", "-c", line.replace("/shared", str(project.parent)),
+               PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # fmt: skip
+        assert "1 of 1 trial has a result" in ended(cluster, project, name, "succeeded")
+    assert (project.parent / "monday" / "results.csv").exists()
 
 
 @pytest.mark.cluster
@@ -129,14 +120,14 @@ def test_the_manifest_for_kubernetes_runs_and_then_resumes(cluster: Cluster, tmp
 )
 def test_a_stopped_job_leaves_a_sweep_that_another_resumes(cluster: Cluster, project: Path):
     """Over both nodes, with the code that came along, which lies in another copy the second time."""
-    kept = project.parent
+    ours, kept = (sys.executable, "-m", "fsdp_lab"), project.parent
     words = (
         "-m", *_MINE, "task.loss=my_project.net.loss", "optimizer.lr=1e-2", f"training.epochs={_EPOCHS}",
         "cluster.address=auto", "cluster.num_workers=2", "cluster.cpus_per_worker=2",
         f"cluster.storage_path={kept}/storage", f"hydra.sweep.dir={kept}/out",
         f"tracking.uri=sqlite:///{kept}/mlflow.db",
     )  # fmt: skip
-    submit(cluster, project, "first", *words, variables='{"RAY_JOB_STOP_WAIT_TIME_S": "20"}')
+    submit(cluster, project, "first", *ours, *words, RAY_JOB_STOP_WAIT_TIME_S="20")
     end = time.monotonic() + 400
     while not any(epochs(kept / "storage")):
         assert time.monotonic() < end, job(cluster, project, "logs", "first")
@@ -149,8 +140,8 @@ def test_a_stopped_job_leaves_a_sweep_that_another_resumes(cluster: Cluster, pro
     assert 0 < len(epochs(kept / "storage")[0]) < _EPOCHS
 
     (project / "more.txt").write_text("so that Ray makes another copy")
-    submit(cluster, project, "second", f"resume={kept}/out", "--config-dir=conf_of_mine")
-    assert "trial 0 starts, from epoch" in ended(cluster, project, "second", "succeeded", 200)
+    submit(cluster, project, "second", *ours, f"resume={kept}/out", "--config-dir=conf_of_mine")
+    assert "trial 0 starts, from epoch" in ended(cluster, project, "second", "succeeded")
     assert epochs(kept / "storage") == [[*range(1, _EPOCHS + 1)]], "each once"
     assert {node for nodes in addresses(kept) for node in nodes} == {node.address for node in cluster.nodes}
     assert held_in(kept, cluster.environment["RAY_AUTH_TOKEN"]) == [], "the token is in no file of ours"
@@ -158,8 +149,6 @@ def test_a_stopped_job_leaves_a_sweep_that_another_resumes(cluster: Cluster, pro
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Slurm]:
-    if reason := why_not():
-        pytest.skip(reason)
     with slurm() as lab:
         yield lab
 
@@ -167,9 +156,10 @@ def lab() -> Iterator[Slurm]:
 def edited(folder: Path, *words: str) -> Path:
     """A user's copy of the script, for nodes with two cores and no GPUs."""
     lay_store(folder)
-    text = (ROOT / "deploy" / "slurm.sbatch").read_text().replace("#SBATCH --gpus-per-node=8\n", "")
+    text = (ROOT / "deploy" / "slurm.sbatch").read_text()
     quoted = " ".join(f"'{word}'" for word in words)
     for line, mine in (
+        (r"#SBATCH --gpus-per-node=8\n", ""),
         (r"#SBATCH --cpus-per-task=.*", "#SBATCH --cpus-per-task=2"),
         (r"sweep=\S*", "sweep=$PWD/out"),
         (r"words=\(-m .*\)", f"words=({quoted})"),
@@ -181,34 +171,17 @@ def edited(folder: Path, *words: str) -> Path:
     return folder / "slurm.sbatch"
 
 
-def submitted(lab: Slurm, script: Path) -> tuple[str, Path]:
-    """The number of the job that a script makes, and its log."""
-    done = lab.run(script.parent, "sbatch", "--parsable", script.name)
-    assert done.returncode == 0, done.stdout + done.stderr
-    job = done.stdout.strip()
-    return job, script.parent / f"slurm-{job}.out"
-
-
-def until(lab: Slurm, job: str, log: Path, has_come: Callable[[], object]) -> None:
-    """Until something has come of a job that is in the queue or runs."""
-    end = time.monotonic() + 400
-    while not has_come():
-        output = log.read_text() if log.exists() else "no log"
-        assert time.monotonic() < end and lab.state(job) in ("PENDING", "RUNNING"), output
-        time.sleep(0.2)
-
-
 @pytest.mark.cluster
 def test_a_sweep_is_requeued_before_its_time_limit_and_resumes(lab: Slurm, tmp_path: Path):
     """Slurm sends USR1 to the script two minutes before the limit, which has whole minutes."""
-    job, log = submitted(lab, edited(tmp_path, *TWO_NODES_AND_ONE))
+    job, log = lab.submit(edited(tmp_path, *TWO_NODES_AND_ONE))
     signal = ("scancel", "--batch", "--signal=USR1", job)
-    until(lab, job, log, lambda: log.exists() and re.search(r"trial \d starts", log.read_text()))
-    assert lab.run(tmp_path, *signal).returncode == 0, "it got no further since its start, and continues"
-    until(lab, job, log, lambda: any(epochs(tmp_path / "out" / "storage")))
+    lab.wait(job, log, lambda: log.exists() and re.search(r"trial \d starts", log.read_text()))
+    lab.run(tmp_path, *signal)  # it got no further since its start, and continues
+    lab.wait(job, log, lambda: any(epochs(tmp_path / "out" / "storage")))
     assert lab.state(job) == "RUNNING" and "resumes:" not in log.read_text()
-    assert lab.run(tmp_path, *signal).returncode == 0
-    lab.wait(job, "COMPLETED", log=log)
+    lab.run(tmp_path, *signal)
+    lab.wait_for_end(job, log, "COMPLETED")
     assert log.read_text().count("resumes:") == 1
     assert epochs(tmp_path / "out" / "storage") == [[1, 2], [1, 2]], log.read_text()
     assert [len(set(nodes)) for nodes in addresses(tmp_path / "out")] == [2, 1]
@@ -224,49 +197,33 @@ def test_scancel_ends_a_sweep_and_its_script_resumes_it(lab: Slurm, on_one_node:
     folder = tmp_path / "100% of it"
     folder.mkdir()
     script = edited(folder, *TWO_NODES)
-    job, log = submitted(lab, script)
-    until(lab, job, log, lambda: any(epochs(folder / "out" / "storage")))
-    assert lab.run(folder, "scancel", job).returncode == 0
-    lab.wait(job, "CANCELLED", log=log)
-    lab.wait_idle()
+    job, log = lab.submit(script)
+    lab.wait(job, log, lambda: any(epochs(folder / "out" / "storage")))
+    lab.run(folder, "scancel", job)
+    lab.wait_for_end(job, log, "CANCELLED")
     assert [run.info.status for run in runs(folder)[0]] == ["KILLED"], log.read_text()
-    again, log = submitted(lab, script)
-    lab.wait(again, "COMPLETED", log=log)
+    again, log = lab.submit(script)
+    lab.wait_for_end(again, log, "COMPLETED")
     assert "trial starts, from epoch 1" in log.read_text()
     assert epochs(folder / "out" / "storage") == [[1, 2]]
     assert same_losses(results(folder)[0], on_one_node)
     assert [run.info.status for run in runs(folder)[0]] == ["FINISHED"]
 
 
-_LACKS_SLURM = """
-import pytest
-from tests.cluster.slurm import why_not
-
-pytestmark = pytest.mark.cluster
-
-@pytest.fixture
-def lab():
-    pytest.skip(why_not())
-
-def test_with_slurm(lab):
-    pass
-
-@pytest.mark.skipif("True", reason="no ray[default]")
-def test_with_jobs():
-    pass
-"""
-
-
-@pytest.mark.parametrize("ci", [True, False])
+@pytest.mark.parametrize(("ci", "outcome"), [("true", "errors"), ("false", "skipped")])
 def test_what_is_missing_is_named_and_fails_in_ci(
-    ci: bool, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ci: str, outcome: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CI", "true" if ci else "false")
+    monkeypatch.setenv("CI", ci)
     pytester.makeconftest("from tests.cluster.conftest import pytest_runtest_makereport")
-    pytester.makepyfile(_LACKS_SLURM)
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.cluster
+        @pytest.mark.skipif(True, reason="no ray[default]: make .venv/.cluster")
+        def test_with_jobs():
+            pass
+    """)
     done = pytester.runpytest_inprocess("-rs", "-p", "no:cacheprovider")
-    done.assert_outcomes(**{"errors" if ci else "skipped": 2})
-    assert done.ret == (pytest.ExitCode.TESTS_FAILED if ci else pytest.ExitCode.OK)
-    printed = done.stdout.str()
-    assert "Slurm needs sbatch" in printed and "make .venv/.cluster" in printed and "no ray[default]" in printed
+    done.assert_outcomes(**{outcome: 1})
+    assert "no ray[default]: make .venv/.cluster" in done.stdout.str()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 from tests.cluster.conftest import S3_PORT, SECRET, held_in, s3_settings
 from tests.cluster.namespaces import Node
 from tests.conftest import INLINE, without
-from tests.servers import mlflow_server, server
+from tests.servers import mlflow_server
 from tests.sweep.conftest import results
 
 pytestmark = pytest.mark.cluster
@@ -71,38 +70,18 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def postgres(nodes: list[Node]) -> Iterator[str]:
-    """The address of an empty database on the first node, with its password. It does not run as root."""
-    programs = max(Path("/usr/lib/postgresql").glob("*/bin"), default=None)
-    if programs is None:
-        pytest.skip("PostgreSQL needs initdb and postgres: as root, make .venv/.cluster installs postgresql")
-    folder, password = Path(tempfile.mkdtemp(prefix="fsdp_lab_pg_")), secrets.token_hex(8)
-    (folder / "password").write_text(password)
-    for path in (folder, folder / "password"):
-        shutil.chown(path, "postgres")
-    command = nodes[0].command("runuser", "-u", "postgres", "--")
-    subprocess.run(
-        [*command, str(programs / "initdb"), "--pgdata=data", "--username=fsdp_lab", "--auth=scram-sha-256",
-         "--pwfile=password", "--encoding=UTF8", "--locale=C", "--no-sync"],
-        check=True, cwd=folder, timeout=90, capture_output=True,
-    )  # fmt: skip
-    command += [str(programs / "postgres"), "-D", "data", "-c", "unix_socket_directories=", "-c", "fsync=off"]
-    log = folder / "postgres.log"
-    with server(folder, "postgres", command, lambda: "ready to accept connections" in log.read_text()) as process:
-        yield f"postgresql+psycopg://fsdp_lab:{password}@127.0.0.1/postgres"
-        process.terminate()
-        process.wait(timeout=20)
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="module")
-def shared(nodes: list[Node], bucket: str, postgres: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+def shared(nodes: list[Node], bucket: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """The server on the first node, with an empty database of Debian's PostgreSQL."""
+    if shutil.which("pg_virtualenv") is None:
+        pytest.skip("PostgreSQL needs pg_virtualenv: as root, make .venv/.cluster installs postgresql")
     head, folder = nodes[0], tmp_path_factory.mktemp("tracking")
     with mlflow_server(
-        folder, "--artifacts-destination", f"{bucket}/mlflow", store=postgres, host=head.address, port=5000,
-        within=head.command(), environment=s3_settings(S3_PORT, head.address),
-    ) as (address, _):  # fmt: skip
+        folder, "--artifacts-destination", f"{bucket}/mlflow", store="postgresql+psycopg://", host=head.address,
+        port=5000, within=head.command("pg_virtualenv", "-t"), environment=s3_settings(S3_PORT, head.address),
+    ) as (address, process):  # fmt: skip
         yield Shared(nodes, address)
+        os.killpg(process.pid, signal.SIGTERM)  # then it ends PostgreSQL
+        process.wait(60)
 
 
 @pytest.mark.documents(
