@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Operators(TorchDispatchMode):
     """Collects the names of the operators that run, with their namespaces, without their overloads.
 
-    Args:
-        note: called with the name, the arguments and the result of each.
+    `note` is called with the name, the arguments and the result of each.
     """
 
     def __init__(self, note: Callable[[str, Any, Any], object] | None = None) -> None:

@@ -87,154 +87,142 @@ def overrides(case: Case) -> list[str]:
     return " ".join(f"{key}={value} {more.get(value, '')}" for key, value in case.items()).split()
 
 
+DDP, ROOT, PER_BLOCK, PER_LAYER = (f"sharding={name}" for name in ("ddp", "root", "per_block", "per_layer"))
+SIZE_BASED = " ".join(SHARDINGS["size_based"])
+SMALLEST_UNITS = "sharding=size_based sharding.min_num_params=80"  # of the user's modules
+ALWAYS, NEVER = "reshard_after_forward=always", "reshard_after_forward=never"
+FULL, SELECTIVE = "activation_checkpointing=full", "activation_checkpointing=selective"
+EVERY_ONE = "activation_checkpointing=every_n activation_checkpointing_every=1"
+IN_CHUNKS = "task.loss_chunks=3"
 SGD = "optimizer=sgd optimizer.weight_decay=0"
 CLIP = "training.max_grad_norm=0.1"
 ACCUMULATE = "training.grad_accum_steps=2"
-SIZE_BASED = " ".join(SHARDINGS["size_based"])
-SMALLEST_UNITS = "sharding=size_based sharding.min_num_params=80"  # of the user's modules
 TO_SIZE = "reshard_after_forward=to_size reshard_after_forward.size="
 RESHARDS = (*(f"reshard_after_forward={p}" for p in ("always", "never", "default")), f"{TO_SIZE}1", f"{TO_SIZE}2")
-GRID = ["sharding=ddp", *(f"{' '.join(SHARDINGS[s])} {r}" for s, r in product(SHARDINGS, RESHARDS) if s != "ddp")]
+GRID = [DDP, *(f"{' '.join(SHARDINGS[s])} {r}" for s, r in product(SHARDINGS, RESHARDS) if s != "ddp")]
 OWN = "optimizer=custom optimizer._target_="
 RADAM = f"{OWN}torch.optim.RAdam optimizer.lr=0.01 optimizer.betas=[0.8,0.95] optimizer.weight_decay=0.1"
 ADAGRAD = f"{OWN}torch.optim.Adagrad optimizer.lr=0.01 optimizer.initial_accumulator_value=0.1"
 LION = f"{OWN}tests.workloads.user.optim.Lion optimizer.lr=0.001 optimizer.weight_decay=0.3"
 HALF = {s: [f"sharding={s} precision={p} {SGD}" for p in PRECISIONS] for s in ("per_block", "per_layer", "ddp")}
 SETTINGS = (
-    "sharding=per_block init=meta",
-    f"sharding=per_block activation_checkpointing=full {ACCUMULATE}",
-    "sharding=per_layer reshard_after_forward=always",
-    "sharding=root init=device",
+    f"{PER_BLOCK} init=meta",
+    f"{PER_BLOCK} {FULL} {ACCUMULATE}",
+    f"{PER_LAYER} {ALWAYS}",
+    f"{ROOT} init=device",
 )
 IN_HALF = (
-    f"sharding=ddp precision=bf16_mixed {CLIP}",
-    "sharding=per_block precision=bf16 offload=cpu activation_checkpointing=full",
-    f"sharding=root precision=fp16_mixed precision.init_scale=8 {ACCUMULATE}",
+    f"{DDP} precision=bf16_mixed {CLIP}",
+    f"{PER_BLOCK} precision=bf16 offload=cpu {FULL}",
+    f"{ROOT} precision=fp16_mixed precision.init_scale=8 {ACCUMULATE}",
 )
 Cells = dict[str, Sequence[str]]  # workload, or "workload on ranks" -> settings
 
 IN_MAKE_TEST: Cells = {
     # A covering array: each value of each setting once, with those that it interacts with.
     "mlp": (
-        f"sharding=ddp {CLIP} {ACCUMULATE} activation_checkpointing=every_n optimizer.implementation=fused",
-        "sharding=root reshard_after_forward=always offload=cpu init=meta activation_checkpointing=full",
-        "sharding=root reshard_after_forward=default optimizer.implementation=foreach optimizer.beta1=0.8 "
+        f"{DDP} {CLIP} {ACCUMULATE} activation_checkpointing=every_n optimizer.implementation=fused",
+        f"{ROOT} {ALWAYS} offload=cpu init=meta {FULL}",
+        f"{ROOT} reshard_after_forward=default optimizer.implementation=foreach optimizer.beta1=0.8 "
         "optimizer.beta2=0.95 training.max_steps=3 precision=tf32",  # on a CPU it is fp32
-        "sharding=per_block reshard_after_forward=never offload=cpu_unpinned sharding.forward_prefetch=2 "
-        f"sharding.backward_prefetch=1 {SGD} activation_checkpointing=selective init=device",
-        f"sharding=per_block reshard_after_forward=always {CLIP} {ACCUMULATE} sharding.blocks_per_unit=2 "
+        f"{PER_BLOCK} {NEVER} offload=cpu_unpinned sharding.forward_prefetch=2 sharding.backward_prefetch=1 {SGD} "
+        f"{SELECTIVE} init=device",
+        f"{PER_BLOCK} {ALWAYS} {CLIP} {ACCUMULATE} sharding.blocks_per_unit=2 "
         f"sharding.separate_reduce_scatter_group=true {RADAM}",
-        "sharding=per_block memory_profile=off data.loader_workers=1 training.seed=5 training.epochs=2 precision=fp32 "
+        f"{PER_BLOCK} memory_profile=off data.loader_workers=1 training.seed=5 training.epochs=2 precision=fp32 "
         "offload=none",
-        f"sharding=per_layer {TO_SIZE}2 training.sync_each_microbatch=true {ACCUMULATE} {LION}",
+        f"{PER_LAYER} {TO_SIZE}2 training.sync_each_microbatch=true {ACCUMULATE} {LION}",
         f"{SIZE_BASED} {TO_SIZE}1 init=meta optimizer=adamw optimizer.lr=0.01 optimizer.weight_decay=0.3 "
         "optimizer.implementation=for_loop",
     ),
-    "mlp on 1": ("sharding=per_block",),
+    "mlp on 1": (PER_BLOCK,),
     "mlp on 4": (
-        f"sharding=per_block {TO_SIZE}2",
+        f"{PER_BLOCK} {TO_SIZE}2",
         f"{SIZE_BASED} sharding.dp_replicate=2 {TO_SIZE}1 {ACCUMULATE} init=meta",
-        f"sharding=per_block sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE} {CLIP} "
+        f"{PER_BLOCK} sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE} {CLIP} "
         "sharding.separate_reduce_scatter_group=true",
     ),
     "wide mlp": HALF["per_block"],
-    "vit": (
-        "sharding=per_block activation_checkpointing=every_n activation_checkpointing_every=1 "
-        "sharding.blocks_per_unit=2",
-    ),
-    "language": ("sharding=per_block activation_checkpointing=selective task.loss_chunks=3",),
-    "language, tied": ("sharding=root reshard_after_forward=always activation_checkpointing=full task.loss_chunks=3",),
-    "user": (
-        "sharding=ddp",
-        # the norm is inside of the block
-        "sharding=per_block model.block_classes=[tests.workloads.user.odd.Block,torch.nn.LayerNorm] "
-        "activation_checkpointing=full",
-    ),
-    "user, with state on 1": ("sharding=per_block activation_checkpointing=full",),
+    "vit": (f"{PER_BLOCK} {EVERY_ONE} sharding.blocks_per_unit=2",),
+    "language": (f"{PER_BLOCK} {SELECTIVE} {IN_CHUNKS}",),
+    "language, tied": (f"{ROOT} {ALWAYS} {FULL} {IN_CHUNKS}",),
+    # the norm is inside of the block
+    "user": (DDP, f"{PER_BLOCK} model.block_classes=[tests.workloads.user.odd.Block,torch.nn.LayerNorm] {FULL}"),
+    "user, as T5": (f"{PER_BLOCK} {ALWAYS}",),
+    "user, with state on 1": (f"{PER_BLOCK} {FULL}",),
     # of 31 items on two ranks, 3 at a time: the last batch of one rank is padding alone
-    "net": ("sharding=ddp training.global_batch_size=6",),
+    "net": (f"{DDP} training.global_batch_size=6",),
     # 30 at a time: the last batches of the two differ in size
-    "model_loss": ("sharding=per_block training.global_batch_size=60",),
-    "complex": (f"sharding=per_layer {SGD}",),
-    "methods": (
-        "sharding=per_block reshard_after_forward=always model.forward_methods=[encode] activation_checkpointing=full",
-    ),
+    "model_loss": (f"{PER_BLOCK} training.global_batch_size=60",),
+    "complex": (f"{PER_LAYER} {SGD}",),
+    "methods": (f"{PER_BLOCK} {ALWAYS} model.forward_methods=[encode] {FULL}",),
     **dict.fromkeys(
         ("float64", "transposed", "frozen in bfloat16", "some share a module", "objects", "changed in place", "kept"),
-        ("sharding=per_block reshard_after_forward=always",),
+        (f"{PER_BLOCK} {ALWAYS}",),
     ),
     # a microbatch of one row, or of two
-    "some tokens": (f"sharding=root training.global_batch_size=4 {ACCUMULATE}",),
-    "some classes": ("sharding=ddp training.global_batch_size=4",),
-    "seq2seq": ("sharding=per_block reshard_after_forward=never training.grad_accum_steps=4 model.as_dict=true",),
-    **dict.fromkeys(OF_TRANSFORMERS, ("sharding=per_block",)),
-}  # fmt: skip
-ON_ONE = ("sharding=ddp", "sharding=per_layer training.grad_accum_steps=4")
+    "some tokens": (f"{ROOT} training.global_batch_size=4 {ACCUMULATE}",),
+    "some classes": (f"{DDP} training.global_batch_size=4",),
+    "seq2seq": (f"{PER_BLOCK} {NEVER} training.grad_accum_steps=4 model.as_dict=true",),
+    **dict.fromkeys(OF_TRANSFORMERS, (PER_BLOCK,)),
+    "hf t5": (DDP,),
+}
+ON_ONE = (DDP, f"{PER_LAYER} training.grad_accum_steps=4")
 ON_FOUR = (
-    "sharding=ddp",
-    f"sharding=root sharding.dp_replicate=4 {CLIP}",
-    f"sharding=per_layer {ACCUMULATE}",
-    f"sharding=per_layer sharding.dp_replicate=2 {TO_SIZE}2",
-    f"sharding=per_block sharding.dp_replicate=2 precision=bf16_mixed {ACCUMULATE} {SGD}",
-)
+    DDP, f"{ROOT} sharding.dp_replicate=4 {CLIP}", f"{PER_LAYER} {ACCUMULATE}",
+    f"{PER_LAYER} sharding.dp_replicate=2 {TO_SIZE}2",
+    f"{PER_BLOCK} sharding.dp_replicate=2 precision=bf16_mixed {ACCUMULATE} {SGD}",
+)  # fmt: skip
 LATER: Cells = {
     "mlp": (
         *GRID,
         *(" ".join(overrides(case)) for case in pairwise()),
         *(f"{' '.join(SHARDINGS[s])} {own}" for s, own in product(SHARDINGS, (RADAM, ADAGRAD, LION))),
-        f"sharding=per_block precision=fp16 offload=cpu {LION} {CLIP}",
+        f"{PER_BLOCK} precision=fp16 offload=cpu {LION} {CLIP}",
     ),
     "mlp on 1": ON_ONE,
     "mlp on 4": ON_FOUR,
-    "vit": (f"sharding=ddp {ACCUMULATE}",),
+    "vit": (f"{DDP} {ACCUMULATE}",),
     "language": (
-        f"sharding=per_block compile=true {ACCUMULATE}",
-        "sharding=per_layer reshard_after_forward=always",
-        "sharding=root reshard_after_forward=always task.loss_chunks=3 activation_checkpointing=full",
+        f"{PER_BLOCK} compile=true {ACCUMULATE}", f"{PER_LAYER} {ALWAYS}", f"{ROOT} {ALWAYS} {IN_CHUNKS} {FULL}",
     ),
-    "language, tied": ("sharding=ddp task.loss_chunks=3", *IN_HALF),
+    "language, tied": (f"{DDP} {IN_CHUNKS}", *IN_HALF),
     "user": (
-        "sharding=root reshard_after_forward=never",
-        "sharding=per_layer reshard_after_forward=always",
-        f"{SMALLEST_UNITS} reshard_after_forward=never init=meta",
-        *SETTINGS[:2], *IN_HALF,
+        f"{ROOT} {NEVER}", f"{PER_LAYER} {ALWAYS}", f"{SMALLEST_UNITS} {NEVER} init=meta", *SETTINGS[:2], *IN_HALF,
     ),
-    "user, with state on 1": (
-        "sharding=ddp activation_checkpointing=selective",
-        "sharding=per_layer activation_checkpointing=every_n activation_checkpointing_every=1",
-    ),
-    "complex": ("sharding=ddp",),
-    **dict.fromkeys(("some tokens", "some classes"), ("sharding=per_layer training.global_batch_size=4",)),
-    "seq2seq": (
-        f"sharding=ddp {ACCUMULATE}",
-        "sharding=per_block reshard_after_forward=always activation_checkpointing=full model.as_dict=true",
-    ),
-    "t5_tiny": (f"sharding=per_block {ACCUMULATE}",), "hf t5": ("sharding=ddp",),
+    "user, as T5": (DDP,),
+    "user, with state on 1": (f"{DDP} {SELECTIVE}", f"{PER_LAYER} {EVERY_ONE}"),
+    "complex": (DDP,),
+    **dict.fromkeys(("some tokens", "some classes"), (f"{PER_LAYER} training.global_batch_size=4",)),
+    "seq2seq": (f"{DDP} {ACCUMULATE}", f"{PER_BLOCK} {ALWAYS} {FULL} model.as_dict=true"),
+    "t5_tiny": (f"{PER_BLOCK} {ACCUMULATE}",),
+    "hf t5": (PER_BLOCK,),
 }  # fmt: skip
 OFFLOADED = [f"{cell} offload={place}" for cell, place in product(GRID[1:], ("cpu", "cpu_unpinned"))]
 AT_NIGHT: Cells = {
     "mlp": OFFLOADED,
     "wide mlp": (*HALF["per_layer"], *HALF["ddp"]),
-    "language, tied": (*GRID, *SETTINGS[:2], "sharding=per_block reshard_after_forward=never task.loss_chunks=3"),
+    "user, as T5": (*GRID, *SETTINGS[:2]),
     "user": [cell.replace(SIZE_BASED, SMALLEST_UNITS) for cell in GRID],
+    "language, tied": (*GRID, *SETTINGS[:2], f"{PER_BLOCK} {NEVER} {IN_CHUNKS}"),
     "language": (
         *GRID,
-        "sharding=per_layer reshard_after_forward=never task.loss_chunks=3",
-        *(f"{' '.join(SHARDINGS[s])} compile=true" for s in ("ddp", "root", "per_block", "size_based")),
-        *(f"sharding=per_block compile=true activation_checkpointing={mode}" for mode in ("full", "selective")),
-        "sharding=per_block compile=true precision=bf16_mixed reshard_after_forward=never",
+        f"{PER_LAYER} {NEVER} {IN_CHUNKS}",
+        *(f"{sharding} compile=true" for sharding in (DDP, ROOT, PER_BLOCK, SIZE_BASED)),
+        *(f"{PER_BLOCK} compile=true {mode}" for mode in (FULL, SELECTIVE)),
+        f"{PER_BLOCK} compile=true precision=bf16_mixed {NEVER}",
     ),
     "vit": (
         *GRID, *OFFLOADED,
         *(" ".join(overrides(case)) for case in pairwise()[::6]),
-        "sharding=per_block model.num_layers=4 sharding.blocks_per_unit=3 training.epochs=2",
-        "sharding=per_layer model.num_layers=4 sharding.forward_prefetch=1 sharding.backward_prefetch=3",
-        "sharding=per_block compile=true activation_checkpointing=full",
+        f"{PER_BLOCK} model.num_layers=4 sharding.blocks_per_unit=3 training.epochs=2",
+        f"{PER_LAYER} model.num_layers=4 sharding.forward_prefetch=1 sharding.backward_prefetch=3",
+        f"{PER_BLOCK} compile=true {FULL}",
     ),
     "vit on 1": ON_ONE,
     "vit on 4": ON_FOUR,
-    **dict.fromkeys(NEED_TRANSFORMERS, ("sharding=root", *GRID, *SETTINGS, *IN_HALF)),
-    "hf gpt2": ("sharding=root", *GRID, *SETTINGS, *IN_HALF, "sharding=per_block compile=true"),
+    **dict.fromkeys(NEED_TRANSFORMERS, (ROOT, *GRID, *SETTINGS, *IN_HALF)),
+    "hf gpt2": (ROOT, *GRID, *SETTINGS, *IN_HALF, f"{PER_BLOCK} compile=true"),
 }  # fmt: skip
 
 
@@ -251,7 +239,6 @@ def _rows() -> list[Row]:
 
 ROWS = _rows()
 
-PER_BLOCK, DDP = "sharding=per_block", "sharding=ddp"
 # For `tests/gpu/`: each value of each setting, of workloads that need no library but PyTorch. Rows of the second table
 # need two ranks.
 GPU_CELLS: Cells = {
@@ -259,23 +246,20 @@ GPU_CELLS: Cells = {
         *(" ".join(words) for words in SHARDINGS.values()),
         *(f"{PER_BLOCK} {reshard}" for reshard in RESHARDS[:4]),
         *(f"{sharding} precision={p} {SGD}" for sharding, p in product((PER_BLOCK, DDP), (*PRECISIONS, "tf32"))),
-        *(f"{sharding} {setting}" for sharding, setting in product((PER_BLOCK, DDP), (
-            ACCUMULATE, CLIP, "activation_checkpointing=selective", "compile=true",
-        ))),
+        *(f"{s} {words}" for s, words in product((PER_BLOCK, DDP), (ACCUMULATE, CLIP, SELECTIVE, "compile=true"))),
         *(f"{PER_BLOCK} {settings}" for settings in (
-            "init=meta", "offload=cpu", "task.loss_chunks=3", "data.loader_workers=1", "memory_profile=peaks",
-            *(f"optimizer.implementation={way}" for way in ("fused", "foreach", "for_loop")),
-            *(f"{more}activation_checkpointing=full" for more in ("", "compile=true ")),
-            "activation_checkpointing=every_n",
+            "init=meta", "offload=cpu", IN_CHUNKS, "data.loader_workers=1", "memory_profile=peaks", FULL,
+            "optimizer.implementation=fused", "optimizer.implementation=foreach", "optimizer.implementation=for_loop",
+            "activation_checkpointing=every_n", f"compile=true {FULL}",
             f"precision=fp16 offload=cpu {SGD} {CLIP}", f"precision=fp16_mixed {ACCUMULATE} {SGD}",
             "sharding.blocks_per_unit=2 sharding.forward_prefetch=1 sharding.backward_prefetch=1",
         )),
-        f"sharding=root offload=cpu_unpinned {CLIP}", "sharding=root compile=true precision=bf16_mixed",
+        f"{ROOT} offload=cpu_unpinned {CLIP}", f"{ROOT} compile=true precision=bf16_mixed",
     ),
-    "language, tied": ("sharding=root activation_checkpointing=full",),
-    "noise": (PER_BLOCK, f"{DDP} precision=bf16_mixed {SGD}", "sharding=per_layer offload=cpu"),
-    "user": (f"{PER_BLOCK} init=meta", "sharding=per_layer"),
-    "net": (f"{DDP} training.global_batch_size=6",), "seq2seq": (PER_BLOCK,),
+    "language, tied": (f"{ROOT} {FULL}",),
+    "noise": (PER_BLOCK, f"{DDP} precision=bf16_mixed {SGD}", f"{PER_LAYER} offload=cpu"),
+    "user": (f"{PER_BLOCK} init=meta", PER_LAYER), "net": (f"{DDP} training.global_batch_size=6",),
+    "seq2seq": (PER_BLOCK,),
 }  # fmt: skip
 GPU_CELLS_OF_TWO: Cells = {
     "language": (

@@ -67,13 +67,12 @@ class Memo:
     def __init__(self) -> None:
         self.reported: list[dict[str, float]] = []
         self.known: dict[str, Any] = {}
-        self.phases: list[str] = []
 
     def facts(self, facts: dict[str, Any]) -> None:
         self.known = facts
 
     def phase(self, name: str) -> None:
-        self.phases.append(name)
+        pass
 
     def step(self, step: int) -> None:
         pass
@@ -91,23 +90,23 @@ def config(*overrides: str) -> NightlyConfig:
     return read_config(None, [*SMALL, *overrides])
 
 
-def train_all(cases: list[list[str]], folder: str = "") -> list[tuple[list[float], list[dict[str, float]]]]:
-    """Train each case; `(loss of every step, metrics of every epoch)` for each."""
+Trained = tuple[list[float], list[dict[str, float]]]  # the loss of every step, the metrics of every epoch
+
+
+def train_all(cases: list[list[str]], folder: str = "") -> list[Trained]:
+    """Train each case."""
     from fsdp_lab.training.train import train
 
     results = []
     for overrides in cases:
-        losses: list[float] = []
-        memo = Memo()
+        losses, memo = list[float](), Memo()
         with tempfile.TemporaryDirectory() as own:
             train(config(*overrides), Path(folder or own), memo, losses.extend)
         results.append((losses, memo.reported))
     return results
 
 
-def train_leaving(
-    pattern: str, cases: list[list[str]]
-) -> list[tuple[list[float], list[dict[str, float]], dict[str, bytes]]]:
+def train_leaving(pattern: str, cases: list[list[str]]) -> list[tuple[list[float], Any, dict[str, bytes]]]:
     """As `train_all`, and for each the files of these names that this rank left in the trial's folder."""
     results = []
     for overrides in cases:

@@ -21,7 +21,6 @@ from fsdp_lab.training.checkpoint import Checkpoints
 from fsdp_lab.training.data import load_data
 from fsdp_lab.training.distributed import setup_distributed
 from fsdp_lab.training.divergence import DivergedError
-from fsdp_lab.training.loop import token_metrics
 from fsdp_lab.workloads.base import DataSpec
 from tests.operators import Operators
 from tests.parity import WORKLOADS
@@ -138,12 +137,6 @@ def test_ranks_may_have_other_metrics_and_none_that_counts(monkeypatch: pytest.M
     assert reported == {"val/a": 3.0, "val/b": 4.0, "val/loss": 2.0}
     with pytest.raises(UserError, match="the validation split has no label that counts"):
         validate({"loss": (0, 0)}, {"loss": (0, 0)})
-
-
-def test_perplexity_and_bits_per_byte() -> None:
-    """A loss of ln 8 is a choice among 8 tokens: three bits, for four bytes."""
-    assert token_metrics(math.log(8), 4.0) == pytest.approx({"val/perplexity": 8, "val/bits_per_byte": 0.75})
-    assert math.isfinite(token_metrics(1e6, 1.0)["val/perplexity"])
 
 
 class Steps(Memo):

@@ -63,6 +63,8 @@ def test_a_sharded_run_learns_what_one_process_learns(trained: Trained, row: Row
     assert metrics["train/loss"] == pytest.approx(fmean(result.losses[last]), abs=1e-6)
     if "val/perplexity" in metrics:
         assert metrics["val/perplexity"] == pytest.approx(math.exp(metrics["val/loss"]))
+    if "val/bits_per_byte" in metrics:
+        assert metrics["val/bits_per_byte"] == pytest.approx(math.log2(math.exp(metrics["val/loss"]))), "of one token"
     assert ("train/grad_norm" in metrics) == (training.max_grad_norm is not None or "val/perplexity" in metrics)
     if row.tolerance <= FP32_TOLERANCE and "train/grad_norm" in metrics:
         assert metrics["train/grad_norm"] == pytest.approx(fmean(plain.norms[last]), rel=1e-4), "before clipping"
@@ -101,7 +103,7 @@ def test_each_precision_does_its_own_arithmetic(trained: Trained, rows: Sequence
 
 # Keys and options that no row of `make test` has, and what tests them.
 ELSEWHERE = {
-    "precision=float8": "tests/training/test_precision.py, on a GPU",
+    "precision=float8": "tests/training/test_precision.py, layer by layer: losses need a GPU",
     "precision.init_scale": "tests/training/test_optimizer.py",
     "precision.growth_interval": "tests/training/test_optimizer.py",
     "task.metrics": "tests/workloads/test_user.py",
