@@ -87,33 +87,25 @@ class Stateful(nn.Module):
         return torch.tanh(self.norm(self.linear(x)) * float(self.seen)) * self.calls + self.last
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_what_a_forward_pass_changes_changes_once(mode: str) -> None:
-    """Buffers and numbers, over two microbatches a step, and gradients of the first step on."""
+@pytest.mark.parametrize(("mode", "times"), [("full", 2), ("selective", 1)])
+def test_what_a_forward_pass_changes_changes_once(mode: str, times: int) -> None:
+    """Buffers and numbers, over two microbatches a step, and gradients of the first step on. A graph that is kept is
+    computed again from the same buffers; PyTorch computes none again under `selective`."""
 
     def trained(mode: str) -> list[Tensor]:
         torch.manual_seed(0)
         model, found = nn.Sequential(Stateful(), Stateful()), list[Tensor]()
         checkpoint_blocks([*model], config(f"activation_checkpointing={mode}"))
         for _ in range(3):
-            sum(model(torch.randn(4, 8)).sum() for _ in range(2)).backward()
+            loss = sum(model(torch.randn(4, 8)).sum() for _ in range(2))
+            for _ in range(times):
+                loss.backward(retain_graph=True)
             found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
         return [*found, *model.buffers(), torch.tensor([block.calls for block in model])]
 
     plain, kept = trained("none"), trained(mode)
     assert plain[-1].tolist() == [6, 6]
     assert [(a - b).abs().max().item() for a, b in zip(plain, kept, strict=True)] == [0.0] * len(plain)
-
-
-def test_a_kept_graph_is_computed_again_from_the_same_buffers() -> None:
-    gradients = []
-    for mode in ("none", "full"):
-        torch.manual_seed(0)
-        checkpoint_blocks([block := Stateful()], config(f"activation_checkpointing={mode}"))
-        x = torch.randn(4, 8, requires_grad=True)
-        out = block(x).sum()
-        gradients.append([torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2)])
-    assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*gradients, strict=True))
 
 
 class Late(nn.Module):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import resource
 import tempfile
 from collections import OrderedDict
-from contextlib import nullcontext
 from itertools import accumulate, islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,11 +19,11 @@ from fsdp_lab.training import memory as module
 from fsdp_lab.training.allocator_profile import Change, allocator_changes
 from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.memory import MemoryProfiler, metrics_of_ranks
-from fsdp_lab.training.profile import CATEGORIES, Event, Profile
+from fsdp_lab.training.profile import CATEGORIES
 from fsdp_lab.training.recorder import record_step
 from tests.ranks import Memo, config, run_ranks, train_all, train_leaving
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
 STEPS = ("training.max_steps=3", "model.num_layers=2")
 
 
@@ -196,29 +193,10 @@ def test_a_change_is_of_the_innermost_module_by_its_users_name() -> None:
     assert [e.module for e in made if e.phase == "backward"] == ["ends.0.0", *reversed(forward[1:4])]
 
 
-def test_a_gpus_bytes_are_those_of_steps_that_are_not_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of a GPU's allocator, whose peaks are planted; `tests/gpu/` reads a real one. 864 bytes were requested in the
-    later steps, 64 of which are cuBLAS's; the followed step explains 700."""
-    stats, done = dict[str, int](), list[str]()
-    monkeypatch.setattr(gc, "collect", lambda: done.append("collect"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty"))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: done.append("reset"))
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {f"{k}_bytes.all.peak": v for k, v in stats.items()})
+def test_cublas_workspaces_are_no_part_of_a_gpus_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 864 bytes that were requested; `tests/gpu/` reads a real allocator."""
+    peaks = {"requested_bytes.all.peak": 864, "active_bytes.all.peak": 1536, "reserved_bytes.all.peak": 2048}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: peaks)
     monkeypatch.setattr(module, "free_cublas_workspaces", lambda device: 64)
-    monkeypatch.setattr(module, "gather", lambda mine: [mine])
-    followed = Profile([Event(0, "device", "param", 700, "", "forward")]).with_peaks()
-    monkeypatch.setattr(module, "record_step", lambda *_: nullcontext(SimpleNamespace(finish=lambda: followed)))
-
-    profiler = MemoryProfiler(config("memory_profile=peaks"), "", DistributedContext(0, 0, 1, GPU), tmp_path)
-    while profiler.tracks():
-        with profiler.track(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), []):
-            stats.update(requested=1000, active=2000, reserved=4000)
-    assert done == ["collect", "empty", "reset"] * 2, "before the first step, and after the last followed"
-    assert profiler.figures()["memory/reserved_bytes"] == 4000, "no other step was taken"
-    profiler.step_done()
-    stats.update(requested=864, active=1536, reserved=2048)
-    expected = {"peak_bytes": 864 - 64, "workspace_bytes": 64, "active_bytes": 1536, "reserved_bytes": 2048}
-    figures = profiler.figures()
-    assert {name: figures[f"memory/{name}"] for name in expected} == expected
-    assert figures["memory/other_bytes"] == 800 - 700
-    assert json.loads((tmp_path / "memory_peaks_rank0.json").read_text())["allocator"] == expected
+    figures = module.allocator_figures(torch.device("cuda", 0))
+    assert figures == {"peak_bytes": 800, "workspace_bytes": 64, "active_bytes": 1536, "reserved_bytes": 2048}

@@ -11,17 +11,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_lab.config import UserError
-from fsdp_lab.config.notes import cpu_notes, gpu_notes
 from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.float8 import apply_float8
 from fsdp_lab.training.train import train
-from tests.ranks import Memo, config, run_ranks, train_all
-from tests.training.reference import apart, train_unsharded
+from tests.ranks import Memo, config
 
 TRAINING = sys.modules["fsdp_lab.training.train"]  # `train` is the function, too
 CPU = torch.device("cpu")
-FLOAT8_TOLERANCE = 2e-2  # measured on a CPU that emulates it: 5e-3
 
 
 @pytest.mark.parametrize(
@@ -42,17 +39,6 @@ def test_a_trial_multiplies_in_tf32_only_if_it_says_so_on_a_gpu(
     with pytest.raises(RuntimeError, match=expected or before):
         train(config(f"precision={precision}"), tmp_path, Memo())
     assert torch.get_float32_matmul_precision() == before == "highest"
-
-
-def test_notes_say_where_tf32_would_help_and_where_it_does_not() -> None:
-    noted = {
-        (precision, has_tf32)
-        for precision in ("fp32", "grad_bf16", "tf32", "bf16")
-        for has_tf32 in (True, False)
-        if list(gpu_notes(config(f"precision={precision}"), has_tf32))
-    }
-    assert noted == {("fp32", True), ("grad_bf16", True), ("tf32", False)}
-    assert [bool([*cpu_notes(config(f"precision={precision}"))]) for precision in ("tf32", "fp32")] == [True, False]
 
 
 class Sub(nn.Linear):
@@ -104,20 +90,3 @@ def test_where_nothing_can_be_float8_it_is_refused() -> None:
         apply_float8(net(), (Block,), CPU)
     with pytest.raises(UserError, match="precision=float8 has nothing to convert"):
         apply_float8(net(), (nn.LayerNorm,), CPU, emulate=True)
-
-
-def losses_on_gpu(words: list[str]) -> list[float]:
-    """On one rank with a GPU: the loss of each step."""
-    torch.distributed.destroy_process_group()  # tests.ranks made one for CPUs
-    ((losses, _),) = train_all([words])
-    return losses
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("more", ["sharding=ddp", "sharding=per_block", "sharding=root compile=true"])
-def test_a_gpu_learns_in_float8_what_float32_learns(more: str) -> None:
-    pytest.importorskip("torchao", reason="make test-ci has it")
-    words = ["optimizer=sgd", "optimizer.lr=0.1"]
-    (losses,) = run_ranks(1, losses_on_gpu, [*words, "precision=float8", *more.split()])
-    assert 1e-6 < apart(losses, train_unsharded(config(*words)).losses) <= FLOAT8_TOLERANCE
