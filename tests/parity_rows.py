@@ -148,7 +148,6 @@ IN_MAKE_TEST: Cells = {
     "language, tied": (f"{ROOT} {ALWAYS} {FULL} {IN_CHUNKS}",),
     # the norm is inside of the block
     "user": (DDP, f"{PER_BLOCK} model.block_classes=[tests.workloads.user.odd.Block,torch.nn.LayerNorm] {FULL}"),
-    "user, as T5": (f"{PER_BLOCK} {ALWAYS}",),
     "user, with state on 1": (f"{PER_BLOCK} {FULL}",),
     # of 31 items on two ranks, 3 at a time: the last batch of one rank is padding alone
     "net": (f"{DDP} training.global_batch_size=6",),
@@ -165,7 +164,6 @@ IN_MAKE_TEST: Cells = {
     "some classes": (f"{DDP} training.global_batch_size=4",),
     "seq2seq": (f"{PER_BLOCK} {NEVER} training.grad_accum_steps=4 model.as_dict=true",),
     **dict.fromkeys(OF_TRANSFORMERS, (PER_BLOCK,)),
-    "hf t5": (DDP,),
 }
 ON_ONE = (DDP, f"{PER_LAYER} training.grad_accum_steps=4")
 ON_FOUR = (
@@ -190,19 +188,17 @@ LATER: Cells = {
     "user": (
         f"{ROOT} {NEVER}", f"{PER_LAYER} {ALWAYS}", f"{SMALLEST_UNITS} {NEVER} init=meta", *SETTINGS[:2], *IN_HALF,
     ),
-    "user, as T5": (DDP,),
     "user, with state on 1": (f"{DDP} {SELECTIVE}", f"{PER_LAYER} {EVERY_ONE}"),
     "complex": (DDP,),
     **dict.fromkeys(("some tokens", "some classes"), (f"{PER_LAYER} training.global_batch_size=4",)),
     "seq2seq": (f"{DDP} {ACCUMULATE}", f"{PER_BLOCK} {ALWAYS} {FULL} model.as_dict=true"),
     "t5_tiny": (f"{PER_BLOCK} {ACCUMULATE}",),
-    "hf t5": (PER_BLOCK,),
+    "hf t5": (DDP,),
 }  # fmt: skip
 OFFLOADED = [f"{cell} offload={place}" for cell, place in product(GRID[1:], ("cpu", "cpu_unpinned"))]
 AT_NIGHT: Cells = {
     "mlp": OFFLOADED,
     "wide mlp": (*HALF["per_layer"], *HALF["ddp"]),
-    "user, as T5": (*GRID, *SETTINGS[:2]),
     "user": [cell.replace(SIZE_BASED, SMALLEST_UNITS) for cell in GRID],
     "language, tied": (*GRID, *SETTINGS[:2], f"{PER_BLOCK} {NEVER} {IN_CHUNKS}"),
     "language": (
