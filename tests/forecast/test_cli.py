@@ -86,7 +86,6 @@ def test_the_command_names_the_network_that_it_assumed(tmp_path: Path):
     low, middle, high = (float(lines[None][name]) for name in ("step_low_s", "step_s", "step_high_s"))
     assert middle == float(lines[800]["step_s"])
     assert (low, high) == (float(lines[1600]["step_low_s"]), float(lines[400]["step_high_s"]))
-    assert low < float(lines[800]["step_low_s"]) and float(lines[800]["step_high_s"]) < high
 
 
 @pytest.mark.parametrize("word", ["--capacity=3", "forecast.folder=/proc/x", "dry_run=true", "cluster.address=h:6379"])

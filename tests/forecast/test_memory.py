@@ -124,7 +124,6 @@ def test_three_peaks_by_hand_and_by_the_allocator_are_forecast():
     ],
 )
 def test_every_cell_of_the_four_axes_is_forecast_to_the_byte(model: str, step: int) -> None:
-    """As experiments/forecast_accuracy reports."""
     cases = [[*model.split(), *overrides(cell)] for cell in every_four_axes()[::step]]
     assert differences(cases) == []
 
@@ -199,6 +198,10 @@ def test_a_followed_step_leaves_no_model_behind(sharding: str):
     before = blocks()
     forecast_profile(config(f"sharding={sharding}", "model.num_layers=1", "training.grad_accum_steps=2"), 2, cuda=False)
     assert blocks() == before
+    words = ("model=mlp", "sharding=per_layer", "reshard_after_forward=to_size", "reshard_after_forward.size=2")
+    *_, (left, _) = forecast_profile(config(*words), 4, cuda=False).states()  # also of the shards of smaller meshes
+    assert {name for name, size in left.items() if size} == {"param", "optimizer", "input", "activation"}
+    assert left["activation"] == 4, "the loss"
 
 
 def test_offloaded_state_is_counted_on_the_host():
