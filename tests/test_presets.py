@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import gc
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fsdp_lab.config import SweepConfig, conf_dir, from_dict, part, to_dict, with_custom
 from fsdp_lab.config.checks import check_keys
 from fsdp_lab.config.compose import register_schema, typed_config
 from fsdp_lab.config.conf import group_dirs
-from fsdp_lab.sweep.grid import all_overrides
 from fsdp_lab.training.__main__ import read_config
 from tests.conftest import FASHION_MNIST, ROOT
 from tests.ranks import Memo, run_ranks
@@ -65,7 +61,6 @@ NEEDS = {
     "model=vit_l_16": [*LARGE, "model.num_layers=1"],
     "model=vit_h_14": [*LARGE, "model.num_layers=1"],
 }
-PRESETS = sorted(file.stem for file in (conf_dir() / "experiment").glob("*.yaml"))
 OPTIONS = sorted(f"{folder.name}={file.stem}" for folder in group_dirs() for file in folder.glob("*.yaml"))
 
 
@@ -138,17 +133,3 @@ def test_every_option_trains_for_two_steps(configs: dict[str, SweepConfig], tmp_
     assert failed == {} and trained.keys() == cases.keys()
     if lacking:
         pytest.skip(f"all others train; no images in {FASHION_MNIST}")
-
-
-def test_every_preset_is_listed_with_its_axes() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", (ROOT / "docs" / "sweeps.md").read_text(), re.MULTILINE)
-    register_schema()
-    shown: dict[str, str] = {}
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        for preset in PRESETS:
-            hydra = compose("config", [f"experiment={preset}"], return_hydra_config=True).hydra
-            given = all_overrides(parser, dict(hydra.sweeper.params), []).values()
-            shown[preset] = " ".join(str(axis.input_line) for axis in given if axis.is_sweep_override())
-    expected = [(preset, f"`{axes}`" if axes else "nothing: one trial") for preset, axes in shown.items()]
-    assert sorted(row for row in rows if row[0] in PRESETS) == expected

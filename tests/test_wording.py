@@ -1,11 +1,8 @@
-"""Numbers and times in sentences, and patterns that stand for the names of modules."""
+"""Numbers and times in sentences."""
 
 from __future__ import annotations
 
-import pytest
-
 from fsdp_lab.config.wording import count, duration, four_digits, significant
-from fsdp_lab.training.layout import matches, shortened
 
 
 def test_numbers_and_times_in_sentences():
@@ -16,20 +13,3 @@ def test_numbers_and_times_in_sentences():
     assert {value: significant(value) for value in three} == three
     four = {10070.4: "10,070", 999.96: "1,000", 75.831: "75.83", 103.4: "103.4"}
     assert {value: four_digits(value) for value in four} == four
-
-
-NAMES = ["first", "blocks", *(f"blocks.{i}.{part}" for i in range(12) for part in ("mlp.0", "mlp.1", "mlp.2")), "ln_1"]
-
-
-@pytest.mark.parametrize(
-    ("chosen", "expected"),
-    [
-        (["first", "ln_1"], ["first", "ln_*"]),
-        ([n for n in NAMES if n.endswith(("mlp.0", "mlp.2"))], ["blocks.*.mlp.0", "blocks.*.mlp.2"]),
-        (["blocks.3.mlp.0"], ["blocks.3.mlp.0"]),
-        ([], []),
-    ],
-)
-def test_patterns_match_the_chosen_names_and_no_others(chosen: list[str], expected: list[str]) -> None:
-    assert shortened(chosen, NAMES) == expected
-    assert [name for name in NAMES if expected and matches(expected, name)] == sorted(chosen, key=NAMES.index)
