@@ -149,14 +149,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     terminalreporter.section(" ".join(f"{name}={value}" for name, value in describe(machine_of(config)).items()))
     for row in _ROWS:
-        shown = [
-            f"{name}={value:.10g}" if isinstance(value, float) else f"{name}={value}"
-            for name, value in row["figures"].items()
-            if value not in ("", None)
-        ]
+        shown = " ".join(f"{name}={value}" for name, value in row["figures"].items() if value not in ("", None))
         why = row.get("why", "").partition("\n")[0][:200]
-        line = f"{row['outcome']:7} {row['seconds']:6.1f} s  {row['check']}  {' '.join(shown)} {why}"
-        terminalreporter.write_line(line.rstrip())
+        terminalreporter.write_line(f"{row['outcome']:7} {row['seconds']:6.1f} s  {row['check']}  {shown} {why}")
     late = sum(_LATE in row.get("why", "") for row in _ROWS)
     counts = [f"{sum(row['outcome'] == how for row in _ROWS)} {how}" for how in ("passed", "failed")]
     terminalreporter.write_line(f"{', '.join(counts)}, {late} not measured: --limit")

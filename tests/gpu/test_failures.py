@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from tests.gpu.conftest import Machine
-from tests.gpu.ranks import RankError, Ranks
+from tests.gpu.ranks import Ranks
 from tests.ranks import Memo, config
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +22,6 @@ SMALL = ("model=vit_tiny", "data=synthetic", "data.num_train=96", "data.num_val=
 GPU_BYTES = 600 * 2**20  # what a trial may have of a GPU: the parameters of ViT-B and their gradients do not fit
 LARGE = ["model=vit_b_16"]
 LARGE_ON_A_CPU = ["model=mlp", f"model.hidden_dim={2**40}"]  # more than any address: the allocator touches nothing
-HANG_S, LIMIT_S = 600.0, 5.0
 
 
 def outcome(words: list[str]) -> tuple[str, dict[str, Any], list[str]]:
@@ -77,23 +75,3 @@ def test_nan_is_divergence(ranks: Ranks, figures: Callable[..., None]) -> None:
     for status, values, _ in ranks.run(outcome, words):
         figures(text=values.get("text"))
         assert status == "diverged" and "loss of step" in values["text"]
-
-
-def hang() -> None:
-    """The last rank does not come to a collective."""
-    import torch.distributed as dist
-
-    if dist.get_rank() == dist.get_world_size() - 1:
-        time.sleep(HANG_S)
-    dist.all_reduce(torch.ones(1, device="cuda" if torch.cuda.is_available() else "cpu"))
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def test_ranks_do_not_wait_for_one_that_hangs(machine: Machine, figures: Callable[..., None]) -> None:
-    """The limit is the process group's: NCCL ends the process, gloo raises. With one GPU two ranks share it by gloo."""
-    ranks = Ranks(2, machine.cuda, backend="gloo" if machine.ranks == 1 else "", timeout_s=LIMIT_S)
-    with pytest.raises(RankError) as failed:
-        ranks.run(hang, seconds=6 * LIMIT_S)  # ends all ranks
-    figures(seconds=failed.value.seconds, limit_s=LIMIT_S)
-    assert "rank 0" in str(failed.value), "it did not end"

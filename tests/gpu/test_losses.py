@@ -6,13 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from tests.gpu.conftest import Machine
-from tests.gpu.ranks import RankError, Ranks
+from tests.gpu.ranks import Ranks
 from tests.parity import Row, train_each, unsharded
 from tests.parity_rows import GPU_CELLS, GPU_CELLS_OF_TWO
 from tests.training.reference import apart
@@ -69,43 +66,3 @@ def test_weights_drawn_on_the_device_are_those_of_every_sharding(ranks: Ranks, f
     differences = {name: apart(result, results["ddp"]) for name, result in results.items()}
     figures(**differences)
     assert max(differences.values()) <= CUDA_FP32
-
-
-def sharded_and_whole() -> list[float]:
-    """On one of two ranks that share a GPU: losses of a plain model, then of the same one sharded by PyTorch."""
-    results = []
-    for sharded in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).cuda()
-        batch = torch.randn(8, 64).cuda()
-        if sharded:
-            batch = batch.chunk(2)[dist.get_rank()]
-            for module in (model[0], model[2], model):
-                fully_shard(module, mesh=init_device_mesh("cuda", (2,)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            loss = model(batch).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            results.append(mean.item() / 2)
-    return results
-
-
-def test_two_ranks_of_gloo_share_one_gpu(machine: Machine, figures: Callable[..., None]) -> None:
-    """NCCL refuses two ranks on one GPU. If gloo carries FSDP2 there, one GPU can check communication."""
-    if not machine.cuda:
-        pytest.skip("needs a GPU")
-    pair = Ranks(2, True, backend="gloo")
-    try:
-        losses = pair.run(sharded_and_whole, seconds=60)[0]
-    except RankError as error:
-        reason = str(error).strip().splitlines()[-1][:300]
-        figures(pytorch_says=reason)
-        pytest.skip(f"PyTorch {torch.__version__} cannot: {reason}")
-    finally:
-        pair.end()
-    figures(apart=apart(losses[:3], losses[3:]))
-    assert apart(losses[:3], losses[3:]) <= 1e-5
