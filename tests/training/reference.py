@@ -69,7 +69,8 @@ class Script:
             most = trial.training.max_grad_norm or math.inf
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), most).item())
             optimizer.step()
-        weights = {name: value.detach() for name, value in model.state_dict().items()}
+        state = model.state_dict().items()
+        weights = {name: value.detach() for name, value in state if isinstance(value, Tensor)}  # no extra state
         items, model = self.split("val"), model.eval()
         batch = _batch(items, range(min(len(items), trial.data.num_val or len(items))), device)
         with torch.no_grad():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,9 @@ from fsdp_lab.config import UserError
 from fsdp_lab.training.export import load_exported
 from fsdp_lab.training.model_state import AsSaved, CheckpointError, load_model_state, model_state
 from tests.ranks import config, run_ranks, selected
-from tests.training import kept
 from tests.training.checkpoints import ASYNC, SYNC, Job, Reported, train_in
-from tests.training.reference import apart, batches, build_optimizer, digits, resize, train_unsharded
+from tests.training.reference import Script, apart, digits, resize, train_unsharded
+from tests.workloads.user import unusual
 
 # Not Adam: it would blow up the rounding in the bias of the attention's keys, whose gradient is zero.
 VIT = ["optimizer=sgd", "optimizer.lr=0.05", "training.epochs=2", "model.num_layers=2"]
@@ -90,58 +88,67 @@ def test_the_weights_of_the_best_epoch_are_exported(trained: Trained, best: str,
     assert all(torch.equal(chosen[key], expected[key]) for key in expected)
 
 
-class Pickled:
-    """What makes a folder where it is read as a pickle."""
-
-    def __init__(self, made: Path) -> None:
-        self.made = str(made)
-
-    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
-        return os.mkdir, (self.made,)
-
-
 def test_an_exported_file_runs_no_code_that_it_holds(tmp_path: Path) -> None:
-    path, made = tmp_path / "model.pt", tmp_path / "made"
-    torch.save({"format": 1, "state_dict": Pickled(made)}, path)
-    with pytest.raises(UserError, match="only tensors and plain values"):
-        load_exported(path)
-    assert not made.exists()
-
-
-def test_other_files_are_reported(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
+    """Reading a path calls its class. Other files are reported, too."""
+    file = tmp_path / "model.pt"
+    for saved, says in (
+        ({"format": 1, "state_dict": tmp_path}, "only tensors and plain values"),
+        ({"format": 99}, "was not exported by this version"),
+        ([1, 2], "was not exported by this version"),
+    ):
+        torch.save(saved, file)
+        with pytest.raises(UserError, match=f"{file} .*{says}"):
+            load_exported(file)
     for content in (b"", b"this is not a model", b"PK\x03\x04 cut short"):
-        path.write_bytes(content)
-        with pytest.raises(UserError, match=str(path)):
-            load_exported(path)
-    for saved in ({"format": 99}, [1, 2]):
-        torch.save(saved, path)
-        with pytest.raises(UserError, match="was not exported by this version"):
-            load_exported(path)
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=f"{file} is not an exported model"):
+            load_exported(file)
 
 
-HERE = kept.__name__
+class Keeps(nn.Linear):
+    """A block that adds all that it keeps to its output, so that forgetting it changes the loss: a buffer that grows,
+    one that is made later, and extra state of any kind."""
+
+    seen: Tensor
+    last: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__(unusual.WIDTH, unusual.WIDTH)
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("last", None)
+        self.kept: dict[str, Any] = {"calls": 0, "means": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.kept["calls"] += 1
+            self.kept[f"call {self.kept['calls']}"] = torch.full((self.kept["calls"],), 0.5)
+            self.kept["means"].append(float(self.kept["calls"]))
+            self.seen = torch.cat([self.seen, self.seen[-1:] + 1])
+            self.last = self.seen[-1:] / 10
+        known = sum(value.sum() for name, value in self.kept.items() if name.startswith("call "))
+        out = super().forward(x).tanh() + self.seen.mean() / 100 + known / 100
+        return out if self.last is None else out + self.last / 100
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.kept
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.kept = state
+
+
+def keeping() -> unusual.Layers:
+    return unusual.Layers(Keeps(), Keeps())
+
+
 KEEPS = (
-    f"model._target_={HERE}.Keeps", f"data._target_={HERE}.Rows", f"task.loss={HERE}.loss", "data.num_train=null",
+    f"model._target_={__name__}.keeping", f"model.block_classes=[{__name__}.Keeps]",
+    f"data._target_={unusual.__name__}.Rows", f"task.loss={unusual.__name__}.loss", "data.num_train=null",
     "data.num_val=null", "optimizer.lr=0.01", "training.epochs=3", "export=true",
 )  # fmt: skip
 
 
-def plain_pytorch() -> tuple[kept.Keeps, list[float]]:
-    """The trained model, and its losses."""
-    torch.manual_seed(0)
-    model, trial, rows, losses = kept.Keeps(), config(*KEEPS), kept.Rows("train"), list[float]()
-    optimizer = build_optimizer(model, trial)
-    for indices in batches(trial, 64):
-        optimizer.zero_grad()
-        loss = kept.loss(model, [rows.x[indices], rows.x[indices].sum(1, keepdim=True)])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return model, losses
-
-
 def test_it_is_resumed_and_exported_as_plain_pytorch_has_it(tmp_path: Path) -> None:
+    """64 rows, of which a step takes 32: the stop is after step 3 of 6."""
     settings = {"blocks": [ASYNC], "ddp": [SYNC, "sharding=ddp", "activation_checkpointing=none"]}
     jobs = [
         Job(f"{tmp_path}/{name}", [*words, ends], trial=KEEPS)
@@ -149,19 +156,19 @@ def test_it_is_resumed_and_exported_as_plain_pytorch_has_it(tmp_path: Path) -> N
         for ends in ("training.max_steps=3", "checkpoint.export_best=true")
     ]
     done = run_ranks(2, train_in, jobs)[0]
-    model, losses = plain_pytorch()
+    plain = Script(keeping, unusual.Rows, unusual.loss).train(config(*KEEPS))
     for name, stopped, resumed in zip(settings, done[::2], done[1::2], strict=True):
         assert not resumed.error
-        assert apart(stopped.losses + resumed.losses, losses) <= 1e-5, "nothing that a block keeps was forgotten"
+        assert apart(stopped.losses + resumed.losses, plain.losses) <= 1e-5, "nothing that a block keeps was forgotten"
         assert min(resumed.epochs, key=lambda e: e["val/loss"]) is resumed.epochs[-1], "the best is the last"
-        fresh = kept.Keeps()
+        fresh: Any = keeping()
         for block in fresh.blocks:
             block.seen, block.last = torch.zeros(7), torch.zeros(1)
         fresh.load_state_dict(exported(tmp_path / name))
-        x = kept.Rows("val").x
-        assert (fresh.eval()(x) - model.eval()(x)).abs().max() <= 1e-5
-        for ours, theirs in zip(fresh.blocks, model.blocks, strict=True):
-            assert ours.kept.keys() == theirs.kept.keys() and ours.kept["means"] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+        assert unusual.loss(fresh.eval(), unusual.Rows("val").rows).item() == pytest.approx(plain.val_loss, abs=1e-5)
+        for block in fresh.blocks:
+            assert [*block.kept] == ["calls", "means", *(f"call {n}" for n in range(1, 7))]
+            assert block.kept["means"] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
 class Holds(nn.Linear):
