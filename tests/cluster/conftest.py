@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
@@ -104,20 +103,18 @@ class Faults:
     """moto's S3 as a WSGI application, which answers well until told otherwise.
 
     Attributes:
-        delay_s: every answer comes so much later.
         every: one in so many requests is answered 503; 0: none.
         cuts: so many connections more are cut without an answer; `ALL_OF_THEM`: the server is away.
         forbidden: requests that match this expression (`PUT /bucket/…`) are answered 403; "": none.
     """
 
     def __init__(self) -> None:
-        self.delay_s, self.every, self.cuts, self.forbidden = 0.0, 0, 0.0, ""
+        self.every, self.cuts, self.forbidden = 0, 0.0, ""
         self._numbers = itertools.count(1)
         self._store = DomainDispatcherApplication(create_backend_app)
 
     def __call__(self, request: dict[str, Any], respond: Callable[..., Any]) -> Iterable[bytes]:
         number = next(self._numbers)
-        time.sleep(self.delay_s)
         if self.cuts > 0:
             self.cuts -= 1
             request["werkzeug.socket"].shutdown(socket.SHUT_RDWR)

@@ -27,7 +27,6 @@ from tests.servers import lay_store
 from tests.sweep.conftest import results, runs
 from tests.workloads.user.project import write_project
 
-pytest_plugins = "pytester"
 pytestmark = pytest.mark.timeout(900)
 needs_jobs = pytest.mark.skipif(
     not importlib.util.find_spec("aiohttp_cors"), reason="no ray[default]: make .venv/.cluster"
@@ -208,22 +207,3 @@ def test_scancel_ends_a_sweep_and_its_script_resumes_it(lab: Slurm, on_one_node:
     assert epochs(folder / "out" / "storage") == [[1, 2]]
     assert same_losses(results(folder)[0], on_one_node)
     assert [run.info.status for run in runs(folder)[0]] == ["FINISHED"]
-
-
-@pytest.mark.parametrize(("ci", "outcome"), [("true", "errors"), ("false", "skipped")])
-def test_what_is_missing_is_named_and_fails_in_ci(
-    ci: str, outcome: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("CI", ci)
-    pytester.makeconftest("from tests.cluster.conftest import pytest_runtest_makereport")
-    pytester.makepyfile("""
-        import pytest
-
-        @pytest.mark.cluster
-        @pytest.mark.skipif(True, reason="no ray[default]: make .venv/.cluster")
-        def test_with_jobs():
-            pass
-    """)
-    done = pytester.runpytest_inprocess("-rs", "-p", "no:cacheprovider")
-    done.assert_outcomes(**{outcome: 1})
-    assert "no ray[default]: make .venv/.cluster" in done.stdout.str()

@@ -11,12 +11,11 @@ from s3fs import S3FileSystem
 from fsdp_lab.storage.objects import Storage, StorageAway, StorageRefused
 from fsdp_lab.training.checkpoint_place import Place
 from tests.cluster.conftest import ALL_OF_THEM, KEY_ID, SECRET, Faults, held_in
-from tests.cluster.namespaces import epochs
 from tests.conftest import INLINE, PLAIN, TINY, run_cli
-from tests.folders import Store, SweepFolder
+from tests.folders import SweepFolder
 from tests.servers import lay_store
 from tests.sweep import fates
-from tests.sweep.conftest import results, runs, started, wait_for
+from tests.sweep.conftest import results, runs
 
 pytestmark = pytest.mark.cluster
 
@@ -125,48 +124,6 @@ def address_of(folder: Path, address: str) -> str:
     return f"{address}/{(folder / '.storage').read_text()}"
 
 
-@pytest.fixture
-def credentials_at_home(faults: Faults, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
-    """Credentials are in ~/.aws alone."""
-    home = tmp_path_factory.mktemp("home")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # Matplotlib's fonts, which take seconds to find
-    (home / ".aws").mkdir()
-    text = f"[default]\naws_access_key_id = {KEY_ID}\naws_secret_access_key = {SECRET}\n"
-    (home / ".aws" / "credentials").write_text(text)
-    monkeypatch.setenv("HOME", str(home))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("credentials_at_home")
-def test_a_killed_sweep_resumes_with_checkpoints_in_storage(address: str, faults: Faults, tmp_path: Path):
-    out = tmp_path / "out"
-    faults.every, faults.delay_s = 10, 0.01
-    rates = ("-m", *TINY, *PLAIN, "optimizer.lr=1e-3,2e-3", "training.epochs=8", f"cluster.storage_path={address}")
-    with started(tmp_path, *rates) as process:
-        wait_for(lambda: any(epochs(out / "0")), process)
-        faults.cuts = 12  # of the ranks' connections, which wait longer each time
-        wait_for(lambda: len(epochs(out / "0")[0]) > 1, process)
-        process.kill()
-    assert len(epochs(out / "0")[0]) < 8
-    faults.every = 0  # for the test's sake
-
-    done = run_cli(tmp_path, "resume=out")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "trial 0 starts, from epoch" in done.stdout
-    assert epochs(out) == [[*range(1, 9)]] * 2
-    for run in runs(tmp_path)[1]:
-        assert [step for step, _ in Store(tmp_path).history(run, "train/loss")] == [*range(1, 9)]
-    resumed_from = SweepFolder(out).trials[0].facts["resumed_from"]
-    assert f"{address_of(out, address)}/0/checkpoints/step_" in resumed_from
-    assert not list(out.glob("*/checkpoints")), "checkpoints are in storage alone"
-    assert len(SweepFolder(out).trials[0].addresses) == 2, "the driver knows where ranks are"
-    assert held_in(tmp_path, SECRET) == held_in(tmp_path, KEY_ID) == []
-    objects = [Storage(address).read(name) for name in Storage(address).files()]
-    assert objects and not any(word.encode() in content for word in (SECRET, KEY_ID) for content in objects)
-
-
 def test_what_is_forbidden_is_refused_or_fails_its_trial_by_name(address: str, faults: Faults, tmp_path: Path):
     faults.forbidden = "^PUT"
     done = run_cli(tmp_path, *INLINE, f"cluster.storage_path={address}")
@@ -182,3 +139,4 @@ def test_what_is_forbidden_is_refused_or_fails_its_trial_by_name(address: str, f
     stored = Storage(address_of(tmp_path / "out", address)).files()
     markers = [name for name in stored if name.startswith("checkpoints/") and name.endswith(".json")]
     assert markers == ["checkpoints/step_00000004.json"]
+    assert held_in(tmp_path, SECRET) == held_in(tmp_path, KEY_ID) == []
