@@ -19,7 +19,6 @@ from fsdp_lab.config import TrialConfig
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.workloads.language.llama import Llama
 from fsdp_lab.workloads.language.pydoc import PydocTokens
-from fsdp_lab.workloads.seq2seq.pydoc import PydocSummaries
 from fsdp_lab.workloads.vision.models import vit
 from fsdp_lab.workloads.vision.synthetic import SyntheticImages
 from tests.ranks import Memo, config, run_ranks
@@ -127,28 +126,6 @@ class SomeLabels:
         return row
 
 
-T5_SIZES = {"d_model": 16, "d_kv": 4, "d_ff": 24, "dropout_rate": 0.0}
-
-
-def t5() -> nn.Module:
-    """The model of `t5_tiny` at these sizes, its values written down again."""
-    import transformers
-
-    plain = transformers.T5Config(
-        vocab_size=384, num_layers=2, num_decoder_layers=2, num_heads=4, feed_forward_proj="gated-gelu", pad_token_id=0,
-        eos_token_id=1, decoder_start_token_id=0, tie_word_embeddings=True, **T5_SIZES,
-    )  # fmt: skip
-    model: nn.Module = transformers.AutoModelForSeq2SeqLM.from_config(plain, dtype=torch.float32)
-    return model
-
-
-def _t5_tiny() -> Workload:
-    sizes = (f"model.{name}={value}" for name, value in T5_SIZES.items())
-    batches = ("data.num_train=64", "training.global_batch_size=16")
-    words = ("task=seq2seq", "data.source_len=24", "data.target_len=12", *batches, *sizes)
-    return Workload(words, Script(t5, partial(PydocSummaries, source_len=24, target_len=12), hf.target_loss).train)
-
-
 def _noise() -> Workload:
     """The ViT on images that need no library but PyTorch."""
     sizes = {"image_size": 28, "num_channels": 1, "num_classes": 10}
@@ -158,7 +135,6 @@ def _noise() -> Workload:
 
 
 OF_TRANSFORMERS = ("hf gpt2", "hf llama", "hf qwen3", "hf t5", "hf vit")
-NEED_TRANSFORMERS = (*OF_TRANSFORMERS, "t5_tiny")
 ALL = ("data.num_train=null", "data.num_val=null")
 EXPORTED = ("training.epochs=2", "export=true")  # their weights are compared, too
 NET = partial(net.Net, width=16), data.Corpus, net.loss  # of the documentation; its validation split has 31 items
@@ -190,7 +166,6 @@ WORKLOADS: dict[str, Workload] = {
         partial(odd.Summariser, vocab_size=20), odd.Ragged, labels_of, "training.global_batch_size=8",
         task="task=seq2seq",
     ),
-    "t5_tiny": _t5_tiny(),
     **{name: Workload(hf.WORDS[name[3:]], hf.script(name[3:]).train) for name in OF_TRANSFORMERS},
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import product
 
-from tests.parity import NEED_TRANSFORMERS, OF_TRANSFORMERS, PRECISIONS, SHARDINGS, Row
+from tests.parity import OF_TRANSFORMERS, PRECISIONS, SHARDINGS, Row
 
 AXES: dict[str, Sequence[str]] = {
     "sharding": ("ddp", "root", "per_block", "per_layer", "size_based"),
@@ -192,7 +192,6 @@ LATER: Cells = {
     "complex": (DDP,),
     **dict.fromkeys(("some tokens", "some classes"), (f"{PER_LAYER} training.global_batch_size=4",)),
     "seq2seq": (f"{DDP} {ACCUMULATE}", f"{PER_BLOCK} {ALWAYS} {FULL} model.as_dict=true"),
-    "t5_tiny": (f"{PER_BLOCK} {ACCUMULATE}",),
     "hf t5": (DDP,),
 }  # fmt: skip
 OFFLOADED = [f"{cell} offload={place}" for cell, place in product(GRID[1:], ("cpu", "cpu_unpinned"))]
@@ -217,7 +216,7 @@ AT_NIGHT: Cells = {
     ),
     "vit on 1": ON_ONE,
     "vit on 4": ON_FOUR,
-    **dict.fromkeys(NEED_TRANSFORMERS, (ROOT, *GRID, *SETTINGS, *IN_HALF)),
+    **dict.fromkeys(OF_TRANSFORMERS, (ROOT, *GRID, *SETTINGS, *IN_HALF)),
     "hf gpt2": (ROOT, *GRID, *SETTINGS, *IN_HALF, f"{PER_BLOCK} compile=true"),
 }  # fmt: skip
 

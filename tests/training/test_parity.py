@@ -19,7 +19,7 @@ import torch
 from fsdp_lab.config import TrialConfig, conf_dir
 from fsdp_lab.config.convert import flatten
 from fsdp_lab.config.options import option_values
-from tests.parity import FP32_TOLERANCE, NEED_TRANSFORMERS, Result, Row, forecast_differences, train_rows, unsharded
+from tests.parity import FP32_TOLERANCE, OF_TRANSFORMERS, Result, Row, forecast_differences, train_rows, unsharded
 from tests.parity_rows import AXES, HALF, ROWS
 from tests.ranks import config, selected
 from tests.training.reference import apart
@@ -32,7 +32,7 @@ def _marked(row: Row, *more: Row) -> Any:
     """A row, or several, as a parameter, in the tier of the last."""
     tier = (row, *more)[-1].tier
     marks = [] if tier == "test" else [getattr(pytest.mark, tier)]
-    if row.workload in NEED_TRANSFORMERS:
+    if row.workload in OF_TRANSFORMERS:
         missing = importlib.util.find_spec("transformers") is None
         marks.append(pytest.mark.skipif(missing, reason="transformers is not installed"))
     return pytest.param((row, *more) if more else row, marks=marks, id=str(row))

@@ -26,7 +26,6 @@ from fsdp_lab.workloads.seq2seq.pydoc import PydocSummaries, read
 from fsdp_lab.workloads.seq2seq.wikihow import WikiHow
 from tests import forked
 from tests.conftest import STORE, run_cli
-from tests.parity import t5
 
 
 def test_bytes_are_those_of_transformers() -> None:
@@ -112,7 +111,9 @@ WIKIHOW = {**PYDOC, "_target_": "fsdp_lab.workloads.seq2seq.wikihow.WikiHow", "r
 def export(folder: Path, data: dict[str, Any]) -> Any:
     """As a trial exports it; returns the model."""
     torch.manual_seed(0)
-    model: Any = t5().eval()
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(vocab_size=384, decoder_start_token_id=0, **sizes)
+    model: Any = transformers.T5ForConditionalGeneration(config).eval()
     model.save_pretrained(folder)
     (folder / "fsdp_lab.json").write_text(json.dumps({"format": 1, "data": data}))
     return model
