@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_lab.config import NightlyConfig, all_keys, forecast_settings, from_dict, settings
+from fsdp_lab.config import NightlyConfig, all_keys, forecast_settings, settings
 from fsdp_lab.config.compare import CELLS, CHECKPOINT, NIGHTS, PARAMS, STARTS, STEP
 from fsdp_lab.config.conf import known_devices, options_of
 from fsdp_lab.config.suggest import closest
@@ -80,14 +80,6 @@ def test_what_cannot_change_the_speed_of_a_step():
         "lr_schedule.name", "lr_schedule.warmup_steps", "lr_schedule.min_lr_ratio", "lr_schedule.step_epochs",
         "lr_schedule.gamma",
     }  # fmt: skip
-
-
-def test_words_of_yaml_are_read_as_they_are_meant():
-    """It reads 1e-3 as text, and off as false."""
-    values = {"optimizer": {"lr": "1e-3"}, "checkpoint": {"mode": False}, "objective": "val/loss:min"}
-    config = from_dict(NightlyConfig, values)
-    assert config.optimizer.lr == 0.001 and config.checkpoint.mode.name == "off"
-    assert config.objective == ["val/loss:min"]
 
 
 # As users of other trainers type them; None: like none.

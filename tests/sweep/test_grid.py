@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from fsdp_lab.config import default_num_workers
 from fsdp_lab.config.compose import cell_trial
 from fsdp_lab.config.machine import RunningCluster, ask_clusters
-from fsdp_lab.sweep.grid import enumerate_grid, unescaped
+from fsdp_lab.sweep.grid import enumerate_grid
 from fsdp_lab.sweep.plan import Plan, plan_sweep
 from tests.conftest import run_cli
 
@@ -52,13 +52,6 @@ def test_default_axes_are_swept_until_they_are_named(parser: OverridesParser):
     assert enumerate_grid(parser, {"sharding": None}, []) == [[]]
 
 
-def test_an_override_is_printed_without_escapes_it_does_not_need():
-    for value, plain in ((r"s3\://bucket/prefix", "s3://bucket/prefix"), (r"$\{per_worker\:64\}", "${per_worker:64}")):
-        assert unescaped(f"key={value}") == f"key={plain}"
-    for value in (r"a\=b\:c", r"a\,b"):  # Hydra takes no bare `=`, and a comma parts two values
-        assert unescaped(f"key={value}") == f"key={value}"
-
-
 @pytest.mark.parametrize(
     ("typed", "values"),
     [
@@ -76,17 +69,19 @@ def test_each_spelling_of_a_value_stays_that_value(parser: OverridesParser, type
     assert [parser.parse_override(word).value() for (word,) in grid] == values
 
 
+FOUR = ("cluster.num_workers=4", "cluster.cpus_per_worker=0.1")  # the same plan on every machine
+
+
 @pytest.fixture
 def plan(parser: OverridesParser, compose_trial) -> Callable[..., Plan]:
     def make(*arguments: str) -> Plan:
-        workers = "cluster.num_workers=2"  # the same plan on a machine with GPUs
-        return plan_sweep(enumerate_grid(parser, {}, [*arguments, workers]), compose_trial)
+        return plan_sweep(enumerate_grid(parser, {}, [*arguments, *FOUR]), compose_trial)
 
     return make
 
 
 def short(plan: Plan) -> list[str]:
-    return [trial.name.removesuffix(" cluster.num_workers=2") for trial in plan.trials]
+    return [trial.name.removesuffix(f" {' '.join(FOUR)}") for trial in plan.trials]
 
 
 def test_ddp_with_offload_is_left_out_once_with_its_reason(plan):
@@ -110,8 +105,12 @@ KEPT = {
         ["root default", "per_block default", "per_block never"],
     ),
     "a size of one is never, and of all always": (
-        ["reshard_after_forward=never,always,to_size", "reshard_after_forward.size=1,2"],
-        ["never 1", "always 1"],
+        ["reshard_after_forward=never,always,to_size", "reshard_after_forward.size=1,2,4"],
+        ["never 1", "always 1", "to_size 2"],
+    ),
+    "of two replicas each has two workers": (
+        ["sharding.dp_replicate=2", "reshard_after_forward=always,to_size", "reshard_after_forward.size=2"],
+        ["2 always 2"],
     ),
     "values that are named twice": (["training.seed=1,1,2"], ["1", "2"]),
     "loss scaling with bfloat16": (["precision=fp16,bf16", "precision.loss_scaling=true"], ["fp16 True"]),

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import optuna
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -125,16 +124,6 @@ def test_a_search_reaches_every_setting_of_the_default_axes(parser: OverridesPar
     search = searching(parser, compose_trial, "optuna", trials=100, seed=1, axes=AXES)
     made = [effect_of(overrides[1:]) for overrides in all_of(search, loss_of)]  # without the number of workers
     assert len(made) == len(valid) == 27 and {*made} == valid
-
-
-@pytest.mark.filterwarnings("ignore:.*experimental")
-def test_samplers_that_know_their_space_end_no_search(parser, monkeypatch: pytest.MonkeyPatch):
-    """This one stops the loop of `optimize`, which is not used here."""
-    monkeypatch.setattr("fsdp_lab.sweep.search._MOST_REFUSED", 50)
-    words = ["training.seed=0,1,2", "training.epochs=int(interval(1,4))"]
-    search = searching(parser, trial_by_hand, "random", *words, trials=99)
-    search._study.sampler = optuna.samplers.BruteForceSampler()
-    assert len({tuple(overrides) for overrides in all_of(search, loss_of)}) == 3 * 4
 
 
 @pytest.mark.parametrize(
