@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from fsdp_lab.record.trial_json import read_trial
 from fsdp_lab.sweep.forecasts import Forecasts
 from fsdp_lab.sweep.outputs.console import Console
 from fsdp_lab.sweep.runner import run_sweep
-from fsdp_lab.sweep.sweep import Sweep
 from fsdp_lab.tracking.tags import ANSWER_TAG, RECOMMENDED_TAG
 from fsdp_lab.training.divergence import DivergedError
 from tests import forked
@@ -111,18 +109,6 @@ def test_other_words_change_nothing_but_what_people_read(tmp_path: Path):
     assert re.findall(r'<tr class="chosen" [^>]*><td[^>]*data-value="(\d+)"', page) == ["0"]
 
 
-def swept(
-    plan: Sweep, reasons: Sequence[Reason | None], forecasts: Forecasts | None = None
-) -> tuple[ExitCode, list[Code | None]]:
-    """The exit status of a sweep, and the code of each trial's end; `results.csv` has no other words than `x`."""
-    with other_words(), answered_here():
-        code = run_sweep(plan, Acts(reasons), Hears(plan, forecasts, writes=True))
-    ends = [read_trial(state.trial.folder).outcome for state in plan.trials]
-    codes = [end.reason.code if end and end.reason else None for end in ends]
-    assert [row["error"] for row in SweepFolder(plan.folder).rows] == ["x" if code else "" for code in codes]
-    return code, codes
-
-
 NET = "tests.workloads.user.my_project.net"
 
 
@@ -133,22 +119,15 @@ def test_a_model_that_cannot_train_does_not_start_but_others_do(compose_trial: C
     cells = [("Net", "loss", 0.1), ("Net", "of_each_item", 0.1), ("Net", "of_each_item", 0.2), ("Refuses", "loss", 0.1)]
     words = [[f"+model._target_={NET}.{m}", f"task.loss={NET}.{loss}", f"optimizer.lr={lr}"] for m, loss, lr in cells]
     plan = plan_of(compose_trial, tmp_path, words, common)
-    expected = [None, Code.forecast_failed, Code.same_as, Code.forecast_failed]
-    assert swept(plan, [None], Forecasts(plan)) == (ExitCode.failed, expected)
+    with other_words(), answered_here():
+        assert run_sweep(plan, Acts([None]), Hears(plan, Forecasts(plan), writes=True)) == ExitCode.failed
+    reasons = [outcome.reason for state in plan.trials if (outcome := read_trial(state.trial.folder).outcome)]
+    codes = [reason and reason.code for reason in reasons]
+    assert codes == [None, Code.forecast_failed, Code.same_as, Code.forecast_failed]
+    assert [row["error"] for row in SweepFolder(plan.folder).rows] == ["", "x", "x", "x"]
     assert heard(plan).begun == [0]
 
 
-# Values that a reason may have, whatever its code.
-VALUES = {
-    "rank": 1, "text": "x", "error": "x", "trial": 0, "limit_s": 1.0, "signal": "x", "log": "x", "node": "x",
-    "folder": "x", "num_workers": 2, "each": {"CPU": 1.0}, "wait_timeout_s": 1.0,
-}  # fmt: skip
-
-
-def test_a_trials_end_is_recorded_and_counted_by_its_code(compose_trial: Compose, tmp_path: Path):
-    """Also for those that only Ray has: a worker that is killed, a node that is lost, no place."""
-    reasons = [Reason.of(code, **VALUES) for code in Code]
-    plan = plan_of(compose_trial, tmp_path, [[f"training.seed={number}"] for number in range(len(reasons))])
-    assert swept(plan, reasons) == (ExitCode.failed, list(Code))
+def test_a_status_follows_from_the_code_alone():
     others = {Code.out_of_memory: "oom", Code.host_out_of_memory: "oom", Code.diverged: "diverged"}
-    assert SweepFolder(plan.folder).statuses == [others.get(code, "failed") for code in Code]
+    assert [Reason(code).status for code in Code] == [others.get(code, "failed") for code in Code]

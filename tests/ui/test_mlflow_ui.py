@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.conftest import ROOT, run_cli
-from tests.servers import mlflow_server
-from tests.ui.conftest import INSTANT, Lab, row
+from tests.conftest import ROOT
+from tests.ui.conftest import Lab, row
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, expect
@@ -42,34 +40,23 @@ def parameters(page: Page) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in (line.split("\t") for line in table.inner_text().splitlines())}
 
 
-def test_trials_fold_under_their_sweep(page: Page, lab: Lab, shoot: Callable[[str], None]) -> None:
-    parent = row(page, lab.parent.info.run_name)
+def test_trials_fold_under_their_sweep_and_compare_by_axes(page: Page, lab: Lab, shoot: Callable[[str], None]) -> None:
     page.goto(lab.experiment)
+    parent = row(page, lab.parent.info.run_name)
     expect(parent).to_be_visible()
     trials = page.locator(".ag-row", has=page.get_by_role("link", name=re.compile("^(root|per_block) ")))
     expect(trials).to_have_count(0)
     parent.get_by_role("button").first.click()
     expect(trials).to_have_count(4)
-    shown = [trial.get_by_role("link").inner_text() for trial in trials.all()]
-    assert shown == lab.names[::-1]
+    assert [trial.get_by_role("link").inner_text() for trial in trials.all()] == lab.names[::-1]
     shoot("experiment")
-    parent.get_by_role("button").first.click()
-    expect(trials).to_have_count(0)
-
-
-def test_compare_has_the_axes_by_their_names_and_values(page: Page, lab: Lab, shoot: Callable[[str], None]) -> None:
-    page.goto(lab.experiment)
-    row(page, lab.parent.info.run_name).get_by_role("button").first.click()
-    row(page, lab.names[-1]).wait_for()
     for name in lab.names:
         row(page, name).locator("input.ag-checkbox-input").click()
     page.get_by_role("button", name="Compare", exact=True).click()
     expect(page.get_by_role("heading", name="Comparing 4 Runs from 1 Experiment")).to_be_visible()
     policies = ["always", "never", "always", "never"]
     axes = {"sharding": ["root", "root", "per_block", "per_block"], "reshard_after_forward": policies}
-    shown = parameters(page)
-    assert {key: shown[key] for key in axes} == axes
-    assert shown["precision"] == ["fp32"] * 4
+    assert parameters(page).items() >= {**axes, "precision": ["fp32"] * 4}.items()
     for title in ("sharding", "forecast/peak_mib"):
         expect(page.locator(".js-plotly-plot .axis-title", has_text=title).first).to_be_visible()
     shoot("compare")
@@ -83,28 +70,3 @@ def test_the_viewer_draws_the_report_and_the_timeline(page: Page, lab: Lab, erro
     page.goto(lab.artifact(lab.trials[-1], "memory/memory_timeline_rank0.html"))
     expect(page.frame_locator("iframe").locator("[data-peak-bytes] svg").first).to_be_visible()
     assert errors == []
-
-
-def test_a_server_with_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "auth.ini").write_text(
-        "[mlflow]\ndefault_permission = READ\nadmin_username = admin\n"
-        f"database_uri = sqlite:///{tmp_path}/accounts.db\n"
-        "authorization_function = mlflow.server.auth:authenticate_request_basic_auth\n"
-    )
-    environment = {
-        "MLFLOW_AUTH_CONFIG_PATH": str(tmp_path / "auth.ini"),
-        "MLFLOW_AUTH_ADMIN_PASSWORD": "of-the-test-alone",
-        "MLFLOW_FLASK_SERVER_SECRET_KEY": "of-the-test-alone",
-    }
-    options = ("--app-name", "basic-auth", "--artifacts-destination", str(tmp_path / "kept"))
-    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "admin")
-    with mlflow_server(tmp_path, *options, environment=environment) as (address, _):
-        sweep = (*INSTANT, f"tracking.uri={address}", "training.seed=1,2", "-m")
-        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "of-the-test-alone")
-        made = run_cli(tmp_path, *sweep)
-        assert made.returncode == 0 and "warning" not in made.stderr, made.stderr
-        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "0f-n0body")
-        refused = run_cli(tmp_path, *sweep, "hydra.sweep.dir=again")
-    assert refused.returncode == 2 and f"tracking.uri={address}: MLflow cannot use the store (" in refused.stderr
-    assert "401" in refused.stderr and "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" in refused.stderr
-    assert "Traceback" not in refused.stderr and "0f-n0body" not in refused.stderr
