@@ -14,6 +14,7 @@ from fsdp_lab import __version__
 from fsdp_lab.commands import reference
 from fsdp_lab.config import ConfigError, all_keys
 from fsdp_lab.config.conf import data_sheets, group_dirs
+from fsdp_lab.config.convert import leaves
 from fsdp_lab.config.describe import describe_keys
 from fsdp_lab.config.metrics import METRICS, declared
 from tests.conftest import ROOT
@@ -39,15 +40,8 @@ def test_every_key_that_can_be_typed_is_described():
 @pytest.mark.documents("python -m fsdp_lab --cfg job")
 def test_defaults_are_those_of_a_trial_that_names_nothing(cli):
     """Those of `conf/config.yaml`, and of the options that it chooses, are the fields' own."""
-    composed = yaml.safe_load(cli("--cfg", "job").stdout)
-
-    def plain(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        collected: dict[str, Any] = {}
-        for name, value in values.items():
-            collected |= plain(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-        return collected
-
-    assert {name: _typed(value) for name, value in plain(composed).items() if _typed(value) != KEYS[name].default} == {}
+    composed = leaves(yaml.safe_load(cli("--cfg", "job").stdout))
+    assert {name: _typed(value) for name, value in composed.items() if _typed(value) != KEYS[name].default} == {}
 
 
 def _typed(value: Any) -> str:
