@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -25,22 +26,16 @@ MAY_IMPORT = {
 }
 # What lies beside the rooms: the Python API, Hydra's plugin, and the files by which `python -m` starts a command.
 BESIDE = {
+    "__init__": set[str](),
     "api": {"config", "report", "forecast", "sweep", "commands"},
     "hydra_plugins": {"config", "sweep"},
     "python -m": {"commands"},
 }
-OWNERS = {
-    "ray": {"engine", "sweep"},
-    "mlflow": {"tracking"},
-    "hydra": {"config", "sweep", "commands", "hydra_plugins"},
-    "fsspec": {"storage"},
-    "omegaconf": {"config", "sweep", "commands", "hydra_plugins"},
-    "torch": {"workloads", "training", "forecast", "commands"},
-    "torchvision": {"workloads"},
-    "transformers": {"workloads"},
-    "huggingface_hub": {"workloads"},
-    "safetensors": {"workloads"},
-}
+_LINT = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+_BANNED = _LINT["flake8-tidy-imports"]["banned-api"]
+# Library -> its rooms: those of the messages of the linter, and PyTorch's.
+OWNERS = {name: set(re.findall(r"(?<=fsdp_lab/)\w+|hydra_plugins", rule["msg"])) for name, rule in _BANNED.items()}
+OWNERS |= {"torch": {"workloads", "training", "forecast", "commands"}, "torchvision": {"workloads"}}
 FILES = [*sorted((ROOT / "fsdp_lab").rglob("*.py")), *sorted((ROOT / "hydra_plugins").rglob("*.py"))]
 
 
@@ -69,19 +64,15 @@ def imports(source: str) -> list[str]:
     return found
 
 
-def broken_rules(package: str, source: str) -> list[str]:
-    if package == "__init__":
-        return [f"the package itself imports nothing, not {name}" for name in imports(source)]
-    may_import = (MAY_IMPORT | BESIDE).get(package)
-    if may_import is None:
-        return [f"{package} is a new room: say in CONTRIBUTING.md what it may import"]
+def broken_rules(room: str, source: str) -> list[str]:
+    may_import = (MAY_IMPORT | BESIDE)[room]
     broken = []
     for name in imports(source):
         top, *rest = name.split(".")
-        if package not in OWNERS.get(top, {package}):
-            broken.append(f"{package} imports {top}, which belongs to {', '.join(sorted(OWNERS[top]))}")
-        if top == "fsdp_lab" and rest and rest[0] not in {package, *may_import}:
-            broken.append(f"{package} imports {name}, and may see {', '.join(sorted(may_import)) or 'no package'}")
+        if room not in OWNERS.get(top, {room}):
+            broken.append(f"{room} imports {top}, which belongs to {', '.join(sorted(OWNERS[top]))}")
+        if top == "fsdp_lab" and rest and rest[0] not in {room, *may_import}:
+            broken.append(f"{room} imports {name}, and may see {', '.join(sorted(may_import)) or 'no room'}")
     return broken
 
 
