@@ -7,9 +7,7 @@ import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,22 +25,12 @@ with exclusive(pathlib.Path(sys.argv[1])):
 """
 
 
-@contextmanager
-def held(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has the lock until its input ends, or it is killed."""
-    command = [sys.executable, "-c", _HOLDS, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        try:
-            assert other.stdout is not None and other.stdout.readline() == "has it\n"
-            yield other
-        finally:
-            other.kill()
-
-
 def test_who_has_a_lock_is_known_until_it_is_killed(tmp_path: Path):
     path = tmp_path / "made" / ".lock"
     assert holder(path) == ""
-    with held(path) as other:
+    command = [sys.executable, "-c", _HOLDS, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "has it\n"
         assert holder(path).startswith(f"process {other.pid}, since 20")
         with pytest.raises(InUse, match=f"{path} is locked by process {other.pid}, since .*; wait"), exclusive(path):
             pass
@@ -91,18 +79,9 @@ def test_two_threads_may_write_one_file(tmp_path: Path):
 
 
 def test_a_folder_takes_the_place_of_one_only_when_it_is_whole(tmp_path: Path):
-    folder = tmp_path / "model"
-
-    def write(name: str, content: str, error: OSError | None = None) -> None:
-        with whole_folder(folder) as making:
-            (making / name).write_text(content)
-            if error:
-                raise error
-
-    write("one", "old")
-    with pytest.raises(OSError, match="disk"):
-        write("one", "half", OSError("the disk is full"))
-    assert [path.name for path in tmp_path.iterdir()] == ["model"] and (folder / "one").read_text() == "old"
-    write("two", "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert [path.name for path in folder.iterdir()] == ["two"]
+    for name in ("one", "two"):
+        with whole_folder(tmp_path / "model") as making:
+            (making / name).touch()
+    with pytest.raises(FileNotFoundError), whole_folder(tmp_path / "model") as making:
+        (making / "no such folder" / "three").touch()
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["model", "model/two"]

@@ -186,25 +186,19 @@ head -c 20500000 /dev/zero > small/large && exec "$@"
 """
 
 
-def run_doctor(
-    *words: str, python: tuple[str, ...] = (sys.executable,), cwd: Path = ROOT, **environment: str
-) -> tuple[int, str]:
-    """Its exit status and what it prints, one line a finding."""
-    command = [*python, "-m", "fsdp_lab.doctor", *words]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=100, check=False)
-    return done.returncode, done.stdout.replace(f"\n{'':22}->", " ->") + done.stderr
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root: mounts")
 def test_each_fault_of_a_machine_is_found_with_its_remedy(tmp_path: Path):
     (tmp_path / "small").mkdir()
     (tmp_path / "mlflow.db").write_text("no database" * 100)
-    words = ("folder=small/outputs", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db")
-    small = ("unshare", "--mount", "sh", "-c", _SMALL, "sh", sys.executable)
-    status, printed = run_doctor(*words, python=small, cwd=tmp_path, TMPDIR=str(tmp_path / "small"))
+    command = [
+        "unshare", "--mount", "sh", "-c", _SMALL, "sh", sys.executable, "-m", "fsdp_lab.doctor",
+        "folder=small/outputs", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "small")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    printed = done.stdout.replace(f"\n{'':22}->", " ->")
     found = {line[7:22].strip(): line for line in printed.splitlines()}
-    assert status == 1 and re.search(r"\d problems found$", printed.rstrip()), printed
+    assert done.returncode == 1 and re.search(r"\d problems found$", printed.rstrip()), printed + done.stderr
     assert found["shared memory"].startswith("note") and "--shm-size" in found["shared memory"]
     assert found["disk"].startswith("wrong") and "0.0 GiB free in " in found["disk"]
     assert found["Ray's files"].startswith("wrong") and "TMPDIR" in found["Ray's files"]
@@ -246,27 +240,19 @@ def test_the_command_has_the_status_of_what_it_found(cli, tmp_path: Path):
     assert "[]" not in done.stdout and "None" not in done.stdout
 
 
-GONE = 7  # a process that has ended
-
-
-@pytest.fixture
-def readings(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the window of a machine of two cores reads: the time, the seconds that all and that our processes used."""
-    values: dict[str, Any] = {"time": 100.0, "busy": 1000.0, "ours": {1: 5.0, GONE: 1.0}}
+def test_what_others_compute_is_distinguished_from_our_own(monkeypatch: pytest.MonkeyPatch):
+    """The readings of a machine of two cores: the time, the seconds that all and that our processes used."""
+    values: dict[str, Any] = {"time": 100.0, "busy": 1000.0, "ours": {1: 5.0, 7: 1.0}}  # process 7 ends
     monkeypatch.setattr(cpu_contention, "time", SimpleNamespace(monotonic=lambda: values["time"]))
     monkeypatch.setattr(cpu_contention, "_busy_s", lambda: values["busy"])
     monkeypatch.setattr(cpu_contention, "_family_s", lambda roots: dict(values["ours"]))
     monkeypatch.setattr(cpu_contention.os, "cpu_count", lambda: 2)
-    return values
-
-
-def test_what_others_compute_is_distinguished_from_our_own(readings: dict[str, Any]):
     window = Window()
-    readings |= {"time": 110.0, "busy": 1012.0, "ours": {1: 12.0, 2: 1.0}}  # 8 s of 12 were ours, in 20 core seconds
+    values |= {"time": 110.0, "busy": 1012.0, "ours": {1: 12.0, 2: 1.0}}  # 8 s of 12 were ours, in 20 core seconds
     assert window.share() == pytest.approx((12 - 8) / 20)
-    readings |= {"time": 120.0, "busy": 1022.0, "ours": {1: 22.0}}  # one of ours has ended; all of this was ours
+    values |= {"time": 120.0, "busy": 1022.0, "ours": {1: 22.0}}  # one of ours has ended; all of this was ours
     assert window.share() == pytest.approx((22 - 18) / 40)
-    readings |= {"busy": 900.0}  # a clock of the kernel that was set back
+    values |= {"busy": 900.0}  # a clock of the kernel that was set back
     assert window.share() == 0.0
 
 
