@@ -29,28 +29,16 @@ def unfinished(folder: Path, step: int) -> Path:
     return making
 
 
-def make(folder: Path, step: int, val_loss: float | None = None) -> tuple[Path, Path]:
+def make(folder: Path, step: int) -> tuple[Path, Path]:
     """A whole checkpoint, as `publish` leaves one: its marker, and the folder of its two files."""
     data = unfinished(folder, step)
-    history = [] if val_loss is None else [{"val/loss": val_loss}]
-    return Path(Place(str(folder)).publish(str(data), {"history": history}) + ".json"), data
+    return Path(Place(str(folder)).publish(str(data), {"history": []}) + ".json"), data
 
 
 def latest(place: Path) -> int | None:
     """The step of the checkpoint that a start finds there."""
     found = Place(str(place)).find_latest()[0]
     return found.step if found else None
-
-
-def test_what_is_half_written_is_not_taken(tmp_path: Path) -> None:
-    marker, data = make(tmp_path, 4)
-    half = unfinished(tmp_path, 8)
-    (tmp_path / ".step_00000008.json.making").write_text("{")
-    (tmp_path / "notes").mkdir()
-    assert [latest(place) for place in (tmp_path, marker, data, marker.with_suffix(""))] == [4] * 4
-    assert latest(half) is latest(tmp_path / "absent") is None
-    Place(str(tmp_path)).begin(8)
-    assert not half.exists() and not list(tmp_path.glob(".*")), "the next save removes what a kill left"
 
 
 @pytest.mark.parametrize(
@@ -65,36 +53,11 @@ def test_what_is_half_written_is_not_taken(tmp_path: Path) -> None:
 def test_each_kind_of_damage_is_named(tmp_path: Path, file: str, harm: Callable[[Path], object], words: str) -> None:
     make(tmp_path, 4)
     marker, data = make(tmp_path, 8)
+    assert [latest(place) for place in (tmp_path, marker, data, marker.with_suffix(""))] == [8] * 4
     harm(data / file if file else marker)
     assert latest(tmp_path) == 4 and latest(marker) is None
     (wrong,) = Place(str(tmp_path)).find_latest()[1]
     assert wrong.startswith(f"{tmp_path}/step_00000008: ") and words in wrong
-
-
-def test_a_step_that_is_saved_again_replaces_the_one_before(tmp_path: Path) -> None:
-    _, before = make(tmp_path, 4)
-    make(tmp_path, 4)
-    assert names_in(tmp_path) == names(4) and not before.exists()
-
-
-@pytest.mark.parametrize(
-    ("losses", "keep_last", "keep_best", "left"),
-    [
-        ([3, 2, 1], 1, True, [2]),
-        ([1, 2, 3], 1, True, [0, 2]),
-        ([1, 2, 3], 1, False, [2]),
-        ([2, 1, 3, 4], 2, True, [1, 2, 3]),
-        ([None, 2, 3], 1, True, [1, 2]),
-        ([], 1, True, []),
-    ],
-)
-def test_what_is_outdated_goes(
-    tmp_path: Path, losses: list[float | None], keep_last: int, keep_best: bool, left: list[int]
-) -> None:
-    for step, loss in enumerate(losses):
-        make(tmp_path, step, loss)
-    Place(str(tmp_path)).prune(keep_last, keep_best)
-    assert names_in(tmp_path) == names(*left)
 
 
 def test_a_damaged_one_stays_until_a_newer_one_is_whole(tmp_path: Path) -> None:
