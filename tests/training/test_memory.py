@@ -191,12 +191,3 @@ def test_a_change_is_of_the_innermost_module_by_its_users_name() -> None:
     forward = ["blocks.0.proj", "blocks.0.rotary.0", "blocks.1.proj", "blocks.1.rotary.0", "ends.0.0"]
     assert [e.module for e in made if e.phase == "forward"] == forward
     assert [e.module for e in made if e.phase == "backward"] == ["ends.0.0", *reversed(forward[1:4])]
-
-
-def test_cublas_workspaces_are_no_part_of_a_gpus_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 864 bytes that were requested; `tests/gpu/` reads a real allocator."""
-    peaks = {"requested_bytes.all.peak": 864, "active_bytes.all.peak": 1536, "reserved_bytes.all.peak": 2048}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: peaks)
-    monkeypatch.setattr(module, "free_cublas_workspaces", lambda device: 64)
-    figures = module.allocator_figures(torch.device("cuda", 0))
-    assert figures == {"peak_bytes": 800, "workspace_bytes": 64, "active_bytes": 1536, "reserved_bytes": 2048}
