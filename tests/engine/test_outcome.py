@@ -115,8 +115,10 @@ def test_a_crash_of_an_earlier_attempt_is_no_cause_of_this_one(tmp_path: Path):
 def test_a_kill_by_the_kernel_long_ago_is_no_cause(
     killed_after: int, counts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """It may have been of another container. The kernel's counts are planted; Ray Train ends after 400 looks."""
-    looks, told = list[int](), dict[str, bool]()
+    """It may have been of another container. The kernel's counts are planted; Ray Train ends after 400 looks.
+
+    And the workers of a trial that fails are released."""
+    looks, told, released = list[int](), dict[str, bool](), Mock()
 
     def kernel_kills() -> int:
         looks.append(int(len(looks) > killed_after))
@@ -130,7 +132,7 @@ def test_a_kill_by_the_kernel_long_ago_is_no_cause(
 
     monkeypatch.setattr(job, "_LOOK_S", 0.001)
     monkeypatch.setattr(job, "kernel_kills", kernel_kills)
-    monkeypatch.setattr(job, "release_placement_group", lambda folder: None)
+    monkeypatch.setattr(job, "release_placement_group", released)
     monkeypatch.setattr("ray.get_runtime_context", Mock())
     monkeypatch.setattr(job, "note_deaths", lambda *given: told.update(kernel_killed=given[-1]))
     monkeypatch.setattr(job, "trainer", lambda given: Fails())
@@ -138,6 +140,7 @@ def test_a_kill_by_the_kernel_long_ago_is_no_cause(
     with pytest.raises(TrainingFailedError):
         train_with_retries(given, Mock())
     assert told["kernel_killed"] is counts
+    released.assert_called_once_with(tmp_path)
 
 
 def test_what_would_fail_again_is_not_tried_again(tmp_path: Path):

@@ -1,33 +1,19 @@
-"""Real Rays on this machine: who may use them, what they count, and what is free again after each trial."""
+"""Real Rays on this machine: who may use them, what they count, and the code that reaches their workers."""
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
-import subprocess
-import sys
-import threading
-import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fsdp_lab.config import TrialConfig, to_dict
-from fsdp_lab.engine.job import Job
-from fsdp_lab.record.trial_json import read_trial
-from fsdp_lab.report.render import reason_text
 from tests import forked
 from tests.conftest import PLAIN, ROOT, run_cli
-from tests.processes import called
 from tests.servers import ray_head
 from tests.workloads.user.project import write_project
 
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
-
-
 _OTHERS = """
 import os, ray, subprocess, sys
 from fsdp_lab.config.sweep import ClusterConfig
@@ -142,17 +128,11 @@ stop_ray()
 """
 
 
-@pytest.fixture
-def token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray asks who comes for a token: all that a test starts get one of its own."""
+@pytest.mark.ci
+def test_the_users_code_reaches_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its workers know neither the folder that the driver works in nor the driver's PYTHONPATH."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-
-
-@pytest.mark.ci
-@pytest.mark.usefixtures("token")
-def test_the_users_code_reaches_a_cluster(tmp_path: Path):
-    """Its workers know neither the folder that the driver works in nor the driver's PYTHONPATH."""
     write_project(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
@@ -161,80 +141,3 @@ def test_the_users_code_reaches_a_cluster(tmp_path: Path):
         done = forked.run(tmp_path / "elsewhere", "-c", _ELSEWHERE, address, environment=environment)
     assert "there: " in done.stdout, done.stderr
     assert str(tmp_path) not in done.stdout, "it is a copy"
-
-
-# Runs one job a line in an actor, as Tune does, and answers when all of the cluster's cores are free.
-_RUN_JOBS = """
-import json, sys, time
-from fsdp_lab.engine.cluster import start_ray
-from fsdp_lab.config.sweep import ClusterConfig
-start_ray(ClusterConfig(address=sys.argv[1]))
-import ray
-
-@ray.remote(num_cpus=0)
-class Tune:
-    def run(self, given):
-        from fsdp_lab.engine import job
-        job.run_job(job.Job(**given), lambda metrics: None)
-
-tune = Tune.remote()
-for line in sys.stdin:
-    ray.get(tune.run.remote(json.loads(line)))
-    while ray.available_resources().get("CPU") != 2:
-        time.sleep(0.02)
-    print("released", flush=True)  # Ray prints lines, too
-"""
-# How a trial fails, and what its error says; the last one finishes, which shows that the cluster is whole.
-_FATES = {
-    "no place": "wait",
-    "killed": "",
-    "first step": "the first step fails",
-    "export": "model.pt",
-    "finishes": None,
-}
-
-
-def kill_a_worker(raylet: int, done: threading.Event) -> None:
-    """Kill the first worker of Ray Train below a process, while it starts."""
-    while not done.is_set():
-        for worker in called("RayTrainWorker", raylet)[:1]:
-            worker.kill()
-            return
-        time.sleep(0.02)
-
-
-def job_of(fate: str, folder: Path) -> Job:
-    """A trial of one step; three workers find no place on two cores."""
-    config: dict[str, Any] = to_dict(TrialConfig())
-    config["data"] |= {"num_train": 64, "num_val": 32}
-    config["training"] |= {"max_steps": 1, "global_batch_size": 32, "timing_warmup_steps": 0}
-    if fate == "first step":
-        config["model"] = {"_target_": "tests.sweep.fates.Fate", "fate": "raises", "mark": ""}
-    if fate == "export":
-        (folder / "model.pt" / "taken").mkdir(parents=True)
-    workers, wait_s = (3, 3.0) if fate == "no place" else (2, 60.0)
-    return Job(config, str(folder), workers, 1.0, False, str(ROOT), 100.0, wait_s, 0, False)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-@pytest.mark.usefixtures("token")
-def test_however_a_trial_fails_its_cores_are_free_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Trials run after each other on a cluster of two cores: each starts because those before let go."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with ray_head() as (address, head):
-        command = [sys.executable, "-c", _RUN_JOBS, address]
-        with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            assert process.stdin and process.stdout
-            for fate, words in _FATES.items():
-                (folder := tmp_path / fate).mkdir()
-                job, done = job_of(fate, folder), threading.Event()
-                if fate == "killed":
-                    threading.Thread(target=kill_a_worker, args=(head, done), daemon=True).start()
-                print(json.dumps(asdict(job)), file=process.stdin, flush=True)
-                next(line for line in process.stdout if line == "released\n")
-                done.set()
-                outcome = read_trial(folder).outcome
-                assert outcome is not None and (outcome.reason is None) == (words is None), (fate, outcome)
-                assert words is None or words in reason_text(outcome.reason), fate
-            process.kill()
