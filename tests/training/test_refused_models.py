@@ -44,7 +44,7 @@ UNSHARDABLE = {
     r"\(.*unusual\.py:\d+: return .*\).*model\.forward_methods=\[",
     f"methods {ALWAYS} activation_checkpointing=full": r"outside of it .*unusual\.py:\d+: .*forward_methods",
     f"UsesWeight {ALWAYS}": r"a weight of a unit is used outside .*self\.blocks\[1\]\.inner\.weight",
-    f"only_weights {LAYER}": r"a weight of a unit is used outside .*self\.layer\.weight.*such as root",
+    f"UsesWeight {LAYER}": r"a weight of a unit is used outside .*inner\.weight.*such as root",
     f"keeps model.of_weight=true {ALWAYS}": r"blocks\.0 keeps in kept a view of its parameter inner\.weight.*clone",
     f"collects {ALWAYS}": r"blocks\.0 changes a list that it gets, of which FSDP2 hands it a copy.*sharding=root",
     f"ReturnsWeight task.loss={HERE}.loss_of_weight {ALWAYS}": r"ReturnsWeight returns a view of .* first\.weight",

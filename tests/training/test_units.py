@@ -57,7 +57,7 @@ LEAVES = [f"{block}.{leaf}" for block in BLOCKS for leaf in ("linear", "norm")]
         (Held, (), "per_layer", [*BLOCKS, "named.a.0", "named.a.1"]),
         (Held, (), "size_based sharding.min_num_params=40", ["named.a"]),
         # Nor is a module of which another one holds a part.
-        (unusual.a_shared_module, (unusual.Block,), "per_block", []),
+        (unusual.some_share_a_module, (unusual.Block,), "per_block", ["blocks.1", "blocks.3"]),
     ],
 )  # fmt: skip
 def test_units_of_nested_blocks_tied_parameters_and_containers(

@@ -79,19 +79,11 @@ def in_float64() -> nn.Module:
     return Layers().double()
 
 
-class Own(nn.Module):
-    """A linear layer whose weight is a parameter as given."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
-
-
 def transposed() -> nn.Module:
-    return Layers(*(Block(Own((0.3 * torch.randn(WIDTH, WIDTH)).t())) for _ in range(2)))
+    model = Layers()
+    for block in model.blocks:
+        block.inner.weight = nn.Parameter((0.3 * torch.randn(WIDTH, WIDTH)).t())
+    return model
 
 
 class Scaled(nn.Module):
@@ -129,11 +121,6 @@ class Adapted(nn.Module):
 
 def frozen_bfloat16() -> nn.Module:
     return Layers(Block(Adapted()), Block(Adapted()))
-
-
-def a_shared_module() -> nn.Module:
-    shared = nn.Linear(WIDTH, WIDTH)
-    return Layers(Block(shared), Block(shared))
 
 
 def some_share_a_module() -> nn.Module:
@@ -276,21 +263,6 @@ class Collecting(Layers):
 
 def collects() -> nn.Module:
     return Collecting(Collects(), Collects())
-
-
-class OnlyWeights(nn.Module):
-    """Its layer's weights are used, and the layer is never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.layer.weight, self.layer.bias)
-
-
-def only_weights() -> nn.Module:
-    return Layers(Block(OnlyWeights()), Block(OnlyWeights()))
 
 
 class SparseGradient(Layers):
