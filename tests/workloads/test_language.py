@@ -1,4 +1,4 @@
-"""Language models: what their words imply, Llama and its loss by formulas, tokens, and the memory that is forecast."""
+"""Language models: Llama and its loss by formulas, tokens, and the memory that is forecast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fsdp_lab.config import to_dict, with_custom
+from fsdp_lab.config import to_dict
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.workloads.build import build_model_spec, build_workload
@@ -18,21 +18,7 @@ from fsdp_lab.workloads.language import pydoc
 from fsdp_lab.workloads.language.llama import Llama
 from fsdp_lab.workloads.language.pydoc import PydocTokens
 from fsdp_lab.workloads.language.task import Language
-from fsdp_lab.workloads.language.tokens import PackedTokens, SyntheticTokens
-
-
-@pytest.mark.parametrize(
-    ("typed", "implied"),
-    [
-        ("data=pydoc", "task=language model=lm_tiny"),
-        ("-m model=llama3_1b,llama3_8b sharding=root", "task=language data=synthetic_tokens"),
-        ("model._target_=my.Net task=language", "data=pydoc model=custom"),
-        ("data=pydoc_summaries model._target_=my.Net", "task=seq2seq model=custom"),
-        ("model=vit_tiny data=synthetic task=classification", ""),
-    ],
-)
-def test_words_that_one_word_implies(typed: str, implied: str) -> None:
-    assert sorted(with_custom(typed.split())) == sorted([*typed.split(), *implied.split()])
+from fsdp_lab.workloads.language.tokens import PackedTokens
 
 
 @pytest.mark.parametrize(
@@ -129,14 +115,6 @@ def test_pydoc_is_english_and_no_paragraph_is_in_both_splits() -> None:
     for text in (text.encode() for text in texts.values()):  # the README: below 4.7 bits a model knows more than this
         shares = [count / len(text) for count in collections.Counter(text).values()]
         assert -sum(share * math.log2(share) for share in shares) == pytest.approx(4.7, abs=0.15)
-
-
-def test_random_tokens_are_the_same_each_time() -> None:
-    """And others for another row and split; every token comes up."""
-    train, val = (SyntheticTokens(split, vocab_size=7, seq_len=50) for split in ("train", "val"))
-    rows = [train[i] for i in range(100)]
-    assert {row.shape for row in rows} == {(51,)} and torch.cat(rows).unique().tolist() == list(range(7))
-    assert torch.equal(train[3], rows[3]) and not torch.equal(train[4], rows[3]) and not torch.equal(val[3], rows[3])
 
 
 @pytest.mark.ci

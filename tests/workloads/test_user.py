@@ -230,13 +230,6 @@ def test_the_digest_is_of_the_files_of_the_users_packages(tmp_path: Path) -> Non
         assert len({*digests, code_digest(["my_project"]), code_digest([])}) == 5
 
 
-def test_a_project_needs_nothing_of_ours(tmp_path: Path) -> None:
-    write_project(tmp_path)
-    sources = [file.read_text() for file in (tmp_path / "my_project").glob("*.py")]
-    ours = re.compile(r"^\s*(from|import) (fsdp_lab|tests)", re.MULTILINE)
-    assert len(sources) > 2 and not any(map(ours.search, sources))
-
-
 DROPOUT = [*WORKLOADS["user"].words, *VIT, "model.dropout=0.5", "training.global_batch_size=8"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from pathlib import Path
 
 import pytest
@@ -48,19 +47,6 @@ def test_a_sweep_of_their_arguments_and_its_resume(project: Path) -> None:
     with (project / "my_project" / "net.py").open("a") as file:
         file.write("# changed\n")
     assert "the code of fsdp_lab or my_project changed" in run_cli(project, *resume).stderr
-
-
-@pytest.mark.ci
-@pytest.mark.timeout(600)
-def test_their_code_reaches_the_workers_of_ray(project: Path) -> None:
-    """What it learns in other shardings is in tests/training/test_parity.py."""
-    words = (*NET, *PLAIN, *HERE, "cluster.num_workers=2", "training.epochs=2")
-    done = run_cli(project, "-m", *words, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (trial,) = SweepFolder(project / "out").trials
-    metrics = trial.epochs[-1]
-    assert metrics["epoch"] == 2 and math.isfinite(metrics["val/loss"])
-    assert trial.forecast["forecast/peak_bytes"] == metrics["memory/peak_bytes"]
 
 
 def test_a_forecast_of_theirs(project: Path) -> None:

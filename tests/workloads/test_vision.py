@@ -10,7 +10,6 @@ import torchvision
 from sklearn.datasets import load_digits
 from torch import nn
 
-from fsdp_lab.config import TrialConfig
 from fsdp_lab.workloads.build import build_model_spec
 from fsdp_lab.workloads.vision.digits import Digits
 from fsdp_lab.workloads.vision.fashion_mnist import FashionMnist
@@ -51,20 +50,13 @@ def test_fashion_mnist_is_torchvisions() -> None:
         assert split.labels.byte().numpy().tobytes() == labels
 
 
-def build(trial: TrialConfig) -> nn.Module:
-    with torch.device("meta"):
-        return build_model_spec(trial.model).build()
-
-
-def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
-
-
 @pytest.mark.parametrize("name", ["vit_b_16", "vit_l_16", "vit_h_14"])
 def test_large_vits_are_torchvisions(name: str) -> None:
     with torch.device("meta"):
         theirs = getattr(torchvision.models, name)()
-    ours = build(config(f"model={name}", "data=synthetic"))
-    assert shapes(ours) == shapes(theirs)
-    heads = [m.num_heads for m in ours.modules() if isinstance(m, nn.MultiheadAttention)]
-    assert heads == [m.num_heads for m in theirs.modules() if isinstance(m, nn.MultiheadAttention)]
+        ours = build_model_spec(config(f"model={name}", "data=synthetic").model).build()
+    shapes, heads = [], []
+    for model in (ours, theirs):
+        shapes.append({name: value.shape for name, value in model.state_dict().items()})
+        heads.append([module.num_heads for module in model.modules() if isinstance(module, nn.MultiheadAttention)])
+    assert shapes[0] == shapes[1] and heads[0] == heads[1]
