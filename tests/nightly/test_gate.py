@@ -75,7 +75,9 @@ def of(findings: Sequence[Finding], metric: str) -> Finding:
     ],
 )
 def test_exactly_what_got_worse_is_named(tonight: Rows, before: Rows, expected: list[str]):
-    assert bad(found(tonight, before)) == [(metric, Outcome.regression) for metric in expected]
+    other = rows(setting="b")  # as before
+    named = [(f.setting, *one) for f in found([*other, *tonight], [*before, *other]) for one in bad([f])]
+    assert named == [("a", metric, Outcome.regression) for metric in expected]
 
 
 @pytest.mark.parametrize(("share", "beyond"), [(0.9, 2), (0.97, 6)])
