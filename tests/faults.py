@@ -196,7 +196,7 @@ FAULTS = (
           "training/test_loop.py::test_a_step_waits_for_its_batch_and_for_nothing_else"),
     Fault("first weights are always drawn on the host", "fsdp_lab/workloads/construct.py",
           "with seeded(seed), device, _registering", "with seeded(seed), _HOST, _registering",
-          "training/test_start.py::test_with_init_device_the_constructor_computes_where_the_model_does"),
+          "training/test_start.py::test_with_init_device_the_constructor_computes_on_the_device"),
     Fault("each of many ranks has metrics", "fsdp_lab/training/memory.py",
           "len(everyone) > _MOST_NAMED_RANKS", "len(everyone) > 1000",
           "training/test_memory.py::test_many_ranks_have_no_metrics_of_their_own"),

@@ -240,7 +240,7 @@ def test_all_settings_are_timed_over_the_same_steps() -> None:
     assert [epochs[-1]["perf/timed_steps"] for _, epochs in trained] == [4 - FIRST_STEPS] * 3
 
 
-def test_gradients_in_a_forward_pass_and_sparse_ones_are_followed() -> None:
+def test_gradients_in_forward_and_sparse_ones_are_followed() -> None:
     """The tracker failed each of these trials; with it they learn what they learn without."""
     sgd = ("optimizer=sgd", "optimizer.weight_decay=0", "optimizer.lr=0.05", "training.max_steps=3")
     settings = (["model.sparse=true", DDP], [ROOT])

@@ -122,7 +122,7 @@ def test_every_sharding_and_init_starts_from_the_same_bits() -> None:
         assert all(torch.equal(got[key], expected[key]) for key in expected), case
 
 
-def test_with_init_device_the_constructor_computes_where_the_model_does() -> None:
+def test_with_init_device_the_constructor_computes_on_the_device() -> None:
     """`meta` stands for a GPU. The first call, which gives no values, is on the host."""
     gpu, seen = torch.device("meta"), dict[str, list[str]]()
     for init in INITS:
