@@ -346,7 +346,7 @@ FAULTS = (
           "stream = Stream.scatter", "forecast/test_program.py"),
     Fault("a range leaves out that the network is assumed", "fsdp_lab/forecast/speed/predict.py",
           "possible = [step_s, *network.steps.values()] if network else [step_s]", "possible = [step_s]",
-          "forecast/test_speed.py"),
+          "forecast/test_cli.py::test_the_command_names_the_network_that_it_assumed"),
     Fault("TF32 stays on after its trial", "fsdp_lab/training/parallelize.py",
           "        torch.set_float32_matmul_precision(before)", "        pass", "training/test_precision.py"),
     Fault("TF32 is forecast as float32", "fsdp_lab/forecast/speed/costs.py",

@@ -17,7 +17,7 @@ from rich.console import Console
 from fsdp_lab.forecast.answer import answers
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.run import Request
-from fsdp_lab.forecast.scaling import Series, series_of
+from fsdp_lab.forecast.scaling import series_of
 from fsdp_lab.forecast.sentences import room_remedies, sentences
 from fsdp_lab.forecast.speed.device import Basis
 from fsdp_lab.forecast.speed.predict import Network, Speed
@@ -168,13 +168,6 @@ def test_what_makes_room_is_what_was_not_varied():
     assert room_remedies(requests, ["activation_checkpointing"]) == ROOM[1:]
 
 
-WORKERS = ["cluster.num_workers"]
-
-
-def compared(rows: Sequence[Row], swept: Sequence[str] = WORKERS) -> list[Series]:
-    return series_of(answers(rows, swept, 0.03), 0.03)
-
-
 @pytest.mark.parametrize(
     ("totals", "enough"),
     [((60, 45, 59), 8), ((60, 61, 59), 8), ((60, 63, 59), 16), ((60, 70, 90), None), ((60, 60, 60), 8)],
@@ -182,22 +175,8 @@ def compared(rows: Sequence[Row], swept: Sequence[str] = WORKERS) -> list[Series
 def test_the_number_from_which_more_workers_do_not_pay(totals: Sequence[float], enough: int | None):
     """Of 8, 16 and 32 workers, by their tokens/s in total, in thousands; 3 % are no difference."""
     rows = [over_nodes(n, total * 1e3) for n, total in zip((8, 16, 32), totals, strict=True)]
-    (series,) = compared(rows)
+    (series,) = series_of(answers(rows, ["cluster.num_workers"], 0.03), 0.03)
     assert series.enough == enough
-
-
-def test_equal_microbatches_are_compared_where_there_are_some():
-    """Of `${per_worker:1},${per_worker:2}`; and of one global batch, whose steps are unequal."""
-
-    def at(workers: int, batch: int) -> Row:
-        planted = fast(row((str(batch), str(workers)), 9), 1.0, workers, samples=batch)
-        return replace(planted, microbatch=batch // workers)
-
-    keys = ["training.global_batch_size", *WORKERS]
-    series = compared([at(w, w * each) for w in (8, 16) for each in (1, 2)], keys)
-    assert [(one.microbatches, len(one.rows), one.others) for one in series] == [([1], 2, {}), ([2], 2, {})]
-    (unequal,) = compared([replace(at(w, 64), settings=[str(w)]) for w in (8, 16)])
-    assert unequal.microbatches == [8, 4] and not compared([replace(at(8, 64), settings=["8"])])
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from fsdp_lab.forecast.forecast import forecast, unlike
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.sentences import request_notes
 from fsdp_lab.forecast.speed.costs import collective_seconds, in_tf32, seconds
-from fsdp_lab.forecast.speed.device import Device, Factors, Reached, on_network
-from fsdp_lab.forecast.speed.predict import Speed, predict
+from fsdp_lab.forecast.speed.device import Device, Factors, Reached
+from fsdp_lab.forecast.speed.predict import Speed
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
 from fsdp_lab.forecast.speed.streams import Slot, schedule
 from fsdp_lab.workloads.build import build_workload
@@ -84,12 +84,6 @@ def test_hopper_and_blackwell_run_the_attention_of_cudnn():
     assert seconds(masked, device) == seconds(flash, older) == pytest.approx(4e12 / (1e14 * 0.4 * 0.25))
     assert seconds(backwards, older) == pytest.approx(seconds(flash, older) * 40 / 30)
     assert seconds(replace(flash, dtype="float32"), device) == pytest.approx(4e12 / (1e13 * 0.4 * 0.25))
-
-
-def test_an_all_reduce_reaches_more_of_the_network():
-    """Where a gather reaches half of 4e10 bytes/s, it reaches 1.7 times as much."""
-    half = replace(ROUND, efficiency=replace(ROUND.efficiency, network=0.5))
-    assert collective_seconds(gather(8e9, 16, Kind.reduce), half) == pytest.approx(2 * 8e9 * 15 / 16 / (4e10 * 0.85))
 
 
 # By how much one may be of the other, either way.
@@ -174,23 +168,6 @@ def test_gradients_are_copied_when_the_scatter_before_is_over():
     assert [(slot.begin, slot.end) for slot in result] == [(0, 1), (1, 6), (1, 2), (6, 7), (7, 12)]
 
 
-def test_groups_that_cross_between_nodes_take_turns():
-    """Two nodes of two: both groups cross in the first case; in the second one of them is within a node, and replicas
-    reduce while the next unit is scattered."""
-    for scattering, expected in (((0, 1, 2, 3), 4.0), ((0, 1), 2.0)):
-        scatter = (backward("scatter", Kind.scatter, Stream.scatter, 10, scattering), 2.0)
-        reduce = (backward("reduce", Kind.reduce, Stream.all_reduce, 20, (0, 2)), 2.0)
-        assert end(run(scatter, reduce, node_size=2)) == expected
-
-
-def test_a_cpu_does_one_thing_at_a_time_but_for_ddps_reductions():
-    computing = (backward("mm", Kind.matmul, Stream.compute, 7), 3.0)
-    gathered = (backward("gather", Kind.gather, Stream.gather, 10, (0, 1)), 2.0)
-    reduced = (backward("reduce", Kind.reduce, Stream.scatter, 20, (0, 1)), 2.0)
-    assert [end(run(gathered, computing, synchronous=synchronous)) for synchronous in (False, True)] == [3.0, 5.0]
-    assert end(run(reduced, computing, synchronous=True)) == 3.0
-
-
 LANGUAGE = ["task=language", "model=lm_tiny", "model.num_layers=1", "precision=bf16_mixed"]
 
 
@@ -254,20 +231,3 @@ def test_the_error_is_that_of_the_steps_that_were_looked_at(words: str, launch_s
     assert speed.error == (device.error if known else device.error_elsewhere).p90
     assert speed.relative == (device.relative.p90 if known else None)
     assert not speed_of(workers=8, device=replace(device, factors=Factors(settings=8))).bound_unseen
-
-
-def test_a_range_covers_half_and_twice_of_an_assumed_network():
-    """Two nodes of eight: 15 of 16 parts of 4e10 bytes cross at 4e10 bytes/s, which are 320 Gbit/s a node; twice of it
-    is still below the links' 1e11."""
-    device = replace(ROUND, error_elsewhere=replace(ROUND.error_elsewhere, p90=0.1))
-    speed = predict([gather(4e10, 16)], device, looked_at=False)
-    step_s = 15 / 16
-    assert speed.step_s == pytest.approx(step_s)
-    assert speed.low_s == pytest.approx(step_s / 2 / 1.1) and speed.high_s == pytest.approx(step_s * 2 / 0.9)
-    assert speed.network is not None and speed.network.gbit == 320 and len(speed.network.steps) == 9
-    assert min(speed.network.steps) == pytest.approx(160) and max(speed.network.steps) == pytest.approx(640)
-    assert predict([gather(4e10, 8)], ROUND).network is None, "one node uses none"
-    for known in (on_network(ROUND, 320), replace(ROUND, factors=Factors(settings=8))):  # by hand, or by trials
-        speed = predict([gather(4e10, 16)], known)
-        assert speed.network and not speed.network.steps
-        assert speed.high_s == pytest.approx(speed.step_s / (1 - ROUND.error.p90))
