@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_lab.config.conf import conf_dir
 from fsdp_lab.forecast.answer import answers
-from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL, NEARLY_FULL_ERROR, Forecast, Host, NoForecast, on_capacity
+from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL_ERROR, Forecast, Host, NoForecast, on_capacity
 from fsdp_lab.forecast.keep import number_kept, passed_over, ratio_group
 from fsdp_lab.forecast.table import Row, forecast_table, in_order
 from fsdp_lab.forecast.words import say
@@ -101,18 +101,6 @@ def test_what_forecasts_say_of_published_steps_is_what_the_rows_say():
     errors = {kind: [abs(float(row["error"].rstrip("%"))) for row in some] for kind, some in kinds.items()}
     found = {kind: (len(of_kind), math.ceil(max(of_kind))) for kind, of_kind in errors.items()}
     assert found == environment(False).get_template("forecast_words.j2").module.compared
-
-
-def test_where_steps_are_slower_is_what_published_rows_show():
-    """MPT's rows: what each needs of its GPU by its forecast, and how far off its predicted time was."""
-    rows = [row for row in PUBLISHED if row["row"].startswith("m")]
-    errors = [(float(row["share"] or 0), float(row["error"].rstrip("%")) / 100) for row in rows]
-    full = sorted(-error for share, error in errors if share > NEARLY_FULL)  # the last were predicted too fast
-    others = [error for share, error in errors if share <= NEARLY_FULL]
-    assert (len(full), len(others)) == (39, 71)
-    assert sum(error > 0.08 for error in full) == 4 and sum(abs(error) > 0.08 for error in others) == 2
-    # nine of ten: at 0.9 * 38 = 34.2 between the 35th and the 36th
-    assert 0.8 * full[34] + 0.2 * full[35] == pytest.approx(NEARLY_FULL_ERROR, abs=2e-3)
 
 
 FAST, LARGE = row("root", 1.2, 300), row("ddp", 1.0, fits=False)

@@ -15,6 +15,7 @@ from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.float8 import apply_float8
 from fsdp_lab.training.train import train
+from tests.forecast.planted import kept
 from tests.ranks import Memo, config
 
 TRAINING = sys.modules["fsdp_lab.training.train"]  # `train` is the function, too
@@ -55,12 +56,10 @@ def net() -> nn.Module:
     return nn.ModuleDict({"blocks": nn.ModuleList(Block() for _ in range(2)), "head": nn.Linear(16, 16)})
 
 
-def kept(layer: nn.Module, *shape: int) -> list[tuple[int, ...]]:
-    """The shapes of what a layer keeps for its backward pass, apart from its weight."""
-    shapes: list[tuple[int, ...]] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
-        layer(torch.ones(shape, requires_grad=True))
-    return [shape for shape in shapes if len(shape) > 2]
+def shapes_kept(layer: nn.Module) -> list[tuple[int, ...]]:
+    """Of what a layer keeps for its backward pass, apart from its weight."""
+    tensors = kept(lambda: layer(torch.ones(2, 16, 32, requires_grad=True)))
+    return [tuple(tensor.shape) for tensor in tensors if tensor.dim() > 2]
 
 
 @pytest.mark.ci
@@ -79,8 +78,8 @@ def test_linear_layers_of_blocks_with_sizes_of_a_gpu_are_float8() -> None:
 
     apply_fake_float8(forecast, (Block,), CPU)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        of_forecast = kept(forecast.blocks[0].whole, 2, 16, 32)
-    assert of_forecast == kept(model.blocks[0].whole, 2, 16, 32) == [(2, 16, 32)]
+        of_forecast = shapes_kept(forecast.blocks[0].whole)
+    assert of_forecast == shapes_kept(model.blocks[0].whole) == [(2, 16, 32)]
 
 
 @pytest.mark.ci
