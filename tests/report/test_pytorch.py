@@ -20,7 +20,6 @@ from fsdp_lab.report.pytorch import to_pytorch
 from fsdp_lab.training.layout import Layout
 from tests.conftest import ROOT
 from tests.ranks import Memo, config, run_ranks, selected
-from tests.workloads.user import unusual
 
 TOLERANCE = 1e-5
 TRIAL = ("model=vit_tiny", "data.num_train=null", "data.num_val=null", "training.global_batch_size=64",
@@ -142,11 +141,14 @@ def test_the_pasted_function_trains_as_the_trial(results: dict[str, dict[str, An
         ("precision=float8 sharding=per_layer", "convert_to_float8_training(model", "fully_shard("),
         ("precision=tf32 sharding=ddp", 'torch.set_float32_matmul_precision("high")', "DistributedDataParallel("),
         ("lr_schedule=cosine", "Not included: lr_schedule=cosine.", "def parallelize(model):"),
+        ("sharding=per_block", "parameter.data = parameter.data.contiguous()", "fully_shard(unit, **options)"),
+        ("sharding=per_block model.forward_methods=[encode]", "if is_unit(name) and hasattr(module, method):",
+         "register_fsdp_forward_method(module, method)"),
         # each recomputed block becomes one graph: torch.compile skips functools.partial(checkpoint, ...)
         ("compile=true activation_checkpointing=full", "return lambda *args, **kwargs: checkpoint(", "block.compile()"),
     ],
-)
-def test_what_only_a_gpu_trains_or_the_user_adds_is_in_its_place(words: str, before: str, after: str) -> None:
+)  # fmt: skip
+def test_what_the_bare_script_does_not_train_is_in_its_place(words: str, before: str, after: str) -> None:
     """Quotes in a title end no docstring."""
     code = to_pytorch('Trial 0: """ \\ model.path="x"', trial_of(words), LAYOUT, 4, "2.15.0")
     assert ast.get_docstring(ast.parse(code))
@@ -159,17 +161,3 @@ def test_a_model_with_other_names_is_refused(words: str) -> None:
     parallelize = pasted(to_pytorch("Trial 0", trial_of(words), LAYOUT, 4, "2.15.0"))
     with pytest.raises(ValueError, match=r"no module's name matches is_(unit|block); use names of model"):
         parallelize(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-
-
-def step_of_methods() -> list[int]:
-    """On one rank: the sizes of the gradients after a step of the pasted function, of a model whose blocks encode."""
-    trial = trial_of("sharding=per_block reshard_after_forward=always model.forward_methods=[encode]")
-    made = unusual.methods()
-    made.first.weight.data = made.first.weight.data.t()  # which fully_shard refuses
-    model, _ = pasted(to_pytorch("Trial 0", trial, Layout(units=["blocks.*"]), 1, "2.15"))(made)
-    model(torch.ones(4, unusual.WIDTH)).sum().backward()
-    return [p.grad.numel() for p in model.parameters()]
-
-
-def test_methods_and_transposed_weights_are_in_the_function() -> None:
-    assert run_ranks(1, step_of_methods)[0] == [p.numel() for p in unusual.methods().parameters()]

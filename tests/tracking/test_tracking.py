@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import threading
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,10 @@ from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.storage.locks import exclusive
 from fsdp_lab.tracking import TrackingError, annotate
-from fsdp_lab.tracking.tags import RECORDED_TAG, machine_tags, stored_name, trial_params, trial_tags
+from fsdp_lab.tracking.tags import RECORDED_TAG, machine_tags, trial_params, trial_tags
 from tests.conftest import ROOT
 from tests.servers import lay_store
 from tests.tracking.conftest import CHOICES, CONFIG, METRICS, Lab, lab_of
-
-
-def test_a_name_that_mlflow_refuses_costs_no_other_metric(lab: Lab) -> None:
-    odd = {"val/acc@1": 0.5, "val/acc_1": 0.25, "val/a//b": 1.0, "val/100%": 2.0, "val/../x": 3.0}
-    run = lab.sent(
-        0, epochs={1: {**METRICS, "epoch": 1, **odd}}, figures={"val/top@5": 9.0},
-        params={stored_name("model.a@b"): "1"}, tags={"odd@tag": "3", "even": "4"},
-    )  # fmt: skip
-    assert run.data.metrics["train/loss"] == 1.5 and run.data.metrics["val/acc_1"] == 0.25
-    assert {*odd.values(), 9.0} <= set(run.data.metrics.values())
-    assert list(run.data.params.values()) == ["1"] and {"3", "4"} <= set(run.data.tags.values())
-    assert lab.sent(0, status=TrialStatus.finished).data.tags[RECORDED_TAG] == "true"
 
 
 def test_parameters_are_the_choices_and_then_every_key_as_typed(lab: Lab) -> None:
@@ -110,20 +99,23 @@ LENGTHS = {
 
 
 def test_long_and_strange_names_and_values_fit_a_strict_database(lab: Lab) -> None:
-    """And stay apart: two names that differ in what is cut or replaced are two names."""
-    long = "x" * 9000
+    """And stay apart: two names that differ in what is cut or replaced are two names, each with its value."""
+    long, odd = "x" * 9000, {"val/acc@1": 3.0, "val/acc_1": 4.0, "val/a//b": 5.0, "val/100%": 6.0, "val/../x": 7.0}
     choices = {f"{long}a": "1", f"{long}b": "2", "model.a@b": "3", "model.a%b": "4", "../x": "5", "größe 🙂": "6"}
     config = dataclasses.replace(CONFIG, tracking=TrackingConfig(f"http://{long}"))
     names = [f"{long}0", f"{long}1", "a=[1, 'b'] größe 🙂 / ..\\ \"%\""]
     shown = [lab.sent(n, name=name).info.run_name for n, name in enumerate(names)]
     run = lab.sent(
         0, params=trial_params(config, choices, 2), tags={"odd@tag größe": long},
-        epochs={1: {**METRICS, f"val/{long}": 1.0, "val/größe 🙂": 2.0}}, facts={"data": long, "notes": [long]},
-        status=TrialStatus.failed, error=long,
+        epochs={1: {**METRICS, f"val/{long}": 1.0, "val/größe 🙂": 2.0, **odd}}, facts={"data": long, "notes": [long]},
+        figures={"val/top@5": 9.0}, status=TrialStatus.failed, error=long,
     )  # fmt: skip
-    assert lab.problems == ["MLflow takes no metric val/größe 🙂; it is there as val/größe _-2c98"]
+    assert "MLflow takes no metric val/größe 🙂; it is there as val/größe _-2c98" in lab.problems
     assert [len(name or "") for name in shown[:2]] == [250, 250] and shown[0] != shown[1] and shown[2] == names[2]
-    assert {*choices.values()} <= {*run.data.params.values()} and {1.0, 2.0} <= {*run.data.metrics.values()}
+    assert {*choices.values()} <= {*run.data.params.values()} and {1.0, 2.0, *odd.values(), 9.0} <= {
+        *run.data.metrics.values()
+    }
+    assert run.data.metrics["train/loss"] == 1.5 and run.data.metrics["val/acc_1"] == 4.0
     assert (run.info.status, len(run.data.tags["error"])) == ("FAILED", 500)
     with closing(sqlite3.connect("outputs/mlflow.db")) as database:
         for place, most in LENGTHS.items():
@@ -169,20 +161,15 @@ def test_what_seemed_to_fail_is_not_written_twice(lab: Lab, monkeypatch: pytest.
     monkeypatch.setattr("fsdp_lab.tracking.projection._PAUSE_S", 0.05)
     sent, client = list[str](), lab.projection._client
 
-    def lose_the_first_answer(name: str) -> None:
-        real = getattr(client, name)
+    def write(name: str, real: Any, *args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        sent.append(name)
+        if sent.count(name) == 1:
+            raise OSError("the answer was lost")
+        return result
 
-        def write(*args: Any, **kwargs: Any) -> Any:
-            result = real(*args, **kwargs)
-            sent.append(name)
-            if sent.count(name) == 1:
-                raise OSError("the answer was lost")
-            return result
-
-        setattr(client, name, write)
-
-    lose_the_first_answer("create_run")
-    lose_the_first_answer("log_batch")
+    for name in ("create_run", "log_batch"):
+        setattr(client, name, partial(write, name, getattr(client, name)))
     run = lab.sent(3, epochs={1: METRICS}, status=TrialStatus.finished)
     assert sent.count("create_run") == 1
     assert lab.history(3, "train/loss") == [(1, 1.5)]

@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.nightly.texts import nights_page
 from fsdp_lab.report.page import write_report
-from tests.nightly.conftest import made_up_nights
 from tests.report.sweeps import sweep
 from tests.ui.conftest import Lab
 
@@ -120,15 +117,6 @@ def test_the_page_and_its_pictures_follow_the_browsers_colours(page: Page, tmp_p
     assert (sum(color(page, "tr.chosen td", "backgroundColor")) < 300) == dark
 
 
-def test_a_click_opens_the_trials_run(page: Page, lab: Lab) -> None:
-    page.goto(written(lab))
-    with page.context.expect_page() as opened:
-        page.mouse.click(*place(page.locator(POINT).first))
-    heading = opened.value.get_by_role("heading", name=re.compile("^(root|per_block) (always|never)$"))
-    expect(heading).to_be_visible(timeout=30_000)
-    expect(page.locator("#clicked")).to_contain_text("/#/runs/")
-
-
 def test_two_hundred_trials_still_read(page: Page, crowd: Lab, errors: list[str]) -> None:
     page.goto((crowd.folder / "out/report.html").as_uri())
     expect(page.locator("table.sortable tbody tr")).to_have_count(200)
@@ -137,13 +125,4 @@ def test_two_hundred_trials_still_read(page: Page, crowd: Lab, errors: list[str]
     expect(page.locator("#answer")).to_contain_text("optimizer.lr=")
     assert page.evaluate("document.body.scrollWidth") <= 1280
     assert page.locator("#against > li").count() <= 8
-    assert errors == []
-
-
-def test_the_page_of_the_nights(page: Page, tmp_path: Path, errors: list[str]) -> None:
-    (tmp_path / "nights.html").write_text(nights_page("nightly", made_up_nights(), ToleranceConfig()))
-    page.goto((tmp_path / "nights.html").as_uri())
-    expect(page.locator(".js-plotly-plot .main-svg").first).to_be_visible()
-    expect(page.locator("#metric-1")).to_contain_text("torch 2.15.0 → 2.16.0")
-    assert page.locator(".js-plotly-plot").count() == 4
     assert errors == []
