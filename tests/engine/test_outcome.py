@@ -118,28 +118,25 @@ def test_a_kill_by_the_kernel_long_ago_is_no_cause(
     """It may have been of another container. The kernel's counts are planted; Ray Train ends after 400 looks.
 
     And the workers of a trial that fails are released."""
-    looks, told, released = list[int](), dict[str, bool](), Mock()
+    looks, told, released = list[int](), Mock(), Mock()
 
     def kernel_kills() -> int:
         looks.append(int(len(looks) > killed_after))
         return looks[-1]
 
-    class Fails:
-        def fit(self) -> None:
-            while len(looks) < 400:
-                time.sleep(0.001)
-            raise TrainingFailedError
+    def fit() -> None:
+        while len(looks) < 400:
+            time.sleep(0.001)
+        raise TrainingFailedError
 
-    monkeypatch.setattr(job, "_LOOK_S", 0.001)
-    monkeypatch.setattr(job, "kernel_kills", kernel_kills)
-    monkeypatch.setattr(job, "release_placement_group", released)
+    planted = {"_LOOK_S": 0.001, "kernel_kills": kernel_kills, "trainer": lambda given: Mock(fit=fit),
+               "note_deaths": told, "release_placement_group": released}  # fmt: skip
+    for name, value in planted.items():
+        monkeypatch.setattr(job, name, value)
     monkeypatch.setattr("ray.get_runtime_context", Mock())
-    monkeypatch.setattr(job, "note_deaths", lambda *given: told.update(kernel_killed=given[-1]))
-    monkeypatch.setattr(job, "trainer", lambda given: Fails())
-    given = Job({}, str(tmp_path), 1, 1.0, False, "", None, 1.0, 0, True)
     with pytest.raises(TrainingFailedError):
-        train_with_retries(given, Mock())
-    assert told["kernel_killed"] is counts
+        train_with_retries(Job({}, str(tmp_path), 1, 1.0, False, "", None, 1.0, 0, True), Mock())
+    assert told.call_args.args[-1] is counts
     released.assert_called_once_with(tmp_path)
 
 
