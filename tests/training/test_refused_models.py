@@ -89,7 +89,7 @@ def test_what_a_unit_keeps_is_looked_for_in_two_passes(monkeypatch: pytest.Monke
 def test_tensors_are_found_in_any_object_once() -> None:
     tensor, loop = torch.ones(1), unusual.Result(torch.ones(2))
     loop.again = loop
-    nested: Any = {"a": [unusual.Result(UserDict(x=tensor)), (unusual.Named(tensor), {})], "b": loop}
+    nested: Any = {"a": [unusual.Result(UserDict(x=tensor)), (tensor, {})], "b": loop}
     found = list(tensors_inside([nested, "text", None, nn.Linear(1, 1), lambda: tensor]))
     assert [each.shape[0] for each in found] == [1, 2] and found[0] is tensor
 

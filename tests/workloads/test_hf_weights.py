@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +20,8 @@ from fsdp_lab.config.rules import check_files, check_trial
 from tests.ranks import Memo, config, run_ranks
 from tests.workloads.hf.cases import CONFIGS, LEARN, WORDS, plain_model, script
 
-SHARDINGS = ("ddp", "root", "per_block")
 READ = [("gpt2", "root"), ("t5", "per_block"), ("t5", "ddp"), ("vit", "ddp"), ("llama", "per_block")]
-EXPORTED = list(zip(WORDS, itertools.cycle(SHARDINGS), strict=False))
+EXPORTED = [("gpt2", "ddp"), ("llama", "root"), ("qwen3", "per_block"), ("t5", "ddp"), ("vit", "root")]
 
 
 def from_folder(name: str, folder: Path) -> list[str]:

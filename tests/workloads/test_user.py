@@ -127,7 +127,7 @@ DOES_NOT_FIT = {
 }
 TOKENS = (
     f"model._target_={HERE}.net.Reader data=synthetic_tokens data.vocab_size=7 data.seq_len=8 sharding=root "
-    f"task=custom task.loss={HERE}.net.of_next_token task.unit=tokens training.timing_warmup_steps=0 "
+    f"task=custom task.loss=tests.parity.next_token task.unit=tokens training.timing_warmup_steps=0 "
     "training.global_batch_size=8 data.num_train=64 data.num_val=8"
 )
 

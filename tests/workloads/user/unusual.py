@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -133,10 +133,6 @@ class Result:
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
-
-
-class Named(NamedTuple):
-    values: Tensor
 
 
 class Returns(nn.Module):

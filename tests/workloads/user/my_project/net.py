@@ -123,10 +123,6 @@ class Reader(nn.Module):
         return self.head(self.embedding(tokens))
 
 
-def of_next_token(model, batch):
-    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-
 class LeavesOut(Net):
     """It leaves layers out, but never of a batch of one item, which is what is looked at before."""
 
