@@ -33,8 +33,6 @@ def test_a_refusal_is_raised_with_its_message(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(api.UserError, match=r"^sharding=foo is not an option"):
         api.sweep("sharding=foo", quiet=True)
-    with pytest.raises(api.UserError, match=r"^optimizer\.rate is not a key"):
-        api.forecast({"optimizer.rate": 1}, quiet=True)
     with pytest.raises(api.UserError, match="sweep=last: no sweep was started"):
         api.report()
     with pytest.raises(api.UserError, match="dry_run=true runs no trial"):

@@ -81,10 +81,9 @@ _WARNS = "import warnings\nclass cuda:\n  device_count = lambda: warnings.warn('
 @pytest.mark.parametrize(
     ("pytorch", "why"),
     [
-        ("raise ImportError('libcudart.so.13: no such file')", "ImportError: libcudart.so.13: no such file"),
+        ("raise ImportError('libcudart.so.13: no such file\\nor other')", "ImportError: libcudart.so.13: no such file"),
         (_WARNS, "The driver is old"),
         ("class cuda:\n  device_count = lambda: 0", "sees no device"),
-        ("raise RuntimeError('CUDA error: lost\\nCompile with more')", "RuntimeError: CUDA error: lost"),
         ("import os\nos.abort()", "PyTorch ends with status -6"),
     ],
 )
@@ -126,7 +125,6 @@ def test_a_pytorch_that_lacks_what_is_asked_for_is_refused_early(monkeypatch: py
         (0, (9, 0), "this machine has no GPU; use precision=bf16_mixed"),
         (2, (8, 0), "this machine's GPU has 8.0; use precision=bf16_mixed"),
         (2, (8, 9), ""),
-        (1, (12, 0), ""),
         (1, (9, 0), r"torchao.*pip install -e '\.\[float8\]'"),
     ],
 )
