@@ -89,7 +89,7 @@ with (conf_dir().parent / "experiments" / "published" / "results" / "rows.csv").
     PUBLISHED = list(csv.DictReader(file))
 
 
-def test_what_forecasts_say_of_published_steps_is_what_the_rows_say():
+def test_what_is_said_of_published_steps_is_what_the_rows_say():
     rows = [row for row in PUBLISHED if row["gbit"] != "?"]
     nodes = [row for row in rows if int(row["gpus"]) > 8]
     kinds = {

@@ -118,7 +118,7 @@ def test_a_search_loses_a_forecast_with_its_process_and_no_other():
     assert error and "not made" in str(no_forecast_text(error)), "nobody waits for it any more"
 
 
-def test_a_process_of_the_pool_that_dies_or_is_late_costs_one_answer():
+def test_a_process_that_dies_or_is_late_costs_one_answer():
     """Ctrl-C is the parent's; what is waited for at the end of a pool is not answered."""
     with Pool(answer, 1, 60.0) as pool:
         pid, same, other = (pool.submit(question).result() for question in ("", "", f"signal {signal.SIGINT:d}"))
