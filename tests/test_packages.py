@@ -87,6 +87,17 @@ def test_each_room_may_import_only_rooms_above_it():
     assert [room for n, room in enumerate(rooms) if not MAY_IMPORT[room] <= set(rooms[:n])] == []
 
 
+_DOCS = ("architecture", "extending", "durability", "decisions", "facts")
+PAGES = ("CONTRIBUTING.md", "tests/README.md", *(f"docs/{name}.md" for name in _DOCS))
+_FILE = re.compile(r"`([\w./-]+\.py|[\w.-]+/[\w./-]+\.(?:yml|json))`")
+
+
+def test_pages_for_developers_name_files_that_exist():
+    folders = {ROOT, ROOT / "fsdp_lab", ROOT / "tests", ROOT / "docs", *(file.parent for file in FILES)}
+    named = {(page, name) for page in PAGES for name in _FILE.findall((ROOT / page).read_text())}
+    assert [each for each in named if not any((folder / each[1]).is_file() for folder in folders)] == []
+
+
 def module_of(file: Path) -> str:
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
@@ -163,3 +174,17 @@ def test_no_test_module_imports_another():
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     found = {file.name: [name for name in imports(file.read_text()) if ".test_" in name] for file in files}
     assert {file: names for file, names in found.items() if names} == {}
+
+
+PRIVATE_IN = {"torch_private.py", "hf_private.py", "shortcut.py"}  # pyproject.toml has the same for SLF001 and PLC2701
+# What the linter does not see: names in texts, and modules that are private in spite of their names.
+_USES = re.compile(
+    r"""(?:attr|patch|patch\.object)\([^()]*["']((?!_fields)_[a-z]\w*)["']"""
+    r"|^\s*(?:import|from) ((?:ray\.train\.v2|torch\.testing)\b)",
+    re.MULTILINE,
+)
+
+
+def test_no_file_uses_a_private_name_of_a_library():
+    used = {file.name: _USES.findall(file.read_text()) for file in FILES if file.name not in PRIVATE_IN}
+    assert {name: names for name, names in used.items() if names} == {}, f"use public names, or one of {PRIVATE_IN}"

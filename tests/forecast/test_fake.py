@@ -3,24 +3,47 @@
 from __future__ import annotations
 
 import csv
+import gc
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from fsdp_lab.forecast import allocator as rules
 from fsdp_lab.forecast.allocator import CachingAllocator, allocator_peaks
-from fsdp_lab.forecast.fake import ACCELERATOR
+from fsdp_lab.forecast.fake import ACCELERATOR, HOST, fake_tensors, fake_world
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.kernels import buffer_bytes, cuda_kernels
 from fsdp_lab.training.profile import Event, Profile
+from tests.forecast.planted import kept
 from tests.operators import Operators
 from tests.ranks import config
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fake_reduction_frees_its_tensor_without_a_garbage_collection(dtype: torch.dtype) -> None:
+    """Else a forecast's peak depends on when Python collects: 4 bytes more than a trial's, now and then."""
+    gc.disable()
+    try:
+        with fake_world(2, HOST), fake_tensors():
+            reduced = torch.zeros(3, dtype=dtype)
+            storage = weakref.ref(reduced.untyped_storage())
+            work = dist.all_reduce(reduced, async_op=True)
+            assert work is not None
+            work.wait()
+            assert work.get_future().value()[0].shape == (3,)
+            del work, reduced
+            assert storage() is None
+    finally:
+        gc.enable()
+
 
 # vit_tiny with 1 block: 2 heads, hidden 64, 4 x 4 patches and the class token
 HEADS, HIDDEN, SEQUENCE, BATCH = 2, 64, 17, 16
@@ -64,6 +87,17 @@ def test_the_buffer_of_attention_is_the_one_that_a_gpu_asked_for():
 
 
 @pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [(6304, 768, 38928384 + 24), (6304, 2304, 116785152 + 72), (6304, 4096, 138412032 + 128), (16, 4096, 0)],
+)
+def test_the_buffer_of_a_sum_is_the_one_that_a_gpu_asked_for(rows: int, columns: int, expected: int):
+    """In which a sum of the rows of a gradient in half precision is put together, and a counter for 128 columns."""
+    with FakeTensorMode():
+        gradient = torch.empty(rows, columns, dtype=torch.bfloat16, device=ACCELERATOR)
+        assert buffer_bytes(None, torch.ops.aten.sum.dim_IntList, (gradient, [0], True)) == expected
+
+
+@pytest.mark.parametrize(
     ("dtype", "heads", "masked", "kernel"),
     [
         (torch.float16, 2, False, "_flash_attention"),  # fewer heads of keys: grouped queries
@@ -77,6 +111,14 @@ def test_the_kernel_is_the_one_that_a_gpu_would_choose(dtype: torch.dtype, heads
         bias = torch.empty(3, 4, 10, 10, dtype=dtype, device=ACCELERATOR) if masked else None
         F.scaled_dot_product_attention(query, key, key, bias, enable_gqa=heads != 4)
     assert any(name.endswith(kernel) for name in called.names)
+
+
+def test_a_gpus_rms_norm_keeps_its_input_and_a_number_a_row():
+    with FakeTensorMode(), cuda_kernels():
+        norm = torch.nn.RMSNorm(64, device=ACCELERATOR, dtype=torch.bfloat16)
+        rows = torch.empty(3, 10, 64, device=ACCELERATOR, dtype=torch.bfloat16, requires_grad=True)
+        tensors = [(tuple(t.shape), t.dtype) for t in kept(lambda: norm(rows).sum().backward())]
+    assert tensors == [((3, 10, 64), torch.bfloat16), ((64,), torch.bfloat16), ((3, 10, 1), torch.float32)]
 
 
 def test_attention_that_a_model_imports_by_its_name_is_a_gpus() -> None:

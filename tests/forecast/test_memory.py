@@ -204,6 +204,15 @@ def test_a_followed_step_leaves_no_model_behind(sharding: str):
     assert left["activation"] == 4, "the loss"
 
 
+def test_offloaded_state_is_counted_on_the_host():
+    kept, sent = (forecast_profile(config("model=mlp", f"offload={o}"), 2, cuda=True).peaks for o in ("none", "cpu"))
+    assert sent["device"]["param"] == sent["device"]["optimizer"] == sent["device"]["grad"] == 0
+    assert sent["host"]["param"] == sent["host"]["grad"] == kept["device"]["param"] == WHOLE // 2
+    assert sent["host"]["optimizer"] == kept["device"]["optimizer"] == WHOLE + 4 * 4
+    for place in (*kept.values(), *sent.values()):
+        assert sum(size for name, size in place.items() if name != "total") == place["total"]
+
+
 def test_what_a_gpu_needs_beside_its_tensors_is_named():
     """DDP's gradients of 16 bits are held twice; a GPU that is full does without the copy that NCCL still holds."""
     assert forecast(config("model=mlp"), 8, cuda=False).allowances == {}

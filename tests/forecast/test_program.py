@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -82,6 +83,14 @@ def test_hybrid_sharding_scatters_within_and_reduces_between():
     assert {o.stream for o in casts} - {Stream.compute} == {Stream.all_reduce}, "where reduced gradients are cast, too"
 
 
+def test_checkpointing_computes_the_blocks_again():
+    plain, again = program(*SHARDED), program(*SHARDED, "activation_checkpointing=full")
+    forward = sum(o.flops for o in plain if o.phase == "forward" and o.module.startswith("blocks"))
+    last = max(o.flops for o in again if o.module.endswith("down_proj") and o.phase == "forward")  # stops before it
+    more = sum(total(again, kind) - total(plain, kind) for kind in (Kind.matmul, Kind.attention))
+    assert more == forward - 2 * last
+
+
 @pytest.mark.parametrize(
     ("words", "shards", "stream"),
     [(SHARDED, 4, Stream.compute), (WHOLE, 1, Stream.compute), ((*SHARDED, "offload=cpu"), 4, Stream.host)],
@@ -93,6 +102,17 @@ def test_the_optimizer_reads_and_writes_this_ranks_part(words: tuple[str, ...], 
     parameters = (2 * BLOCK + ROOT) / shards
     assert sum(o.num_bytes for o in operators) == pytest.approx(4 * 8 * parameters, rel=1e-3)
     assert {o.stream for o in operators} == {stream}
+
+
+def test_what_travels_to_the_device_has_the_bytes_of_the_shards():
+    """Without a cast on the way, each step brings every shard once, in float32, and the batch in whole numbers."""
+    step = forecast_step(config("model=mlp", "offload=cpu", "precision=fp32"), 2, cuda=True, traced=True)
+    shapes = ((1024, 1024), (1024,), (10, 1024), (10,))
+    shards = sum(4 * -(-shape[0] // 2) * math.prod(shape[1:]) for shape in shapes)
+    travels = [o for o in step.program if o.kind is Kind.transfer]
+    assert sum(o.num_bytes for o in travels if o.phase == "forward" and o.stream is Stream.copy_in) == shards
+    back = [o for o in travels if o.phase == "backward" and o.stream is not Stream.copy_in]  # others are gathered again
+    assert sum(o.num_bytes for o in back) == shards
 
 
 def test_a_fused_chain_is_one_kernel_and_keeps_its_input():
