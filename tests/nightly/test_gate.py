@@ -34,11 +34,13 @@ def rows(
 Rows = list[dict[str, Any]]
 
 
-def found(tonight: Rows, *past: Rows, tolerance: ToleranceConfig = TOLERANCE, machines: str = "") -> list[Finding]:
+def found(
+    tonight: Rows, *past: Rows, tolerance: ToleranceConfig = TOLERANCE, chance: float = 0.005, machines: str = ""
+) -> list[Finding]:
     """What the gate finds; `machines` has an `x` for each past night that ran on another one."""
     other = {place for place, mark in enumerate(machines) if mark == "x"}
     nights = [(f"night {i}", i not in other, pd.DataFrame(night)) for i, night in enumerate(past)]
-    return judge(pd.DataFrame(tonight), nights, tolerance, 0.005)
+    return judge(pd.DataFrame(tonight), nights, tolerance, chance)
 
 
 def bad(findings: Sequence[Finding]) -> list[tuple[str, Outcome]]:
@@ -108,14 +110,22 @@ def test_another_machine_lends_no_speed_and_hides_no_slowdown():
     assert of(found(rows(memory=200.0), rows(), machines="x"), MEMORY).outcome is Outcome.regression
 
 
-def test_the_variance_of_repeats_is_pooled_over_all_nights():
+@pytest.mark.parametrize("chance", [0.005, 0.05])
+def test_the_variance_of_repeats_is_pooled_over_all_nights(chance: float):
     """By hand: three nights of two repeats, with variances (0.06², 0.02², 0.04²) / 2 of their logarithms."""
     pairs = [rows((1000 * math.exp(d / 2), 1000 * math.exp(-d / 2))) for d in (0.06, 0.02, 0.04)]
-    finding = of(found(pairs[2], *pairs[:2]), SPEED)
+    finding = of(found(pairs[2], *pairs[:2], chance=chance), SPEED)
     expected = 0.2 * -math.log(0.85)  # a fifth of the tolerance, with 20 degrees of freedom
     variance = (20 * expected**2 + (0.06**2 + 0.02**2 + 0.04**2) / 2) / 23
     error = math.sqrt(variance * (1 / 2 + 1 / 2 + 2))  # both nights, and as much again for each
-    assert finding.noise == pytest.approx(math.expm1(-t.ppf(1 - 0.005 / 2, 23) * error), rel=1e-6)
+    assert finding.noise == pytest.approx(math.expm1(-t.ppf(1 - chance / 2, 23) * error), rel=1e-6)
+
+
+def test_from_five_nights_on_how_much_nights_differ_is_known():
+    """Tonight is 33 % slower, which is no alarm where nights differed by as much before."""
+    for levels, outcome in (((1000, 750, 1100, 800, 1050), Outcome.noise), ((1050,) * 5, Outcome.regression)):
+        nights = [rows([level * share for share in (1, 1.01, 0.99)]) for level in levels]
+        assert of(found(rows((700, 707, 693)), *nights), SPEED).outcome is outcome
 
 
 @pytest.mark.parametrize("spreads", [(0.02, 0.06, 0.04, 0.03), (0.06, 0.06, 0.06, 0.06)])

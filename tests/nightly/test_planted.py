@@ -15,6 +15,7 @@ import pytest
 
 from fsdp_lab.commands import nightly as command
 from fsdp_lab.config.code import code_digest
+from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.nightly import night as night_module
 from fsdp_lab.nightly import texts
 from fsdp_lab.nightly.gate import Night, Verdict
@@ -171,6 +172,13 @@ def test_a_machine_is_known_by_its_device_and_not_by_its_name(nights: PlantedNig
         assert nights("--once", *WORDS).returncode == 0
     assert nights.all[-1].origin["machine"] == "A CPU (96 cores), 1 worker"
     assert [f.outcome for f in nights.all[-1].findings if f.metric == SPEED] == ["ok"] * trained.COUNT
+
+
+def test_the_gate_judges_by_what_is_typed(nights: PlantedNights, monkeypatch: pytest.MonkeyPatch):
+    judge = Mock(return_value=[])
+    monkeypatch.setattr(night_module, "judge", judge)
+    assert nights("--once", *WORDS, "nightly.significance=0.02", "nightly.tolerance.loss=0.1").returncode == 0
+    assert judge.call_args.args[2:] == (ToleranceConfig(loss=0.1), 0.02)
 
 
 BAD_INPUT = (

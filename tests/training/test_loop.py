@@ -139,6 +139,12 @@ def test_ranks_may_have_other_metrics_and_none_that_counts(monkeypatch: pytest.M
         validate({"loss": (0, 0)}, {"loss": (0, 0)})
 
 
+def test_perplexity_and_bits_per_byte() -> None:
+    """A loss of ln 8 is a choice among 8 tokens: three bits, for four bytes."""
+    assert loop.token_metrics(math.log(8), 4.0) == pytest.approx({"val/perplexity": 8, "val/bits_per_byte": 0.75})
+    assert loop.token_metrics(math.log(8), None) == pytest.approx({"val/perplexity": 8})
+
+
 class Steps(Memo):
     """Knows which step has begun; the losses of one step are planted."""
 

@@ -37,7 +37,7 @@ def test_a_trial_multiplies_in_tf32_only_if_it_says_so_on_a_gpu(
     monkeypatch.setattr(TRAINING, "start_clean", lambda _: None)
     monkeypatch.setattr(TRAINING, "_train", fail)
     before = torch.get_float32_matmul_precision()
-    with pytest.raises(RuntimeError, match=expected or before):
+    with pytest.raises(RuntimeError, match=f"^{expected or before}$"):
         train(config(f"precision={precision}"), tmp_path, Memo())
     assert torch.get_float32_matmul_precision() == before == "highest"
 

@@ -62,6 +62,10 @@ def test_bad_input_is_one_message(tmp_path: Path) -> None:
     assert message.startswith("fsdp_lab.training: training.global_batch_size=63 is not divisible by")
 
 
+# On a GPU: gloo is there where tensors on the host are reduced.
+BACKENDS = {"none": "nccl", "cpu": "cpu:gloo,cuda:nccl", "cpu_unpinned": "cpu:gloo,cuda:nccl"}
+
+
 def test_a_group_is_bound_to_the_gpu_that_the_rank_computes_on(monkeypatch: pytest.MonkeyPatch):
     """Ray gives GPU "10" to its second worker if it sorts texts, so that LOCAL_RANK is not the GPU."""
     current, made = [0], dict[str, Any]()
@@ -72,22 +76,20 @@ def test_a_group_is_bound_to_the_gpu_that_the_rank_computes_on(monkeypatch: pyte
         monkeypatch.setattr(dist, name, lambda answer=answer: answer)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: made.update(given, backend=backend))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    offload = config("offload=cpu").offload
     for world_size in ("1", "12"):  # torchrun: the GPU is the local rank
         monkeypatch.setenv("WORLD_SIZE", world_size)
-        assert distributed.setup_distributed(offload).device == made["device_id"] == torch.device("cuda", 1)
-        assert made["backend"] == offload.backend(cuda=True)
+        for offload, backend in BACKENDS.items():
+            ranks = distributed.setup_distributed(config(f"offload={offload}").offload)
+            assert ranks.device == made["device_id"] == torch.device("cuda", 1) and made["backend"] == backend
     distributed.choose_gpu(10)
     distributed.join_process_group("nccl")
     assert made["device_id"] == torch.device("cuda", 10)
     distributed.join_process_group("gloo")
     assert made["device_id"] is None
-
-
-def test_gloo_is_there_where_tensors_on_the_host_are_reduced() -> None:
-    on_gpus = {name: config(f"offload={name}").offload.backend(cuda=True) for name in ("none", "cpu", "cpu_unpinned")}
-    assert on_gpus == {"none": "nccl", "cpu": "cpu:gloo,cuda:nccl", "cpu_unpinned": "cpu:gloo,cuda:nccl"}
-    assert config("offload=cpu").offload.backend(cuda=False) == "gloo"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for offload in BACKENDS:
+        distributed.setup_distributed(config(f"offload={offload}").offload)
+        assert (made["backend"], made["device_id"]) == ("gloo", None)
 
 
 INITS = [init.value for init in Init]
