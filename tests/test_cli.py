@@ -15,7 +15,7 @@ import yaml
 
 from fsdp_lab.commands import forecast as forecast_command
 from fsdp_lab.commands import main as trial_command
-from fsdp_lab.commands.predict import data_of
+from fsdp_lab.commands.predict import data_of, device_type
 from fsdp_lab.config import all_keys, conf_dir
 from fsdp_lab.config.conf import group_dirs, groups
 from fsdp_lab.config.workload import DataConfig
@@ -75,6 +75,11 @@ def test_one_trial_that_looks_like_several_is_noted(cli, words: list[str], note:
 
 
 # python -m fsdp_lab.predict; what it scores is compared with the trial in tests/sweep/test_outcomes.py
+
+
+def test_a_model_is_scored_on_a_gpu_if_there_is_one_or_as_typed():
+    assert [device_type("auto", cuda) for cuda in (True, False)] == ["cuda", "cpu"]
+    assert [device_type(wanted, True) for wanted in ("cpu", "cuda")] == ["cpu", "cuda"]
 
 
 def test_the_folder_that_a_models_file_names_is_not_used():

@@ -299,7 +299,9 @@ def test_the_preset_ray_template_trains_and_its_model_predicts(tmp_path: Path):
 def test_limitations_say_what_committed_runs_on_gpus_have_seen():
     """A run's own rows, and those that were forecast again after it."""
     page = " ".join((ROOT / "docs" / "limitations.md").read_text().split())
-    for file in (ROOT / "experiments" / "gpu" / "results").glob("*.json"):
+    files = [*(ROOT / "experiments" / "gpu" / "results").glob("*.json")]
+    assert files
+    for file in files:
         table = json.loads(file.read_text())
         losses = sum("test_a_setting_learns" in row["check"] and row["outcome"] == "passed" for row in table["rows"])
         peaks = sum("peak_bytes" in row["figures"] for row in table["rows"]) + len(table.get("recomputed", ()))
@@ -309,7 +311,9 @@ def test_limitations_say_what_committed_runs_on_gpus_have_seen():
 
 def test_links_of_pages_beside_the_site_lead_to_files():
     for page in ("README.md", "CONTRIBUTING.md", "tests/README.md"):
-        for target in re.findall(r"\]\(([^)#:]+)[)#]", (ROOT / page).read_text()):
+        targets = re.findall(r"\]\(([^)#:]+)[)#]", (ROOT / page).read_text())
+        assert targets, page
+        for target in targets:
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page} points at {target}"
 
 

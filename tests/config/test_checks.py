@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.config import ConfigError, SweepConfig, UserError
+from fsdp_lab.config import ConfigError, SweepConfig, UserError, cpu_notes, sharding_notes
 from fsdp_lab.config.checks import check_local_capacity
 from fsdp_lab.config.machine import loader_workers_of, ray_folder
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.machine import hardware
+from tests.ranks import config
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,22 @@ def test_more_workers_than_this_machine_can_place(
         check_local_capacity(cluster, int(fewer[1]))
     if less := re.search(r"cpus_per_worker=([\d.]+)", remedies):
         check_local_capacity(replace(cluster, cpus_per_worker=float(less[1])), workers)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("sharding=per_block offload=none", ""),
+        ("sharding=per_block offload=cpu", "offload=cpu has no effect on a CPU"),
+        ("precision=tf32", "precision=tf32 has no effect on a CPU"),
+        ("sharding=root", "sharding=per_block gathers block by block"),
+        ("sharding=ddp reshard_after_forward=never", "reshard_after_forward has no effect with sharding=ddp"),
+    ],
+)
+def test_settings_without_an_effect_have_a_note(words: str, named: str):
+    trial = config(*words.split())
+    notes = [*cpu_notes(trial), *sharding_notes(trial)]
+    assert len(notes) == bool(named) and all(named in note for note in notes)
 
 
 def test_every_core_but_the_workers_own_loads_data_on_a_gpu(monkeypatch: pytest.MonkeyPatch):

@@ -26,7 +26,7 @@ from fsdp_lab.forecast.speed.device import Basis, Factors, KnownError, digest, l
 from fsdp_lab.forecast.speed.predict import Parts, predict
 from fsdp_lab.forecast.speed.program import Kind, Stream
 from fsdp_lab.forecast.speed.refine import Observation, pair_error, refine
-from fsdp_lab.sweep.forecasts import Forecasts
+from fsdp_lab.sweep.forecasts import Forecasts, ran_there, reliable_step_s
 from fsdp_lab.training.speed import PEAK_FLOPS
 from tests.conftest import FakeGpus
 from tests.forecast.planted import ROUND, gather, observations, operator, sheet
@@ -76,6 +76,8 @@ def test_an_own_data_sheet_is_used_and_what_it_lacks_is_named(tmp_path: Path):
     settings = config("model=mlp", "precision=fp32", "forecast.device=mine.yaml")
     request = Request.of(settings, 2)
     assert request.cuda and request.capacity_bytes == 1.5 * 2**30
+    given = config("forecast.device=mine.yaml", "forecast.capacity_gib=1")
+    assert Request.of(given, 2).capacity_bytes == 2**30, "what is typed counts more than the data sheet"
     result = forecast(settings, 2, cuda=True, sheet=request.sheet)
     assert result.no_speed and "has no peak for float32; its data sheet has bfloat16" in result.no_speed
     assert result.speed is None and result.error is None and result.peak_bytes > 0, "the memory is known all the same"
@@ -189,3 +191,11 @@ def test_a_trial_that_ends_is_kept_beside_its_prediction(
     kept_now = read_observations(asked.sheet.name, version("torch"), digest(asked.sheet))
     expected = (32 / 320 * 0.5, state.forecast.speed.parts)
     assert [(one.measured_s, one.parts) for one in kept_now] == [expected] * kept
+
+
+def test_trials_of_the_predicted_gpu_alone_count_if_it_did_not_wait():
+    """32 samples at 320 a second are 0.1 s; a GPU waits for an unknown part of what its process waits."""
+    asked = Request(config(), 2, True, None, sheet=sheet("h200"))
+    assert [ran_there(asked, device) for device in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "")] == [True, False, False]
+    waits = [{"perf/samples_per_s": 320.0, "perf/data_wait_share": share} for share in (0.0, 0.5)]
+    assert [reliable_step_s(metrics, 32, cuda=True) for metrics in waits] == [0.1, None]

@@ -87,9 +87,10 @@ def test_it_is_written_again_from_the_folder_by_any_name_it_has(folder: Path):
         assert done.returncode == 0, done.stderr
         assert [{**row, "trial": ""} for row in page_rows(page)] == [{**row, "trial": ""} for row in first]
         assert "http://127.0.0.1:5999/#/runs/" in page.read_text()
-    strict = report(folder, "sweep=out", "out=strict", "report.loss_tolerance=1000")
+    strict = report(folder, "sweep=out", "out=strict", "report.loss_tolerance=1000", "report.speed_tolerance=0.4")
     assert strict.returncode == 0, strict.stderr
-    assert "val/loss too high" not in (folder / "strict/report.html").read_text()
+    of_strict = (folder / "strict/report.html").read_text()
+    assert "val/loss too high" not in of_strict and "Settings within 40 % of the fastest" in of_strict
     assert described(folder) == sentence_of(folder / "strict/report.html")
 
 
