@@ -95,7 +95,10 @@ def test_other_words_change_nothing_but_what_people_read(tmp_path: Path):
     lay_store(tmp_path)
     first = forked.run(tmp_path, "-c", SCRIPT, *SWEEP, seconds=200)
     assert first.returncode == 1, first.stdout + first.stderr
-    assert ends(tmp_path) == {fate: (status, code, False) for fate, (status, code, _) in ENDS.items()}
+    tried_once = {fate: (status, code, False) for fate, (status, code, _) in ENDS.items()}
+    assert ends(tmp_path) == tried_once
+    assert forked.run(tmp_path, "-c", SCRIPT, "resume=out", seconds=200).returncode == 1
+    assert ends(tmp_path) == tried_once, "nobody asked to try again what failed"
     resumed = forked.run(tmp_path, "-c", SCRIPT, "resume=out", "resume_failed=true", seconds=200)
     assert resumed.returncode == 1, resumed.stdout + resumed.stderr
     assert ends(tmp_path) == ENDS
@@ -126,6 +129,9 @@ def test_a_model_that_cannot_train_does_not_start_but_others_do(compose_trial: C
     assert codes == [None, Code.forecast_failed, Code.same_as, Code.forecast_failed]
     assert [row["error"] for row in SweepFolder(plan.folder).rows] == ["", "x", "x", "x"]
     assert heard(plan).begun == [0]
+    traced = [state.trial.folder / "error.txt" for state in plan.trials]
+    assert [path.exists() for path in traced] == [False, False, False, True]
+    assert 'raise ValueError("these are too many")' in traced[-1].read_text()
 
 
 def test_a_status_follows_from_the_code_alone():

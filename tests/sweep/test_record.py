@@ -18,6 +18,7 @@ from fsdp_lab.record.trial import with_forecast
 from fsdp_lab.record.trial_files import clear_attempt, wait_until_alone
 from fsdp_lab.record.trial_json import Outcome, changing, read_trial, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial, read_trials
+from fsdp_lab.storage.files import write_text
 from fsdp_lab.storage.locks import share_until_exit
 from fsdp_lab.sweep.store.checkpoints import drop_checkpoints
 from fsdp_lab.sweep.store.resume import changes_of_code, changes_of_workers, resume_arguments
@@ -50,6 +51,14 @@ def test_what_does_not_belong_to_the_sweep_is_not_removed(line: dict[str, str], 
     with pytest.raises(OSError, match="not below the sweep's folder or its storage"):
         drop_checkpoints(sweep)
     assert {path.name for path in other.iterdir()} == {"checkpoints", "model.pt"}
+
+
+def test_weights_are_removed_and_measurements_stay(tmp_path: Path, compose_trial):
+    add_trial(tmp_path, compose_trial(["sharding=root"], 0))
+    for name in ("checkpoints/epoch-1/0.distcp", "model.pt", "model/config.json", "metrics.jsonl"):
+        write_text(tmp_path / "0" / name, "")
+    drop_checkpoints(tmp_path)
+    assert [path.name for path in (tmp_path / "0").iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_sweeps_folder_on_the_disk_of_all_nodes_stays_its_own(tmp_path: Path, compose_trial):

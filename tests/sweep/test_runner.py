@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import MagicMock
 
 import pytest
+from ray.tune.schedulers import TrialScheduler
 
 from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.forecast.capacity import Forecast
@@ -22,12 +25,13 @@ from fsdp_lab.storage.files import append_line
 from fsdp_lab.sweep.executors.tuner import ResourceCatalog, TuneCallback, put_back
 from fsdp_lab.sweep.forecasts import Forecasts
 from fsdp_lab.sweep.runner import run_sweep
+from fsdp_lab.sweep.schedulers import build_scheduler
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.sweep import Sweep
 from tests.sweep.planted import Acts, Compose, Hears, heard, plan_of, sweep_of, trial_by_hand
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 TRIAL = trial_by_hand([])
 
 
@@ -97,17 +101,36 @@ def keeping(compose_trial: Compose, tmp_path: Path) -> Sweep:
     return plan_of(compose_trial, tmp_path, cells, common, ["sharding"])
 
 
+def run_with(forecasts: list[Forecast], plan: Sweep, monkeypatch: pytest.MonkeyPatch) -> Hears:
+    """Run a sweep whose forecasts are made by hand."""
+    monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: forecasts)
+    hears = Hears(plan, Forecasts(plan))
+    run_sweep(plan, Acts(), hears)
+    return hears
+
+
+def test_prune_starts_what_is_tight_and_says_so(
+    compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of a GPU's 1024 MiB, which one trial fills except for a byte, and the other one all; with CPUs none is tight."""
+    plan = plan_of(compose_trial, tmp_path, [[], []], ["forecast.prune=true", "forecast.capacity_gib=1"])
+    full = Forecast(
+        True, 1, {"device": {"total": GIB}}, {"all": 1}, capacity_bytes=GIB, active_bytes=GIB, reserved_bytes=GIB
+    )
+    hears = run_with([replace(full, active_bytes=GIB - 1), full], plan, monkeypatch)
+    assert hears.begun == [0]
+    (told,) = (text for text in hears.logged if "tight" in text)
+    assert told.startswith("trial 0 ") and "1024.00 MiB of 1024.00 MiB" in told
+
+
 def run_with_speeds(plan: Sweep, monkeypatch: pytest.MonkeyPatch, *steps: float) -> Hears:
-    """Run a sweep whose forecasts are made by hand: each step is known to ±40 %, and ratios to ±5 %."""
+    """Each step is known to ±40 %, and ratios to ±5 %."""
     speeds = [
         Speed(s, {"compute": 1.0}, s / 1.4, s / 0.6, 0.4, Basis.data_sheet, "X", samples=64, relative=0.05, group="one")
         for s in steps
     ]
     forecasts = [Forecast(False, 2, {"device": {"total": 10}}, data_sheet="X", speed=speed) for speed in speeds]
-    monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", lambda *_: forecasts)
-    hears = Hears(plan, Forecasts(plan))
-    run_sweep(plan, Acts(), hears)
-    return hears
+    return run_with(forecasts, plan, monkeypatch)
 
 
 def test_keep_starts_the_most_promising_and_says_so(keeping: Sweep, monkeypatch: pytest.MonkeyPatch):
@@ -157,6 +180,18 @@ def prepared(sweep: Sweep, count: int) -> None:
 def of_tune(number: int) -> SimpleNamespace:
     """What Tune's callbacks get for a trial."""
     return SimpleNamespace(config={"number": number}, trial_id=str(number))
+
+
+@pytest.mark.parametrize("name", ["asha", "median"])
+def test_no_trial_is_stopped_before_its_grace_epochs(name: str):
+    """Three trials, the later the worse: none is stopped after epoch 1 or 2, the last one at the latest after 3."""
+    words = [f"scheduler.name={name}", "scheduler.grace_epochs=3", "training.epochs=9"]
+    scheduler, trials = build_scheduler(trial_by_hand(words).config), [MagicMock(trial_id=str(n)) for n in range(3)]
+    for trial in trials:
+        scheduler.on_trial_add(MagicMock(), trial)
+    results = [(trial, {"epoch": epoch, "val/loss": 1.0 + n}) for epoch in (1, 2, 3) for n, trial in enumerate(trials)]
+    decisions = [scheduler.on_trial_result(MagicMock(), trial, result) for trial, result in results]
+    assert set(decisions[:6]) == {TrialScheduler.CONTINUE} and decisions[-1] == TrialScheduler.STOP
 
 
 def test_an_epoch_that_was_not_reported_comes_from_the_folder(three: Sweep):

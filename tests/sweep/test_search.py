@@ -154,6 +154,16 @@ def test_a_resumed_search_repeats_none_and_makes_up_the_number(parser):
     assert values == [1.0] * 3 + [2.0] * 3, "the sampler knows the results of before"
 
 
+@pytest.mark.parametrize(
+    ("status", "state"),
+    [("failed", "FAIL"), ("interrupted", "FAIL"), ("stopped", "PRUNED"), ("skipped", "PRUNED"), ("oom", "PRUNED")],
+)
+def test_optuna_learns_what_was_stopped_and_what_did_not_fit(parser, status: str, state: str):
+    search = searching(parser, trial_by_hand, "optuna", LR, trials=2)
+    search.report_result(search.next(), TrialStatus(status), {"val/loss": 0.0} if status == "stopped" else {})
+    assert [told.state.name for told in search._study.get_trials()] == [state]
+
+
 def test_several_objectives_have_a_front(parser):
     """Of (memory, speed) the third is beaten by the second, and the fourth by the first."""
     memory, speed = "memory/peak_bytes", "perf/samples_per_s"

@@ -67,6 +67,7 @@ def test_at_any_width_no_figure_and_no_name_is_cut(sweep: Sweep, width: int):
     assert max(map(len, text.splitlines())) <= width and "…" not in text
     pieces = [set(re.findall(r"[a-z]+|[\d.]+", part)) for part in (text, f"{whole} Too narrow for: see results.csv.")]
     assert pieces[0] <= pieces[1] and "Too narrow" not in whole
+    assert set(re.findall("[a-z]+", whole.splitlines()[1])) <= pieces[0], "the head of each column is there"
 
 
 def test_losses_within_their_rounding_are_both_the_best(sweep: Sweep):

@@ -79,12 +79,14 @@ def test_a_later_start_finds_the_runs_and_sends_what_they_lack(lab: Lab, store: 
     forecast = {"forecast/peak_bytes": 3 * 2**20}
     measured = METRICS | {"memory/peak_bytes": 9222256.0}
     lab.sent(None)
-    first = lab.sent(0, epochs={0: forecast, 1: measured}, status=TrialStatus.interrupted, ended=120_000)
+    epochs = {0: forecast, 1: measured}
+    first = lab.sent(0, epochs=epochs, status=TrialStatus.interrupted, error="Ctrl-C", ended=120_000)
     assert (first.info.status, first.info.end_time) == ("KILLED", 120_000)
     with lab_of(store, resumed=True) as again:
         assert again.projection.run_id(0) == first.info.run_id and RECORDED_TAG not in first.data.tags
         later = measured | {"step": 46, "memory/peak_bytes": 2.0**21}
-        assert again.sent(0, epochs={0: forecast, 1: measured, 2: later}).info.status == "RUNNING"
+        run = again.sent(0, epochs={**epochs, 2: later})
+        assert run.info.status == "RUNNING" and not {"status", "error", RECORDED_TAG} & run.data.tags.keys()
         run = again.sent(0, status=TrialStatus.finished)
     assert (run.info.status, run.data.tags["status"], run.data.tags[RECORDED_TAG]) == ("FINISHED", "finished", "true")
     for key, points in (("memory/peak_mib", [(1, 9222256 / 2**20), (2, 2.0)]), ("forecast/peak_mib", [(0, 3.0)])):

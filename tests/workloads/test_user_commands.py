@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.tracking.tags import COMMAND_TAG
 from tests.conftest import HERE, PLAIN, run_cli
 from tests.folders import Store, SweepFolder
 from tests.forecast.command import forecast_here
@@ -32,6 +33,8 @@ def test_a_sweep_of_their_arguments_and_its_resume(project: Path) -> None:
     assert [row["model.width"] for row in rows] == ["8", "64"]
     assert all(float(row["val/loss"]) < 0.1 for row in rows), "the sum of three numbers is easily learned"
     theirs = [run.data.params for run in Store(project).trials]
+    commands = [run.data.tags[COMMAND_TAG] for run in Store(project).trials]
+    assert all(command.startswith("python -m fsdp_lab --config-dir=conf_of_mine") for command in commands)
     assert {each["model.width"] for each in theirs} == {"8", "64"}
     assert {(each["model"], each["model._target_"], each["data.noise"], each["task.loss"]) for each in theirs} == {
         ("mine", "my_project.net.Net", "0.5", "my_project.net.loss")
