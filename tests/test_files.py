@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.config import UserError
-from fsdp_lab.storage.files import read_object, whole_folder, write_json
+from fsdp_lab.storage.files import read_object, whole_folder, write_json, write_text
 from fsdp_lab.storage.locks import InUse, exclusive, holder, locked, share_until_exit
 
 _HOLDS = """
@@ -76,6 +76,13 @@ def test_two_threads_may_write_one_file(tmp_path: Path):
             done.result()
             assert read_object(path) in contents
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path):
+    write_text(tmp_path / "file", "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(tmp_path / "file", "new \ud800")  # half of a pair, which UTF-8 has not
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "old"}
 
 
 def test_a_folder_takes_the_place_of_one_only_when_it_is_whole(tmp_path: Path):

@@ -13,7 +13,7 @@ from scipy.stats import t
 
 from fsdp_lab.config.metrics import DATA_WAIT, FORECAST_ERROR, LOSS_EPS, MEMORY, SPEED
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.nightly.gate import LOSS, STATUS, Finding, Outcome, judge
+from fsdp_lab.nightly.gate import LOSS, STATUS, Finding, Outcome, judge, judged_columns
 
 TOLERANCE = ToleranceConfig()
 SPEED_ERROR = "perf/forecast_error"
@@ -163,6 +163,12 @@ def test_a_setting_that_no_longer_finishes_is_a_regression():
     assert bad(found(rows(setting="b"), [*rows(), *rows(setting="b")])) == [(STATUS, Outcome.unfinished)]
     assert bad(found([*rows(), *rows(setting="c")], rows())) == []  # a new one
     assert bad(found(rows(memory=None), rows())) == [(MEMORY, Outcome.lost)]  # not measured any more
+
+
+def test_the_loss_of_a_night_is_of_validation_if_there_is_one():
+    row = {"setting": "a", "train/loss": 1.0, "val/loss": 2.0}
+    assert judged_columns(pd.DataFrame([row]))[LOSS].item() == 2.0
+    assert judged_columns(pd.DataFrame([{**row, "val/loss": math.nan}]))[LOSS].item() == 1.0
 
 
 def test_one_odd_night_is_not_taken_for_noise():

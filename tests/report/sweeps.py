@@ -40,8 +40,9 @@ def trial(number: int, row: Sequence[object] = ROWS[0], **figures: float) -> Tri
 
 def sweep(trials: Sequence[TrialRecord] | None = None, **changed: object) -> SweepData:
     trials = [trial(i, row) for i, row in enumerate(ROWS)] if trials is None else trials
-    given = {"loss_tolerance": 0.02, "speed_tolerance": 0.03, "axes": ["sharding", "precision"], **changed}
-    return SweepData(name="a/sweep", command="python -m fsdp_lab -m", trials=list(trials), **given)  # type: ignore[arg-type]
+    given = {"loss_tolerance": 0.02, "speed_tolerance": 0.03, "axes": ["sharding", "precision"]}
+    given |= {"command": "python -m fsdp_lab -m", **changed}
+    return SweepData(name="a/sweep", trials=list(trials), **given)  # type: ignore[arg-type]
 
 
 def on_cpu(number: int, row: int, others: float, speed: float) -> TrialRecord:

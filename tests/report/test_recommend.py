@@ -171,7 +171,9 @@ def test_the_answer_as_data_is_of_the_setting_not_of_one_repeat():
     rows = rounds(3, 1000.0, 1000.0, 8000.0)
     for row, loss in zip(rows, (1.0, 1.02, 1.01), strict=True):
         row.figures["val/loss"] = loss
-    data = answer(sweep(rows, axes=REPEATED)).as_data
+    made = sweep(rows, axes=REPEATED, command="python -m fsdp_lab '--config-dir=my options' -m sharding=root,ddp")
+    data = answer(made).as_data
+    assert answer(made).command.startswith("python -m fsdp_lab '--config-dir=my options'")
     assert data["setting"] == {"sharding": "root", "precision": "bf16"} and data["trial"] == 30
     # the median of losses; of speeds the mean of logarithms, the third root of 8e9
     assert data["figures"]["val/loss"] == 1.01 and data["figures"][SPEED] == pytest.approx(2000)

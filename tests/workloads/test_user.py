@@ -173,15 +173,15 @@ def test_a_batch_of_any_class_is_learned_from_as_a_plain_one(trained: dict[str, 
 
 
 def test_a_batch_keeps_its_class_and_counts_in_the_digest() -> None:
-    items = [{"x": torch.ones(3), "y": torch.zeros(())} for _ in range(2)]
-    batch = collate(items)
+    items = [{"x": torch.ones(3), "y": torch.zeros(())} for _ in range(20)]
+    batch = collate(items[:2])
     assert {id(tensor) for tensor in tensors_of(batch)} == {id(tensor) for tensor in parts_of(batch)}
     moved = to_device(batch, torch.device("meta"))
     classes = [type(each) for each in (*moved["all"], moved["all"][0]["g"], moved["all"][1].rest["f"][0])]
     assert classes == [Encoding, Pair, Graph, Frozen] and moved["all"][1].rest["f"][0].name == "rows"
     assert {tensor.device.type for tensor in parts_of(moved)} == {"meta"}
     assert {tensor.device.type for tensor in parts_of(batch)} == {"cpu"}, "the batch stays, whatever its `to` does"
-    changed = [items[0], {**items[1], "y": torch.ones(())}]
+    changed = [*items[:-1], {**items[-1], "y": torch.ones(())}]
     one, same, other = (digest_of([Collated(each, collate, None)]) for each in (items, [*items], changed))
     assert one == same != other
 
