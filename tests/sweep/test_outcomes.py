@@ -173,6 +173,34 @@ def test_an_interrupt_ends_in_time_where_mlflow_says_nothing(tmp_path: Path):
     assert "resume=" in out and "did not reach the MLflow store" in out, "it was closed in order"
 
 
+HANGS = """
+import os, signal, time
+from contextlib import suppress
+from types import SimpleNamespace
+from fsdp_lab.sweep import shutdown
+
+def close(interrupted):
+    sweep.ending = "interrupted"
+    print("closed", flush=True)
+
+sweep = SimpleNamespace(ending=None, ends_by=None, close=close)
+shutdown._LIMIT_S = 3.0
+with shutdown.interruptible(sweep):
+    while True:
+        with suppress(KeyboardInterrupt):
+            if sweep.ends_by is None:
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+"""
+
+
+@pytest.mark.ci
+def test_a_sweep_that_hangs_is_closed_and_ends_at_its_deadline(tmp_path: Path):
+    """Its main thread swallows what signals raise. Without the deadline it would never end."""
+    done = forked.run(tmp_path, "-c", HANGS, seconds=30)
+    assert (done.returncode, done.stdout) == (130, "closed\n"), done.stderr
+
+
 @pytest.mark.full
 def test_what_cannot_fit_is_recorded_and_never_started(tmp_path: Path):
     """There is room for `always` and not for `never`: the middle of their peaks."""
