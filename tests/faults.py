@@ -438,7 +438,7 @@ FAULTS = (
           "sweep/test_resume.py::test_nothing_left_says_so_and_trains_nothing"),
     Fault("every resume tries failed trials again", "fsdp_lab/sweep/store/resume.py",
           "if config.resume_failed and state.status is", "if state.status is",
-          "sweep/test_other_words.py::test_other_words_change_nothing_but_what_people_read"),
+          "sweep/test_other_words.py::test_other_words_change_nothing_but_what_people_read", MAKE_CI),
     Fault("changed code of the user is not noticed", "fsdp_lab/config/code.py",
           "_digest([PACKAGE, *(root for name in packages if (root := user_root(name)) is not None)])",
           "_digest([PACKAGE])",
