@@ -22,13 +22,15 @@ from tests.workloads.user.project import importable
 
 
 @contextmanager
-def answered_here(interrupt_after: int | None = None) -> Iterator[None]:
-    """Let forecasts be made in this process, which after so many of a grid is asked to end."""
+def answered_here(interrupt_after: int | None = None, by_signal: bool = False) -> Iterator[None]:
+    """Let forecasts be made in this process, which after so many of a grid is interrupted, or gets SIGTERM."""
 
     def answer_here(requests: dict[str, run.Request], _: int, note: Callable[..., None], stop: object) -> None:
         for number, (key, request) in enumerate(requests.items()):
             if number == interrupt_after:
-                signal.raise_signal(signal.SIGTERM)
+                if by_signal:
+                    signal.raise_signal(signal.SIGTERM)
+                raise KeyboardInterrupt
             answer: Future[Any] = Future()
             answer.set_result(run._answer(request))
             note(key, answer)
@@ -46,7 +48,7 @@ def forecast_here(folder: Path, *words: str, interrupt_after: int | None = None)
             importable(folder),
             redirect_stdout(out),
             redirect_stderr(err),
-            answered_here(interrupt_after),
+            answered_here(interrupt_after, by_signal=True),
             mock.patch.object(sys, "argv", ["fsdp_lab.forecast", *words]),
         ):
             code = main()
