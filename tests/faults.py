@@ -357,7 +357,7 @@ FAULTS = (
           "passes = 2 if operator.kind is Kind.reduce else 1", "passes = 1", "forecast/test_speed.py"),
     Fault("a checkpoint that failed fills the disk of the others", "fsdp_lab/training/checkpoint.py",
           "                self.place.discard(making)", "                pass",
-          "sweep/test_damage.py::test_a_checkpoint_that_a_full_disk_does_not_take_fails_its_trial", MAKE_CI),
+          "sweep/test_damage.py::test_a_full_disk_that_takes_no_checkpoint_fails_the_trial", MAKE_CI),
     # engine
     Fault("an epoch is written twice", "fsdp_lab/record/trial_files.py",
           "        if is_new:", "        if True:", "engine/test_outcome.py"),
@@ -384,7 +384,7 @@ FAULTS = (
           "sweep/test_runner.py::test_trials_that_a_memory_kill_ended_resume_with_new_epochs"),
     Fault("Ray prints a paragraph about each killed worker", "fsdp_lab/engine/cluster.py",
           '    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",', '    "RAY_DEDUP_LOGS_SKIP_REGEX": "#",',
-          "sweep/test_fates.py::test_a_failed_trial_makes_the_exit_status_1_and_prints_no_traceback"),
+          "sweep/test_fates.py::test_a_failed_trial_makes_the_exit_status_1_and_is_named"),
     Fault("a cluster that was started last and is gone is left to Ray", "fsdp_lab/engine/cluster.py",
           "return last.read_text().strip() if last.exists() else", "return last.read_text().strip() if False else",
           "engine/test_cluster.py::test_the_last_cluster_of_this_machine_is_named_if_gone"),

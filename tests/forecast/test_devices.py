@@ -193,7 +193,7 @@ def test_a_trial_that_ends_is_kept_beside_its_prediction(
     assert [(one.measured_s, one.parts) for one in kept_now] == [expected] * kept
 
 
-def test_trials_of_the_predicted_gpu_alone_count_if_it_did_not_wait():
+def test_trials_of_the_predicted_gpu_that_did_not_wait_count():
     """32 samples at 320 a second are 0.1 s; a GPU waits for an unknown part of what its process waits."""
     asked = Request(config(), 2, True, None, sheet=sheet("h200"))
     assert [ran_there(asked, device) for device in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "")] == [True, False, False]

@@ -28,7 +28,7 @@ from tests.ranks import config
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fake_reduction_frees_its_tensor_without_a_garbage_collection(dtype: torch.dtype) -> None:
+def test_a_fake_reduction_frees_its_tensor_at_once(dtype: torch.dtype) -> None:
     """Else a forecast's peak depends on when Python collects: 4 bytes more than a trial's, now and then."""
     gc.disable()
     try:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.ci
-def test_a_checkpoint_that_cannot_be_read_fails_its_trial_and_no_other(tmp_path: Path):
+def test_an_unreadable_checkpoint_fails_its_trial_alone(tmp_path: Path):
     sweep = SweepFolder(trained.copy_trained(tmp_path) / "out")
     for shard in sweep.path.glob("0/checkpoints/step_*/*.distcp"):
         shard.write_bytes(b"\x5a" * shard.stat().st_size)
@@ -120,7 +120,7 @@ def test_a_damaged_file_ends_commands_with_2(tmp_path: Path):
 
 
 @pytest.mark.ci
-def test_a_checkpoint_that_a_full_disk_does_not_take_fails_its_trial(tmp_path: Path):
+def test_a_full_disk_that_takes_no_checkpoint_fails_the_trial(tmp_path: Path):
     """And no other: 1.29 million parameters take 15.5 MB with Adam's state, so that a second epoch finds no room.
 
     What was recorded before stays.

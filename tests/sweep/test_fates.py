@@ -135,7 +135,7 @@ def check_ends(swept: Swept) -> None:
         assert error in swept.done.stdout.replace("\n", " ") and tags.get("error", "")[:40] == error[:40]
 
 
-def test_trials_that_finish_hang_or_are_killed_end_each_by_itself(swept: Swept):
+def test_trials_that_finish_hang_or_are_killed_end_by_themselves(swept: Swept):
     check_ends(swept)
 
 
@@ -161,7 +161,7 @@ def test_when_trials_ran_is_known_from_the_folder(swept: Swept):
     assert sum(data.frame()["beside"] > 0) >= 2
 
 
-def test_a_failed_trial_makes_the_exit_status_1_and_prints_no_traceback(swept: Swept):
+def test_a_failed_trial_makes_the_exit_status_1_and_is_named(swept: Swept):
     assert swept.done.returncode == 1
     output = swept.done.stdout + swept.done.stderr
     assert "Traceback" not in output
@@ -170,7 +170,7 @@ def test_a_failed_trial_makes_the_exit_status_1_and_prints_no_traceback(swept: S
         assert f"trial {number} {end.status}" in output
 
 
-def test_a_killed_trial_resumes_from_its_checkpoint_and_learns_the_same(swept: Swept):
+def test_a_killed_trial_resumes_and_learns_the_same(swept: Swept):
     undisturbed, killed = swept.trial("finishes"), swept.trial("killed")
     assert [epoch for epoch, *_ in killed.losses] == list(range(1, EPOCHS + 1))
     assert killed.losses == undisturbed.losses
@@ -190,7 +190,7 @@ def test_the_process_that_trains_is_a_worker_of_rays(swept: Swept):
     assert json.loads((swept.folder / "seen.json").read_text())["name"].startswith("ray::")
 
 
-def test_nobody_listens_beyond_the_loopback_but_the_store_of_rank_0(swept: Swept):
+def test_only_the_store_of_rank_0_listens_beyond_the_loopback(swept: Swept):
     """Neither Ray's servers nor ranks with gloo. Two trials train side by side."""
     listeners = json.loads((swept.folder / "seen.json").read_text())["listeners"]
     ranks = [name for name, _ in listeners if name.startswith("ray::")]
