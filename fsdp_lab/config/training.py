@@ -50,12 +50,16 @@ class ActivationCheckpointing(Enum):
 
 # The operators below `torch.ops` whose outputs `selective` keeps: torchtitan's list
 # (`torchtitan/distributed/activation_checkpoint.py`) without communication, plus attention on a CPU.
-MATRIX_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.linear.default")  # of these every second one
+MATRIX_PRODUCTS = (  # of these every second one
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten.linear.default",
+    "aten._scaled_mm.default",
+)
 SAVED_OPERATORS = (
     *MATRIX_PRODUCTS,
     "aten.bmm.default",
     "aten.convolution.default",
-    "aten._scaled_mm.default",
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._scaled_dot_product_efficient_attention.default",

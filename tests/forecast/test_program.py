@@ -150,3 +150,7 @@ def test_float8_layers_keep_bfloat16_and_cast_for_each_product():
     sent, expected = ([o.num_bytes for o in s.program if o.kind is Kind.gather] for s in (narrow, wide))
     assert sent == expected, "gathers send bfloat16"
     assert narrow.profile.peaks["device"]["total"] >= wide.profile.peaks["device"]["total"]
+    recomputed = [*words, "precision=float8", "activation_checkpointing=selective"]
+    again = forecast_step(config(*recomputed), 2, cuda=True, traced=True).program
+    more = Counter(o.module for o in again if o.name == products[0].name) - Counter(o.module for o in products)
+    assert {name.rpartition(".")[2] for name in more} == {"k_proj", "o_proj", "up_proj"}, "every second of seven"

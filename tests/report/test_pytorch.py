@@ -144,6 +144,7 @@ def test_the_pasted_function_trains_as_the_trial(results: dict[str, dict[str, An
         ("sharding=per_block", "parameter.data = parameter.data.contiguous()", "fully_shard(unit, **options)"),
         ("sharding=per_block model.forward_methods=[encode]", "if is_unit(name) and hasattr(module, method):",
          "register_fsdp_forward_method(module, method)"),
+        ("activation_checkpointing=selective", "torch.ops.aten._scaled_mm.default", "saved = {"),  # a product
         # each recomputed block becomes one graph: torch.compile skips functools.partial(checkpoint, ...)
         ("compile=true activation_checkpointing=full", "return lambda *args, **kwargs: checkpoint(", "block.compile()"),
     ],

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_lab.config import UserError
+from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.training.activation_checkpointing import checkpoint_blocks
 from fsdp_lab.training.blocks import check_blocks
+from fsdp_lab.training.float8 import apply_float8
 from fsdp_lab.training.parallelize import apply_to_blocks, sharding_units
 from tests.operators import Operators
 from tests.ranks import config
@@ -25,35 +27,50 @@ class Block(nn.Module):
 
     def __init__(self, bias: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=bias) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=bias) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v, *rest = (layer(x) for layer in self.layers)
-        x = F.scaled_dot_product_attention(*(t.view(1, -1, 2, 4).transpose(1, 2) for t in (q, k, v)), is_causal=True)
-        x = x.transpose(1, 2).reshape(-1, 8)
+        x = F.scaled_dot_product_attention(*(t.view(1, -1, 2, 8).transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        x = x.transpose(1, 2).reshape(-1, 16)
         for layer in rest:
             x = x + layer
         return F.gelu(x).exp()
 
 
-def twice(mode: str, bias: bool) -> dict[str, int]:
+def twice(mode: str, layers: str) -> dict[str, int]:
     """How often operators of the forward pass of one block run in its backward pass, beyond what runs there anyway."""
     counts = []
     for each in ("none", mode):
         torch.manual_seed(0)
-        checkpoint_blocks([block := Block(bias)], config(f"activation_checkpointing={each}"))
-        out = block(torch.randn(3, 8, requires_grad=True)).sum()
+        block = Block(bias=layers == "addmm")
+        if layers == "torchao":
+            pytest.importorskip("torchao", reason="make test-ci has it")
+            apply_float8(block, (Block,), torch.device("cpu"), emulate=True)
+        elif layers == "_scaled_mm":
+            apply_fake_float8(block, (Block,), torch.device("cpu"))
+        checkpoint_blocks([block], config(f"activation_checkpointing={each}"))
+        out = block(torch.randn(3, 16, requires_grad=True)).sum()
         with Operators() as operators:
             out.backward()
         counts.append(Counter(name.removeprefix("aten::") for name in operators.names))
     return dict(counts[1] - counts[0])
 
 
-@pytest.mark.parametrize(("bias", "product"), [(False, "mm"), (True, "addmm")])
-def test_selective_repeats_every_second_product_and_no_attention(bias: bool, product: str) -> None:
-    """torchtitan's rule: of five products the second and the fourth are computed again."""
+@pytest.mark.parametrize(
+    ("layers", "product"),
+    [
+        ("mm", "mm"),
+        ("addmm", "addmm"),
+        ("_scaled_mm", "_scaled_mm"),
+        pytest.param("torchao", "mm", marks=pytest.mark.ci),
+    ],
+)
+def test_selective_repeats_every_second_product_and_no_attention(layers: str, product: str) -> None:
+    """torchtitan's rule: of five products the second and the fourth are computed again, in float8 too: a forecast's
+    layers call `_scaled_mm`, torchao's `mm` with tensors of their own."""
     attention = "_scaled_dot_product_flash_attention_for_cpu"
-    full, selective = twice("full", bias), twice("selective", bias)
+    full, selective = twice("full", layers), twice("selective", layers)
     assert full[product] == LAYERS and full[attention] == 1
     assert selective[product] == 2 and attention not in selective
     assert selective["gelu"] == full["gelu"] == 1
@@ -162,5 +179,5 @@ def test_a_recomputed_block_is_compiled_whole(mode: str) -> None:
     torch.compiler.reset()
     checkpoint_blocks([block := Block()], config("compile=true", f"activation_checkpointing={mode}"))
     block.compile(backend=backend)
-    block(torch.randn(3, 8, requires_grad=True))
+    block(torch.randn(3, 16, requires_grad=True))
     assert len(graphs) == 1
