@@ -61,6 +61,7 @@ def train_step(
         with sharding_explained(state.model, config, forward=True), compute_precision(config, device):
             outputs = task.forward(state.model, batch)
         loss = task.loss(outputs, batch)
+        del outputs  # the graph has what the backward pass needs of the logits
         state.loss_dtype = loss.dtype
         loss = loss / len(microbatches) if weights is None else loss * weights[i]
         passed("forward")
@@ -244,6 +245,7 @@ def evaluate(
             sums = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
             sums[0] += total
             sums[1] += count
+        del outputs
     # a user's metrics may name what a batch has, so that ranks have others, or in another order
     names = sorted({name for names in gather([*totals]) for name in names})
     reduced = dims.sum(torch.stack([totals.get(name, torch.zeros_like(totals["loss"])) for name in names])).tolist()

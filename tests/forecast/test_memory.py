@@ -30,7 +30,7 @@ from tests.ranks import Memo, config, run_ranks
 SHAPES = ((1024, 1024), (1024, 1), (10, 1024), (10, 1))
 BLOCK, HEAD = 4 * (1024 * 1024 + 1024), 4 * (10 * 1024 + 10)
 WHOLE = BLOCK + HEAD
-BATCH, HIDDEN, LOGITS = 16 * (32 * 32 * 4 + 8), 16 * 1024 * 4, 16 * 10 * 4  # of a rank's 16 images; labels are int64
+BATCH, HIDDEN = 16 * (32 * 32 * 4 + 8), 16 * 1024 * 4  # of a rank's 16 images; labels are int64
 
 
 @pytest.mark.parametrize("workers", [1, 8])
@@ -46,9 +46,9 @@ def test_an_even_shard_of_parameters_and_adams_state_by_hand(workers: int):
 SGD = "optimizer=sgd optimizer.momentum=0 optimizer.weight_decay=0"
 # Beside the parameters, the optimizer's state and the batch: see the test.
 BY_HAND = {
-    f"sharding=ddp {SGD}": WHOLE + WHOLE + BATCH + (BLOCK + HIDDEN) + (LOGITS + 3 * 4),
+    f"sharding=ddp {SGD}": WHOLE + WHOLE + BATCH + (BLOCK + HIDDEN) + 3 * 4,
     "sharding=per_block optimizer=adamw": (
-        WHOLE // 2 + (WHOLE + 4 * 4) + BATCH + WHOLE + BLOCK + HEAD + 2 * HIDDEN + (LOGITS + 3 * 4)
+        WHOLE // 2 + (WHOLE + 4 * 4) + BATCH + WHOLE + BLOCK + HEAD + 2 * HIDDEN + 3 * 4
     ),
     f"sharding=root {SGD}": WHOLE // 2 + BATCH + WHOLE + WHOLE + 2 * HIDDEN + 4,
 }
@@ -99,11 +99,11 @@ def test_three_peaks_by_hand_and_by_the_allocator_are_forecast():
     """By PyTorch's profiler (`profile_memory`), which sees allocations, not tensors or categories. A peak is
 
     - with DDP in the backward pass of the block: parameters, as many bytes of buckets, the batch, the gradients of the
-      block's parameters, which are not in their bucket yet, and of its output; the logits and 3 numbers: the sum of
-      losses, the loss, and the loss of the microbatch;
+      block's parameters, which are not in their bucket yet, and of its output, and 3 numbers: the sum
+      of losses, the loss, and the loss of the microbatch;
     - with `per_block` there, too, where the block is gathered again: half of the parameters, Adam's two averages and 4
       counts of steps, the batch, all parameters and once more the block's, in the buffer that it was gathered into,
-      the gradients of the head, the block's output and its gradient, the logits and 3 numbers;
+      the gradients of the head, the block's output and its gradient, and 3 numbers;
     - with `root` in the forward pass: half of the parameters, the batch, all parameters and the buffer, which FSDP2
       keeps until the next gather, the output of the linear layer and that of its ReLU, and the sum of losses.
     """
