@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from functools import cache, lru_cache
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
 
-from fsdp_lab.config import ConfigError, SweepConfig, workers_of
+from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS, data_sheets, device_file
 from fsdp_lab.config.machine import check_gpus, gpus_are_here
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.forecast.capacity import GIB, Host
+from fsdp_lab.forecast.keep import ratio_group
 from fsdp_lab.forecast.observations import read_observations
 from fsdp_lab.forecast.speed.device import Device, digest, load_device, on_network
 from fsdp_lab.forecast.speed.refine import refine
@@ -55,14 +57,16 @@ def torch_version() -> str:
     return version("torch")
 
 
-def refined(device: Device | None) -> Device | None:
-    """Return the device as finished trials correct it.
+def refined(device: Device | None, config: TrialConfig, num_workers: int, before: float = inf) -> Device | None:
+    """Return the device as finished trials correct it for this configuration.
 
-    Sweeps do not use this: predictions in a night, or before a resume, would differ from those after it.
+    Args:
+        before: trials that ended later do not count, in seconds since 1970.
     """
     if device is None:
         return None
-    return _refine(device, tuple(read_observations(device.name, torch_version(), digest(device))))
+    trials = read_observations(device.name, torch_version(), digest(device))
+    return _refine(device, tuple(one for one in trials if one.at < before), ratio_group(config, num_workers, device))
 
 
 def sheet_of(gpu: str) -> Device | None:

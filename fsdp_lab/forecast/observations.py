@@ -45,10 +45,11 @@ def read_observations(device: str, torch: str, digest: str) -> list[Observation]
     for row in _content(observations_file(device)).values():
         try:
             one = Observation(**{**row, "parts": Parts(**row["parts"]), "measured_s": float(row["measured_s"])})
-            numbers = [one.measured_s, *map(float, vars(one.parts).values())]
+            numbers = [one.measured_s, one.at, *map(float, vars(one.parts).values())]
+            valid = all(map(math.isfinite, numbers)) and min(one.measured_s, one.parts.step_s()) > 0
         except (KeyError, TypeError, ValueError):
             continue  # of another version of fsdp_lab
-        if (one.torch, one.device) == (torch, digest) and all(map(math.isfinite, numbers)) and one.measured_s > 0:
+        if valid and (one.torch, one.device) == (torch, digest):
             observations.append(one)
     return observations
 

@@ -50,7 +50,7 @@ class Request:
     def of(config: SweepConfig, num_workers: int, page: Path | None = None) -> Request:
         """Return a request outside of a sweep, whose device is corrected by finished trials."""
         cuda = for_cuda(config)
-        sheet = refined(data_sheet(config))
+        sheet = refined(data_sheet(config), config, num_workers)
         host = host_of(num_workers, sheet, cuda and is_here(config))
         return Request(config, num_workers, cuda, capacity_bytes(config, cuda), page, sheet, host)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -43,6 +44,7 @@ class SweepStart:
         libraries: name -> version.
         num_trials: of a grid, all of which are recorded before it starts; None for a search.
         user_packages: of the user, which targets name.
+        begun: in seconds since 1970; 0: not known.
         layout: of the files in the folder.
     """
 
@@ -56,6 +58,7 @@ class SweepStart:
     libraries: dict[str, str] = field(default_factory=dict)
     num_trials: int | None = None
     user_packages: list[str] = field(default_factory=list)
+    begun: float = 0.0
     layout: int = _LAYOUT
 
     @staticmethod
@@ -64,8 +67,9 @@ class SweepStart:
         own = (word for word in arguments if word not in ("-m", "--multirun"))
         typed = [word for word in own if not key_of(word).startswith("resume")]  # those are of one start
         record = SweepStart(
-            uuid.uuid4().hex, typed, multirun, os.getcwd(), workers_of(config), commit=commit(), libraries=versions()
-        )
+            uuid.uuid4().hex, typed, multirun, os.getcwd(), workers_of(config), commit=commit(), libraries=versions(),
+            begun=time.time(),
+        )  # fmt: skip
         return record.with_code(config.code())
 
     def with_code(self, paths: Sequence[str]) -> SweepStart:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from hashlib import sha256
 
 from fsdp_lab.config import SweepConfig, UserError, workers_of
@@ -16,7 +18,7 @@ from fsdp_lab.config.wording import count, significant, time_left
 from fsdp_lab.engine import resources
 from fsdp_lab.forecast.answer import CONDITIONS, answers
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.forecast.devices import capacity_here, data_sheet_here, host_of, torch_version
+from fsdp_lab.forecast.devices import capacity_here, data_sheet_here, host_of, refined, torch_version
 from fsdp_lab.forecast.keep import passed_over
 from fsdp_lab.forecast.observations import record_observation
 from fsdp_lab.forecast.run import Background, Forecaster, Request
@@ -28,7 +30,7 @@ from fsdp_lab.machine.hardware import num_gpus
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.report.choice import PLAIN
 from fsdp_lab.report.render import needs_text
-from fsdp_lab.sweep.names import label, setting
+from fsdp_lab.sweep.names import OF_A_NIGHT, label, setting
 from fsdp_lab.sweep.sweep import Sweep
 
 MAX_OTHERS_CPU = 0.1  # the share of the cores that other processes may use beside a trial that is learnt from
@@ -47,9 +49,11 @@ class Forecasts:
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
+        # A resume predicts by the trials that the start knew, and nights by the file: their errors are compared.
+        self._before = 0.0 if OF_A_NIGHT in os.environ else sweep.started.begun
         self._early: Background | None = None
         if sweep.config.cluster.address is None:
-            self._early = Background([_request(config, num_gpus() > 0) for config in self._wanted().values()])
+            self._early = Background([self._request(config, num_gpus() > 0) for config in self._wanted().values()])
         self._forecaster, self._began = Forecaster(), time.monotonic()
         self._pending: dict[int, tuple[Future[Forecast], Request]] = {}
         self._known: dict[str, Forecast] = {}
@@ -68,6 +72,11 @@ class Forecasts:
         """End the process of forecasts, which holds PyTorch in memory."""
         self._forecaster.__exit__()
 
+    def _request(self, config: SweepConfig, cuda: bool) -> Request:
+        """Return the request of a trial, whose device is corrected by trials that ended before the sweep began."""
+        request = _request(config, cuda)
+        return replace(request, sheet=refined(request.sheet, config, request.num_workers, self._before))
+
     def _wanted(self) -> dict[int, SweepConfig]:
         """Return the configurations of the trials that are still to run and to forecast."""
         configs = {n: state.trial.config for n, state in enumerate(self._sweep.trials) if not state.ended}
@@ -78,7 +87,7 @@ class Forecasts:
         sweep, asked = self._sweep, self._sweep.config.forecast
         # else `forecast.keep` has chosen before; a kill while it skipped leaves the fastest to choose from
         is_new = not any(s.ended and s.status is not TrialStatus.skipped for s in sweep.trials)
-        requests = {n: _request(config, resources.num_gpus() > 0) for n, config in self._wanted().items()}
+        requests = {n: self._request(config, resources.num_gpus() > 0) for n, config in self._wanted().items()}
         forecasts = dict(zip(requests, self._results(list(requests.values())), strict=True))
         self._known = {request.key: forecasts[n] for n, request in requests.items()}
         if peaks := [forecast.peak_bytes for forecast in forecasts.values() if not forecast.error]:
@@ -131,7 +140,7 @@ class Forecasts:
         config = self._sweep.config_of(number)
         if not _is_forecast(config):
             return
-        request = _request(config, resources.num_gpus() > 0)
+        request = self._request(config, resources.num_gpus() > 0)
         if (known := self._known.get(request.key)) is not None:  # of a trial that this one repeats
             self._judge(number, known)
             return
@@ -160,7 +169,9 @@ class Forecasts:
         if step_s is None:
             return
         setting = sha256(request.key.encode()).hexdigest()[:16]
-        one = Observation(setting, speed.parts, step_s, torch_version(), digest(request.sheet))
+        one = Observation(
+            setting, speed.parts, step_s, torch_version(), digest(request.sheet), speed.group, time.time()
+        )
         try:
             record_observation(speed.device, f"{sweep.folder.absolute()}/{number}", one)
         except (OSError, UserError) as error:

@@ -19,8 +19,8 @@ from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.scaling import series_of
 from fsdp_lab.forecast.sentences import room_remedies, sentences
-from fsdp_lab.forecast.speed.device import Basis
-from fsdp_lab.forecast.speed.predict import Network, Speed
+from fsdp_lab.forecast.speed.device import Basis, Factors
+from fsdp_lab.forecast.speed.predict import Network, Parts, Speed
 from fsdp_lab.forecast.table import MOST_ROWS, Row, best_rows, forecast_table, in_order, write_csv
 from tests.ranks import config
 
@@ -62,6 +62,11 @@ def fast(row: Row, step_s: float, workers: int = 8, **changed: object) -> Row:
         row.forecast, speed=speed, num_workers=workers, num_params=(8_030_000_000, 8_030_000_000 // workers)
     )
     return replace(row, forecast=sized)
+
+
+def corrected(settings: int, alike: bool) -> dict[str, object]:
+    factors = Factors(1.15, 1.15, settings=settings, alike=alike)
+    return {"basis": Basis.trials, "factors": factors, "parts": Parts(0.9, 0.1, 0.0, 0.0)}
 
 
 def two(first: Row, second: Row) -> tuple[list[Row], list[str]]:
@@ -112,6 +117,8 @@ CASES: dict[str, tuple[list[Row], list[str]]] = {
     "tie_where_memory_is_scarce": two(fast(row([], 22), 1.0), fast(row([], 9), 1.02)),
     "tight_and_faster": two(fast(row([], 27, **TIGHT), 1.0), fast(row([], 9), 1.2)),
     "data_sheet": ([fast(row([], 9.9), 0.1, basis=Basis.data_sheet)], []),
+    "corrected_by_a_trial": ([fast(row([], 9.9), 1.15, **corrected(1, True))], []),
+    "corrected_by_trials_of_another_model": ([fast(row([], 9.9), 1.15, **corrected(2, False))], []),
     "unlike_what_was_published": ([fast(row([], 9.9), 1.0, unlike=("float8", "several nodes"))], []),
     "workers": (over_workers(), ["activation_checkpointing", "cluster.num_workers"]),
     "more_than_linear": (

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import yaml
 
+from benchmarks import first_trial
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.conf import conf_dir, device_file, known_devices
 from fsdp_lab.config.machine import RunningCluster
@@ -19,9 +20,9 @@ from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.forecast import devices
 from fsdp_lab.forecast.capacity import Host
 from fsdp_lab.forecast.forecast import forecast
+from fsdp_lab.forecast.keep import ratio_group
 from fsdp_lab.forecast.observations import read_observations, record_observation
 from fsdp_lab.forecast.run import Request, forecast_one
-from fsdp_lab.forecast.speed.costs import seconds
 from fsdp_lab.forecast.speed.device import Basis, Factors, KnownError, digest, load_device
 from fsdp_lab.forecast.speed.predict import Parts, predict
 from fsdp_lab.forecast.speed.program import Kind, Stream
@@ -128,15 +129,58 @@ def test_the_error_is_that_of_settings_factors_have_not_seen():
     assert result and (result.median, result.p90) == (pytest.approx(errors[10]), pytest.approx(errors[18]))
 
 
+# 5e11 operations at half of 1e13 a second, and before them half of 8e9 bytes at 1e11
+SENT = replace(gather(8e9, 2), stream=Stream.gather, writes=(1,))
+PRODUCT = operator(Kind.matmul, flops=5e11, dtype="float32", reads=(1,))
+
+
 def test_trials_scale_compute_and_communication_apart():
-    """5e11 operations at half of 1e13 a second, and then half of 8e9 bytes at 1e11."""
-    sent = replace(gather(8e9, 2), stream=Stream.gather, writes=(1,))
-    product = operator(Kind.matmul, flops=5e11, dtype="float32", reads=(1,))
     corrected = replace(ROUND, factors=Factors(compute=2.0, communication=3.0))
-    assert [seconds(one, corrected) for one in (product, sent)] == pytest.approx([2 * 0.1, 3 * 0.04])
+    speed = predict([SENT, PRODUCT], corrected)
+    assert speed.step_s == pytest.approx(2 * 0.1 + 3 * 0.04)
+    assert (speed.shares["compute"], speed.shares["gather"]) == pytest.approx((0.2 / 0.32, 0.12 / 0.32))
     for device in (ROUND, corrected):  # what trials are compared with does not depend on trials
-        parts = predict([sent, product], device).parts
+        parts = predict([SENT, PRODUCT], device).parts
         assert parts and (parts.compute, parts.communication) == pytest.approx((0.1, 0.04))
+
+
+@pytest.mark.parametrize(
+    ("trials", "relative", "step_s", "error"),
+    [
+        ([("one", 1.15)], 0.08, 1.15 * 0.14, 0.08),  # the ratio, and its own error
+        ([("one", 0.5)], 0.08, 0.5 * 0.14, 0.08),
+        # those of its group count; (1.1 a - 1)^2 + (1.2 a - 1)^2 is least for 1 / a = 1.146
+        ([("one", 1 / 1.1), ("one", 1 / 1.2), ("two", 3.0)], 0.08, 2.3 / 2.65 * 0.14, 0.08),
+        ([("one", 1.15)], None, 1.15 * 0.14, 0.2),  # its error is not known
+        ([("two", 1.15)], 0.08, 1.15 * 0.14, 0.2),  # of another group the level is all there is
+        ([("launches", 3.0)], 0.08, 0.14, 0.2),  # which say nothing of a GPU
+    ],
+)
+def test_one_trial_corrects_the_other_forecasts(
+    trials: list[tuple[str, float]], relative: float | None, step_s: float, error: float
+):
+    """Of a step of 0.14 s that is known to 20 %, by trials of other shapes."""
+    device = replace(ROUND, relative=relative and KnownError(0.02, relative))
+    parts = {"one": Parts(0.9, 0.05, 0.0, 0.4), "two": Parts(0.3, 0.7, 0.0, 0.0), "launches": Parts(0.1, 0.0, 0.9, 0.0)}
+    ran = [Observation(f"{n}", parts[g], r * parts[g].step_s(), "", "", g) for n, (g, r) in enumerate(trials)]
+    speed = predict([SENT, PRODUCT], refine(device, ran, "one"))
+    assert speed.step_s == pytest.approx(step_s, rel=1e-4)
+    ends = (speed.step_s / (1 + error), speed.step_s / (1 - error))
+    assert (speed.error, speed.low_s, speed.high_s) == pytest.approx((error, *ends))
+
+
+@pytest.mark.documents("python -m benchmarks.first_trial")
+def test_a_host_that_is_slower_is_in_range_after_a_trial(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.argv", ["first_trial", "model.num_layers=1", "data.seq_len=1024"])
+    assert first_trial.main() == 0
+    printed = capsys.readouterr().out
+    for _, before, host, after in (line.strip("| ").split(" | ") for line in printed.splitlines()[2:6]):
+        assert float(host) == pytest.approx(1.15 * float(before.split()[0]), abs=0.02)
+        assert float(after.split()[0]) == pytest.approx(float(host), abs=0.01)
+    assert "corrected by 1 setting that ran on it, which makes its step 1.15 times as long" in printed
+    assert not Path("outputs").exists()
 
 
 def predicted_for_two_cores(folder: Path, *words: str) -> Request:
@@ -159,10 +203,10 @@ def test_finished_trials_correct_forecasts_of_the_same_figures(tmp_path: Path):
     assert len(read_observations(sheet.name, version("torch"), digest(sheet))) == 5
     corrected = Request.of(asked.config, 2).sheet
     assert corrected is not None and corrected.basis is Basis.trials
-    assert corrected.factors.compute > 1.5 and corrected.factors.settings == 5
-    assert devices.data_sheet(asked.config) == sheet, "a sweep is predicted by the file alone"
+    assert corrected.factors.compute == pytest.approx(2) and corrected.factors.settings == 5
+    assert digest(corrected) == digest(sheet), "trials that it predicts count for the same figures"
     other = replace(sheet, launch_s=1.0)
-    assert devices.refined(other) == other, "other figures start afresh"
+    assert devices.refined(other, asked.config, 2) == other, "other figures start afresh"
 
 
 @pytest.mark.parametrize(
@@ -189,8 +233,8 @@ def test_a_trial_that_ends_is_kept_beside_its_prediction(
         forecasts.ended(0)
     assert asked.sheet is not None
     kept_now = read_observations(asked.sheet.name, version("torch"), digest(asked.sheet))
-    expected = (32 / 320 * 0.5, state.forecast.speed.parts)
-    assert [(one.measured_s, one.parts) for one in kept_now] == [expected] * kept
+    expected = (32 / 320 * 0.5, state.forecast.speed.parts, ratio_group(asked.config, 2, asked.sheet))
+    assert [(one.measured_s, one.parts, one.group) for one in kept_now] == [expected] * kept
 
 
 def test_trials_of_the_predicted_gpu_that_did_not_wait_count():

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -14,21 +15,29 @@ from unittest.mock import MagicMock
 import pytest
 from ray.tune.schedulers import TrialScheduler
 
+from fsdp_lab.config import workers_of
 from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.forecast.speed.device import Basis
-from fsdp_lab.forecast.speed.predict import Speed
+from fsdp_lab.forecast.keep import ratio_group
+from fsdp_lab.forecast.observations import record_observation
+from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.speed.device import Basis, digest, load_device
+from fsdp_lab.forecast.speed.predict import Parts, Speed, predict
+from fsdp_lab.forecast.speed.program import Kind
+from fsdp_lab.forecast.speed.refine import Observation
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import read_metrics
 from fsdp_lab.record.trial_json import Outcome, read_trial, write_outcome
 from fsdp_lab.storage.files import append_line
 from fsdp_lab.sweep.executors.tuner import ResourceCatalog, TuneCallback, put_back
 from fsdp_lab.sweep.forecasts import Forecasts
+from fsdp_lab.sweep.names import OF_A_NIGHT
 from fsdp_lab.sweep.runner import run_sweep
 from fsdp_lab.sweep.schedulers import build_scheduler
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.sweep import Sweep
-from tests.sweep.planted import Acts, Compose, Hears, heard, plan_of, sweep_of, trial_by_hand
+from tests.forecast.planted import operator
+from tests.sweep.planted import CPU, Acts, Compose, Hears, heard, plan_of, sweep_of, trial_by_hand
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 MIB, GIB = 2**20, 2**30
@@ -149,6 +158,39 @@ def test_keep_chooses_once(keeping: Sweep, monkeypatch: pytest.MonkeyPatch):
     """A resume runs what is left of the choice, however slow."""
     keeping.trials[0].status, keeping.trials[1].status = TrialStatus.skipped, TrialStatus.finished
     assert run_with_speeds(keeping, monkeypatch, 1.5, 1.5, 1.7, 1.7).begun == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("begun", "night", "kept"), [(20.0, False, [1]), (5.0, False, [0, 1]), (20.0, True, [0, 1])])
+def test_keep_uses_the_trials_before_its_sweep(
+    compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: float, night: bool, kept: list[int]
+):
+    """Steps of 1.0 and 1.3 s, known to 20 %, that took 1.5 and 1.3 s at 10 o'clock; their ratios are known to 5 %."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cpu.yaml").write_text(f"{CPU}relative: {{median: 0.02, p90: 0.05}}\n")
+    cells = [["compile=false"], ["compile=true"]]
+    plan = plan_of(compose_trial, tmp_path, cells, [f"forecast.device={tmp_path}/cpu.yaml", "forecast.keep='1'"])
+    plan.started = replace(plan.started, begun=begun)
+    if night:
+        monkeypatch.setenv(OF_A_NIGHT, "true")
+
+    def forecasts(requests: Sequence[Request], *_: object) -> list[Forecast]:
+        made = []
+        for request, seconds in zip(requests, (1.0, 1.3), strict=True):
+            assert request.sheet is not None
+            product = operator(Kind.matmul, flops=seconds * 35e9, dtype="float32")  # of 50e9 a second 70 % are reached
+            speed = replace(predict([product], request.sheet), samples=64)
+            made.append(Forecast(False, 2, {"device": {"total": 10}}, data_sheet="X", speed=speed))
+        return made
+
+    for number, measured_s in enumerate((1.5, 1.3)):
+        config, device = plan.config_of(number), load_device(tmp_path / "cpu.yaml")
+        group, parts = ratio_group(config, workers_of(config), device), Parts((1.0, 1.3)[number], 0.0, 0.0, 0.0)
+        one = Observation(group, parts, measured_s, version("torch"), digest(device), group, at=10.0)
+        record_observation(device.name, group, one)
+    monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", forecasts)
+    hears = Hears(plan, Forecasts(plan))
+    run_sweep(plan, Acts(), hears)
+    assert hears.begun == kept
 
 
 @pytest.fixture

@@ -60,9 +60,7 @@ def seconds(operator: Operator, device: Device) -> float:
     Raises:
         ConfigError: the device's file has no figures for the operator's dtype.
     """
-    if operator.kind.is_collective:
-        return device.factors.communication * collective_seconds(operator, device)
-    return device.factors.compute * _work_seconds(operator, device)
+    return (collective_seconds if operator.kind.is_collective else _work_seconds)(operator, device)
 
 
 def _work_seconds(operator: Operator, device: Device) -> float:

@@ -89,16 +89,23 @@ class Factors:
     """Corrections of predictions by finished trials.
 
     Attributes:
-        compute: factor of the seconds of everything but collectives.
+        compute: factor of the seconds of everything but collectives, launches included.
         communication: factor of the seconds of collectives.
         overlap: the share that was hidden of the time that the streams could hide.
         settings: how many settings have run.
+        alike: they are of the group of the step that is predicted (`fsdp_lab.forecast.keep.ratio_group`).
     """
 
     compute: float = 1.0
     communication: float = 1.0
     overlap: float = 1.0
     settings: int = 0
+    alike: bool = False
+
+    @property
+    def know_errors(self) -> bool:
+        """Whether so many settings of the group have run that their own errors are those of its predictions."""
+        return self.alike and self.settings >= SETTINGS_FOR_ERRORS
 
 
 @dataclass(frozen=True)
@@ -181,6 +188,7 @@ class Device:
 _BYTES_OF_GBIT = 1e9 / 8
 SETTINGS_FOR_ERRORS = 8  # finished settings from which their own errors are known
 _NOT_IN_FILES = ("factors", "network_known")
+_CORRECTED = ("basis", "error", "error_elsewhere", "relative", "factors")  # by trials
 
 
 def on_network(device: Device, gbit: float) -> Device:
@@ -189,8 +197,9 @@ def on_network(device: Device, gbit: float) -> Device:
 
 
 def digest(device: Device) -> str:
-    """Return a digest of the figures of a file, 16 digits. Comments and `source` do not count."""
-    counted = [f.name for f in fields(Device) if f.compare and getattr(device, f.name) != f.default]
+    """Return a digest of the figures of a file that predict, 16 digits; trials and known errors do not change it."""
+    seen = [f.name for f in fields(Device) if f.compare and getattr(device, f.name) != f.default]
+    counted = [name for name in seen if name not in _CORRECTED]
     figures = {name: value for name, value in asdict(device).items() if name in counted}
     return sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp_lab.forecast.speed.costs import seconds
-from fsdp_lab.forecast.speed.device import SETTINGS_FOR_ERRORS, Basis, Device, DeviceKind, on_network
+from fsdp_lab.forecast.speed.device import Basis, Device, DeviceKind, Factors, on_network
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream, num_nodes
 from fsdp_lab.forecast.speed.streams import schedule
 
 BOUNDS = ("compute", "gather", "scatter", "transfer", "launch")
+_WAITS = ("gather", "scatter")
 # The share of a step from which launches count: of the published steps that efficiencies were fitted to they bound at
 # most 0.005 % (experiments/published), so nothing is known of the figures for them.
-_LAUNCHES = 0.01
+LAUNCHES = 0.01
 _STEP = 1e-3  # the relative change of a bound's duration from which its share is extrapolated
 NETWORKS = [2 ** (quarter / 4) for quarter in range(-4, 5)]  # half to twice of one that is assumed
 
@@ -33,6 +34,12 @@ class Parts:
     communication: float
     launch: float
     hidden: float
+
+    def step_s(self, factors: Factors | None = None) -> float:
+        """Return the seconds of the step as trials correct it; without factors, by the device's file."""
+        factors = factors or Factors()
+        worked = factors.compute * (self.compute + self.launch) + factors.communication * self.communication
+        return worked + (1 - factors.overlap) * self.hidden
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Speed:
         tokens: of a sample; None: samples are counted.
         mfu: the model's FLOPs over the device's peak during the step; None: one of them is not known.
         parts: what the step is made of, for trials to correct.
-        settings: how many settings of finished trials have corrected it.
+        factors: by which finished trials have corrected it.
         relative: the error of the ratio of two such steps of one group; None: not known.
         group: of the steps that `relative` compares; "": it is compared with none.
         bound_unseen: launches bound more of it than of any validated step: its error is not known.
@@ -86,7 +93,7 @@ class Speed:
     tokens: int | None = None
     mfu: float | None = None
     parts: Parts | None = None
-    settings: int = 0
+    factors: Factors = field(default_factory=Factors)
     relative: float | None = None
     group: str = ""
     bound_unseen: bool = False
@@ -96,6 +103,11 @@ class Speed:
     @property
     def bound(self) -> str:
         return max(self.shares, key=lambda name: self.shares[name])
+
+    @property
+    def correction(self) -> float:
+        """How many times as long finished trials make it."""
+        return self.step_s / self.parts.step_s() if self.parts else 1.0
 
     @property
     def samples_per_s(self) -> float:
@@ -131,52 +143,56 @@ def predict(
     plain = run()
     exposed = {name: max(plain - run(name, 1 - _STEP), 0.0) / _STEP for name in {*bounds, "launch"}}
     total = sum(exposed.values()) or 1.0
-    hidden = _hidden(durations, device, plain)
-    step_s = plain + (1 - device.factors.overlap) * hidden
-    bound_unseen = exposed["launch"] / total > _LAUNCHES and device.factors.settings < SETTINGS_FOR_ERRORS
+    of = {name: plain * exposed.get(name, 0.0) / total for name in BOUNDS}
+    waits = sum(of[name] for name in _WAITS)
+    parts = Parts(plain - waits - of["launch"], waits, of["launch"], _hidden(durations, device, plain))
+    factors, step_s = device.factors, parts.step_s(device.factors)
+    of = {name: s * (factors.communication if name in _WAITS else factors.compute) for name, s in of.items()}
+    bound_unseen = parts.launch > LAUNCHES * plain and not factors.know_errors
     looked_at = looked_at and not bound_unseen
-    most = (device.error if looked_at else device.error_elsewhere).p90
-    network = _network(program, device, separate_scatter)
-    parts = Parts(
-        (exposed.get("compute", 0.0) + exposed.get("transfer", 0.0)) / device.factors.compute,
-        (exposed.get("gather", 0.0) + exposed.get("scatter", 0.0)) / device.factors.communication,
-        exposed["launch"],
-        hidden,
-    )
+    relative = device.relative if looked_at else None
+    known = device.error if looked_at else device.error_elsewhere
+    if factors.alike and not factors.know_errors:  # the level is that of trials, and a ratio to them is left
+        known = relative or known
+    most = known.p90
+    network = _network(program, device, separate_scatter, step_s / plain if plain else 1.0)
     possible = [step_s, *network.steps.values()] if network else [step_s]
     return Speed(
         step_s,
-        {name: exposed.get(name, 0.0) / total for name in BOUNDS},
+        {name: s / (sum(of.values()) or 1.0) for name, s in of.items()},
         min(possible) / (1 + most),
         max(possible) / (1 - most),
         most,
         device.basis,
         device.name,
         parts=parts,
-        settings=device.factors.settings,
-        relative=device.relative.p90 if looked_at and device.relative is not None else None,
+        factors=factors,
+        relative=relative.p90 if relative else None,
         bound_unseen=bound_unseen,
         network=network,
     )
 
 
-def _network(program: Sequence[Operator], device: Device, separate_scatter: bool) -> Network | None:
-    """Return the network that a step uses, with the steps on others where it is assumed; None within one node."""
+def _network(program: Sequence[Operator], device: Device, separate_scatter: bool, correction: float) -> Network | None:
+    """Return the network that a step uses, with the steps on others where it is assumed; None within one node.
+
+    Args:
+        correction: how many times as long trials make the step.
+    """
     groups = {operator.group for operator in program if operator.kind.is_collective}
     if device.kind is DeviceKind.cpu or not any(num_nodes(group, device.node_size) > 1 for group in groups):
         return None
     gbit, reached = device.network_gbit, None if device.factors.settings else device.efficiency.network
-    if device.network_known or device.factors.settings >= SETTINGS_FOR_ERRORS:
+    if device.network_known or device.factors.know_errors:
         return Network(gbit, reached=reached)
     others = [on_network(device, gbit * factor) for factor in NETWORKS]
-    return Network(gbit, {one.network_gbit: step_seconds(program, one, separate_scatter) for one in others}, reached)
+    steps = {one.network_gbit: correction * step_seconds(program, one, separate_scatter) for one in others}
+    return Network(gbit, steps, reached)
 
 
 def step_seconds(program: Sequence[Operator], device: Device, separate_scatter: bool = False) -> float:
-    """Return the seconds of a step, without the other results of `predict`."""
-    durations = [seconds(operator, device) for operator in program]
-    step_s = _run(program, durations, device, separate_scatter)
-    return step_s + (1 - device.factors.overlap) * _hidden(durations, device, step_s)
+    """Return the seconds of a step by the device's file, without the other results of `predict`."""
+    return _run(program, [seconds(operator, device) for operator in program], device, separate_scatter)
 
 
 def _run(program: Sequence[Operator], durations: Sequence[float], device: Device, separate_scatter: bool) -> float:

@@ -9,12 +9,11 @@ from itertools import combinations
 from math import ceil, exp, log
 from statistics import median
 
-from fsdp_lab.forecast.speed.device import SETTINGS_FOR_ERRORS, Basis, Device, Factors, KnownError
-from fsdp_lab.forecast.speed.predict import Parts
+from fsdp_lab.forecast.speed.device import Basis, Device, Factors, KnownError
+from fsdp_lab.forecast.speed.predict import LAUNCHES, Parts
 
-_NOISE = 0.1  # of a trial, as a relative error
-# Prior widths: how far from 1 a factor may be before a trial has run.
-_COMPUTE, _COMMUNICATION, _OVERLAP = 0.3, 0.5, 0.5
+_NOISE = 0.05  # of a trial, as a relative error
+_APART = 0.2  # how far the two factors may be from each other, and the overlap from 1, before trials tell them apart
 _PAIRS = 20  # the fewest for a 90th percentile
 
 
@@ -27,6 +26,8 @@ class Observation:
         parts: of the step as predicted, uncorrected.
         measured_s: its seconds, without waiting for data.
         device: the digest of the figures that it was predicted by.
+        group: see `fsdp_lab.forecast.keep.ratio_group`; "": not known.
+        at: when it ended, in seconds since 1970.
     """
 
     setting: str
@@ -34,31 +35,38 @@ class Observation:
     measured_s: float
     torch: str
     device: str
+    group: str = ""
+    at: float = 0.0
 
 
-def refine(device: Device, observations: Iterable[Observation]) -> Device:
-    """Return the device as finished trials correct it, or unchanged without trials.
+def refine(device: Device, observations: Iterable[Observation], group: str = "") -> Device:
+    """Return the device as finished trials correct it for the steps of a group, or unchanged without trials.
 
-    The factors minimise the squares of the relative errors, and stay near 1 if the trials do not determine them. With
-    eight settings or more, the errors come from leaving one setting out at a time, and are at least half of the earlier
-    ones.
+    The trials are those of the group. Without any, they are all others but those that launches bound, which show the
+    host's processor. Of one trial both factors are its measured time over the predicted one; several tell compute from
+    communication. The factors minimise the squares of the relative errors.
+
+    With eight settings of the group or more, the errors come from leaving one setting out at a time, and are at least
+    half of that of ratios before.
     """
-    settings = _settings(observations)
+    some = list(observations)
+    alike = [one for one in some if one.group == group]
+    settings = _settings(alike or [one for one in some if one.parts.launch <= LAUNCHES * one.parts.step_s()])
     if not settings:
         return device
-    refined = replace(device, basis=Basis.trials, factors=_fit(settings))
-    if len(settings) < SETTINGS_FOR_ERRORS:
+    refined = replace(device, basis=Basis.trials, factors=replace(_fit(settings), alike=bool(alike)))
+    if not refined.factors.know_errors:
         return refined
     ratios = [
-        _predicted(one, _fit([*settings[:place], *settings[place + 1 :]])) / one.measured_s
+        one.parts.step_s(_fit([*settings[:place], *settings[place + 1 :]])) / one.measured_s
         for place, one in enumerate(settings)
     ]
     errors = sorted(abs(ratio - 1) for ratio in ratios)
-    p90 = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
-    error = KnownError(_within(median(errors)), _within(max(p90, device.error.p90 / 2)))
+    p90, least = errors[min(len(errors) - 1, int(0.9 * len(errors)))], (device.relative or device.error).p90 / 2
+    error = KnownError(_within(median(errors)), _within(max(p90, least)))
     pairs = pair_error([ratios])
     assert pairs is not None  # eight settings make 28
-    relative = KnownError(pairs.median, _within(max(pairs.p90, (device.relative or device.error).p90 / 2)))
+    relative = KnownError(pairs.median, _within(max(pairs.p90, least)))
     return replace(refined, error=error, error_elsewhere=error, relative=relative)
 
 
@@ -89,21 +97,14 @@ def _settings(observations: Iterable[Observation]) -> list[Observation]:
     return [replace(some[-1], measured_s=median(one.measured_s for one in some)) for some in runs.values()]
 
 
-def _predicted(one: Observation, factors: Factors) -> float:
-    parts = one.parts
-    shown = (1 - factors.overlap) * parts.hidden
-    return factors.compute * parts.compute + factors.communication * parts.communication + parts.launch + shown
-
-
 def _fit(observations: Sequence[Observation]) -> Factors:
     import numpy as np
     from scipy.optimize import lsq_linear
 
-    rows = [[one.parts.compute, one.parts.communication, one.parts.hidden] for one in observations]
-    rest = [one.measured_s - one.parts.launch for one in observations]
+    parts = np.array([[p.compute + p.launch, p.communication, p.hidden] for p in (one.parts for one in observations)])
     scale = np.array([_NOISE * one.measured_s for one in observations])
-    prior, widths = np.array([1.0, 1.0, 0.0]), np.array([_COMPUTE, _COMMUNICATION, _OVERLAP])
-    table = np.vstack([np.array(rows) / scale[:, None], np.diag(1 / widths)])
-    target = np.concatenate([np.array(rest) / scale, prior / widths])
+    prior = np.array([[1.0, -1.0, 0.0], [0.0, 0.0, 1.0]]) / _APART  # for the level there is none
+    table = np.vstack([parts / scale[:, None], prior])
+    target = np.array([1 / _NOISE] * len(observations) + [0.0, 0.0])
     compute, communication, shown = lsq_linear(table, target, bounds=([0.05, 0.05, 0.0], [20.0, 20.0, 1.0])).x
     return Factors(float(compute), float(communication), 1 - float(shown), len(observations))
