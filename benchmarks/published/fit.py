@@ -1,8 +1,9 @@
-"""Efficiencies fitted to published rows, so that each row is forecast by numbers that were not fitted to it."""
+"""Efficiencies fitted to published rows, with each source left out in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,73 +12,71 @@ from scipy.optimize import least_squares
 from benchmarks.published.steps import Traced
 from fsdp_lab.forecast.speed.device import Efficiency
 
-START = Efficiency(matmul=0.85, attention=0.6, memory=0.6, link=0.6, network=0.4)
-_PRIOR = 0.02  # what a factor of e away from the start weighs, as a relative error
-_FAR = 0.03  # relative errors beyond this weigh less: some published rows are off for reasons of their own
-_STEP = 1e-3
-_ROUNDS = 10  # at most, each with new slopes
-_SHARES = (1.0, 0.5, 0.2, 0.05)  # line search: slopes hold only near where they were taken
-_ENOUGH = 1e-3  # a round that saves a smaller share of the cost is the last
+# Devices whose kernels are alike share their efficiencies. What one source has alone starts from the H100's.
+FAMILIES = {
+    "a100": ("a100_80gb", "a100_40gb"),
+    "h100": ("h100_sxm", "h100_96gb"),
+    "mi300x": ("mi300x",),
+    "b200": ("b200",),
+}
+START = Efficiency(matmul=0.85, float8=0.7, attention=0.8, memory=0.7, fused=0.5, link=0.5, network=0.4)
+_PRIOR = 0.05  # what a factor of e away from the start weighs, as a relative error
+_FAR = 0.05  # relative errors beyond this weigh less: some published rows are off for reasons of their own
 
 
-def fit(rows: Sequence[Traced], start: Efficiency = START) -> Efficiency:
-    """Return the efficiencies with the least errors. What no row depends on stays where it starts."""
-    names, efficiency = _names(rows), start
-    for _ in range(_ROUNDS):
-        centre, here = _logs(efficiency, names), _errors(rows, efficiency)
-        shifted = [_errors(rows, _at(efficiency, names, centre - _STEP * unit)) for unit in np.eye(len(names))]
-        slopes = np.stack([(here - each) / _STEP for each in shifted], axis=1)
-        there = _logs(_solved(_linear(here, slopes, centre), names, efficiency), names)
-        tried = [_at(efficiency, names, centre + share * (there - centre)) for share in _SHARES]
-        best, before = min(tried, key=lambda one: _cost(rows, one, names)), _cost(rows, efficiency, names)
-        if _cost(rows, best, names) > before * (1 - _ENOUGH):
-            break
-        efficiency = best
-    return efficiency
+def fit(rows: Sequence[Traced], start: Efficiency = START, prior: Efficiency = START) -> Efficiency:
+    """Return the efficiencies with the least errors; each source weighs the same, whatever its number of rows.
 
+    Rows over several nodes whose network is not stated do not count.
 
-def _cost(rows: Sequence[Traced], efficiency: Efficiency, names: Sequence[str]) -> float:
-    """Return what `_solved` minimises."""
-    far = _PRIOR * (_logs(efficiency, names) - _logs(START, names))
-    squares = (np.concatenate([_errors(rows, efficiency), far]) / _FAR) ** 2
-    return float(np.sum(np.sqrt(1 + squares)))
+    Args:
+        rows: of one family of devices.
+        start: where the search begins.
+        prior: what the rows leave open stays near this.
+    """
+    known = [one for one in rows if one.row.network_known]
+    if not known:
+        return prior
+    of_source = Counter(one.row.source for one in known)
+    weights = np.array([of_source[one.row.source] ** -0.5 for one in known])
+    names = [*vars(START)]
 
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        efficiency = Efficiency(*np.exp(logs))
+        errors = np.log([seconds(one, efficiency) / one.row.measured_s for one in known])
+        return np.concatenate([weights * errors, _PRIOR * (logs - _logs(prior, names))])
 
-def without_each(rows: Sequence[Traced], start: Efficiency = START) -> list[Efficiency]:
-    """Return for each row the efficiencies that are fitted to all other sizes of model."""
-    sizes = [traced.row.model for traced in rows]
-    fitted = {size: fit([one for one in rows if one.row.model != size], start) for size in dict.fromkeys(sizes)}
-    return [fitted[size] for size in sizes]
-
-
-def _linear(here: np.ndarray, slopes: np.ndarray, centre: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda logs: here + slopes @ (logs - centre)
-
-
-def _errors(rows: Sequence[Traced], efficiency: Efficiency) -> np.ndarray:
-    devices = [replace(traced.row.device, efficiency=efficiency) for traced in rows]
-    pairs = zip(rows, devices, strict=True)
-    return np.array([np.log(traced.seconds(device) / traced.row.measured_s) for traced, device in pairs])
-
-
-def _names(rows: Sequence[Traced]) -> list[str]:
-    """Return what the rows depend on; the network where it is stated."""
-    known = any(traced.row.several_nodes and traced.row.device.network_known for traced in rows)
-    return [name for name in vars(START) if known or name != "network"]
+    begin = np.minimum(_logs(start, names), -1e-3)
+    found = least_squares(
+        residuals, begin, bounds=(-5, 0), loss="soft_l1", f_scale=_FAR, diff_step=1e-3, ftol=1e-4, max_nfev=20
+    )
+    return Efficiency(*(round(float(share), 3) for share in np.exp(found.x)))
 
 
 def _logs(efficiency: Efficiency, names: Sequence[str]) -> np.ndarray:
-    return np.array([np.log(getattr(efficiency, name)) for name in names])
+    return np.log([getattr(efficiency, name) for name in names])
 
 
-def _at(efficiency: Efficiency, names: Sequence[str], logs: np.ndarray) -> Efficiency:
-    return replace(efficiency, **{name: float(np.exp(value)) for name, value in zip(names, logs, strict=True)})
+def seconds(one: Traced, efficiency: Efficiency) -> float:
+    """Return the predicted seconds of a row's step by these efficiencies."""
+    return one.seconds(replace(one.row.device, efficiency=efficiency))
 
 
-def _solved(errors: Callable[[np.ndarray], np.ndarray], names: Sequence[str], start: Efficiency) -> Efficiency:
-    prior = _logs(START, names)
-    solution = least_squares(
-        lambda logs: np.concatenate([errors(logs), _PRIOR * (logs - prior)]), np.minimum(_logs(start, names), -1e-6),
-        bounds=(-5.0, 0.0), loss="soft_l1", f_scale=_FAR,
-    )  # fmt: skip
-    return _at(start, names, solution.x)
+def families(traced: Sequence[Traced]) -> dict[str, list[Traced]]:
+    """Return the rows of each family."""
+    return {name: [one for one in traced if one.row.gpu in gpus] for name, gpus in FAMILIES.items()}
+
+
+def fits(
+    traced: Mapping[str, Sequence[Traced]], without: str = "", start: Mapping[str, Efficiency] | None = None
+) -> dict[str, Efficiency]:
+    """Return the efficiencies of each family, without the rows of a source.
+
+    Args:
+        traced: the rows of each family.
+        start: where each search begins; None: at `START`.
+    """
+    left = {name: [one for one in rows if one.row.source != without] for name, rows in traced.items()}
+    begin = start or dict.fromkeys(traced, START)
+    found = {name: fit(left[name], begin[name]) for name in ("a100", "h100")}
+    return found | {name: fit(left[name], begin[name], found["h100"]) for name in ("mi300x", "b200")}

@@ -8,23 +8,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.config.conf import device_file
+from fsdp_lab.config.conf import data_sheets, device_file
 from fsdp_lab.forecast.speed.device import Device, load_device, on_network
 
-MPT, STEPS = "published_fsdp_speed.csv", "published_steps.csv"
+DATA = Path(__file__).parent / "data"
 _VOCABULARY = 50368  # of MPT
 _FILES = {"h100_80gb": "h100_sxm"}
 _CHECKPOINTING = {
     "selective_layer": ("every_n", "activation_checkpointing_every=2"),
     "every_n": ("every_n", "activation_checkpointing_every=2"),
 }
-# Attention before PyTorch 2.13 and cuDNN 9.15.1: FlashAttention-2, on Hopper too. MPT ran FlashAttention or a Triton
-# kernel of 2022 and 2023, whose rate is fitted to those rows as `efficiency.attention`, for those rows alone.
-_MPT_NETWORK = {"a100_40gb": 1600.0}  # llm-foundry states it for these only
 _DECODERS = "benchmarks.published.decoders"
-_EARLY, _FUSED_NORM = "torchtitan PR 165", "torchtitan docs/performance.md"
-_EXPANDABLE = "torchtitan benchmarks/"  # its script sets it since October 2024
-_TORCHTITAN = ("torchtitan", "PyTorch blog 2024-11-25")
+# What the product does not train, so that a row's step has no forecast.
+_UNKNOWN = {
+    "act_offload": "activations are not offloaded",
+    "mxfp8": "mxfp8 is no precision here",
+    "mxfp8_rceil": "mxfp8 is no precision here",
+    "ac_misses_scaled_mm": "its checkpointing saved every float8 product, which was a fault",
+    "cudnn_attention": "cuDNN's attention before PyTorch 2.11",
+}
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Row:
     """A published step.
 
     Attributes:
-        name: `g07` as in `published_steps.csv`; `m007` for the seventh row of MPT's.
-        source: where it was published.
+        name: as in `steps.csv`; `m007` for the seventh row of `mpt.csv`.
+        source: who published it. Rows of one source are left out together.
         model: its name.
         device: with the row's network, where it is stated, and without kernels that PyTorch did not have.
         gpu: the file of the device.
@@ -42,9 +44,9 @@ class Row:
         blocks: of the model.
         microbatches: of an optimizer step.
         measured_s: seconds of the step; of published rates the middle.
-        reserved_gib: the allocator's peak of a step by FSDP2; None: not published.
-        marks: of `fsdp1`, `compiled`, `float8`, `hybrid`: what makes the forecast one of something else.
-        fitted: efficiencies are fitted to rows of its kind.
+        reserved_gib: the allocator's peak of a step; None: not published.
+        marks: of `compiled`, `float8`, `hybrid` and what is unusual.
+        unscored: why its errors do not count; "" if they do. Efficiencies are fitted to it all the same.
         early: its FSDP2 is from before pytorch#129721.
         expandable: its allocator had expandable segments.
     """
@@ -61,7 +63,7 @@ class Row:
     measured_s: float
     reserved_gib: float | None = None
     marks: tuple[str, ...] = ()
-    fitted: bool = False
+    unscored: str = ""
     early: bool = False
     expandable: bool = False
 
@@ -70,14 +72,36 @@ class Row:
         """Whether it depends on the network."""
         return self.workers > self.device.node_size
 
+    @property
+    def network_known(self) -> bool:
+        """Whether the network is stated, or there is one node."""
+        return self.device.network_known or not self.several_nodes
 
-def read_mpt(path: Path) -> list[Row]:
-    """Return the rows of MPT: FSDP1, Composer's accumulation, which reduces the gradients of each microbatch, and its
-    AdamW, a loop over parameters. A forecast has two microbatches at most: the third does what the second did."""
-    return [_mpt(number, facts) for number, facts in enumerate(csv.DictReader(path.read_text().splitlines()), start=1)]
+    @property
+    def kind(self) -> str:
+        """`float8`, `compiled` or `eager`."""
+        return next((kind for kind in ("float8", "compiled") if kind in self.marks), "eager")
+
+
+def read_rows() -> tuple[list[Row], dict[str, str]]:
+    """Return the rows that can be forecast, and why others cannot: name -> reason."""
+    rows = [_mpt(number, facts) for number, facts in enumerate(_facts("mpt.csv"), start=1)]
+    left_out = {}
+    for facts in _facts("steps.csv"):
+        if reason := _no_forecast(facts):
+            left_out[facts["id"]] = reason
+        else:
+            rows.append(_step(facts))
+    return rows, left_out
+
+
+def _facts(name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader((DATA / name).read_text().splitlines()))
 
 
 def _mpt(number: int, facts: Mapping[str, str]) -> Row:
+    """Return a row of MPT: FSDP1, Composer's accumulation, which reduces the gradients of each microbatch, and its
+    AdamW, a loop over parameters. A forecast has two microbatches at most: the third does what the second did."""
     microbatch, ranks, length = int(facts["microbatch_size"]), int(facts["num_gpus"]), int(facts["seq_len"])
     parts, gpu = min(2, int(facts["grad_accum_steps"])), _FILES.get(facts["gpu"], facts["gpu"])
     words = (
@@ -90,22 +114,11 @@ def _mpt(number: int, facts: Mapping[str, str]) -> Row:
         f"precision={facts['precision']}", f"activation_checkpointing={facts['activation_checkpointing']}",
     )  # fmt: skip
     tokens = float(facts["global_batch_size"]) * length / ranks
+    gbit = 1600.0 if gpu == "a100_40gb" else None  # stated for these only
     return Row(
-        f"m{number:03}", "llm-foundry", facts["model"], _device(gpu, _MPT_NETWORK.get(gpu)), gpu, ranks, words,
-        int(facts["num_layers"]), int(facts["grad_accum_steps"]), tokens / float(facts["tokens_per_s_per_gpu"]),
-        marks=("fsdp1",), fitted=True,
+        f"m{number:03}", "MPT", facts["model"], _device(gpu, gbit), gpu, ranks, words, int(facts["num_layers"]),
+        int(facts["grad_accum_steps"]), tokens / float(facts["tokens_per_s_per_gpu"]), unscored="FSDP1",
     )  # fmt: skip
-
-
-def read_steps(path: Path) -> tuple[list[Row], dict[str, str]]:
-    """Return the rows that can be forecast, and why others cannot: name -> reason."""
-    rows, left_out = [], {}
-    for facts in csv.DictReader(path.read_text().splitlines()):
-        if reason := _no_forecast(facts):
-            left_out[facts["id"]] = reason
-        else:
-            rows.append(_step(facts))
-    return rows, left_out
 
 
 def _no_forecast(facts: Mapping[str, str]) -> str:
@@ -114,46 +127,57 @@ def _no_forecast(facts: Mapping[str, str]) -> str:
         return "nanotron's ZeRO-1 is neither FSDP1 nor FSDP2: gradients are not sharded and accumulate in float32"
     if any(facts[key] != "1" for key in ("tp", "cp", "pp")):
         return "tensor, context and pipeline parallelism have no forecast yet"
-    return ""
+    if facts["gpu"] not in {sheet.stem for sheet in data_sheets()}:
+        return f"conf/device has no {facts['gpu']}"
+    if not facts["precision"] or not (facts["tok_s_gpu"] or facts["step_s"]):
+        return "its precision or its tokens/s are not stated"
+    return next((_UNKNOWN[one] for one in facts["features"].split() if one in _UNKNOWN), "")
 
 
 def _step(facts: Mapping[str, str]) -> Row:
     gpus, accum, length = int(facts["gpus"]), int(facts["accum"]), int(facts["seq"])
     local = int(facts["local_batch"])
     checkpointing, *more = _CHECKPOINTING.get(facts["ac"], (facts["ac"],))
-    early = facts["source"].startswith(_EARLY)
-    decoder, *loss = _decoder(facts["source"])
     compiled, fsdp2 = facts["compile"] == "true", facts["impl"] == "fsdp2"
+    if compiled:
+        more.append(f"compile_loss={facts['compile_loss']}")
+    reshard = {"true": "always", "false": "never"}.get(facts["reshard"], "default" if fsdp2 else "always")
     words = (
-        "model=custom", f"model._target_={decoder}", f"model.vocab_size={facts['vocab']}", f"model.dim={facts['dim']}",
+        "model=custom", *_decoder(facts), f"model.vocab_size={facts['vocab']}", f"model.dim={facts['dim']}",
         f"model.num_heads={facts['heads']}", f"model.num_kv_heads={facts['kv_heads']}", f"model.ffn_dim={facts['ffn']}",
-        f"model.max_seq_len={length}", f"model.tied={facts['tied']}", *loss, "task=language", "data=synthetic_tokens",
+        f"model.max_seq_len={length}", f"model.tied={facts['tied']}", "task=language", "data=synthetic_tokens",
         f"data.vocab_size={facts['vocab']}", f"data.seq_len={length}",
         f"training.global_batch_size={gpus * local * accum}", f"training.grad_accum_steps={accum}",
-        "training.max_grad_norm=1.0", "optimizer=adamw", "optimizer.implementation=foreach", "sharding=per_block",
-        f"sharding.dp_replicate={facts['dp_replicate']}", f"reshard_after_forward={'default' if fsdp2 else 'always'}",
+        "training.max_grad_norm=1.0", "optimizer=adamw", f"optimizer.implementation={facts['optimizer']}",
+        "sharding=per_block", f"sharding.dp_replicate={facts['dp_replicate']}", f"reshard_after_forward={reshard}",
         f"precision={facts['precision']}", f"activation_checkpointing={checkpointing}", *more,
         f"compile={str(compiled).lower()}",
     )  # fmt: skip
-    marks = {"fsdp1": not fsdp2, "compiled": compiled, "float8": facts["precision"] == "float8"}
-    marks["hybrid"] = facts["dp_replicate"] != "1"
+    marks = {"compiled": compiled, "float8": facts["precision"] == "float8", "hybrid": facts["dp_replicate"] != "1"}
+    unscored = "" if fsdp2 else "FSDP1"
+    if facts["quality"] == "C":
+        unscored = "its source leaves open what ran"
     gbit, reserved = facts["gbit_per_node"], facts["reserved_gib"]
     return Row(
         facts["id"], facts["source"], facts["model"], _device(facts["gpu"], float(gbit) if gbit else None),
         facts["gpu"], gpus, words, int(facts["layers"]), accum, _seconds(facts, length * local * accum),
-        float(reserved) if reserved and fsdp2 else None, tuple(mark for mark, has in marks.items() if has),
-        early=early, expandable=facts["source"].startswith(_EXPANDABLE),
+        float(reserved) if reserved and fsdp2 else None,
+        (*(mark for mark, has in marks.items() if has), *facts["features"].split()), unscored,
+        early=facts["decoder"] == "torchtitan_2024_03", expandable=facts["expandable"] == "true",
     )  # fmt: skip
 
 
-def _decoder(source: str) -> tuple[str, ...]:
+def _decoder(facts: Mapping[str, str]) -> tuple[str, ...]:
     """Return the class of a row's model, and overrides for it."""
-    if source.startswith(_EARLY):
-        return (f"{_DECODERS}.EarlyTorchtitan",)
-    if source.startswith(_TORCHTITAN):
-        fused = str(source.startswith(_FUSED_NORM)).lower()
-        return f"{_DECODERS}.Torchtitan", f"model.fused_norm={fused}", "task.loss_chunks=2"
-    return ("fsdp_lab.workloads.language.llama.Llama",)
+    match facts["decoder"]:
+        case "torchtitan_2024_03":
+            return (f"model._target_={_DECODERS}.EarlyTorchtitan",)
+        case "torchtitan" | "torchtitan_fused_norm":
+            fused = str(facts["decoder"].endswith("fused_norm")).lower()
+            # a loss that is not compiled is computed in the model: torchtitan frees the logits before the backward pass
+            inside = () if facts["compile_loss"] == "true" else ("task.loss_chunks=2",)
+            return f"model._target_={_DECODERS}.Torchtitan", f"model.fused_norm={fused}", *inside
+    return ("model._target_=fsdp_lab.workloads.language.llama.Llama",)
 
 
 def _seconds(facts: Mapping[str, str], tokens: int) -> float:

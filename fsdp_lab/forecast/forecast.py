@@ -31,7 +31,7 @@ from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.forecast.keep import ratio_group
 from fsdp_lab.forecast.kernels import buffer_bytes, cuda_kernels
 from fsdp_lab.forecast.speed.costs import in_tf32
-from fsdp_lab.forecast.speed.device import Device, DeviceKind
+from fsdp_lab.forecast.speed.device import OTHER, Device, DeviceKind
 from fsdp_lab.forecast.speed.predict import Speed, predict
 from fsdp_lab.forecast.speed.program import Operator
 from fsdp_lab.forecast.torch_private import (
@@ -107,13 +107,14 @@ def forecast(
 
 def _price(step: Step, config: TrialConfig, num_workers: int, sheet: Device) -> Speed:
     """Return the speed of a step, with the model's MFU."""
-    differs = unlike(config, num_workers, sheet)
+    differs = unlike(config, sheet)
+    kinds = [OTHER] if differs else kinds_of(config, num_workers, sheet)
     program = in_tf32(step.program, sheet, config.precision.tf32)
     separate = config.sharding.separate_reduce_scatter_group
-    speed = predict(program, sheet, separate, not differs)
+    speed = predict(program, sheet, separate, kinds)
     if config.offload.target is OffloadTarget.cpu_unpinned:
         paged, slowest = (
-            predict(program, replace(sheet, host_bandwidth=sheet.host_bandwidth / by), separate, not differs)
+            predict(program, replace(sheet, host_bandwidth=sheet.host_bandwidth / by), separate, kinds)
             for by in (PAGEABLE, PAGEABLE**2)
         )
         speed = replace(paged, low_s=speed.low_s, high_s=slowest.high_s)
@@ -130,24 +131,26 @@ def _price(step: Step, config: TrialConfig, num_workers: int, sheet: Device) -> 
     )
 
 
-def unlike(config: TrialConfig, num_workers: int, sheet: Device) -> tuple[str, ...]:
-    """Return how a step differs from those that the device's error is known for, in words.
+def unlike(config: TrialConfig, sheet: Device) -> tuple[str, ...]:
+    """Return how a step differs from those that an error is known for, in words.
 
     Those are the steps of experiments/published.
     """
     offload, sharding, dtype = config.offload.target, config.sharding.granularity, config.precision.param_dtype
     differences = {
-        "compile=true": config.compile,
-        "float8": config.precision.float8,
         "offload=cpu": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu,
         "offload=cpu_unpinned (pageable copies are assumed to be half as fast as pinned ones; the range covers as fast "
         "to a quarter)": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu_unpinned,
         f"sharding={sharding.value}": sharding is not Granularity.per_block,
         f"parameters in {dtype.value}": dtype is not Dtype.bfloat16,
-        "several nodes": num_workers > sheet.node_size,
-        "hybrid sharding over several nodes": config.sharding.dp_replicate > 1 and num_workers > sheet.node_size,
     }
     return tuple(name for name, differs in differences.items() if differs)
+
+
+def kinds_of(config: TrialConfig, num_workers: int, sheet: Device) -> list[str]:
+    """Return the kinds of a step whose errors are known, see `Errors`."""
+    kind = "float8" if config.precision.float8 else "compiled" if config.compile else "eager"
+    return [kind, *(["several_nodes"] if num_workers > sheet.node_size else [])]
 
 
 def largest_microbatch(

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import _fully_shard as fsdp_package
 from torch.distributed.tensor import _sharding_prop
 from torch.nn.parallel import distributed as ddp
 
+from fsdp_lab.forecast.speed.program import FUSED
 from fsdp_lab.machine.private import Name
 from fsdp_lab.training.torch_private import compiled_code_runs
 
@@ -77,7 +78,7 @@ def kernels_planned(device: torch.device, on_kernel: OnKernel) -> Iterator[None]
 
         def run(*args: Any) -> None:
             tensors = [(name, arg) for name, arg in zip(names, args, strict=False) if isinstance(arg, Tensor)]
-            on_kernel("fused", *([t for name, t in tensors if side in name] for side in ("in_", "out_")))
+            on_kernel(FUSED, *([t for name, t in tensors if side in name] for side in ("in_", "out_")))
 
         return run
 

@@ -16,6 +16,7 @@ from fsdp_lab.forecast.speed.device import (
     Device,
     DeviceKind,
     Efficiency,
+    Errors,
     Factors,
     KnownError,
     Reached,
@@ -31,8 +32,8 @@ ROUND = Device(
     memory_gib=80, peak_flops={"bfloat16": 1e14, "float32": 1e13}, memory_bandwidth=1e12, num_cores=100,
     link_bandwidth=1e11, node_size=8, network_bandwidth=4e10, host_bandwidth=1e10, host_memory_bandwidth=2e10,
     launch_s=0.0, latency_s=0.0, link_latency_s=0.0, network_latency_s=0.0, reached=Reached(),
-    efficiency=Efficiency(matmul=0.5, attention=0.25, memory=0.5, link=1.0, network=1.0), error=KnownError(0.1, 0.2),
-    error_elsewhere=KnownError(0.1, 0.2),
+    efficiency=Efficiency(matmul=0.5, float8=0.5, attention=0.25, memory=0.5, fused=0.5, link=1.0, network=1.0),
+    errors=Errors(KnownError(0.1, 0.2)),
 )  # fmt: skip
 
 

@@ -57,7 +57,8 @@ def fast(row: Row, step_s: float, workers: int = 8, **changed: object) -> Row:
     """The setting with a predicted step, bound by compute; ratios of predictions are known to 8 %."""
     shares = {"compute": 0.9, "gather": 0.1}
     speed = Speed(step_s, shares, step_s / 1.1, step_s / 0.9, 0.1, Basis.fitted, "X", samples=8, tokens=1000, mfu=0.4)
-    speed = replace(speed, relative=0.08, group="one", **changed)  # type: ignore[arg-type]
+    known = {"relative": 0.08, "group": "one", "kinds": ("eager",), "sources": 3}
+    speed = replace(speed, **(known | changed))  # type: ignore[arg-type]
     sized = replace(
         row.forecast, speed=speed, num_workers=workers, num_params=(8_030_000_000, 8_030_000_000 // workers)
     )
@@ -119,7 +120,8 @@ CASES: dict[str, tuple[list[Row], list[str]]] = {
     "data_sheet": ([fast(row([], 9.9), 0.1, basis=Basis.data_sheet)], []),
     "corrected_by_a_trial": ([fast(row([], 9.9), 1.15, **corrected(1, True))], []),
     "corrected_by_trials_of_another_model": ([fast(row([], 9.9), 1.15, **corrected(2, False))], []),
-    "unlike_what_was_published": ([fast(row([], 9.9), 1.0, unlike=("float8", "several nodes"))], []),
+    "unlike_what_was_published": ([fast(row([], 9.9), 1.0, unlike=("sharding=root", "offload=cpu"))], []),
+    "few_sources": ([fast(row([], 9.9), 1.0, kinds=("float8", "several_nodes"), sources=2)], []),
     "workers": (over_workers(), ["activation_checkpointing", "cluster.num_workers"]),
     "more_than_linear": (
         [

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from fsdp_lab.config.conf import conf_dir
 from fsdp_lab.forecast.answer import answers
 from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL_ERROR, Forecast, Host, NoForecast, on_capacity
 from fsdp_lab.forecast.keep import number_kept, passed_over, ratio_group
 from fsdp_lab.forecast.table import Row, forecast_table, in_order
 from fsdp_lab.forecast.words import say
 from fsdp_lab.record.reasons import Code
-from fsdp_lab.report.render import environment
 from tests.forecast.planted import forecast_of, row, sheet
 from tests.ranks import config
 
@@ -83,24 +79,6 @@ def test_a_nearly_full_gpu_may_be_slower_than_predicted():
     assert (slower.low_s, slower.relative) == (speed.low_s, None)
     assert on_capacity(full, 1000).speed == speed
     assert on_capacity(on_cpu, 950).speed == speed, "it has no allocator that retries"
-
-
-with (conf_dir().parent / "experiments" / "published" / "results" / "rows.csv").open() as file:
-    PUBLISHED = list(csv.DictReader(file))
-
-
-def test_what_is_said_of_published_steps_is_what_the_rows_say():
-    rows = [row for row in PUBLISHED if row["gbit"] != "?"]
-    nodes = [row for row in rows if int(row["gpus"]) > 8]
-    kinds = {
-        "compile=true": [row for row in rows if "compiled" in row["marks"]],
-        "float8": [row for row in rows if "float8" in row["marks"]],
-        "several nodes": nodes,
-        "hybrid sharding over several nodes": [row for row in nodes if "hybrid" in row["marks"]],
-    }
-    errors = {kind: [abs(float(row["error"].rstrip("%"))) for row in some] for kind, some in kinds.items()}
-    found = {kind: (len(of_kind), math.ceil(max(of_kind))) for kind, of_kind in errors.items()}
-    assert found == environment(False).get_template("forecast_words.j2").module.compared
 
 
 FAST, LARGE = row("root", 1.2, 300), row("ddp", 1.0, fits=False)

@@ -10,7 +10,7 @@ import torch
 from torch._inductor import comm_analysis
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.forecast.forecast import forecast, unlike
+from fsdp_lab.forecast.forecast import forecast, kinds_of, unlike
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.sentences import request_notes
 from fsdp_lab.forecast.speed.costs import collective_seconds, in_tf32, seconds
@@ -210,14 +210,15 @@ def test_the_range_covers_how_slow_pageable_copies_are_assumed():
 
 
 def test_a_step_is_known_by_how_it_differs_from_those_looked_at():
-    for words, workers, differs in (
-        ("", 8, []),
-        ("sharding.dp_replicate=2", 16, ["several nodes", "hybrid sharding over several nodes"]),
-        ("sharding=root precision=fp32", 8, ["sharding=root", "parameters in float32"]),
-        ("offload=cpu compile=true", 8, ["compile=true", "offload=cpu"]),
-        ("precision=float8", 8, ["float8"]),
+    for words, differs, kinds in (
+        ("", [], ["eager"]),
+        ("sharding=root precision=fp32", ["sharding=root", "parameters in float32"], ["eager"]),
+        ("offload=cpu compile=true", ["offload=cpu"], ["compiled"]),
+        ("compile=true precision=float8", [], ["float8"]),
     ):
-        assert [*unlike(config(*LANGUAGE, *words.split()), workers, sheet("h100_sxm"))] == differs
+        asked, device = config(*LANGUAGE, *words.split()), sheet("h100_sxm")
+        assert ([*unlike(asked, device)], kinds_of(asked, 8, device)) == (differs, kinds)
+        assert kinds_of(asked, 16, device) == [*kinds, "several_nodes"]
 
 
 @pytest.mark.parametrize(
@@ -228,6 +229,6 @@ def test_the_error_is_that_of_the_steps_that_were_looked_at(words: str, launch_s
     device = replace(sheet("h100_sxm"), launch_s=launch_s)
     speed = speed_of(*words.split(), workers=8, device=device)
     assert device.relative is not None and speed.bound_unseen == (speed.shares["launch"] > 0.5) == (launch_s > 1e-6)
-    assert speed.error == (device.error if known else device.error_elsewhere).p90
+    assert speed.error == device.errors.of(["eager" if known else "other"]).p90
     assert speed.relative == (device.relative.p90 if known else None)
     assert not speed_of(workers=8, device=replace(device, factors=Factors(settings=8, alike=True))).bound_unseen

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fsdp_lab.forecast.speed.device import Device, DeviceKind, Reached
-from fsdp_lab.forecast.speed.program import Kind, Operator, Stream, num_nodes
+from fsdp_lab.forecast.speed.program import FUSED, Kind, Operator, Stream, num_nodes
 
 _TILE = (128, 128)  # of a matrix product's result, which one core computes
 # The rate of attention backwards relative to forwards. FlashAttention: 25-35 % and 30-50 % of the peak
@@ -74,13 +74,15 @@ def _work_seconds(operator: Operator, device: Device) -> float:
         return operator.num_bytes / device.host_bandwidth
     if operator.stream is Stream.host:
         return operator.num_bytes / device.host_memory_bandwidth
-    memory = operator.num_bytes / (device.memory_bandwidth * most.memory * efficiency.memory)
+    share = efficiency.fused if operator.name == FUSED else efficiency.memory
+    memory = operator.num_bytes / (device.memory_bandwidth * most.memory * share)
     if operator.kind is Kind.memory or not operator.flops:
         return memory
     if operator.kind is Kind.attention:
         reached = _attention_reaches(operator, most) * efficiency.attention
     else:
-        reached = most.matmul * efficiency.matmul
+        narrow = operator.dtype.startswith("float8")
+        reached = most.matmul * (efficiency.float8 if narrow else efficiency.matmul)
     if operator.shape is not None and operator.kind is Kind.matmul:
         reached *= occupied(operator.shape, device.num_cores)
     return max(operator.flops / (device.peak(operator.dtype) * reached), memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from hashlib import sha256
@@ -58,30 +58,59 @@ class Efficiency:
 
     Attributes:
         matmul: by matrix products whose tiles fill the device.
+        float8: by those in float8.
         attention: by fused attention, forwards; backwards it reaches three quarters of this.
-        memory: by everything else.
+        memory: by everything else that a step runs operator by operator.
+        fused: by kernels that the compiler made.
         link: of the links' bandwidth within a node, by collectives.
         network: of a node's network bandwidth, by collectives between nodes.
     """
 
     matmul: float
+    float8: float
     attention: float
     memory: float
+    fused: float
     link: float
     network: float
 
 
 @dataclass(frozen=True)
 class KnownError:
-    """Relative errors of predicted step times on this basis, for steps that it was not fitted to.
+    """Relative errors of predicted step times, for sources that the figures had not seen.
 
     Attributes:
-        median: of their absolute values.
+        median: of their absolute values; over sources, each of which counts once.
         p90: nine of ten do not exceed it.
+        sources: that were left out in turn; 0: it is not known of how many.
     """
 
     median: float
     p90: float
+    sources: int = 0
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The errors of a device's predictions by the kind of step. All kinds shard blocks and compute in bfloat16.
+
+    Attributes:
+        other: of any other step, and of a kind without an error of its own.
+        eager: neither compiled nor in float8.
+        compiled: not in float8.
+        float8: compiled or not.
+        several_nodes: of any of these over several nodes.
+    """
+
+    other: KnownError
+    eager: KnownError | None = None
+    compiled: KnownError | None = None
+    float8: KnownError | None = None
+    several_nodes: KnownError | None = None
+
+    def of(self, kinds: Iterable[str]) -> KnownError:
+        """Return the widest error of a step's kinds: names of attributes."""
+        return max((getattr(self, kind) or self.other for kind in kinds), key=lambda one: one.p90)
 
 
 @dataclass(frozen=True)
@@ -127,9 +156,7 @@ class Device:
         latency_s: seconds before a collective sends.
         link_latency_s: seconds of a message from device to device within a node.
         network_latency_s: the same between nodes.
-        error: of predictions for this device on this basis, for validated steps: sharded in blocks, in bfloat16, on one
-            node.
-        error_elsewhere: of predictions of any other step.
+        errors: of its predictions.
         relative: of the ratio of two predictions of validated steps, for one model on this device. An error common to
             all of them, such as the level of a machine, cancels. None: not known.
         factors: corrections by trials that ran on the device; in no file.
@@ -154,8 +181,7 @@ class Device:
     network_latency_s: float
     reached: Reached
     efficiency: Efficiency
-    error: KnownError
-    error_elsewhere: KnownError
+    errors: Errors
     relative: KnownError | None = None
     source: str = field(default="", compare=False)
     factors: Factors = Factors()
@@ -185,6 +211,7 @@ class Device:
             ) from None
 
 
+OTHER = "other"  # of `Errors`
 _BYTES_OF_GBIT = 1e9 / 8
 SETTINGS_FOR_ERRORS = 8  # finished settings from which their own errors are known
 _NOT_IN_FILES = ("factors", "network_known")
@@ -234,7 +261,7 @@ def _part(of: type[Any], content: Any, prefix: str) -> Any:
     types = get_type_hints(of)
     values = {name: _value(types[name], value, f"{prefix}{name}") for name, value in given.items()}
     for name, value in values.items():
-        if of is KnownError and value >= 1:
+        if of is KnownError and name != "sources" and value >= 1:
             raise ConfigError(f"{prefix}{name}={value} is a share of a step's time; use a number below 1.")
     return of(**values)
 

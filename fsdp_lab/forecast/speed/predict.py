@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp_lab.forecast.speed.costs import seconds
-from fsdp_lab.forecast.speed.device import Basis, Device, DeviceKind, Factors, on_network
+from fsdp_lab.forecast.speed.device import OTHER, Basis, Device, DeviceKind, Factors, on_network
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream, num_nodes
 from fsdp_lab.forecast.speed.streams import schedule
 
@@ -77,8 +77,9 @@ class Speed:
         relative: the error of the ratio of two such steps of one group; None: not known.
         group: of the steps that `relative` compares; "": it is compared with none.
         bound_unseen: launches bound more of it than of any validated step: its error is not known.
-        unlike: how it differs from the steps that `error` is known for, in words; then the range is that of another
-            device.
+        unlike: how it differs from the steps that an error is known for, in words; then the range is the widest.
+        kinds: of the step, see `Errors`.
+        sources: that `error` was measured on; 0: it is not known of how many.
         network: between the nodes of the step; None: it has one node.
     """
 
@@ -98,6 +99,8 @@ class Speed:
     group: str = ""
     bound_unseen: bool = False
     unlike: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    sources: int = 0
     network: Network | None = None
 
     @property
@@ -121,13 +124,13 @@ class Speed:
 
 
 def predict(
-    program: Sequence[Operator], device: Device, separate_scatter: bool = False, looked_at: bool = True
+    program: Sequence[Operator], device: Device, separate_scatter: bool = False, kinds: Sequence[str] = ("eager",)
 ) -> Speed:
     """Predict the step of a program on a device.
 
     Args:
         separate_scatter: reductions have a communicator of their own.
-        looked_at: the step is of the kind that the device's error is known for.
+        kinds: of the step, see `Errors`.
 
     Raises:
         ConfigError: the device's file has no peak for the program's dtype.
@@ -149,9 +152,9 @@ def predict(
     factors, step_s = device.factors, parts.step_s(device.factors)
     of = {name: s * (factors.communication if name in _WAITS else factors.compute) for name, s in of.items()}
     bound_unseen = parts.launch > LAUNCHES * plain and not factors.know_errors
-    looked_at = looked_at and not bound_unseen
-    relative = device.relative if looked_at else None
-    known = device.error if looked_at else device.error_elsewhere
+    kinds = (OTHER,) if bound_unseen else tuple(kinds)
+    relative = None if OTHER in kinds else device.relative
+    known = device.errors.of(kinds)
     if factors.alike and not factors.know_errors:  # the level is that of trials, and a ratio to them is left
         known = relative or known
     most = known.p90
@@ -168,6 +171,8 @@ def predict(
         parts=parts,
         factors=factors,
         relative=relative.p90 if relative else None,
+        kinds=kinds,
+        sources=known.sources,
         bound_unseen=bound_unseen,
         network=network,
     )

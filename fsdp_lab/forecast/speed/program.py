@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+FUSED = "fused"  # the name of a kernel that the compiler made
+
 
 class Kind(StrEnum):
     """What bounds an operator. `memory` is everything that only reads and writes."""

@@ -9,7 +9,7 @@ from itertools import combinations
 from math import ceil, exp, log
 from statistics import median
 
-from fsdp_lab.forecast.speed.device import Basis, Device, Factors, KnownError
+from fsdp_lab.forecast.speed.device import Basis, Device, Errors, Factors, KnownError
 from fsdp_lab.forecast.speed.predict import LAUNCHES, Parts
 
 _NOISE = 0.05  # of a trial, as a relative error
@@ -62,12 +62,12 @@ def refine(device: Device, observations: Iterable[Observation], group: str = "")
         for place, one in enumerate(settings)
     ]
     errors = sorted(abs(ratio - 1) for ratio in ratios)
-    p90, least = errors[min(len(errors) - 1, int(0.9 * len(errors)))], (device.relative or device.error).p90 / 2
+    p90, least = errors[min(len(errors) - 1, int(0.9 * len(errors)))], (device.relative or device.errors.other).p90 / 2
     error = KnownError(_within(median(errors)), _within(max(p90, least)))
     pairs = pair_error([ratios])
     assert pairs is not None  # eight settings make 28
     relative = KnownError(pairs.median, _within(max(pairs.p90, least)))
-    return replace(refined, error=error, error_elsewhere=error, relative=relative)
+    return replace(refined, errors=Errors(error), relative=relative)
 
 
 def pair_error(groups: Iterable[Sequence[float]]) -> KnownError | None:
