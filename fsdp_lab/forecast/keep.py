@@ -26,13 +26,15 @@ def predicted(speed: Speed) -> Predicted:
 def ratio_group(config: TrialConfig, num_workers: int, device: Device) -> str:
     """Return an identifier of the group in which the error of ratios is known.
 
-    Its predictions have the same model, data, task, number of workers, compilation and offloading, and figures of a
-    device.
+    Its predictions have the same model, data, task, number of workers, compilation, float8 products and offloading, and
+    figures of a device, over several nodes with its network.
     """
     known = forecast_settings(config, num_workers).items()
     what = {name: value for name, value in known if name.partition(".")[0] in ("model", "data")}
     offload = config.offload.target.value if device.kind is DeviceKind.cuda else ""  # on a CPU it does nothing
-    parts = [what, flatten(config.task), num_workers, config.compile, offload, digest(device)]
+    network = device.network_gbit if num_workers > device.node_size else None
+    kind = [config.compile, config.precision.float8, offload]
+    parts = [what, flatten(config.task), num_workers, kind, digest(device), network]
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -10,6 +10,7 @@ import pytest
 from fsdp_lab.forecast.answer import answers
 from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL_ERROR, Forecast, Host, NoForecast, on_capacity
 from fsdp_lab.forecast.keep import number_kept, passed_over, ratio_group
+from fsdp_lab.forecast.speed.device import on_network
 from fsdp_lab.forecast.table import Row, forecast_table, in_order
 from fsdp_lab.forecast.words import say
 from fsdp_lab.record.reasons import Code
@@ -180,6 +181,9 @@ def test_ratios_are_known_within_a_model_workers_and_a_device():
     gpu, settings = sheet("h100_sxm"), config("sharding=per_block", "precision=fp32")
     mine = ratio_group(settings, 8, gpu)
     other = config("sharding=root", "precision=bf16", "training.global_batch_size=32", "data.num_train=64")
-    assert ratio_group(other, 8, gpu) == mine
+    slow = on_network(gpu, 400)
+    assert ratio_group(other, 8, gpu) == ratio_group(other, 8, slow) == mine
     others = (config("model.num_layers=24"), 8, gpu), (other, 16, gpu), (other, 8, replace(gpu, launch_s=1e-9))
-    assert mine not in [ratio_group(*each) for each in others]
+    others += (config("sharding=root", "precision=float8"), 8, gpu), (other, 16, slow)
+    groups = [mine, *(ratio_group(*each) for each in others)]
+    assert len({*groups}) == len(groups)

@@ -23,7 +23,7 @@ from fsdp_lab.forecast.forecast import forecast
 from fsdp_lab.forecast.keep import ratio_group
 from fsdp_lab.forecast.observations import read_observations, record_observation
 from fsdp_lab.forecast.run import Request, forecast_one
-from fsdp_lab.forecast.speed.device import Basis, Errors, Factors, KnownError, digest, load_device
+from fsdp_lab.forecast.speed.device import Basis, Errors, Factors, KnownError, digest, load_device, on_network
 from fsdp_lab.forecast.speed.predict import Parts, predict
 from fsdp_lab.forecast.speed.program import Kind, Stream
 from fsdp_lab.forecast.speed.refine import Observation, pair_error, refine
@@ -153,7 +153,8 @@ def test_trials_scale_compute_and_communication_apart():
         # those of its group count; (1.1 a - 1)^2 + (1.2 a - 1)^2 is least for 1 / a = 1.146
         ([("one", 1 / 1.1), ("one", 1 / 1.2), ("two", 3.0)], 0.08, 2.3 / 2.65 * 0.14, 0.08),
         ([("one", 1.15)], None, 1.15 * 0.14, 0.2),  # its error is not known
-        ([("two", 1.15)], 0.08, 1.15 * 0.14, 0.2),  # of another group the level is all there is
+        ([("two", 1.15)], 0.08, 1.15 * 0.14, 0.2),  # of another group the wider range stays
+        ([("two", 1.15)], 0.3, 1.15 * 0.14, 0.3),
         ([("launches", 3.0)], 0.08, 0.14, 0.2),  # which say nothing of a GPU
     ],
 )
@@ -206,6 +207,8 @@ def test_finished_trials_correct_forecasts_of_the_same_figures(tmp_path: Path):
     assert corrected is not None and corrected.basis is Basis.trials
     assert corrected.factors.compute == pytest.approx(2) and corrected.factors.settings == 5
     assert digest(corrected) == digest(sheet), "trials that it predicts count for the same figures"
+    other = on_network(sheet, 1.0)
+    assert devices.refined(other, asked.config, 2) == replace(corrected, network_bandwidth=1e9 / 8, network_known=True)
     other = replace(sheet, launch_s=1.0)
     assert devices.refined(other, asked.config, 2) == other, "other figures start afresh"
 

@@ -215,7 +215,7 @@ OTHER = "other"  # of `Errors`
 _BYTES_OF_GBIT = 1e9 / 8
 SETTINGS_FOR_ERRORS = 8  # finished settings from which their own errors are known
 _NOT_IN_FILES = ("factors", "network_known")
-_CORRECTED = ("basis", "error", "error_elsewhere", "relative", "factors")  # by trials
+_NOT_IN_DIGEST = ("basis", "errors", "relative", "network_bandwidth", *_NOT_IN_FILES)
 
 
 def on_network(device: Device, gbit: float) -> Device:
@@ -224,9 +224,12 @@ def on_network(device: Device, gbit: float) -> Device:
 
 
 def digest(device: Device) -> str:
-    """Return a digest of the figures of a file that predict, 16 digits; trials and known errors do not change it."""
+    """Return a digest of the figures of a file that predict steps on one node, 16 digits.
+
+    Known errors, what trials correct, and the network between nodes do not change it.
+    """
     seen = [f.name for f in fields(Device) if f.compare and getattr(device, f.name) != f.default]
-    counted = [name for name in seen if name not in _CORRECTED]
+    counted = [name for name in seen if name not in _NOT_IN_DIGEST]
     figures = {name: value for name, value in asdict(device).items() if name in counted}
     return sha256(json.dumps(figures, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -155,8 +155,8 @@ def predict(
     kinds = (OTHER,) if bound_unseen else tuple(kinds)
     relative = None if OTHER in kinds else device.relative
     known = device.errors.of(kinds)
-    if factors.alike and not factors.know_errors:  # the level is that of trials, and a ratio to them is left
-        known = relative or known
+    if relative and factors.settings and not factors.know_errors:  # of its own group, a ratio to trials is left
+        known = relative if factors.alike else max(known, relative, key=lambda one: one.p90)
     most = known.p90
     network = _network(program, device, separate_scatter, step_s / plain if plain else 1.0)
     possible = [step_s, *network.steps.values()] if network else [step_s]
