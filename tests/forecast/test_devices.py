@@ -181,6 +181,7 @@ def test_a_host_that_is_slower_is_in_range_after_a_trial(
     for _, before, host, after in (line.strip("| ").split(" | ") for line in printed.splitlines()[2:6]):
         assert float(host) == pytest.approx(1.15 * float(before.split()[0]), abs=0.02)
         assert float(after.split()[0]) == pytest.approx(float(host), abs=0.01)
+    assert "(ran) |" in printed.splitlines()[2]
     assert "corrected by 1 setting that ran on it, which makes its step 1.15 times as long" in printed
     assert not Path("outputs").exists()
 
