@@ -82,6 +82,7 @@ def _effective(config: TrialConfig, num_workers: int) -> dict[str, Any]:
         "reshard_after_forward.policy": policy,
         "reshard_after_forward.size": size,
         **_effective_checkpointing(config),
+        "compile_loss": config.compiles_loss,
         "cluster.num_workers": num_workers,
     }
 

@@ -44,6 +44,8 @@ class TrialConfig:
     """The n of `activation_checkpointing=every_n`."""
     compile: bool = key(False)
     """Compile each block with torch.compile."""
+    compile_loss: bool = key(True)
+    """With `compile`, also compile the loss of `language` and `seq2seq`, which then copies no logits to float32."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     export: bool = key(True)
     """Export the trained model as model.pt, or as a folder for from_pretrained."""
@@ -51,6 +53,12 @@ class TrialConfig:
     """Record three steps of rank 0 with torch.profiler, as a Chrome trace. They are not timed."""
     memory_profile: MemoryProfile = key(MemoryProfile.peaks)
     """Record the memory of one step: not at all, its peak by category, or also a page that draws it."""
+
+    @property
+    def compiles_loss(self) -> bool:
+        """Return whether the loss is compiled: that of tokens, from all logits at once."""
+        of_logits = self.task.name in ("language", "seq2seq") and self.task.loss_chunks == 1
+        return self.compile and self.compile_loss and of_logits
 
     def code(self) -> list[str]:
         """Return the dotted paths to the user's code that this trial calls."""

@@ -272,7 +272,7 @@ def _follow(
 
         unused, _ = leaves_some_unused(workload, config)
         state = build(
-            workload.model, as_forecast(config), dims, device, materialize=without_values, find_unused=unused,
+            workload, as_forecast(config), dims, device, materialize=without_values, find_unused=unused,
             to_float8=apply_fake_float8,
         )  # fmt: skip
         if isinstance(state.model, DistributedDataParallel) and config.precision.reduce_dtype is Dtype.float32:

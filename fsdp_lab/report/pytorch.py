@@ -24,6 +24,7 @@ _IMPLEMENTATIONS = {
     OptimizerImplementation.foreach: "foreach=True",
     OptimizerImplementation.for_loop: "foreach=False",
 }
+_IGNORED = {"language": -1, "seq2seq": -100}  # the label of what does not count in a loss that may be compiled
 _HOOKS = {Dtype.bfloat16: "bf16_compress_hook", Dtype.float16: "fp16_compress_hook"}
 
 
@@ -66,6 +67,7 @@ def to_pytorch(title: str, config: TrialConfig, layout: Layout, world_size: int,
         hook=_HOOKS.get(config.precision.reduce_dtype, ""),
         sync_buffers="forward_sync_buffers" if version >= (2, 15) else "broadcast_buffers",  # its name since 2.15
         optimizer=_optimizer(config, world_size, layout.has_complex),
+        ignored=_IGNORED.get(config.task.name),
         left_out=", ".join([*objects, *([] if constant else [f"lr_schedule={schedule.name.name}"])]),
     )
 

@@ -20,12 +20,12 @@ from fsdp_lab.training.layout import describe_layout
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device
 from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks, sharding_units
 from fsdp_lab.training.weights import build_blueprint
-from fsdp_lab.workloads.base import ModelSpec, Workload
+from fsdp_lab.workloads.base import Workload
 from fsdp_lab.workloads.construct import Blueprint
 
 
 def build(
-    spec: ModelSpec,
+    workload: Workload,
     config: TrialConfig,
     dims: ParallelDims,
     device: torch.device,
@@ -38,6 +38,7 @@ def build(
     """Build, shard and materialise the model, then make its optimizer, loss scaler and learning-rate schedule.
 
     Args:
+        workload: its loss is compiled in place, if the config says so.
         dims: how the ranks divide the work; needs a mesh.
         materialize: gives the parameters of a model on `meta` their storage and values, in place.
         steps_per_epoch: of the learning-rate schedule.
@@ -49,9 +50,9 @@ def build(
         UserError: the model lacks blocks that the config needs, or cannot be built on `meta`.
     """
     assert dims.mesh is not None
-    blueprint = build_blueprint(spec, config)
+    blueprint = build_blueprint(workload.model, config)
     model = blueprint.model
-    blocks = spec.block_classes or find_block_classes(model)
+    blocks = workload.model.block_classes or find_block_classes(model)
     check_blocks(model, blocks, config)
     if config.precision.float8:
         to_float8(model, blocks, device)
@@ -61,6 +62,8 @@ def build(
     layout = describe_layout(model, units, blocks, find_unused)
     materialize(model, blueprint)
     model = apply_ddp(model, config, device, find_unused)
+    if config.compiles_loss:
+        workload.task.compile_loss()  # type: ignore[attr-defined]  # tasks of tokens have it
 
     optimizer = build_optimizer(model, config, dims.dp_degree)
     scaler = build_scaler(config.precision, gradient_device(config, device))

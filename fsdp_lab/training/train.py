@@ -108,7 +108,7 @@ def _train(
     reporter.phase("building the model")
     find_unused, notes = leaves_some_unused(workload, config)
     state = build(
-        workload.model,
+        workload,
         config,
         dims,
         ranks.device,

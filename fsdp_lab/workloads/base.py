@@ -91,7 +91,7 @@ class Task(Protocol):
 
     A task whose batches differ in the number of labels that count also has a method `num_labels(batch)`, which returns
     that number as a scalar tensor. The loss of a step is then the mean over all labels of its global batch. Without the
-    method each microbatch weighs the same.
+    method each microbatch weighs the same. A task with a loss of ours may have a method `compile_loss()`.
     """
 
     unit: str  # what is counted: samples, or tokens, of which the loss is a mean in nats

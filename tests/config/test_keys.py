@@ -23,7 +23,7 @@ COUNTS = {
         task.loss_chunks task.unit optimizer._target_ optimizer.name optimizer.weight_decay optimizer.momentum
         optimizer.implementation
         training.global_batch_size training.grad_accum_steps training.sync_each_microbatch training.max_grad_norm
-        activation_checkpointing activation_checkpointing_every compile
+        activation_checkpointing activation_checkpointing_every compile compile_loss
     """,
     "cells starts checkpoint nights param": """
         precision.init_scale precision.growth_interval data.num_train data.num_val task.metrics

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.hub import tqdm
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_lab.forecast.forecast import forecast_step
+from fsdp_lab.forecast.forecast import forecast_profile, forecast_step
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
 from fsdp_lab.forecast.torch_private import kernels_planned
 from fsdp_lab.workloads.build import build_workload
@@ -134,6 +134,17 @@ def test_a_fused_chain_is_one_kernel_and_keeps_its_input():
     forward, backward = kernels
     assert forward == ([size], [size])
     assert backward == ([size, size], [size]), "it reads x and the gradient of y"
+
+
+def test_a_compiled_loss_makes_no_logits_in_float32():
+    """4 rows of 64 tokens on a rank. At the peak of an eager loss there are the logarithms of the softmax and two
+    gradients, each of 4 bytes a logit; of a compiled one the logits and their gradient, each of 2."""
+    words = [*LM, "model.vocab_size=8192", "training.global_batch_size=16", "precision=bf16_mixed", "compile=true"]
+    peaks = [
+        forecast_profile(config(*words, f"compile_loss={compiled}"), 4, cuda=True).peaks["device"]["total"]
+        for compiled in ("false", "true")
+    ]
+    assert peaks[0] - peaks[1] == pytest.approx((3 * 4 - 2 * 2) * 4 * 64 * 8192, rel=1e-3)
 
 
 def test_float8_layers_keep_bfloat16_and_cast_for_each_product():

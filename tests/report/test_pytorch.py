@@ -18,6 +18,7 @@ import torch
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.report.pytorch import to_pytorch
 from fsdp_lab.training.layout import Layout
+from fsdp_lab.workloads.build import build_task
 from tests.conftest import ROOT
 from tests.ranks import Memo, config, run_ranks, selected
 
@@ -59,11 +60,11 @@ def trial_of(words: str) -> TrialConfig:
     return config(*TRIAL, *words.split())
 
 
-def pasted(code: str) -> Any:
-    """The function of a code, which is compiled as a file of its user."""
+def pasted(code: str, function: str = "parallelize") -> Any:
+    """A function of a code, which is compiled as a file of its user."""
     names: dict[str, Any] = {}
     exec(compile(code, "use_pytorch.py", "exec"), names)
-    return names["parallelize"]
+    return names[function]
 
 
 def train_and_paste(cases: list[str]) -> list[dict[str, Any]]:
@@ -154,6 +155,18 @@ def test_what_the_bare_script_does_not_train_is_in_its_place(words: str, before:
     code = to_pytorch('Trial 0: """ \\ model.path="x"', trial_of(words), LAYOUT, 4, "2.15.0")
     assert ast.get_docstring(ast.parse(code))
     assert 0 < code.index(before) < code.index(after)
+
+
+@pytest.mark.parametrize("name", ["language", "seq2seq"])
+def test_its_compiled_loss_is_the_tasks(name: str) -> None:
+    trial = trial_of(f"task={name} compile=true")
+    with mock.patch.object(torch, "compile", mock.Mock(side_effect=lambda function: function)) as compiled:
+        made = pasted(to_pytorch("Trial 0", trial, LAYOUT, 4, "2.15.0"), "cross_entropy")
+    compiled.assert_called_once_with(made)
+    labels, logits = torch.tensor([[3, 1, 2], [4, -1, -100]]), torch.randn(2, 3, 5)
+    labels[labels < 0] = -1 if name == "language" else -100
+    batch = torch.cat((labels[:, :1], labels), 1) if name == "language" else {"labels": labels}
+    assert made(logits, labels).item() == pytest.approx(build_task(trial.task, trial.model).loss(logits, batch).item())
 
 
 @pytest.mark.parametrize("words", ["sharding=per_block", "sharding=ddp activation_checkpointing=full"])

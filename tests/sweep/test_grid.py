@@ -112,6 +112,11 @@ KEPT = {
         ["sharding.dp_replicate=2", "reshard_after_forward=always,to_size", "reshard_after_forward.size=2"],
         ["2 always 2"],
     ),
+    "a loss is compiled if the blocks are": (
+        ["data=pydoc", "model=lm_tiny", "task=language", "compile=false,true", "compile_loss=true,false"],
+        [f"pydoc lm_tiny language {both}" for both in ("False True", "True True", "True False")],
+    ),
+    "a loss of classes is not compiled": (["compile=true", "compile_loss=true,false"], ["True True"]),
     "values that are named twice": (["training.seed=1,1,2"], ["1", "2"]),
     "loss scaling with bfloat16": (["precision=fp16,bf16", "precision.loss_scaling=true"], ["fp16 True"]),
 }  # fmt: skip

@@ -22,7 +22,7 @@ from fsdp_lab.training import distributed
 from fsdp_lab.training.data import TrainOrder, val_order
 from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
 from fsdp_lab.training.weights import init_weights
-from fsdp_lab.workloads.build import build_model_spec
+from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.construct import Blueprint
 from tests import forked
 from tests.conftest import ROOT
@@ -107,7 +107,7 @@ def initial_weights(cases: list[list[str]]) -> list[dict[str, torch.Tensor]]:
         trial = config(*case)
         init = partial(init_weights, config=trial, device=ranks.device)
         dims = build_parallel_dims(trial.sharding, ranks)
-        state = build(build_model_spec(trial.model), trial, dims, ranks.device, materialize=init)
+        state = build(build_workload(trial.model, trial.data, trial.task), trial, dims, ranks.device, materialize=init)
         results.append(dict(get_model_state_dict(state.model, options=whole)))
     return results
 

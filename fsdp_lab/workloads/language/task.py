@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.workload import ModelConfig, TaskConfig
 from fsdp_lab.workloads.base import part_of
 from fsdp_lab.workloads.language.chunks import IGNORED
+from fsdp_lab.workloads.tokens import TokenLoss
 
 
 def build_task(config: TaskConfig, model: ModelConfig) -> Language:
     return Language(config.loss_chunks)
 
 
-class Language:
+class Language(TokenLoss):
     """Cross entropy of tokens `(batch, seq + 1)`: all but the last are inputs, all but the first labels; -1 is padding.
 
     The model returns logits `(batch, seq, vocabulary)`, or an object with these as its `logits`.
@@ -28,7 +28,7 @@ class Language:
             returns the sum of the losses and the number of labels that are not -1.
     """
 
-    unit = "tokens"
+    ignored = IGNORED
 
     def __init__(self, loss_chunks: int = 1) -> None:
         self.loss_chunks = loss_chunks
@@ -47,26 +47,11 @@ class Language:
             return logits
         return model(tokens, labels=batch[:, 1:], loss_chunks=self.loss_chunks)
 
-    def loss(self, outputs: Any, batch: Tensor) -> Tensor:
-        """Return the mean loss of the labels that count; 0 without any."""
-        total, count = self._sum_and_count(outputs, batch)
-        return total / count.clamp(min=1)
+    def labels(self, batch: Tensor) -> Tensor:
+        return batch[:, 1:]
 
-    def metrics(self, outputs: Any, batch: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        return {"loss": self._sum_and_count(outputs, batch)}
-
-    def _sum_and_count(self, outputs: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
-        if self.loss_chunks > 1:
-            total, count = outputs
-            return total, count
-        logits = outputs.flatten(0, 1).float()
-        total = F.cross_entropy(logits, batch[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
-        return total, self.num_labels(batch)
-
-    def num_labels(self, batch: Tensor) -> Tensor:
-        return (batch[:, 1:] != IGNORED).sum()
-
-    def units(self, batch: Tensor) -> int:
-        """Return the number of labels that count; for a batch on `meta`, of all labels."""
-        labels = batch[:, 1:]
-        return labels.numel() if labels.is_meta else int(self.num_labels(batch))
+    def sum_and_count(self, outputs: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+        if self.loss_chunks == 1:
+            return super().sum_and_count(outputs, batch)
+        total, count = outputs
+        return total, count

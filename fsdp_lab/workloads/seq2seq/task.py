@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.workload import ModelConfig, TaskConfig
 from fsdp_lab.workloads.base import Batch, describe, part_of
+from fsdp_lab.workloads.tokens import TokenLoss
 
 IGNORED = -100  # the label of padding
 INPUTS = ("input_ids", "attention_mask", "labels")
@@ -20,14 +20,14 @@ def build_task(config: TaskConfig, model: ModelConfig) -> Seq2Seq:
     return Seq2Seq()
 
 
-class Seq2Seq:
+class Seq2Seq(TokenLoss):
     """Cross entropy of the labels of a batch `{input_ids, attention_mask, labels}`, all int64 `(batch, length)`.
 
     A label of -100 does not count. The model is called with these three by name and feeds its decoder with the labels
     shifted right by one. It returns an object or a dictionary with `logits` `(batch, target length, vocabulary)`.
     """
 
-    unit = "tokens"
+    ignored = IGNORED
     name = "task=seq2seq"
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -50,22 +50,6 @@ class Seq2Seq:
             )
         return logits
 
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        total, count = self._sum_and_count(outputs, batch)
-        return total / count.clamp(min=1)
-
-    def metrics(self, outputs: Tensor, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
-        return {"loss": self._sum_and_count(outputs, batch)}
-
-    def num_labels(self, batch: Batch) -> Tensor:
-        return (batch["labels"] != IGNORED).sum()
-
-    def units(self, batch: Batch) -> int:
-        """Return the number of labels that count; for a batch on `meta`, of all labels."""
-        labels = batch["labels"]
-        return labels.numel() if labels.is_meta else int(self.num_labels(batch))
-
-    def _sum_and_count(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        labels = batch["labels"].flatten()
-        total = F.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="sum")
-        return total, self.num_labels(batch)
+    def labels(self, batch: Batch) -> Tensor:
+        labels: Tensor = batch["labels"]
+        return labels

@@ -169,6 +169,7 @@ class AroundUser:
         self.task, self.unit = task, task.unit
         self._name = getattr(task, "name", "the task")
         self.num_labels = self._num_labels if counts and hasattr(task, "num_labels") else None
+        self.compile_loss = getattr(task, "compile_loss", None)
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Return the task's outputs for an unmarked batch.
