@@ -7,6 +7,7 @@ block returns to the allocator, not to the device, and only the stream that it w
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping
@@ -26,6 +27,17 @@ ROUND_LARGE = 2 * 2**20
 STREAMS = {"all_gather": "all-gather copy-in", "grad": "reduce-scatter"}
 # Until pytorch#129721 (June 2024) also what it scatters from, which the compute stream could then not have again.
 STREAMS_BEFORE_129721 = {**STREAMS, "reduce_scatter": "reduce-scatter"}
+
+
+# In the order in which PyTorch asks for them (`c10/cuda/CUDAAllocatorConfig.h`).
+SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def expands() -> bool:
+    """Return whether the environment asks PyTorch for `expandable_segments:True`."""
+    set_here = next((os.environ[name] for name in SETTINGS if name in os.environ), "")
+    options = [option.partition(":") for option in set_here.replace(" ", "").split(",")]
+    return ("expandable_segments", ":", "True") in options
 
 
 @dataclass(eq=False)
@@ -167,7 +179,7 @@ class Peaks(NamedTuple):
 
 def allocator_peaks(
     profile: Profile, sharded: bool, workspaces: Collection[int] = (), streams: Mapping[str, str] = STREAMS,
-    expandable: bool = False,
+    expandable: bool | None = None,
 ) -> Peaks:  # fmt: skip
     """Return the peak bytes of a process that takes the profile's step several times.
 
@@ -178,9 +190,9 @@ def allocator_peaks(
         sharded: by FSDP2, which uses its own streams even with a single worker.
         workspaces: sizes that are allocated before the first step and never freed.
         streams: category -> the stream that allocates it, of sharded models.
-        expandable: see `CachingAllocator`.
+        expandable: see `CachingAllocator`; None: as the environment says.
     """
-    allocator = CachingAllocator(expandable)
+    allocator = CachingAllocator(expands() if expandable is None else expandable)
     for number, size in enumerate(workspaces):
         allocator.allocate(("workspace", number), size)
     events = [event for event in profile.events if event.place == "device"]

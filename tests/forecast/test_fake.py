@@ -195,6 +195,28 @@ def test_which_block_is_taken(steps: str, expandable: bool, reserved: int):
     assert allocator.reserved == reserved * MIB
 
 
+@pytest.mark.parametrize(
+    ("variables", "expandable"),
+    [
+        ({}, False),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:True"}, True),
+        # PyTorch reads the older name first, and then not the other
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, False),
+    ],
+)
+def test_segments_grow_where_the_environment_says_so(
+    variables: dict[str, str], expandable: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """30 MiB, freed, then 50: two segments, or pages of 20 MiB of one."""
+    for name in rules.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    steps = [(1, 30), (1, 0), (2, 50), (2, 0)]
+    events = [Event(storage, "device", "activation", mib * MIB, "", "forward") for storage, mib in steps]
+    assert allocator_peaks(Profile(events, 0), True).reserved == (60 if expandable else 80) * MIB
+
+
 Step = list[tuple[int, str, int]]  # storage, category, MiB from now on
 ACTIVATION: Step = [(1, "activation", 16), (1, "activation", 0)]
 GATHERED: Step = [(0, "all_gather", 16), (0, "all_gather", 0), *ACTIVATION]
