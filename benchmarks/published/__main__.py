@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
-from benchmarks.published.fit import families, fits
-from benchmarks.published.rows import read_rows
+from benchmarks.published.fit import FAMILIES, Fit, families, fits, fits_without
+from benchmarks.published.rows import Row, read_rows
 from benchmarks.published.steps import ROOT, Traced, trace
 from benchmarks.published.summary import (
     COLUMNS,
@@ -27,7 +27,7 @@ from benchmarks.published.summary import (
     write_rows,
 )
 from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL_ERROR
-from fsdp_lab.forecast.speed.device import Efficiency, Errors, on_network
+from fsdp_lab.forecast.speed.device import Errors, on_network
 from fsdp_lab.forecast.speed.predict import NETWORKS
 from fsdp_lab.forecast.speed.refine import pair_error
 
@@ -41,22 +41,29 @@ def main() -> int:
     traced = families(trace(rows, _progress))
     print(f"{time.monotonic() - started:.0f} s", flush=True)
     whole = fits(traced)
-    results, ratios = {}, {}
-    for source in dict.fromkeys(row.source for row in rows):
-        without = fits(traced, source, whole)
+    results: dict[str, Result] = {}
+    ratios: dict[tuple[str, ...], list[float]] = {}
+    for source, scored in _sources(rows).items():
+        without = fits_without(source, traced, whole) if scored else whole
         for family, one in _of_source(traced, source):
-            results[one.row.name] = result = _result(one, without[family])
-            ratios.setdefault((family, one.group), []).append(1 + result.error)
+            alone = {each.row.source for each in traced[family]} == {source}
+            results[one.row.name] = result = replace(_result(one, without[family]), alone=alone)
+            ratios.setdefault(one.group, []).append(1 + result.error)
     errors = errors_of([one for one in results.values() if not one.row.unscored])
     ranged = [_ranged(one, results[one.row.name], whole[family], errors[family]) for family, one in _all(traced)]
     text, good = summary(ranged)
-    found = [text, _figures(whole, errors, ratios), "Not forecast:", *named(left_out), "Not scored:"]
+    found = [text, _figures(whole, errors, ratios.values()), "Not forecast:", *named(left_out), "Not scored:"]
     found += named({one.row.name: one.row.unscored for one in ranged if one.row.unscored})
     summed = "\n".join(found)
     print(f"\n{table(COLUMNS, [one.cells() for one in ranged])}\n\n{summed}\n\n{time.monotonic() - started:.0f} s")
     write_rows(RESULTS / "rows.csv", ranged)
     (RESULTS / "summary.md").write_text(f"{summed}\n")
     return 0 if good else 1
+
+
+def _sources(rows: Sequence[Row]) -> dict[str, bool]:
+    """Return the sources, and whether errors of their rows count."""
+    return {row.source: any(not each.unscored for each in rows if each.source == row.source) for row in rows}
 
 
 def _progress(done: int, total: int) -> None:
@@ -72,8 +79,8 @@ def _of_source(traced: Mapping[str, Sequence[Traced]], source: str) -> Iterator[
     yield from ((family, one) for family, one in _all(traced) if one.row.source == source)
 
 
-def _result(one: Traced, efficiency: Efficiency) -> Result:
-    step_s, memory = one.seconds(replace(one.row.device, efficiency=efficiency)), one.memory
+def _result(one: Traced, fitted: Fit) -> Result:
+    step_s, memory = fitted.seconds(one), one.memory
     if memory is None:
         return Result(one.row, step_s, None, None, "yes")
     assert memory.reserved_bytes is not None and memory.capacity_bytes is not None
@@ -81,9 +88,9 @@ def _result(one: Traced, efficiency: Efficiency) -> Result:
     return Result(one.row, step_s, memory.reserved_bytes / GIB, memory.needed_bytes / memory.capacity_bytes, fits)
 
 
-def _ranged(one: Traced, result: Result, efficiency: Efficiency, errors: Errors) -> Result:
+def _ranged(one: Traced, result: Result, fitted: Fit, errors: Errors) -> Result:
     """Return a result with its range, as a forecast has it: see `predict` and `on_capacity`."""
-    device = replace(one.row.device, efficiency=efficiency)
+    device = replace(one.row.device, efficiency=fitted.of(one.row))
     steps, step_s = [result.step_s], result.step_s
     if not one.row.network_known:
         ends = [one.seconds(on_network(device, device.network_gbit * by)) for by in (NETWORKS[0], NETWORKS[-1])]
@@ -95,20 +102,17 @@ def _ranged(one: Traced, result: Result, efficiency: Efficiency, errors: Errors)
     return replace(result, low_s=low, high_s=high)
 
 
-def _figures(
-    efficiencies: Mapping[str, Efficiency],
-    errors: Mapping[str, Errors],
-    ratios: Mapping[tuple[str, object], list[float]],
-) -> str:
+def _figures(fitted: Mapping[str, Fit], errors: Mapping[str, Errors], ratios: Iterable[Sequence[float]]) -> str:
     """Return what belongs in the files of the devices."""
-    lines = []
-    for family, efficiency in efficiencies.items():
-        lines += [f"\n{family}:", "```yaml", f"efficiency: {_flow(asdict(efficiency))}", "errors:"]
-        known = {kind: one for kind, one in vars(errors[family]).items() if one is not None}
-        lines += [f"  {kind}: {_flow({name: v for name, v in vars(one).items() if v})}" for kind, one in known.items()]
-        pairs = pair_error([some for (of, _), some in ratios.items() if of == family])
-        lines += [f"relative: {_flow({'median': round(pairs.median, 3), 'p90': round(pairs.p90, 3)})}"] if pairs else []
-        lines.append("```")
+    pairs, lines = pair_error(ratios), []
+    assert pairs is not None
+    relative = _flow({"median": round(pairs.median, 3), "p90": round(pairs.p90, 3)})
+    for family, one in fitted.items():
+        lines += [f"\n{', '.join(FAMILIES[family])}:", "```yaml"]
+        lines += [f"efficiency: {_flow(asdict(one.efficiency))}", "errors:"]
+        for kind, known in vars(errors[family]).items():
+            lines += [f"  {kind}: {_flow({name: v for name, v in vars(known).items() if v})}"] if known else []
+        lines += [f"relative: {relative}", "```"]
     return "\n".join([*lines, ""])
 
 

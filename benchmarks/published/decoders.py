@@ -107,7 +107,7 @@ def _(logits: Tensor, labels: Tensor, grad: Tensor) -> Tensor:
 
 class Torchtitan(Llama):
     """Llama as torchtitan trains it: rotations are complex products, which PyTorch's compiler does not fuse, and keys
-    and values are repeated for their queries. Its loop frees the logits before the backward pass.
+    and values are repeated for their queries.
 
     Args:
         fused_norm: RMSNorm is one kernel, as torchtitan's in Triton.
@@ -123,14 +123,6 @@ class Torchtitan(Llama):
         if not fused_norm:
             self.norm = _Norm(sizes["dim"])
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, loss_chunks: int = 1) -> Any:
-        """Return the logits; with labels the sum of the losses and their number, as `task.loss_chunks` asks."""
-        logits = super().forward(tokens)
-        if labels is None:
-            return logits
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")  # type: ignore[union-attr]
-        return loss, torch.tensor(labels.numel(), device=labels.device)
-
 
 class EarlyTorchtitan(Torchtitan):
     """The same in March 2024: it returned logits in float32, and its loop held them through the backward pass and the
@@ -140,7 +132,7 @@ class EarlyTorchtitan(Torchtitan):
         super().__init__(**sizes)
         self.pred: Tensor | None = None
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, loss_chunks: int = 1) -> Any:
+    def forward(self, tokens: Tensor) -> Any:  # type: ignore[override]
         """Return the logits."""
         logits = super().forward(tokens).float()
         self.pred = logits.detach()

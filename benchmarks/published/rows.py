@@ -25,7 +25,6 @@ _UNKNOWN = {
     "mxfp8": "mxfp8 is no precision here",
     "mxfp8_rceil": "mxfp8 is no precision here",
     "ac_misses_scaled_mm": "its checkpointing saved every float8 product, which was a fault",
-    "cudnn_attention": "cuDNN's attention before PyTorch 2.11",
 }
 
 
@@ -130,13 +129,13 @@ def _no_forecast(facts: Mapping[str, str]) -> str:
     if facts["gpu"] not in {sheet.stem for sheet in data_sheets()}:
         return f"conf/device has no {facts['gpu']}"
     if not facts["precision"] or not (facts["tok_s_gpu"] or facts["step_s"]):
-        return "its precision or its tokens/s are not stated"
+        return "its tokens/s or its precision are not stated"
     return next((_UNKNOWN[one] for one in facts["features"].split() if one in _UNKNOWN), "")
 
 
 def _step(facts: Mapping[str, str]) -> Row:
     gpus, accum, length = int(facts["gpus"]), int(facts["accum"]), int(facts["seq"])
-    local = int(facts["local_batch"])
+    local, parts = int(facts["local_batch"]), min(2, accum)
     checkpointing, *more = _CHECKPOINTING.get(facts["ac"], (facts["ac"],))
     compiled, fsdp2 = facts["compile"] == "true", facts["impl"] == "fsdp2"
     if compiled:
@@ -147,7 +146,7 @@ def _step(facts: Mapping[str, str]) -> Row:
         f"model.num_heads={facts['heads']}", f"model.num_kv_heads={facts['kv_heads']}", f"model.ffn_dim={facts['ffn']}",
         f"model.max_seq_len={length}", f"model.tied={facts['tied']}", "task=language", "data=synthetic_tokens",
         f"data.vocab_size={facts['vocab']}", f"data.seq_len={length}",
-        f"training.global_batch_size={gpus * local * accum}", f"training.grad_accum_steps={accum}",
+        f"training.global_batch_size={gpus * local * parts}", f"training.grad_accum_steps={parts}",
         "training.max_grad_norm=1.0", "optimizer=adamw", f"optimizer.implementation={facts['optimizer']}",
         "sharding=per_block", f"sharding.dp_replicate={facts['dp_replicate']}", f"reshard_after_forward={reshard}",
         f"precision={facts['precision']}", f"activation_checkpointing={checkpointing}", *more,
@@ -158,12 +157,13 @@ def _step(facts: Mapping[str, str]) -> Row:
     if facts["quality"] == "C":
         unscored = "its source leaves open what ran"
     gbit, reserved = facts["gbit_per_node"], facts["reserved_gib"]
+    device = _device(facts["gpu"], float(gbit) if gbit else None, "cudnn_attention" in facts["features"])
     return Row(
-        facts["id"], facts["source"], facts["model"], _device(facts["gpu"], float(gbit) if gbit else None),
-        facts["gpu"], gpus, words, int(facts["layers"]), accum, _seconds(facts, length * local * accum),
+        facts["id"], facts["source"], facts["model"], device, facts["gpu"], gpus, words, int(facts["layers"]), accum,
+        _seconds(facts, length * local * accum),
         float(reserved) if reserved and fsdp2 else None,
         (*(mark for mark, has in marks.items() if has), *facts["features"].split()), unscored,
-        early=facts["decoder"] == "torchtitan_2024_03", expandable=facts["expandable"] == "true",
+        early="before_129721" in facts["features"], expandable=facts["expandable"] == "true",
     )  # fmt: skip
 
 
@@ -174,9 +174,7 @@ def _decoder(facts: Mapping[str, str]) -> tuple[str, ...]:
             return (f"model._target_={_DECODERS}.EarlyTorchtitan",)
         case "torchtitan" | "torchtitan_fused_norm":
             fused = str(facts["decoder"].endswith("fused_norm")).lower()
-            # a loss that is not compiled is computed in the model: torchtitan frees the logits before the backward pass
-            inside = () if facts["compile_loss"] == "true" else ("task.loss_chunks=2",)
-            return f"model._target_={_DECODERS}.Torchtitan", f"model.fused_norm={fused}", *inside
+            return f"model._target_={_DECODERS}.Torchtitan", f"model.fused_norm={fused}"
     return ("model._target_=fsdp_lab.workloads.language.llama.Llama",)
 
 
@@ -188,11 +186,12 @@ def _seconds(facts: Mapping[str, str], tokens: int) -> float:
     return tokens / ((low + high) / 2)
 
 
-def _device(name: str, gbit: float | None) -> Device:
-    """Return the device with FlashAttention-2 and the network of a row; None: not stated."""
+def _device(name: str, gbit: float | None, cudnn_attention: bool = False) -> Device:
+    """Return the device with FlashAttention-2 unless stated, and the network of a row; None: not stated."""
     file = device_file(name)
     if file is None:
         raise ConfigError(f"conf/device has no {name}.")
     device = load_device(file)
-    device = replace(device, reached=replace(device.reached, cudnn_attention=None))
+    if not cudnn_attention:  # PyTorch prefers it since its builds of late 2025
+        device = replace(device, reached=replace(device.reached, cudnn_attention=None))
     return device if gbit is None else on_network(device, gbit)

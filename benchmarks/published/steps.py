@@ -95,8 +95,8 @@ class Asked:
     def of(cls, row: Row) -> Asked:
         """Return what a row asks."""
         sheet = replace(
-            row.device, efficiency=Efficiency(1, 1, 1, 1, 1, 1, 1), errors=Errors(KnownError(0.0, 0.0)), relative=None,
-            network_bandwidth=1.0, source="",
+            row.device, efficiency=Efficiency(1, 1, 1, 1, 1, 1, 1, 1), errors=Errors(KnownError(0.0, 0.0)),
+            relative=None, network_bandwidth=1.0, launch_s=1.0, source="",
         )  # fmt: skip
         memory = row.reserved_gib is not None
         return cls(row.words, row.workers, row.blocks, sheet, row.early, row.expandable, memory, _code())
@@ -119,9 +119,10 @@ class Traced:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """What is equal in rows whose ratios are compared, as `ratio_group` has it."""
-        sizes = [word for word in self.row.words if word.startswith(("data.seq_len", "compile="))]
-        return (self.row.source, self.row.model, self.row.gpu, str(self.row.workers), *sizes)
+        """What is equal in rows whose ratios are compared, as `ratio_group` has it; of float8 the recipe, too."""
+        alike = [word for word in self.row.words if word.startswith(("data.seq_len", "compile="))]
+        alike += [mark for mark in self.row.marks if mark.startswith("float8")]
+        return (self.row.source, self.row.model, self.row.gpu, str(self.row.workers), *alike)
 
     def seconds(self, device: Device) -> float:
         """Return the predicted seconds of a step."""
@@ -160,7 +161,7 @@ def _code() -> str:
     files = [file for room in rooms for file in sorted((ROOT / "fsdp_lab" / room).rglob("*.py"))]
     priced = ROOT / "fsdp_lab" / "forecast" / "speed"
     made_by = [file for file in files if file.parent != priced or file.name == "program.py"]
-    content = [file.read_bytes() for file in [*made_by, Path(__file__), Path(__file__).with_name("decoders.py")]]
+    content = [file.read_bytes() for file in [*made_by, Path(__file__).with_name("decoders.py")]]
     return sha256(b"".join([torch_version().encode(), *content])).hexdigest()
 
 

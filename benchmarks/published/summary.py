@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ class Result:
         reserved_gib: forecast; None: the step has so much room that it was not followed.
         share: of the GPU's memory that the step needs; None: little.
         fits: `yes`, `tight` or `no`.
+        alone: no other source has its device, so the efficiencies are those of another.
         low_s: the lower end of its range.
         high_s: the upper end.
     """
@@ -43,6 +45,7 @@ class Result:
     reserved_gib: float | None
     share: float | None
     fits: str
+    alone: bool = False
     low_s: float = 0.0
     high_s: float = float("inf")
 
@@ -102,13 +105,13 @@ def known_error(errors: Iterable[tuple[str, float]]) -> KnownError | None:
     weighed = sorted((error, 1 / len(some) / len(of_source)) for some in of_source.values() for error in some)
     reached = np.cumsum([weight for _, weight in weighed])
     p90 = weighed[int(np.searchsorted(reached, 0.9 - 1e-9))][0]
-    return KnownError(round(median, 3), round(p90, 3), len(of_source))
+    return KnownError(round(median, 3), math.ceil(p90 * 1000) / 1000, len(of_source))
 
 
 def speed_error(results: Sequence[Result], kind: str = "", gpus: Sequence[str] = ()) -> KnownError | None:
-    """Return the error of a kind's steps, or of all, on some GPUs, or on all."""
-    some = [one for one in results if (not kind or kind in one.kinds) and (not gpus or one.row.gpu in gpus)]
-    return known_error((one.row.source, one.error) for one in some)
+    """Return the error of a kind's steps, or of all, on some GPUs, or on all that more than one source has."""
+    some = [one for one in results if one.row.gpu in gpus or not (gpus or one.alone)]
+    return known_error((one.row.source, one.error) for one in some if not kind or kind in one.kinds)
 
 
 def memory_error(results: Sequence[Result], kind: str) -> KnownError | None:
@@ -118,22 +121,22 @@ def memory_error(results: Sequence[Result], kind: str) -> KnownError | None:
 
 
 def errors_of(results: Sequence[Result]) -> dict[str, Errors]:
-    """Return the errors of each family's file: of few sources, and of anything else, the widest known range."""
+    """Return the errors of each family's file. Of few sources, and of any other step, the range is the widest known.
+
+    The rows of a device that one source has alone were forecast by the efficiencies of another, with larger errors:
+    nothing else is known of such a device.
+    """
     kinds = [each.name for each in fields(Errors) if each.name != "other"]
-    known = [speed_error(results, kind, gpus) for kind in kinds for gpus in FAMILIES.values()]
-    known += [speed_error(results, kind) for kind in kinds]
-    enough = [one for one in known if one is not None and one.sources >= FEW]
-    widest = max(enough, key=lambda one: one.p90)
+    known = [speed_error(results, kind) for kind in kinds]
+    widest = max((one for one in known if one and one.sources >= FEW), key=lambda one: one.p90)
     errors = {}
     for family, gpus in FAMILIES.items():
-        own = {kind: speed_error(results, kind, gpus) for kind in kinds}
+        own = {kind: one for kind in kinds if (one := speed_error(results, kind, gpus)) is not None}
         ranges = {
-            kind: one if one.sources >= FEW else KnownError(one.median, max(one.p90, widest.p90), one.sources)
-            for kind, one in own.items()
-            if one is not None
+            kind: one if one.sources >= FEW else replace(one, p90=max(one.p90, widest.p90)) for kind, one in own.items()
         }
-        most = max([widest, *ranges.values()], key=lambda one: one.p90)
-        errors[family] = Errors(KnownError(widest.median, most.p90), **ranges)
+        other = max([widest, *ranges.values()], key=lambda one: one.p90)
+        errors[family] = Errors(replace(other, sources=0), **ranges)
     return errors
 
 
@@ -160,17 +163,24 @@ def summary(results: Sequence[Result]) -> tuple[str, bool]:
         judged.append(_error(f"speed, {kind}", speed_error(scored, kind), most))
     judged.append(_error("speed, several nodes", speed_error(scored, "several_nodes"), None))
     for gpu in dict.fromkeys(one.row.gpu for one in scored):
-        judged.append(_error(f"speed, {gpu}", speed_error(scored, gpus=[gpu]), MOST_OF_DEVICE))
+        alone = ", which no other source has" * any(one.alone for one in scored if one.row.gpu == gpu)
+        judged.append(_error(f"speed, {gpu}{alone}", speed_error(scored, gpus=[gpu]), MOST_OF_DEVICE))
     for kind, most in MOST_MEMORY.items():
         judged.append(_error(f"reserved memory, {kind}", memory_error(scored, kind), most))
-    outside = [one.row.name for one in scored if not one.inside]
-    inside = len(scored) - len(outside)
-    judged.append((
-        "rows inside their range", "9 of 10", f"{inside} of {len(scored)}; outside: {', '.join(outside) or 'none'}",
-        inside >= LEAST_INSIDE * len(scored),
-    ))  # fmt: skip
-    widest = max(scored, key=lambda one: one.width)
-    judged.append(("widest range", "30 %", f"{widest.width:.0%} ({widest.row.name})", widest.width <= WIDEST + 5e-3))
+    other = [one for one in scored if not one.alone]
+    outside = [one.row.name for one in other if not one.inside]
+    widest = max((one for one in other if one.row.network_known), key=lambda one: one.width)
+    inside, missed = len(other) - len(outside), ", ".join(outside) or "none"
+    found = f"{inside} of {len(other)}; outside: {missed}"
+    judged.append(("rows inside their range", "9 of 10", found, inside >= LEAST_INSIDE * len(other)))
+    judged.append(
+        (
+            "widest range with a known network",
+            "30 %",
+            f"{widest.width:.0%} ({widest.row.name})",
+            widest.width <= WIDEST + 5e-3,
+        )
+    )
     refused = ", ".join(one.row.name for one in results if one.fits == "no")
     judged.append(("rows that ran and are forecast not to fit", "none", refused or "none", not refused))
     lines = [[what, target, found, _verdict(good)] for what, target, found, good in judged]

@@ -29,10 +29,13 @@ from fsdp_lab.forecast.table import Row
 
 ROUND = Device(
     name="round", kind=DeviceKind.cuda, basis=Basis.data_sheet,
-    memory_gib=80, peak_flops={"bfloat16": 1e14, "float32": 1e13}, memory_bandwidth=1e12, num_cores=100,
-    link_bandwidth=1e11, node_size=8, network_bandwidth=4e10, host_bandwidth=1e10, host_memory_bandwidth=2e10,
-    launch_s=0.0, latency_s=0.0, link_latency_s=0.0, network_latency_s=0.0, reached=Reached(),
-    efficiency=Efficiency(matmul=0.5, float8=0.5, attention=0.25, memory=0.5, fused=0.5, link=1.0, network=1.0),
+    memory_gib=80, peak_flops={"float8_e4m3fn": 2e14, "bfloat16": 1e14, "float32": 1e13}, memory_bandwidth=1e12,
+    num_cores=100, link_bandwidth=1e11, node_size=8, network_bandwidth=4e10, host_bandwidth=1e10,
+    host_memory_bandwidth=2e10, launch_s=0.0, latency_s=0.0, link_latency_s=0.0, network_latency_s=0.0,
+    reached=Reached(),
+    efficiency=Efficiency(
+        matmul=0.5, float8=0.4, attention=0.25, memory=0.5, fused=0.8, link=1.0, network=1.0, overlap=1.0
+    ),
     errors=Errors(KnownError(0.1, 0.2)),
 )  # fmt: skip
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fsdp_lab.forecast.speed.device import Device, DeviceKind, Reached
+from fsdp_lab.forecast.speed.device import Device, DeviceKind, Efficiency, Reached
 from fsdp_lab.forecast.speed.program import FUSED, Kind, Operator, Stream, num_nodes
 
 _TILE = (128, 128)  # of a matrix product's result, which one core computes
@@ -15,6 +15,9 @@ _TILE = (128, 128)  # of a matrix product's result, which one core computes
 # ("FlashAttention-2", Dao, 2023, section 1). cuDNN: 518 and 600 TFLOP/s with heads of 128 and 8,192 tokens
 # ("FlashAttention-3", Shah et al., 2024, figures 5 and 6).
 _BACKWARD, _CUDNN_BACKWARD = 0.75, 0.86
+# The share of the peak that products in float32 reach, which run outside of the tensor cores: a step of ViT on an H200
+# (experiments/gpu).
+_FLOAT32 = 0.95
 _HALVES = ("bfloat16", "float16")
 # What an all-reduce reaches of a network, relative to gathers and scatters: 340 and 200 GB/s between 32 nodes with 8
 # H100s each (github.com/NVIDIA/nccl, issue 1218).
@@ -81,11 +84,17 @@ def _work_seconds(operator: Operator, device: Device) -> float:
     if operator.kind is Kind.attention:
         reached = _attention_reaches(operator, most) * efficiency.attention
     else:
-        narrow = operator.dtype.startswith("float8")
-        reached = most.matmul * (efficiency.float8 if narrow else efficiency.matmul)
+        reached = _product_reaches(operator, most, efficiency, device.kind)
     if operator.shape is not None and operator.kind is Kind.matmul:
         reached *= occupied(operator.shape, device.num_cores)
     return max(operator.flops / (device.peak(operator.dtype) * reached), memory)
+
+
+def _product_reaches(operator: Operator, most: Reached, efficiency: Efficiency, kind: DeviceKind) -> float:
+    """Return the share of the peak that a product reaches, without what its tiles leave idle."""
+    if operator.dtype == "float32" and kind is DeviceKind.cuda:
+        return _FLOAT32
+    return most.matmul * (efficiency.float8 if operator.dtype.startswith("float8") else efficiency.matmul)
 
 
 def _attention_reaches(operator: Operator, most: Reached) -> float:

@@ -64,6 +64,8 @@ class Efficiency:
         fused: by kernels that the compiler made.
         link: of the links' bandwidth within a node, by collectives.
         network: of a node's network bandwidth, by collectives between nodes.
+        overlap: of the time in which collectives and other work run at once; the rest is lost, because they share cores
+            and memory.
     """
 
     matmul: float
@@ -73,6 +75,7 @@ class Efficiency:
     fused: float
     link: float
     network: float
+    overlap: float
 
 
 @dataclass(frozen=True)

@@ -201,10 +201,12 @@ def step_seconds(program: Sequence[Operator], device: Device, separate_scatter: 
 
 
 def _run(program: Sequence[Operator], durations: Sequence[float], device: Device, separate_scatter: bool) -> float:
-    """Return the seconds until the last operator ends."""
+    """Return the seconds until the last operator ends, with what is lost where collectives run beside other work."""
     synchronous = device.kind is DeviceKind.cpu
     slots = schedule(program, durations, device.launch_s, separate_scatter, synchronous, device.node_size)
-    return max((slot.end for slot in slots), default=0.0)
+    end = max((slot.end for slot in slots), default=0.0)
+    sent = sum(d for operator, d in zip(program, durations, strict=True) if operator.kind.is_collective)
+    return end + (1 - device.efficiency.overlap) * min(sent, _hidden(durations, device, end))
 
 
 def _hidden(durations: Sequence[float], device: Device, step_s: float) -> float:
