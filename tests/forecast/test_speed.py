@@ -14,8 +14,8 @@ from fsdp_lab.forecast.forecast import forecast, kinds_of, unlike
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.sentences import request_notes
 from fsdp_lab.forecast.speed.costs import collective_seconds, in_tf32, seconds
-from fsdp_lab.forecast.speed.device import Device, Factors, Reached
-from fsdp_lab.forecast.speed.predict import Speed
+from fsdp_lab.forecast.speed.device import Device, DeviceKind, Errors, Factors, KnownError, Reached
+from fsdp_lab.forecast.speed.predict import Speed, predict
 from fsdp_lab.forecast.speed.program import FUSED, Kind, Operator, Stream
 from fsdp_lab.forecast.speed.streams import Slot, schedule
 from fsdp_lab.workloads.build import build_workload
@@ -211,10 +211,11 @@ def test_the_range_covers_how_slow_pageable_copies_are_assumed():
     assert "assumed to be half as fast" in " ".join(paged.unlike)
 
 
-def test_a_step_is_known_by_how_it_differs_from_those_looked_at():
+def test_a_step_is_known_by_how_it_differs_from_those_compared():
     for words, differs, kinds in (
         ("", [], ["eager"]),
         ("sharding=root precision=fp32", ["sharding=root", "parameters in float32"], ["eager"]),
+        ("precision=fp16", ["parameters in float16"], ["eager"]),
         ("offload=cpu compile=true", ["offload=cpu"], ["compiled"]),
         ("compile=true precision=float8", [], ["float8"]),
     ):
@@ -224,9 +225,20 @@ def test_a_step_is_known_by_how_it_differs_from_those_looked_at():
 
 
 @pytest.mark.parametrize(
+    ("several_nodes", "expected"),
+    [(KnownError(0.1, 0.15, 2), (0.2, 4)), (KnownError(0.1, 0.2, 1), (0.2, 1)), (None, (0.3, 0))],
+)
+def test_the_widest_error_of_its_kinds_is_that_of_a_step(several_nodes: KnownError | None, expected: tuple[float, int]):
+    """Of equals that of fewer sources; `other` stands for a kind without one."""
+    errors = Errors(KnownError(0.1, 0.3), float8=KnownError(0.1, 0.2, 4), several_nodes=several_nodes)
+    speed = predict([gather(8e9, 16)], replace(ROUND, errors=errors), kinds=("float8", "several_nodes"))
+    assert (speed.error, speed.sources) == expected
+
+
+@pytest.mark.parametrize(
     ("words", "launch_s", "known"), [("", 1e-9, True), ("sharding=root", 1e-9, False), ("", 4e-6, False)]
 )
-def test_the_error_is_that_of_the_steps_that_were_looked_at(words: str, launch_s: float, known: bool):
+def test_the_error_is_that_of_the_steps_that_were_compared(words: str, launch_s: float, known: bool):
     """Of steps that launches bound none were; of trials, if there were any, all were."""
     device = replace(sheet("h100_sxm"), launch_s=launch_s)
     speed = speed_of(*words.split(), workers=8, device=device)

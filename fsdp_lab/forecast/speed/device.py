@@ -112,8 +112,8 @@ class Errors:
     several_nodes: KnownError | None = None
 
     def of(self, kinds: Iterable[str]) -> KnownError:
-        """Return the widest error of a step's kinds: names of attributes."""
-        return max((getattr(self, kind) or self.other for kind in kinds), key=lambda one: one.p90)
+        """Return the widest error of a step's kinds: names of attributes; of equals that of fewer sources."""
+        return max((getattr(self, kind) or self.other for kind in kinds), key=lambda one: (one.p90, -one.sources))
 
 
 @dataclass(frozen=True)
