@@ -77,6 +77,11 @@ def test_files_and_pages_have_the_figures_that_were_found():
         ("efficiency", {"matmul": 1.0}, r"efficiency is not a data sheet of a device: missing \['attention', 'float8'"),
         ("node_size", None, r"missing \['node_size'\], unknown \[\]"),
         ("relative", {"median": 0.01, "p90": 1.5}, "relative.p90=1.5 is a share of a step's time"),
+        (
+            "errors",
+            {"other": {"median": 0.1, "p90": 0.2, "sources": 1.5}},
+            r"other\.sources=1.5 is a count; use a whole",
+        ),
         ("peak_flops", {"bfloat16": "312e12"}, r"peak_flops\.bfloat16=312e12 .*; YAML writes 1\.0e\+12"),
     ],
 )

@@ -292,4 +292,6 @@ def _value(kind: Any, value: Any, key: str) -> Any:
         return kind(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(f"{key}={value} is not a positive number; YAML writes 1.0e+12, with a point and a sign.")
+    if kind is int and not isinstance(value, int):
+        raise ConfigError(f"{key}={value} is a count; use a whole number.")
     return value
