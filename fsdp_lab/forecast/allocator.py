@@ -29,8 +29,8 @@ STREAMS = {"all_gather": "all-gather copy-in", "grad": "reduce-scatter"}
 STREAMS_BEFORE_129721 = {**STREAMS, "reduce_scatter": "reduce-scatter"}
 
 
-# In the order in which PyTorch asks for them (`c10/cuda/CUDAAllocatorConfig.h`).
-SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# In the order in which PyTorch asks for them on CUDA (`c10/cuda/CUDAAllocatorConfig.h`).
+SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def expands() -> bool:
