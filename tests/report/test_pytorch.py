@@ -161,7 +161,9 @@ def test_what_the_bare_script_does_not_train_is_in_its_place(words: str, before:
 def test_its_compiled_loss_is_the_tasks(name: str) -> None:
     trial = trial_of(f"task={name} compile=true")
     with mock.patch.object(torch, "compile", mock.Mock(side_effect=lambda function: function)) as compiled:
-        made = pasted(to_pytorch("Trial 0", trial, LAYOUT, 4, "2.15.0"), "cross_entropy")
+        code = to_pytorch("Trial 0", trial, LAYOUT, 4, "2.15.0")
+        made = pasted(code, "cross_entropy")
+    assert ", by the cross_entropy below" in code
     compiled.assert_called_once_with(made)
     labels, logits = torch.tensor([[3, 1, 2], [4, -1, -100]]), torch.randn(2, 3, 5)
     labels[labels < 0] = -1 if name == "language" else -100

@@ -116,6 +116,13 @@ KEPT = {
         ["data=pydoc", "model=lm_tiny", "task=language", "compile=false,true", "compile_loss=true,false"],
         [f"pydoc lm_tiny language {both}" for both in ("False True", "True True", "True False")],
     ),
+    "a loss in chunks is not compiled": (
+        [
+            "model=lm_tiny", "data=pydoc", "task=language", "task.loss_chunks=2",
+            "compile=true", "compile_loss=true,false",
+        ],
+        ["lm_tiny pydoc language 2 True True"],
+    ),
     "a loss of classes is not compiled": (["compile=true", "compile_loss=true,false"], ["True True"]),
     "values that are named twice": (["training.seed=1,1,2"], ["1", "2"]),
     "loss scaling with bfloat16": (["precision=fp16,bf16", "precision.loss_scaling=true"], ["fp16 True"]),
