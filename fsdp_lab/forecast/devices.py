@@ -62,9 +62,12 @@ def refined(device: Device | None, config: TrialConfig, num_workers: int, before
 
     Args:
         before: trials that ended later do not count, in seconds since 1970.
+
+    Raises:
+        UserError: the file of the trials is not one.
     """
-    if device is None:
-        return None
+    if device is None or before == 0:
+        return device
     trials = read_observations(device.name, torch_version(), digest(device))
     return _refine(device, tuple(one for one in trials if one.at < before), ratio_group(config, num_workers, device))
 

@@ -22,16 +22,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config import ConfigError, TrialConfig, UserError
-from fsdp_lab.config.parallel import Dtype, Granularity, OffloadConfig, OffloadTarget
+from fsdp_lab.config.parallel import Dtype, OffloadConfig, OffloadTarget
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.capacity import Forecast, weigh
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.float8 import apply_fake_float8
-from fsdp_lab.forecast.keep import ratio_group
+from fsdp_lab.forecast.keep import ratio_group, unlike
 from fsdp_lab.forecast.kernels import buffer_bytes, cuda_kernels
 from fsdp_lab.forecast.speed.costs import in_tf32
-from fsdp_lab.forecast.speed.device import OTHER, Device, DeviceKind
+from fsdp_lab.forecast.speed.device import OTHER, Device
 from fsdp_lab.forecast.speed.predict import Speed, predict
 from fsdp_lab.forecast.speed.program import Operator
 from fsdp_lab.forecast.torch_private import (
@@ -129,22 +129,6 @@ def _price(step: Step, config: TrialConfig, num_workers: int, sheet: Device) -> 
         tokens=step.workload.shaped_tokens(),
         mfu=flops * samples / num_workers / speed.step_s / peak if flops and peak else None,
     )
-
-
-def unlike(config: TrialConfig, sheet: Device) -> tuple[str, ...]:
-    """Return how a step differs from those that an error is known for, in words.
-
-    Those are the steps of experiments/published.
-    """
-    offload, sharding, dtype = config.offload.target, config.sharding.granularity, config.precision.param_dtype
-    differences = {
-        "offload=cpu": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu,
-        "offload=cpu_unpinned (pageable copies are assumed to be half as fast as pinned ones; the range covers as fast "
-        "to a quarter)": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu_unpinned,
-        f"sharding={sharding.value}": sharding is not Granularity.per_block,
-        f"parameters in {dtype.value}": dtype is not Dtype.bfloat16,
-    }
-    return tuple(name for name, differs in differences.items() if differs)
 
 
 def kinds_of(config: TrialConfig, num_workers: int, sheet: Device) -> list[str]:

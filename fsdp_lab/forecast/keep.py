@@ -9,6 +9,7 @@ from fractions import Fraction
 from hashlib import sha256
 
 from fsdp_lab.config import TrialConfig, flatten, forecast_settings
+from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.speed.device import Device, DeviceKind, digest
 from fsdp_lab.forecast.speed.predict import Speed
@@ -24,18 +25,29 @@ def predicted(speed: Speed) -> Predicted:
 
 
 def ratio_group(config: TrialConfig, num_workers: int, device: Device) -> str:
-    """Return an identifier of the group in which the error of ratios is known.
-
-    Its predictions have the same model, data, task, number of workers, compilation, float8 products and offloading, and
-    figures of a device, over several nodes with its network.
-    """
+    """Return an identifier of the group in which the error of ratios is known: see docs/forecast.md."""
     known = forecast_settings(config, num_workers).items()
     what = {name: value for name, value in known if name.partition(".")[0] in ("model", "data")}
-    offload = config.offload.target.value if device.kind is DeviceKind.cuda else ""  # on a CPU it does nothing
     network = device.network_gbit if num_workers > device.node_size else None
-    kind = [config.compile, config.precision.float8, offload]
+    kind = [config.compile, config.precision.float8, unlike(config, device)]
     parts = [what, flatten(config.task), num_workers, kind, digest(device), network]
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def unlike(config: TrialConfig, sheet: Device) -> tuple[str, ...]:
+    """Return how a step differs from those that an error is known for, in words.
+
+    Those are the steps of experiments/published.
+    """
+    offload, sharding, dtype = config.offload.target, config.sharding.granularity, config.precision.param_dtype
+    differences = {
+        "offload=cpu": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu,
+        "offload=cpu_unpinned (pageable copies are assumed to be half as fast as pinned ones; the range covers as fast "
+        "to a quarter)": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu_unpinned,
+        f"sharding={sharding.value}": sharding is not Granularity.per_block,
+        f"parameters in {dtype.value}": dtype is not Dtype.bfloat16,
+    }
+    return tuple(name for name, differs in differences.items() if differs)
 
 
 def passed_over(

@@ -45,9 +45,10 @@ def read_observations(device: str, torch: str, digest: str) -> list[Observation]
     for row in _content(observations_file(device)).values():
         try:
             one = Observation(**{**row, "parts": Parts(**row["parts"]), "measured_s": float(row["measured_s"])})
-            numbers = [one.measured_s, one.at, *map(float, vars(one.parts).values())]
+            hash(one)
+            numbers = [one.measured_s, one.at, one.parts.step_s(), *map(float, vars(one.parts).values())]
             valid = all(map(math.isfinite, numbers)) and min(one.measured_s, one.parts.step_s()) > 0
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             continue  # of another version of fsdp_lab
         if valid and (one.torch, one.device) == (torch, digest):
             observations.append(one)

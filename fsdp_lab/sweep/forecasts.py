@@ -75,7 +75,11 @@ class Forecasts:
     def _request(self, config: SweepConfig, cuda: bool) -> Request:
         """Return the request of a trial, whose device is corrected by trials that ended before the sweep began."""
         request = _request(config, cuda)
-        return replace(request, sheet=refined(request.sheet, config, request.num_workers, self._before))
+        try:
+            return replace(request, sheet=refined(request.sheet, config, request.num_workers, self._before))
+        except UserError as error:
+            self._sweep.log_once(f"no finished trials correct the forecasts: {error}")
+            return request
 
     def _wanted(self) -> dict[int, SweepConfig]:
         """Return the configurations of the trials that are still to run and to forecast."""

@@ -60,10 +60,10 @@ def observations(count: int, factors: Factors, spread: float = 0.0) -> list[Obse
     collected = []
     for number in range(count):
         parts = Parts(draw.uniform(0.1, 1), draw.uniform(0, 1), 0.01, draw.uniform(0, 0.5))
-        worked = factors.compute * parts.compute + factors.communication * parts.communication
-        seconds = worked + parts.launch + (1 - factors.overlap) * parts.hidden
+        worked = factors.compute * (parts.compute + parts.host) + factors.communication * parts.communication
+        seconds = worked + (1 - factors.overlap) * parts.hidden
         noise = 1 + draw.uniform(-spread, spread)
-        collected.append(Observation(str(number), parts, seconds * noise, "2.15.0", "d"))
+        collected.append(Observation(str(number), parts, seconds * noise, "2.15.0", "d", "one", 0.0))
     return collected
 
 

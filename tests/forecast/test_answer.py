@@ -120,6 +120,7 @@ CASES: dict[str, tuple[list[Row], list[str]]] = {
     "data_sheet": ([fast(row([], 9.9), 0.1, basis=Basis.data_sheet)], []),
     "corrected_by_a_trial": ([fast(row([], 9.9), 1.15, **corrected(1, True))], []),
     "corrected_by_trials_of_another_model": ([fast(row([], 9.9), 1.15, **corrected(2, False))], []),
+    "corrected_by_eight": ([fast(row([], 9.9), 1.0, unlike=("sharding=root",), **corrected(8, True))], []),
     "unlike_what_was_published": ([fast(row([], 9.9), 1.0, unlike=("sharding=root", "offload=cpu"))], []),
     "few_sources": ([fast(row([], 9.9), 1.0, kinds=("float8", "several_nodes"), sources=2)], []),
     "workers": (over_workers(), ["activation_checkpointing", "cluster.num_workers"]),

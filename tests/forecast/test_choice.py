@@ -178,12 +178,13 @@ def test_keep_ranks_no_repeat_and_nothing_without_a_prediction():
 
 
 def test_ratios_are_known_within_a_model_workers_and_a_device():
-    gpu, settings = sheet("h100_sxm"), config("sharding=per_block", "precision=fp32")
+    gpu, settings = sheet("h100_sxm"), config("sharding=per_block", "precision=bf16_mixed")
     mine = ratio_group(settings, 8, gpu)
-    other = config("sharding=root", "precision=bf16", "training.global_batch_size=32", "data.num_train=64")
+    other = config("sharding=per_block", "precision=bf16", "training.global_batch_size=32", "data.num_train=64")
     slow = on_network(gpu, 400)
     assert ratio_group(other, 8, gpu) == ratio_group(other, 8, slow) == mine
     others = (config("model.num_layers=24"), 8, gpu), (other, 16, gpu), (other, 8, replace(gpu, launch_s=1e-9))
-    others += (config("sharding=root", "precision=float8"), 8, gpu), (other, 16, slow)
+    words = ("precision=float8",), ("precision=fp32",), ("sharding=root",), ("offload=cpu",)
+    others += (other, 16, slow), *((config("sharding=per_block", *some), 8, gpu) for some in words)
     groups = [mine, *(ratio_group(*each) for each in others)]
     assert len({*groups}) == len(groups)

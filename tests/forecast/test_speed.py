@@ -10,7 +10,8 @@ import torch
 from torch._inductor import comm_analysis
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.forecast.forecast import forecast, kinds_of, unlike
+from fsdp_lab.forecast.forecast import forecast, kinds_of
+from fsdp_lab.forecast.keep import unlike
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.sentences import request_notes
 from fsdp_lab.forecast.speed.costs import collective_seconds, in_tf32, seconds

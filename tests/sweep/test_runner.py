@@ -185,7 +185,7 @@ def test_keep_uses_the_trials_before_its_sweep(
     for number, measured_s in enumerate((1.5, 1.3)):
         config, device = plan.config_of(number), load_device(tmp_path / "cpu.yaml")
         group, parts = ratio_group(config, workers_of(config), device), Parts((1.0, 1.3)[number], 0.0, 0.0, 0.0)
-        one = Observation(group, parts, measured_s, version("torch"), digest(device), group, at=10.0)
+        one = Observation(group, parts, measured_s, version("torch"), digest(device), group, 10.0)
         record_observation(device.name, group, one)
     monkeypatch.setattr("fsdp_lab.forecast.run.forecast_all", forecasts)
     hears = Hears(plan, Forecasts(plan))

@@ -24,21 +24,21 @@ class Parts:
     """Seconds that make up a step by the device's file, before trials correct them.
 
     Attributes:
-        compute: how much shorter the step would be if everything but collectives and launches took no time.
+        compute: how much shorter the step would be if everything but collectives and the host took no time.
         communication: the same for collectives.
-        launch: the same for launches.
+        host: the same for launches, and for copies to and work of the host.
         hidden: of work that runs at the same time as other work.
     """
 
     compute: float
     communication: float
-    launch: float
+    host: float
     hidden: float
 
     def step_s(self, factors: Factors | None = None) -> float:
         """Return the seconds of the step as trials correct it; without factors, by the device's file."""
         factors = factors or Factors()
-        worked = factors.compute * (self.compute + self.launch) + factors.communication * self.communication
+        worked = factors.compute * (self.compute + self.host) + factors.communication * self.communication
         return worked + (1 - factors.overlap) * self.hidden
 
 
@@ -50,7 +50,8 @@ class Network:
         gbit: Gbit/s of a node, all its adapters together.
         steps: where it is assumed, Gbit/s -> seconds of the step on such a network, from half to twice of `gbit`; empty
             where it is known.
-        reached: the share of it that gathers and scatters are assumed to reach; None: trials have corrected it.
+        reached: the share of it that gathers and scatters are assumed to reach; None: eight trials of the group
+            know the errors with it.
     """
 
     gbit: float
@@ -67,7 +68,8 @@ class Speed:
             extrapolated from a small change. They add up to 1.
         low_s: the lower end of a 90 % range of the measured step, by the errors of predictions on this basis. Where the
             network is assumed, the range covers half and twice of it.
-        high_s: its upper end.
+        high_s: its upper end. Where trials of another group have corrected the step, the range also covers that of the
+            uncorrected one.
         error: of such a prediction, as a share of the measured time; nine of ten do not exceed it.
         samples: that all workers train on in the step.
         tokens: of a sample; None: samples are counted.
@@ -148,18 +150,22 @@ def predict(
     total = sum(exposed.values()) or 1.0
     of = {name: plain * exposed.get(name, 0.0) / total for name in BOUNDS}
     waits = sum(of[name] for name in _WAITS)
-    parts = Parts(plain - waits - of["launch"], waits, of["launch"], _hidden(durations, device, plain))
+    host = of["transfer"] + of["launch"]
+    parts = Parts(plain - waits - host, waits, host, _hidden(durations, device, plain))
+    bound_unseen = of["launch"] > LAUNCHES * plain and not device.factors.know_errors
     factors, step_s = device.factors, parts.step_s(device.factors)
     of = {name: s * (factors.communication if name in _WAITS else factors.compute) for name, s in of.items()}
-    bound_unseen = parts.launch > LAUNCHES * plain and not factors.know_errors
     kinds = (OTHER,) if bound_unseen else tuple(kinds)
-    relative = None if OTHER in kinds else device.relative
+    relative = device.relative if factors.know_errors or OTHER not in kinds else None
     known = device.errors.of(kinds)
-    if relative and factors.settings and not factors.know_errors:  # of its own group, a ratio to trials is left
-        known = relative if factors.alike else max(known, relative, key=lambda one: one.p90)
+    if relative and factors.alike and not factors.know_errors:  # a ratio to trials is left
+        known = relative
     most = known.p90
-    network = _network(program, device, separate_scatter, step_s / plain if plain else 1.0)
+    correction = step_s / plain if plain else 1.0
+    network = _network(program, device, separate_scatter, correction)
     possible = [step_s, *network.steps.values()] if network else [step_s]
+    if factors.settings and not factors.alike:  # what delays other steps need not delay this one
+        possible += [one / correction for one in possible]
     return Speed(
         step_s,
         {name: s / (sum(of.values()) or 1.0) for name, s in of.items()},
@@ -187,7 +193,7 @@ def _network(program: Sequence[Operator], device: Device, separate_scatter: bool
     groups = {operator.group for operator in program if operator.kind.is_collective}
     if device.kind is DeviceKind.cpu or not any(num_nodes(group, device.node_size) > 1 for group in groups):
         return None
-    gbit, reached = device.network_gbit, None if device.factors.settings else device.efficiency.network
+    gbit, reached = device.network_gbit, None if device.factors.know_errors else device.efficiency.network
     if device.network_known or device.factors.know_errors:
         return Network(gbit, reached=reached)
     others = [on_network(device, gbit * factor) for factor in NETWORKS]

@@ -10,10 +10,11 @@ from math import ceil, exp, log
 from statistics import median
 
 from fsdp_lab.forecast.speed.device import Basis, Device, Errors, Factors, KnownError
-from fsdp_lab.forecast.speed.predict import LAUNCHES, Parts
+from fsdp_lab.forecast.speed.predict import Parts
 
 _NOISE = 0.05  # of a trial, as a relative error
-_APART = 0.2  # how far the two factors may be from each other, and the overlap from 1, before trials tell them apart
+_APART = 0.5  # how far the two factors may be from each other, and the overlap from 1, before trials tell them apart
+_COMPUTE = 0.95  # the share of a trial's step that compute bounds, from which it corrects other groups
 _PAIRS = 20  # the fewest for a 90th percentile
 
 
@@ -26,7 +27,7 @@ class Observation:
         parts: of the step as predicted, uncorrected.
         measured_s: its seconds, without waiting for data.
         device: the digest of the figures that it was predicted by.
-        group: see `fsdp_lab.forecast.keep.ratio_group`; "": not known.
+        group: see `fsdp_lab.forecast.keep.ratio_group`.
         at: when it ended, in seconds since 1970.
     """
 
@@ -35,23 +36,23 @@ class Observation:
     measured_s: float
     torch: str
     device: str
-    group: str = ""
-    at: float = 0.0
+    group: str
+    at: float
 
 
-def refine(device: Device, observations: Iterable[Observation], group: str = "") -> Device:
+def refine(device: Device, observations: Iterable[Observation], group: str) -> Device:
     """Return the device as finished trials correct it for the steps of a group, or unchanged without trials.
 
-    The trials are those of the group. Without any, they are all others but those that launches bound, which show the
-    host's processor. Of one trial both factors are its measured time over the predicted one; several tell compute from
-    communication. The factors minimise the squares of the relative errors.
+    The trials are those of the group. Without any, they are all others that compute bound: the host and the network
+    need not bound other steps. Of one trial both factors are its measured time over the predicted one; several tell
+    compute from communication. The factors minimise the squares of the relative errors.
 
     With eight settings of the group or more, the errors come from leaving one setting out at a time, and are at least
     half of that of ratios before.
     """
     some = list(observations)
     alike = [one for one in some if one.group == group]
-    settings = _settings(alike or [one for one in some if one.parts.launch <= LAUNCHES * one.parts.step_s()])
+    settings = _settings(alike or [one for one in some if one.parts.compute >= _COMPUTE * one.parts.step_s()])
     if not settings:
         return device
     refined = replace(device, basis=Basis.trials, factors=replace(_fit(settings), alike=bool(alike)))
@@ -101,7 +102,7 @@ def _fit(observations: Sequence[Observation]) -> Factors:
     import numpy as np
     from scipy.optimize import lsq_linear
 
-    parts = np.array([[p.compute + p.launch, p.communication, p.hidden] for p in (one.parts for one in observations)])
+    parts = np.array([[p.compute + p.host, p.communication, p.hidden] for p in (one.parts for one in observations)])
     scale = np.array([_NOISE * one.measured_s for one in observations])
     prior = np.array([[1.0, -1.0, 0.0], [0.0, 0.0, 1.0]]) / _APART  # for the level there is none
     table = np.vstack([parts / scale[:, None], prior])
