@@ -15,6 +15,7 @@ _WAITS = ("gather", "scatter")
 # The share of a step from which launches count: of the published steps that efficiencies were fitted to they bound at
 # most 0.005 % (experiments/published), so nothing is known of the figures for them.
 LAUNCHES = 0.01
+_OTHER_HOSTS = (1 / 3, 4 / 3)  # how long a launch may take, relative to the one host on which it was measured: assumed
 _STEP = 1e-3  # the relative change of a bound's duration from which its share is extrapolated
 NETWORKS = [2 ** (quarter / 4) for quarter in range(-4, 5)]  # half to twice of one that is assumed
 
@@ -164,6 +165,8 @@ def predict(
     correction = step_s / plain if plain else 1.0
     network = _network(program, device, separate_scatter, correction)
     possible = [step_s, *network.steps.values()] if network else [step_s]
+    if bound_unseen:
+        possible += [step_s * run("launch", factor) / plain for factor in _OTHER_HOSTS]
     if factors.settings and not factors.alike:  # what delays other steps need not delay this one
         possible += [one / correction for one in possible]
     return Speed(
