@@ -120,9 +120,10 @@ def test_pydoc_is_english_and_no_paragraph_is_in_both_splits() -> None:
 @pytest.mark.ci
 def test_of_a_loss_in_parts_the_logits_of_one_part_are_held() -> None:
     """16 rows of 64 tokens on a rank, 32,000 logits of 4 bytes for each. In the backward pass of a part there are three
-    such tensors: logits, logarithms of their softmax, and the gradient. Of the whole there are more."""
+    such tensors: logarithms of the softmax, their gradient, and that of the logits. Of the whole there are three, too,
+    each twice as large; but a part's backward pass also holds the gradient of the head, 8 of 131 MB."""
     words = ["task=language", "data=synthetic_tokens", "data.seq_len=64", "training.global_batch_size=32"]
     cases = [[*words, "model.vocab_size=32000", f"task.loss_chunks={chunks}"] for chunks in (1, 2, 4)]
     whole, two, four = (forecast_profile(read_config(None, c), 2, cuda=False).peaks["device"]["total"] for c in cases)
     logits = 16 * 64 * 32_000 * 4
-    assert two - four == 3 * logits // 4 and whole - two > 2 * logits
+    assert two - four == 3 * logits // 4 and whole - two > 1.4 * logits
