@@ -67,9 +67,9 @@ def test_the_fastest_is_recommended_though_a_plainer_is_near(tmp_path: Path):
 
 
 def test_the_command_names_the_network_that_it_assumed(tmp_path: Path):
-    """Of two nodes of 800 Gbit/s, for whose network a step with gathers of 134 MB waits. An assumed network may be half
+    """Of two nodes of 800 Gbit/s, for whose network a step with gathers of 537 MB waits. An assumed network may be half
     or twice as fast: the range ends where that of 400 and of 1,600 Gbit/s does."""
-    words = ["model=mlp", "model.hidden_dim=8192", "model.num_layers=4", "precision=bf16_mixed"]
+    words = ["model=mlp", "model.hidden_dim=16384", "model.num_layers=4", "precision=bf16_mixed"]
     words += ["cluster.num_workers=16"]
     lines, out = {}, {}
     for gbit in (None, 400, 800, 1600):
