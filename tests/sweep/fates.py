@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -140,7 +141,8 @@ def _listeners(mark: str) -> list[tuple[str, str]]:
     top = psutil.Process()
     while mark in top.environ():  # the command itself is a fork, and has the environment of its parent
         top = top.parent() or top
-    family = (
-        (process.name(), process.net_connections(kind="inet")) for process in (top, *top.children(recursive=True))
-    )
+    family = []
+    for process in (top, *top.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # it ended while it was looked at
+            family.append((process.name(), process.net_connections(kind="inet")))
     return [(name, c.laddr.ip) for name, connections in family for c in connections if c.status == psutil.CONN_LISTEN]
