@@ -44,24 +44,54 @@ class ReshardPolicy(Enum):
     to_size = "to_size"
 
 
+class Api(Enum):
+    """PyTorch's implementation of sharding: `fully_shard`, or the older `FullyShardedDataParallel`."""
+
+    fsdp2 = "fsdp2"
+    fsdp1 = "fsdp1"
+
+
+class Embeddings(Enum):
+    """Where `per_block` puts what is outside of the blocks; see `ShardingConfig.embeddings`."""
+
+    root = "root"
+    own = "own"
+
+
 @dataclass
 class ShardingConfig:
     """How the model is divided among workers."""
 
+    api: Api = key(Api.fsdp2)
+    """`fsdp2` (`fully_shard`) or `fsdp1` (`FullyShardedDataParallel`)."""
     granularity: Granularity = key(Granularity.per_block, named_by_option=True)
     """What becomes an FSDP unit: none (`ddp`), the whole model, each block, each layer, or each module above a size."""
     dp_replicate: int = key(1, at_least_one)
-    """Replicas of the sharded model; above 1 sharding is hybrid, over workers / dp_replicate ranks."""
+    """Replicas of the sharded model; above 1 sharding is hybrid, over workers / (dp_replicate * tp) ranks."""
+    tp: int = key(1, at_least_one)
+    """Tensor-parallel ranks, which share each layer and the samples of a microbatch."""
     min_num_params: Optional[int] = key(None, at_least_one)
     """Smallest number of parameters of a unit; `size_based` requires it."""
     blocks_per_unit: int = key(1, at_least_one)
     """Consecutive blocks that share one unit of `per_block`."""
+    embeddings: Embeddings = key(Embeddings.root)
+    """Embeddings, last norm and head are part of the root's unit (`root`), or units of their own (`own`)."""
     separate_reduce_scatter_group: bool = key(False)
     """Reduce gradients on a separate communicator, in parallel with the all-gathers."""
     forward_prefetch: Optional[int] = key(None, not_negative)
     """Units to gather ahead in the forward pass; null: FSDP2's default."""
     backward_prefetch: Optional[int] = key(None, not_negative)
     """Units to gather ahead in the backward pass; null: FSDP2's default."""
+    limit_all_gathers: bool = key(True)
+    """FSDP1's option of that name: at most two gathered units at once. FSDP2 always limits them."""
+
+    def dp_degree(self, num_workers: int) -> int:
+        """Return how many parts a batch has: tensor-parallel ranks share one."""
+        return num_workers // self.tp
+
+    def dp_shard(self, num_workers: int) -> int:
+        """Return over how many ranks a parameter is sharded."""
+        return num_workers // (self.dp_replicate * self.tp)
 
 
 @dataclass
@@ -125,7 +155,7 @@ class ReshardConfig:
         """
         if sharding.granularity is Granularity.ddp:
             return "none", None
-        if self.policy is ReshardPolicy.to_size and self.size in (1, num_workers // sharding.dp_replicate):
+        if self.policy is ReshardPolicy.to_size and self.size in (1, sharding.dp_shard(num_workers)):
             return ("never" if self.size == 1 else "always"), None
         if self.policy is ReshardPolicy.default and sharding.granularity is Granularity.root:
             return "never", None

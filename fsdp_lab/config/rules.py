@@ -161,7 +161,7 @@ def _check_reshard(trial: TrialConfig, num_workers: int) -> None:
     reshard, sharding = trial.reshard_after_forward, trial.sharding
     if reshard.policy is not ReshardPolicy.to_size or sharding.granularity is Granularity.ddp:
         return
-    dp_shard = num_workers // sharding.dp_replicate
+    dp_shard = sharding.dp_shard(num_workers)
     if reshard.size is None:
         raise ConfigError(
             "reshard_after_forward.size=null: reshard_after_forward=to_size needs the size of the smaller mesh; "

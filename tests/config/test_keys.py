@@ -14,7 +14,8 @@ from fsdp_lab.config.suggest import closest
 # (checkpoint), is another study (nights), asks for a forecast of its own (forecast), is an MLflow parameter (param).
 COUNTS = {
     "cells starts checkpoint nights forecast param": """
-        sharding.granularity sharding.dp_replicate sharding.min_num_params sharding.blocks_per_unit
+        sharding.api sharding.granularity sharding.dp_replicate sharding.tp sharding.min_num_params
+        sharding.blocks_per_unit sharding.embeddings sharding.limit_all_gathers
         sharding.separate_reduce_scatter_group sharding.forward_prefetch sharding.backward_prefetch
         precision.param_dtype precision.reduce_dtype precision.loss_scaling precision.float8 precision.tf32
         offload.target reshard_after_forward.policy reshard_after_forward.size model._target_ model.image_size
