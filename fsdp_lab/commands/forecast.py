@@ -33,7 +33,8 @@ fastest, comes first:
                of one sample it is `tight`); forecast.prune skips `no`
   step ms      with a device: the predicted optimizer step, and tokens/s or samples/s per device
   MFU          the model's FLOPs divided by those that the device could do in that time
-  bound        the resource that limits the step most: compute, gather, scatter, transfer (offload), launch
+  bound        the resource that limits the step most: compute, gather, scatter, tp (what tensor-parallel layers send),
+               transfer (offload), launch
 use=pytorch prints the recommended setting as a function of plain PyTorch instead.
 Memory columns that are zero in every row are left out, and settings beyond the best 24; the CSV has all of them.
 """

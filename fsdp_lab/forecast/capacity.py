@@ -251,14 +251,14 @@ def pinned_rounding(profile: Profile, pinned: Collection[str]) -> int:
 def communicators(config: TrialConfig, num_workers: int) -> int:
     """Return the number of NCCL communicators of one worker.
 
-    One for the world, two for the mesh of hybrid sharding, one for the smaller mesh of `reshard_after_forward=to_size`,
-    and one of `sharding.separate_reduce_scatter_group`.
+    One for the world, two for the mesh of hybrid sharding, two for that of tensor parallelism and the parts of a batch,
+    one for the smaller mesh of `reshard_after_forward=to_size`, and one of `sharding.separate_reduce_scatter_group`.
     """
     if num_workers == 1:
         return 1  # its group is bound to its GPU
     sharding, reshard = config.sharding, config.reshard_after_forward
     if sharding.granularity is Granularity.ddp:
         return 1
-    dp_shard = num_workers // sharding.dp_replicate
-    smaller = reshard.policy is ReshardPolicy.to_size and reshard.size not in (1, dp_shard)
-    return 1 + (2 if sharding.dp_replicate > 1 else 0) + smaller + sharding.separate_reduce_scatter_group
+    smaller = reshard.policy is ReshardPolicy.to_size and reshard.size not in (1, sharding.dp_shard(num_workers))
+    meshes = (sharding.dp_replicate > 1) + (sharding.tp > 1)
+    return 1 + 2 * meshes + smaller + sharding.separate_reduce_scatter_group

@@ -21,7 +21,7 @@ from fsdp_lab.forecast.torch_private import (
     FakeTensorMode,
     peers_not_asked,
 )
-from fsdp_lab.training.distributed import DistributedContext
+from fsdp_lab.training.distributed import DistributedContext, leave_process_group
 from fsdp_lab.training.torch_private import (
     DEVICE,
     TorchDispatchMode,
@@ -51,7 +51,7 @@ def fake_world(world_size: int, device: torch.device, rank: int = 0) -> Iterator
         with peers_not_asked(device), mock.patch.object(dist, "all_reduce", _all_reduce):
             yield DistributedContext(rank=rank, local_rank=rank, world_size=world_size, device=device)
     finally:
-        dist.destroy_process_group()
+        leave_process_group()
         sys.excepthook = hook  # a process group puts its own around it, each time
 
 

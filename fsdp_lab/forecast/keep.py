@@ -45,6 +45,7 @@ def unlike(config: TrialConfig, sheet: Device) -> tuple[str, ...]:
         "offload=cpu_unpinned (pageable copies are assumed to be half as fast as pinned ones; the range covers as fast "
         "to a quarter)": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu_unpinned,
         f"sharding={sharding.value}": sharding is not Granularity.per_block,
+        f"sharding.tp={config.sharding.tp}": config.sharding.tp > 1,
         f"parameters in {dtype.value}": dtype is not Dtype.bfloat16,
     }
     return tuple(name for name, differs in differences.items() if differs)

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
 
 from fsdp_lab.forecast.fake import ACCELERATOR
 from fsdp_lab.forecast.speed.device import Device
@@ -55,7 +56,12 @@ def cuda_kernels(sheet: Device | None = None, on_kernel: OnKernel = lambda name,
         # the fused kernel takes one type only, and the compiler makes its own
         if torch.compiler.is_compiling() or (weight is not None and weight.dtype is not input.dtype):
             return rms_norm(input, list(normalized_shape), weight, eps)
-        return _FusedRmsNorm.apply(input, len(normalized_shape), weight, on_kernel)
+        if not isinstance(input, DTensor):
+            return _FusedRmsNorm.apply(input, len(normalized_shape), weight, on_kernel)
+        mesh, placements = input.device_mesh, input.placements  # a part of the sequence
+        part = weight.to_local(grad_placements=[Partial()]) if isinstance(weight, DTensor) else weight
+        output = _FusedRmsNorm.apply(input.to_local(), len(normalized_shape), part, on_kernel)
+        return DTensor.from_local(output, mesh, placements, run_check=False)
 
     with ExitStack() as patched:
         for original, ours in ((F.scaled_dot_product_attention, _attention), (rms_norm, fused_rms_norm)):

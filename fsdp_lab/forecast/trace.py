@@ -38,7 +38,12 @@ _COLLECTIVES = {
     ALL_GATHER: Kind.gather,
     REDUCE_SCATTER: Kind.scatter,
     ALL_REDUCE: Kind.reduce,
+}
+_OF_DTENSOR = {  # activations of tensor-parallel layers, and norms of gradients
+    "_c10d_functional.all_gather_into_tensor": Kind.gather,
+    "_c10d_functional.reduce_scatter_tensor": Kind.scatter,
     "_c10d_functional.all_reduce": Kind.reduce,
+    "_c10d_functional.all_reduce_": Kind.reduce,  # in compiled code
 }
 _WITH_BIAS = {"aten.addmm", "aten.baddbmm"}  # it comes first
 _PRODUCTS = {"aten.mm", "aten.bmm", "aten._scaled_mm", *_WITH_BIAS}
@@ -100,7 +105,9 @@ class StepTrace(TorchDispatchMode):
             self._reducing = None
         name = str(func.overloadpacket)
         if name in _COLLECTIVES:
-            self._collective(name, args, result)
+            self._collective(name, args)
+        elif name in _OF_DTENSOR:
+            self._functional(name, args, result)
         elif not name.startswith(_NO_WORK):
             self._record(name, func, args, kwargs, result)
         return result
@@ -110,14 +117,19 @@ class StepTrace(TorchDispatchMode):
         if self._where is not None:
             self.add(name, Kind.memory, Stream.compute, reads, writes, sum(map(_bytes, [*reads, *writes])))
 
-    def _collective(self, name: str, args: Any, result: Any) -> None:
+    def _collective(self, name: str, args: Any) -> None:
         kind = _COLLECTIVES[name]
-        first, others = tensors_of(args[0]), tensors_of(args[1:])
-        written = tensors_of(result) if name.startswith("_c10d") else first
+        written, others = tensors_of(args[0]), tensors_of(args[1:])
         stream = Stream.gather if kind is Kind.gather else Stream.scatter
         self._reducing = stream
-        num_bytes = max(map(_bytes, [*first, *others]))
-        self.add(name, kind, stream, others or first, written, num_bytes, dtype=_dtype(first), group=_ranks(args))
+        num_bytes = max(map(_bytes, [*written, *others]))
+        self.add(name, kind, stream, others or written, written, num_bytes, dtype=_dtype(written), group=_ranks(args))
+
+    def _functional(self, name: str, args: Any, result: Tensor) -> None:
+        assert self._where is not None
+        stream = Stream.scatter if self._where()[0] == "optimizer" else Stream.layers
+        num_bytes, dtype = max(_bytes(args[0]), _bytes(result)), _dtype([args[0]])
+        self.add(name, _OF_DTENSOR[name], stream, [args[0]], [result], num_bytes, dtype=dtype, group=_ranks(args))
 
     def _all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> None:
         """Record an all-reduce: FSDP2 has a stream for that of replicas, DDP reduces on the stream of scatters."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_lab.config.parallel import Granularity, OffloadConfig, OffloadTarget, ShardingConfig
+from fsdp_lab.training.torch_private import forget_meshes
 
 T = TypeVar("T")
 
@@ -88,6 +89,7 @@ def leave_process_group() -> None:
     """Leave the process group, whose threads may otherwise outlive the interpreter and then abort the process."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        forget_meshes()
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.distributed.fsdp import _fully_shard as fsdp_package
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import debug
 from torch.utils._python_dispatch import TorchDispatchMode as _DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -58,6 +59,7 @@ NAMES = (
     Name("torch._C", "_storage_Use_Count"),
     Name("torch._C._distributed_c10d", "FakeWork.boxed"),
     Name("torch.utils._python_dispatch", "TorchDispatchMode.ignore_compile_internals", ()),
+    Name("torch.distributed.tensor.debug", "_clear_sharding_prop_cache", ()),
     Name("torch.nn", "Module._apply", ("fn",)),
     Name("torch.nn", "Module._compiled_call_impl"),
 )
@@ -288,6 +290,14 @@ def storages_of(tensor: Tensor) -> set[torch.UntypedStorage]:
 
 def finished_work() -> Any:
     return FakeWork().boxed()
+
+
+def forget_meshes() -> None:
+    """Let DTensor forget the meshes of a process group that has ended.
+
+    It keeps results by mesh, and a mesh equals one of later groups with the same ranks, whose groups have other names.
+    """
+    debug._clear_sharding_prop_cache()
 
 
 def without_modes() -> Any:

@@ -16,7 +16,7 @@ from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.sentences import request_notes
 from fsdp_lab.forecast.speed.costs import collective_seconds, in_tf32, seconds
 from fsdp_lab.forecast.speed.device import Device, DeviceKind, Errors, Factors, KnownError, Reached
-from fsdp_lab.forecast.speed.predict import Speed, predict
+from fsdp_lab.forecast.speed.predict import BOUNDS, Speed, predict, step_seconds
 from fsdp_lab.forecast.speed.program import FUSED, Kind, Operator, Stream
 from fsdp_lab.forecast.speed.streams import Slot, schedule
 from fsdp_lab.workloads.build import build_workload
@@ -253,3 +253,29 @@ def test_the_error_is_that_of_the_steps_that_were_compared(words: str, launch_s:
         faster = speed_of(workers=8, device=replace(device, launch_s=launch_s / 3)).step_s
         assert speed.low_s == pytest.approx(faster / (1 + speed.error))
     assert not speed_of(workers=8, device=replace(device, factors=Factors(settings=8, alike=True))).bound_unseen
+
+
+def layer(kind: Kind, read: int) -> Operator:
+    """Of a tensor-parallel layer, one second: a collective of ranks 0 and 1, or a product."""
+    is_sent = kind.is_collective
+    return Operator(
+        "one", kind, Stream.layers if is_sent else Stream.compute, "backward", "", num_bytes=2e11 * is_sent,
+        flops=5e13 * (not is_sent), dtype="bfloat16", group=(0, 1) * is_sent, reads=(read,), writes=(read + 1,),
+    )  # fmt: skip
+
+
+def test_what_tensor_parallel_layers_send_is_waited_for_and_hides_nothing():
+    """Gather, product, scatter and product take 4 s, each after the one before. A transfer of 2 s hides beside them for
+    nothing. A gather of FSDP2's does, too, but for the half that is lost of what collectives hide. Gradients are copied
+    when FSDP2's own scatter is over, whatever layers scatter meanwhile."""
+    layers = [layer(kind, n) for n, kind in enumerate((Kind.gather, Kind.matmul, Kind.scatter, Kind.matmul))]
+    assert [slot.begin for slot in schedule(layers, [1.0] * 4, 0.0)] == [0, 1, 2, 3]
+    lossy = replace(ROUND, efficiency=replace(ROUND.efficiency, overlap=0.5))
+    transfer = replace(operator(Kind.transfer, num_bytes=2e10), stream=Stream.copy_in)
+    ahead = replace(gather(4e11, 2), stream=Stream.gather, group=(0, 2))
+    for program, expected in ((layers, 4.0), ([transfer, *layers], 4.0), ([ahead, *layers], 5.0)):
+        assert step_seconds(program, lossy) == pytest.approx(expected)
+    assert predict(layers, ROUND).shares == pytest.approx({**dict.fromkeys(BOUNDS, 0.0), "compute": 0.5, "tp": 0.5})
+    reduced = (backward("scatter", Kind.scatter, Stream.scatter, 20, (0, 2)), 5.0)
+    copy = (backward("fsdp.chunk_cat", Kind.memory, Stream.compute, 30), 1.0)
+    assert run(reduced, (layers[2], 1.0), copy)[-1].begin == 5.0

@@ -10,8 +10,8 @@ from fsdp_lab.forecast.speed.device import OTHER, Basis, Device, DeviceKind, Fac
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream, num_nodes
 from fsdp_lab.forecast.speed.streams import schedule
 
-BOUNDS = ("compute", "gather", "scatter", "transfer", "launch")
-_WAITS = ("gather", "scatter")
+BOUNDS = ("compute", "gather", "scatter", "tp", "transfer", "launch")
+_WAITS = ("gather", "scatter", "tp")
 # The share of a step from which launches count: of the published steps that efficiencies were fitted to they bound at
 # most 0.005 % (experiments/published), so nothing is known of the figures for them.
 LAUNCHES = 0.01
@@ -214,7 +214,8 @@ def _run(program: Sequence[Operator], durations: Sequence[float], device: Device
     synchronous = device.kind is DeviceKind.cpu
     slots = schedule(program, durations, device.launch_s, separate_scatter, synchronous, device.node_size)
     end = max((slot.end for slot in slots), default=0.0)
-    sent = sum(d for operator, d in zip(program, durations, strict=True) if operator.kind.is_collective)
+    hideable = [op.kind.is_collective and op.stream is not Stream.layers for op in program]  # layers wait for theirs
+    sent = sum(d for d, hides in zip(durations, hideable, strict=True) if hides)
     return end + (1 - device.efficiency.overlap) * min(sent, _hidden(durations, device, end))
 
 
@@ -225,6 +226,8 @@ def _hidden(durations: Sequence[float], device: Device, step_s: float) -> float:
 
 
 def _bound_of(operator: Operator) -> str:
+    if operator.stream is Stream.layers:
+        return "tp"
     if operator.kind is Kind.gather:
         return "gather"
     if operator.kind.is_collective:

@@ -32,7 +32,8 @@ class Stream(StrEnum):
     """A queue whose operators run one after the other.
 
     FSDP2 copies what it gathers into one buffer on `copy_in`, and has a stream for each kind of its collectives; DDP
-    reduces on `scatter`. `host` is the CPU, which works on offloaded tensors.
+    reduces on `scatter`. Tensor-parallel layers send activations on `layers`. `host` is the CPU, which works on
+    offloaded tensors.
     """
 
     compute = "compute"
@@ -41,6 +42,7 @@ class Stream(StrEnum):
     gather = "gather"
     scatter = "scatter"
     all_reduce = "all_reduce"
+    layers = "layers"
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def schedule(
             communicators[communicator] = end
         if crosses:
             network[operator.group] = end
-        if operator.kind is Kind.scatter:
+        if operator.kind is Kind.scatter and stream is Stream.scatter:
             scattered = end
         if operator.name.endswith("split_with_sizes_copy"):
             copied_out.append(end)
