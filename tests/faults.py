@@ -99,6 +99,8 @@ FAULTS = (
           PASTED, MAKE_CI),
     Fault("the function of use=pytorch clips no gradients", "fsdp_lab/report/templates/pytorch.py.j2",
           "{% if training.max_grad_norm is not none %}", "{% if false %}", PASTED, MAKE_CI),
+    Fault("the step of use=pytorch with FSDP1 reduces each microbatch", "fsdp_lab/report/templates/pytorch.py.j2",
+          "{% set no_sync = fsdp1 and", "{% set no_sync = false and", PASTED, MAKE_CI),
     Fault("the function of use=pytorch does not scale its learning rate", "fsdp_lab/report/pytorch.py",
           "optimizer.lr * (world_size if optimizer.scale_lr else 1)", "optimizer.lr", PASTED, MAKE_CI),
     Fault("the function of use=pytorch leaves a model of other names whole", "fsdp_lab/report/templates/pytorch.py.j2",

@@ -19,7 +19,10 @@ from fsdp_lab.config.suggest import did_you_mean
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 _HYBRID = "any of them but ddp with sharding.dp_replicate=<number of replicas>"
-_SHARDINGS = {  # what FSDP1 and DeepSpeed call them
+_SHARDINGS = {  # what PyTorch and DeepSpeed call them
+    "fsdp": "any of them but ddp",
+    "fsdp1": "any of them but ddp with sharding.api=fsdp1",
+    "fsdp2": "any of them but ddp",
     "full_shard": "sharding=per_block reshard_after_forward=always",
     "zero3": "sharding=per_block reshard_after_forward=always",
     "shard_grad_op": "sharding=per_block reshard_after_forward=never",

@@ -79,9 +79,9 @@ class ShardingConfig:
     separate_reduce_scatter_group: bool = key(False)
     """Reduce gradients on a separate communicator, in parallel with the all-gathers."""
     forward_prefetch: Optional[int] = key(None, not_negative)
-    """Units to gather ahead in the forward pass; null: FSDP2's default."""
+    """Units to gather ahead in the forward pass; null: PyTorch's default."""
     backward_prefetch: Optional[int] = key(None, not_negative)
-    """Units to gather ahead in the backward pass; null: FSDP2's default."""
+    """Units to gather ahead in the backward pass; null: PyTorch's default."""
     limit_all_gathers: bool = key(True)
     """FSDP1's option of that name: at most two gathered units at once. FSDP2 always limits them."""
 

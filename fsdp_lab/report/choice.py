@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 # offload to save nothing.
 PLAIN = {
     "sharding": "ddp",
+    "sharding.api": "fsdp2",
     "precision": "fp32",
     "offload": "none",
     "reshard_after_forward": "always",

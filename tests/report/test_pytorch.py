@@ -43,14 +43,23 @@ CASES = [
     "sharding=per_block activation_checkpointing=every_n sharding.blocks_per_unit=3 "
     "sharding.separate_reduce_scatter_group=true sharding.forward_prefetch=1",
     "sharding=per_block activation_checkpointing=selective",
+    # FSDP1 accumulates what it reduces later in the type of computation
+    "sharding=per_block sharding.api=fsdp1 precision=bf16_mixed training.grad_accum_steps=2 training.max_grad_norm=0.5",
+    "sharding=per_layer sharding.api=fsdp1 precision=fp16 precision.init_scale=2e6 offload=cpu sharding.forward_prefetch=1 "
+    "reshard_after_forward=never sharding.backward_prefetch=0 training.max_grad_norm=0.5",
+    "sharding=size_based sharding.min_num_params=10000 sharding.api=fsdp1 precision=grad_bf16 "
+    "sharding.limit_all_gathers=false",
+    "sharding=root sharding.api=fsdp1 activation_checkpointing=selective optimizer=adamw optimizer.scale_lr=true",
     "sharding=per_block optimizer._target_=torch.optim.RAdam optimizer.betas=[0.8,0.9] optimizer.scale_lr=true",
 ]
 SLOW = [
     "sharding=size_based sharding.min_num_params=10000 training.grad_accum_steps=2 training.sync_each_microbatch=true",
     "sharding=per_block compile=true",
+    "sharding=per_block sharding.api=fsdp1 compile=true training.grad_accum_steps=2 training.sync_each_microbatch=true",
 ]
 HYBRID = [
     "sharding=per_block sharding.dp_replicate=2 reshard_after_forward=always",
+    "sharding=per_block sharding.api=fsdp1 sharding.dp_replicate=2 reshard_after_forward=never",
     "sharding=root sharding.dp_replicate=2 training.grad_accum_steps=2 training.sync_each_microbatch=true",
 ]
 LAYOUT = Layout(units=["blocks.*"], blocks=["blocks.*"])
