@@ -102,7 +102,7 @@ FAULTS = (
     Fault("the step of use=pytorch with FSDP1 reduces each microbatch", "fsdp_lab/report/templates/pytorch.py.j2",
           "{% set no_sync = fsdp1 and", "{% set no_sync = false and", PASTED, MAKE_CI),
     Fault("the function of use=pytorch does not scale its learning rate", "fsdp_lab/report/pytorch.py",
-          "optimizer.lr * (world_size if optimizer.scale_lr else 1)", "optimizer.lr", PASTED, MAKE_CI),
+          "optimizer.lr * (dp_degree if optimizer.scale_lr else 1)", "optimizer.lr", PASTED, MAKE_CI),
     Fault("the function of use=pytorch leaves a model of other names whole", "fsdp_lab/report/templates/pytorch.py.j2",
           "    if not units:", "    if False:", "report/test_pytorch.py::test_a_model_with_other_names_is_refused"),
     Fault("only the first microbatch is reduced", "fsdp_lab/training/loop.py",

@@ -115,7 +115,9 @@ class Refusal:
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """The slow libraries that reading the data takes."""
+        """The slow libraries that reading the data takes, or a model that is a class."""
+        if self.heading == COMBINATION and "model=lm_tiny" in self.words:
+            return ("torch",)
         return {_DATA: ("torch",), _TRANSFORMERS: ("torch", "transformers")}.get(self.heading, ())
 
 

@@ -207,8 +207,8 @@ def _rows(
     pages: dict[str, Path | None] = {}
     rows = []
     for trial, request, forecast in zip(trials, requests, forecasts, strict=True):
-        training, page = trial.config.training, pages.setdefault(request.key, request.page)
-        microbatch = training.global_batch_size // request.num_workers // training.grad_accum_steps
+        page = pages.setdefault(request.key, request.page)
+        microbatch = request.samples_per_worker // trial.config.training.grad_accum_steps
         values = [value_text(setting(trial, key)) for key in swept]
         rows.append(Row(values, forecast, None if forecast.error else page, microbatch, request))
     return rows
@@ -257,7 +257,7 @@ def print_scope(console: Console, trials: list[Trial], requests: list[Request], 
     groups = ("model", "sharding", "precision", "offload", "reshard_after_forward", "optimizer")
     fixed = [f"{group}={trials[0].choices[group]}" for group in groups if group not in swept]
     fixed += [f"{key}={value}" for key, value in arguments(trials[0]).items() if key not in swept]
-    sizes = sorted({r.config.training.global_batch_size // r.num_workers for r in requests})
+    sizes = sorted({r.samples_per_worker for r in requests})
     item = "image" if all(r.config.model.is_image_classifier for r in requests) else "item"
     size = f"{' or '.join(map(str, sizes))} {item}{'' if sizes == [1] else 's'} per worker and step"
     console.print(f"{count(len(trials), 'setting')}: {' '.join(fixed)}, {size}", highlight=False, markup=False)

@@ -13,7 +13,7 @@ from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.machine import check_gpus, cpus_per_worker_of, gpus_are_here, workers_of
 from fsdp_lab.config.registry import path_of
 from fsdp_lab.config.rules import check_files, check_trial
-from fsdp_lab.config.sweep import ClusterConfig, Engine, SweepConfig, objectives, stops_on
+from fsdp_lab.config.sweep import ClusterConfig, Engine, Placement, SweepConfig, objectives, stops_on
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.machine import hardware
 
@@ -96,6 +96,12 @@ def check_keys(config: SweepConfig, num_workers: int) -> None:
     if config.engine is Engine.inline:
         _check_inline(config, num_workers)
     check_cluster(config.cluster)
+    tp, placement = config.sharding.tp, config.cluster.placement
+    if tp > 1 and placement is Placement.spread:
+        raise CombinationError(
+            f"sharding.tp={tp} with cluster.placement=spread: the {tp} workers that divide a layer have to share a "
+            "node; use cluster.placement=pack or strict_pack."
+        )
 
 
 def check_cluster(cluster: ClusterConfig) -> None:

@@ -110,13 +110,17 @@ def register_schema() -> None:
 
 
 def _per_worker(count: int, *, _root_: DictConfig) -> int:
-    """Return a batch size that grows with the workers: `training.global_batch_size='${per_worker:8}'`."""
+    """Return a batch size that grows with the workers: `training.global_batch_size='${per_worker:8}'`.
+
+    Tensor-parallel workers share their samples.
+    """
     if not str(count).isdecimal():
         raise ConfigError(f"${{per_worker:{count}}} needs a whole number, for example ${{per_worker:8}}.")
     if (workers := OmegaConf.select(_root_, "cluster.num_workers")) is None:
         alone = str(OmegaConf.select(_root_, "engine")) in ("inline", "Engine.inline")
         workers = 1 if alone else default_num_workers(OmegaConf.select(_root_, "cluster.address"))
-    return int(count) * workers
+    tp = OmegaConf.select(_root_, "sharding.tp")
+    return int(count) * max(1, workers // max(1, tp))  # what does not divide is refused later
 
 
 def typed_config(cfg: DictConfig) -> SweepConfig:

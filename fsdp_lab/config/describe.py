@@ -91,6 +91,8 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
 def _kind(hint: Any) -> str:
     if typing.get_origin(hint) is list:
         return "list of text"
+    if typing.get_origin(hint) is dict:
+        return "mapping of text"
     return "choice" if isinstance(hint, type) and issubclass(hint, Enum) else _NOUNS[hint]
 
 

@@ -55,7 +55,7 @@ def sharding_notes(config: TrialConfig) -> Iterator[str]:
 
 
 def node_notes(sharding: ShardingConfig, nodes: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence if a shard group of hybrid sharding is on several nodes.
+    """Yield a sentence if a replica of hybrid sharding is on several nodes.
 
     Args:
         nodes: that of each rank.
@@ -64,7 +64,7 @@ def node_notes(sharding: ShardingConfig, nodes: Sequence[str]) -> Iterator[str]:
     groups = [nodes[first : first + size] for first in range(0, len(nodes), size)]
     if split := sum(len(set(group)) > 1 for group in groups):
         yield (
-            f"sharding.dp_replicate={sharding.dp_replicate}: {split} of {len(groups)} shard groups, each of {size} "
+            f"sharding.dp_replicate={sharding.dp_replicate}: {split} of {len(groups)} replicas, each of {size} "
             f"ranks, are on more than one node: their parameters cross the network. On each node use a multiple of "
             f"{size} workers."
         )

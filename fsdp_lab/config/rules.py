@@ -6,13 +6,24 @@ together.
 
 from __future__ import annotations
 
-from fsdp_lab.config.errors import CombinationError, ConfigError
+from collections.abc import Mapping, Sequence
+from math import gcd
+
+from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.key import check_ranges, divisors
-from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, PrecisionConfig, ReshardPolicy
+from fsdp_lab.config.parallel import (
+    Api,
+    Dtype,
+    Granularity,
+    OffloadTarget,
+    PrecisionConfig,
+    ReshardPolicy,
+    ShardingConfig,
+)
 from fsdp_lab.config.parts import check_classes, check_parts, check_rows, check_vocab_size
 from fsdp_lab.config.registry import path_of
 from fsdp_lab.config.source import ModelSource
-from fsdp_lab.config.target import check_arguments, check_loss, check_nested, import_callable, import_object
+from fsdp_lab.config.target import argument, check_arguments, check_loss, check_nested, import_callable, import_object
 from fsdp_lab.config.training import (
     ActivationCheckpointing,
     CheckpointConfig,
@@ -20,7 +31,6 @@ from fsdp_lab.config.training import (
     OptimizerConfig,
     OptimizerImplementation,
     OptimizerName,
-    TrainingConfig,
 )
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import DataConfig, ModelConfig, TaskConfig, needed_target, source_of
@@ -39,7 +49,8 @@ def check_trial(trial: TrialConfig, num_workers: int) -> None:
     if trial.sharding.granularity is Granularity.ddp:
         _check_ddp(trial)
     _check_sharding(trial, num_workers)
-    _check_batch(trial.training, num_workers)
+    _check_tensor_parallel(trial, num_workers)
+    _check_batch(trial, num_workers)
     _check_reshard(trial, num_workers)
     _check_optimizer(trial.optimizer)
     _check_precision(trial.precision)
@@ -111,6 +122,10 @@ def _check_ddp(trial: TrialConfig) -> None:
             sharding.dp_replicate > 1,
             "DDP replicates over all workers already; use sharding.dp_replicate=1",
         ),
+        f"sharding.tp={sharding.tp}": (
+            sharding.tp > 1,
+            "DDP averages the gradients of all workers, and these hold different parts of a layer; use sharding.tp=1",
+        ),
         "sharding.separate_reduce_scatter_group=true": (
             sharding.separate_reduce_scatter_group,
             "DDP has no reduce-scatter; use sharding.separate_reduce_scatter_group=false",
@@ -145,15 +160,85 @@ def _check_sharding(trial: TrialConfig, num_workers: int) -> None:
         )
 
 
-def _check_batch(training: TrainingConfig, num_workers: int) -> None:
-    parts = num_workers * training.grad_accum_steps
+def _check_tensor_parallel(trial: TrialConfig, num_workers: int) -> None:
+    sharding, tp = trial.sharding, trial.sharding.tp
+    if tp == 1:
+        return
+    refused = {
+        "sharding.api=fsdp1": (
+            sharding.api is Api.fsdp1,
+            "FSDP1 cannot shard what tensor parallelism has divided; use sharding.api=fsdp2",
+        ),
+        "precision.float8=true": (
+            trial.precision.float8,
+            "layers that multiply in float8 are not divided here; use precision=bf16_mixed",
+        ),
+    }
+    for typed, (is_set, why) in refused.items():
+        if is_set:
+            raise CombinationError(f"sharding.tp={tp} with {typed}: {why}, or sharding.tp=1.")
+    plan = trial.model.known_tp_plan()
+    workers = f"cluster.num_workers={num_workers}" + _divided(sharding, "dp_replicate")
+    sizes = {workers: num_workers // sharding.dp_replicate, **(_tp_sizes(trial, plan or {}) if plan != {} else {})}
+    for name, size in sizes.items():
+        if size % tp:
+            shown = name if name == workers else f"{name}={size}"
+            raise CombinationError(
+                f"sharding.tp={tp} does not divide {shown}; use one of {divisors(gcd(*sizes.values()))}."
+            )
+    if plan == {}:
+        raise CombinationError(
+            f"sharding.tp={tp}: model._target_={trial.model.target} has no plan for tensor parallelism; give one by "
+            "model.tp_plan={<module>: colwise, <module>: rowwise}, or use sharding.tp=1.",
+        )
+
+
+def _tp_sizes(trial: TrialConfig, plan: Mapping[str, str]) -> dict[str, int]:
+    """Return the sizes that tensor parallelism divides, as far as keys and configurations show them."""
+    sizes = {f"model.{name}": size for name, size in trial.model.tp_sizes().items()}
+    length = argument(trial.data.function(), trial.data.arguments, "seq_len")
+    if "sequence" in plan.values() and isinstance(length, int):
+        sizes["data.seq_len"] = length
+    return sizes
+
+
+def _divided(sharding: ShardingConfig, name: str) -> str:
+    """Return ` / sharding.tp=2`, to stand after a number of workers; "" for 1."""
+    degree = getattr(sharding, name)
+    return f" / sharding.{name}={degree}" if degree > 1 else ""
+
+
+def check_nodes(sharding: ShardingConfig, nodes: Sequence[str]) -> None:
+    """Check that each tensor-parallel group is within a node.
+
+    Args:
+        nodes: that of each rank.
+
+    Raises:
+        UserError: with the first group that is not.
+    """
+    for first in range(0, len(nodes), sharding.tp):
+        group = nodes[first : first + sharding.tp]
+        if len(set(group)) > 1:
+            raise UserError(
+                f"sharding.tp={sharding.tp}: ranks {first} to {first + len(group) - 1} divide each layer among them, "
+                f"but are on {len(set(group))} nodes, so every layer would wait for the network. Start a multiple of "
+                f"{sharding.tp} workers on each node: choose cluster.num_workers as a multiple of a node's GPUs or "
+                "free the nodes of other trials, use cluster.placement=strict_pack if one node holds all workers, or "
+                "use a smaller sharding.tp."
+            )
+
+
+def _check_batch(trial: TrialConfig, num_workers: int) -> None:
+    training, sharding = trial.training, trial.sharding
+    parts = sharding.dp_degree(num_workers) * training.grad_accum_steps
     if training.global_batch_size % parts:
         below = training.global_batch_size // parts * parts
         choices = f"{below} or {below + parts}" if below else f"{parts}"
         raise CombinationError(
             f"training.global_batch_size={training.global_batch_size} is not divisible by "
-            f"cluster.num_workers={num_workers} times training.grad_accum_steps={training.grad_accum_steps}"
-            f" = {parts}; use for example {choices}.",
+            f"cluster.num_workers={num_workers}{_divided(sharding, 'tp')} times "
+            f"training.grad_accum_steps={training.grad_accum_steps} = {parts}; use for example {choices}.",
         )
 
 
@@ -170,8 +255,8 @@ def _check_reshard(trial: TrialConfig, num_workers: int) -> None:
     if dp_shard % reshard.size:
         raise CombinationError(
             f"reshard_after_forward.size={reshard.size} does not divide the sharding degree {dp_shard} "
-            f"(cluster.num_workers={num_workers} / sharding.dp_replicate={sharding.dp_replicate}); "
-            f"use one of {divisors(dp_shard)}.",
+            f"(cluster.num_workers={num_workers} / sharding.dp_replicate={sharding.dp_replicate}"
+            f"{_divided(sharding, 'tp')}); use one of {divisors(dp_shard)}.",
         )
 
 

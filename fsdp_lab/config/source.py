@@ -43,6 +43,14 @@ class ModelSource:
         """Return the number of tokens that the model knows; None for a model that takes no tokens."""
         return None
 
+    def tp_plan(self, *args: Any, **arguments: Any) -> dict[str, str]:
+        """Return how tensor parallelism divides modules, see `ModelConfig.tp_plan`; empty: it cannot."""
+        return getattr(self, "_tp_plan", {})
+
+    def tp_sizes(self, *args: Any, **arguments: Any) -> dict[str, int]:
+        """Return the arguments that a tensor-parallel degree must divide."""
+        return {name: arguments[name] for name in getattr(self, "_tp_divides", ())}
+
     def num_positions(self, *args: Any, **arguments: Any) -> int | None:
         """Return the most tokens that a row may have; None: not limited."""
         return None

@@ -149,7 +149,7 @@ class OptimizerConfig(OpenGroup):
     implementation: OptimizerImplementation = key(OptimizerImplementation.auto)
     """PyTorch's implementation; `auto`: fused if supported, else foreach."""
     scale_lr: bool = key(False)
-    """Multiply `lr` by the number of workers."""
+    """Multiply `lr` by the data-parallel degree: the number of workers, divided by `sharding.tp`."""
 
     @classmethod
     def of_keys(cls, values: dict[str, Any], prefix: str) -> Self:

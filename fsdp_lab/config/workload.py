@@ -43,6 +43,9 @@ class ModelConfig(OpenGroup):
     """Paths to the classes that `per_block` shards; null: found from the module."""
     forward_methods: Optional[list[str]] = key(None)
     """Methods of sharding units that other modules call, such as `encode`; null: only `forward`."""
+    tp_plan: Optional[dict[str, str]] = key(None)
+    """How `sharding.tp` divides modules: name, with `*` for a number, to `colwise`, `rowwise` or `sequence`; null: the
+    model's own plan."""
     flops_per_unit: Optional[float] = key(None, positive)
     """FLOPs of a forward and backward pass on one sample or token, for MFU; null: counted."""
 
@@ -56,6 +59,22 @@ class ModelConfig(OpenGroup):
             return function.vocab_size(**self.arguments)
         size = argument(function, self.arguments, "vocab_size")
         return size if isinstance(size, int) else None
+
+    def known_tp_plan(self) -> dict[str, str] | None:
+        """Return the tensor-parallel plan, empty for a model without one; None: not known before the model is built."""
+        function = self.function()
+        if self.tp_plan is None and isinstance(function, ModelSource):
+            return function.tp_plan(**self.arguments)
+        plan = getattr(function, "_tp_plan", None) if self.tp_plan is None else self.tp_plan
+        return None if plan is None else dict(plan)
+
+    def tp_sizes(self) -> dict[str, int]:
+        """Return the arguments that a tensor-parallel degree must divide, as far as the model names them."""
+        function = self.function()
+        if isinstance(function, ModelSource):
+            return function.tp_sizes(**self.arguments)
+        sizes = {name: argument(function, self.arguments, name) for name in getattr(function, "_tp_divides", ())}
+        return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
     @property
     def is_image_classifier(self) -> bool:

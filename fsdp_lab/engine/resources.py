@@ -41,11 +41,12 @@ def cpus_per_worker_on(nodes: list[dict[str, Any]]) -> float:
     return min(shares, default=hardware.default_cpus_per_worker(0, 0))
 
 
-def check_capacity(cluster: ClusterConfig, num_workers: int) -> dict[str, float]:
+def check_capacity(cluster: ClusterConfig, num_workers: int, tp: int = 1) -> dict[str, float]:
     """Return the resources of a trial's workers together, which the cluster can hold.
 
     Args:
         num_workers: the number of ranks that `cluster.num_workers` stands for.
+        tp: so many of them have to share a node.
 
     Raises:
         ConfigError: the cluster can never hold it; the message has both numbers and the remedy.
@@ -64,6 +65,13 @@ def check_capacity(cluster: ClusterConfig, num_workers: int) -> dict[str, float]
         raise ConfigError(
             f"cluster.num_workers={num_workers} with {resources_text(each)} each: the cluster's nodes hold {fits} of "
             f"these workers; use cluster.num_workers={max(1, fits)}, a smaller cluster.cpus_per_worker, or more nodes."
+        )
+    in_groups = tp * groups_that_fit({name: amount * tp for name, amount in each.items()}, nodes)
+    if in_groups < num_workers:
+        raise ConfigError(
+            f"sharding.tp={tp} with cluster.num_workers={num_workers}: {tp} workers ({resources_text(each)} each) must "
+            f"share a node, and the cluster's nodes hold {in_groups} workers in such groups; use a smaller sharding.tp"
+            f"{f', or cluster.num_workers={in_groups}' if in_groups else ''}."
         )
     if cluster.placement is Placement.strict_pack and not groups_that_fit(needed, nodes):
         most = max(groups_that_fit(each, [node]) for node in nodes)

@@ -73,7 +73,8 @@ class ForecastAnswer(Answer):
             return None
         sharding = request.config.sharding
         nodes, left_over = divmod(request.num_workers, request.sheet.node_size)
-        if sharding.granularity is Granularity.ddp or sharding.dp_replicate > 1 or left_over:
+        whole_node = request.sheet.node_size == sharding.tp  # which then leaves nothing to shard within it
+        if sharding.granularity is Granularity.ddp or sharding.dp_replicate > 1 or left_over or whole_node:
             return None
         return nodes if speed.shares.get("gather", 0.0) + speed.shares.get("scatter", 0.0) >= _WAITS else None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, workers_of
 from fsdp_lab.config.conf import DEVICE_KINDS, data_sheets, device_file
+from fsdp_lab.config.key import divisors
 from fsdp_lab.config.machine import check_gpus, gpus_are_here
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.forecast.capacity import GIB, Host
@@ -89,12 +90,18 @@ def _load(file: Path) -> Device:
 
 
 def check_device(config: SweepConfig, num_workers: int) -> None:
-    """Check the device's file, and that its nodes make up the workers.
+    """Check the device's file, and that its nodes make up the workers and hold whole tensor-parallel groups.
 
     Raises:
-        ConfigError: the file is no data sheet, or the workers are no whole number of nodes.
+        ConfigError: the file is no data sheet, the workers are no whole number of nodes, or a group would be on two.
     """
     sheet = data_sheet(config)
+    tp = config.sharding.tp
+    if sheet is not None and sheet.node_size % tp:
+        raise ConfigError(
+            f"sharding.tp={tp} with forecast.device={config.forecast.device}: tensor parallelism stays within a node, "
+            f"and {tp} does not divide the {sheet.node_size} devices of one; use one of {divisors(sheet.node_size)}."
+        )
     if sheet is not None and num_workers > sheet.node_size and num_workers % sheet.node_size:
         raise ConfigError(
             f"cluster.num_workers={num_workers} with forecast.device={config.forecast.device}: its nodes have "

@@ -151,7 +151,7 @@ def largest_microbatch(
 
     @cache
     def room(size: int) -> int:
-        batch = size * num_workers * config.training.grad_accum_steps
+        batch = size * config.sharding.dp_degree(num_workers) * config.training.grad_accum_steps
         trial = replace(config, training=replace(config.training, global_batch_size=batch))
         profile = forecast_step(trial, num_workers, cuda, sheet=sheet).profile
         return capacity_bytes - weigh(profile, trial, num_workers, cuda, None).needed_bytes

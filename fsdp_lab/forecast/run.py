@@ -54,6 +54,11 @@ class Request:
         host = host_of(num_workers, sheet, cuda and is_here(config))
         return Request(config, num_workers, cuda, capacity_bytes(config, cuda), page, sheet, host)
 
+    @property
+    def samples_per_worker(self) -> int:
+        """The samples of a worker in a step, which tensor-parallel workers share."""
+        return self.config.training.global_batch_size // self.config.sharding.dp_degree(self.num_workers)
+
     def weigh(self, forecast: Forecast) -> Forecast:
         """Return a forecast that this request may share with others, on its own device."""
         return on_capacity(forecast, self.capacity_bytes, self.host)

@@ -64,11 +64,13 @@ def _fewest(rows: Sequence[Row], swept: Sequence[str]) -> dict[str, list[str]]:
 def request_notes(requests: Sequence[Request]) -> list[str]:
     """Return notes about what these forecasts assume or do not include; each note once."""
     notes = [note for r in requests for note in (*sharding_notes(r.config), *_device_notes(r))]
-    sizes = sorted({r.config.training.global_batch_size // r.num_workers for r in requests})
+    sizes = sorted({r.samples_per_worker for r in requests})
     if len({r.config.training.global_batch_size for r in requests}) == 1 and len(sizes) > 1:
+        same_tp = len({r.config.sharding.tp for r in requests}) == 1
+        fewest, most = ("fewest workers", "most") if same_tp else ("lowest data-parallel degree", "highest")
         notes.append(
-            f"the global batch is the same, so a worker has {sizes[-1]:,} items with the fewest workers and "
-            f"{sizes[0]:,} with the most; training.global_batch_size='${{per_worker:{sizes[-1]}}}' keeps {sizes[-1]:,}."
+            f"the global batch is the same, so a worker has {sizes[-1]:,} items with the {fewest} and {sizes[0]:,} "
+            f"with the {most}; training.global_batch_size='${{per_worker:{sizes[-1]}}}' keeps {sizes[-1]:,}."
         )
     return list(dict.fromkeys(notes))
 
@@ -89,7 +91,7 @@ def _device_notes(request: Request) -> Iterator[str]:
 def room_remedies(requests: Sequence[Request], swept: Sequence[str]) -> list[str]:
     """Return overrides that leave more room on a GPU, of keys that are not swept."""
     keeps_all = all(r.config.activation_checkpointing is ActivationCheckpointing.none for r in requests)
-    has_several = any(r.config.training.global_batch_size > r.num_workers for r in requests)
+    has_several = any(r.samples_per_worker > 1 for r in requests)
     remedies = (
         ("activation_checkpointing", "activation_checkpointing=full", keeps_all),
         (BATCH, f"a smaller {BATCH}", has_several),

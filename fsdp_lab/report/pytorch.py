@@ -54,6 +54,7 @@ def to_pytorch(title: str, config: TrialConfig, layout: Layout, world_size: int,
     version = tuple(int(number) for number in torch_version.split("+")[0].split(".")[:2] if number.isdigit())
     schedule, objects = config.lr_schedule, [key for key, _ in nested(config.optimizer.arguments, "optimizer")]
     constant = schedule.name is LrScheduleName.constant and not schedule.warmup_steps
+    dp_degree = config.sharding.dp_degree(world_size)
     return templates.get_template("pytorch.py.j2").render(
         title=title.replace("\\", "/").replace('"', "'"),
         config=config,
@@ -67,7 +68,8 @@ def to_pytorch(title: str, config: TrialConfig, layout: Layout, world_size: int,
         strategy=_strategy(config),
         hook=_HOOKS.get(config.precision.reduce_dtype, ""),
         sync_buffers="forward_sync_buffers" if version >= (2, 15) else "broadcast_buffers",  # its name since 2.15
-        optimizer=_optimizer(config, world_size, layout.has_complex),
+        microbatch=config.training.global_batch_size // dp_degree // config.training.grad_accum_steps,
+        optimizer=_optimizer(config, dp_degree, layout.has_complex),
         ignored=_IGNORED.get(config.task.name),
         left_out=", ".join([*objects, *([] if constant else [f"lr_schedule={schedule.name.name}"])]),
     )
@@ -96,10 +98,10 @@ def _pattern(names: Sequence[str]) -> str:
     return 'r"' + "|".join(name.replace(".", r"\.").replace("*", r"\d+") for name in names) + '"'
 
 
-def _optimizer(config: TrialConfig, world_size: int, has_complex: bool) -> tuple[str, str]:
+def _optimizer(config: TrialConfig, dp_degree: int, has_complex: bool) -> tuple[str, str]:
     """Return the line that imports the user's own optimizer, or "", and the call that makes the optimizer."""
     optimizer = config.optimizer
-    lr = optimizer.lr * (world_size if optimizer.scale_lr else 1)
+    lr = optimizer.lr * (dp_degree if optimizer.scale_lr else 1)
     if optimizer.target is not None:
         module, _, name = optimizer.target.rpartition(".")
         options = {"lr": lr, **optimizer.arguments}

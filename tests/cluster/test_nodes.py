@@ -58,7 +58,7 @@ def test_a_shard_group_that_spans_nodes_has_a_note(cluster: Cluster, tmp_path: P
     said = cluster.sweep(tmp_path, *PLAIN, *TINY, *words, "cluster.num_workers=4")
     ((a, b, c, d),) = addresses(tmp_path)
     assert len({a, b, c, d}) == 2
-    assert ("1 of 2 shard groups, each of 2 ranks, are on more than one node" in said) == (a != b or c != d)
+    assert ("1 of 2 replicas, each of 2 ranks, are on more than one node" in said) == (a != b or c != d)
 
 
 def printed(folder: Path) -> str:

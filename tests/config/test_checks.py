@@ -15,6 +15,7 @@ import pytest
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, cpu_notes, sharding_notes
 from fsdp_lab.config.checks import check_local_capacity
 from fsdp_lab.config.machine import loader_workers_of, ray_folder
+from fsdp_lab.config.rules import check_nodes
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.machine import hardware
 from tests.ranks import config
@@ -42,6 +43,22 @@ def test_more_workers_than_this_machine_can_place(
         check_local_capacity(cluster, int(fewer[1]))
     if less := re.search(r"cpus_per_worker=([\d.]+)", remedies):
         check_local_capacity(replace(cluster, cpus_per_worker=float(less[1])), workers)
+
+
+@pytest.mark.parametrize(
+    ("tp", "nodes", "wrong"),
+    [
+        (2, "AAAABB", None),
+        (2, "AAABBB", "ranks 2 to 3 divide each layer among them, but are on 2 nodes"),
+        (4, "AABBCCCC", "ranks 0 to 3 .* on 2 nodes"),
+        (3, "AAABCD", "ranks 3 to 5 .* on 3 nodes.* a multiple of 3 workers on each node"),
+        (1, "ABC", None),
+    ],
+)
+def test_a_tensor_parallel_group_stays_on_its_node(tp: int, nodes: str, wrong: str | None):
+    sharding = config(f"sharding.tp={tp}").sharding
+    with pytest.raises(UserError, match=wrong) if wrong else nullcontext():
+        check_nodes(sharding, nodes)
 
 
 @pytest.mark.parametrize(

@@ -35,23 +35,27 @@ def nodes_with(*nodes: tuple[str, bool, float, int]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("each", "placement", "workers", "message"),
+    ("each", "placement", "workers", "tp", "message"),
     [
-        (1 / 3, "pack", 31, r"num_workers=31 .* hold 30 of"),
+        (1 / 3, "pack", 31, 1, r"num_workers=31 .* hold 30 of"),
         # ten in all, and one of them holds five
-        (5.0, "pack", 2, r"num_workers=2 with 5 CPU each: .* hold 1 of .* use .*num_workers=1, a"),
-        (2.0, "strict_pack", 5, r"strict_pack .*num_workers=5: no node holds more than 4 .* use .*=4, or"),
+        (5.0, "pack", 2, 1, r"num_workers=2 with 5 CPU each: .* hold 1 of .* use .*num_workers=1, a"),
+        (2.0, "strict_pack", 5, 1, r"strict_pack .*num_workers=5: no node holds more than 4 .* use .*=4, or"),
+        # ten as well, of which the second node holds two: no group of four
+        (1.0, "pack", 10, 4, r"tp=4 .*num_workers=10: 4 workers .* hold 8 workers in .* or cluster.num_workers=8"),
+        (1.0, "pack", 10, 16, r"tp=16 .*num_workers=10: .* hold 0 workers in such groups; use a smaller sharding.tp\."),
     ],
 )
 def test_more_than_the_nodes_hold_is_refused_with_both_numbers(
-    each: float, placement: str, workers: int, message: str, monkeypatch: pytest.MonkeyPatch
+    each: float, placement: str, workers: int, tp: int, message: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("ray.nodes", lambda: nodes_with(("10.0.0.1", True, 8.0, 0), ("10.0.0.2", True, 2.0, 0)))
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 10.0})
     cluster = ClusterConfig(cpus_per_worker=each, placement=Placement[placement], storage_path="/shared")
-    assert check_capacity(cluster, workers - 1) == pytest.approx({"CPU": each * (workers - 1)})
+    fewer = workers - 1 if tp == 1 else 8
+    assert check_capacity(cluster, fewer, min(tp, 4)) == pytest.approx({"CPU": each * fewer})
     with pytest.raises(ConfigError, match=message):
-        check_capacity(cluster, workers)
+        check_capacity(cluster, workers, tp)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from fsdp_lab.forecast.answer import answers
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.scaling import series_of
-from fsdp_lab.forecast.sentences import room_remedies, sentences
+from fsdp_lab.forecast.sentences import request_notes, room_remedies, sentences
 from fsdp_lab.forecast.speed.device import Basis, Factors
 from fsdp_lab.forecast.speed.predict import Network, Parts, Speed
 from fsdp_lab.forecast.table import MOST_ROWS, Row, best_rows, forecast_table, in_order, write_csv
@@ -198,6 +198,8 @@ def test_the_number_from_which_more_workers_do_not_pay(totals: Sequence[float], 
         ("sharding=ddp", 16, {"scatter": 0.9}, None),
         ("sharding=per_block sharding.dp_replicate=2", 16, {"scatter": 0.9}, None),
         ("sharding=per_block training.global_batch_size=12", 12, {"scatter": 0.9}, None),  # a group on two nodes
+        ("sharding=per_block sharding.tp=4", 16, {"scatter": 0.9}, 2),
+        ("sharding=per_block sharding.tp=8", 16, {"scatter": 0.9}, None),  # nothing is left to shard within a node
     ],
 )
 def test_where_a_step_waits_replicas_of_whole_nodes_are_named(
@@ -208,6 +210,17 @@ def test_where_a_step_waits_replicas_of_whole_nodes_are_named(
     one = replace(fast(row([], 9), 1.0, workers, shares=shares, network=network), request=request)
     (answer,) = answers([one], [], 0.03)
     assert answer.num_replicas == replicas
+
+
+def test_tensor_parallel_workers_share_their_samples():
+    asked = [
+        Request.of(config(f"sharding.tp={tp}", "training.global_batch_size=8"), workers)
+        for tp, workers in ((1, 8), (8, 8), (8, 16))
+    ]
+    assert [request.samples_per_worker for request in asked] == [1, 8, 4]
+    assert "8 items with the lowest data-parallel degree and 1 with the highest" in " ".join(request_notes(asked[:2]))
+    assert "8 items with the fewest workers and 4 with the most" in " ".join(request_notes(asked[1:]))
+    assert [len(room_remedies([request], [])) for request in asked] == [1, 2, 2], "a single sample cannot be fewer"
 
 
 def test_a_long_table_has_the_best_of_each_number_of_workers():

@@ -108,6 +108,8 @@ def test_an_own_data_sheet_is_used_and_what_it_lacks_is_named(tmp_path: Path):
     devices.check_device(settings, 16)
     with pytest.raises(ConfigError, match=r"cluster.num_workers=12 .* nodes have 8 devices.* use a multiple of 8"):
         devices.check_device(settings, 12)
+    with pytest.raises(ConfigError, match=r"^sharding.tp=3 .* divide the 8 devices of one; use one of 1, 2, 4, 8"):
+        devices.check_device(config("sharding.tp=3", "forecast.device=mine.yaml"), 6)
 
 
 def test_a_sweep_has_the_memory_and_speed_of_its_own_gpus(fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch):

@@ -168,6 +168,15 @@ def test_cells_are_composed_for_the_workers_of_the_cluster(
     assert asked == ["head:6379"]
     typed = plan("1,3,8", "cluster.address=other:6379", "cluster.num_workers=3")
     assert [t.config.training.global_batch_size for t in typed.trials] == [24, 24]
+    divided = plan(
+        "1",
+        "cluster.address=other:6379",
+        "cluster.num_workers=8",
+        "sharding.tp=1,2,3",
+        "model.tp_plan={a:colwise,b:rowwise}",
+    )
+    assert [t.config.training.global_batch_size for t in divided.trials] == [64, 32], "two workers share their samples"
+    assert "sharding.tp=3 does not divide cluster.num_workers=8" in "".join(divided.left_out)
     here = plan("1")
     assert here.trials[0].config.training.global_batch_size == 8 * default_num_workers()
     assert asked == ["head:6379"]

@@ -54,9 +54,10 @@ class ResourceCatalog:
         Raises:
             ConfigError: the cluster could not hold them when they were first compared.
         """
-        key = str(config.cluster)
+        tp = config.sharding.tp
+        key = f"{config.cluster} {tp}"
         if key not in self._needs:
-            self._needs[key] = resources.check_capacity(config.cluster, workers_of(config))
+            self._needs[key] = resources.check_capacity(config.cluster, workers_of(config), tp)
         return self._needs[key]
 
     def has_room(self, config: SweepConfig) -> bool:
