@@ -45,8 +45,8 @@ CASES = [
     "sharding=per_block activation_checkpointing=selective",
     # FSDP1 accumulates what it reduces later in the type of computation
     "sharding=per_block sharding.api=fsdp1 precision=bf16_mixed training.grad_accum_steps=2 training.max_grad_norm=0.5",
-    "sharding=per_layer sharding.api=fsdp1 precision=fp16 precision.init_scale=2e6 offload=cpu sharding.forward_prefetch=1 "
-    "reshard_after_forward=never sharding.backward_prefetch=0 training.max_grad_norm=0.5",
+    "sharding=per_layer sharding.api=fsdp1 precision=fp16 precision.init_scale=2e6 offload=cpu "
+    "sharding.forward_prefetch=1 sharding.backward_prefetch=0 reshard_after_forward=never training.max_grad_norm=0.5",
     "sharding=size_based sharding.min_num_params=10000 sharding.api=fsdp1 precision=grad_bf16 "
     "sharding.limit_all_gathers=false",
     "sharding=root sharding.api=fsdp1 activation_checkpointing=selective optimizer=adamw optimizer.scale_lr=true",
