@@ -220,6 +220,7 @@ def test_a_step_is_known_by_how_it_differs_from_those_compared():
         ("", [], ["eager"]),
         ("sharding=root precision=fp32", ["sharding=root", "parameters in float32"], ["eager"]),
         ("precision=fp16", ["parameters in float16"], ["eager"]),
+        ("sharding.api=fsdp1", ["sharding.api=fsdp1"], ["eager"]),
         ("offload=cpu compile=true", ["offload=cpu"], ["compiled"]),
         ("compile=true precision=float8", [], ["float8"]),
     ):
