@@ -19,6 +19,7 @@ from fsdp_lab.training.float8 import apply_float8
 from fsdp_lab.training.layout import describe_layout
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device
 from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks, sharding_units
+from fsdp_lab.training.tensor_parallel import apply_tensor_parallel, find_plan
 from fsdp_lab.training.weights import build_blueprint
 from fsdp_lab.workloads.base import Workload
 from fsdp_lab.workloads.construct import Blueprint
@@ -56,6 +57,9 @@ def build(
     check_blocks(model, blocks, config)
     if config.precision.float8:
         to_float8(model, blocks, device)
+    if dims.tp_mesh is not None:
+        in_tokens = hasattr(workload.task, "compile_loss")  # whose loss is our cross entropy
+        apply_tensor_parallel(model, find_plan(model, config), dims.tp_mesh, divided_loss=in_tokens)
     units = sharding_units(model, blocks, config.sharding)
     apply_to_blocks(model, blocks, units, config)
     apply_fully_shard(model, units, config, dims.mesh)
@@ -68,7 +72,7 @@ def build(
     optimizer = build_optimizer(model, config, dims.dp_degree)
     scaler = build_scaler(config.precision, gradient_device(config, device))
     lr_schedule = build_lr_schedule(optimizer, config.lr_schedule, steps_per_epoch, total_steps)
-    return TrainState(model, optimizer, scaler, lr_schedule, layout)
+    return TrainState(model, optimizer, scaler, lr_schedule, layout, dims)
 
 
 def leaves_some_unused(workload: Workload, config: TrialConfig) -> tuple[bool, list[str]]:

@@ -31,7 +31,7 @@ from fsdp_lab.config.training import CheckpointConfig, CheckpointMode
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint_place import MARKER, Place, Saved, writer
 from fsdp_lab.training.checkpoint_source import check_meta, check_same_trial, trial_identity
-from fsdp_lab.training.distributed import DistributedContext, together
+from fsdp_lab.training.distributed import DistributedContext, ParallelDims, together
 from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.model_state import AsSaved, CheckpointError, load_model_state, model_state
 
@@ -72,6 +72,7 @@ class TrainState(Stateful):
     scaler: torch.amp.GradScaler
     lr_schedule: LambdaLR
     layout: Layout = field(default_factory=Layout)
+    dims: ParallelDims = field(default_factory=ParallelDims)
     epoch: int = 0
     step: int = 0
     epoch_step: int = 0

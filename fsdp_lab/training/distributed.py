@@ -96,12 +96,13 @@ def leave_process_group() -> None:
 class ParallelDims:
     """How the ranks divide the work: `dp_replicate` groups of `dp_shard` shards of `tp` tensor-parallel ranks.
 
-    `tp` is 1: there is no tensor parallelism yet. Code that divides samples, or averages over their parts, uses the
-    data-parallel degree and rank, not the world's size.
+    Code that divides samples, or averages over their parts, uses the data-parallel degree and rank, not the world's
+    size.
 
     Attributes:
         mesh: the divided axes: `(dp_shard,)`, `(dp_replicate, dp_shard)` or, for DDP, `(dp_replicate,)`. None: only the
             numbers are needed.
+        tp_mesh: the ranks that share this rank's samples and layers; None: `tp` is 1.
         dp_group: the ranks that hold the other samples of a batch; None: all ranks.
     """
 
@@ -110,6 +111,7 @@ class ParallelDims:
     tp: int = 1
     rank: int = 0
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
+    tp_mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
     dp_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -128,15 +130,25 @@ class ParallelDims:
 
 
 def build_parallel_dims(sharding: ShardingConfig, ranks: DistributedContext) -> ParallelDims:
-    """Divide the ranks and make their mesh. DDP replicates over all ranks and does not use its mesh."""
+    """Divide the ranks and make their mesh, whose innermost axis is `tp`: those ranks are neighbours.
+
+    DDP replicates over all ranks and does not use its mesh.
+    """
+    tp, world_size = sharding.tp, ranks.world_size
     if sharding.granularity is Granularity.ddp:
-        shape = {"dp_replicate": ranks.world_size}
+        shape = {"dp_replicate": world_size}
     elif sharding.dp_replicate == 1:
-        shape = {"dp_shard": ranks.world_size}
+        shape = {"dp_shard": sharding.dp_shard(world_size)}
     else:
-        shape = {"dp_replicate": sharding.dp_replicate, "dp_shard": ranks.world_size // sharding.dp_replicate}
-    mesh = init_device_mesh(ranks.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-    return ParallelDims(shape.get("dp_replicate", 1), shape.get("dp_shard", 1), rank=ranks.rank, mesh=mesh)
+        shape = {"dp_replicate": sharding.dp_replicate, "dp_shard": sharding.dp_shard(world_size)}
+    sizes = {**shape, "tp": tp} if tp > 1 else shape
+    mesh = init_device_mesh(ranks.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    degrees = shape.get("dp_replicate", 1), shape.get("dp_shard", 1)
+    if tp == 1:
+        return ParallelDims(*degrees, rank=ranks.rank, mesh=mesh)
+    dp_group, _ = dist.new_subgroups_by_enumeration([list(range(first, world_size, tp)) for first in range(tp)])
+    assert isinstance(dp_group, dist.ProcessGroup)
+    return ParallelDims(*degrees, tp, ranks.rank, mesh[tuple(shape)], mesh["tp"], dp_group)
 
 
 def gather(value: T) -> list[T]:

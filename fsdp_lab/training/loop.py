@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -27,6 +27,7 @@ from fsdp_lab.training.parallelize import compute_precision, set_gradient_sync
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer
 from fsdp_lab.training.step_checks import StepChecks
+from fsdp_lab.training.tensor_parallel import divided_loss, whole
 from fsdp_lab.workloads.base import Batch, Task, tensors_of, to_device
 from fsdp_lab.workloads.construct import seed_all
 
@@ -51,24 +52,8 @@ def train_step(
         gradients before clipping. The norm is None unless `training.max_grad_norm` is set or tokens are counted. Both
         are detached and on the device: no sync point.
     """
-    total = torch.zeros((), device=device)
-    weights = label_weights(task, microbatches, device)
-    for i, batch in enumerate(microbatches):
-        batch = to_device(batch, device)
-        if len(microbatches) > 1:  # it walks through the whole model
-            is_last = i == len(microbatches) - 1
-            set_gradient_sync(state.model, is_last, each=config.training.sync_each_microbatch)
-        with sharding_explained(state.model, config, forward=True), compute_precision(config, device):
-            outputs = task.forward(state.model, batch)
-        loss = task.loss(outputs, batch)
-        del outputs  # the graph has what the backward pass needs of the logits
-        state.loss_dtype = loss.dtype
-        loss = loss / len(microbatches) if weights is None else loss * weights[i]
-        passed("forward")
-        with sharding_explained(state.model, config, forward=False):
-            state.scaler.scale(loss).backward()
-        passed("backward")
-        total += loss.detach()
+    with divided_loss(config.sharding.tp):
+        total = _accumulate(state, task, microbatches, config, device, passed)
     passed("gradients")
     grad_norm = None
     if config.training.max_grad_norm is not None or task.unit == "tokens":
@@ -86,7 +71,37 @@ def train_step(
     return total, grad_norm
 
 
-def label_weights(task: Task, microbatches: list[Batch], device: torch.device) -> Tensor | None:
+def _accumulate(
+    state: TrainState,
+    task: Task,
+    microbatches: list[Batch],
+    config: TrialConfig,
+    device: torch.device,
+    passed: Callable[[str], None],
+) -> Tensor:
+    """Compute the gradients of all microbatches, and return the sum of their losses; see `train_step`."""
+    total = torch.zeros((), device=device)
+    weights = label_weights(task, microbatches, device, state.dims)
+    for i, batch in enumerate(microbatches):
+        batch = to_device(batch, device)
+        if len(microbatches) > 1:  # it walks through the whole model
+            is_last = i == len(microbatches) - 1
+            set_gradient_sync(state.model, is_last, each=config.training.sync_each_microbatch)
+        with sharding_explained(state.model, config, forward=True), compute_precision(config, device):
+            outputs = task.forward(state.model, batch)
+        loss = whole(task.loss(outputs, batch))
+        del outputs  # the graph has what the backward pass needs of the logits
+        state.loss_dtype = loss.dtype
+        loss = loss / len(microbatches) if weights is None else loss * weights[i]
+        passed("forward")
+        with sharding_explained(state.model, config, forward=False):
+            state.scaler.scale(loss).backward()
+        passed("backward")
+        total += loss.detach()
+    return total
+
+
+def label_weights(task: Task, microbatches: list[Batch], device: torch.device, dims: ParallelDims) -> Tensor | None:
     """Return a factor for the mean loss of each microbatch, `(microbatches,)` in float32; None if all weigh the same.
 
     With these factors the mean over ranks of the summed losses is the mean over all labels of the global batch. A
@@ -96,20 +111,23 @@ def label_weights(task: Task, microbatches: list[Batch], device: torch.device) -
     if num_labels is None:
         return None
     mine = torch.stack([num_labels(batch) for batch in microbatches]).float().to(device, non_blocking=True)
-    everyone = mine.sum()
-    dist.all_reduce(everyone)
-    return mine * dist.get_world_size() / everyone.clamp(min=1)
+    everyone = dims.sum(mine.sum())
+    return mine * dims.dp_degree / everyone.clamp(min=1)
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     """Return the norm of the gradients over all ranks, and scale them down if it exceeds `max_norm`; None: never."""
-    parameters = [p for p in model.parameters() if p.grad is not None]
+    alike: dict[Any, list[nn.Parameter]] = {}  # by how they are divided, which tensor parallelism makes different
+    for p in model.parameters():
+        if p.grad is not None:
+            alike.setdefault((p.device_mesh, p.placements) if isinstance(p, DTensor) else None, []).append(p)
     # `foreach`: one call for all, of sharded gradients and fake tensors, too, which PyTorch would not choose by itself
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()  # the ranks' parts in one number; what comes after would do it by itself
-    if max_norm is not None:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+    gradients = [[p.grad for p in some if p.grad is not None] for some in alike.values()] or [[]]
+    norms = [whole(nn.utils.get_total_norm(some, foreach=True)) for some in gradients]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    for some in alike.values():
+        if max_norm is not None:
+            nn.utils.clip_grads_with_norm_(some, max_norm, norm, foreach=True)
     return norm
 
 
@@ -239,7 +257,7 @@ def evaluate(
     totals: dict[str, Tensor] = {}  # by metric: sum and count
     for batch in loader:
         batch = to_device(batch, device)
-        with compute_precision(config, device):
+        with compute_precision(config, device), divided_loss(config.sharding.tp):
             outputs = task.forward(state.model, batch)
         for name, (total, count) in task.metrics(outputs, batch).items():
             sums = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))

@@ -7,7 +7,7 @@ here, this module fails.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -328,6 +328,11 @@ def replace_tensors(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None
 def unsplit_classes(model: nn.Module) -> frozenset[str]:
     """Return the names of the classes that a model does not want divided: transformers' models have such a list."""
     return frozenset(getattr(model, "_no_split_modules", None) or ())
+
+
+def own_plan(model: nn.Module) -> Mapping[str, str]:
+    """Return a model's own tensor-parallel plan; empty: it has none."""
+    return getattr(model, "_tp_plan", None) or {}
 
 
 # The ranges that FSDP2 marks for profilers.

@@ -136,5 +136,8 @@ def _fill(parameter: Tensor, value: Tensor | None, source: int | None) -> None:
         return
     device = parameter.device_mesh.device_type
     whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device) if value is None else value.to(device)
+    if source is not None and parameter.device_mesh.size() < dist.get_world_size():
+        dist.broadcast(whole, source)  # tensor-parallel ranks have it whole, in meshes without the source
+        source = None
     part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=source)
     parameter.to_local().copy_(part.to_local())

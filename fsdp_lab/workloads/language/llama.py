@@ -7,6 +7,8 @@ of the query and key projections in another order.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -116,6 +118,20 @@ class Llama(nn.Module):
     """
 
     _no_split_modules = ("Block",)
+    _tp_plan: ClassVar[dict[str, str]] = {
+        "embedding": "rowwise",
+        "blocks.*.attention_norm": "sequence",
+        "blocks.*.attention.q_proj": "colwise",
+        "blocks.*.attention.k_proj": "colwise",
+        "blocks.*.attention.v_proj": "colwise",
+        "blocks.*.attention.o_proj": "rowwise",
+        "blocks.*.ffn_norm": "sequence",
+        "blocks.*.ffn.gate_proj": "colwise",
+        "blocks.*.ffn.up_proj": "colwise",
+        "blocks.*.ffn.down_proj": "rowwise",
+        "norm": "sequence",
+        "head": "loss_parallel",
+    }
 
     def __init__(
         self,

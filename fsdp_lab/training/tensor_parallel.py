@@ -1,0 +1,201 @@
+"""Tensor parallelism: neighbouring ranks share each layer and the samples, by a plan that names layers in words.
+
+A plan maps patterns of module names, in which `*` stands for a number, to words:
+
+- `colwise`: a linear layer divided by its outputs, which stay divided for a `rowwise` one; an embedding by its columns.
+- `rowwise`: a linear layer divided by its inputs, whose results are added up; an embedding by its vocabulary.
+- `sequence`: a norm. With it, what is between the divided layers is divided along the sequence, dimension 1.
+- `loss_parallel`: the head, as `colwise`. Its logits stay divided by the vocabulary in training, if the loss allows it.
+
+A parameter that no plan names is whole on each of these ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from fsdp_lab.config.errors import ModelError
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.layout import matches
+from fsdp_lab.training.torch_private import own_plan
+from fsdp_lab.workloads.base import map_tensors
+
+WORDS = ("colwise", "rowwise", "sequence", "loss_parallel")
+
+
+def find_plan(model: nn.Module, config: TrialConfig) -> Mapping[str, str]:
+    """Return the plan of a model: its own attribute `_tp_plan`.
+
+    Raises:
+        ModelError: it has none.
+    """
+    if not (plan := own_plan(model)):
+        raise ModelError(
+            f"sharding.tp={config.sharding.tp}: {type(model).__name__} has no tensor-parallel plan; give the class an "
+            "attribute _tp_plan={pattern: word}, or use sharding.tp=1."
+        )
+    return plan
+
+
+def apply_tensor_parallel(
+    model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, divided_loss: bool = True
+) -> None:
+    """Divide the layers of a model among the ranks of a mesh, in place; before `fully_shard`.
+
+    Args:
+        model: on `meta`.
+        mesh: of one dimension.
+        divided_loss: whether the loss takes logits that are divided by the vocabulary.
+
+    Raises:
+        ModelError: the plan does not fit the model.
+    """
+    words = _words_by_name(model, plan, mesh.size())
+    ties, trained = _holders(model), {name for name, p in model.named_parameters() if p.requires_grad}
+    between = Shard(1) if "sequence" in words.values() else Replicate()
+    sharing = _parents_that_gather(model, words) if between == Shard(1) else set()
+    styles = {}
+    for name, word in words.items():
+        given = Replicate() if name.rpartition(".")[0] in sharing else between
+        styles[name] = _style(word, model.get_submodule(name), given, between, divided_loss)
+    parallelize_module(model, mesh, styles, src_data_rank=None)
+    for name in sharing:
+        model.get_submodule(name).register_forward_pre_hook(partial(_gather_first, mesh), with_kwargs=True)
+    for (first, leaf), *others in ties:
+        for module, other in others:
+            setattr(module, other, getattr(first, leaf))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)  # PyTorch's `SequenceParallel` trains what was frozen
+    model.register_forward_hook(_whole_in_eval)
+    # that it reduces the norm of gradients over one dimension after the other
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def _words_by_name(model: nn.Module, plan: Mapping[str, str], tp: int) -> dict[str, str]:
+    """Return the word of each module that a plan names.
+
+    Raises:
+        ModelError: see `apply_tensor_parallel`.
+    """
+    words = {}
+    for pattern, word in plan.items():
+        named = {name: module for name, module in model.named_modules() if matches([pattern], name)}
+        if word not in WORDS:
+            raise ModelError(f"the tensor-parallel plan has {pattern}: {word}; use one of {', '.join(WORDS)}.")
+        if not named:
+            raise ModelError(
+                f"the tensor-parallel plan has {pattern}: {word}, but {type(model).__name__} has no module of that "
+                "name; `*` stands for a number."
+            )
+        for name, module in named.items():
+            _check_module(name, module, word, tp)
+            words[name] = word
+    left = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in words]
+    if "sequence" in words.values() and left:
+        raise ModelError(
+            f"the tensor-parallel plan has no word for {left[0]}, which would see a part of the sequence only; with "
+            "`sequence` a plan names every module that has parameters."
+        )
+    return words
+
+
+def _check_module(name: str, module: nn.Module, word: str, tp: int) -> None:
+    if word == "sequence":
+        return
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        raise ModelError(
+            f"the tensor-parallel plan has {name}: {word}, but that is a {type(module).__name__}; {word} is for "
+            "nn.Linear and nn.Embedding."
+        )
+    size = module.weight.shape[int((word == "rowwise") == isinstance(module, nn.Linear))]
+    if size % tp:
+        raise ModelError(
+            f"sharding.tp={tp} does not divide the {size} {'columns' if word == 'rowwise' else 'rows'} of {name}; use "
+            "a degree that does."
+        )
+
+
+def _style(word: str, module: nn.Module, given: Placement, between: Placement, divided_loss: bool) -> ParallelStyle:
+    """Return PyTorch's style of a word.
+
+    Args:
+        given: how the input of a layer that wants it whole is divided.
+        between: how outputs that are not divided by features are divided.
+    """
+    if isinstance(module, nn.Embedding):
+        style = RowwiseParallel if word == "rowwise" else ColwiseParallel
+        return style(input_layouts=Replicate(), output_layouts=between)
+    match word:
+        case "colwise":
+            return ColwiseParallel(input_layouts=given)
+        case "rowwise":
+            return RowwiseParallel(output_layouts=between)
+        case "sequence":
+            return SequenceParallel()
+        case _:
+            divided = Shard(-1) if divided_loss else Replicate()
+            return ColwiseParallel(input_layouts=given, output_layouts=divided, use_local_output=not divided_loss)
+
+
+def _parents_that_gather(model: nn.Module, words: Mapping[str, str]) -> set[str]:
+    """Return the modules of which several layers want the whole sequence, and that do nothing else with a part of it.
+
+    They gather it once for all. The model itself, and what has a norm of its own, passes the part on.
+    """
+    of_parent: dict[str, list[str]] = {}
+    for name, word in words.items():
+        of_parent.setdefault(name.rpartition(".")[0], []).append(word)
+    return {name for name, inside in of_parent.items() if name and "colwise" in inside and "sequence" not in inside}
+
+
+def _gather_first(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Gather the sequence of the first argument."""
+
+    def gather(part: Tensor) -> Tensor:
+        if not isinstance(part, DTensor):
+            part = DTensor.from_local(part, mesh, (Shard(1),), run_check=False)
+        return part.redistribute(placements=(Replicate(),))
+
+    if args:
+        return (gather(args[0]), *args[1:]), kwargs
+    first, *_ = kwargs
+    return args, {**kwargs, first: gather(kwargs[first])}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that ranks have divided as each rank would have it alone."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole_in_eval(model: nn.Module, args: Any, output: Any) -> Any:
+    return output if model.training else map_tensors(whole, output)
+
+
+def divided_loss(tp: int) -> AbstractContextManager[Any]:
+    """Return the context of a forward pass, its loss and its backward pass, whose logits may be divided."""
+    return loss_parallel() if tp > 1 else nullcontext()
+
+
+def _holders(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the modules that have each parameter, with its names there."""
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(id(parameter), []).append((module, leaf))
+    return [*holders.values()]
