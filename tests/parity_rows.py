@@ -29,6 +29,7 @@ AXES: dict[str, Sequence[str]] = {
     "init": ("rank0", "meta", "device"),
     "training.sync_each_microbatch": ("false", "true"),
     "sharding.separate_reduce_scatter_group": ("false", "true"),
+    "sharding.api": ("fsdp2", "fsdp1"),
 }
 Case = dict[str, str]
 
@@ -37,7 +38,8 @@ _ONE_BLOCK = {"sharding.blocks_per_unit": "1"}
 _WITHOUT_CHOICE: dict[str, Case] = {
     "ddp": {
         "offload": "none", "reshard_after_forward": "default", "sharding.forward_prefetch": "null",
-        "sharding.backward_prefetch": "null", "sharding.separate_reduce_scatter_group": "false", **_ONE_BLOCK,
+        "sharding.backward_prefetch": "null", "sharding.separate_reduce_scatter_group": "false",
+        "sharding.api": "fsdp2", **_ONE_BLOCK,
     },
     "root": _ONE_BLOCK, "per_block": {}, "per_layer": _ONE_BLOCK, "size_based": _ONE_BLOCK,
 }  # fmt: skip
@@ -48,7 +50,19 @@ def _random_case(rng: random.Random, fixed: Case) -> Case:
     case = {axis: rng.choice(values) for axis, values in AXES.items()} | fixed
     if case["sharding"] in ("per_layer", "size_based") and case["activation_checkpointing"] == "selective":
         case["activation_checkpointing"] = "full"  # `selective` cannot recompute units inside of a block
-    return case | _WITHOUT_CHOICE[case["sharding"]]
+    case |= _WITHOUT_CHOICE[case["sharding"]]
+    return _as_fsdp1_can(case) if case["sharding.api"] == "fsdp1" else case
+
+
+def _as_fsdp1_can(case: Case) -> Case:
+    case = case | _ONE_BLOCK | {"sharding.separate_reduce_scatter_group": "false"}
+    if case["reshard_after_forward"] == "to_size":
+        case["reshard_after_forward"] = "always"
+    if case["sharding.forward_prefetch"] == "2":
+        case["sharding.forward_prefetch"] = "1"
+    if case["offload"] == "cpu" and case["training.grad_accum_steps"] == "2":
+        case["training.sync_each_microbatch"] = "false"
+    return case
 
 
 @cache
@@ -89,6 +103,7 @@ def overrides(case: Case) -> list[str]:
 
 DDP, ROOT, PER_BLOCK, PER_LAYER = (f"sharding={name}" for name in ("ddp", "root", "per_block", "per_layer"))
 SIZE_BASED = " ".join(SHARDINGS["size_based"])
+FSDP1 = "sharding.api=fsdp1"
 SMALLEST_UNITS = "sharding=size_based sharding.min_num_params=80"  # of the user's modules
 ALWAYS, NEVER = "reshard_after_forward=always", "reshard_after_forward=never"
 FULL, SELECTIVE = "activation_checkpointing=full", "activation_checkpointing=selective"
@@ -134,15 +149,22 @@ IN_MAKE_TEST: Cells = {
         f"{PER_LAYER} {TO_SIZE}2 training.sync_each_microbatch=true {ACCUMULATE} {LION}",
         f"{SIZE_BASED} {TO_SIZE}1 init=meta optimizer=adamw optimizer.lr=0.01 optimizer.weight_decay=0.3 "
         "optimizer.implementation=for_loop",
+        f"{FSDP1} {PER_BLOCK} {ALWAYS} {CLIP} {ACCUMULATE} {SELECTIVE} init=meta",
+        f"{FSDP1} {PER_BLOCK} {NEVER} offload=cpu sharding.forward_prefetch=1 sharding.backward_prefetch=0 {RADAM} "
+        "sharding.limit_all_gathers=false",
+        f"{FSDP1} {PER_LAYER} training.sync_each_microbatch=true {ACCUMULATE} {FULL} init=device",
+        f"{FSDP1} {SIZE_BASED} {NEVER} {ACCUMULATE} optimizer.implementation=for_loop",
+        f"{FSDP1} {ROOT} optimizer.implementation=fused",
     ),
-    "mlp on 1": (PER_BLOCK,),
+    "mlp on 1": (PER_BLOCK, f"{FSDP1} {PER_BLOCK}"),
     "mlp on 4": (
         f"{PER_BLOCK} {TO_SIZE}2",
         f"{SIZE_BASED} sharding.dp_replicate=2 {TO_SIZE}1 {ACCUMULATE} init=meta",
         f"{PER_BLOCK} sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE} {CLIP} "
         "sharding.separate_reduce_scatter_group=true",
+        f"{FSDP1} {PER_BLOCK} sharding.dp_replicate=2 {NEVER} {ACCUMULATE} {CLIP}",
     ),
-    "wide mlp": HALF["per_block"],
+    "wide mlp": (*HALF["per_block"], *(f"{FSDP1} {cell}" for cell in HALF["per_block"])),
     "vit": (f"{PER_BLOCK} {EVERY_ONE} sharding.blocks_per_unit=2",),
     "language": (f"{PER_BLOCK} {SELECTIVE} {IN_CHUNKS}",),
     "language, tied": (f"{ROOT} {ALWAYS} {FULL} {IN_CHUNKS}",),
@@ -179,13 +201,17 @@ LATER: Cells = {
         f"{PER_BLOCK} precision=fp16 offload=cpu {LION} {CLIP}",
     ),
     "mlp on 1": ON_ONE,
-    "mlp on 4": ON_FOUR,
-    "vit": (f"{DDP} {ACCUMULATE}",),
+    "mlp on 4": (
+        *ON_FOUR,
+        f"{FSDP1} {PER_LAYER} sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE}",
+    ),
+    "vit": (f"{DDP} {ACCUMULATE}", f"{FSDP1} {PER_BLOCK} {FULL}"),
     "language": (
         f"{PER_BLOCK} compile=true {ACCUMULATE}", f"{PER_LAYER} {ALWAYS}", f"{ROOT} {ALWAYS} {IN_CHUNKS} {FULL}",
     ),
-    "language, tied": (f"{DDP} {IN_CHUNKS}", *IN_HALF),
+    "language, tied": (f"{DDP} {IN_CHUNKS}", *IN_HALF, *(f"{FSDP1} {cell}" for cell in IN_HALF[1:])),
     "user": (
+        f"{FSDP1} {PER_BLOCK} {ALWAYS}", f"{FSDP1} {PER_LAYER} init=meta",
         f"{ROOT} {NEVER}", f"{PER_LAYER} {ALWAYS}", f"{SMALLEST_UNITS} {NEVER} init=meta", *SETTINGS[:2], *IN_HALF,
     ),
     "user, with state on 1": (f"{DDP} {SELECTIVE}", f"{PER_LAYER} {EVERY_ONE}"),

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from fsdp_lab.config.convert import flatten, part
+from fsdp_lab.config.parallel import Api, ShardingConfig
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
 
@@ -82,9 +83,18 @@ def _effective(config: TrialConfig, num_workers: int) -> dict[str, Any]:
         "reshard_after_forward.policy": policy,
         "reshard_after_forward.size": size,
         **_effective_checkpointing(config),
+        **_effective_prefetch(config.sharding),
         "compile_loss": config.compiles_loss,
         "cluster.num_workers": num_workers,
     }
+
+
+def _effective_prefetch(sharding: ShardingConfig) -> dict[str, Any]:
+    """Return the units that FSDP1 gathers ahead, by default one backwards; of FSDP2 null differs from any number."""
+    if sharding.api is Api.fsdp2:
+        return {}
+    back = 1 if sharding.backward_prefetch is None else sharding.backward_prefetch
+    return {"sharding.forward_prefetch": sharding.forward_prefetch or 0, "sharding.backward_prefetch": back}
 
 
 def _effective_checkpointing(config: TrialConfig) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, ReshardPolicy, ShardingConfig
+from fsdp_lab.config.parallel import Api, Dtype, Granularity, OffloadTarget, ReshardPolicy, ShardingConfig
 from fsdp_lab.config.training import MemoryProfile
 from fsdp_lab.config.trial import TrialConfig
 
@@ -46,11 +46,35 @@ def sharding_notes(config: TrialConfig) -> Iterator[str]:
     sharding, reshard = config.sharding.granularity, config.reshard_after_forward.policy
     if sharding is Granularity.ddp and reshard is not ReshardPolicy.default:
         yield "reshard_after_forward has no effect with sharding=ddp: nothing is sharded."
+    if config.sharding.api is Api.fsdp1:
+        yield from _fsdp1_notes(config)
     if config.sharding.granularity is Granularity.root:
         yield (
             "sharding=root makes the whole model one unit. All parameters are gathered at once: the peak holds the "
             "full model, and communication does not overlap with computation. sharding=per_block gathers block by "
             "block."
+        )
+
+
+def _fsdp1_notes(config: TrialConfig) -> Iterator[str]:
+    """Yield a sentence for each setting that FSDP1 treats unlike FSDP2."""
+    training, precision, granularity = config.training, config.precision, config.sharding.granularity
+    policy = config.reshard_after_forward.policy
+    if policy is ReshardPolicy.always or (policy is ReshardPolicy.default and granularity is Granularity.root):
+        yield (
+            f"sharding.api=fsdp1 with reshard_after_forward={policy.name}: FSDP1 keeps the root's parameters after the "
+            "forward pass (FULL_SHARD)."
+        )
+    adds_up = training.grad_accum_steps > 1 and not training.sync_each_microbatch
+    if adds_up and precision.param_dtype is not precision.reduce_dtype:
+        yield (
+            f"sharding.api=fsdp1 adds up the gradients of microbatches in {precision.param_dtype.value}, FSDP2 in "
+            f"{precision.reduce_dtype.value}. training.sync_each_microbatch=true adds them up in float32."
+        )
+    if config.optimizer.target is not None:
+        yield (
+            "sharding.api=fsdp1 gives the optimizer flat parts of parameters, of which a rank may have none: one that "
+            "looks at a parameter's shape, or computes over all of it, does something else than with FSDP2."
         )
 
 

@@ -85,6 +85,10 @@ class ShardingConfig:
     limit_all_gathers: bool = key(True)
     """FSDP1's option of that name: at most two gathered units at once. FSDP2 always limits them."""
 
+    @property
+    def api_name(self) -> str:
+        return self.api.name.upper()
+
     def dp_degree(self, num_workers: int) -> int:
         """Return how many parts a batch has: tensor-parallel ranks share one."""
         return num_workers // self.tp
@@ -151,10 +155,14 @@ class ReshardConfig:
         """Return the policy and size that these settings resolve to, equal for all settings that reshard alike.
 
         DDP reshards nothing: `("none", None)`. `default` keeps the root's parameters, so for `root` it is `never`. A
-        mesh of one worker is `never` and a mesh of all workers is `always`, as FSDP2 itself reads it.
+        mesh of one worker is `never` and a mesh of all workers is `always`, as FSDP2 itself reads it. FSDP1 keeps the
+        root's in any case, so its `always` is `default`, and shards nothing on one worker.
         """
         if sharding.granularity is Granularity.ddp:
             return "none", None
+        if sharding.api is Api.fsdp1:
+            keeps = self.policy is ReshardPolicy.never or sharding.dp_shard(num_workers) == 1
+            return ("never" if keeps else "default"), None
         if self.policy is ReshardPolicy.to_size and self.size in (1, sharding.dp_shard(num_workers)):
             return ("never" if self.size == 1 else "always"), None
         if self.policy is ReshardPolicy.default and sharding.granularity is Granularity.root:

@@ -14,6 +14,7 @@ from fsdp_lab.config.key import check_ranges, divisors
 from fsdp_lab.config.parallel import (
     Api,
     Dtype,
+    Embeddings,
     Granularity,
     OffloadTarget,
     PrecisionConfig,
@@ -48,6 +49,8 @@ def check_trial(trial: TrialConfig, num_workers: int) -> None:
     _check_task(trial.task)
     if trial.sharding.granularity is Granularity.ddp:
         _check_ddp(trial)
+    if trial.sharding.api is Api.fsdp1:
+        _check_fsdp1(trial)
     _check_sharding(trial, num_workers)
     _check_tensor_parallel(trial, num_workers)
     _check_batch(trial, num_workers)
@@ -141,8 +144,66 @@ def _check_ddp(trial: TrialConfig) -> None:
             raise CombinationError(f"sharding=ddp with {typed}: {why} or a sharded setting.")
 
 
+def _check_fsdp1(trial: TrialConfig) -> None:
+    sharding, training = trial.sharding, trial.training
+    ahead, behind = sharding.forward_prefetch, sharding.backward_prefetch
+    offloads, accumulates = trial.offload.target is OffloadTarget.cpu, training.grad_accum_steps > 1
+    lacks = {
+        "sharding=ddp": (sharding.granularity is Granularity.ddp, "DDP is no FSDP; use a sharded setting"),
+        f"sharding.blocks_per_unit={sharding.blocks_per_unit}": (
+            sharding.blocks_per_unit > 1,
+            "FSDP1 wraps each block on its own; use sharding.blocks_per_unit=1",
+        ),
+        f"sharding.tp={sharding.tp}": (sharding.tp > 1, "FSDP1 flattens parameters; use sharding.tp=1"),
+        f"sharding.embeddings={sharding.embeddings.name}": (
+            sharding.embeddings is Embeddings.own,
+            "FSDP1's units are the blocks and the root here; use sharding.embeddings=root",
+        ),
+        "sharding.separate_reduce_scatter_group=true": (
+            sharding.separate_reduce_scatter_group,
+            "FSDP1 has one communicator; use sharding.separate_reduce_scatter_group=false",
+        ),
+        f"sharding.forward_prefetch={ahead}": (
+            ahead is not None and ahead > 1,
+            "FSDP1 gathers one unit ahead, or none; use sharding.forward_prefetch=1 or 0",
+        ),
+        f"sharding.backward_prefetch={behind}": (
+            behind is not None and behind > 1,
+            "FSDP1 gathers one unit ahead, or none; use sharding.backward_prefetch=1 or 0",
+        ),
+        "reshard_after_forward=to_size": (
+            trial.reshard_after_forward.policy is ReshardPolicy.to_size,
+            "FSDP1 frees or keeps what is gathered; use reshard_after_forward=default or never",
+        ),
+        "offload=cpu_unpinned": (
+            trial.offload.target is OffloadTarget.cpu_unpinned,
+            "FSDP1 pins what it offloads; use offload=cpu",
+        ),
+        "training.sync_each_microbatch=true and offload=cpu": (
+            offloads and accumulates and training.sync_each_microbatch,
+            "FSDP1 would keep the gradients of the last microbatch only; use training.sync_each_microbatch=false",
+        ),
+        "precision.float8=true": (
+            trial.precision.float8,
+            "its rows are not those of flat parameters; use precision=bf16",
+        ),
+        f"model.forward_methods={trial.model.forward_methods}": (
+            bool(trial.model.forward_methods),
+            "FSDP1 gathers weights for forward only; leave it out",
+        ),
+    }
+    for typed, (is_set, why) in lacks.items():
+        if is_set:
+            raise CombinationError(f"sharding.api=fsdp1 with {typed}: {why}, or sharding.api=fsdp2.")
+
+
 def _check_sharding(trial: TrialConfig, num_workers: int) -> None:
     sharding = trial.sharding
+    if sharding.api is Api.fsdp2 and not sharding.limit_all_gathers:
+        raise CombinationError(
+            "sharding.limit_all_gathers=false with sharding.api=fsdp2: FSDP2 always limits them; use "
+            "sharding.limit_all_gathers=true, or sharding.api=fsdp1."
+        )
     if sharding.blocks_per_unit > 1 and sharding.granularity is not Granularity.per_block:
         raise CombinationError(
             f"sharding.blocks_per_unit={sharding.blocks_per_unit} with sharding={sharding.granularity.name}: only "
@@ -152,6 +213,12 @@ def _check_sharding(trial: TrialConfig, num_workers: int) -> None:
         raise CombinationError(
             f"sharding.dp_replicate={sharding.dp_replicate} does not divide "
             f"cluster.num_workers={num_workers}; use one of {divisors(num_workers)}.",
+        )
+    if sharding.api is Api.fsdp1 and sharding.dp_replicate > 1 and sharding.dp_shard(num_workers) == 1:
+        raise CombinationError(
+            f"sharding.dp_replicate={sharding.dp_replicate} with sharding.api=fsdp1 and "
+            f"cluster.num_workers={num_workers}: with one worker in each shard group, FSDP1 would not average the "
+            "gradients of the replicas; use sharding=ddp sharding.api=fsdp2.",
         )
     if sharding.granularity is Granularity.size_based and sharding.min_num_params is None:
         raise ConfigError(

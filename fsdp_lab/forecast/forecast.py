@@ -271,10 +271,8 @@ def _follow(
         with record_step(state.model, state.optimizer, batch, device, buffers, inside) as recorder:
             trace.program.clear()
             _held = train_step(state, workload.task, microbatches, config, device)  # after the batch, as in training
-        params = list(state.model.parameters())
-        own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in params)
-        num_params = sum(p.numel() for p in params), own
-        return Step(recorder.finish(), trace.program, workload, num_params, state.layout)
+        own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in state.model.parameters())
+        return Step(recorder.finish(), trace.program, workload, (state.num_params, own), state.layout)
 
 
 def as_forecast(config: TrialConfig) -> TrialConfig:

@@ -1,6 +1,6 @@
 """From a workload to the state that a step changes: the one path that training and forecasts share.
 
-The order is FSDP2's: shard bottom-up, materialise, and only then the optimizer.
+The order is FSDP2's: shard bottom-up, materialise, and only then the optimizer. DDP and FSDP1 wrap what has weights.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from fsdp_lab.training.blocks import BlockClasses, check_blocks, find_block_clas
 from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.distributed import ParallelDims
 from fsdp_lab.training.float8 import apply_float8
+from fsdp_lab.training.fsdp1 import apply_fsdp1
 from fsdp_lab.training.layout import describe_layout
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device
 from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks, sharding_units
@@ -64,15 +65,17 @@ def build(
     apply_to_blocks(model, blocks, units, config)
     apply_fully_shard(model, units, config, dims.mesh)
     layout = describe_layout(model, units, blocks, find_unused)
+    num_params = sum(parameter.numel() for parameter in model.parameters())
     materialize(model, blueprint)
     model = apply_ddp(model, config, device, find_unused)
+    model = apply_fsdp1(model, units, config, dims.mesh, device)
     if config.compiles_loss:
         workload.task.compile_loss()  # type: ignore[attr-defined]  # tasks of tokens have it
 
     optimizer = build_optimizer(model, config, dims.dp_degree)
-    scaler = build_scaler(config.precision, gradient_device(config, device))
+    scaler = build_scaler(config, gradient_device(config, device))
     lr_schedule = build_lr_schedule(optimizer, config.lr_schedule, steps_per_epoch, total_steps)
-    return TrainState(model, optimizer, scaler, lr_schedule, layout, dims)
+    return TrainState(model, optimizer, scaler, lr_schedule, layout, dims, num_params)
 
 
 def leaves_some_unused(workload: Workload, config: TrialConfig) -> tuple[bool, list[str]]:

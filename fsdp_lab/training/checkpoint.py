@@ -58,6 +58,7 @@ class TrainState(Stateful):
 
     Attributes:
         model: sharded.
+        num_params: of the whole model; FSDP1 shows each rank the elements that it has.
         scaler: of the loss; disabled without loss scaling.
         epoch: finished epochs.
         step: optimizer steps so far.
@@ -73,6 +74,7 @@ class TrainState(Stateful):
     lr_schedule: LambdaLR
     layout: Layout = field(default_factory=Layout)
     dims: ParallelDims = field(default_factory=ParallelDims)
+    num_params: int = 0
     epoch: int = 0
     step: int = 0
     epoch_step: int = 0

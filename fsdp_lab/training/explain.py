@@ -8,32 +8,36 @@ from linecache import getline
 from pathlib import Path
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from fsdp_lab.config.errors import ModelError, UserError
-from fsdp_lab.config.parallel import Dtype
+from fsdp_lab.config.parallel import Api, Dtype
 from fsdp_lab.config.target import user_line
 from fsdp_lab.config.trial import TrialConfig
 
 _FREED = "out of bounds for storage of size 0"
 _MIXED = "mixed torch.Tensor and DTensor"
+_FLAT = ("got 1-D tensor", "must be 2-D")  # the part of a weight that a rank keeps
+_IDLE = "but current state is TrainingState.IDLE"
+_METHODS = "name a method that uses them with model.forward_methods=[...], "
 _WAITS = "finished reduction in the prior iteration"
 _TYPES = ("must have the same dtype", "expected scalar type", "should be the same")
 
 
 @contextmanager
 def sharding_explained(model: nn.Module, config: TrialConfig, forward: bool) -> Iterator[None]:
-    """Explain an error of a `forward` or a backward pass that comes from how DDP or FSDP2 works.
+    """Explain an error of a `forward` or a backward pass that comes from how DDP or FSDP works.
 
     Raises:
         ModelError: a tensor of freed parameters was used, parameters were used outside of their unit, or types differ
-            because FSDP2 casts.
+            because FSDP casts.
         UserError: parameters got no gradient in DDP's last step, although they did when `leaves_some_unused` looked.
     """
     try:
         yield
-    except (RuntimeError, UserError) as error:  # a user's task may have taken it for a batch that does not fit
-        if isinstance(model, FSDPModule) and (why := _why(error, config, forward)) is not None:
+    except (RuntimeError, ValueError, UserError) as error:  # a task may have taken it for a batch that does not fit
+        is_sharded = isinstance(model, FSDPModule | FullyShardedDataParallel)
+        if is_sharded and (why := _why(error, config, forward)) is not None:
             raise ModelError(why) from error
         if _WAITS not in str(error):
             raise
@@ -45,13 +49,21 @@ def sharding_explained(model: nn.Module, config: TrialConfig, forward: bool) -> 
 
 
 def _why(error: Exception, config: TrialConfig, forward: bool) -> str | None:
-    text, sharding = str(error), f"sharding={config.sharding.granularity.name}"
+    text, sharding, api = str(error), f"sharding={config.sharding.granularity.name}", config.sharding.api_name
+    is_flat = config.sharding.api is Api.fsdp1
     at = _at(error.__cause__ or error)
-    if forward and _MIXED in text:
+    if forward and (_MIXED in text or (is_flat and any(words in text for words in _FLAT))):
         return (
-            f"{sharding}: a weight of a unit is used outside of it{at}, but FSDP2 gathers the weights of a unit for "
-            "its forward pass only; name a method that uses them with model.forward_methods=[...], call the module "
-            "that holds the weight, or use a coarser sharding, such as root."
+            f"{sharding}: a weight of a unit is used outside of it{at}, but {api} gathers the weights of a unit for "
+            f"its forward pass only; {'' if is_flat else _METHODS}call the module that holds the weight, or use a "
+            "coarser sharding, such as root."
+        )
+    if is_flat and (_FREED in text or _IDLE in text):
+        return (
+            f"{sharding} sharding.api=fsdp1: the backward pass reached a unit through no tensor that its forward pass "
+            f"returned{at}, so FSDP1 did not gather its weights. It looks into tuples, lists, dictionaries and "
+            "dataclasses, not into other objects, and loses a view that is changed in place: return tensors, or use "
+            "sharding.api=fsdp2."
         )
     if _FREED in text or _MIXED in text:
         return (
@@ -62,7 +74,7 @@ def _why(error: Exception, config: TrialConfig, forward: bool) -> str | None:
     param_dtype = config.precision.param_dtype
     if param_dtype is not Dtype.float32 and any(words in text for words in _TYPES):
         return (
-            f"precision.param_dtype={param_dtype.value}: {text.rstrip('.')}. FSDP2 casts parameters and inputs to "
+            f"precision.param_dtype={param_dtype.value}: {text.rstrip('.')}. {api} casts parameters and inputs to "
             f"{param_dtype.value}, and no buffers or what forward makes: cast these there, as buffer.to(x.dtype), or "
             "use precision=fp32 or sharding=ddp."
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -22,6 +23,7 @@ from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
 from fsdp_lab.training.explain import sharding_explained
+from fsdp_lab.training.fsdp1 import clip_flat_gradients, reduced_later
 from fsdp_lab.training.memory import MemoryProfiler
 from fsdp_lab.training.parallelize import compute_precision, set_gradient_sync
 from fsdp_lab.training.profiler_trace import ProfilerTrace
@@ -84,8 +86,8 @@ def _accumulate(
     weights = label_weights(task, microbatches, device, state.dims)
     for i, batch in enumerate(microbatches):
         batch = to_device(batch, device)
+        is_last = i == len(microbatches) - 1
         if len(microbatches) > 1:  # it walks through the whole model
-            is_last = i == len(microbatches) - 1
             set_gradient_sync(state.model, is_last, each=config.training.sync_each_microbatch)
         with sharding_explained(state.model, config, forward=True), compute_precision(config, device):
             outputs = task.forward(state.model, batch)
@@ -94,7 +96,8 @@ def _accumulate(
         state.loss_dtype = loss.dtype
         loss = loss / len(microbatches) if weights is None else loss * weights[i]
         passed("forward")
-        with sharding_explained(state.model, config, forward=False):
+        reduced = reduced_later(state.model, is_last, each=config.training.sync_each_microbatch)
+        with sharding_explained(state.model, config, forward=False), reduced:
             state.scaler.scale(loss).backward()
         passed("backward")
         total += loss.detach()
@@ -117,6 +120,8 @@ def label_weights(task: Task, microbatches: list[Batch], device: torch.device, d
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     """Return the norm of the gradients over all ranks, and scale them down if it exceeds `max_norm`; None: never."""
+    if isinstance(model, FullyShardedDataParallel):
+        return clip_flat_gradients(model, max_norm)
     alike: dict[Any, list[nn.Parameter]] = {}  # by how they are divided, which tensor parallelism makes different
     for p in model.parameters():
         if p.grad is not None:

@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config.errors import UserError
+from fsdp_lab.workloads.base import original_name, unwrapped
 
 _BELOW = "train.model."  # so begin the names of a model's state in a checkpoint
 _SHOWN = 3  # differences in a message
@@ -43,7 +43,8 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     modules = _modules(model)
     for name, value in state.items():
         path, _, leaf = name.rpartition(".")
-        if not is_extra_state(name) and _size(getattr(modules[path], leaf)) != [*value.shape]:
+        there = None if is_extra_state(name) else getattr(modules[path], leaf)
+        if not is_extra_state(name) and not isinstance(there, nn.Parameter) and _size(there) != [*value.shape]:
             setattr(modules[path], leaf, value)  # a buffer of another size
     set_model_state_dict(model, {n: _unpack(value) if is_extra_state(n) else value for n, value in state.items()})
 
@@ -63,10 +64,9 @@ def _unpack(content: bytes) -> Any:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return each module by its name in a saved state, which has no name for what `torch.compile` wraps."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    named = inner.named_modules(remove_duplicate=False)  # a wrapper comes before the module in it
-    return {f".{name}".replace("._orig_mod", "")[1:]: module for name, module in named}
+    """Return each module by its name in a saved state, which has no name for wrappers."""
+    named = unwrapped(model).named_modules(remove_duplicate=False)  # a wrapper comes before the module in it
+    return {original_name(name): module for name, module in named}
 
 
 class AsSaved(dcp.DefaultLoadPlanner):

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.parallel import Granularity, OffloadTarget, PrecisionConfig
+from fsdp_lab.config.parallel import Api, Granularity, OffloadTarget
 from fsdp_lab.config.target import import_callable, in_words, instantiate, parameters
 from fsdp_lab.config.training import (
     LrScheduleConfig,
@@ -82,14 +83,17 @@ def implementation(config: TrialConfig, has_complex: bool = False) -> dict[str, 
     }
 
 
-def build_scaler(precision: PrecisionConfig, device: torch.device) -> torch.amp.GradScaler:
+def build_scaler(config: TrialConfig, device: torch.device) -> torch.amp.GradScaler:
     """Return the dynamic loss scaler for float16; a disabled one passes everything through.
 
     Args:
         device: where the gradients are, and therefore the scale. GradScaler copies its tensors to the gradients' device
             without waiting, and a CPU would read them before they arrive.
     """
-    scaler = torch.amp.GradScaler(
+    precision = config.precision
+    # with FSDP1 a rank sees the overflows of its own part: this one asks the others
+    kind = ShardedGradScaler if config.sharding.api is Api.fsdp1 else torch.amp.GradScaler
+    scaler = kind(
         device.type,
         init_scale=precision.init_scale,
         growth_interval=precision.growth_interval,

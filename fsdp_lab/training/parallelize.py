@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.parallel import (
+    Api,
     Dtype,
     Granularity,
     OffloadConfig,
@@ -86,7 +87,7 @@ def _apply_methods(model: nn.Module, modules: Sequence[nn.Module], names: Sequen
 
 
 def apply_fully_shard(model: nn.Module, units: Sequence[nn.Module], config: TrialConfig, mesh: DeviceMesh) -> None:
-    """Shard the model in place: the units bottom-up, then the root. `ddp` shards nothing.
+    """Shard the model in place: the units bottom-up, then the root. `ddp` and FSDP1 wrap it once it has weights.
 
     Args:
         model: on `meta`.
@@ -98,6 +99,11 @@ def apply_fully_shard(model: nn.Module, units: Sequence[nn.Module], config: Tria
     if config.sharding.granularity is Granularity.ddp:
         check_parameters(model, [], config)
         return
+    groups = in_groups(model, units, config.sharding.blocks_per_unit)
+    check_parameters(model, groups, config)
+    make_contiguous(model)
+    if config.sharding.api is Api.fsdp1:
+        return
     names = {id(module): name for name, module in model.named_modules()}
     for unit in units:
         UnitHooks(unit, names[id(unit)], config)  # before FSDP2's own hooks, which run after these
@@ -108,9 +114,6 @@ def apply_fully_shard(model: nn.Module, units: Sequence[nn.Module], config: Tria
         "offload_policy": offload_policy(config.offload),
         "reshard_after_forward": reshard_after_forward(config.reshard_after_forward),
     }
-    groups = in_groups(model, units, config.sharding.blocks_per_unit)
-    check_parameters(model, groups, config)
-    make_contiguous(model)
     with one_post_forward_mesh():
         for group in groups:
             fully_shard(group if len(group) > 1 else group[0], **options)

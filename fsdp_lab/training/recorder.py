@@ -43,7 +43,7 @@ from fsdp_lab.training.torch_private import (
     storages_of,
     wait_for_functional,
 )
-from fsdp_lab.workloads.base import tensors_of
+from fsdp_lab.workloads.base import original_name, tensors_of, unwrapped
 
 
 class ModulesAtWork:
@@ -54,9 +54,8 @@ class ModulesAtWork:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = defaultdict[nn.Module, list[str]](list, {model: [""]})
-        whole = model.module if isinstance(model, DistributedDataParallel) else model
-        for name, module in whole.named_modules(remove_duplicate=False):
-            self._names[module].append(name)
+        for name, module in unwrapped(model).named_modules(remove_duplicate=False):
+            self._names[module].append(original_name(name))
         self._entered: list[tuple[str, bool]] = []  # the names, and whether in a backward pass
         self._handles: list[RemovableHandle] = []
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_lab.config.errors import ModelError
-from fsdp_lab.config.parallel import Dtype, Granularity
+from fsdp_lab.config.parallel import Api, Dtype, Granularity
 from fsdp_lab.config.training import OptimizerImplementation, OptimizerName
 from fsdp_lab.config.trial import TrialConfig
 
@@ -37,25 +37,28 @@ def check_parameters(model: nn.Module, units: Sequence[Sequence[nn.Module]], con
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ModelError(
-                f"{_sharding(config)}: {modules[id(module)]} ({type(module).__name__}) has sparse=True, but FSDP2 "
-                "reduces dense gradients only; build it with sparse=False, or use sharding=ddp."
+                f"{_sharding(config)}: {modules[id(module)]} ({type(module).__name__}) has sparse=True, but "
+                f"{config.sharding.api_name} reduces dense gradients only; build it with sparse=False, or use "
+                "sharding=ddp."
             )
     taken: set[int] = set()
+    flat = config.sharding.api is Api.fsdp1
+    does = "FSDP1 makes one tensor of a unit" if flat else "FSDP2 reduces the gradients of a unit"
     for unit in (*units, [model]):
-        own = [p for module in unit for p in module.parameters() if p.requires_grad and id(p) not in taken]
+        own = [p for module in unit for p in module.parameters() if (flat or p.requires_grad) and id(p) not in taken]
         taken |= {id(parameter) for parameter in own}
         for first, second in pairwise(own):
             if first.dtype is not second.dtype:
                 raise ModelError(
                     f"{_sharding(config)}: {names[id(first)]} is {_dtype(first)} and {names[id(second)]} is "
-                    f"{_dtype(second)}, but FSDP2 reduces the gradients of a unit, here "
+                    f"{_dtype(second)}, but {does}, here "
                     f"{modules[id(unit[0])] or 'the root'}, in one dtype; give them one dtype, or units of their own "
                     "(sharding=per_layer, or sharding=per_block model.block_classes=[...]), or use sharding=ddp."
                 )
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Let FSDP2 take transposed and expanded parameters, and weights in `channels_last`: their values stay."""
+    """Let FSDP take transposed and expanded parameters, and weights in `channels_last`: their values stay."""
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()  # in place: ties stay
@@ -75,13 +78,19 @@ def _check_parameter(parameter: nn.Parameter, name: str, config: TrialConfig) ->
             )
     if sharded and not parameter.ndim:
         raise ModelError(
-            f"{_sharding(config)}: the parameter {name} is a scalar, and FSDP2 shards the first dimension; register "
-            "it with one, as x.reshape(1), or use sharding=ddp."
+            f"{_sharding(config)}: the parameter {name} is a scalar, and {config.sharding.api_name} shards the first "
+            "dimension; register it with one, as x.reshape(1), or use sharding=ddp."
+        )
+    if parameter.is_complex() and config.sharding.api is Api.fsdp1:
+        raise ModelError(
+            f"sharding.api=fsdp1: the parameter {name} is {_dtype(parameter)}, which FSDP1 does not shard; use "
+            "sharding.api=fsdp2, or register torch.view_as_real(x), and view it as complex in forward."
         )
     if sharded and parameter.dtype is torch.float64 and not in_float32:
         raise ModelError(
             f"precision.param_dtype={precision.param_dtype.value}: the parameter {name} is {_dtype(parameter)}, of "
-            "which FSDP2 would keep too little; use precision=fp32, which keeps the dtypes of a model."
+            f"which {config.sharding.api_name} would keep too little; use precision=fp32, which keeps the dtypes of a "
+            "model."
         )
 
 

@@ -1,6 +1,6 @@
 """What goes wrong in silence when a model is sharded, found in the first steps, every ten, and before results are kept.
 
-FSDP2 matches the collectives of ranks by their order alone. Ranks that use different modules exchange wrong weights,
+FSDP matches the collectives of ranks by their order alone. Ranks that use different modules exchange wrong weights,
 or end with an error of gloo or NCCL.
 """
 
@@ -15,8 +15,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.trial import TrialConfig
@@ -28,11 +27,12 @@ from fsdp_lab.training.torch_private import (
     version_of,
     without_modes,
 )
+from fsdp_lab.workloads.base import original_name, unwrapped
 
 FIRST_STEPS = 2  # in which ranks compare before each collective; they are not timed
 EVERY = 10  # later steps between two looks
 _REMEDY = (
-    "With FSDP2 all ranks must use the same modules in the same order, or they exchange the wrong weights: let every "
+    "With FSDP all ranks must use the same modules in the same order, or they exchange the wrong weights: let every "
     "rank use them (add 0 times the output of one that a rank does not need), or use sharding=ddp, which looks for "
     "parameters without a gradient."
 )
@@ -50,15 +50,17 @@ class StepChecks:
     """
 
     def __init__(self, model: nn.Module, config: TrialConfig, device: torch.device) -> None:
-        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._model = unwrapped(model)
         self._device = device
         self._sharding = f"sharding={config.sharding.granularity.name}"
-        self._parameters = list(self._model.named_parameters())
+        self._parameters = self._named_parameters()
         self._frozen = [(name, parameter) for name, parameter in self._parameters if not parameter.requires_grad]
         self._gathered: list[tuple[str, nn.Parameter, nn.Parameter]] = []
         self._trained = {id(parameter) for _, parameter in self._parameters if parameter.requires_grad}
-        self._is_sharded = isinstance(model, FSDPModule) and not config.precision.float8
-        self._compares = isinstance(model, FSDPModule) and dist.get_world_size() > 1
+        self._is_flat = isinstance(model, FullyShardedDataParallel)
+        is_sharded = self._is_flat or isinstance(model, FSDPModule)
+        self._is_sharded = is_sharded and not config.precision.float8
+        self._compares = is_sharded and dist.get_world_size() > 1
         self._meetings = 0  # how many events from now on are compared as they come
         self._step = self._seen = 0
         self._evaluated = False
@@ -97,10 +99,14 @@ class StepChecks:
         for name, parameter in (*self._frozen, *copies):  # a copy is frozen again when its unit is gathered again
             self._check_trained(name, parameter)
         if self._compares and event == "gradients":
-            self._lacking.append([name for name, parameter in self._parameters if parameter.grad is None])
+            lacking = [name for name, parameter in self._parameters if parameter.grad is None]
+            self._lacking.append([] if self._is_flat else lacking)  # a rank may have no element of one
             self._comes("has other gradients", str(self._lacking[-1]))
         elif self._compares:
             self._comes(f"has ended its {event} pass")
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(original_name(name), parameter) for name, parameter in self._model.named_parameters()]
 
     def evaluation(self) -> None:
         """Compare the beginning of the first evaluation as it comes."""
@@ -165,7 +171,7 @@ class StepChecks:
             UserError: with its name, and a remedy.
         """
         names = {name for name, _ in self._parameters}
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._named_parameters():
             if name not in names or not (self._is_sharded or id(parameter) in self._trained):
                 self._check_trained(name, parameter)
         for name, _, copy in self._gathered:

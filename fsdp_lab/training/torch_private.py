@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.distributed._tools.common_utils import get_untyped_storages
-from torch.distributed.fsdp import FSDPModule, _common_utils
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, _common_utils
 from torch.distributed.fsdp import _fully_shard as fsdp_package
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import debug
@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as _DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdp_lab.machine.private import Name
+from fsdp_lab.workloads.base import original_name
 
 __all__ = ["TorchDispatchMode", "active_fake_mode"]
 
@@ -48,9 +49,14 @@ NAMES = (
     Name("torch.cuda.memory", "_dump_snapshot", ("filename",)),
     Name(f"{_FSDP_COLLECTIVES}", "DefaultAllGather.allocate", ("size", "dtype", "device")),
     Name(f"{_FSDP_COLLECTIVES}", "DefaultReduceScatter.allocate", ("size", "dtype", "device")),
+    Name("torch.distributed.fsdp", "ShardingStrategy._HYBRID_SHARD_ZERO2"),
+    Name("torch.distributed.fsdp", "MixedPrecision._module_classes_to_ignore"),
     # of a step that is followed
     Name(_FSDP_STATE, "FSDPState._pre_backward", ("grad",)),
     Name(_FSDP, "FSDPModule._get_fsdp_state", ()),
+    Name(
+        "torch.distributed.fsdp._flat_param", "FlatParamHandle._all_gather_flat_param", ("padded_unsharded_flat_param",)
+    ),
     Name("torch", "Tensor._base"),
     Name("torch._C", "_current_graph_task_id"),
     Name("torch.distributed._tools.common_utils", "get_untyped_storages", ("t",)),
@@ -64,6 +70,7 @@ NAMES = (
     Name("torch.nn", "Module._compiled_call_impl"),
 )
 
+HYBRID_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 GATHER, SCATTER = torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default  # output, input
 FUNCTIONAL_COLLECTIVES = (
     torch.ops._c10d_functional.all_reduce.default,
@@ -118,6 +125,12 @@ def around_compiled(
         yield
 
 
+def _flat_units(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the name of each of FSDP1's units that has parameters, and what handles them; the root first."""
+    named = ((name, module) for name, module in model.named_modules() if isinstance(module, FullyShardedDataParallel))
+    return [(original_name(name), unit._handle) for name, unit in named if unit._handle is not None]
+
+
 def _units_of(model: nn.Module) -> list[Any]:
     """Return FSDP2's state of each unit, in the order of its modules."""
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
@@ -127,7 +140,7 @@ def _units_of(model: nn.Module) -> list[Any]:
 def collectives_announced(model: nn.Module, comes: Callable[[str], None]) -> int:
     """Call `comes` before a unit gathers or reduces, with what it does in words; return the number of units.
 
-    A reduction is announced once for what goes in, and once for what comes out.
+    FSDP2's reduction is announced once for what goes in, and once for what comes out.
     """
 
     def announcing(base: Any, does: str) -> Any:
@@ -138,6 +151,9 @@ def collectives_announced(model: nn.Module, comes: Callable[[str], None]) -> int
 
         return Announcing()
 
+    flat = _flat_units(model)
+    for name, handle in flat:
+        _announce_flat(name or "the root", handle, comes)
     names = {module: name for name, module in model.named_modules()}
     units = _units_of(model)
     for state in units:
@@ -145,7 +161,20 @@ def collectives_announced(model: nn.Module, comes: Callable[[str], None]) -> int
         if (group := state._fsdp_param_group) is not None:
             group._all_gather_comm = announcing(DefaultAllGather, f"gathers the weights of {unit}")
             group._reduce_scatter_comm = announcing(DefaultReduceScatter, f"reduces {{size}} gradients of {unit}")
-    return len(units)
+    return len(units) + len(flat)
+
+
+def _announce_flat(unit: str, handle: Any, comes: Callable[[str], None]) -> None:
+    """Announce the collectives of one of FSDP1's units; see `collectives_announced`."""
+    gather = handle._all_gather_flat_param
+
+    def announced(whole: Tensor) -> Tensor:
+        comes(f"gathers the weights of {unit}")
+        return gather(whole)  # type: ignore[no-any-return]
+
+    handle._all_gather_flat_param = announced
+    if handle.flat_param.requires_grad:
+        handle.flat_param.register_post_accumulate_grad_hook(lambda _: comes(f"has the gradients of {unit}"))
 
 
 def unsharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, nn.Parameter]]:

@@ -191,7 +191,7 @@ def _facts(
     return {
         "device": ranks.device_name,
         "world_size": ranks.world_size,
-        "num_params": sum(p.numel() for p in state.model.parameters()),
+        "num_params": state.num_params,
         "torch": str(torch.__version__),
         "layout": asdict(state.layout),
         "data_digest": data.digest,

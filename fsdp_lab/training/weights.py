@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_lab.config.errors import ModelError
+from fsdp_lab.config.parallel import Api
 from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.distributed import together
@@ -55,12 +56,13 @@ def init_weights(
     """Give the parameters of a sharded model on `meta` their storage and values, and move its buffers to the device.
 
     With `init=rank0` only rank 0 ever holds the whole model, in host memory. Else no rank holds more than a group of
-    its parameters (`construct.GROUP_BYTES`), with `init=device` on the device.
+    its parameters (`construct.GROUP_BYTES`), with `init=device` on the device. With FSDP1 every rank holds the whole
+    model in host memory, from which `apply_fsdp1` takes it.
 
     Args:
         load: puts values other than the constructor's into this rank's part; None: the constructor's values.
     """
-    home = gradient_device(config, device)
+    home = torch.device("cpu") if config.sharding.api is Api.fsdp1 else gradient_device(config, device)
     materialize(model, lambda old: torch.empty_like(old, device=home) if old.is_meta else old.to(device))
     parameters = dict(model.named_parameters())
     if load is not None:
@@ -74,7 +76,7 @@ def init_weights(
     def fill() -> None:
         with torch.no_grad():
             for name, value in _to_the_end(values, blueprint.names):
-                _fill(parameters[name], value, source)
+                _fill(parameters[name], value, source, device)
 
     together(fill)
 
@@ -121,20 +123,22 @@ def materialize(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
             setattr(module, leaf, getattr(first, name))
 
 
-def _fill(parameter: Tensor, value: Tensor | None, source: int | None) -> None:
+def _fill(parameter: Tensor, value: Tensor | None, source: int | None, device: torch.device) -> None:
     """Copy this rank's part of a value.
 
     Args:
         value: the whole value; None: another rank sends it.
         source: the rank that sends it; None: every rank has it.
+        device: of collectives.
     """
     if not isinstance(parameter, DTensor):
         if value is not None:
             parameter.copy_(value)
         if source is not None:
-            dist.broadcast(parameter.detach(), source)
+            sent = parameter.detach().to(device)  # FSDP1's are on the host still, which NCCL cannot send
+            dist.broadcast(sent, source)
+            parameter.copy_(sent)
         return
-    device = parameter.device_mesh.device_type
     whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device) if value is None else value.to(device)
     if source is not None and parameter.device_mesh.size() < dist.get_world_size():
         dist.broadcast(whole, source)  # tensor-parallel ranks have it whole, in meshes without the source

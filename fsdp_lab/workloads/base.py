@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_lab.workloads.construct import Blueprint, seeded
@@ -241,6 +242,16 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Batch, move: Callable[
 def part_of(outputs: Any, name: str) -> Any:
     """Return what a model's outputs have under a name, as a key or an attribute; None: nothing."""
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside of DDP's or FSDP1's wrapper; FSDP2 wraps none."""
+    return model.module if isinstance(model, DistributedDataParallel | FullyShardedDataParallel) else model
+
+
+def original_name(name: str) -> str:
+    """Return the name that a module or a tensor had before FSDP1 and `torch.compile` wrapped modules."""
+    return ".".join(part for part in name.split(".") if part not in ("_fsdp_wrapped_module", "_orig_mod"))
 
 
 def plain_class(module: nn.Module) -> type:

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.target import import_callable, user_line
 from fsdp_lab.config.workload import ModelConfig, TaskConfig
-from fsdp_lab.workloads.base import Batch, Task, describe, part_of, plain_class, shape_of, tensors_of
+from fsdp_lab.workloads.base import Batch, Task, describe, part_of, plain_class, shape_of, tensors_of, unwrapped
 from fsdp_lab.workloads.user.data import Marked
 
 # Words in PyTorch's RuntimeErrors about tensors that do not fit each other.
@@ -78,8 +77,7 @@ class OnlyCalled:
         Raises:
             ModelError: it is a submodule, a tensor or a method, which work in some shardings only.
         """
-        model = self._model.module if isinstance(self._model, DistributedDataParallel) else self._model
-        value = getattr(model, name)
+        value = getattr(unwrapped(self._model), name)
         if isinstance(value, nn.Module | Tensor) or callable(value):
             raise ModelError(
                 f"{self._user} uses model.{name} outside model(...): DDP wraps the model, and FSDP gathers weights "

@@ -1,0 +1,120 @@
+"""FSDP1's units, what it calls our settings, and what only it cannot do."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+from fsdp_lab.config import ConfigError, sharding_notes
+from fsdp_lab.config.compare import effective_settings
+from fsdp_lab.config.rules import check_trial
+from fsdp_lab.training.fsdp1 import apply_fsdp1, sharding_strategy
+from fsdp_lab.training.parallelize import sharding_units
+from fsdp_lab.workloads.base import original_name
+from fsdp_lab.workloads.language.llama import Block as LlamaBlock
+from fsdp_lab.workloads.language.llama import Llama
+from tests.ranks import config, run_ranks
+from tests.workloads.user.odd import Block, Odd
+
+FSDP1 = "sharding.api=fsdp1"
+LLAMA = partial(Llama, vocab_size=64, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, max_seq_len=16,
+                rope_theta=1e4, norm_eps=1e-5, tied=False)  # fmt: skip
+ATTENTION = partial(nn.TransformerEncoderLayer, 8, 2, 16)
+CASES: list[tuple[Any, Any, int | None]] = [
+    (Odd, Block, None),
+    (LLAMA, LlamaBlock, None),
+    (LLAMA, LlamaBlock, 1000),
+    (LLAMA, LlamaBlock, 5000),
+    (ATTENTION, nn.Linear, 100),
+]
+
+
+def _wrapped(model: nn.Module) -> list[tuple[str, int]]:
+    """The names of FSDP1's units, and the elements of their parameters that are no other's."""
+    named = model.named_modules()
+    units = [(original_name(name), one) for name, one in named if isinstance(one, FullyShardedDataParallel)]
+    return [(name, sum(handle.numel() for handle in unit.params)) for name, unit in units]
+
+
+def _units_of_both() -> list[tuple[Any, Any]]:
+    """Of each case: our units, and those of PyTorch's own policy for that."""
+    found = []
+    mesh, device = init_device_mesh("cpu", (2,)), torch.device("cpu")
+    for build, kind, size in CASES:
+        words = ["sharding=per_block"] if size is None else ["sharding=size_based", f"sharding.min_num_params={size}"]
+        trial, model = config(FSDP1, *words), build()
+        ours = apply_fsdp1(model, sharding_units(model, (kind,), trial.sharding), trial, mesh, device)
+        policy: Any = partial(size_based_auto_wrap_policy, min_num_params=size) if size else ModuleWrapPolicy({kind})
+        theirs = FullyShardedDataParallel(build(), auto_wrap_policy=policy, device_id=device, use_orig_params=True)
+        found.append((_wrapped(ours), _wrapped(theirs)))
+    return found
+
+
+def test_units_are_those_of_pytorchs_policies() -> None:
+    """But for attention of `torch.nn`, which the policy by size never wraps: here it is a unit."""
+    for (ours, theirs), (build, _, size) in zip(run_ranks(2, _units_of_both)[0], CASES, strict=True):
+        assert len(theirs) > 1, "a unit beside the root"
+        if build is ATTENTION:
+            (_, in_root), *units = ours
+            ours = [("", in_root + dict(units).pop("self_attn")), *(one for one in units if one[0] != "self_attn")]
+        assert ours == theirs, size
+
+
+@pytest.mark.parametrize(
+    ("words", "dims", "expected"),
+    [
+        ("reshard_after_forward=always", 1, ShardingStrategy.FULL_SHARD),
+        ("reshard_after_forward=default", 1, ShardingStrategy.FULL_SHARD),
+        ("reshard_after_forward=never", 1, ShardingStrategy.SHARD_GRAD_OP),
+        ("reshard_after_forward=default", 2, ShardingStrategy.HYBRID_SHARD),
+        ("reshard_after_forward=never", 2, ShardingStrategy._HYBRID_SHARD_ZERO2),
+    ],
+)
+def test_what_fsdp1_calls_it(words: str, dims: int, expected: ShardingStrategy) -> None:
+    class Mesh:
+        ndim = dims
+
+    assert sharding_strategy(config(FSDP1, words), Mesh()) is expected  # type: ignore[arg-type]
+
+
+def test_settings_that_are_the_same_with_fsdp1_are_one_trial() -> None:
+    def settings(*words: str, workers: int = 2) -> dict[str, Any]:
+        return effective_settings(config(FSDP1, *words), workers)
+
+    always, default, never = (settings(f"reshard_after_forward={policy}") for policy in ("always", "default", "never"))
+    assert always == default != never
+    assert settings("reshard_after_forward=always", workers=1) == settings("reshard_after_forward=never", workers=1)
+    assert settings("sharding.backward_prefetch=1") == settings() != settings("sharding.backward_prefetch=0")
+    assert settings("sharding.forward_prefetch=0") == settings() != settings("sharding.forward_prefetch=1")
+    assert settings() != effective_settings(config(), 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("", ""),
+        ("reshard_after_forward=always", "keeps the root's parameters"),
+        ("precision=bf16_mixed training.grad_accum_steps=2", "microbatches in bfloat16, FSDP2 in float32"),
+        ("precision=bf16_mixed training.grad_accum_steps=2 training.sync_each_microbatch=true", ""),
+        ("optimizer=custom optimizer._target_=torch.optim.RAdam", "flat parts of parameters"),
+    ],
+)
+def test_what_fsdp1_does_unlike_fsdp2_has_a_note(words: str, named: str) -> None:
+    notes = [*sharding_notes(config(FSDP1, *words.split()))]
+    assert len(notes) == bool(named) and all(named in note for note in notes)
+
+
+def test_offload_loses_no_microbatch() -> None:
+    """FSDP1 would keep the gradients of the last one: only with offload, several, and a reduction of each."""
+    words = ("offload=cpu", "training.grad_accum_steps=2", "training.sync_each_microbatch=true")
+    for left_out in words:
+        check_trial(config(FSDP1, *(word for word in words if word != left_out)), 2)
+    with pytest.raises(ConfigError, match="last microbatch only"):
+        check_trial(config(FSDP1, *words), 2)
