@@ -154,7 +154,6 @@ def _check_fsdp1(trial: TrialConfig) -> None:
             sharding.blocks_per_unit > 1,
             "FSDP1 wraps each block on its own; use sharding.blocks_per_unit=1",
         ),
-        f"sharding.tp={sharding.tp}": (sharding.tp > 1, "FSDP1 flattens parameters; use sharding.tp=1"),
         f"sharding.embeddings={sharding.embeddings.name}": (
             sharding.embeddings is Embeddings.own,
             "FSDP1's units are the blocks and the root here; use sharding.embeddings=root",
