@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -16,6 +17,7 @@ from fsdp_lab.config import ConfigError, sharding_notes
 from fsdp_lab.config.compare import effective_settings
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.training.fsdp1 import apply_fsdp1, sharding_strategy
+from fsdp_lab.training.optimizer import build_scaler
 from fsdp_lab.training.parallelize import sharding_units
 from fsdp_lab.workloads.base import original_name
 from fsdp_lab.workloads.language.llama import Block as LlamaBlock
@@ -118,3 +120,18 @@ def test_offload_loses_no_microbatch() -> None:
         check_trial(config(FSDP1, *(word for word in words if word != left_out)), 2)
     with pytest.raises(ConfigError, match="last microbatch only"):
         check_trial(config(FSDP1, *words), 2)
+
+
+def _scales_after_an_overflow() -> list[float]:
+    """Of a scaler: before and after a step in which only the gradients of rank 1 overflow."""
+    trial = config(FSDP1, "precision=fp16")
+    scaler, parameter = build_scaler(trial, torch.device("cpu")), nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.full((2,), float("inf") if dist.get_rank() else 1.0)
+    before, optimizer = scaler.get_scale(), torch.optim.SGD([parameter], lr=1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    return [before, scaler.get_scale(), *parameter.tolist()]
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    assert run_ranks(2, _scales_after_an_overflow) == [[65536.0, 32768.0, 0.0, 0.0]] * 2
