@@ -44,7 +44,7 @@ class Row:
         microbatches: of an optimizer step.
         measured_s: seconds of the step; of published rates the middle.
         reserved_gib: the allocator's peak of a step; None: not published.
-        marks: of `compiled`, `float8`, `hybrid` and what is unusual.
+        marks: of `compiled`, `float8`, `hybrid`, `tensor_parallel` and what is unusual.
         unscored: why its errors do not count; "" if they do. Efficiencies are fitted to it all the same.
         early: its FSDP2 is from before pytorch#129721.
         expandable: its allocator had expandable segments.
@@ -124,8 +124,8 @@ def _no_forecast(facts: Mapping[str, str]) -> str:
     """Return why a row has no forecast; "" if it has one."""
     if facts["impl"] == "zero1":
         return "nanotron's ZeRO-1 is neither FSDP1 nor FSDP2: gradients are not sharded and accumulate in float32"
-    if any(facts[key] != "1" for key in ("tp", "cp", "pp")):
-        return "tensor, context and pipeline parallelism have no forecast yet"
+    if any(facts[key] != "1" for key in ("cp", "pp")):
+        return "context and pipeline parallelism have no forecast"
     if facts["gpu"] not in {sheet.stem for sheet in data_sheets()}:
         return f"conf/device has no {facts['gpu']}"
     if not facts["precision"] or not (facts["tok_s_gpu"] or facts["step_s"]):
@@ -134,8 +134,8 @@ def _no_forecast(facts: Mapping[str, str]) -> str:
 
 
 def _step(facts: Mapping[str, str]) -> Row:
-    gpus, accum, length = int(facts["gpus"]), int(facts["accum"]), int(facts["seq"])
-    local, parts = int(facts["local_batch"]), min(2, accum)
+    gpus, tp, accum, length = (int(facts[key]) for key in ("gpus", "tp", "accum", "seq"))
+    local, parts = int(facts["local_batch"]), min(2, accum)  # samples that tensor-parallel GPUs share
     checkpointing, *more = _CHECKPOINTING.get(facts["ac"], (facts["ac"],))
     compiled, fsdp2 = facts["compile"] == "true", facts["impl"] == "fsdp2"
     if compiled:
@@ -146,13 +146,14 @@ def _step(facts: Mapping[str, str]) -> Row:
         f"model.num_heads={facts['heads']}", f"model.num_kv_heads={facts['kv_heads']}", f"model.ffn_dim={facts['ffn']}",
         f"model.max_seq_len={length}", f"model.tied={facts['tied']}", "task=language", "data=synthetic_tokens",
         f"data.vocab_size={facts['vocab']}", f"data.seq_len={length}",
-        f"training.global_batch_size={gpus * local * parts}", f"training.grad_accum_steps={parts}",
+        f"training.global_batch_size={gpus // tp * local * parts}", f"training.grad_accum_steps={parts}",
         "training.max_grad_norm=1.0", "optimizer=adamw", f"optimizer.implementation={facts['optimizer']}",
-        "sharding=per_block", f"sharding.dp_replicate={facts['dp_replicate']}", f"reshard_after_forward={reshard}",
-        f"precision={facts['precision']}", f"activation_checkpointing={checkpointing}", *more,
-        f"compile={str(compiled).lower()}",
+        "sharding=per_block", f"sharding.dp_replicate={facts['dp_replicate']}", *([f"sharding.tp={tp}"] * (tp > 1)),
+        f"reshard_after_forward={reshard}", f"precision={facts['precision']}",
+        f"activation_checkpointing={checkpointing}", *more, f"compile={str(compiled).lower()}",
     )  # fmt: skip
     marks = {"compiled": compiled, "float8": facts["precision"] == "float8", "hybrid": facts["dp_replicate"] != "1"}
+    marks["tensor_parallel"] = tp > 1
     unscored = "" if fsdp2 else "FSDP1"
     if facts["quality"] == "C":
         unscored = "its source leaves open what ran"
@@ -160,7 +161,7 @@ def _step(facts: Mapping[str, str]) -> Row:
     device = _device(facts["gpu"], float(gbit) if gbit else None, "cudnn_attention" in facts["features"])
     return Row(
         facts["id"], facts["source"], facts["model"], device, facts["gpu"], gpus, words, int(facts["layers"]), accum,
-        _seconds(facts, length * local * accum),
+        _seconds(facts, length * local * accum / tp),
         float(reserved) if reserved and fsdp2 else None,
         (*(mark for mark, has in marks.items() if has), *facts["features"].split()), unscored,
         early="before_129721" in facts["features"], expandable=facts["expandable"] == "true",
@@ -178,7 +179,7 @@ def _decoder(facts: Mapping[str, str]) -> tuple[str, ...]:
     return ("model._target_=fsdp_lab.workloads.language.llama.Llama",)
 
 
-def _seconds(facts: Mapping[str, str], tokens: int) -> float:
+def _seconds(facts: Mapping[str, str], tokens: float) -> float:
     """Return the seconds of a step of so many tokens a GPU; of a range of rates its middle."""
     if facts["step_s"]:
         return float(facts["step_s"])

@@ -71,6 +71,7 @@ SAVED_OPERATORS = (
     "aten.upsample_bilinear2d.default",
     "aten.max.default",
     "aten.topk.default",
+    "_c10d_functional.reduce_scatter_tensor.default",  # of tensor-parallel layers
     "higher_order.flex_attention",
 )
 

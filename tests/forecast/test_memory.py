@@ -232,6 +232,11 @@ def test_what_a_gpu_needs_beside_its_tensors_is_named():
     # a communicator of all, two of hybrid sharding, and one of a smaller mesh
     smaller = ("reshard_after_forward=to_size", "reshard_after_forward.size=2", "sharding.dp_replicate=2")
     assert (communicators(config(), 8), communicators(config(*smaller), 8)) == (1, 4)
+    # of the parts of a batch, and of tensor parallelism
+    assert (communicators(config("sharding.tp=2"), 8), communicators(config(*smaller[2:], "sharding.tp=2"), 8)) == (
+        3,
+        5,
+    )
 
 
 @pytest.mark.parametrize(

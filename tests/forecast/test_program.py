@@ -83,6 +83,50 @@ def test_hybrid_sharding_scatters_within_and_reduces_between():
     assert {o.stream for o in casts} - {Stream.compute} == {Stream.all_reduce}, "where reduced gradients are cast, too"
 
 
+# Of 4 ranks, neighbours share the 8 samples of 64 tokens of a data-parallel part, and divide every matrix.
+TP = ("sharding.tp=2", "sharding=per_block", "training.global_batch_size=16", "precision=bf16_mixed")
+TOKENS, DIM = 8 * 64, 64
+
+
+@pytest.mark.parametrize(
+    ("words", "gathers", "scatters"),
+    [
+        ([], 0, 0),
+        (["activation_checkpointing=selective"], 2, 0),  # what was scattered is kept
+        # the recomputation ends before the last product of a block
+        pytest.param(["activation_checkpointing=full"], 2, 1, marks=pytest.mark.ci),
+        pytest.param(["compile=true"], 0, 0, marks=pytest.mark.ci),
+    ],
+)
+def test_what_tensor_parallel_layers_send_by_formula(words: list[str], gathers: int, scatters: int):
+    """Tokens * width in bfloat16. A block gathers what attention and the feed-forward layer get, and scatters what they
+    return; backwards gradients travel the other way. Embedding and head do half of that. The loss reduces three numbers
+    of a token in float32: the maximum, the sum of exponentials, and the logarithm of its label's. The five norms are
+    whole, and their gradients, of a part of the sequence each, are added up in the type of reductions."""
+    sent = [o for o in program(*TP, *words) if o.stream is Stream.layers]
+    assert {o.group for o in sent} == {(0, 1)} and {o.phase for o in sent} == {"forward", "backward"}
+    counts = Counter((o.kind, o.num_bytes) for o in sent)
+    activations, blocks = TOKENS * DIM * 2, 2
+    assert counts == {
+        (Kind.gather, activations): blocks * (4 + gathers) + 2,
+        (Kind.scatter, activations): blocks * (4 + scatters) + 2,
+        (Kind.reduce, TOKENS * 4): 3,
+        (Kind.reduce, DIM * 4): 2 * blocks + 1,
+    }
+
+
+def test_tensor_parallel_ranks_have_half_of_the_products_and_of_the_weights():
+    """FSDP2 gathers, among the ranks with the other samples, half of each matrix and every norm."""
+    divided, whole = program(*TP), program(*TP[1:], "training.global_batch_size=32")
+    for kind in (Kind.matmul, Kind.attention):
+        assert 2 * total(divided, kind) == total(whole, kind), "of 8 samples a rank, too"
+    gathered = Counter((o.num_bytes, o.group) for o in divided if o.stream is Stream.gather)
+    norms = 2 * DIM
+    assert gathered == {(BLOCK - norms + 2 * norms, (0, 2)): 4, (ROOT - DIM + 2 * DIM, (0, 2)): 1}
+    known = {storage for o in divided for storage in o.writes}
+    assert all(known.intersection(o.reads) for o in divided if o.stream is Stream.layers), "what was computed before"
+
+
 def test_checkpointing_computes_the_blocks_again():
     plain, again = program(*SHARDED), program(*SHARDED, "activation_checkpointing=full")
     forward = sum(o.flops for o in plain if o.phase == "forward" and o.module.startswith("blocks"))

@@ -257,10 +257,10 @@ def test_the_error_is_that_of_the_steps_that_were_compared(words: str, launch_s:
 
 
 def layer(kind: Kind, read: int) -> Operator:
-    """Of a tensor-parallel layer, one second: a collective of ranks 0 and 1, or a product."""
+    """Of a tensor-parallel layer, one second: a collective of ranks 0 and 1, at 0.8 of 1e11 bytes/s, or a product."""
     is_sent = kind.is_collective
     return Operator(
-        "one", kind, Stream.layers if is_sent else Stream.compute, "backward", "", num_bytes=2e11 * is_sent,
+        "one", kind, Stream.layers if is_sent else Stream.compute, "backward", "", num_bytes=1.6e11 * is_sent,
         flops=5e13 * (not is_sent), dtype="bfloat16", group=(0, 1) * is_sent, reads=(read,), writes=(read + 1,),
     )  # fmt: skip
 

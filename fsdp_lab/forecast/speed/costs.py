@@ -22,6 +22,9 @@ _HALVES = ("bfloat16", "float16")
 # What an all-reduce reaches of a network, relative to gathers and scatters: 340 and 200 GB/s between 32 nodes with 8
 # H100s each (github.com/NVIDIA/nccl, issue 1218).
 _ALL_REDUCE = 1.7
+# What a collective that nothing runs beside reaches of the links within a node. NCCL counts on 20.0 and 20.6 of the 25
+# GB/s of a link of A100s and H100s, and on 40.1 of the 50 of B200s (`src/graph/topo.h`).
+_ALONE = 0.8
 
 
 class _Path(NamedTuple):
@@ -136,7 +139,7 @@ def collective_seconds(operator: Operator, device: Device) -> float:
         return 0.0
     nodes = num_nodes(operator.group, device.node_size)
     passes = 2 if operator.kind is Kind.reduce else 1
-    sending = passes * operator.num_bytes * (ranks - 1) / ranks / _bandwidth(device, ranks, nodes, operator.kind)
+    sending = passes * operator.num_bytes * (ranks - 1) / ranks / _bandwidth(operator, device, nodes)
     between = nodes - 1
 
     def along(path: _Path, within: float, between: float) -> float:
@@ -151,15 +154,15 @@ def collective_seconds(operator: Operator, device: Device) -> float:
     return min(paths)
 
 
-def _bandwidth(device: Device, ranks: int, nodes: int, kind: Kind) -> float:
-    """Return the bytes/s of a group.
+def _bandwidth(operator: Operator, device: Device, nodes: int) -> float:
+    """Return the bytes/s of a group. Layers wait for what they send, and leave it the links.
 
     Its rings cross between nodes side by side and have the node's network together. They share it with the groups of
     the node's other devices, which send at the same time.
     """
-    within = device.link_bandwidth * device.efficiency.link
+    within = device.link_bandwidth * (_ALONE if operator.stream is Stream.layers else device.efficiency.link)
     if nodes == 1:
         return within
-    share = min(1.0, ranks / nodes / device.node_size)
-    reached = min(1.0, device.efficiency.network * (_ALL_REDUCE if kind is Kind.reduce else 1.0))
+    share = min(1.0, len(operator.group) / nodes / device.node_size)
+    reached = min(1.0, device.efficiency.network * (_ALL_REDUCE if operator.kind is Kind.reduce else 1.0))
     return min(within, device.network_bandwidth * reached * share)
