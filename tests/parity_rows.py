@@ -24,6 +24,7 @@ AXES: dict[str, Sequence[str]] = {
     "activation_checkpointing": ("none", "full", "every_n", "selective"),
     "training.max_grad_norm": ("null", "0.1"),
     "sharding.blocks_per_unit": ("1", "2"),
+    "sharding.embeddings": ("root", "own"),
     "sharding.forward_prefetch": ("null", "2"),
     "sharding.backward_prefetch": ("null", "1"),
     "init": ("rank0", "meta", "device"),
@@ -34,7 +35,7 @@ AXES: dict[str, Sequence[str]] = {
 Case = dict[str, str]
 
 # What a sharding leaves no choice for.
-_ONE_BLOCK = {"sharding.blocks_per_unit": "1"}
+_ONE_BLOCK = {"sharding.blocks_per_unit": "1", "sharding.embeddings": "root"}
 _WITHOUT_CHOICE: dict[str, Case] = {
     "ddp": {
         "offload": "none", "reshard_after_forward": "default", "sharding.forward_prefetch": "null",
@@ -105,6 +106,7 @@ DDP, ROOT, PER_BLOCK, PER_LAYER = (f"sharding={name}" for name in ("ddp", "root"
 SIZE_BASED = " ".join(SHARDINGS["size_based"])
 FSDP1 = "sharding.api=fsdp1"
 SMALLEST_UNITS = "sharding=size_based sharding.min_num_params=80"  # of the user's modules
+OWN_UNITS = f"{PER_BLOCK} sharding.embeddings=own"
 ALWAYS, NEVER = "reshard_after_forward=always", "reshard_after_forward=never"
 FULL, SELECTIVE = "activation_checkpointing=full", "activation_checkpointing=selective"
 EVERY_ONE = "activation_checkpointing=every_n activation_checkpointing_every=1"
@@ -166,7 +168,7 @@ IN_MAKE_TEST: Cells = {
     ),
     "wide mlp": (*HALF["per_block"], *(f"{FSDP1} {cell}" for cell in HALF["per_block"])),
     "vit": (f"{PER_BLOCK} {EVERY_ONE} sharding.blocks_per_unit=2",),
-    "language": (f"{PER_BLOCK} {SELECTIVE} {IN_CHUNKS}",),
+    "language": (f"{PER_BLOCK} {SELECTIVE} {IN_CHUNKS}", f"{OWN_UNITS} {ACCUMULATE} {CLIP}"),
     "language, tied": (f"{ROOT} {ALWAYS} {FULL} {IN_CHUNKS}",),
     # the norm is inside of the block
     "user": (DDP, f"{PER_BLOCK} model.block_classes=[tests.workloads.user.odd.Block,torch.nn.LayerNorm] {FULL}"),
@@ -204,21 +206,31 @@ LATER: Cells = {
     "mlp on 4": (
         *ON_FOUR,
         f"{FSDP1} {PER_LAYER} sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE}",
+        f"{OWN_UNITS} sharding.dp_replicate=2 {ACCUMULATE}",
     ),
-    "vit": (f"{DDP} {ACCUMULATE}", f"{FSDP1} {PER_BLOCK} {FULL}"),
+    "vit": (
+        f"{DDP} {ACCUMULATE}", f"{FSDP1} {PER_BLOCK} {FULL}",
+        f"{OWN_UNITS} {FULL} sharding.blocks_per_unit=2 offload=cpu",
+    ),
     "language": (
+        f"{OWN_UNITS} {ALWAYS} {FULL}", f"{OWN_UNITS} {NEVER} compile=true",
         f"{PER_BLOCK} compile=true {ACCUMULATE}", f"{PER_LAYER} {ALWAYS}", f"{ROOT} {ALWAYS} {IN_CHUNKS} {FULL}",
     ),
-    "language, tied": (f"{DDP} {IN_CHUNKS}", *IN_HALF, *(f"{FSDP1} {cell}" for cell in IN_HALF[1:])),
+    "language, tied": (
+        f"{DDP} {IN_CHUNKS}", OWN_UNITS, *IN_HALF, *(f"{FSDP1} {cell}" for cell in IN_HALF[1:]),
+    ),
     "user": (
         f"{FSDP1} {PER_BLOCK} {ALWAYS}", f"{FSDP1} {PER_LAYER} init=meta",
         f"{ROOT} {NEVER}", f"{PER_LAYER} {ALWAYS}", f"{SMALLEST_UNITS} {NEVER} init=meta", *SETTINGS[:2], *IN_HALF,
+        f"{OWN_UNITS} {ACCUMULATE}",
     ),
     "user, with state on 1": (f"{DDP} {SELECTIVE}", f"{PER_LAYER} {EVERY_ONE}"),
     "complex": (DDP,),
     **dict.fromkeys(("some tokens", "some classes"), (f"{PER_LAYER} training.global_batch_size=4",)),
     "seq2seq": (f"{DDP} {ACCUMULATE}", f"{PER_BLOCK} {ALWAYS} {FULL} model.as_dict=true"),
-    "hf t5": (DDP,),
+    "hf t5": (DDP, f"{OWN_UNITS} sharding.forward_prefetch=1 sharding.backward_prefetch=1"),
+    **dict.fromkeys(("hf llama", "hf gpt2", "hf vit"), (f"{OWN_UNITS} {ACCUMULATE}",)),
+    **dict.fromkeys(("kept", "objects"), (f"{OWN_UNITS} {ALWAYS}",)),
 }  # fmt: skip
 OFFLOADED = [f"{cell} offload={place}" for cell, place in product(GRID[1:], ("cpu", "cpu_unpinned"))]
 AT_NIGHT: Cells = {

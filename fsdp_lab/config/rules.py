@@ -208,6 +208,8 @@ def _check_sharding(trial: TrialConfig, num_workers: int) -> None:
             f"sharding.blocks_per_unit={sharding.blocks_per_unit} with sharding={sharding.granularity.name}: only "
             "sharding=per_block makes units of blocks; use sharding.blocks_per_unit=1 or sharding=per_block.",
         )
+    if sharding.embeddings is Embeddings.own:
+        _check_embeddings(sharding, trial.task)
     if num_workers % sharding.dp_replicate:
         raise CombinationError(
             f"sharding.dp_replicate={sharding.dp_replicate} does not divide "
@@ -223,6 +225,19 @@ def _check_sharding(trial: TrialConfig, num_workers: int) -> None:
         raise ConfigError(
             "sharding.min_num_params=null: sharding=size_based needs the smallest number of parameters of a unit; "
             "set for example sharding.min_num_params=20000."
+        )
+
+
+def _check_embeddings(sharding: ShardingConfig, task: TaskConfig) -> None:
+    if sharding.granularity is not Granularity.per_block:
+        raise CombinationError(
+            f"sharding.embeddings=own with sharding={sharding.granularity.name}: only sharding=per_block puts what is "
+            "outside of the blocks into the root's unit; use sharding.embeddings=root or sharding=per_block.",
+        )
+    if task.loss_chunks > 1:
+        raise CombinationError(
+            f"sharding.embeddings=own with task.loss_chunks={task.loss_chunks}: the head's unit would reduce its "
+            "gradients once a chunk; use sharding.embeddings=root or task.loss_chunks=1.",
         )
 
 

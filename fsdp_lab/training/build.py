@@ -19,7 +19,7 @@ from fsdp_lab.training.float8 import apply_float8
 from fsdp_lab.training.fsdp1 import apply_fsdp1
 from fsdp_lab.training.layout import describe_layout
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device
-from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks, sharding_units
+from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks, last_unit, sharding_units
 from fsdp_lab.training.tensor_parallel import apply_tensor_parallel, find_plan
 from fsdp_lab.training.weights import build_blueprint
 from fsdp_lab.workloads.base import Workload
@@ -62,9 +62,10 @@ def build(
         in_tokens = hasattr(workload.task, "compile_loss")  # whose loss is our cross entropy
         apply_tensor_parallel(model, find_plan(model, config), dims.tp_mesh, divided_loss=in_tokens)
     units = sharding_units(model, blocks, config.sharding)
-    apply_to_blocks(model, blocks, units, config)
-    apply_fully_shard(model, units, config, dims.mesh)
-    layout = describe_layout(model, units, blocks, find_unused)
+    last = last_unit(model, blocks, config.sharding)
+    apply_to_blocks(model, blocks, [*units, *last], config)
+    apply_fully_shard(model, units, config, dims.mesh, last)
+    layout = describe_layout(model, units, blocks, find_unused, last)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     materialize(model, blueprint)
     model = apply_ddp(model, config, device, find_unused)

@@ -22,6 +22,7 @@ class Layout:
 
     Attributes:
         units: names of the modules that are units of their own, without the root; `*` stands for any number.
+        last: names of the modules that share the unit after the last block, in the same form.
         blocks: names of the modules that activation checkpointing recomputes and compile compiles, in the same form.
         find_unused: whether some parameters may get no gradient.
         has_complex: whether some trained parameters are complex.
@@ -31,6 +32,7 @@ class Layout:
     blocks: Sequence[str] = field(default_factory=list)
     find_unused: bool = False
     has_complex: bool = False
+    last: Sequence[str] = field(default_factory=list)
 
 
 def read_layout(values: Any) -> Layout | None:
@@ -56,13 +58,18 @@ def shortened(names: Sequence[str], all_names: Collection[str]) -> list[str]:
 
 
 def describe_layout(
-    model: nn.Module, units: Sequence[nn.Module], blocks: BlockClasses, find_unused: bool = False
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    blocks: BlockClasses,
+    find_unused: bool = False,
+    last: Sequence[nn.Module] = (),
 ) -> Layout:
     """Return how a model was divided.
 
     Args:
         units: the modules that `apply_fully_shard` sharded, without the root.
         find_unused: whether DDP looks for parameters without a gradient.
+        last: as `last_unit` returns them.
     """
     from fsdp_lab.training.shardable import has_complex
 
@@ -72,6 +79,7 @@ def describe_layout(
         blocks=shortened([names[id(m)] for m in model.modules() if isinstance(m, blocks)], list(names.values())),
         find_unused=find_unused,
         has_complex=has_complex(model),
+        last=shortened([names[id(module)] for module in last], list(names.values())),
     )
 
 

@@ -28,6 +28,7 @@ from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.parallel import (
     Api,
     Dtype,
+    Embeddings,
     Granularity,
     OffloadConfig,
     OffloadTarget,
@@ -86,12 +87,15 @@ def _apply_methods(model: nn.Module, modules: Sequence[nn.Module], names: Sequen
         call_by_methods(module, names)
 
 
-def apply_fully_shard(model: nn.Module, units: Sequence[nn.Module], config: TrialConfig, mesh: DeviceMesh) -> None:
+def apply_fully_shard(
+    model: nn.Module, units: Sequence[nn.Module], config: TrialConfig, mesh: DeviceMesh, last: Sequence[nn.Module] = ()
+) -> None:
     """Shard the model in place: the units bottom-up, then the root. `ddp` and FSDP1 wrap it once it has weights.
 
     Args:
         model: on `meta`.
         units: as `sharding_units` returns them.
+        last: as `last_unit` returns them.
 
     Raises:
         UserError: see `check_parameters`.
@@ -100,14 +104,17 @@ def apply_fully_shard(model: nn.Module, units: Sequence[nn.Module], config: Tria
         check_parameters(model, [], config)
         return
     groups = in_groups(model, units, config.sharding.blocks_per_unit)
-    check_parameters(model, groups, config)
+    ends = [[*last]] if last else []
+    check_parameters(model, [*groups, *ends], config)
     make_contiguous(model)
     if config.sharding.api is Api.fsdp1:
         return
     names = {id(module): name for name, module in model.named_modules()}
     for unit in units:
         UnitHooks(unit, names[id(unit)], config)  # before FSDP2's own hooks, which run after these
-    UnitHooks(model, type(model).__name__, config, is_root=True)
+    for module in last:
+        UnitHooks(module, names[id(module)], config, kept_by_default=True)
+    UnitHooks(model, type(model).__name__, config, kept_by_default=True)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": mp_policy(config.precision),
@@ -117,11 +124,13 @@ def apply_fully_shard(model: nn.Module, units: Sequence[nn.Module], config: Tria
     with one_post_forward_mesh():
         for group in groups:
             fully_shard(group if len(group) > 1 else group[0], **options)
+        for group in ends:
+            fully_shard(group, **options | kept_by_default(config.reshard_after_forward))
         fully_shard(model, **options)
     if config.sharding.separate_reduce_scatter_group:
         assert isinstance(model, FSDPModule)
         model.set_separate_reduce_scatter_group()  # `config.machine` checks that this PyTorch has it
-    set_prefetch([group[0] for group in groups], config.sharding)
+    set_prefetch([group[0] for group in (*groups, *ends)], config.sharding)
 
 
 def in_groups(model: nn.Module, units: Sequence[nn.Module], size: int) -> list[list[nn.Module]]:
@@ -162,7 +171,9 @@ def _candidates(model: nn.Module, block_classes: BlockClasses, sharding: Shardin
         case Granularity.ddp | Granularity.root:
             return []
         case Granularity.per_block:
-            return [m for m in _bottom_up(model) if isinstance(m, block_classes)]  # one may lie in another
+            outside = {*_before_and_after(model, block_classes)[0]} if sharding.embeddings is Embeddings.own else ()
+            # one block may lie in another
+            return [m for m in _bottom_up(model) if isinstance(m, block_classes) or m in outside]
         case Granularity.per_layer:
             return [m for m in _bottom_up(model) if _holds_parameters(m)]
         case Granularity.size_based:
@@ -170,6 +181,35 @@ def _candidates(model: nn.Module, block_classes: BlockClasses, sharding: Shardin
             return _units_by_size(model, sharding.min_num_params)
         case _:
             raise ValueError(f"sharding.granularity={sharding.granularity} has no units")
+
+
+def last_unit(model: nn.Module, block_classes: BlockClasses, sharding: ShardingConfig) -> list[nn.Module]:
+    """Return the modules after the last block, which share one unit with `sharding.embeddings=own`: last norm and head.
+
+    The backward pass starts with them, so `reshard_after_forward=default` keeps them gathered after the forward pass.
+    """
+    if sharding.embeddings is not Embeddings.own:
+        return []
+    return [module for module in _before_and_after(model, block_classes)[1] if not _is_tied(model, module)]
+
+
+def _before_and_after(model: nn.Module, block_classes: BlockClasses) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the largest modules that hold no block and are in none: those before the last block, and those after."""
+    holders = {m for m in model.modules() if any(isinstance(inner, block_classes) for inner in m.modules())}
+    seen, outside, after = set[nn.Module](), list[nn.Module](), 0
+    left = [*model.children()][::-1]
+    while left:
+        module = left.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        if isinstance(module, block_classes):
+            after = len(outside)
+        elif module in holders or type(module).forward is nn.Module.forward:  # a list is not called, but its parts are
+            left.extend([*module.children()][::-1])
+        elif any(True for _ in module.parameters()):
+            outside.append(module)
+    return outside[:after], outside[after:]
 
 
 def _bottom_up(module: nn.Module) -> list[nn.Module]:
@@ -231,6 +271,11 @@ def reshard_after_forward(reshard: ReshardConfig) -> bool | int | None:
             return None
         case ReshardPolicy.to_size:
             return reshard.size
+
+
+def kept_by_default(reshard: ReshardConfig) -> dict[str, bool]:
+    """Return the argument of `fully_shard` for a unit with which the backward pass starts, if it differs."""
+    return {"reshard_after_forward": False} if reshard.policy is ReshardPolicy.default else {}
 
 
 def set_prefetch(units: list[nn.Module], sharding: ShardingConfig) -> None:

@@ -31,12 +31,12 @@ class UnitHooks:
         unit: before `fully_shard`, whose own hooks run after these.
         name: for messages.
         config: whether parameters are freed after the forward pass, and inputs are cast.
-        is_root: whether it is the model, whose own parameters `reshard_after_forward=default` keeps.
+        kept_by_default: whether `reshard_after_forward=default` keeps its parameters, as it does the root's.
     """
 
-    def __init__(self, unit: nn.Module, name: str, config: TrialConfig, *, is_root: bool = False) -> None:
+    def __init__(self, unit: nn.Module, name: str, config: TrialConfig, *, kept_by_default: bool = False) -> None:
         self._unit, self._name = unit, name
-        keeps = (ReshardPolicy.never, ReshardPolicy.default) if is_root else (ReshardPolicy.never,)
+        keeps = (ReshardPolicy.never, ReshardPolicy.default) if kept_by_default else (ReshardPolicy.never,)
         self._frees = config.reshard_after_forward.policy not in keeps
         self._rebuilds = REBUILDS_INPUTS or config.precision.param_dtype is not Dtype.float32
         self._keepers: dict[tuple[nn.Module, str], None] = {}  # attributes with tensors
