@@ -50,6 +50,7 @@ CASES = [
     "sharding=size_based sharding.min_num_params=10000 sharding.api=fsdp1 precision=grad_bf16 "
     "sharding.limit_all_gathers=false",
     "sharding=root sharding.api=fsdp1 activation_checkpointing=selective optimizer=adamw optimizer.scale_lr=true",
+    "sharding=per_block sharding.embeddings=own sharding.blocks_per_unit=2 sharding.forward_prefetch=1",
     "sharding=per_block optimizer._target_=torch.optim.RAdam optimizer.betas=[0.8,0.9] optimizer.scale_lr=true",
 ]
 SLOW = [
@@ -63,6 +64,7 @@ HYBRID = [
     "sharding=root sharding.dp_replicate=2 training.grad_accum_steps=2 training.sync_each_microbatch=true",
 ]
 LAYOUT = Layout(units=["blocks.*"], blocks=["blocks.*"])
+OWN = Layout(units=["embedding", "blocks.*"], blocks=["blocks.*"], last=["norm", "head"])
 
 
 def trial_of(words: str) -> TrialConfig:
@@ -152,6 +154,10 @@ def test_the_pasted_function_trains_as_the_trial(results: dict[str, dict[str, An
         ("precision=tf32 sharding=ddp", 'torch.set_float32_matmul_precision("high")', "DistributedDataParallel("),
         ("lr_schedule=cosine", "Not included: lr_schedule=cosine.", "def parallelize(model):"),
         ("sharding=per_block", "parameter.data = parameter.data.contiguous()", "fully_shard(unit, **options)"),
+        ("sharding=per_block sharding.embeddings=own", "fully_shard(unit, **options)",
+         'fully_shard(last, **options | {"reshard_after_forward": False})'),
+        ("sharding=per_block sharding.embeddings=own reshard_after_forward=never", "fully_shard(last, **options)",
+         "fully_shard(model, **options)"),
         ("sharding=per_block model.forward_methods=[encode]", "if is_unit(name) and hasattr(module, method):",
          "register_fsdp_forward_method(module, method)"),
         ("activation_checkpointing=selective", "torch.ops.aten._scaled_mm.default", "saved = {"),  # a product
@@ -161,7 +167,8 @@ def test_the_pasted_function_trains_as_the_trial(results: dict[str, dict[str, An
 )  # fmt: skip
 def test_what_the_bare_script_does_not_train_is_in_its_place(words: str, before: str, after: str) -> None:
     """Quotes in a title end no docstring."""
-    code = to_pytorch('Trial 0: """ \\ model.path="x"', trial_of(words), LAYOUT, 4, "2.15.0")
+    layout = OWN if "embeddings=own" in words else LAYOUT
+    code = to_pytorch('Trial 0: """ \\ model.path="x"', trial_of(words), layout, 4, "2.15.0")
     assert ast.get_docstring(ast.parse(code))
     assert 0 < code.index(before) < code.index(after)
 

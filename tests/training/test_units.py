@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast import torch_private as of_forecasts
-from fsdp_lab.training import torch_private
+from fsdp_lab.training import parallelize, torch_private
 from fsdp_lab.training.blocks import check_blocks, find_block_classes
 from fsdp_lab.training.build import leaves_some_unused
 from fsdp_lab.training.layout import Layout, unit_notes
-from fsdp_lab.training.parallelize import in_groups, sharding_units
+from fsdp_lab.training.parallelize import in_groups, last_unit, sharding_units
 from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.construct import Blueprint
+from fsdp_lab.workloads.language.llama import Block as LlamaBlock
+from fsdp_lab.workloads.language.llama import Llama
 from fsdp_lab.workloads.language.pydoc import PydocTokens
 from tests.parity import WORKLOADS
 from tests.ranks import config, run_ranks, train_all
@@ -24,6 +30,7 @@ from tests.workloads.user.odd import Block, Odd
 
 USER = WORKLOADS["user"].words
 NESTED = (Block, nn.LayerNorm)  # the norm is in the block
+LLAMA = {"vocab_size": 8, "dim": 8, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 8, "max_seq_len": 4}
 
 
 class Held(nn.Module):
@@ -39,6 +46,61 @@ class Held(nn.Module):
 
 BLOCKS = [f"blocks.{n}" for n in range(3)]
 LEAVES = [f"{block}.{leaf}" for block in BLOCKS for leaf in ("linear", "norm")]
+
+
+class Parts(nn.Module):
+    """Two positions beside the tokens, a list of projections, blocks in one of two towers, and two heads, one tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.tokens, self.positions = nn.Embedding(5, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.lists = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.first = nn.Sequential(nn.Linear(4, 4), Block(0.0), nn.ReLU(), nn.LayerNorm(4))
+        self.second = nn.Sequential(Block(0.0), nn.LayerNorm(4))
+        self.head, self.tied = nn.Linear(4, 2), nn.Linear(4, 5)
+        self.tied.weight = self.tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("model", "units", "last"),
+    [
+        # What holds blocks, as the root does, stays in the root; so does what is tied. A list is not called.
+        (Parts, "positions lists.0 lists.1 plain first.0 first.1 first.3 second.0", "second.1 head"),
+        (Odd, "blocks.0 blocks.1 blocks.2", "frozen unused"),  # its embedding and its head are tied
+        (partial(Llama, **LLAMA), "embedding blocks.0 blocks.1", "norm head"),
+        (partial(Llama, tied=True, **LLAMA), "blocks.0 blocks.1", "norm"),
+    ],
+)
+def test_what_is_outside_of_blocks_becomes_units_and_what_comes_last_shares_one(
+    model: Any, units: str, last: str
+) -> None:
+    made, sharding = model(), config("sharding=per_block", "sharding.embeddings=own").sharding
+    blocks = (Block, LlamaBlock)
+    assert " ".join(names_of(made, sharding_units(made, blocks, sharding))) == units
+    assert " ".join(names_of(made, last_unit(made, blocks, sharding))) == last
+    assert last_unit(made, blocks, config("sharding=per_block").sharding) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "reshards", "last_reshards"),
+    [("default", None, False), ("always", True, True), ("never", False, False),
+     ("to_size reshard_after_forward.size=2", 2, 2)],
+)  # fmt: skip
+def test_default_keeps_the_last_unit_after_the_forward_pass(words: str, reshards: Any, last_reshards: Any) -> None:
+    trial = config("sharding=per_block", "sharding.embeddings=own", *f"reshard_after_forward={words}".split())
+    model, made = Llama(**LLAMA), []
+
+    def shard(module: Any, **options: Any) -> None:
+        modules = module if isinstance(module, list) else [module]
+        made.append((" ".join(names_of(model, modules)), options["reshard_after_forward"]))
+
+    units, last = (find(model, (LlamaBlock,), trial.sharding) for find in (sharding_units, last_unit))
+    with mock.patch.object(parallelize, "fully_shard", shard), mock.patch.object(parallelize, "set_prefetch"):
+        parallelize.apply_fully_shard(model, units, trial, Any, last)
+    alone = [(name, reshards) for name in ("embedding", "blocks.0", "blocks.1")]
+    assert made == [*alone, ("norm head", last_reshards), ("", reshards)]
 
 
 @pytest.mark.parametrize(
