@@ -7,13 +7,13 @@ block returns to the allocator, not to the device, and only the stream that it w
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fsdp_lab.machine.hardware import allocator_settings
 from fsdp_lab.training.profile import Profile
 
 MIN_BLOCK = 512  # every request is rounded up to a multiple
@@ -29,14 +29,9 @@ STREAMS = {"all_gather": "all-gather copy-in", "grad": "reduce-scatter"}
 STREAMS_BEFORE_129721 = {**STREAMS, "reduce_scatter": "reduce-scatter"}
 
 
-# In the order in which PyTorch asks for them on CUDA (`c10/cuda/CUDAAllocatorConfig.h`).
-SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-
-
 def expands() -> bool:
     """Return whether the environment asks PyTorch for `expandable_segments:True`."""
-    set_here = next((os.environ[name] for name in SETTINGS if name in os.environ), "")
-    options = [option.partition(":") for option in set_here.replace(" ", "").split(",")]
+    options = [option.partition(":") for option in allocator_settings().replace(" ", "").split(",")]
     return ("expandable_segments", ":", "True") in options
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, ReshardPolicy
-from fsdp_lab.forecast.allocator import STREAMS, allocator_peaks
+from fsdp_lab.forecast.allocator import STREAMS, allocator_peaks, expands
 from fsdp_lab.forecast.speed.predict import Speed
 from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.profile import Profile
@@ -69,6 +69,7 @@ class Forecast:
         peaks: place -> category -> bytes, with `total`, as in `fsdp_lab.training.profile`.
         active_bytes: the peak in the allocator's blocks on a GPU; None for a CPU.
         reserved_bytes: what the allocator takes from the GPU; None for a CPU.
+        expandable: whether its segments are expandable.
         allowances: what the device holds outside of tensors, by name.
         host_allowances: the same for the host.
         capacity_bytes: of the device; None: not known.
@@ -100,6 +101,7 @@ class Forecast:
     num_params: tuple[int, int] = (0, 0)
     host: Host = field(default_factory=Host)
     layout: Layout | None = None
+    expandable: bool = False
 
     @property
     def peak_bytes(self) -> int:
@@ -205,11 +207,12 @@ def weigh(
     Args:
         capacity: of the device, in bytes; None: not known.
         streams: see `allocator_peaks`.
-        expandable: see `allocator_peaks`.
+        expandable: see `CachingAllocator`; None: as the environment says.
     """
     if not cuda:
         return Forecast(False, num_workers, profile.peaks, capacity_bytes=capacity)
     sharded, peak = config.sharding.granularity is not Granularity.ddp, profile.peaks["device"]
+    expandable = expands() if expandable is None else expandable
     taken = allocator_peaks(profile, sharded, [WORKSPACE_BYTES], streams, expandable)
     allowances = {
         "CUDA context": CONTEXT_BYTES,
@@ -231,6 +234,7 @@ def weigh(
         capacity,
         active_bytes=taken.active,
         reserved_bytes=taken.reserved,
+        expandable=expandable,
     )
 
 

@@ -38,7 +38,7 @@ _TYPES = {
     **dict.fromkeys(("peak_bytes", *(f"{name}_bytes" for name in CATEGORIES)), "Int64"),
     **dict.fromkeys(("active_bytes", "reserved_bytes", "least_bytes", "needed_bytes", "host_bytes"), "Int64"),
     **dict.fromkeys((*(f"host_{name}_bytes" for name in CATEGORIES), "capacity_bytes"), "Int64"),
-    **{"fits": "object", "largest_microbatch": "Int64", "timeline": "object"},
+    **{"expandable_segments": "object", "fits": "object", "largest_microbatch": "Int64", "timeline": "object"},
     **dict.fromkeys(("step_s", "step_low_s", "step_high_s"), "float64"),
     **dict.fromkeys(("samples_per_s_per_device", "tokens_per_s_per_device"), "float64"),
     **dict.fromkeys(("samples_per_s_of_all", "tokens_per_s_of_all", "mfu"), "float64"),
@@ -186,6 +186,7 @@ def _figures(row: Row) -> dict[str, Any]:
     figures |= {f"host_{name}_bytes": host.get(name, 0) for name in CATEGORIES}
     same = ("peak", "active", "reserved", "least", "needed", "host", "capacity")
     figures |= {f"{name}_bytes": getattr(forecast, f"{name}_bytes") for name in same}
+    figures |= {"expandable_segments": str(forecast.expandable).lower() if forecast.cuda else None}
     figures |= {"fits": _whether(forecast), "largest_microbatch": forecast.largest_microbatch}
     if (speed := forecast.speed) is None:
         return figures

@@ -33,6 +33,8 @@ print(json.dumps([gpus, [str(warning.message) for warning in caught]]))
 """
 _COUNT_S = 120.0  # for a process that imports PyTorch
 _OWN_GROUPS, _ALL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+# In the order in which PyTorch asks for them on CUDA (`c10/cuda/CUDAAllocatorConfig.h`).
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # Cores that a launcher gave to this process; see `worker_cpus`.
 WORKER_CPUS = "FSDP_LAB_WORKER_CPUS"
 
@@ -98,6 +100,11 @@ def pytorch_version() -> tuple[int, int]:
     """Return PyTorch's major and minor version, without importing it."""
     major, minor = version("torch").split(".")[:2]
     return int(major), int(minor)
+
+
+def allocator_settings() -> str:
+    """Return the settings that the environment gives PyTorch's allocator of GPU memory; "" for none."""
+    return next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), "")
 
 
 def num_cpus() -> int:

@@ -34,10 +34,13 @@ def setting_of(trial: TrialRecord) -> str | None:
     if trial.config is None or layout is None or not isinstance(world_size, int):
         return None
     title = f"Trial {trial.number}: {' '.join(trial.overrides)}"
-    return to_pytorch(title, part(trial.config, TrialConfig), layout, world_size, str(trial.facts.get("torch")))
+    torch_version, allocator = (str(trial.facts.get(name, "")) for name in ("torch", "allocator_settings"))
+    return to_pytorch(title, part(trial.config, TrialConfig), layout, world_size, torch_version, allocator)
 
 
-def to_pytorch(title: str, config: TrialConfig, layout: Layout, world_size: int, torch_version: str) -> str:
+def to_pytorch(
+    title: str, config: TrialConfig, layout: Layout, world_size: int, torch_version: str, allocator: str = ""
+) -> str:
     """Return a module of plain PyTorch with a function `parallelize(model)`, and a step in its docstring.
 
     It imports only PyTorch, torchao for float8, and the class of the user's optimizer. Nothing that the config names is
@@ -46,6 +49,7 @@ def to_pytorch(title: str, config: TrialConfig, layout: Layout, world_size: int,
     Args:
         layout: how the model was divided.
         world_size: the number of ranks.
+        allocator: the settings of PyTorch's allocator in the trial's environment.
     """
     from jinja2 import Environment, PackageLoader
 
@@ -60,6 +64,7 @@ def to_pytorch(title: str, config: TrialConfig, layout: Layout, world_size: int,
         config=config,
         layout=layout,
         world_size=world_size,
+        allocator=allocator.replace("\\", "/").replace('"', "'"),
         ddp=config.sharding.granularity is Granularity.ddp,
         pattern=_pattern,
         products=[f"torch.ops.{name}" for name in MATRIX_PRODUCTS],

@@ -19,6 +19,7 @@ from fsdp_lab.config.notes import cpu_notes, gpu_notes, memory_notes, node_notes
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.machine.hardware import allocator_settings
 from fsdp_lab.training.blocks import batch_norm_notes
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
@@ -193,6 +194,7 @@ def _facts(
         "world_size": ranks.world_size,
         "num_params": state.num_params,
         "torch": str(torch.__version__),
+        "allocator_settings": "" if on_cpu else allocator_settings(),
         "layout": asdict(state.layout),
         "data_digest": data.digest,
         "data_num_train": len(data.train),

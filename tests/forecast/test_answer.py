@@ -18,7 +18,7 @@ from fsdp_lab.forecast.answer import answers
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.scaling import series_of
-from fsdp_lab.forecast.sentences import request_notes, room_remedies, sentences
+from fsdp_lab.forecast.sentences import allowances_note, request_notes, room_remedies, sentences
 from fsdp_lab.forecast.speed.device import Basis, Factors
 from fsdp_lab.forecast.speed.predict import Network, Parts, Speed
 from fsdp_lab.forecast.table import MOST_ROWS, Row, best_rows, forecast_table, in_order, write_csv
@@ -247,9 +247,13 @@ def test_the_csv_has_the_fastest_of_each_number_of_workers_first(tmp_path: Path)
     none = Forecast(True, 8, error=NoForecast("needs_values", "asks for a value"))
     rows = in_order([fast(row(["large"], 99), 0.1), Row(["none"], none), Row(["slow"], slow), *rows])
     assert [each.settings[0] for each in rows] == ["slow", "2 1.5", "2 10.0", "8 0.5", "8 1.0", "large", "none"]
+    rows[1] = replace(rows[1], forecast=replace(rows[1].forecast, expandable=True))
+    assert "Its segments are expandable" in allowances_note([each.forecast for each in rows])
+    assert "expandable" not in allowances_note([each.forecast for each in rows[2:]])
     write_csv(tmp_path / "f.csv", rows, ["x"])
     lines = [*csv.DictReader((tmp_path / "f.csv").open())]
     cells = lines[4]
+    assert [line["expandable_segments"] for line in lines] == ["false", "true", *["false"] * 4, ""]
     assert (cells["device"], cells["data_sheet"], cells["basis"]) == ("cuda", "", "fitted")
     assert (float(cells["step_s"]), cells["error_p90"], cells["ratio_error_p90"]) == (1.0, "0.1", "0.08")
     assert (float(cells["samples_per_s_per_device"]), float(cells["samples_per_s_of_all"])) == (1.0, 8.0)

@@ -18,9 +18,11 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 
 from fsdp_lab.forecast import allocator as rules
 from fsdp_lab.forecast.allocator import CachingAllocator, allocator_peaks
+from fsdp_lab.forecast.capacity import weigh
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, fake_tensors, fake_world
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.kernels import buffer_bytes, cuda_kernels
+from fsdp_lab.machine.hardware import ALLOCATOR_VARIABLES
 from fsdp_lab.training.profile import Event, Profile
 from tests.forecast.planted import kept
 from tests.operators import Operators
@@ -208,13 +210,15 @@ def test_segments_grow_where_the_environment_says_so(
     variables: dict[str, str], expandable: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """30 MiB, freed, then 50: two segments, or pages of 20 MiB of one."""
-    for name in rules.SETTINGS:
+    for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     steps = [(1, 30), (1, 0), (2, 50), (2, 0)]
     events = [Event(storage, "device", "activation", mib * MIB, "", "forward") for storage, mib in steps]
-    assert allocator_peaks(Profile(events, 0), True).reserved == (60 if expandable else 80) * MIB
+    profile = Profile(events, 0, {"device": {"total": 50 * MIB}})
+    assert allocator_peaks(profile, True).reserved == (60 if expandable else 80) * MIB
+    assert weigh(profile, config("sharding=per_block"), 2, True, None).expandable == expandable
 
 
 Step = list[tuple[int, str, int]]  # storage, category, MiB from now on

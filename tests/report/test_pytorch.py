@@ -173,6 +173,12 @@ def test_what_the_bare_script_does_not_train_is_in_its_place(words: str, before:
     assert 0 < code.index(before) < code.index(after)
 
 
+def test_the_allocator_of_the_trial_is_named():
+    code = to_pytorch("Trial 0", trial_of("sharding=ddp"), LAYOUT, 4, "2.15.0", "expandable_segments:True")
+    assert "once, with PYTORCH_ALLOC_CONF=expandable_segments:True in the environment:" in code
+    assert "ALLOC_CONF" not in to_pytorch("Trial 0", trial_of("sharding=ddp"), LAYOUT, 4, "2.15.0")
+
+
 @pytest.mark.parametrize("name", ["language", "seq2seq"])
 def test_its_compiled_loss_is_the_tasks(name: str) -> None:
     trial = trial_of(f"task={name} compile=true")
