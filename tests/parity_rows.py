@@ -216,6 +216,7 @@ LATER: Cells = {
         f"{OWN_UNITS} {ALWAYS} {FULL}", f"{OWN_UNITS} {NEVER} compile=true",
         f"{PER_BLOCK} compile=true {ACCUMULATE}", f"{PER_LAYER} {ALWAYS}", f"{ROOT} {ALWAYS} {IN_CHUNKS} {FULL}",
     ),
+    "language on 4": (f"{OWN_UNITS} sharding.tp=2 {CLIP}",),
     "language, tied": (
         f"{DDP} {IN_CHUNKS}", OWN_UNITS, *IN_HALF, *(f"{FSDP1} {cell}" for cell in IN_HALF[1:]),
     ),
@@ -285,7 +286,7 @@ GPU_CELLS: Cells = {
         *(f"{PER_BLOCK} {settings}" for settings in (
             "init=meta", "offload=cpu", IN_CHUNKS, "data.loader_workers=1", "memory_profile=peaks", FULL,
             "optimizer.implementation=fused", "optimizer.implementation=foreach", "optimizer.implementation=for_loop",
-            "activation_checkpointing=every_n", f"compile=true {FULL}",
+            "activation_checkpointing=every_n", "sharding.embeddings=own", f"compile=true {FULL}",
             f"precision=fp16 offload=cpu {SGD} {CLIP}", f"precision=fp16_mixed {ACCUMULATE} {SGD}",
             "sharding.blocks_per_unit=2 sharding.forward_prefetch=1 sharding.backward_prefetch=1",
         )),
