@@ -133,6 +133,7 @@ IN_HALF = (
     f"{PER_BLOCK} precision=bf16 offload=cpu {FULL}",
     f"{ROOT} precision=fp16_mixed precision.init_scale=8 {ACCUMULATE}",
 )
+PLANNED = 'model.tp_plan={"blocks.0.0":colwise,"blocks.1.0":rowwise}'
 Cells = dict[str, Sequence[str]]  # workload, or "workload on ranks" -> settings
 
 IN_MAKE_TEST: Cells = {
@@ -188,6 +189,8 @@ IN_MAKE_TEST: Cells = {
     "some classes": (f"{DDP} training.global_batch_size=4",),
     "seq2seq": (f"{PER_BLOCK} {NEVER} training.grad_accum_steps=4 model.as_dict=true",),
     **dict.fromkeys(OF_TRANSFORMERS, (PER_BLOCK,)),
+    # with norms of heads, and a head that is tied
+    "hf qwen3": (PER_BLOCK, f"{PER_BLOCK} sharding.tp=2"),
 }
 ON_ONE = (DDP, f"{PER_LAYER} training.grad_accum_steps=4")
 ON_FOUR = (
@@ -207,6 +210,7 @@ LATER: Cells = {
         *ON_FOUR,
         f"{FSDP1} {PER_LAYER} sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE}",
         f"{OWN_UNITS} sharding.dp_replicate=2 {ACCUMULATE}",
+        f"{ROOT} sharding.tp=2 {PLANNED} {CLIP}",
     ),
     "vit": (
         f"{DDP} {ACCUMULATE}", f"{FSDP1} {PER_BLOCK} {FULL}",
@@ -232,6 +236,7 @@ LATER: Cells = {
     "hf t5": (DDP, f"{OWN_UNITS} sharding.forward_prefetch=1 sharding.backward_prefetch=1"),
     **dict.fromkeys(("hf llama", "hf gpt2", "hf vit"), (f"{OWN_UNITS} {ACCUMULATE}",)),
     **dict.fromkeys(("kept", "objects"), (f"{OWN_UNITS} {ALWAYS}",)),
+    "hf llama on 4": (f"{PER_BLOCK} {ALWAYS} {FULL} {ACCUMULATE} {CLIP} sharding.tp=2",),
 }  # fmt: skip
 OFFLOADED = [f"{cell} offload={place}" for cell, place in product(GRID[1:], ("cpu", "cpu_unpinned"))]
 AT_NIGHT: Cells = {

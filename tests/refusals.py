@@ -92,7 +92,7 @@ def loss_of_the_model_alone(model): pass
     "columns/wikihowAll.csv": "title,summary,text\n",
     "spaces/wikihowAll.csv": "a b\n",
     "words.json": '{"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 2}, "unk_token": "a"}}',
-    **{f"{name}.json": (CONFIGS / f"{name}.json").read_text() for name in ("gpt2", "t5", "vit")},
+    **{f"{name}.json": (CONFIGS / f"{name}.json").read_text() for name in ("gpt2", "llama", "t5", "vit")},
     "bert.json": '{"model_type": "bert"}',
     "bart.json": '{"model_type": "bart", "vocab_size": 384, "max_position_embeddings": 32}',
     "m2m.json": '{"model_type": "m2m_100", "vocab_size": 384}',

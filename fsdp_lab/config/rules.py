@@ -268,8 +268,10 @@ def _check_tensor_parallel(trial: TrialConfig, num_workers: int) -> None:
                 f"sharding.tp={tp} does not divide {shown}; use one of {divisors(gcd(*sizes.values()))}."
             )
     if plan == {}:
+        config = trial.model.arguments.get("config")
+        model = f"model.config={config}" if isinstance(config, str) else f"model._target_={trial.model.target}"
         raise CombinationError(
-            f"sharding.tp={tp}: model._target_={trial.model.target} has no plan for tensor parallelism; give one by "
+            f"sharding.tp={tp}: {model} has no plan for tensor parallelism; give one by "
             "model.tp_plan={<module>: colwise, <module>: rowwise}, or use sharding.tp=1.",
         )
 

@@ -44,12 +44,16 @@ class ModelSource:
         return None
 
     def tp_plan(self, *args: Any, **arguments: Any) -> dict[str, str]:
-        """Return how tensor parallelism divides modules, see `ModelConfig.tp_plan`; empty: it cannot."""
-        return getattr(self, "_tp_plan", {})
+        """Return how tensor parallelism divides modules, see `ModelConfig.tp_plan`; empty: it cannot.
+
+        Raises:
+            UserError: the model's own plan cannot be applied.
+        """
+        return {}
 
     def tp_sizes(self, *args: Any, **arguments: Any) -> dict[str, int]:
-        """Return the arguments that a tensor-parallel degree must divide."""
-        return {name: arguments[name] for name in getattr(self, "_tp_divides", ())}
+        """Return the arguments that the degree of `tp_plan` must divide."""
+        return {}
 
     def num_positions(self, *args: Any, **arguments: Any) -> int | None:
         """Return the most tokens that a row may have; None: not limited."""

@@ -69,7 +69,9 @@ class ModelConfig(OpenGroup):
         return None if plan is None else dict(plan)
 
     def tp_sizes(self) -> dict[str, int]:
-        """Return the arguments that a tensor-parallel degree must divide, as far as the model names them."""
+        """Return the arguments that the degree of the model's own plan must divide, as far as the model names them."""
+        if self.tp_plan is not None:
+            return {}
         function = self.function()
         if isinstance(function, ModelSource):
             return function.tp_sizes(**self.arguments)

@@ -151,6 +151,11 @@ def build_parallel_dims(sharding: ShardingConfig, ranks: DistributedContext) -> 
     return ParallelDims(*degrees, tp, ranks.rank, mesh[tuple(shape)], mesh["tp"], dp_group)
 
 
+def own_node() -> str:
+    """Return the number of this rank's node, as Ray or torchrun counts them."""
+    return os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0"))
+
+
 def gather(value: T) -> list[T]:
     """Return the values of all ranks in their order, on every rank: so all fail together with the same message."""
     values: list[Any] = [None] * dist.get_world_size()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ class Layout:
         blocks: names of the modules that activation checkpointing recomputes and compile compiles, in the same form.
         find_unused: whether some parameters may get no gradient.
         has_complex: whether some trained parameters are complex.
+        tp_plan: the tensor-parallel plan, whose words for embeddings begin with `embedding `; empty without one.
     """
 
     units: Sequence[str] = field(default_factory=list)
@@ -33,6 +34,7 @@ class Layout:
     find_unused: bool = False
     has_complex: bool = False
     last: Sequence[str] = field(default_factory=list)
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_layout(values: Any) -> Layout | None:
@@ -63,6 +65,7 @@ def describe_layout(
     blocks: BlockClasses,
     find_unused: bool = False,
     last: Sequence[nn.Module] = (),
+    tp_plan: Mapping[str, str] | None = None,
 ) -> Layout:
     """Return how a model was divided.
 
@@ -70,16 +73,22 @@ def describe_layout(
         units: the modules that `apply_fully_shard` sharded, without the root.
         find_unused: whether DDP looks for parameters without a gradient.
         last: as `last_unit` returns them.
+        tp_plan: as `find_plan` returns it.
     """
+    from torch.nn import Embedding
+
     from fsdp_lab.training.shardable import has_complex
 
-    names = {id(module): name for name, module in model.named_modules()}
+    names, plan = {id(module): name for name, module in model.named_modules()}, tp_plan or {}
+    tables = [name for name, module in model.named_modules() if isinstance(module, Embedding)]
+    embeddings = {pattern for pattern in plan if any(matches([pattern], name) for name in tables)}
     return Layout(
         units=shortened([names[id(unit)] for unit in units], list(names.values())),
         blocks=shortened([names[id(m)] for m in model.modules() if isinstance(m, blocks)], list(names.values())),
         find_unused=find_unused,
         has_complex=has_complex(model),
         last=shortened([names[id(module)] for module in last], list(names.values())),
+        tp_plan={pattern: f"embedding {word}" if pattern in embeddings else word for pattern, word in plan.items()},
     )
 
 

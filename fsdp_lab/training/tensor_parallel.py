@@ -5,6 +5,8 @@ A plan maps patterns of module names, in which `*` stands for a number, to words
 - `colwise`: a linear layer divided by its outputs, which stay divided for a `rowwise` one; an embedding by its columns.
 - `rowwise`: a linear layer divided by its inputs, whose results are added up; an embedding by its vocabulary.
 - `sequence`: a norm. With it, what is between the divided layers is divided along the sequence, dimension 1.
+- `colwise_gathered`: as `colwise`, with whole outputs. `rowwise_split`: as `rowwise`, of whole inputs.
+- `heads`: a norm of each head, between the two. Each rank has its own heads, so gradients are added up.
 - `loss_parallel`: the head, as `colwise`. Its logits stay divided by the vocabulary in training, if the loss allows it.
 
 A parameter that no plan names is whole on each of these ranks.
@@ -31,24 +33,26 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fsdp_lab.config.errors import ModelError
+from fsdp_lab.config.key import divisors
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.layout import matches
 from fsdp_lab.training.torch_private import own_plan
 from fsdp_lab.workloads.base import map_tensors
 
-WORDS = ("colwise", "rowwise", "sequence", "loss_parallel")
+WORDS = ("colwise", "rowwise", "sequence", "loss_parallel", "colwise_gathered", "rowwise_split", "heads")
 
 
 def find_plan(model: nn.Module, config: TrialConfig) -> Mapping[str, str]:
-    """Return the plan of a model: its own attribute `_tp_plan`.
+    """Return the plan of a model: that of the configuration, else its own attribute `_tp_plan`.
 
     Raises:
         ModelError: it has none.
     """
-    if not (plan := own_plan(model)):
+    if not (plan := config.model.known_tp_plan() or own_plan(model)):
         raise ModelError(
-            f"sharding.tp={config.sharding.tp}: {type(model).__name__} has no tensor-parallel plan; give the class an "
-            "attribute _tp_plan={pattern: word}, or use sharding.tp=1."
+            f"sharding.tp={config.sharding.tp}: {type(model).__name__} has no tensor-parallel plan; give one by "
+            "model.tp_plan={<module>: colwise, <module>: rowwise}, or the class an attribute _tp_plan, or use "
+            "sharding.tp=1."
         )
     return plan
 
@@ -116,18 +120,19 @@ def _words_by_name(model: nn.Module, plan: Mapping[str, str], tp: int) -> dict[s
 
 
 def _check_module(name: str, module: nn.Module, word: str, tp: int) -> None:
-    if word == "sequence":
+    if word in ("sequence", "heads"):
         return
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise ModelError(
             f"the tensor-parallel plan has {name}: {word}, but that is a {type(module).__name__}; {word} is for "
             "nn.Linear and nn.Embedding."
         )
-    size = module.weight.shape[int((word == "rowwise") == isinstance(module, nn.Linear))]
+    by_columns = word.startswith("rowwise") == isinstance(module, nn.Linear)
+    size = module.weight.shape[int(by_columns)]
     if size % tp:
         raise ModelError(
-            f"sharding.tp={tp} does not divide the {size} {'columns' if word == 'rowwise' else 'rows'} of {name}; use "
-            "a degree that does."
+            f"sharding.tp={tp} does not divide the {size} {'columns' if by_columns else 'rows'} of {name}.weight; use "
+            f"one of {divisors(size)}."
         )
 
 
@@ -146,8 +151,14 @@ def _style(word: str, module: nn.Module, given: Placement, between: Placement, d
             return ColwiseParallel(input_layouts=given)
         case "rowwise":
             return RowwiseParallel(output_layouts=between)
+        case "colwise_gathered":
+            return ColwiseParallel(input_layouts=given, output_layouts=Replicate())
+        case "rowwise_split":
+            return RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
         case "sequence":
             return SequenceParallel()
+        case "heads":  # whichever dimension its heads are in, but the last
+            return SequenceParallel(use_local_output=True)
         case _:
             divided = Shard(-1) if divided_loss else Replicate()
             return ColwiseParallel(input_layouts=given, output_layouts=divided, use_local_output=not divided_loss)

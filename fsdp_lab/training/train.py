@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -17,14 +16,21 @@ from torch import nn
 
 from fsdp_lab.config.notes import cpu_notes, gpu_notes, memory_notes, node_notes, sharding_notes
 from fsdp_lab.config.parallel import Granularity
-from fsdp_lab.config.rules import check_trial
+from fsdp_lab.config.rules import check_nodes, check_trial
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.machine.hardware import allocator_settings
 from fsdp_lab.training.blocks import batch_norm_notes
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
 from fsdp_lab.training.data import build_loaders, load_data
-from fsdp_lab.training.distributed import DistributedContext, build_parallel_dims, gather, largest, setup_distributed
+from fsdp_lab.training.distributed import (
+    DistributedContext,
+    build_parallel_dims,
+    gather,
+    largest,
+    own_node,
+    setup_distributed,
+)
 from fsdp_lab.training.export import export_model
 from fsdp_lab.training.layout import unit_notes
 from fsdp_lab.training.loop import Watch, evaluate, token_metrics, train_epoch
@@ -81,6 +87,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     ranks = setup_distributed(config.offload)
     check_trial(config, ranks.world_size)
+    check_nodes(config.sharding, gather(own_node()))
     start_clean(ranks.device)
     with float32_products(config.precision, ranks.device):
         _train(config, folder, reporter, on_step_losses, storage, ranks)
@@ -206,6 +213,6 @@ def _facts(
             *(cpu_notes(config) if on_cpu else gpu_notes(config, torch.cuda.is_tf32_supported())),
             *batch_norm_notes(state.model, ranks.world_size),
             *unit_notes(state.layout, config),
-            *(node_notes(config.sharding, gather(os.environ.get("NODE_RANK", "0"))) if is_hybrid else ()),
+            *(node_notes(config.sharding, gather(own_node())) if is_hybrid else ()),
         ],
     }

@@ -8,6 +8,7 @@ import re
 import runpy
 import tempfile
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from fsdp_lab.config import TrialConfig
 from fsdp_lab.report.pytorch import to_pytorch
 from fsdp_lab.training.layout import Layout
 from fsdp_lab.workloads.build import build_task
+from fsdp_lab.workloads.language.llama import Llama
 from tests.conftest import ROOT
 from tests.ranks import Memo, config, run_ranks, selected
 
@@ -51,6 +53,7 @@ CASES = [
     "sharding.limit_all_gathers=false",
     "sharding=root sharding.api=fsdp1 activation_checkpointing=selective optimizer=adamw optimizer.scale_lr=true",
     "sharding=per_block sharding.embeddings=own sharding.blocks_per_unit=2 sharding.forward_prefetch=1",
+    "sharding=per_block sharding.tp=2 training.max_grad_norm=0.5 activation_checkpointing=full",
     "sharding=per_block optimizer._target_=torch.optim.RAdam optimizer.betas=[0.8,0.9] optimizer.scale_lr=true",
 ]
 SLOW = [
@@ -61,6 +64,7 @@ SLOW = [
 HYBRID = [
     "sharding=per_block sharding.dp_replicate=2 reshard_after_forward=always",
     "sharding=per_block sharding.api=fsdp1 sharding.dp_replicate=2 reshard_after_forward=never",
+    "sharding=root sharding.tp=2 training.grad_accum_steps=2 training.max_grad_norm=0.5 optimizer.scale_lr=true",
     "sharding=root sharding.dp_replicate=2 training.grad_accum_steps=2 training.sync_each_microbatch=true",
 ]
 LAYOUT = Layout(units=["blocks.*"], blocks=["blocks.*"])
@@ -72,10 +76,15 @@ def trial_of(words: str) -> TrialConfig:
 
 
 def pasted(code: str, function: str = "parallelize") -> Any:
-    """A function of a code, which is compiled as a file of its user."""
+    """A function of a code."""
+    return names_of(code)[function]
+
+
+def names_of(code: str) -> dict[str, Any]:
+    """What a code defines, compiled as a file of its user."""
     names: dict[str, Any] = {}
     exec(compile(code, "use_pytorch.py", "exec"), names)
-    return names[function]
+    return names
 
 
 def train_and_paste(cases: list[str]) -> list[dict[str, Any]]:
@@ -110,8 +119,7 @@ def bare_losses(code: str, steps: int, trial: TrialConfig) -> list[float]:
     paragraphs = code.split('"""')[1].split("\n\n")  # two are indented: what runs once, and what in each step
     once, step = (textwrap.dedent(part) for part in paragraphs if part.startswith("    "))
     names: dict[str, Any] = {
-        "torch": torch, "device": torch.device("cpu"), "parallelize": pasted(code),
-        "model": bare["build_model"](), "compute_loss": compute_loss,
+        **names_of(code), "device": torch.device("cpu"), "model": bare["build_model"](), "compute_loss": compute_loss,
     }  # fmt: skip
     # the ranks have joined, and have no GPUs
     with mock.patch.object(dist, "init_process_group"), mock.patch.object(torch.cuda, "set_device") as device:
@@ -119,7 +127,10 @@ def bare_losses(code: str, steps: int, trial: TrialConfig) -> list[float]:
     device.assert_called_once_with(int(os.environ["LOCAL_RANK"]))
     (images, labels), _ = bare["load_splits"]()
     accum = trial.training.grad_accum_steps
-    loader = iter(bare["batches"](torch.utils.data.TensorDataset(images, labels), 0, accum))
+    tp = trial.sharding.tp
+    of_parts = {"get_rank": dist.get_rank() // tp, "get_world_size": dist.get_world_size() // tp}
+    with mock.patch.multiple(dist, **{name: mock.Mock(return_value=value) for name, value in of_parts.items()}):
+        loader = iter(bare["batches"](torch.utils.data.TensorDataset(images, labels), 0, accum))
     for _ in range(steps):
         names["microbatches"] = [next(loader) for _ in range(accum)]
         names["batch"] = names["microbatches"][0]
@@ -145,6 +156,55 @@ def test_the_pasted_function_trains_as_the_trial(results: dict[str, dict[str, An
     assert result["bare"] == pytest.approx(result["trial"], abs=TOLERANCE), result["code"]
     imported = re.findall(r"^ *(?:import|from) (\w+)", result["code"], re.MULTILINE)
     assert {*imported} <= {"torch", "re", "functools"}, "the script is its user's: it has no fsdp_lab"
+
+
+def train_language(code: str) -> tuple[list[float], list[float]]:
+    """The losses of a pasted function and its step on a quarter of the ranks' tokens each pair, and of one process."""
+    import torch.distributed as dist
+
+    sizes = {"vocab_size": 32, "dim": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 24}
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Llama(**sizes, tied=True))  # type: ignore[arg-type]
+    rows = torch.randint(32, (3, 4, 9), generator=torch.Generator().manual_seed(1))
+    losses, expected = list[torch.Tensor](), list[float]()
+
+    def next_token(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        logits = model(batch[:, :-1]).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, batch[:, 1:].flatten())
+
+    def compute_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        losses.append(next_token(model, batch))
+        return losses[-1]
+
+    once, step = (textwrap.dedent(part) for part in code.split('"""')[1].split("\n\n") if part.startswith("    "))
+    names = {**names_of(code), "model": models[0], "compute_loss": compute_loss}
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(torch.cuda, "set_device"):
+        exec(once, names)
+    plain = torch.optim.Adam(models[1].parameters(), lr=0.01)
+    for batch in rows:
+        exec(step, {**names, "batch": batch.chunk(2)[dist.get_rank() // 2]})
+        loss = next_token(models[1], batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(models[1].parameters(), 0.5)
+        plain.step()
+        plain.zero_grad()
+        expected.append(loss.item())
+    total = torch.stack([loss.full_tensor() for loss in losses]).detach() / dist.get_world_size()  # type: ignore[operator]
+    dist.all_reduce(total)
+    return total.tolist(), expected
+
+
+@pytest.mark.ci
+def test_the_pasted_function_divides_layers_and_loss_as_the_trial() -> None:
+    """On two by two ranks, which share embedding and head."""
+    words = ("task=language", "model=lm_tiny", "sharding=per_block", "sharding.tp=2", "optimizer.lr=0.01")
+    plan = {**Llama._tp_plan, "embedding": "embedding rowwise"}
+    layout = replace(LAYOUT, tp_plan=plan)
+    code = to_pytorch("Trial 0", config(*words, "training.max_grad_norm=0.5"), layout, 4, "2.15.0")
+    for got, expected in run_ranks(4, train_language, code):
+        assert got == pytest.approx(expected, abs=TOLERANCE), code
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,22 @@ def test_an_encoder_is_refused_unless_it_is_a_decoder() -> None:
         causal_lm.check(transformers.CONFIG_MAPPING[name]().to_dict())
 
 
+def test_a_tensor_parallel_plan_is_that_of_transformers() -> None:
+    """In our words; the layers of a fused projection get and give whole rows."""
+    attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"
+    between = {f"{attention}.{name}_proj": "colwise" for name in "qkv"} | {f"{attention}.o_proj": "rowwise"}
+    between |= {f"{mlp}.{name}_proj": "colwise" for name in ("gate", "up")} | {f"{mlp}.down_proj": "rowwise"}
+    plan = {"lm_head": "loss_parallel", "model.embed_tokens": "rowwise", **between}
+    assert causal_lm.tp_plan(LLAMA) == plan
+    assert causal_lm.tp_plan(QWEN) == plan | {f"{attention}.{name}_norm": "heads" for name in "qk"}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "pad_token_id": 0}
+    fused = causal_lm.tp_plan({"model_type": "phi3", **sizes})
+    assert fused[f"{mlp}.gate_up_proj"] == "colwise_gathered" and fused[f"{mlp}.down_proj"] == "rowwise_split"
+    assert causal_lm.tp_plan(GPT2) == {}
+    with pytest.raises(UserError, match=r"divides model.layers.*.experts.* by packed_colwise, .* with model.tp_plan"):
+        causal_lm.tp_plan({"model_type": "mixtral", **sizes})
+
+
 def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
     auto_map = {"AutoConfig": "configuration.Mine", "AutoModelForCausalLM": "modeling.Mine"}
     file = tmp_path / "config.json"

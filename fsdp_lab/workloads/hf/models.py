@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.config.errors import ConfigError
+from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.source import ModelSource
 from fsdp_lab.workloads.hf import attention, weights
 from fsdp_lab.workloads.hf.configuration import Config, folder_of, named, read_config, translated
 from fsdp_lab.workloads.hf.library import transformers
 
+# The words of transformers' plans -> ours.
+_TP_WORDS = {
+    "colwise": "colwise", "rowwise": "rowwise", "embedding_rowwise": "rowwise", "embedding_colwise": "colwise",
+    "colwise_gather_output": "colwise_gathered", "rowwise_split_input": "rowwise_split",
+    "replicated_with_grad_allreduce": "heads", "replicate": "",
+}  # fmt: skip
+_TP_DIVIDES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 _SHIFTS = "prepare_decoder_input_ids_from_labels"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -120,6 +128,32 @@ class HuggingFace(ModelSource):
         """Return the most tokens that a row may have; None: not limited, or not known."""
         count = getattr(read_config(config, overrides).get_text_config(), "max_position_embeddings", None)
         return count if isinstance(count, int) else None
+
+    def tp_plan(self, config: Config, pretrained: bool = False, **overrides: Any) -> dict[str, str]:
+        """Return transformers' plan in our words.
+
+        Raises:
+            CombinationError: it divides a module in a way that is not known here.
+        """
+        model = self._on_meta(config, overrides)
+        heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
+        every = "\n".join(name for name, _ in (*model.named_modules(), *model.named_parameters()))
+        plan = {}
+        for name, word in model.tp_plan.items():
+            if not re.search(rf"^{name.replace('.', '[.]').replace('*', '[0-9]+')}$", every, re.MULTILINE):
+                continue  # of other models with this plan
+            if word not in _TP_WORDS:
+                raise CombinationError(
+                    f"{named(config)}: transformers divides {name} by {word}, which has no counterpart here; give a "
+                    "plan of your own with model.tp_plan, or use sharding.tp=1."
+                )
+            plan[name] = "loss_parallel" if name in heads else _TP_WORDS[word]
+        return {name: word for name, word in plan.items() if word}
+
+    def tp_sizes(self, config: Config, pretrained: bool = False, **overrides: Any) -> dict[str, int]:
+        values = read_config(config, overrides).get_text_config()
+        sizes = {name: getattr(values, name, None) for name in _TP_DIVIDES}
+        return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
     def image_sizes(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> dict[str, int]:
         if self != image_classification:

@@ -118,6 +118,7 @@ class Llama(nn.Module):
     """
 
     _no_split_modules = ("Block",)
+    _tp_divides = ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
     _tp_plan: ClassVar[dict[str, str]] = {
         "embedding": "rowwise",
         "blocks.*.attention_norm": "sequence",

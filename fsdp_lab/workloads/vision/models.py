@@ -63,6 +63,14 @@ class Vit(ImageClassifier):
             model.conv_proj = nn.Conv2d(num_channels, hidden_dim, kernel_size=patch_size, stride=patch_size)
         return model
 
+    def tp_plan(self, **_: Any) -> dict[str, str]:
+        from fsdp_lab.workloads.vision.vit import TP_PLAN
+
+        return TP_PLAN
+
+    def tp_sizes(self, **sizes: int) -> dict[str, int]:
+        return {"mlp_dim": sizes["mlp_dim"]}
+
     def check(self, **sizes: int) -> None:
         """Check that the sizes divide each other. Raises CombinationError, or ConfigError for one below 1."""
         super().check(**sizes)

@@ -6,6 +6,8 @@ from typing import ClassVar
 
 import torchvision
 
+TP_PLAN = {"encoder.layers.encoder_layer_*.mlp.0": "colwise", "encoder.layers.encoder_layer_*.mlp.3": "rowwise"}
+
 
 class VisionTransformer(torchvision.models.VisionTransformer):
     """The same, with blocks that are found even if there is one.
@@ -15,7 +17,4 @@ class VisionTransformer(torchvision.models.VisionTransformer):
     """
 
     _no_split_modules = ("EncoderBlock",)
-    _tp_plan: ClassVar[dict[str, str]] = {
-        "encoder.layers.encoder_layer_*.mlp.0": "colwise",
-        "encoder.layers.encoder_layer_*.mlp.3": "rowwise",
-    }
+    _tp_plan: ClassVar[dict[str, str]] = TP_PLAN
