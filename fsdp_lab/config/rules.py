@@ -34,7 +34,7 @@ from fsdp_lab.config.training import (
     OptimizerName,
 )
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.config.workload import DataConfig, ModelConfig, TaskConfig, needed_target, source_of
+from fsdp_lab.config.workload import TP_WORDS, DataConfig, ModelConfig, TaskConfig, needed_target, source_of
 
 
 def check_trial(trial: TrialConfig, num_workers: int) -> None:
@@ -259,6 +259,9 @@ def _check_tensor_parallel(trial: TrialConfig, num_workers: int) -> None:
         if is_set:
             raise CombinationError(f"sharding.tp={tp} with {typed}: {why}, or sharding.tp=1.")
     plan = trial.model.known_tp_plan()
+    for name, word in (plan or {}).items():
+        if word not in TP_WORDS:
+            raise ConfigError(f"model.tp_plan.{name}={word} is not a way to divide; use one of {', '.join(TP_WORDS)}.")
     workers = f"cluster.num_workers={num_workers}" + _divided(sharding, "dp_replicate")
     sizes = {workers: num_workers // sharding.dp_replicate, **(_tp_sizes(trial, plan or {}) if plan != {} else {})}
     for name, size in sizes.items():

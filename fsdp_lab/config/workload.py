@@ -18,6 +18,8 @@ from fsdp_lab.config.target import (
 )
 
 DATA_FILE = "fsdp_lab.json"  # next to an exported model of a format of its own: the data that it was trained on
+# What tensor parallelism does with a module: see fsdp_lab/training/tensor_parallel.py.
+TP_WORDS = ("colwise", "rowwise", "sequence", "loss_parallel", "colwise_gathered", "rowwise_split", "heads")
 _CLASSIFIERS = {"fsdp_lab.workloads.vision.models.vit", "fsdp_lab.workloads.vision.models.mlp"}
 _IMAGES = {
     f"fsdp_lab.workloads.vision.{path}"
@@ -44,8 +46,8 @@ class ModelConfig(OpenGroup):
     forward_methods: Optional[list[str]] = key(None)
     """Methods of sharding units that other modules call, such as `encode`; null: only `forward`."""
     tp_plan: Optional[dict[str, str]] = key(None)
-    """How `sharding.tp` divides modules: name, with `*` for a number, to `colwise`, `rowwise` or `sequence`; null: the
-    model's own plan."""
+    """How `sharding.tp` divides modules: name, with `*` for a number, to `colwise`, `rowwise` or another way to
+    divide; null: the model's own plan."""
     flops_per_unit: Optional[float] = key(None, positive)
     """FLOPs of a forward and backward pass on one sample or token, for MFU; null: counted."""
 

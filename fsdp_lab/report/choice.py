@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 PLAIN = {
     "sharding": "ddp",
     "sharding.api": "fsdp2",
+    "sharding.tp": "1",
     "precision": "fp32",
     "offload": "none",
     "reshard_after_forward": "always",

@@ -35,11 +35,10 @@ from torch.distributed.tensor.parallel import (
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.key import divisors
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.config.workload import TP_WORDS
 from fsdp_lab.training.layout import matches
 from fsdp_lab.training.torch_private import own_plan
 from fsdp_lab.workloads.base import map_tensors
-
-WORDS = ("colwise", "rowwise", "sequence", "loss_parallel", "colwise_gathered", "rowwise_split", "heads")
 
 
 def find_plan(model: nn.Module, config: TrialConfig) -> Mapping[str, str]:
@@ -100,8 +99,8 @@ def _words_by_name(model: nn.Module, plan: Mapping[str, str], tp: int) -> dict[s
     words = {}
     for pattern, word in plan.items():
         named = {name: module for name, module in model.named_modules() if matches([pattern], name)}
-        if word not in WORDS:
-            raise ModelError(f"the tensor-parallel plan has {pattern}: {word}; use one of {', '.join(WORDS)}.")
+        if word not in TP_WORDS:
+            raise ModelError(f"the tensor-parallel plan has {pattern}: {word}; use one of {', '.join(TP_WORDS)}.")
         if not named:
             raise ModelError(
                 f"the tensor-parallel plan has {pattern}: {word}, but {type(model).__name__} has no module of that "

@@ -63,7 +63,11 @@ def test_the_fastest_that_fits_and_reached_the_loss_is_taken():
 
 
 def test_ties_go_by_simplicity_loss_and_scarce_memory():
-    for axis, other, simple in (("offload", "cpu", "none"), ("sharding.api", "fsdp1", "fsdp2")):
+    for axis, other, simple in (
+        ("offload", "cpu", "none"),
+        ("sharding.api", "fsdp1", "fsdp2"),
+        ("sharding.tp", "2", "1"),
+    ):
         rows = one_axis(axis, (other, 90, 1010.0, 1.0), (simple, 100, 1000.0, 1.0))
         assert chosen(sweep(rows, axes=[axis])) == {axis: simple}
     rows = one_axis("optimizer.lr", ("0.1", 99, 1000.0, 1.019), ("0.001", 100, 1000.0, 1.0))
