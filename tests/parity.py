@@ -198,7 +198,7 @@ class Row:
     @property
     def has_forecast(self) -> bool:
         """Whether its memory is followed, and forecast."""
-        return "memory_profile=off" not in self.cell and "sharding.api=fsdp1" not in self.cell
+        return "memory_profile=off" not in self.cell
 
     @property
     def forecast_ranks(self) -> int:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config import ConfigError, TrialConfig, UserError
-from fsdp_lab.config.parallel import Dtype, OffloadConfig, OffloadTarget
+from fsdp_lab.config.parallel import Api, Dtype, OffloadConfig, OffloadTarget
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.capacity import Forecast, weigh
@@ -37,6 +37,7 @@ from fsdp_lab.forecast.speed.program import Operator
 from fsdp_lab.forecast.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    flat_streams,
     kernels_planned,
 )
 from fsdp_lab.forecast.trace import StepTrace
@@ -208,6 +209,11 @@ def forecast_step(
         NeedsValuesError: with the operation that reads a value.
     """
     check_trial(config, num_workers)
+    if cuda and config.sharding.api is Api.fsdp1 and config.offload.target is not OffloadTarget.none:
+        raise UserError(
+            "sharding.api=fsdp1 with offload=cpu has no forecast for a GPU: FSDP1 moves parameters between devices in "
+            "place, which tensors without memory cannot; measure this trial with memory_profile=peaks."
+        )
     device = ACCELERATOR if cuda else HOST
     for name in ("torch._subclasses.fake_tensor", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they tell is raised, too, or is of no GPU here
@@ -265,6 +271,7 @@ def _follow(
         state.model.train()
         for _ in range(TRACKED_STEPS - 1):
             train_step(state, workload.task, fake_microbatches(workload, config, dims), config, device)
+        trace.flat_streams = flat_streams(state.model)
         microbatches = fake_microbatches(workload, config, dims)
         inside = (lambda recorder: trace.following(recorder.place)) if traced else (lambda recorder: nullcontext())
         batch = tensors_of(microbatches)

@@ -11,26 +11,29 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param
 from torch.distributed.fsdp import _fully_shard as fsdp_package
 from torch.distributed.tensor import _sharding_prop
 from torch.nn.parallel import distributed as ddp
 
-from fsdp_lab.forecast.speed.program import FUSED
+from fsdp_lab.forecast.speed.program import FUSED, Stream
 from fsdp_lab.machine.private import Name
 from fsdp_lab.training.torch_private import compiled_code_runs
 
 __all__ = ["DataDependentOutputException", "DynamicOutputShapeException", "FakeTensorMode"]
 
+_HAS_ADDRESS = "_data_ptr_allocated"
 _DEVICE_OF_MESH = "_get_device_from_mesh"
 _COMPARE_SHAPES = "_verify_param_shape_across_processes"
 
 NAMES = (
     Name("torch.distributed.fsdp._fully_shard._fully_shard", _DEVICE_OF_MESH, ("mesh",)),
     Name("torch.nn.parallel.distributed", _COMPARE_SHAPES),
+    Name("torch.distributed.fsdp._flat_param", _HAS_ADDRESS, ("tensor",)),
     Name("torch.distributed.tensor._sharding_prop", "detect_fake_mode"),
     Name("torch._inductor.async_compile", "AsyncCompile.cpp_pybinding", ("argtypes", "source_code")),
     Name("torch._inductor.graph", "GraphLowering._compile_to_module", ()),
@@ -49,6 +52,7 @@ flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_ba
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 plain_attention = torch.ops.aten._scaled_dot_product_attention_math
 # Collectives as a trace finds them.
+FLAT_GATHER = "c10d.allgather_"  # FSDP1's on a CPU; on a GPU it is the next one
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "c10d._allgather_base_", "c10d._reduce_scatter_base_", "c10d.allreduce_"
 
 
@@ -112,17 +116,34 @@ def kernels_planned(device: torch.device, on_kernel: OnKernel) -> Iterator[None]
 
 @contextmanager
 def peers_not_asked(device: torch.device) -> Iterator[None]:
-    """Let FSDP2 and DDP shard on `device` in a process group whose other ranks do not exist."""
+    """Let FSDP and DDP shard on `device` in a process group whose other ranks do not exist."""
     with (
         # fully_shard asks the mesh for its device, and a mesh knows one CPU only
         mock.patch.object(fsdp_package._fully_shard, _DEVICE_OF_MESH, return_value=device),
         # DDP compares its parameters with those of the other ranks
         mock.patch.object(ddp, _COMPARE_SHAPES, return_value=None),
+        # FSDP1 asks for the device that computes, of which a CPU is one only, and for the addresses of its tensors
+        mock.patch.object(torch.cpu, "current_device", return_value=str(device)),
+        mock.patch.object(_flat_param, _HAS_ADDRESS, return_value=True),
+        mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor),  # of fake tensors
         # DTensor finds out shapes under a fake mode, by default the one in force, and then the tracker takes
         # the unsharded tensors of that search for real ones
         mock.patch.object(_sharding_prop, "detect_fake_mode", return_value=None),
     ):
         yield
+
+
+def flat_streams(model: nn.Module) -> dict[Any, Stream]:
+    """Return FSDP1's streams on a CPU, which run nothing, by what they are on a GPU; after its first step."""
+    if not isinstance(model, FullyShardedDataParallel):
+        return {}
+    streams = {
+        model._unshard_stream: Stream.gather,
+        model._pre_unshard_stream: Stream.copy_in,
+        model._post_backward_stream: Stream.scatter,
+        model._all_reduce_stream: Stream.all_reduce,
+    }
+    return {stream: is_for for stream, is_for in streams.items() if stream is not model._default_stream}
 
 
 def argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

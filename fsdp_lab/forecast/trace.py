@@ -19,6 +19,7 @@ from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
 from fsdp_lab.forecast.torch_private import (
     ALL_GATHER,
     ALL_REDUCE,
+    FLAT_GATHER,
     REDUCE_SCATTER,
     argument,
     process_group,
@@ -36,6 +37,7 @@ from fsdp_lab.workloads.base import tensors_of
 
 _COLLECTIVES = {
     ALL_GATHER: Kind.gather,
+    FLAT_GATHER: Kind.gather,
     REDUCE_SCATTER: Kind.scatter,
     ALL_REDUCE: Kind.reduce,
 }
@@ -64,6 +66,7 @@ class StepTrace(TorchDispatchMode):
     def __init__(self, host: torch.device | None) -> None:
         super().__init__()
         self.program: list[Operator] = []
+        self.flat_streams: dict[Any, Stream] = {}
         self._host = host
         self._where: Callable[[], tuple[str, str]] | None = None
         self._fake_mode: Any = None
@@ -122,7 +125,7 @@ class StepTrace(TorchDispatchMode):
         written, others = tensors_of(args[0]), tensors_of(args[1:])
         stream = Stream.gather if kind is Kind.gather else Stream.scatter
         self._reducing = stream
-        num_bytes = max(map(_bytes, [*written, *others]))
+        num_bytes = max(sum(map(_bytes, written)), *map(_bytes, others))
         self.add(name, kind, stream, others or written, written, num_bytes, dtype=_dtype(written), group=_ranks(args))
 
     def _functional(self, name: str, args: Any, result: Tensor) -> None:
@@ -133,7 +136,8 @@ class StepTrace(TorchDispatchMode):
 
     def _all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> None:
         """Record an all-reduce: FSDP2 has a stream for that of replicas, DDP reduces on the stream of scatters."""
-        stream = Stream.all_reduce if self._ranges.innermost.startswith(FSDP_REDUCES) else Stream.scatter
+        in_fsdp2 = self._ranges.innermost.startswith(FSDP_REDUCES)
+        stream = self._flat_stream() or (Stream.all_reduce if in_fsdp2 else Stream.scatter)
         self._reducing = stream
         self.add(
             ALL_REDUCE, Kind.reduce, stream, [tensor], [tensor], _bytes(tensor), dtype=_dtype([tensor]), group=group
@@ -171,15 +175,21 @@ class StepTrace(TorchDispatchMode):
         self.add(name, kind, stream, read, [*written, *made], num_bytes, flops, _dtype(given), shape)
 
     def _stream(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> Stream:
-        """Return the stream on which FSDP2 runs an operator, by the profiler ranges that it marks."""
+        """Return the stream on which FSDP runs an operator: FSDP2 marks ranges for profilers, FSDP1 enters streams."""
         if self._host is not None and all(t.device == self._host for t in (*read, *written)):
             return Stream.host
+        if (stream := self._flat_stream()) is not None:
+            return stream
         innermost = self._ranges.innermost
         if innermost.startswith(FSDP_REDUCES) and self._reducing is not None:
             return self._reducing
         if innermost.startswith(FSDP_GATHERS) and not innermost.startswith(FSDP_COPIES_OUT):
             return Stream.copy_in
         return Stream.compute
+
+    def _flat_stream(self) -> Stream | None:
+        """Return which of FSDP1's own streams is current; None: none."""
+        return self.flat_streams.get(torch.cpu.current_stream())
 
     def _crosses(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
         on_host = {t.device == self._host for t in (*read, *written)}

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +29,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp_lab.training.gloo import SynchronousGlooMode
 from fsdp_lab.training.profile import Event, Profile
 from fsdp_lab.training.torch_private import (
+    CAST,
     DEVICE,
+    FLAT_GATHER,
     FSDP_COPIES_OUT,
     FSDP_ENDS_FORWARD,
     FSDP_STARTS_PASS,
@@ -39,6 +42,7 @@ from fsdp_lab.training.torch_private import (
     TorchDispatchMode,
     active_fake_mode,
     around_compiled,
+    flat_units,
     in_backward,
     storages_of,
     wait_for_functional,
@@ -143,6 +147,7 @@ class StepRecorder(TorchDispatchMode):
         self.profile = Profile()
         self._model, self._device, self._buffer_bytes = model, device, buffer_bytes
         self._modules = ModulesAtWork(model)
+        self._is_flat = isinstance(model, FullyShardedDataParallel)
         self._fake_mode = active_fake_mode()
         self._ranges = Ranges()
         self._phase = "forward"
@@ -233,11 +238,9 @@ class StepRecorder(TorchDispatchMode):
             raise
         if self._ranges.see(func, args).startswith(FSDP_ENDS_FORWARD):
             self._hook_gradients("unsharded_grad")
-        if func is GATHER:
-            self.hold(args[0], "all_gather")
-        elif func is SCATTER:
-            self.hold(args[1], "reduce_scatter")
-        category = self._category(func, kwargs)
+        if func in (GATHER, FLAT_GATHER, SCATTER):
+            self._collective(func, *args[:2])
+        category = self._category(func, args, kwargs)
         for tensor in tensors_of((result, kwargs.get("out"))):
             self.hold(tensor, category, known_too=False)
         if self._buffer_bytes is not None and (num_bytes := self._buffer_bytes(func, args)):
@@ -246,10 +249,28 @@ class StepRecorder(TorchDispatchMode):
                 self._record(_Storage(number, "device", "temp", size))
         return result
 
-    def _category(self, func: Any, kwargs: dict[str, Any]) -> str:
+    def _collective(self, func: Any, output: Any, given: Any) -> None:
+        """Note what is sent and what comes: of FSDP1 the tensors themselves, of FSDP2 copies."""
+        if not self._is_flat:
+            self.hold(output if func is GATHER else given, "all_gather" if func is GATHER else "reduce_scatter")
+            return
+        gathers = func is not SCATTER
+        for tensor in tensors_of(output):
+            self.hold(tensor, "unsharded_param" if gathers else "grad")
+        for tensor in tensors_of(given):
+            if self._known_as(tensor) not in ("param", "unsharded_grad"):  # it was cast, moved or padded
+                self.hold(tensor, "all_gather" if gathers else "reduce_scatter")
+
+    def _known_as(self, tensor: Any) -> str:
+        known = self._storages.get(id(tensor.untyped_storage())) if isinstance(tensor, Tensor) else None
+        return known.category if known else ""
+
+    def _category(self, func: Any, args: Any, kwargs: dict[str, Any]) -> str:
         """Return what an operator's results are for, as far as it is known by now."""
         if self._in_optimizer:
             return "optimizer"
+        if self._is_flat and func is CAST and self._known_as(args[0]) == "grad":
+            return "grad"  # FSDP1 casts what it has reduced
         if self._ranges.innermost.startswith((*FSDP_STARTS_PASS, FSDP_COPIES_OUT)):
             return "unsharded_param"
         if in_backward() and not torch.is_grad_enabled():
@@ -262,9 +283,10 @@ class StepRecorder(TorchDispatchMode):
 
     def _hook_gradients(self, category: str) -> None:
         """Let parameters note their gradients: once FSDP2 has gathered some, their copies, too."""
-        for parameter in self._model.parameters():
+        flat = [(handle.flat_param, "unsharded_grad") for _, handle in flat_units(self._model)]
+        for parameter, what in (*((parameter, category) for parameter in self._model.parameters()), *flat):
             if parameter.requires_grad and parameter not in self._hooks:
-                note = partial(self._has_gradient, category)
+                note = partial(self._has_gradient, what)
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(note)
 
     def _optimizer_steps(self, begins: bool, *_: Any) -> None:

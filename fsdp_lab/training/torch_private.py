@@ -72,6 +72,8 @@ NAMES = (
 
 HYBRID_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 GATHER, SCATTER = torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default  # output, input
+FLAT_GATHER = torch.ops.c10d.allgather_.default  # FSDP1's, of tensors on a CPU
+CAST = torch.ops.aten._to_copy.default
 FUNCTIONAL_COLLECTIVES = (
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.all_gather_into_tensor.default,
@@ -125,7 +127,7 @@ def around_compiled(
         yield
 
 
-def _flat_units(model: nn.Module) -> list[tuple[str, Any]]:
+def flat_units(model: nn.Module) -> list[tuple[str, Any]]:
     """Return the name of each of FSDP1's units that has parameters, and what handles them; the root first."""
     named = ((name, module) for name, module in model.named_modules() if isinstance(module, FullyShardedDataParallel))
     return [(original_name(name), unit._handle) for name, unit in named if unit._handle is not None]
@@ -151,7 +153,7 @@ def collectives_announced(model: nn.Module, comes: Callable[[str], None]) -> int
 
         return Announcing()
 
-    flat = _flat_units(model)
+    flat = flat_units(model)
     for name, handle in flat:
         _announce_flat(name or "the root", handle, comes)
     names = {module: name for name, module in model.named_modules()}

@@ -71,6 +71,22 @@ def test_each_unit_is_gathered_twice_and_scattered_once():
     assert not any(o.kind in (Kind.gather, Kind.scatter) for o in operators)
 
 
+def test_fsdp1_gathers_and_scatters_flat_parameters_on_its_streams():
+    """As many bytes as FSDP2, but FSDP1 keeps the root's, and casts a rank's part only."""
+    words = ("sharding=per_block", "precision=bf16_mixed", "sharding.api=fsdp1")
+    for policy, blocks in (("always", 4), ("never", 2)):
+        operators = program(*words, f"reshard_after_forward={policy}")
+        gathered = Counter(o.num_bytes for o in operators if o.kind is Kind.gather)
+        scattered = Counter(o.num_bytes for o in operators if o.kind is Kind.scatter)
+        assert gathered == {2 * BLOCK: blocks, 2 * ROOT: 1} and scattered == {4 * BLOCK: 2, 4 * ROOT: 1}, policy
+    streams = {kind: {o.stream for o in operators if o.kind is kind and o.phase != "optimizer"} for kind in Kind}
+    assert streams[Kind.gather] == {Stream.gather} and streams[Kind.scatter] == {Stream.scatter}
+    casts = [o.num_bytes for o in operators if o.stream is Stream.copy_in]
+    assert sorted(casts) == sorted((4 + 2) * size / 4 for size in (BLOCK, BLOCK, ROOT)), "of a rank's part"
+    replicas = [o for o in program(*HYBRID, "sharding.api=fsdp1") if o.stream is Stream.all_reduce]
+    assert {o.group for o in replicas if o.kind is Kind.reduce} == {(0, 2)}
+
+
 def test_hybrid_sharding_scatters_within_and_reduces_between():
     operators = program(*HYBRID)
     assert {o.group for o in operators if o.kind is Kind.scatter} == {(0, 1)}

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from fsdp_lab.config import ConfigError, sharding_notes
+from fsdp_lab.config import ConfigError, UserError, sharding_notes
 from fsdp_lab.config.compare import effective_settings
 from fsdp_lab.config.rules import check_trial
+from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.training.fsdp1 import apply_fsdp1, sharding_strategy
 from fsdp_lab.training.optimizer import build_scaler
 from fsdp_lab.training.parallelize import sharding_units
@@ -135,3 +136,10 @@ def _scales_after_an_overflow() -> list[float]:
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     assert run_ranks(2, _scales_after_an_overflow) == [[65536.0, 32768.0, 0.0, 0.0]] * 2
+
+
+def test_offload_has_no_forecast_for_a_gpu_and_says_why() -> None:
+    trial = config(FSDP1, "offload=cpu")
+    with pytest.raises(UserError, match=r"sharding\.api=fsdp1 with offload=cpu has no forecast for a GPU"):
+        forecast_profile(trial, 2, cuda=True)
+    assert forecast_profile(trial, 2, cuda=False).peaks == forecast_profile(config(FSDP1), 2, cuda=False).peaks
