@@ -8,9 +8,10 @@ block returns to the allocator, not to the device, and only the stream that it w
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 from fsdp_lab.machine.hardware import allocator_settings
@@ -26,6 +27,9 @@ ROUND_LARGE = 2 * 2**20
 # FSDP2 takes these on streams of its own; all else is the compute stream's.
 STREAMS = {"all_gather": "all-gather copy-in", "grad": "reduce-scatter"}
 # Until pytorch#129721 (June 2024) also what it scatters from, which the compute stream could then not have again.
+# FSDP1 takes what it gathers and reduces on streams of its own, without copies.
+FLAT_STREAMS = {"unsharded_param": "unshard", "all_gather": "cast", "grad": "reduce", "reduce_scatter": "reduce"}
+_FREED_LATE = 2  # units, by FSDP1: the host waits for the computation of the one before the last, then it is free
 STREAMS_BEFORE_129721 = {**STREAMS, "reduce_scatter": "reduce-scatter"}
 
 
@@ -174,7 +178,7 @@ class Peaks(NamedTuple):
 
 def allocator_peaks(
     profile: Profile, sharded: bool, workspaces: Collection[int] = (), streams: Mapping[str, str] = STREAMS,
-    expandable: bool | None = None,
+    expandable: bool | None = None, flat: bool = False,
 ) -> Peaks:  # fmt: skip
     """Return the peak bytes of a process that takes the profile's step several times.
 
@@ -182,10 +186,11 @@ def allocator_peaks(
     free. So the step is replayed twice.
 
     Args:
-        sharded: by FSDP2, which uses its own streams even with a single worker.
+        sharded: by FSDP, which uses its own streams even with a single worker.
         workspaces: sizes that are allocated before the first step and never freed.
         streams: category -> the stream that allocates it, of sharded models.
         expandable: see `CachingAllocator`; None: as the environment says.
+        flat: by FSDP1, whose gathered parameters are free for others only when the device has computed with them.
     """
     allocator = CachingAllocator(expands() if expandable is None else expandable)
     for number, size in enumerate(workspaces):
@@ -195,14 +200,21 @@ def allocator_peaks(
     there = {event.storage: event for event in events[:begun]}
     category = {event.storage: event.category for event in events}  # its last: some are known late
     held: dict[int, int] = {}
+    blocks: dict[int, tuple[int, int]] = {}  # a storage that is freed late may be there again before
+    numbers, late = count(), deque[tuple[int, int]]()
 
     def hold(storage: int, num_bytes: int) -> None:
         if num_bytes == held.get(storage, 0):
             return
+        is_late = flat and category[storage] == "unsharded_param"
         if held.pop(storage, 0):
-            allocator.free(storage)
+            block = blocks.pop(storage)
+            late.append(block) if is_late else allocator.free(block)
         if num_bytes:
-            allocator.allocate(storage, num_bytes, streams.get(category[storage], "") if sharded else "")
+            if is_late and len(late) >= _FREED_LATE:
+                allocator.free(late.popleft())
+            blocks[storage] = storage, next(numbers)
+            allocator.allocate(blocks[storage], num_bytes, streams.get(category[storage], "") if sharded else "")
             held[storage] = num_bytes
 
     for with_optimizer in (False, True):

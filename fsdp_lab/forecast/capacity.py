@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fsdp_lab.config import TrialConfig
-from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget, ReshardPolicy
-from fsdp_lab.forecast.allocator import STREAMS, allocator_peaks, expands
+from fsdp_lab.config.parallel import Api, Dtype, Granularity, OffloadTarget, ReshardPolicy
+from fsdp_lab.forecast.allocator import FLAT_STREAMS, STREAMS, allocator_peaks, expands
 from fsdp_lab.forecast.speed.predict import Speed
 from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.profile import Profile
@@ -213,7 +213,9 @@ def weigh(
         return Forecast(False, num_workers, profile.peaks, capacity_bytes=capacity)
     sharded, peak = config.sharding.granularity is not Granularity.ddp, profile.peaks["device"]
     expandable = expands() if expandable is None else expandable
-    taken = allocator_peaks(profile, sharded, [WORKSPACE_BYTES], streams, expandable)
+    flat = config.sharding.api is Api.fsdp1
+    streams = FLAT_STREAMS if flat else streams
+    taken = allocator_peaks(profile, sharded, [WORKSPACE_BYTES], streams, expandable, flat)
     allowances = {
         "CUDA context": CONTEXT_BYTES,
         "NCCL buffers": NCCL_BYTES * communicators(config, num_workers),

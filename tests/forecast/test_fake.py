@@ -225,6 +225,7 @@ Step = list[tuple[int, str, int]]  # storage, category, MiB from now on
 ACTIVATION: Step = [(1, "activation", 16), (1, "activation", 0)]
 GATHERED: Step = [(0, "all_gather", 16), (0, "all_gather", 0), *ACTIVATION]
 REDUCED: Step = [(0, "temp", 16), (0, "grad", 16), (0, "grad", 0), *ACTIVATION]
+UNITS: Step = [(unit, "unsharded_param", mib) for unit in range(4) for mib in (16, 0)]
 
 
 @pytest.mark.parametrize(
@@ -239,6 +240,9 @@ REDUCED: Step = [(0, "temp", 16), (0, "grad", 16), (0, "grad", 0), *ACTIVATION]
         (GATHERED, 0, False, {}, 16),
         # a single worker gathers nothing and reduces on a stream of its own
         (REDUCED, 0, True, {}, 32),
+        # FSDP1's units are computed with when the next ones are gathered: each third takes the place of the first
+        (UNITS, 0, True, {"flat": True}, 32),
+        (UNITS, 0, True, {}, 16),
     ],
 )
 def test_what_a_step_reserves_in_pools_of_its_streams(
