@@ -77,9 +77,10 @@ def _unusual(model: Callable[..., nn.Module], dtype: str = "float32") -> Workloa
     return _own(model, partial(unusual.Rows, dtype=dtype), unusual.loss, "training.epochs=3")
 
 
-def _language(tied: bool) -> Workload:
+def _language(tied: bool, num_kv_heads: int = 2) -> Workload:
     sizes: dict[str, Any] = {
-        "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "max_seq_len": 16, "tied": tied,
+        "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": num_kv_heads, "ffn_dim": 48, "max_seq_len": 16,
+        "tied": tied,
     }  # fmt: skip
     build = partial(Llama, vocab_size=256, rope_theta=10000.0, norm_eps=1e-5, **sizes)
     words = ("task=language", "data.seq_len=16", *(f"model.{name}={value}" for name, value in sizes.items()))
@@ -145,6 +146,7 @@ WORKLOADS: dict[str, Workload] = {
     "noise": _noise(),
     "language": _language(tied=False),
     "language, tied": _language(tied=True),
+    "language, 4 kv heads": _language(tied=False, num_kv_heads=4),
     "user": _own(odd.Odd, odd.Rows, odd.loss, *EXPORTED),
     "user, with state": _own(odd.Stateful, odd.Rows, odd.loss, *EXPORTED),
     "net": _own(*NET, *ALL),

@@ -114,6 +114,7 @@ IN_CHUNKS = "task.loss_chunks=3"
 SGD = "optimizer=sgd optimizer.weight_decay=0"
 CLIP = "training.max_grad_norm=0.1"
 ACCUMULATE = "training.grad_accum_steps=2"
+TP = "sharding.tp="
 TO_SIZE = "reshard_after_forward=to_size reshard_after_forward.size="
 RESHARDS = (*(f"reshard_after_forward={p}" for p in ("always", "never", "default")), f"{TO_SIZE}1", f"{TO_SIZE}2")
 GRID = [DDP, *(f"{' '.join(SHARDINGS[s])} {r}" for s, r in product(SHARDINGS, RESHARDS) if s != "ddp")]
@@ -170,6 +171,8 @@ IN_MAKE_TEST: Cells = {
     "wide mlp": (*HALF["per_block"], *(f"{FSDP1} {cell}" for cell in HALF["per_block"])),
     "vit": (f"{PER_BLOCK} {EVERY_ONE} sharding.blocks_per_unit=2",),
     "language": (f"{PER_BLOCK} {SELECTIVE} {IN_CHUNKS}", f"{OWN_UNITS} {ACCUMULATE} {CLIP}"),
+    "language on 4": (f"{PER_BLOCK} {TP}2 {ALWAYS} {FULL} {ACCUMULATE}",),
+    "language, 4 kv heads on 4": (f"{ROOT} {TP}4 init=meta {CLIP}",),
     "language, tied": (f"{ROOT} {ALWAYS} {FULL} {IN_CHUNKS}",),
     # the norm is inside of the block
     "user": (DDP, f"{PER_BLOCK} model.block_classes=[tests.workloads.user.odd.Block,torch.nn.LayerNorm] {FULL}"),
@@ -198,6 +201,12 @@ ON_FOUR = (
     f"{PER_LAYER} sharding.dp_replicate=2 {TO_SIZE}2",
     f"{PER_BLOCK} sharding.dp_replicate=2 precision=bf16_mixed {ACCUMULATE} {SGD}",
 )  # fmt: skip
+# without those that cannot be recomputed, see `_random_case`
+TP_GRID = [
+    f"{' '.join(SHARDINGS[sharding])} activation_checkpointing={checkpointing} {TP}2 training.grad_accum_steps={parts}"
+    for sharding, checkpointing, parts in product(SHARDINGS, AXES["activation_checkpointing"], (1, 2))
+    if sharding != "ddp" and (checkpointing != "selective" or sharding in ("root", "per_block"))
+]
 LATER: Cells = {
     "mlp": (
         *GRID,
@@ -216,6 +225,16 @@ LATER: Cells = {
         f"{DDP} {ACCUMULATE}", f"{FSDP1} {PER_BLOCK} {FULL}",
         f"{OWN_UNITS} {FULL} sharding.blocks_per_unit=2 offload=cpu",
     ),
+    "language on 4": (
+        *TP_GRID,
+        f"{PER_BLOCK} {TP}2 {IN_CHUNKS} offload=cpu {CLIP}",
+        f"{PER_BLOCK} {TP}2 sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE} "
+        "sharding.separate_reduce_scatter_group=true",
+        f"{PER_BLOCK} {TP}2 {TO_SIZE}2 sharding.forward_prefetch=2 sharding.backward_prefetch=1 precision=bf16_mixed",
+        f"{PER_BLOCK} {TP}2 compile=true {FULL} {ACCUMULATE}",
+    ),
+    "language, tied on 4": (f"{PER_BLOCK} {TP}2 {SELECTIVE}", f"{ROOT} {TP}2 {IN_CHUNKS} init=device"),
+    "language, 4 kv heads on 4": (f"{PER_BLOCK} {TP}4 {ALWAYS} {ACCUMULATE}",),
     "language": (
         f"{OWN_UNITS} {ALWAYS} {FULL}", f"{OWN_UNITS} {NEVER} compile=true",
         f"{PER_BLOCK} compile=true {ACCUMULATE}", f"{PER_LAYER} {ALWAYS}", f"{ROOT} {ALWAYS} {IN_CHUNKS} {FULL}",

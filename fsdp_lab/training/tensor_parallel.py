@@ -15,11 +15,13 @@ A parameter that no plan names is whole on each of these ranks.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -37,7 +39,7 @@ from fsdp_lab.config.key import divisors
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import TP_WORDS
 from fsdp_lab.training.layout import matches
-from fsdp_lab.training.torch_private import own_plan
+from fsdp_lab.training.torch_private import own_plan, wait_for
 from fsdp_lab.workloads.base import map_tensors
 
 
@@ -80,14 +82,17 @@ def apply_tensor_parallel(
     parallelize_module(model, mesh, styles, src_data_rank=None)
     for name in sharing:
         model.get_submodule(name).register_forward_pre_hook(partial(_gather_first, mesh), with_kwargs=True)
+    for name in words:
+        model.get_submodule(name).register_forward_hook(_arrived)
     for (first, leaf), *others in ties:
         for module, other in others:
             setattr(module, other, getattr(first, leaf))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)  # PyTorch's `SequenceParallel` trains what was frozen
     model.register_forward_hook(_whole_in_eval)
-    # that it reduces the norm of gradients over one dimension after the other
+    # that it reduces norms over one dimension after the other, and that layers return views: see `UnitHooks`
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
 
 
 def _words_by_name(model: nn.Module, plan: Mapping[str, str], tp: int) -> dict[str, str]:
@@ -186,6 +191,11 @@ def _gather_first(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -
         return (gather(args[0]), *args[1:]), kwargs
     first, *_ = kwargs
     return args, {**kwargs, first: gather(kwargs[first])}
+
+
+def _arrived(module: nn.Module, args: Any, output: Any) -> Any:
+    """Wait for a layer's output, unless its code is compiled: code that is compiled later would give it no gradient."""
+    return output if torch.compiler.is_compiling() else wait_for(output)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, _common_utils
 from torch.distributed.fsdp import _fully_shard as fsdp_package
@@ -359,6 +360,11 @@ def replace_tensors(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None
 def unsplit_classes(model: nn.Module) -> frozenset[str]:
     """Return the names of the classes that a model does not want divided: transformers' models have such a list."""
     return frozenset(getattr(model, "_no_split_modules", None) or ())
+
+
+def wait_for(tensor: Any) -> Any:
+    """Return a tensor that a collective has filled; anything else as it is."""
+    return wait_for_functional(tensor) if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def own_plan(model: nn.Module) -> Mapping[str, str]:
