@@ -231,7 +231,7 @@ LATER: Cells = {
         f"{PER_BLOCK} {TP}2 sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE} "
         "sharding.separate_reduce_scatter_group=true",
         f"{PER_BLOCK} {TP}2 {TO_SIZE}2 sharding.forward_prefetch=2 sharding.backward_prefetch=1 precision=bf16_mixed",
-        f"{PER_BLOCK} {TP}2 compile=true {FULL} {ACCUMULATE}",
+        f"{PER_BLOCK} {TP}2 compile=true {FULL} {ACCUMULATE}", f"{OWN_UNITS} {TP}2 {CLIP}",
     ),
     "language, tied on 4": (f"{PER_BLOCK} {TP}2 {SELECTIVE}", f"{ROOT} {TP}2 {IN_CHUNKS} init=device"),
     "language, 4 kv heads on 4": (f"{PER_BLOCK} {TP}4 {ALWAYS} {ACCUMULATE}",),
@@ -239,7 +239,6 @@ LATER: Cells = {
         f"{OWN_UNITS} {ALWAYS} {FULL}", f"{OWN_UNITS} {NEVER} compile=true",
         f"{PER_BLOCK} compile=true {ACCUMULATE}", f"{PER_LAYER} {ALWAYS}", f"{ROOT} {ALWAYS} {IN_CHUNKS} {FULL}",
     ),
-    "language on 4": (f"{OWN_UNITS} sharding.tp=2 {CLIP}",),
     "language, tied": (
         f"{DDP} {IN_CHUNKS}", OWN_UNITS, *IN_HALF, *(f"{FSDP1} {cell}" for cell in IN_HALF[1:]),
     ),
