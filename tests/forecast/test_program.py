@@ -141,6 +141,8 @@ def test_tensor_parallel_ranks_have_half_of_the_products_and_of_the_weights():
     assert gathered == {(BLOCK - norms + 2 * norms, (0, 2)): 4, (ROOT - DIM + 2 * DIM, (0, 2)): 1}
     known = {storage for o in divided for storage in o.writes}
     assert all(known.intersection(o.reads) for o in divided if o.stream is Stream.layers), "what was computed before"
+    other = forecast_step(config(*LM, *TP), 4, cuda=True, rank=2, traced=True).program
+    assert {o.group for o in other if o.stream is Stream.layers} == {(2, 3)}, "not those of the forecast before"
 
 
 def test_checkpointing_computes_the_blocks_again():
