@@ -83,12 +83,12 @@ def _check_every(num_blocks: int, config: TrialConfig) -> None:
         )
 
 
-def batch_norm_notes(model: nn.Module, world_size: int) -> list[str]:
-    """Return a note about batch norm on several ranks; an empty list for one rank or without batch norm."""
+def batch_norm_notes(model: nn.Module, dp_degree: int) -> list[str]:
+    """Return a note about batch norm where ranks differ in samples; an empty list if none do, or without batch norm."""
     kinds = {
         type(m).__name__ for m in model.modules() if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
     }
-    if world_size == 1 or not kinds:
+    if dp_degree == 1 or not kinds:
         return []
     return [
         f"{', '.join(sorted(kinds))} computes its statistics from each rank's part of the batch. Losses depend on the "

@@ -211,7 +211,7 @@ def _facts(
             *sharding_notes(config),
             *memory_notes(config),
             *(cpu_notes(config) if on_cpu else gpu_notes(config, torch.cuda.is_tf32_supported())),
-            *batch_norm_notes(state.model, ranks.world_size),
+            *batch_norm_notes(state.model, config.sharding.dp_degree(ranks.world_size)),
             *unit_notes(state.layout, config),
             *(node_notes(config.sharding, gather(own_node())) if is_hybrid else ()),
         ],

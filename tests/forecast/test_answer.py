@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from fsdp_lab.forecast.sentences import allowances_note, request_notes, room_rem
 from fsdp_lab.forecast.speed.device import Basis, Factors
 from fsdp_lab.forecast.speed.predict import Network, Parts, Speed
 from fsdp_lab.forecast.table import MOST_ROWS, Row, best_rows, forecast_table, in_order, write_csv
+from fsdp_lab.forecast.words import say
 from tests.ranks import config
 
 GIB = 2**30
@@ -221,6 +223,9 @@ def test_tensor_parallel_workers_share_their_samples():
     assert "8 items with the lowest data-parallel degree and 1 with the highest" in " ".join(request_notes(asked[:2]))
     assert "8 items with the fewest workers and 4 with the most" in " ".join(request_notes(asked[1:]))
     assert [len(room_remedies([request], [])) for request in asked] == [1, 2, 2], "a single sample cannot be fewer"
+    two, four = (replace(row([], 9), request=Request.of(config(f"sharding.tp={tp}"), 8)) for tp in (2, 4))
+    told = [sentence for one in (two, four) for sentence in say("more_workers", [one])]
+    assert [re.findall("num_workers=([0-9,]+)", sentence) for sentence in told] == [["2,4,8"], ["4,8"]]
 
 
 def test_a_long_table_has_the_best_of_each_number_of_workers():

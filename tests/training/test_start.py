@@ -27,7 +27,7 @@ from fsdp_lab.workloads.construct import Blueprint
 from tests import forked
 from tests.conftest import ROOT
 from tests.parity import SHARDINGS, WORKLOADS
-from tests.ranks import config, run_ranks
+from tests.ranks import config, run_ranks, train_all
 from tests.training.reference import first_weights
 
 # Python runs it at the start of a rank, which then cannot import these.
@@ -168,3 +168,17 @@ def test_validation_counts_each_image_once(count: int, world_size: int, batch: i
     seen = [i for order in orders for microbatch in order for i in microbatch.tolist() if i >= 0]
     assert sorted(seen) == list(range(count))
     assert all(len(microbatch) <= batch for order in orders for microbatch in order)
+
+
+def on_two_nodes() -> str:
+    """What a rank says that shares layers with one of another node."""
+    os.environ["NODE_RANK"] = os.environ["RANK"]
+    with pytest.raises(UserError) as error:
+        train_all([["model=vit_tiny", "sharding.tp=2"]])
+    return str(error.value)
+
+
+@pytest.mark.ci
+def test_ranks_of_two_nodes_share_no_layers():
+    first, second = run_ranks(2, on_two_nodes)
+    assert first == second and "ranks 0 to 1 divide each layer among them, but are on 2 nodes" in first

@@ -12,17 +12,20 @@ import torch
 
 pytest.importorskip("transformers")
 
+import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_lab.config import UserError
 from fsdp_lab.config.rules import check_files, check_trial
+from fsdp_lab.training.tensor_parallel import apply_tensor_parallel, divided_loss, whole
 from fsdp_lab.workloads.build import build_model_spec
 from fsdp_lab.workloads.hf import library
 from fsdp_lab.workloads.hf.configuration import read_config
 from fsdp_lab.workloads.hf.hf_private import NAMES
 from fsdp_lab.workloads.hf.models import causal_lm
 from fsdp_lab.workloads.hf.weights import load_whole
-from tests.ranks import config
+from tests.ranks import config, run_ranks
 from tests.workloads.hf.cases import CONFIGS, WORDS, plain_model
 
 GPT2, LLAMA, QWEN = (json.loads((CONFIGS / f"{name}.json").read_text()) for name in ("gpt2", "llama", "qwen3"))
@@ -70,6 +73,25 @@ def test_a_tensor_parallel_plan_is_that_of_transformers() -> None:
     assert causal_lm.tp_plan(GPT2) == {}
     with pytest.raises(UserError, match=r"divides model.layers.*.experts.* by packed_colwise, .* with model.tp_plan"):
         causal_lm.tp_plan({"model_type": "mixtral", **sizes})
+
+
+def gradients_of_norms(divided: bool) -> dict[str, torch.Tensor]:
+    """Of Qwen3's heads, alone or with its layers divided among the ranks."""
+    torch.manual_seed(0)
+    model: Any = causal_lm(QWEN)
+    if divided:
+        apply_tensor_parallel(model, causal_lm.tp_plan(QWEN), init_device_mesh("cpu", (dist.get_world_size(),)))
+    tokens = torch.arange(32).view(2, 16)
+    with divided_loss(2):
+        whole(torch.nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), tokens.flatten())).backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters() if "_norm.weight" in name}
+
+
+@pytest.mark.ci
+def test_norms_of_heads_have_the_gradients_of_all_heads() -> None:
+    expected = gradients_of_norms(divided=False)
+    for got in run_ranks(2, gradients_of_norms, True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-9)
 
 
 def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
