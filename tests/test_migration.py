@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.conftest import ROOT
-from tests.ranks import run_ranks
+from tests.ranks import Memo, config, run_ranks
 
 PAGE = (ROOT / "docs" / "fsdp1-to-fsdp2.md").read_text()
 STEPS = 4  # before a checkpoint, and as many after it
@@ -86,3 +87,28 @@ def test_both_versions_of_the_page_train_alike(tmp_path: Path) -> None:
     apart = [found[version, BF16, 3][0] for version in VERSIONS]
     assert apart[0][0] == pytest.approx(apart[1][0], abs=1e-6)
     assert apart[0] != pytest.approx(apart[1], abs=1e-4)
+
+
+def take_over(folder: str) -> dict[tuple[str, str], list[float]]:
+    """Return the losses of a trial of each API that starts from a checkpoint of each."""
+    from fsdp_lab.training.train import train
+
+    found = {}
+    words = ("model=mlp", "sharding=per_block", "checkpoint.mode=sync")
+    for source, api in (("", "fsdp1"), ("", "fsdp2"), *product(("fsdp1", "fsdp2"), repeat=2)):
+        own = Path(folder, f"{api} from {source}")
+        start = [f"checkpoint.resume_from={folder}/{source} from /checkpoints"] if source else []
+        losses: list[float] = []
+        train(config(*words, f"sharding.api={api}", *start), own, Memo(), losses.extend)
+        found[source, api] = losses
+    return found
+
+
+@pytest.mark.ci
+def test_a_trial_starts_from_a_checkpoint_of_the_other_api(tmp_path: Path) -> None:
+    found = run_ranks(2, take_over, str(tmp_path))[0]
+    first, second = found["", "fsdp1"], found["fsdp2", "fsdp2"]
+    assert first == pytest.approx(found["", "fsdp2"], abs=1e-6)
+    assert max(second) < max(first), "it has learned before"
+    for source, api in product(("fsdp1", "fsdp2"), repeat=2):
+        assert found[source, api] == pytest.approx(second, abs=1e-6), f"{api} from {source}"

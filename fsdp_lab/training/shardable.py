@@ -67,6 +67,11 @@ def make_contiguous(model: nn.Module) -> None:
 def _check_parameter(parameter: nn.Parameter, name: str, config: TrialConfig) -> None:
     precision, sharded = config.precision, config.sharding.granularity is not Granularity.ddp
     in_float32 = precision.param_dtype is Dtype.float32
+    if parameter.is_complex() and config.sharding.api is Api.fsdp1:
+        raise ModelError(
+            f"sharding.api=fsdp1: the parameter {name} is {_dtype(parameter)}, which FSDP1 does not shard; use "
+            "sharding.api=fsdp2, or register torch.view_as_real(x), and view it as complex in forward."
+        )
     if parameter.is_complex() and parameter.requires_grad:
         reduced = precision.reduce_dtype is Dtype.float32 and not precision.loss_scaling
         fused = config.optimizer.implementation is OptimizerImplementation.fused
@@ -80,11 +85,6 @@ def _check_parameter(parameter: nn.Parameter, name: str, config: TrialConfig) ->
         raise ModelError(
             f"{_sharding(config)}: the parameter {name} is a scalar, and {config.sharding.api_name} shards the first "
             "dimension; register it with one, as x.reshape(1), or use sharding=ddp."
-        )
-    if parameter.is_complex() and config.sharding.api is Api.fsdp1:
-        raise ModelError(
-            f"sharding.api=fsdp1: the parameter {name} is {_dtype(parameter)}, which FSDP1 does not shard; use "
-            "sharding.api=fsdp2, or register torch.view_as_real(x), and view it as complex in forward."
         )
     if sharded and parameter.dtype is torch.float64 and not in_float32:
         raise ModelError(
