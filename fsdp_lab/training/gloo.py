@@ -30,6 +30,10 @@ class SynchronousGlooMode(TorchDispatchMode):
     _ALL_REDUCE = torch.ops.c10d.allreduce_.default
     _BROADCAST = torch.ops.c10d.broadcast_.default  # of the order of DDP's gradients, in its second step
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._stream = torch.cpu.current_stream()
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         if func in (GATHER, SCATTER) and args[0].device.type == "cpu":
@@ -43,7 +47,8 @@ class SynchronousGlooMode(TorchDispatchMode):
             return wait_for_functional(func(*args, **kwargs)).clone()
         if func in (self._ALL_REDUCE, self._BROADCAST) and args[0][0].device.type == "cpu":
             tensors, *rest = args
-            if func is self._ALL_REDUCE and tensors[0].dtype is torch.float32 and in_backward():
+            of_ddp = in_backward() and torch.cpu.current_stream() is self._stream  # FSDP1 enters one of its own
+            if func is self._ALL_REDUCE and tensors[0].dtype is torch.float32 and of_ddp:
                 return tensors, _wait(func(tensors, *rest, **kwargs))
             with not_reported():
                 copies = [tensor.clone() for tensor in tensors]
