@@ -146,8 +146,10 @@ def build_parallel_dims(sharding: ShardingConfig, ranks: DistributedContext) -> 
     degrees = shape.get("dp_replicate", 1), shape.get("dp_shard", 1)
     if tp == 1:
         return ParallelDims(*degrees, rank=ranks.rank, mesh=mesh)
-    dp_group, _ = dist.new_subgroups_by_enumeration([list(range(first, world_size, tp)) for first in range(tp)])
-    assert isinstance(dp_group, dist.ProcessGroup)
+    if len(shape) == 1:
+        dp_group: Any = mesh.get_group("dp_shard")
+    else:
+        dp_group, _ = dist.new_subgroups_by_enumeration([list(range(first, world_size, tp)) for first in range(tp)])
     return ParallelDims(*degrees, tp, ranks.rank, mesh[tuple(shape)], mesh["tp"], dp_group)
 
 

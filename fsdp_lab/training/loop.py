@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -57,13 +58,7 @@ def train_step(
     with divided_loss(config.sharding.tp):
         total = _accumulate(state, task, microbatches, config, device, passed)
     passed("gradients")
-    grad_norm = None
-    if config.training.max_grad_norm is not None or task.unit == "tokens":
-        state.scaler.unscale_(state.optimizer)
-        grad_norm = clip_gradients(state.model, config.training.max_grad_norm)
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
-    state.optimizer.zero_grad()
+    grad_norm = update(state, config, has_norm=config.training.max_grad_norm is not None or task.unit == "tokens")
     scale = state.scaler.get_scale()  # a sync point: one a step
     if scale >= state.loss_scale:  # a smaller one says that the step was skipped
         state.lr_schedule.step()
@@ -71,6 +66,19 @@ def train_step(
     state.step += 1
     state.epoch_step += 1
     return total, grad_norm
+
+
+def update(state: TrainState, config: TrialConfig, has_norm: bool) -> Tensor | None:
+    """Let the optimizer use and free the gradients, unless one of any rank overflows; return their norm if asked."""
+    grad_norm = None
+    if has_norm or isinstance(state.scaler, ShardedGradScaler):  # which asks the other ranks for overflows here only
+        state.scaler.unscale_(state.optimizer)
+    if has_norm:
+        grad_norm = clip_gradients(state.model, config.training.max_grad_norm)
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    state.optimizer.zero_grad()
+    return grad_norm
 
 
 def _accumulate(
@@ -262,11 +270,13 @@ def evaluate(
     totals: dict[str, Tensor] = {}  # by metric: sum and count
     for batch in loader:
         batch = to_device(batch, device)
-        with compute_precision(config, device), divided_loss(config.sharding.tp):
-            outputs = task.forward(state.model, batch)
-        for name, (total, count) in task.metrics(outputs, batch).items():
+        with divided_loss(config.sharding.tp):
+            with compute_precision(config, device):
+                outputs = task.forward(state.model, batch)
+            figures = task.metrics(outputs, batch)
+        for name, (total, count) in figures.items():
             sums = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
-            sums[0] += total
+            sums[0] += whole(total)
             sums[1] += count
         del outputs
     # a user's metrics may name what a batch has, so that ranks have others, or in another order

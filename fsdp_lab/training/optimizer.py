@@ -91,8 +91,9 @@ def build_scaler(config: TrialConfig, device: torch.device) -> torch.amp.GradSca
             without waiting, and a CPU would read them before they arrive.
     """
     precision = config.precision
-    # with FSDP1 a rank sees the overflows of its own part: this one asks the others
-    kind = ShardedGradScaler if config.sharding.api is Api.fsdp1 else torch.amp.GradScaler
+    # a rank sees the overflows of its own part, FSDP2's asks only those that share the first parameter
+    asks_all = config.sharding.api is Api.fsdp1 or config.sharding.tp > 1
+    kind = ShardedGradScaler if asks_all else torch.amp.GradScaler
     scaler = kind(
         device.type,
         init_scale=precision.init_scale,

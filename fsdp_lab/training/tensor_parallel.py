@@ -40,7 +40,6 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import TP_WORDS
 from fsdp_lab.training.layout import matches
 from fsdp_lab.training.torch_private import own_plan, wait_for
-from fsdp_lab.workloads.base import map_tensors
 
 
 def find_plan(model: nn.Module, config: TrialConfig) -> Mapping[str, str]:
@@ -89,7 +88,6 @@ def apply_tensor_parallel(
             setattr(module, other, getattr(first, leaf))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)  # PyTorch's `SequenceParallel` trains what was frozen
-    model.register_forward_hook(_whole_in_eval)
     # that it reduces norms over one dimension after the other, and that layers return views: see `UnitHooks`
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
@@ -124,15 +122,18 @@ def _words_by_name(model: nn.Module, plan: Mapping[str, str], tp: int) -> dict[s
 
 
 def _check_module(name: str, module: nn.Module, word: str, tp: int) -> None:
-    if word in ("sequence", "heads"):
+    is_linear, is_embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
+    of_norm, of_both = word in ("sequence", "heads"), word in ("colwise", "rowwise")
+    if of_norm and not (is_linear or is_embedding):
         return
-    if not isinstance(module, nn.Linear | nn.Embedding):
+    if of_norm or not (is_linear or (is_embedding and of_both)):
+        takes = "norms" if of_norm else "nn.Linear and nn.Embedding" if of_both else "nn.Linear"
         raise ModelError(
             f"the tensor-parallel plan has {name}: {word}, but that is a {type(module).__name__}; {word} is for "
-            "nn.Linear and nn.Embedding."
+            f"{takes}."
         )
-    by_columns = word.startswith("rowwise") == isinstance(module, nn.Linear)
-    size = module.weight.shape[int(by_columns)]
+    by_columns = word.startswith("rowwise") == is_linear
+    size = module.get_parameter("weight").shape[int(by_columns)]
     if size % tp:
         raise ModelError(
             f"sharding.tp={tp} does not divide the {size} {'columns' if by_columns else 'rows'} of {name}.weight; use "
@@ -201,10 +202,6 @@ def _arrived(module: nn.Module, args: Any, output: Any) -> Any:
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor that ranks have divided as each rank would have it alone."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _whole_in_eval(model: nn.Module, args: Any, output: Any) -> Any:
-    return output if model.training else map_tensors(whole, output)
 
 
 def divided_loss(tp: int) -> AbstractContextManager[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,12 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp_lab.config import ConfigError, UserError, sharding_notes
 from fsdp_lab.config.compare import effective_settings
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.forecast.forecast import forecast_profile
+from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.fsdp1 import apply_fsdp1, sharding_strategy
+from fsdp_lab.training.loop import update
 from fsdp_lab.training.optimizer import build_scaler
 from fsdp_lab.training.parallelize import sharding_units
 from fsdp_lab.workloads.base import original_name
@@ -123,19 +127,22 @@ def test_offload_loses_no_microbatch() -> None:
         check_trial(config(FSDP1, *words), 2)
 
 
-def _scales_after_an_overflow() -> list[float]:
-    """Of a scaler: before and after a step in which only the gradients of rank 1 overflow."""
-    trial = config(FSDP1, "precision=fp16")
-    scaler, parameter = build_scaler(trial, torch.device("cpu")), nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.full((2,), float("inf") if dist.get_rank() else 1.0)
-    before, optimizer = scaler.get_scale(), torch.optim.SGD([parameter], lr=1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    return [before, scaler.get_scale(), *parameter.tolist()]
+def _scales_after_an_overflow() -> list[list[float]]:
+    """Of each kind of scaler and optimizer: before and after a step in which only the gradients of rank 1 overflow."""
+    found = []
+    for words, fused in product((FSDP1, "sharding.tp=2"), (False, True)):
+        trial, model = config(words, "precision=fp16"), nn.Linear(2, 1, bias=False)
+        scaler, optimizer = build_scaler(trial, torch.device("cpu")), torch.optim.SGD(model.parameters(), fused=fused)
+        state = TrainState(model, optimizer, scaler, LambdaLR(optimizer, lambda step: 1.0))
+        before, weights = scaler.get_scale(), model.weight.tolist()
+        model.weight.grad = torch.full((1, 2), float("inf") if dist.get_rank() else 1.0)
+        update(state, trial, has_norm=False)
+        found.append([before, scaler.get_scale(), model.weight.tolist() == weights])
+    return found
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
-    assert run_ranks(2, _scales_after_an_overflow) == [[65536.0, 32768.0, 0.0, 0.0]] * 2
+    assert run_ranks(2, _scales_after_an_overflow) == [[[65536.0, 32768.0, True]] * 4] * 2
 
 
 def test_offload_has_no_forecast_for_a_gpu_and_says_why() -> None:
