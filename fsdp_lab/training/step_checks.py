@@ -6,6 +6,7 @@ or end with an error of gloo or NCCL.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -15,12 +16,14 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.allocator_profile import not_reported
-from fsdp_lab.training.distributed import gather
+from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.torch_private import (
     collectives_announced,
     unsharded_parameters,
@@ -31,6 +34,7 @@ from fsdp_lab.workloads.base import original_name, unwrapped
 
 FIRST_STEPS = 2  # in which ranks compare before each collective; they are not timed
 EVERY = 10  # later steps between two looks
+_ROUNDING = 0.01  # of norms of gradients: kernels may add up in another order
 _REMEDY = (
     "With FSDP all ranks must use the same modules in the same order, or they exchange the wrong weights: let every "
     "rank use them (add 0 times the output of one that a rank does not need), or use sharding=ddp, which looks for "
@@ -49,7 +53,7 @@ class StepChecks:
         mark: a number of 24 bits that differs once ranks have done different things.
     """
 
-    def __init__(self, model: nn.Module, config: TrialConfig, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, config: TrialConfig, device: torch.device, dims: ParallelDims) -> None:
         self._model = unwrapped(model)
         self._device = device
         self._sharding = f"sharding={config.sharding.granularity.name}"
@@ -67,6 +71,7 @@ class StepChecks:
         self._collectives = Counter[str]()
         self._lacking = deque[list[str]](maxlen=2 * EVERY)  # of a step: parameters without a gradient; seen by then
         self.mark = 0
+        self._tp_mesh = dims.tp_mesh
         if self._compares:
             self._units = collectives_announced(model, self._collective)
 
@@ -102,8 +107,33 @@ class StepChecks:
             lacking = [name for name, parameter in self._parameters if parameter.grad is None]
             self._lacking.append([] if self._is_flat else lacking)  # a rank may have no element of one
             self._comes("has other gradients", str(self._lacking[-1]))
+            if self._tp_mesh is not None and self._seen <= FIRST_STEPS:
+                self._check_whole(self._tp_mesh)
         elif self._compares:
             self._comes(f"has ended its {event} pass")
+
+    def _check_whole(self, tp_mesh: DeviceMesh) -> None:
+        """Check that what no tensor-parallel rank has a part of has the same gradient on each of them.
+
+        Raises:
+            UserError: a module that the plan does not name has worked on a part of the features.
+        """
+        with without_modes(), not_reported():
+            mine = {
+                name: float(p.grad.to_local().float().norm())
+                for name, p in self._parameters
+                if isinstance(p.grad, DTensor) and "tp" not in (p.grad.device_mesh.mesh_dim_names or ())
+            }
+            ranks: list[dict[str, float]] = [{}] * tp_mesh.size()
+            dist.all_gather_object(ranks, mine, group=tp_mesh.get_group())
+        for name in mine:
+            norms = [norm[name] for norm in ranks if math.isfinite(norm[name])]
+            if norms and max(norms) - min(norms) > _ROUNDING * max(norms):
+                raise UserError(
+                    f"{self._sharding} sharding.tp={tp_mesh.size()}: the gradient of {name} is not the same on ranks "
+                    "that share a layer, since each has its own heads or columns where it is used. Name its module in "
+                    "model.tp_plan, a norm of heads by `heads`, or leave the layer before it undivided."
+                )
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(original_name(name), parameter) for name, parameter in self._model.named_parameters()]

@@ -139,7 +139,7 @@ def _train(
         StepTimer(config.training.timing_warmup_steps, ranks),
         MemoryProfiler(config, workload.model.description, ranks, folder),
         ProfilerTrace(config, ranks, folder),
-        StepChecks(state.model, config, ranks.device),
+        StepChecks(state.model, config, ranks.device, dims),
         reporter.step,
     )
     in_tokens, tokens = workload.task.unit == "tokens", workload.tokens_per_sample(data.train)

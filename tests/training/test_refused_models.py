@@ -27,6 +27,7 @@ BLOCK, ROOT, LAYER, DDP = "sharding=per_block", "sharding=root", "sharding=per_l
 ALWAYS = f"{BLOCK} reshard_after_forward=always"
 HERE = unusual.__name__
 
+HEADS = 'model.tp_plan={"blocks.*.inner.query":colwise,"blocks.*.inner.out":rowwise}'
 COMPLEX = r"parameter blocks\.0\.inner\.filter is complex64: .*optimizer=sgd precision=fp32.*view_as_real"
 # A model of `unusual.py` and a setting: what a forecast of it says.
 UNSHARDABLE = {
@@ -207,6 +208,8 @@ REFUSED: list[tuple[list[str], str]] = [
      r"always: a tensor of a unit is used after its parameters were freed.*reshard_after_forward=never"),
     (unusual_words(f"float32_buffer {ALWAYS} precision=bf16_mixed"),
      r"param_dtype=bfloat16: .* in blocks\.0\.inner\.inner \(Linear\).*buffer\.to\(x\.dtype\)"),
+    ([*unusual_words(f"head_norms {BLOCK} sharding.tp=2"), HEADS],
+     r"tp=2: the gradient of blocks\.0\.inner\.of_head\.weight is not the same .* by `heads`"),
 ]  # fmt: skip
 
 

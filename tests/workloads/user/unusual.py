@@ -60,6 +60,24 @@ def loss(model: nn.Module, rows: Tensor) -> Tensor:
     return F.mse_loss(model(rows), rows.sin().sum(1, keepdim=True))
 
 
+class HeadNorms(nn.Module):
+    """Two heads, each with the same norm, as transformers has of queries and keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.of_head = nn.RMSNorm(WIDTH // 2)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.query(x).unflatten(-1, (-1, WIDTH // 2))
+        return self.out(self.of_head(heads).flatten(-2))
+
+
+def head_norms() -> nn.Module:
+    return Layers(Block(HeadNorms()), Block(HeadNorms()))
+
+
 class Complex(nn.Module):
     """A filter of frequencies, as in a Fourier neural operator."""
 
