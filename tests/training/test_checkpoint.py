@@ -130,6 +130,23 @@ def test_resumed_on_another_number_of_workers(runs: Runs, ranks: int) -> None:
     assert reported.epochs[-1]["perf/timed_steps"] <= 2 * STEPS, "a speed is of one number of workers"
 
 
+@pytest.mark.ci
+def test_continued_with_another_tensor_parallel_degree(tmp_path: Path) -> None:
+    sizes = {"num_heads": 4, "num_kv_heads": 4, "dim": 32, "ffn_dim": 48}
+    model = ("data.num_train=64", "task=language", "model=lm_tiny", "data=pydoc", "data.seq_len=16",
+             *(f"model.{name}={size}" for name, size in sizes.items()))  # fmt: skip
+    words = [*ADAM, "sharding=per_block"]
+    jobs = [Job(f"{tmp_path}/{tp}", [*words, f"sharding.tp={tp}"], trial=model) for tp in (1, 2)]
+    for saved, tp in (1, 1), (1, 2), (2, 1), (2, 4):
+        source = f"checkpoint.resume_from={tmp_path}/{saved}/checkpoints"
+        jobs.append(Job(f"{tmp_path}/{saved} to {tp}", [*words, f"sharding.tp={tp}", source], trial=model))
+    plain, divided, expected, *continued = run_ranks(4, train_in, jobs)[0]
+    assert apart(divided.losses, plain.losses) <= 1e-5
+    assert expected.losses[0] < plain.losses[0] - 0.1, "it goes on from the checkpoint"
+    for reported in continued:
+        assert not reported.error and apart(reported.losses, expected.losses) <= 1e-5
+
+
 def test_the_best_and_the_last_two_are_kept_and_nothing_else(runs: Runs) -> None:
     best = min(runs[1]["best"].epochs, key=lambda e: e["val/loss"])
     assert best["step"] < 6, "the case has to have its best epoch before the last two"
