@@ -10,6 +10,8 @@ from fsdp_lab.config.compare import CHECKPOINT, settings
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.model_state import CheckpointError
 
+_DIVIDES = ("model.tp_plan=", "model.block_classes=", "model.forward_methods=")  # and changes no weight
+
 
 def check_meta(meta: dict[str, Any], source: str, config: TrialConfig) -> None:
     """Refuse a checkpoint of another model, optimizer or PyTorch, naming the difference.
@@ -19,7 +21,8 @@ def check_meta(meta: dict[str, Any], source: str, config: TrialConfig) -> None:
     Raises:
         CheckpointError: they differ. DCP promises nothing between PyTorch versions.
     """
-    other = [each for each in _differences(meta, config) if each.startswith("model.")]
+    differs = [each for each in _differences(meta, config) if each.startswith("model.")]
+    other = [each for each in differs if not each.startswith(_DIVIDES)]
     if meta["optimizer"] != config.optimizer.kind:
         other.append(f"optimizer={meta['optimizer']} in the checkpoint, {config.optimizer.kind} now")
     if other:

@@ -107,11 +107,11 @@ def apply_fully_shard(
     ends = [[*last]] if last else []
     check_parameters(model, [*groups, *ends], config)
     make_contiguous(model)
-    if config.sharding.api is Api.fsdp1:
-        return
     names = {id(module): name for name, module in model.named_modules()}
     for unit in units:
         UnitHooks(unit, names[id(unit)], config)  # before FSDP2's own hooks, which run after these
+    if config.sharding.api is Api.fsdp1:
+        return
     for module in last:
         UnitHooks(module, names[id(module)], config, kept_by_default=True)
     UnitHooks(model, type(model).__name__, config, kept_by_default=True)

@@ -40,6 +40,7 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import TP_WORDS
 from fsdp_lab.training.layout import matches
 from fsdp_lab.training.torch_private import own_plan, wait_for
+from fsdp_lab.workloads.base import tensors_of
 
 
 def find_plan(model: nn.Module, config: TrialConfig) -> Mapping[str, str]:
@@ -79,6 +80,8 @@ def apply_tensor_parallel(
         given = Replicate() if name.rpartition(".")[0] in sharing else between
         styles[name] = _style(word, model.get_submodule(name), given, between, divided_loss)
     parallelize_module(model, mesh, styles, src_data_rank=None)
+    if between == Shard(1):
+        model.register_forward_pre_hook(partial(_check_length, mesh.size()), with_kwargs=True)
     for name in sharing:
         model.get_submodule(name).register_forward_pre_hook(partial(_gather_first, mesh), with_kwargs=True)
     for name in words:
@@ -178,6 +181,21 @@ def _parents_that_gather(model: nn.Module, words: Mapping[str, str]) -> set[str]
     for name, word in words.items():
         of_parent.setdefault(name.rpartition(".")[0], []).append(word)
     return {name for name, inside in of_parent.items() if name and "colwise" in inside and "sequence" not in inside}
+
+
+def _check_length(tp: int, model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Check that ranks get equal parts of a sequence: gloo and NCCL end otherwise, or wait, without a word.
+
+    Raises:
+        ModelError: they do not.
+    """
+    tensors = tensors_of((args, kwargs))
+    length = tensors[0].shape[1] if tensors and tensors[0].ndim > 1 else 0
+    if length % tp:
+        raise ModelError(
+            f"sharding.tp={tp} does not divide the {length} positions that {type(model).__name__} gets, and its plan "
+            "divides them by `sequence`; pad them to a multiple, or use a plan without `sequence`."
+        )
 
 
 def _gather_first(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> Any:

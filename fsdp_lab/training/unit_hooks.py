@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_lab.config.errors import ModelError
-from fsdp_lab.config.parallel import Dtype, ReshardPolicy
+from fsdp_lab.config.parallel import Api, Dtype, ReshardPolicy
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.torch_private import REBUILDS_INPUTS, gather_before_gradient_of
 from fsdp_lab.workloads.base import parts_of
@@ -22,6 +22,8 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 class UnitHooks:
     """Lets the backward pass of a unit begin with its parameters gathered, whatever the unit returns or keeps.
+
+    With FSDP1, only the lists and dictionaries are looked at that a unit gets.
 
     FSDP2 gathers them before the gradient of a tensor that it found in the output. It looks into tuples, lists and
     dictionaries, since PyTorch 2.15 into dataclasses, and not into other objects or attributes of modules. A view that
@@ -38,7 +40,9 @@ class UnitHooks:
         self._unit, self._name = unit, name
         keeps = (ReshardPolicy.never, ReshardPolicy.default) if kept_by_default else (ReshardPolicy.never,)
         self._frees = config.reshard_after_forward.policy not in keeps
-        self._rebuilds = REBUILDS_INPUTS or config.precision.param_dtype is not Dtype.float32
+        self._api = config.sharding.api
+        self._rebuilds = config.precision.param_dtype is not Dtype.float32
+        self._rebuilds |= REBUILDS_INPUTS and self._api is Api.fsdp2
         self._keepers: dict[tuple[nn.Module, str], None] = {}  # attributes with tensors
         self._looks = 2  # forward passes that are looked into for what they keep: it takes long
         self._before: list[tuple[Any, list[int]]] = []
@@ -52,7 +56,7 @@ class UnitHooks:
             (given, [*map(id, _parts(given))])
             for given in (*args, *kwargs.values())
             if isinstance(given, list | dict)
-            and (self._rebuilds or any(tensor.requires_grad for tensor in tensors_inside(given)))
+            and (self._rebuilds or (self._api is Api.fsdp2 and any(t.requires_grad for t in tensors_inside(given))))
         ]
 
     @torch.compiler.disable
@@ -67,10 +71,13 @@ class UnitHooks:
         for container, before in self._before:
             if before != [*map(id, _parts(container))] and not any(container is one for one in _objects(output)):
                 raise ModelError(
-                    f"{self._name} changes a {type(container).__name__} that it gets, of which FSDP2 hands it a copy, "
-                    "so the change would be lost; let it return what it adds, or use sharding=ddp or sharding=root."
+                    f"{self._name} changes a {type(container).__name__} that it gets, of which "
+                    f"{self._api.name.upper()} hands it a copy, so the change would be lost; let it return what it "
+                    "adds, or use sharding=ddp or sharding=root."
                 )
         self._before = []
+        if self._api is Api.fsdp1:
+            return
         if looks := self._looks > 0:
             self._looks -= 1
             self._keepers |= dict.fromkeys(self._find_keepers())

@@ -48,6 +48,7 @@ UNSHARDABLE = {
     f"UsesWeight {LAYER}": r"a weight of a unit is used outside .*inner\.weight.*such as root",
     f"keeps model.of_weight=true {ALWAYS}": r"blocks\.0 keeps in kept a view of its parameter inner\.weight.*clone",
     f"collects {ALWAYS}": r"blocks\.0 changes a list that it gets, of which FSDP2 hands it a copy.*sharding=root",
+    f"collects {BLOCK} sharding.api=fsdp1 precision=bf16_mixed": r"blocks\.0 changes a list .* FSDP1 hands it a copy",
     f"ReturnsWeight task.loss={HERE}.loss_of_weight {ALWAYS}": r"ReturnsWeight returns a view of .* first\.weight",
     f"methods {ALWAYS} model.forward_methods=[encod]": r"model\.forward_methods=\[encod\]: no module",
 }
