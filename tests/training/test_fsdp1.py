@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -19,6 +19,7 @@ from fsdp_lab.config import ConfigError, UserError, sharding_notes
 from fsdp_lab.config.compare import effective_settings
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.forecast.forecast import forecast_profile
+from fsdp_lab.training import fsdp1
 from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.fsdp1 import apply_fsdp1, sharding_strategy
 from fsdp_lab.training.loop import update
@@ -89,6 +90,32 @@ def test_what_fsdp1_calls_it(words: str, dims: int, expected: ShardingStrategy) 
         ndim = dims
 
     assert sharding_strategy(config(FSDP1, words), Mesh()) is expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", {"forward_prefetch": False, "limit_all_gathers": True}),
+        ("", {"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}),
+        ("sharding.forward_prefetch=1", {"forward_prefetch": True}),
+        ("sharding.backward_prefetch=0", {"backward_prefetch": None}),
+        ("sharding.limit_all_gathers=false", {"limit_all_gathers": False}),
+        # batch norm, too: it would stay in float32
+        ("precision=bf16", {"mixed_precision": MixedPrecision(
+            torch.bfloat16, torch.bfloat16, cast_forward_inputs=True, _module_classes_to_ignore=())}),
+    ],
+)  # fmt: skip
+def test_what_only_changes_speed_or_memory_reaches_fsdp1(
+    words: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mesh:
+        ndim = 1
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(fsdp1, "FullyShardedDataParallel", lambda model, **options: given.update(options))
+    trial: Any = config(FSDP1, *words.split())
+    apply_fsdp1(nn.Linear(1, 1), [], trial, Mesh(), torch.device("cpu"))  # type: ignore[arg-type]
+    assert {name: given[name] for name in expected} == expected
 
 
 def test_settings_that_are_the_same_with_fsdp1_are_one_trial() -> None:
