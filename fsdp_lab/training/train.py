@@ -87,7 +87,6 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     ranks = setup_distributed(config.offload)
     check_trial(config, ranks.world_size)
-    check_nodes(config.sharding, gather(own_node()))
     start_clean(ranks.device)
     with float32_products(config.precision, ranks.device):
         _train(config, folder, reporter, on_step_losses, storage, ranks)
@@ -101,6 +100,8 @@ def _train(
     storage: str | None,
     ranks: DistributedContext,
 ) -> None:
+    nodes = gather(own_node())
+    check_nodes(config.sharding, nodes)
     dims = build_parallel_dims(config.sharding, ranks)
     reporter.phase("loading the data")
     workload = build_workload(config.model, config.data, config.task)
@@ -128,7 +129,7 @@ def _train(
     reporter.phase("loading a checkpoint")
     checkpoints = Checkpoints(f"{storage or folder}/checkpoints", config, ranks)
     resumed_from = checkpoints.load(state)
-    facts = _facts(config, ranks, state, data, resumed_from)
+    facts = _facts(config, ranks, state, data, resumed_from, nodes)
     steps = min(steps_per_epoch * config.training.epochs, config.training.max_steps or math.inf)
     notes = [*checkpoints.notes, *notes, *facts["notes"]]
     reporter.facts({**facts, "data": config.data.name, "num_steps": int(steps), "notes": notes})
@@ -193,6 +194,7 @@ def _facts(
     state: TrainState,
     data: Data,
     resumed_from: str | None,
+    nodes: list[str],
 ) -> dict[str, Any]:
     on_cpu = ranks.device.type == "cpu"
     is_hybrid = config.sharding.dp_replicate > 1 and config.sharding.granularity is not Granularity.ddp
@@ -213,6 +215,6 @@ def _facts(
             *(cpu_notes(config) if on_cpu else gpu_notes(config, torch.cuda.is_tf32_supported())),
             *batch_norm_notes(state.model, config.sharding.dp_degree(ranks.world_size)),
             *unit_notes(state.layout, config),
-            *(node_notes(config.sharding, gather(own_node())) if is_hybrid else ()),
+            *(node_notes(config.sharding, nodes) if is_hybrid else ()),
         ],
     }

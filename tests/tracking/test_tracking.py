@@ -30,7 +30,7 @@ from tests.tracking.conftest import CHOICES, CONFIG, METRICS, Lab, lab_of
 
 def test_parameters_are_the_choices_and_then_every_key_as_typed(lab: Lab) -> None:
     in_order = trial_params(CONFIG, CHOICES, 2)
-    assert list(in_order)[:4] == ["sharding", "precision", "offload", "sharding.dp_replicate"]
+    assert list(in_order)[:4] == ["sharding", "precision", "offload", "sharding.api"]
     params = lab.sent(0, params=in_order).data.params
     assert params == in_order
     expected = {
