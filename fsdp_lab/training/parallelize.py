@@ -75,6 +75,8 @@ def apply_to_blocks(
     checkpoint_blocks(blocks, config)
     if config.compile:
         torch.compiler.reset()  # code that an earlier trial of this process compiled, for any shape if it saw several
+        # PyTorch keeps code on disk with the names of process groups in it, which are others in another mesh
+        torch.compiler.config.force_disable_caches = config.sharding.tp > 1  # type: ignore[attr-defined]
         for block in blocks:
             block.compile()
 
