@@ -226,12 +226,12 @@ LATER: Cells = {
         f"{OWN_UNITS} {FULL} sharding.blocks_per_unit=2 offload=cpu",
     ),
     "language on 4": (
-        *TP_GRID,
+        *TP_GRID[::6],
         f"{PER_BLOCK} {TP}2 {IN_CHUNKS} offload=cpu {CLIP}",
         f"{PER_BLOCK} {TP}2 sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE} "
         "sharding.separate_reduce_scatter_group=true",
         f"{PER_BLOCK} {TP}2 {TO_SIZE}2 sharding.forward_prefetch=2 sharding.backward_prefetch=1 precision=bf16_mixed",
-        f"{PER_BLOCK} {TP}2 compile=true {FULL} {ACCUMULATE}", f"{OWN_UNITS} {TP}2 {CLIP}",
+        f"{OWN_UNITS} {TP}2 {CLIP}",
     ),
     "language, tied on 4": (f"{PER_BLOCK} {TP}2 {SELECTIVE}", f"{ROOT} {TP}2 {IN_CHUNKS} init=device"),
     "language, 4 kv heads on 4": (f"{PER_BLOCK} {TP}4 {ALWAYS} {ACCUMULATE}",),
@@ -280,6 +280,7 @@ AT_NIGHT: Cells = {
     ),
     "vit on 1": ON_ONE,
     "vit on 4": ON_FOUR,
+    "language on 4": (*TP_GRID, f"{PER_BLOCK} {TP}2 compile=true {FULL} {ACCUMULATE}"),
     **dict.fromkeys(OF_TRANSFORMERS, (ROOT, *GRID, *SETTINGS, *IN_HALF)),
     "hf gpt2": (ROOT, *GRID, *SETTINGS, *IN_HALF, f"{PER_BLOCK} compile=true"),
 }  # fmt: skip
