@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from fsdp_lab.config import TrialConfig, part
 from fsdp_lab.config.parallel import Dtype, Granularity, PrecisionConfig, ReshardPolicy
@@ -58,7 +58,6 @@ def to_pytorch(
     version = tuple(int(number) for number in torch_version.split("+")[0].split(".")[:2] if number.isdigit())
     schedule, objects = config.lr_schedule, [key for key, _ in nested(config.optimizer.arguments, "optimizer")]
     constant = schedule.name is LrScheduleName.constant and not schedule.warmup_steps
-    divided_loss = "loss_parallel" in layout.tp_plan.values() and config.task.name in _IGNORED
     dp_degree = config.sharding.dp_degree(world_size)
     return templates.get_template("pytorch.py.j2").render(
         title=title.replace("\\", "/").replace('"', "'"),
@@ -71,8 +70,6 @@ def to_pytorch(
         products=[f"torch.ops.{name}" for name in MATRIX_PRODUCTS],
         saved=[f"torch.ops.{name}" for name in SAVED_OPERATORS if name not in MATRIX_PRODUCTS],
         policy=_policy(config.precision),
-        styles=_styles(layout.tp_plan, divided_loss),
-        divided_loss=divided_loss,
         strategy=_strategy(config),
         hook=_HOOKS.get(config.precision.reduce_dtype, ""),
         sync_buffers="forward_sync_buffers" if version >= (2, 15) else "broadcast_buffers",  # its name since 2.15
@@ -97,35 +94,6 @@ def _strategy(config: TrialConfig) -> str:
     if config.sharding.dp_replicate > 1:
         return "_HYBRID_SHARD_ZERO2" if is_kept else "HYBRID_SHARD"
     return "SHARD_GRAD_OP" if is_kept else "FULL_SHARD"
-
-
-def _styles(plan: Mapping[str, str], divided_loss: bool) -> dict[str, str]:
-    """Return PyTorch's styles for a plan of `training.tensor_parallel`, as code, by the names of modules."""
-    inside: dict[str, set[str]] = {}
-    for name, word in plan.items():
-        inside.setdefault(name.rpartition(".")[0], set()).add(word)
-    in_sequence = "sequence" in plan.values()
-    sharing = {name for name, words in inside.items() if name and "colwise" in words and "sequence" not in words}
-    styles = {}
-    if in_sequence:
-        prepare = "PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())"
-        styles = dict.fromkeys(sorted(sharing), prepare)
-    between = "Shard(1)" if in_sequence else "Replicate()"
-    for name, word in plan.items():
-        given = "Replicate()" if name.rpartition(".")[0] in sharing else between
-        logits = "Shard(-1), use_local_output=False" if divided_loss else "Replicate()"
-        styles[name] = {
-            "embedding rowwise": f"RowwiseParallel(input_layouts=Replicate(), output_layouts={between})",
-            "embedding colwise": f"ColwiseParallel(input_layouts=Replicate(), output_layouts={between})",
-            "colwise": f"ColwiseParallel(input_layouts={given})",
-            "rowwise": f"RowwiseParallel(output_layouts={between})",
-            "colwise_gathered": f"ColwiseParallel(input_layouts={given}, output_layouts=Replicate())",
-            "rowwise_split": f"RowwiseParallel(input_layouts=Replicate(), output_layouts={between})",
-            "sequence": "SequenceParallel()",
-            "heads": "SequenceParallel(use_local_output=True)",
-            "loss_parallel": f"ColwiseParallel(input_layouts={given}, output_layouts={logits})",
-        }[word]
-    return styles
 
 
 def _pattern(names: Sequence[str]) -> str:

@@ -58,15 +58,15 @@ def build(
     check_blocks(model, blocks, config)
     if config.precision.float8:
         to_float8(model, blocks, device)
-    plan = find_plan(model, config) if dims.tp_mesh is not None else None
-    if dims.tp_mesh is not None and plan is not None:
+    divided = None
+    if dims.tp_mesh is not None:
         in_tokens = hasattr(workload.task, "compile_loss")  # whose loss is our cross entropy
-        apply_tensor_parallel(model, plan, dims.tp_mesh, divided_loss=in_tokens)
+        divided = apply_tensor_parallel(model, find_plan(model, config), dims.tp_mesh, divided_loss=in_tokens)
     units = sharding_units(model, blocks, config.sharding)
     last = last_unit(model, blocks, config.sharding)
     apply_to_blocks(model, blocks, [*units, *last], config)
     apply_fully_shard(model, units, config, dims.mesh, last)
-    layout = describe_layout(model, units, blocks, find_unused, last, plan)
+    layout = describe_layout(model, units, blocks, find_unused, last, divided)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     materialize(model, blueprint)
     model = apply_ddp(model, config, device, find_unused)

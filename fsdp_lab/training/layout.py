@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # a report reads layouts without PyTorch
     from torch import nn
 
     from fsdp_lab.training.blocks import BlockClasses
+    from fsdp_lab.training.tensor_parallel import DividedLayers
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,9 @@ class Layout:
         blocks: names of the modules that activation checkpointing recomputes and compile compiles, in the same form.
         find_unused: whether some parameters may get no gradient.
         has_complex: whether some trained parameters are complex.
-        tp_plan: the tensor-parallel plan, whose words for embeddings begin with `embedding `; empty without one.
+        tp_styles: PyTorch's style of each layer that tensor parallelism divides, as code, by pattern of names.
+        tp_gathers: patterns of the modules that gather the sequence for their layers.
+        divided_loss: whether the loss gets logits that are divided by the vocabulary.
     """
 
     units: Sequence[str] = field(default_factory=list)
@@ -34,7 +37,9 @@ class Layout:
     find_unused: bool = False
     has_complex: bool = False
     last: Sequence[str] = field(default_factory=list)
-    tp_plan: Mapping[str, str] = field(default_factory=dict)
+    tp_styles: Mapping[str, str] = field(default_factory=dict)
+    tp_gathers: Sequence[str] = field(default_factory=list)
+    divided_loss: bool = False
 
 
 def read_layout(values: Any) -> Layout | None:
@@ -65,7 +70,7 @@ def describe_layout(
     blocks: BlockClasses,
     find_unused: bool = False,
     last: Sequence[nn.Module] = (),
-    tp_plan: Mapping[str, str] | None = None,
+    divided: DividedLayers | None = None,
 ) -> Layout:
     """Return how a model was divided.
 
@@ -73,22 +78,20 @@ def describe_layout(
         units: the modules that `apply_fully_shard` sharded, without the root.
         find_unused: whether DDP looks for parameters without a gradient.
         last: as `last_unit` returns them.
-        tp_plan: as `find_plan` returns it.
+        divided: as `apply_tensor_parallel` returns it.
     """
-    from torch.nn import Embedding
-
     from fsdp_lab.training.shardable import has_complex
 
-    names, plan = {id(module): name for name, module in model.named_modules()}, tp_plan or {}
-    tables = [name for name, module in model.named_modules() if isinstance(module, Embedding)]
-    embeddings = {pattern for pattern in plan if any(matches([pattern], name) for name in tables)}
+    names = {id(module): name for name, module in model.named_modules()}
     return Layout(
         units=shortened([names[id(unit)] for unit in units], list(names.values())),
         blocks=shortened([names[id(m)] for m in model.modules() if isinstance(m, blocks)], list(names.values())),
         find_unused=find_unused,
         has_complex=has_complex(model),
         last=shortened([names[id(module)] for module in last], list(names.values())),
-        tp_plan={pattern: f"embedding {word}" if pattern in embeddings else word for pattern, word in plan.items()},
+        tp_styles=divided.styles if divided else {},
+        tp_gathers=shortened(divided.gathers, list(names.values())) if divided else [],
+        divided_loss=divided is not None and divided.loss,
     )
 
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,31 @@ from fsdp_lab.training.torch_private import own_plan, wait_for
 from fsdp_lab.workloads.base import tensors_of
 
 
+class DividedLayers(NamedTuple):
+    """How layers were divided: see `Layout`.
+
+    Attributes:
+        styles: as `Layout.tp_styles`.
+        gathers: the names of the modules that gather the sequence.
+        loss: whether the loss gets logits that are divided by the vocabulary.
+    """
+
+    styles: Mapping[str, str]
+    gathers: Sequence[str]
+    loss: bool
+
+
+class _Style(NamedTuple):
+    """A style of PyTorch's."""
+
+    kind: type[ParallelStyle]
+    options: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        """Return the code that makes it."""
+        return f"{self.kind.__name__}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+
+
 def find_plan(model: nn.Module, config: TrialConfig) -> Mapping[str, str]:
     """Return the plan of a model: that of the configuration, else its own attribute `_tp_plan`.
 
@@ -60,8 +85,8 @@ def find_plan(model: nn.Module, config: TrialConfig) -> Mapping[str, str]:
 
 def apply_tensor_parallel(
     model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, divided_loss: bool = True
-) -> None:
-    """Divide the layers of a model among the ranks of a mesh, in place; before `fully_shard`.
+) -> DividedLayers:
+    """Divide the layers of a model among the ranks of a mesh, in place; before `fully_shard`. Return how.
 
     Args:
         model: on `meta`.
@@ -79,7 +104,8 @@ def apply_tensor_parallel(
     for name, word in words.items():
         given = Replicate() if name.rpartition(".")[0] in sharing else between
         styles[name] = _style(word, model.get_submodule(name), given, between, divided_loss)
-    parallelize_module(model, mesh, styles, src_data_rank=None)
+    made = {name: style.kind(**style.options) for name, style in styles.items()}
+    parallelize_module(model, mesh, made, src_data_rank=None)
     if between == Shard(1):
         model.register_forward_pre_hook(partial(_check_length, mesh.size()), with_kwargs=True)
     for name in sharing:
@@ -94,6 +120,8 @@ def apply_tensor_parallel(
     # that it reduces norms over one dimension after the other, and that layers return views: see `UnitHooks`
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+    code = {pattern: next(str(styles[name]) for name in words if matches([pattern], name)) for pattern in plan}
+    return DividedLayers(code, sorted(sharing), divided_loss and "loss_parallel" in words.values())
 
 
 def _words_by_name(model: nn.Module, plan: Mapping[str, str], tp: int) -> dict[str, str]:
@@ -144,7 +172,7 @@ def _check_module(name: str, module: nn.Module, word: str, tp: int) -> None:
         )
 
 
-def _style(word: str, module: nn.Module, given: Placement, between: Placement, divided_loss: bool) -> ParallelStyle:
+def _style(word: str, module: nn.Module, given: Placement, between: Placement, divided_loss: bool) -> _Style:
     """Return PyTorch's style of a word.
 
     Args:
@@ -152,24 +180,24 @@ def _style(word: str, module: nn.Module, given: Placement, between: Placement, d
         between: how outputs that are not divided by features are divided.
     """
     if isinstance(module, nn.Embedding):
-        style = RowwiseParallel if word == "rowwise" else ColwiseParallel
-        return style(input_layouts=Replicate(), output_layouts=between)
+        kind = RowwiseParallel if word == "rowwise" else ColwiseParallel
+        return _Style(kind, {"input_layouts": Replicate(), "output_layouts": between})
     match word:
         case "colwise":
-            return ColwiseParallel(input_layouts=given)
+            return _Style(ColwiseParallel, {"input_layouts": given})
         case "rowwise":
-            return RowwiseParallel(output_layouts=between)
+            return _Style(RowwiseParallel, {"output_layouts": between})
         case "colwise_gathered":
-            return ColwiseParallel(input_layouts=given, output_layouts=Replicate())
+            return _Style(ColwiseParallel, {"input_layouts": given, "output_layouts": Replicate()})
         case "rowwise_split":
-            return RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+            return _Style(RowwiseParallel, {"input_layouts": Replicate(), "output_layouts": between})
         case "sequence":
-            return SequenceParallel()
+            return _Style(SequenceParallel, {})
         case "heads":  # whichever dimension its heads are in, but the last
-            return SequenceParallel(use_local_output=True)
+            return _Style(SequenceParallel, {"use_local_output": True})
         case _:
-            divided = Shard(-1) if divided_loss else Replicate()
-            return ColwiseParallel(input_layouts=given, output_layouts=divided, use_local_output=not divided_loss)
+            outputs = {"output_layouts": Shard(-1) if divided_loss else Replicate()}
+            return _Style(ColwiseParallel, {"input_layouts": given, **outputs, "use_local_output": not divided_loss})
 
 
 def _parents_that_gather(model: nn.Module, words: Mapping[str, str]) -> set[str]:

@@ -8,7 +8,6 @@ import re
 import runpy
 import tempfile
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,9 +17,9 @@ import torch
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.report.pytorch import to_pytorch
-from fsdp_lab.training.layout import Layout
+from fsdp_lab.training.layout import Layout, describe_layout
 from fsdp_lab.workloads.build import build_task
-from fsdp_lab.workloads.language.llama import Llama
+from fsdp_lab.workloads.language.llama import Block, Llama
 from tests.conftest import ROOT
 from tests.ranks import Memo, config, run_ranks, selected
 
@@ -158,15 +157,24 @@ def test_the_pasted_function_trains_as_the_trial(results: dict[str, dict[str, An
     assert {*imported} <= {"torch", "re", "functools"}, "the script is its user's: it has no fsdp_lab"
 
 
-def train_language(code: str) -> tuple[list[float], list[float]]:
-    """The losses of a pasted function and its step on a quarter of the ranks' tokens each pair, and of one process."""
+def train_language(*words: str) -> tuple[list[float], list[float], str]:
+    """The losses of a pasted function and its step on two by two ranks, of one process, and the pasted code."""
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from fsdp_lab.training.tensor_parallel import apply_tensor_parallel
 
     sizes = {"vocab_size": 32, "dim": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 24}
     models = []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(Llama(**sizes, tied=True))  # type: ignore[arg-type]
+    with torch.device("meta"):
+        model = Llama(**sizes, tied=True)  # type: ignore[arg-type]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    divided = apply_tensor_parallel(model, Llama._tp_plan, mesh)
+    layout = describe_layout(model, [*model.blocks], (Block,), divided=divided)
+    code = to_pytorch("Trial 0", config(*" ".join(words).split()), layout, 4, "2.15.0")
     rows = torch.randint(32, (3, 4, 9), generator=torch.Generator().manual_seed(1))
     losses, expected = list[torch.Tensor](), list[float]()
 
@@ -193,17 +201,17 @@ def train_language(code: str) -> tuple[list[float], list[float]]:
         expected.append(loss.item())
     total = torch.stack([loss.full_tensor() for loss in losses]).detach() / dist.get_world_size()  # type: ignore[operator]
     dist.all_reduce(total)
-    return total.tolist(), expected
+    return total.tolist(), expected, code
 
 
 @pytest.mark.ci
-def test_the_pasted_function_divides_layers_and_loss_as_the_trial() -> None:
+@pytest.mark.parametrize(
+    "more", ["", pytest.param("compile=true compile_loss=false", marks=pytest.mark.full)], ids=["eager", "compiled"]
+)
+def test_the_pasted_function_divides_layers_and_loss_as_the_trial(more: str) -> None:
     """On two by two ranks, which share embedding and head."""
-    words = ("task=language", "model=lm_tiny", "sharding=per_block", "sharding.tp=2", "optimizer.lr=0.01")
-    plan = {**Llama._tp_plan, "embedding": "embedding rowwise"}
-    layout = replace(LAYOUT, tp_plan=plan)
-    code = to_pytorch("Trial 0", config(*words, "training.max_grad_norm=0.5"), layout, 4, "2.15.0")
-    for got, expected in run_ranks(4, train_language, code):
+    words = "task=language model=lm_tiny sharding=per_block sharding.tp=2 optimizer.lr=0.01 training.max_grad_norm=0.5"
+    for got, expected, code in run_ranks(4, train_language, words, more):
         assert got == pytest.approx(expected, abs=TOLERANCE), code
 
 
