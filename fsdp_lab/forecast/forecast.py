@@ -214,6 +214,12 @@ def forecast_step(
             "sharding.api=fsdp1 with offload=cpu has no forecast for a GPU: FSDP1 moves parameters between devices in "
             "place, which tensors without memory cannot; measure this trial with memory_profile=peaks."
         )
+    if cuda and not config.sharding.limit_all_gathers:
+        raise UserError(
+            "sharding.limit_all_gathers=false has no forecast for a GPU: how many units have their parameters at once "
+            "depends on how far the host runs ahead; measure this trial with memory_profile=peaks, or forecast "
+            "sharding.limit_all_gathers=true."
+        )
     device = ACCELERATOR if cuda else HOST
     for name in ("torch._subclasses.fake_tensor", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they tell is raised, too, or is of no GPU here

@@ -17,7 +17,7 @@ from fsdp_lab.config.trial import TrialConfig
 
 _FREED = "out of bounds for storage of size 0"
 _MIXED = "mixed torch.Tensor and DTensor"
-_FLAT = ("got 1-D tensor", "must be 2-D")  # the part of a weight that a rank keeps
+_FLAT = ("got 1-D tensor", "must be 2-D", "size mismatch, got input")  # the part of a weight that a rank keeps
 _IDLE = "but current state is TrainingState.IDLE"
 _METHODS = "name a method that uses them with model.forward_methods=[...], "
 _WAITS = "finished reduction in the prior iteration"
@@ -52,11 +52,23 @@ def _why(error: Exception, config: TrialConfig, forward: bool) -> str | None:
     text, sharding, api = str(error), f"sharding={config.sharding.granularity.name}", config.sharding.api_name
     is_flat = config.sharding.api is Api.fsdp1
     at = _at(error.__cause__ or error)
-    if forward and (_MIXED in text or (is_flat and any(words in text for words in _FLAT))):
+    if _MIXED in text and (tp := config.sharding.tp) > 1:
         return (
-            f"{sharding}: a weight of a unit is used outside of it{at}, but {api} gathers the weights of a unit for "
-            f"its forward pass only; {'' if is_flat else _METHODS}call the module that holds the weight, or use a "
-            "coarser sharding, such as root."
+            f"sharding.tp={tp}: a tensor that is divided among ranks meets a whole one{at}; call modules that "
+            "model.tp_plan names instead of using their weights, and name no module whose weight or output other code "
+            f"needs whole (a head gives whole logits by colwise_gathered); or use sharding.tp=1 with {sharding}."
+        )
+    if forward and _MIXED in text:
+        return (
+            f"{sharding}: a weight of a unit is used outside of it{at}, but FSDP2 gathers the weights of a unit for "
+            f"its forward pass only; {_METHODS}call the module that holds the weight, or use a coarser sharding, such "
+            "as root."
+        )
+    if forward and is_flat and any(words in text for words in _FLAT):
+        return (
+            f"{sharding} sharding.api=fsdp1: {text.rstrip('.')}{at}. If that is a weight of a unit used outside of it: "
+            "FSDP1 gathers the weights of a unit for its forward pass only, and keeps a flat part else; call the "
+            "module that holds the weight, or use a coarser sharding, such as root."
         )
     if is_flat and (_FREED in text or _IDLE in text):
         return (

@@ -172,6 +172,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     assert run_ranks(2, _scales_after_an_overflow) == [[[65536.0, 32768.0, True]] * 4] * 2
 
 
+def test_gathers_without_a_limit_have_no_forecast_for_a_gpu() -> None:
+    trial = config(FSDP1, "sharding.limit_all_gathers=false")
+    with pytest.raises(UserError, match=r"limit_all_gathers=false has no forecast for a GPU: .* how far the host runs"):
+        forecast_profile(trial, 2, cuda=True)
+    assert forecast_profile(trial, 2, cuda=False).peaks == forecast_profile(config(FSDP1), 2, cuda=False).peaks
+
+
 def test_offload_has_no_forecast_for_a_gpu_and_says_why() -> None:
     trial = config(FSDP1, "offload=cpu")
     with pytest.raises(UserError, match=r"sharding\.api=fsdp1 with offload=cpu has no forecast for a GPU"):

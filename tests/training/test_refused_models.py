@@ -28,6 +28,7 @@ ALWAYS = f"{BLOCK} reshard_after_forward=always"
 HERE = unusual.__name__
 
 HEADS = 'model.tp_plan={"blocks.*.inner.query":colwise,"blocks.*.inner.out":rowwise}'
+INNER = 'sharding.tp=2 model.tp_plan={"blocks.*.inner":colwise_gathered}'
 COMPLEX = r"parameter blocks\.0\.inner\.filter is complex64: .*optimizer=sgd precision=fp32.*view_as_real"
 # A model of `unusual.py` and a setting: what a forecast of it says.
 UNSHARDABLE = {
@@ -46,6 +47,8 @@ UNSHARDABLE = {
     f"methods {ALWAYS} activation_checkpointing=full": r"outside of it .*unusual\.py:\d+: .*forward_methods",
     f"UsesWeight {ALWAYS}": r"a weight of a unit is used outside .*self\.blocks\[1\]\.inner\.weight",
     f"UsesWeight {LAYER}": r"a weight of a unit is used outside .*inner\.weight.*such as root",
+    f"UsesWeight {BLOCK} sharding.api=fsdp1": r"fsdp1: .*size mismatch, .*\.inner\.weight.*If that is a weight of",
+    f"UsesWeight {ALWAYS} {INNER}": r"sharding\.tp=2: a tensor that is divided .* whole one .*\.inner\.weight.*plan",
     f"keeps model.of_weight=true {ALWAYS}": r"blocks\.0 keeps in kept a view of its parameter inner\.weight.*clone",
     f"collects {ALWAYS}": r"blocks\.0 changes a list that it gets, of which FSDP2 hands it a copy.*sharding=root",
     f"collects {BLOCK} sharding.api=fsdp1 precision=bf16_mixed": r"blocks\.0 changes a list .* FSDP1 hands it a copy",
