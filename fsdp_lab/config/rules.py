@@ -282,6 +282,8 @@ def _check_tensor_parallel(trial: TrialConfig, num_workers: int) -> None:
 def _tp_sizes(trial: TrialConfig, plan: Mapping[str, str]) -> dict[str, int]:
     """Return the sizes that tensor parallelism divides, as far as keys and configurations show them."""
     sizes = {f"model.{name}": size for name, size in trial.model.tp_sizes().items()}
+    if "rowwise_split" in plan.values():  # each rank has all heads
+        sizes = {name: size for name, size in sizes.items() if "heads" not in name}
     length = argument(trial.data.function(), trial.data.arguments, "seq_len")
     if "sequence" in plan.values() and isinstance(length, int):
         sizes["data.seq_len"] = length

@@ -75,6 +75,16 @@ def test_a_tensor_parallel_plan_is_that_of_transformers() -> None:
         causal_lm.tp_plan({"model_type": "mixtral", **sizes})
 
 
+def test_a_plan_that_gathers_heads_takes_a_degree_that_does_not_divide_them(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    sizes = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "pad_token_id": 0}
+    file.write_text(json.dumps({"model_type": "phi3", **sizes, "num_attention_heads": 6}))
+    words = ("task=language", "model=hf_causal_lm", f"model.config={file}", "data.vocab_size=64")
+    check_trial(config(*words, "data=synthetic_tokens", "sharding=per_block", "sharding.tp=4"), 4)
+    with pytest.raises(UserError, match=r"tp=3 does not divide .*use one of 1\."):
+        check_trial(config(*words, "data=synthetic_tokens", "sharding=per_block", "sharding.tp=3"), 3)
+
+
 def gradients_of_norms(divided: bool) -> dict[str, torch.Tensor]:
     """Of Qwen3's heads, alone or with its layers divided among the ranks."""
     torch.manual_seed(0)
