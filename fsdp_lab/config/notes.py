@@ -58,11 +58,10 @@ def sharding_notes(config: TrialConfig) -> Iterator[str]:
 
 def _fsdp1_notes(config: TrialConfig) -> Iterator[str]:
     """Yield a sentence for each setting that FSDP1 treats unlike FSDP2."""
-    training, precision, granularity = config.training, config.precision, config.sharding.granularity
-    policy = config.reshard_after_forward.policy
-    if policy is ReshardPolicy.always or (policy is ReshardPolicy.default and granularity is Granularity.root):
+    training, precision = config.training, config.precision
+    if config.reshard_after_forward.policy is ReshardPolicy.always:
         yield (
-            f"sharding.api=fsdp1 with reshard_after_forward={policy.name}: FSDP1 keeps the root's parameters after the "
+            "sharding.api=fsdp1 with reshard_after_forward=always: FSDP1 keeps the root's parameters after the "
             "forward pass (FULL_SHARD)."
         )
     adds_up = training.grad_accum_steps > 1 and not training.sync_each_microbatch
