@@ -240,19 +240,27 @@ def test_what_a_gpu_needs_beside_its_tensors_is_named():
 
 
 @pytest.mark.parametrize(
-    ("cuda", "capacity"), [(False, 40 * 2**20), pytest.param(True, 2 * 2**30, marks=pytest.mark.ci)]
-)
-def test_the_largest_microbatch_fits_and_the_next_does_not(cuda: bool, capacity: int):
-    trial = config("model=mlp", "training.grad_accum_steps=2")
-    most = forecast(trial, 2, cuda, capacity, largest=True).largest_microbatch
+    ("words", "workers", "cuda", "capacity"),
+    [
+        ("model=mlp", 2, False, 40 * 2**20),
+        pytest.param("model=mlp", 2, True, 2 * 2**30, marks=pytest.mark.ci),
+        pytest.param(  # two pairs of workers
+            "task=language model=lm_tiny model.num_layers=1 data=pydoc sharding.tp=2", 4, False, 6 * 2**20,
+            marks=pytest.mark.ci,
+        ),
+    ],
+)  # fmt: skip
+def test_the_largest_microbatch_fits_and_the_next_does_not(words: str, workers: int, cuda: bool, capacity: int):
+    trial = config(*words.split(), "training.grad_accum_steps=2")
+    most = forecast(trial, workers, cuda, capacity, largest=True).largest_microbatch
     assert most
 
     def needs(size: int) -> int:
         batch = replace(trial.training, global_batch_size=size * 2 * 2)
-        return forecast(replace(trial, training=batch), 2, cuda).needed_bytes
+        return forecast(replace(trial, training=batch), workers, cuda).needed_bytes
 
     assert needs(most) <= capacity < needs(most + 1)
-    assert forecast(trial, 2, cuda, 1000, largest=True).largest_microbatch == 0, "not even the parameters fit"
+    assert forecast(trial, workers, cuda, 1000, largest=True).largest_microbatch == 0, "not even the parameters fit"
 
 
 def test_an_optimizer_that_reads_a_value_has_no_forecast():

@@ -27,6 +27,10 @@ SAME_RANKS: dict[str, list[str]] = {
     "async": [ASYNC, "optimizer=adamw", "lr_schedule=step", "lr_schedule.gamma=0.5"],
     "fp16_mixed_offload": [ASYNC, "precision=fp16_mixed", "offload=cpu", "init=meta", "sharding=root"],
     "ddp": [*ADAM, "sharding=ddp"],
+    "fsdp1_fp16_offload": [
+        ASYNC, *SCALER, "sharding.api=fsdp1", "sharding=per_layer", "offload=cpu", "reshard_after_forward=never",
+        "training.max_grad_norm=0.5", "optimizer=adamw",
+    ],
 }  # fmt: skip
 COSINE_LAYERS = [*ADAM, "sharding=per_layer", *COSINE]  # is resumed on other numbers of ranks
 # Seven epochs of one step; each epoch's learning rate is four times the last one's.
@@ -102,7 +106,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 @pytest.mark.parametrize(
     "same",
     ["adam", "own_lion_fp16_cosine",
-     *(pytest.param(name, marks=pytest.mark.ci) for name in ("async", "ddp", "fp16_mixed_offload"))],
+     *(pytest.param(name, marks=pytest.mark.ci) for name in [*SAME_RANKS][2:])],
 )  # fmt: skip
 def test_stopped_and_resumed_is_uninterrupted(runs: Runs, same: str) -> None:
     whole, stopped, resumed = (runs[1][f"{same} {part}"] for part in ("whole", "stopped", "resumed"))
