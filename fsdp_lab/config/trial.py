@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fsdp_lab.config.key import at_least_one, key, not_negative
-from fsdp_lab.config.parallel import OffloadConfig, PrecisionConfig, ReshardConfig, ShardingConfig
+from fsdp_lab.config.parallel import OffloadConfig, PrecisionConfig, ReshardConfig, ReshardPolicy, ShardingConfig
 from fsdp_lab.config.training import (
     ActivationCheckpointing,
     CheckpointConfig,
@@ -59,6 +59,14 @@ class TrialConfig:
         """Return whether the loss is compiled: that of tokens, from all logits at once."""
         of_logits = self.task.name in ("language", "seq2seq") and self.task.loss_chunks == 1
         return self.compile and self.compile_loss and of_logits
+
+    @property
+    def fsdp1_strategy(self) -> str:
+        """Return FSDP1's word for `reshard_after_forward` and `sharding.dp_replicate`, a name of `ShardingStrategy`."""
+        keeps = self.reshard_after_forward.policy is ReshardPolicy.never
+        if self.sharding.dp_replicate > 1:
+            return "_HYBRID_SHARD_ZERO2" if keeps else "HYBRID_SHARD"
+        return "SHARD_GRAD_OP" if keeps else "FULL_SHARD"
 
     def code(self) -> list[str]:
         """Return the dotted paths to the user's code that this trial calls."""

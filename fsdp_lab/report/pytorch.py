@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp_lab.config import TrialConfig, part
-from fsdp_lab.config.parallel import Dtype, Granularity, PrecisionConfig, ReshardPolicy
+from fsdp_lab.config.parallel import Dtype, Granularity, PrecisionConfig
 from fsdp_lab.config.target import nested
 from fsdp_lab.config.training import (
     MATRIX_PRODUCTS,
@@ -70,7 +70,6 @@ def to_pytorch(
         products=[f"torch.ops.{name}" for name in MATRIX_PRODUCTS],
         saved=[f"torch.ops.{name}" for name in SAVED_OPERATORS if name not in MATRIX_PRODUCTS],
         policy=_policy(config.precision),
-        strategy=_strategy(config),
         hook=_HOOKS.get(config.precision.reduce_dtype, ""),
         sync_buffers="forward_sync_buffers" if version >= (2, 15) else "broadcast_buffers",  # its name since 2.15
         microbatch=config.training.global_batch_size // dp_degree // config.training.grad_accum_steps,
@@ -86,14 +85,6 @@ def _policy(precision: PrecisionConfig) -> str:
     if precision.param_dtype is Dtype.float32:
         dtypes = {key: dtype for key, dtype in dtypes.items() if dtype is not Dtype.float32}
     return ", ".join(f"{key}=torch.{dtype.value}" for key, dtype in dtypes.items())
-
-
-def _strategy(config: TrialConfig) -> str:
-    """Return the name of FSDP1's `ShardingStrategy`."""
-    is_kept = config.reshard_after_forward.policy is ReshardPolicy.never
-    if config.sharding.dp_replicate > 1:
-        return "_HYBRID_SHARD_ZERO2" if is_kept else "HYBRID_SHARD"
-    return "SHARD_GRAD_OP" if is_kept else "FULL_SHARD"
 
 
 def _pattern(names: Sequence[str]) -> str:

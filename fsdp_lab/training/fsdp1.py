@@ -19,10 +19,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from fsdp_lab.config.parallel import Api, OffloadTarget, PrecisionConfig, ReshardPolicy
+from fsdp_lab.config.parallel import Api, OffloadTarget, PrecisionConfig
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.parallelize import mp_policy
-from fsdp_lab.training.torch_private import HYBRID_ZERO2
 
 
 def apply_fsdp1(
@@ -43,11 +42,11 @@ def apply_fsdp1(
     prefetches_back = config.sharding.backward_prefetch != 0
     own = set(units)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # a note says it
+        warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # for one rank, which shards nothing
         return FullyShardedDataParallel(
             model,
             device_mesh=mesh,
-            sharding_strategy=sharding_strategy(config, mesh),
+            sharding_strategy=ShardingStrategy[config.fsdp1_strategy],
             cpu_offload=CPUOffload(offload_params=offloads),
             auto_wrap_policy=CustomPolicy(lambda module: module in own),
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE if prefetches_back else None,
@@ -57,14 +56,6 @@ def apply_fsdp1(
             limit_all_gathers=config.sharding.limit_all_gathers,
             use_orig_params=True,
         )
-
-
-def sharding_strategy(config: TrialConfig, mesh: DeviceMesh) -> ShardingStrategy:
-    """Return FSDP1's word for `reshard_after_forward` and `dp_replicate`."""
-    keeps, is_hybrid = config.reshard_after_forward.policy is ReshardPolicy.never, mesh.ndim > 1
-    if is_hybrid:
-        return HYBRID_ZERO2 if keeps else ShardingStrategy.HYBRID_SHARD
-    return ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD
 
 
 def mixed_precision(precision: PrecisionConfig) -> MixedPrecision:

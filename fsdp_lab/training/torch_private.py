@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._tools.common_utils import get_untyped_storages
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, _common_utils
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _common_utils
 from torch.distributed.fsdp import _fully_shard as fsdp_package
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import debug
@@ -71,7 +71,6 @@ NAMES = (
     Name("torch.nn", "Module._compiled_call_impl"),
 )
 
-HYBRID_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 GATHER, SCATTER = torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default  # output, input
 FLAT_GATHER = torch.ops.c10d.allgather_.default  # FSDP1's, of tensors on a CPU
 CAST = torch.ops.aten._to_copy.default

@@ -220,6 +220,8 @@ def test_the_pasted_function_divides_layers_and_loss_as_the_trial(more: str) -> 
     [
         ("precision=float8 sharding=per_layer", "convert_to_float8_training(model", "fully_shard("),
         ("precision=tf32 sharding=ddp", 'torch.set_float32_matmul_precision("high")', "DistributedDataParallel("),
+        # an overflow on one rank of a pair skips the step of both
+        ("sharding=per_block sharding.tp=2 precision=fp16", "import ShardedGradScaler", "scaler = ShardedGradScaler("),
         ("lr_schedule=cosine", "Not included: lr_schedule=cosine.", "def parallelize(model):"),
         ("sharding=per_block", "parameter.data = parameter.data.contiguous()", "fully_shard(unit, **options)"),
         ("sharding=per_block sharding.embeddings=own", "fully_shard(unit, **options)",

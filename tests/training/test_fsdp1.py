@@ -21,7 +21,7 @@ from fsdp_lab.config.rules import check_trial
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.training import fsdp1
 from fsdp_lab.training.checkpoint import TrainState
-from fsdp_lab.training.fsdp1 import apply_fsdp1, sharding_strategy
+from fsdp_lab.training.fsdp1 import apply_fsdp1
 from fsdp_lab.training.loop import update
 from fsdp_lab.training.optimizer import build_scaler
 from fsdp_lab.training.parallelize import sharding_units
@@ -76,20 +76,17 @@ def test_units_are_those_of_pytorchs_policies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "dims", "expected"),
+    ("words", "expected"),
     [
-        ("reshard_after_forward=always", 1, ShardingStrategy.FULL_SHARD),
-        ("reshard_after_forward=default", 1, ShardingStrategy.FULL_SHARD),
-        ("reshard_after_forward=never", 1, ShardingStrategy.SHARD_GRAD_OP),
-        ("reshard_after_forward=default", 2, ShardingStrategy.HYBRID_SHARD),
-        ("reshard_after_forward=never", 2, ShardingStrategy._HYBRID_SHARD_ZERO2),
+        ("reshard_after_forward=always", ShardingStrategy.FULL_SHARD),
+        ("reshard_after_forward=default", ShardingStrategy.FULL_SHARD),
+        ("reshard_after_forward=never", ShardingStrategy.SHARD_GRAD_OP),
+        ("reshard_after_forward=default sharding.dp_replicate=2", ShardingStrategy.HYBRID_SHARD),
+        ("reshard_after_forward=never sharding.dp_replicate=2", ShardingStrategy._HYBRID_SHARD_ZERO2),
     ],
 )
-def test_what_fsdp1_calls_it(words: str, dims: int, expected: ShardingStrategy) -> None:
-    class Mesh:
-        ndim = dims
-
-    assert sharding_strategy(config(FSDP1, words), Mesh()) is expected  # type: ignore[arg-type]
+def test_what_fsdp1_calls_it(words: str, expected: ShardingStrategy) -> None:
+    assert ShardingStrategy[config(FSDP1, *words.split()).fsdp1_strategy] is expected
 
 
 @pytest.mark.parametrize(
@@ -172,15 +169,18 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     assert run_ranks(2, _scales_after_an_overflow) == [[[65536.0, 32768.0, True]] * 4] * 2
 
 
-def test_gathers_without_a_limit_have_no_forecast_for_a_gpu() -> None:
-    trial = config(FSDP1, "sharding.limit_all_gathers=false")
-    with pytest.raises(UserError, match=r"limit_all_gathers=false has no forecast for a GPU: .* how far the host runs"):
-        forecast_profile(trial, 2, cuda=True)
-    assert forecast_profile(trial, 2, cuda=False).peaks == forecast_profile(config(FSDP1), 2, cuda=False).peaks
-
-
-def test_offload_has_no_forecast_for_a_gpu_and_says_why() -> None:
-    trial = config(FSDP1, "offload=cpu")
-    with pytest.raises(UserError, match=r"sharding\.api=fsdp1 with offload=cpu has no forecast for a GPU"):
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("offload=cpu", r"sharding\.api=fsdp1 with offload=cpu has no forecast for a GPU: FSDP1 moves parameters"),
+        (
+            "sharding.limit_all_gathers=false",
+            r"limit_all_gathers=false has no .* how far the host runs ahead",
+        ),
+    ],
+)
+def test_what_has_no_forecast_for_a_gpu_says_why(words: str, why: str) -> None:
+    trial = config(FSDP1, words)
+    with pytest.raises(UserError, match=why):
         forecast_profile(trial, 2, cuda=True)
     assert forecast_profile(trial, 2, cuda=False).peaks == forecast_profile(config(FSDP1), 2, cuda=False).peaks
