@@ -6,6 +6,9 @@ three steps decide: ViTs, language models, batch norm and dropout agree in them 
 our optimizers; one of the user's may round by shards, as those with states in 8 bits do. After them a difference counts
 only in the validation loss of an epoch whose training still agrees, where batch norm's statistics are within 1e-3. A
 record without its first steps is judged by the first epoch that differs.
+
+With another `sharding.tp` a batch has other parts, which dropout, batch norm and `optimizer.scale_lr` depend on: then
+trials are not compared.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _FEWEST_UNITS = ("ddp", "root", "per_block", "size_based", "per_layer")
 _LAYOUT = ("sharding", "activation_checkpointing", "activation_checkpointing_every")
 _OTHERS = ("reshard_after_forward", "offload", "repeat", "memory_profile", "profile_trace", "export",
            "training.sync_each_microbatch", "training.timing_warmup_steps")  # fmt: skip
-_FACTS = ("world_size", "device", "data_digest")
+_FACTS = ("world_size", "dp_degree_of_losses", "device", "data_digest")
 
 Values = tuple[tuple[str, str], ...]
 
@@ -77,8 +80,10 @@ def check_itself(trials: Sequence[TrialRecord], axes: Sequence[str]) -> SelfChec
     groups: dict[tuple[Values, Values], list[TrialRecord]] = {}
     for trial in sorted(trials, key=_simplicity):
         if trial.epochs and _is_float32(trial):
-            facts = tuple((key, str(trial.facts.get(key, ""))) for key in _FACTS)
-            groups.setdefault((_without(trial, axes, (*_LAYOUT, *_OTHERS)), facts), []).append(trial)
+            facts = [(key, str(trial.facts.get(key, ""))) for key in _FACTS]
+            # which `${per_worker:2}` makes of the number of workers and of sharding.tp
+            facts.append(("batch", str(trial.config.training.global_batch_size) if trial.config else ""))
+            groups.setdefault((_without(trial, axes, (*_LAYOUT, *_OTHERS)), tuple(facts)), []).append(trial)
     different: dict[int, Difference] = {}
     agreeing = [_compare(group, axes, different) for group in groups.values()]
     layouts = {trial.number: _without(trial, axes, ("precision", *_OTHERS)) for trial in trials}

@@ -83,6 +83,12 @@ def _check_every(num_blocks: int, config: TrialConfig) -> None:
         )
 
 
+def loss_depends_on_dp_degree(model: nn.Module, scales_lr: bool) -> bool:
+    """Return whether losses depend on how many parts a batch has: by dropout, batch norm or the learning rate."""
+    draws = any("Dropout" in type(m).__name__ and getattr(m, "p", 0.0) > 0 for m in model.modules())
+    return draws or scales_lr or bool(batch_norm_notes(model, 2))
+
+
 def batch_norm_notes(model: nn.Module, dp_degree: int) -> list[str]:
     """Return a note about batch norm where ranks differ in samples; an empty list if none do, or without batch norm."""
     kinds = {

@@ -19,7 +19,7 @@ from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.rules import check_nodes, check_trial
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.machine.hardware import allocator_settings
-from fsdp_lab.training.blocks import batch_norm_notes
+from fsdp_lab.training.blocks import batch_norm_notes, loss_depends_on_dp_degree
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
 from fsdp_lab.training.data import build_loaders, load_data
@@ -197,10 +197,13 @@ def _facts(
     nodes: list[str],
 ) -> dict[str, Any]:
     on_cpu = ranks.device.type == "cpu"
+    dp_degree = config.sharding.dp_degree(ranks.world_size)
+    depends = loss_depends_on_dp_degree(state.model, config.optimizer.scale_lr)
     is_hybrid = config.sharding.dp_replicate > 1 and config.sharding.granularity is not Granularity.ddp
     return {
         "device": ranks.device_name,
         "world_size": ranks.world_size,
+        "dp_degree_of_losses": dp_degree if depends else None,
         "num_params": state.num_params,
         "torch": str(torch.__version__),
         "allocator_settings": "" if on_cpu else allocator_settings(),
@@ -213,7 +216,7 @@ def _facts(
             *sharding_notes(config),
             *memory_notes(config),
             *(cpu_notes(config) if on_cpu else gpu_notes(config, torch.cuda.is_tf32_supported())),
-            *batch_norm_notes(state.model, config.sharding.dp_degree(ranks.world_size)),
+            *batch_norm_notes(state.model, dp_degree),
             *unit_notes(state.layout, config),
             *(node_notes(config.sharding, nodes) if is_hybrid else ()),
         ],

@@ -74,11 +74,17 @@ def test_validation_is_compared_where_its_epochs_training_agrees(val: float, exp
 
 NARROW = SweepConfig()
 NARROW.precision.reduce_dtype = type(NARROW.precision.reduce_dtype).bfloat16
+LARGE = SweepConfig()
+LARGE.training.global_batch_size *= 2
 DDP = one(0, "sharding=ddp")
 OTHER = one(1, "sharding=root", WRONG)
 CASES: dict[str, Sequence[TrialRecord]] = {
     "seeds": (one(0, "sharding=ddp training.seed=0"), one(1, "sharding=root training.seed=1", WRONG)),
     "workers": (replace(DDP, facts={"world_size": 2}), replace(OTHER, facts={"world_size": 4})),
+    "parts of a batch, for dropout": (
+        replace(DDP, facts={"dp_degree_of_losses": 4}), replace(OTHER, facts={"dp_degree_of_losses": 2}),
+    ),
+    "batches": (replace(DDP, config=LARGE), replace(OTHER, config=SweepConfig())),
     "data": (replace(DDP, facts={"data_digest": "a"}), replace(OTHER, facts={"data_digest": "b"})),
     "precision": (one(0, "sharding=ddp precision=bf16"), one(1, "sharding=root precision=bf16", WRONG)),
     "a typed precision": (DDP, replace(OTHER, overrides=["precision=fp16_mixed"])),
