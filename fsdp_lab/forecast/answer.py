@@ -99,8 +99,13 @@ def answers(
         predicted=True,
     )
     made = []
-    for _, some in frame.groupby(combinations(frame, conditions)):
+    # which `${per_worker:2}` makes of keys that are no conditions, as sharding.tp
+    batches = [row.request.config.training.global_batch_size if row.request else 0 for row in having]
+    by_batch = combinations(frame.assign(batch=batches), [*conditions, "batch"])
+    is_named = by_batch.nunique() == combinations(frame, conditions).nunique()
+    for _, some in frame.groupby(by_batch):
         where = some.iloc[0][conditions].astype(str).to_dict() if len(some) < len(frame) else {}
+        where |= {} if is_named else {BATCH: str(batches[some.index[0]])}
         r, own = recommend(Settings(some.reset_index(drop=True), rules)), [having[place] for place in some.index]
         answer = ForecastAnswer(r, **comparisons(r), where=where, rows=own, remedies=remedies)
         notes = [*say("basis", answer), *answer.notes]

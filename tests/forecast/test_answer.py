@@ -174,6 +174,15 @@ def test_forecasts_answer_as_they_did(name: str):
     assert said(*CASES[name], name) + "\n" == (FOLDER / f"{name}.txt").read_text()
 
 
+def test_each_batch_of_workers_has_its_own_answer():
+    """`${per_worker:8}` makes 16 and 32 of it for two degrees of tensor parallelism."""
+    requests = [Request(config(f"training.global_batch_size={size}"), 4, True, None) for size in (16, 32, 32)]
+    rows = [replace(row([tp], 9), request=one) for tp, one in zip(("2", "1", "4"), requests, strict=True)]
+    made = answers(rows, ["sharding.tp"], 0.03)
+    assert [answer.where for answer in made] == [{"training.global_batch_size": size} for size in ("16", "32")]
+    assert [len(answer.rows) for answer in made] == [1, 2]
+
+
 def test_what_makes_room_is_what_was_not_varied():
     requests = [Request(config(), 8, True, None)]
     assert room_remedies(requests, []) == ROOM
