@@ -70,7 +70,7 @@ def _why(error: Exception, config: TrialConfig, forward: bool) -> str | None:
             "FSDP1 gathers the weights of a unit for its forward pass only, and keeps a flat part else; call the "
             "module that holds the weight, or use a coarser sharding, such as root."
         )
-    if is_flat and (_FREED in text or _IDLE in text):
+    if is_flat and not forward and (_FREED in text or _IDLE in text):
         return (
             f"{sharding} sharding.api=fsdp1: the backward pass reached a unit through no tensor that its forward pass "
             f"returned{at}, so FSDP1 did not gather its weights. It looks into tuples, lists, dictionaries and "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.trial import TrialConfig
@@ -14,7 +14,20 @@ if TYPE_CHECKING:  # a report reads layouts without PyTorch
     from torch import nn
 
     from fsdp_lab.training.blocks import BlockClasses
-    from fsdp_lab.training.tensor_parallel import DividedLayers
+
+
+class DividedLayers(NamedTuple):
+    """How tensor parallelism divided layers: see `Layout`.
+
+    Attributes:
+        styles: as `Layout.tp_styles`.
+        gathers: the names of the modules that gather the sequence.
+        loss: whether the loss gets logits that are divided by the vocabulary.
+    """
+
+    styles: Mapping[str, str]
+    gathers: Sequence[str]
+    loss: bool
 
 
 @dataclass(frozen=True)

@@ -293,7 +293,7 @@ def evaluate(
 def _seed(config: TrialConfig, step: int, dims: ParallelDims) -> None:
     """Seed all generators by seed, step and part of the batch.
 
-    A resumed run then draws the same dropout as an uninterrupted one, and no two ranks draw the same.
+    A resumed run then draws the same dropout as an uninterrupted one, and only ranks that share samples draw the same.
     """
     seed_all(zlib.crc32(f"{config.training.seed}/{step}/{dims.dp_rank}".encode()))
 

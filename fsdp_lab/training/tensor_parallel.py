@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,23 +38,8 @@ from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.key import divisors
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import TP_WORDS
-from fsdp_lab.training.layout import matches
+from fsdp_lab.training.layout import DividedLayers, matches
 from fsdp_lab.training.torch_private import own_plan, wait_for
-from fsdp_lab.workloads.base import tensors_of
-
-
-class DividedLayers(NamedTuple):
-    """How layers were divided: see `Layout`.
-
-    Attributes:
-        styles: as `Layout.tp_styles`.
-        gathers: the names of the modules that gather the sequence.
-        loss: whether the loss gets logits that are divided by the vocabulary.
-    """
-
-    styles: Mapping[str, str]
-    gathers: Sequence[str]
-    loss: bool
 
 
 class _Style(NamedTuple):
@@ -106,12 +91,13 @@ def apply_tensor_parallel(
         styles[name] = _style(word, model.get_submodule(name), given, between, divided_loss)
     made = {name: style.kind(**style.options) for name, style in styles.items()}
     parallelize_module(model, mesh, made, src_data_rank=None)
-    if between == Shard(1):
-        model.register_forward_pre_hook(partial(_check_length, mesh.size()), with_kwargs=True)
     for name in sharing:
         model.get_submodule(name).register_forward_pre_hook(partial(_gather_first, mesh), with_kwargs=True)
-    for name in words:
-        model.get_submodule(name).register_forward_hook(_arrived)
+    for name, word in words.items():
+        module = model.get_submodule(name)
+        if between == Shard(1) and (word.startswith("rowwise") or isinstance(module, nn.Embedding)):
+            module.register_forward_pre_hook(partial(_check_length, mesh.size(), name))
+        module.register_forward_hook(_arrived)
     for (first, leaf), *others in ties:
         for module, other in others:
             setattr(module, other, getattr(first, leaf))
@@ -154,15 +140,18 @@ def _words_by_name(model: nn.Module, plan: Mapping[str, str], tp: int) -> dict[s
 
 def _check_module(name: str, module: nn.Module, word: str, tp: int) -> None:
     is_linear, is_embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
-    of_norm, of_both = word in ("sequence", "heads"), word in ("colwise", "rowwise")
-    if of_norm and not (is_linear or is_embedding):
+    of_norm, of_both, kind = word in ("sequence", "heads"), word in ("colwise", "rowwise"), type(module).__name__
+    if of_norm and "Norm" in kind and "BatchNorm" not in kind:  # of LayerNorm and RMSNorm there are many
         return
     if of_norm or not (is_linear or (is_embedding and of_both)):
-        takes = "norms" if of_norm else "nn.Linear and nn.Embedding" if of_both else "nn.Linear"
-        raise ModelError(
-            f"the tensor-parallel plan has {name}: {word}, but that is a {type(module).__name__}; {word} is for "
-            f"{takes}."
+        takes = (
+            "norms, whose class has Norm in its name"
+            if of_norm
+            else "nn.Linear and nn.Embedding"
+            if of_both
+            else "nn.Linear"
         )
+        raise ModelError(f"the tensor-parallel plan has {name}: {word}, but that is a {kind}; {word} is for {takes}.")
     by_columns = word.startswith("rowwise") == is_linear
     size = module.get_parameter("weight").shape[int(by_columns)]
     if size % tp:
@@ -211,18 +200,16 @@ def _parents_that_gather(model: nn.Module, words: Mapping[str, str]) -> set[str]
     return {name for name, inside in of_parent.items() if name and "colwise" in inside and "sequence" not in inside}
 
 
-def _check_length(tp: int, model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Check that ranks get equal parts of a sequence: gloo and NCCL end otherwise, or wait, without a word.
+def _check_length(tp: int, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    """Check that ranks get equal parts of a whole sequence: gloo and NCCL end otherwise, or wait, without a word.
 
     Raises:
         ModelError: they do not.
     """
-    tensors = tensors_of((args, kwargs))
-    length = tensors[0].shape[1] if tensors and tensors[0].ndim > 1 else 0
-    if length % tp:
+    if args and args[0].shape[1] % tp:
         raise ModelError(
-            f"sharding.tp={tp} does not divide the {length} positions that {type(model).__name__} gets, and its plan "
-            "divides them by `sequence`; pad them to a multiple, or use a plan without `sequence`."
+            f"sharding.tp={tp} does not divide the {args[0].shape[1]} positions that {name} gets, and the plan divides "
+            "them by `sequence`; pad them to a multiple, or use a plan without `sequence`."
         )
 
 

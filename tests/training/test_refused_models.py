@@ -11,12 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_lab.config import ModelError, UserError
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.training import unit_hooks
 from fsdp_lab.training.step_checks import FIRST_STEPS
+from fsdp_lab.training.tensor_parallel import apply_tensor_parallel
 from fsdp_lab.training.unit_hooks import call_by_methods, tensors_inside
+from fsdp_lab.workloads.language.llama import Llama
 from tests.ranks import config, run_ranks, train_all
 from tests.training.reference import apart
 from tests.workloads.user import unusual
@@ -29,6 +32,7 @@ HERE = unusual.__name__
 
 HEADS = 'model.tp_plan={"blocks.*.inner.query":colwise,"blocks.*.inner.out":rowwise}'
 INNER = 'sharding.tp=2 model.tp_plan={"blocks.*.inner":colwise_gathered}'
+NORM = 'sharding.tp=2 model.tp_plan={"blocks.*":sequence}'
 COMPLEX = r"parameter blocks\.0\.inner\.filter is complex64: .*optimizer=sgd precision=fp32.*view_as_real"
 # A model of `unusual.py` and a setting: what a forecast of it says.
 UNSHARDABLE = {
@@ -49,6 +53,7 @@ UNSHARDABLE = {
     f"UsesWeight {LAYER}": r"a weight of a unit is used outside .*inner\.weight.*such as root",
     f"UsesWeight {BLOCK} sharding.api=fsdp1": r"fsdp1: .*size mismatch, .*\.inner\.weight.*If that is a weight of",
     f"UsesWeight {ALWAYS} {INNER}": r"sharding\.tp=2: a tensor that is divided .* whole one .*\.inner\.weight.*plan",
+    f"UsesWeight {BLOCK} {NORM}": r"has blocks\.0: sequence, but that is a \w+; sequence is for norms, whose class has",
     f"keeps model.of_weight=true {ALWAYS}": r"blocks\.0 keeps in kept a view of its parameter inner\.weight.*clone",
     f"collects {ALWAYS}": r"blocks\.0 changes a list that it gets, of which FSDP2 hands it a copy.*sharding=root",
     f"collects {BLOCK} sharding.api=fsdp1 precision=bf16_mixed": r"blocks\.0 changes a list .* FSDP1 hands it a copy",
@@ -79,6 +84,32 @@ def test_a_weight_that_the_root_keeps_may_be_returned() -> None:
     cases = [unusual_words(f"{model} {sharding}") for sharding in (DDP, ROOT, BLOCK)]
     ddp, *sharded = (losses for losses, _ in run_ranks(2, train_all, cases)[0])
     assert all(apart(losses, ddp) <= 1e-5 for losses in sharded)
+
+
+class Shortens(Llama):
+    """It gets one token more than its layers."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens[:, :-1])
+
+
+def lengths() -> list[str]:
+    model = Shortens(vocab_size=8, dim=8, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=8)
+    apply_tensor_parallel(model, Llama._tp_plan, init_device_mesh("cpu", (2,)))
+    found = []
+    for length in (9, 8):
+        try:
+            model(torch.zeros(1, length, dtype=torch.long))
+        except ModelError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.ci
+def test_a_sequence_that_ranks_cannot_share_equally_is_refused() -> None:
+    """Eight tokens of nine are shared, seven of eight are not."""
+    for (found,) in run_ranks(2, lengths):
+        assert found.startswith("sharding.tp=2 does not divide the 7 positions that embedding gets, and the plan")
 
 
 def test_what_a_unit_keeps_is_looked_for_in_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
