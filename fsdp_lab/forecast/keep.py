@@ -9,7 +9,7 @@ from fractions import Fraction
 from hashlib import sha256
 
 from fsdp_lab.config import TrialConfig, flatten, forecast_settings
-from fsdp_lab.config.parallel import Api, Dtype, Granularity, OffloadTarget
+from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.speed.device import Device, DeviceKind, digest
 from fsdp_lab.forecast.speed.predict import Speed
@@ -45,7 +45,6 @@ def unlike(config: TrialConfig, sheet: Device) -> tuple[str, ...]:
         "offload=cpu_unpinned (pageable copies are assumed to be half as fast as pinned ones; the range covers as fast "
         "to a quarter)": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu_unpinned,
         f"sharding={sharding.value}": sharding is not Granularity.per_block,
-        "sharding.api=fsdp1": config.sharding.api is Api.fsdp1,
         f"sharding.tp={config.sharding.tp}": config.sharding.tp > 1,
         f"parameters in {dtype.value}": dtype is not Dtype.bfloat16,
     }

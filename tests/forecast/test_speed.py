@@ -220,7 +220,8 @@ def test_a_step_is_known_by_how_it_differs_from_those_compared():
         ("", [], ["eager"]),
         ("sharding=root precision=fp32", ["sharding=root", "parameters in float32"], ["eager"]),
         ("precision=fp16", ["parameters in float16"], ["eager"]),
-        ("sharding.api=fsdp1", ["sharding.api=fsdp1"], ["eager"]),
+        ("sharding.api=fsdp1", [], ["eager"]),
+        ("sharding.tp=2", ["sharding.tp=2"], ["eager"]),
         ("offload=cpu compile=true", ["offload=cpu"], ["compiled"]),
         ("compile=true precision=float8", [], ["float8"]),
     ):
