@@ -18,6 +18,13 @@ from fsdp_lab.config.trial import TrialConfig
 _FREED = "out of bounds for storage of size 0"
 _MIXED = "mixed torch.Tensor and DTensor"
 _FLAT = ("got 1-D tensor", "must be 2-D", "size mismatch, got input")  # the part of a weight that a rank keeps
+_SIZES = (
+    "invalid for input of size",
+    "same reduction dim",
+    "cannot be multiplied",
+    "broadcast a dim",
+    "must match the size",
+)
 _IDLE = "but current state is TrainingState.IDLE"
 _METHODS = "name a method that uses them with model.forward_methods=[...], "
 _WAITS = "finished reduction in the prior iteration"
@@ -82,6 +89,12 @@ def _why(error: Exception, config: TrialConfig, forward: bool) -> str | None:
             f"{sharding} reshard_after_forward={config.reshard_after_forward.policy.name}: a tensor of a unit is used "
             f"after its parameters were freed{at}. FSDP2 gathers them again for tensors that a forward pass returns: "
             "return it as a tensor or in a container, .clone() a view, or use reshard_after_forward=never."
+        )
+    if forward and config.sharding.tp > 1 and any(words in text for words in _SIZES):
+        return (
+            f"sharding.tp={config.sharding.tp}: {text.rstrip('.')}{at}. Between a `colwise` and a `rowwise` layer each "
+            "worker has a part of the features: write -1 for their number or that of heads, name both layers in "
+            "model.tp_plan, and use a degree that divides the heads."
         )
     param_dtype = config.precision.param_dtype
     if param_dtype is not Dtype.float32 and any(words in text for words in _TYPES):
