@@ -102,7 +102,7 @@ bench: $(VENV)/.installed   ## sweep and trial against bare scripts; 500 pretend
 	$(PY) -m benchmarks.throughput
 	$(PY) -m benchmarks.scale slots
 
-published: $(VENV)/.installed  ## forecasts of time and memory against published steps: a quarter of an hour on two cores
+published: $(VENV)/.installed  ## forecasts of time and memory against published steps: an hour on two cores
 	$(PY) -m benchmarks.published $(ARGS)
 
 forecast: $(VENV)/.installed  ## the memory of the README's sweep, for GPUs, in half a minute

@@ -99,8 +99,8 @@ def _facts(name: str) -> list[dict[str, str]]:
 
 
 def _mpt(number: int, facts: Mapping[str, str]) -> Row:
-    """Return a row of MPT: FSDP1, Composer's accumulation, which reduces the gradients of each microbatch, and its
-    AdamW, a loop over parameters. A forecast has two microbatches at most: the third does what the second did."""
+    """Return a row of MPT: Composer's accumulation, which reduces the gradients of each microbatch, and its AdamW, a
+    loop over parameters. A forecast has two microbatches at most: the third does what the second did."""
     microbatch, ranks, length = int(facts["microbatch_size"]), int(facts["num_gpus"]), int(facts["seq_len"])
     parts, gpu = min(2, int(facts["grad_accum_steps"])), _FILES.get(facts["gpu"], facts["gpu"])
     words = (
@@ -109,14 +109,15 @@ def _mpt(number: int, facts: Mapping[str, str]) -> Row:
         "task=language", "task.loss_chunks=2", "data=synthetic_tokens", f"data.vocab_size={_VOCABULARY}",
         f"data.seq_len={length}", f"training.global_batch_size={microbatch * ranks * parts}",
         f"training.grad_accum_steps={parts}", "training.sync_each_microbatch=true", "training.max_grad_norm=1.0",
-        "optimizer=adamw", "optimizer.implementation=for_loop", "sharding=per_block", "reshard_after_forward=always",
+        "optimizer=adamw", "optimizer.implementation=for_loop", "sharding=per_block", "sharding.api=fsdp1",
+        "reshard_after_forward=always",
         f"precision={facts['precision']}", f"activation_checkpointing={facts['activation_checkpointing']}",
     )  # fmt: skip
     tokens = float(facts["global_batch_size"]) * length / ranks
     gbit = 1600.0 if gpu == "a100_40gb" else None  # stated for these only
     return Row(
         f"m{number:03}", "MPT", facts["model"], _device(gpu, gbit), gpu, ranks, words, int(facts["num_layers"]),
-        int(facts["grad_accum_steps"]), tokens / float(facts["tokens_per_s_per_gpu"]), unscored="FSDP1",
+        int(facts["grad_accum_steps"]), tokens / float(facts["tokens_per_s_per_gpu"])
     )  # fmt: skip
 
 
@@ -137,10 +138,12 @@ def _step(facts: Mapping[str, str]) -> Row:
     gpus, tp, accum, length = (int(facts[key]) for key in ("gpus", "tp", "accum", "seq"))
     local, parts = int(facts["local_batch"]), min(2, accum)  # samples that tensor-parallel GPUs share
     checkpointing, *more = _CHECKPOINTING.get(facts["ac"], (facts["ac"],))
-    compiled, fsdp2 = facts["compile"] == "true", facts["impl"] == "fsdp2"
+    compiled, features = facts["compile"] == "true", facts["features"].split()
     if compiled:
         more.append(f"compile_loss={facts['compile_loss']}")
-    reshard = {"true": "always", "false": "never"}.get(facts["reshard"], "default" if fsdp2 else "always")
+    reshard = {"true": "always", "false": "never"}.get(
+        facts["reshard"], "always" if facts["impl"] == "fsdp1" else "default"
+    )
     words = (
         "model=custom", *_decoder(facts), f"model.vocab_size={facts['vocab']}", f"model.dim={facts['dim']}",
         f"model.num_heads={facts['heads']}", f"model.num_kv_heads={facts['kv_heads']}", f"model.ffn_dim={facts['ffn']}",
@@ -148,23 +151,22 @@ def _step(facts: Mapping[str, str]) -> Row:
         f"data.vocab_size={facts['vocab']}", f"data.seq_len={length}",
         f"training.global_batch_size={gpus // tp * local * parts}", f"training.grad_accum_steps={parts}",
         "training.max_grad_norm=1.0", "optimizer=adamw", f"optimizer.implementation={facts['optimizer']}",
-        "sharding=per_block", f"sharding.dp_replicate={facts['dp_replicate']}", *([f"sharding.tp={tp}"] * (tp > 1)),
+        "sharding=per_block", f"sharding.api={facts['impl']}", f"sharding.dp_replicate={facts['dp_replicate']}",
+        *([f"sharding.tp={tp}"] * (tp > 1)), *(["sharding.embeddings=own"] * ("own_embeddings" in features)),
         f"reshard_after_forward={reshard}", f"precision={facts['precision']}",
         f"activation_checkpointing={checkpointing}", *more, f"compile={str(compiled).lower()}",
     )  # fmt: skip
     marks = {"compiled": compiled, "float8": facts["precision"] == "float8", "hybrid": facts["dp_replicate"] != "1"}
     marks["tensor_parallel"] = tp > 1
-    unscored = "" if fsdp2 else "FSDP1"
-    if facts["quality"] == "C":
-        unscored = "its source leaves open what ran"
+    unscored = "its source leaves open what ran" if facts["quality"] == "C" else ""
     gbit, reserved = facts["gbit_per_node"], facts["reserved_gib"]
-    device = _device(facts["gpu"], float(gbit) if gbit else None, "cudnn_attention" in facts["features"])
+    device = _device(facts["gpu"], float(gbit) if gbit else None, "cudnn_attention" in features)
     return Row(
         facts["id"], facts["source"], facts["model"], device, facts["gpu"], gpus, words, int(facts["layers"]), accum,
         _seconds(facts, length * local * accum / tp),
-        float(reserved) if reserved and fsdp2 else None,
-        (*(mark for mark, has in marks.items() if has), *facts["features"].split()), unscored,
-        early="before_129721" in facts["features"], expandable=facts["expandable"] == "true",
+        float(reserved) if reserved else None,
+        (*(mark for mark, has in marks.items() if has), *features), unscored,
+        early="before_129721" in features, expandable=facts["expandable"] == "true",
     )  # fmt: skip
 
 

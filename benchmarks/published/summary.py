@@ -51,8 +51,8 @@ class Result:
 
     @property
     def kinds(self) -> list[str]:
-        """As of `Errors`: a row whose network is not stated counts for several nodes only."""
-        return [*([self.row.kind] if self.row.network_known else []), *(["several_nodes"] * self.row.several_nodes)]
+        """As of `Errors`; none of a row whose network is not stated: its range covers half and twice of a guess."""
+        return [self.row.kind, *(["several_nodes"] * self.row.several_nodes)] if self.row.network_known else []
 
     @property
     def error(self) -> float:
@@ -111,7 +111,7 @@ def known_error(errors: Iterable[tuple[str, float]]) -> KnownError | None:
 def speed_error(results: Sequence[Result], kind: str = "", gpus: Sequence[str] = ()) -> KnownError | None:
     """Return the error of a kind's steps, or of all, on some GPUs, or on all that more than one source has."""
     some = [one for one in results if one.row.gpu in gpus or not (gpus or one.alone)]
-    return known_error((one.row.source, one.error) for one in some if not kind or kind in one.kinds)
+    return known_error((one.row.source, one.error) for one in some if (kind in one.kinds if kind else one.kinds))
 
 
 def memory_error(results: Sequence[Result], kind: str) -> KnownError | None:
