@@ -139,9 +139,7 @@ def _check_ddp(trial: TrialConfig) -> None:
             getattr(sharding, name) is not None,
             f"DDP gathers no parameters, so it cannot prefetch them; use sharding.{name}=null",
         )
-    for typed, (is_set, why) in needs_sharding.items():
-        if is_set:
-            raise CombinationError(f"sharding=ddp with {typed}: {why} or a sharded setting.")
+    _refuse("sharding=ddp", needs_sharding, " or a sharded setting.")
 
 
 def _check_fsdp1(trial: TrialConfig) -> None:
@@ -191,9 +189,19 @@ def _check_fsdp1(trial: TrialConfig) -> None:
             "FSDP1 gathers weights for forward only; leave it out",
         ),
     }
-    for typed, (is_set, why) in lacks.items():
+    _refuse("sharding.api=fsdp1", lacks, ", or sharding.api=fsdp2.")
+
+
+def _refuse(setting: str, others: Mapping[str, tuple[bool, str]], instead: str) -> None:
+    """Raise CombinationError for the first of the others that is set.
+
+    Args:
+        others: what is typed, to whether it is set, and why not with the setting.
+        instead: the end of the message.
+    """
+    for typed, (is_set, why) in others.items():
         if is_set:
-            raise CombinationError(f"sharding.api=fsdp1 with {typed}: {why}, or sharding.api=fsdp2.")
+            raise CombinationError(f"{setting} with {typed}: {why}{instead}")
 
 
 def _check_sharding(trial: TrialConfig, num_workers: int) -> None:
@@ -255,9 +263,7 @@ def _check_tensor_parallel(trial: TrialConfig, num_workers: int) -> None:
             "layers that multiply in float8 are not divided here; use precision=bf16_mixed",
         ),
     }
-    for typed, (is_set, why) in refused.items():
-        if is_set:
-            raise CombinationError(f"sharding.tp={tp} with {typed}: {why}, or sharding.tp=1.")
+    _refuse(f"sharding.tp={tp}", refused, ", or sharding.tp=1.")
     plan = trial.model.known_tp_plan()
     for name, word in (plan or {}).items():
         if word not in TP_WORDS:

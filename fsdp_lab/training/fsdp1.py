@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -80,8 +79,3 @@ def reduced_later(model: nn.Module, is_last: bool, each: bool) -> AbstractContex
     if isinstance(model, FullyShardedDataParallel) and not (is_last or each):
         return model.no_sync()
     return nullcontext()
-
-
-def clip_flat_gradients(model: FullyShardedDataParallel, max_norm: float | None) -> Tensor:
-    """Return the norm of the gradients over all ranks, and scale them down if it exceeds `max_norm`; None: never."""
-    return model.clip_grad_norm_(math.inf if max_norm is None else max_norm)

@@ -24,7 +24,7 @@ from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
 from fsdp_lab.training.explain import sharding_explained
-from fsdp_lab.training.fsdp1 import clip_flat_gradients, reduced_later
+from fsdp_lab.training.fsdp1 import reduced_later
 from fsdp_lab.training.memory import MemoryProfiler
 from fsdp_lab.training.parallelize import compute_precision, set_gradient_sync
 from fsdp_lab.training.profiler_trace import ProfilerTrace
@@ -129,7 +129,7 @@ def label_weights(task: Task, microbatches: list[Batch], device: torch.device, d
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     """Return the norm of the gradients over all ranks, and scale them down if it exceeds `max_norm`; None: never."""
     if isinstance(model, FullyShardedDataParallel):
-        return clip_flat_gradients(model, max_norm)
+        return model.clip_grad_norm_(math.inf if max_norm is None else max_norm)
     alike: dict[Any, list[nn.Parameter]] = {}  # by how they are divided, which tensor parallelism makes different
     for p in model.parameters():
         if p.grad is not None:

@@ -103,10 +103,7 @@ def materialize(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
     Args:
         fresh: gets parameters on `meta`, and real buffers.
     """
-    holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            holders.setdefault(id(parameter), []).append((module, leaf))
+    holders = parameter_holders(model)
     made: set[int] = set()
 
     def once(tensor: Tensor) -> Tensor:
@@ -118,7 +115,21 @@ def materialize(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
         return fresh(tensor)
 
     replace_tensors(model, once)
-    for (first, name), *others in holders.values():
+    tie_again(holders)
+
+
+def parameter_holders(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return, for each parameter, the modules that have it, with its name there."""
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(id(parameter), []).append((module, leaf))
+    return [*holders.values()]
+
+
+def tie_again(holders: Iterable[list[tuple[nn.Module, str]]]) -> None:
+    """Give all holders of a parameter what the first of them has now."""
+    for (first, name), *others in holders:
         for module, leaf in others:
             setattr(module, leaf, getattr(first, name))
 
