@@ -13,7 +13,15 @@ from typing import Any, TypeVar, Union
 from fsdp_lab.config.errors import ConfigError
 
 T = TypeVar("T")
-_WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "a mapping {name: value}",
+    type(None): "empty",
+}
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -112,6 +120,6 @@ def typed(hint: Any, value: Any, key: str) -> Any:
         return {name: typed(typing.get_args(hint)[1], item, f"{key}.{name}") for name, item in value.items()}
     hint = typing.get_origin(hint) or hint
     if hint is not Any and type(value) is not hint:
-        wanted = _WORDS.get(hint, f"a {getattr(hint, '__name__', hint)}")
-        raise ConfigError(f"{key}={value} is a {type(value).__name__}; use {wanted}.")
+        is_now, wanted = (_WORDS.get(each, f"a {getattr(each, '__name__', each)}") for each in (type(value), hint))
+        raise ConfigError(f"{key}={value_text(value)} is {is_now}; use {wanted}.")
     return value

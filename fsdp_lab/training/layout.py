@@ -65,7 +65,7 @@ def read_layout(values: Any) -> Layout | None:
 
 def matches(patterns: Sequence[str], name: str) -> bool:
     """Return whether a module's name is one of the patterns, in which `*` stands for a number."""
-    return re.fullmatch("|".join(patterns).replace("*", r"\d+"), name) is not None
+    return re.fullmatch("|".join(map(re.escape, patterns)).replace(r"\*", r"\d+"), name) is not None
 
 
 def shortened(names: Sequence[str], all_names: Collection[str]) -> list[str]:

@@ -15,6 +15,7 @@ A parameter that no plan names is whole on each of these ranks.
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -36,10 +37,12 @@ from torch.distributed.tensor.parallel import (
 
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.key import divisors
+from fsdp_lab.config.suggest import did_you_mean
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import TP_WORDS
 from fsdp_lab.training.layout import DividedLayers, matches
 from fsdp_lab.training.torch_private import own_plan, wait_for
+from fsdp_lab.training.weights import parameter_holders, tie_again
 
 
 class _Style(NamedTuple):
@@ -82,7 +85,7 @@ def apply_tensor_parallel(
         ModelError: the plan does not fit the model.
     """
     words = _words_by_name(model, plan, mesh.size())
-    ties, trained = _holders(model), {name for name, p in model.named_parameters() if p.requires_grad}
+    holders, trained = parameter_holders(model), {name for name, p in model.named_parameters() if p.requires_grad}
     between = Shard(1) if "sequence" in words.values() else Replicate()
     sharing = _parents_that_gather(model, words) if between == Shard(1) else set()
     styles = {}
@@ -98,9 +101,7 @@ def apply_tensor_parallel(
         if between == Shard(1) and (word.startswith("rowwise") or isinstance(module, nn.Embedding)):
             module.register_forward_pre_hook(partial(_check_length, mesh.size(), name))
         module.register_forward_hook(_arrived)
-    for (first, leaf), *others in ties:
-        for module, other in others:
-            setattr(module, other, getattr(first, leaf))
+    tie_again(holders)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)  # PyTorch's `SequenceParallel` trains what was frozen
     # that it reduces norms over one dimension after the other, and that layers return views: see `UnitHooks`
@@ -122,9 +123,10 @@ def _words_by_name(model: nn.Module, plan: Mapping[str, str], tp: int) -> dict[s
         if word not in TP_WORDS:
             raise ModelError(f"the tensor-parallel plan has {pattern}: {word}; use one of {', '.join(TP_WORDS)}.")
         if not named:
+            known = [re.sub(r"\d+", "*", name) for name, _ in model.named_modules()]
             raise ModelError(
                 f"the tensor-parallel plan has {pattern}: {word}, but {type(model).__name__} has no module of that "
-                "name; `*` stands for a number."
+                f"name. {did_you_mean(pattern, known)}`*` stands for a number."
             )
         for name, module in named.items():
             _check_module(name, module, word, tp)
@@ -240,12 +242,3 @@ def whole(tensor: Tensor) -> Tensor:
 def divided_loss(tp: int) -> AbstractContextManager[Any]:
     """Return the context of a forward pass, its loss and its backward pass, whose logits may be divided."""
     return loss_parallel() if tp > 1 else nullcontext()
-
-
-def _holders(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the modules that have each parameter, with its names there."""
-    holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            holders.setdefault(id(parameter), []).append((module, leaf))
-    return [*holders.values()]

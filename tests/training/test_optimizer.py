@@ -81,7 +81,7 @@ def test_an_own_class_gets_the_parameters_and_its_arguments() -> None:
 OWN = "tests.workloads.user.optim"
 NO_OPTIMIZER = {
     "torch.optim.RAdam optimizer.beta1=0.8": r"\.beta1=0\.8: torch\.optim\.RAdam has no parameter beta1\. .*lr",
-    "torch.optim.RAdam optimizer.lr=fast": r"optimizer\.lr=fast is a str; use a number",
+    "torch.optim.RAdam optimizer.lr=fast": r"optimizer\.lr=fast is text; use a number",
     "torch.nn.ReLU": r"torch\.nn\.ReLU has no parameter params; fsdp_lab calls it with params=",
     f"{OWN}.Picky": r"Picky with optimizer\.lr=0\.001 fails: ValueError: .* \(tests/.*/optim\.py:\d+\)",
     f"{OWN}.no_optimizer": r"returns a Identity; it must return a torch\.optim\.Optimizer",

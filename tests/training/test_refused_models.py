@@ -33,6 +33,7 @@ HERE = unusual.__name__
 HEADS = 'model.tp_plan={"blocks.*.inner.query":colwise,"blocks.*.inner.out":rowwise}'
 INNER = 'sharding.tp=2 model.tp_plan={"blocks.*.inner":colwise_gathered}'
 LONE = 'sharding.tp=2 model.tp_plan={"blocks.*.inner":colwise}'
+MISSPELT = 'sharding.tp=2 model.tp_plan={"blocks.*.iner":colwise}'
 NORM = 'sharding.tp=2 model.tp_plan={"blocks.*":sequence}'
 COMPLEX = r"parameter blocks\.0\.inner\.filter is complex64: .*optimizer=sgd precision=fp32.*view_as_real"
 # A model of `unusual.py` and a setting: what a forecast of it says.
@@ -55,6 +56,7 @@ UNSHARDABLE = {
     f"UsesWeight {BLOCK} sharding.api=fsdp1": r"fsdp1: .*size mismatch, .*\.inner\.weight.*If that is a weight of",
     f"UsesWeight {ALWAYS} {INNER}": r"sharding\.tp=2: a tensor that is divided .* whole one .*\.inner\.weight.*plan",
     f"UsesWeight {BLOCK} {LONE}": r"sharding\.tp=2: .*broadcast.*name both layers in model\.tp_plan, and",
+    f"UsesWeight {BLOCK} {MISSPELT}": r"has no module of that name\. Did you mean blocks\.\*\.inner\?",
     f"UsesWeight {BLOCK} {NORM}": r"has blocks\.0: sequence, but that is a \w+; sequence is for norms, whose class has",
     f"keeps model.of_weight=true {ALWAYS}": r"blocks\.0 keeps in kept a view of its parameter inner\.weight.*clone",
     f"collects {ALWAYS}": r"blocks\.0 changes a list that it gets, of which FSDP2 hands it a copy.*sharding=root",
