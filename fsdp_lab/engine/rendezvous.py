@@ -13,6 +13,8 @@ from typing import Any
 
 from fsdp_lab.record.trial_json import changing
 
+_kept: list[socket.socket] = []
+
 
 def backend_config(folder: Path) -> Any:
     """Return what Ray Train does with the workers of a trial before they train.
@@ -29,7 +31,7 @@ def backend_config(folder: Path) -> Any:
             places = worker_group.execute(own_node)
             with changing(folder) as trial:
                 trial.nodes = places
-            worker_group.execute(set_variables, places[0]["address"], worker_group.execute_single(0, free_port))
+            worker_group.execute(set_variables, places[0]["address"], worker_group.execute_single(0, keep_port))
 
     class Config(BackendConfig):
         backend_cls, backend = Meeting, None  # as a `TorchConfig` has them
@@ -44,10 +46,17 @@ def own_node() -> dict[str, str]:
     return {"node": ray.get_runtime_context().get_node_id(), "address": ray.util.get_node_ip_address()}
 
 
-def free_port() -> int:
-    with socket.create_server(("", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+def keep_port() -> int:
+    """Return a port at which only a process that asks for it by number can listen.
+
+    PyTorch's store listens there seconds later, and every connection of this machine takes a free port. A socket that
+    is bound and does not listen keeps others away; the store, which reuses addresses as this socket does, binds beside.
+    """
+    _kept[:] = [keeper := socket.socket()]
+    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    keeper.bind(("", 0))
+    port: int = keeper.getsockname()[1]
+    return port
 
 
 def set_variables(address: str, port: int) -> None:

@@ -63,11 +63,15 @@ dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
 print(ranks.rank, ranks.world_size)
 """
 _JOINED = """
-import os, psutil, torch, torch.distributed as dist
-from fsdp_lab.engine.rendezvous import free_port, set_interface
+import errno, os, psutil, socket, torch, torch.distributed as dist
+from fsdp_lab.engine.rendezvous import keep_port, set_interface
 from fsdp_lab.training.distributed import join_process_group
 set_interface("127.0.0.1")
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1")
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(keep_port()), RANK="0", WORLD_SIZE="1")
+try:
+    socket.socket().bind(("", int(os.environ["MASTER_PORT"])))  # as a connection would be
+except OSError as error:
+    print(errno.errorcode[error.errno], end=" ")
 join_process_group("gloo")
 dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
 print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"])
@@ -79,14 +83,15 @@ print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"])
     [
         (_ALONE, {}, "0 1"),
         (_ALONE, {"RANK": "0", "WORLD_SIZE": "1"}, "0 1"),
-        (_JOINED, {}, "lo =lo"),  # by which Ray knows the node
-        (_JOINED, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo,eth9"}, "lo lo,eth9"),  # as the user names it
+        (_JOINED, {}, "EADDRINUSE lo =lo"),  # by which Ray knows the node
+        # as the user names it
+        (_JOINED, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo,eth9"}, "EADDRINUSE lo lo,eth9"),
     ],
 )
 def test_ranks_listen_only_on_the_interface_of_their_node(
     ranks: str, variables: dict[str, str], first_line: str, tmp_path: Path
 ):
-    """The loopback stands for the node's address; a group of one listens nowhere else."""
+    """The loopback stands for the node's address; a group of one listens nowhere else. Its port is kept for it."""
     launched = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
     kept = {k: v for k, v in os.environ.items() if k not in launched and not k.endswith("_SOCKET_IFNAME")}
     out = forked.run(tmp_path, "-c", ranks + _PRINT_LISTENING, environment=kept | variables)
