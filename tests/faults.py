@@ -47,6 +47,8 @@ TRIAL_JSON = "sweep/test_record.py::test_the_first_of_two_outcomes_counts_and_no
 GATE = "nightly/test_gate.py"
 MISSED = "nightly/test_schedule.py::test_missed_nights_run_once_and_a_kill_ends_no_schedule"
 PASTED = "report/test_pytorch.py::test_the_pasted_function_trains_as_the_trial"
+CONSTRUCTED = "training/test_constructor.py::test_what_a_constructor_made_is_trained_or_refused"
+FIRST_BITS = "training/test_constructor.py::test_every_sharding_and_init_starts_from_the_same_bits"
 COMPUTES = "training/test_refused_models.py::test_what_computes_something_else_is_refused_by_its_name"
 UNSHARDABLE = "training/test_refused_models.py::test_what_cannot_be_sharded_is_refused_by_its_name"
 CHANGES_ONCE = "training/test_activation_checkpointing.py::test_what_a_forward_pass_changes_changes_once"
@@ -207,9 +209,24 @@ FAULTS = (
     Fault("steps wait for batches, and no figure says so", "fsdp_lab/training/loop.py",
           "        with timer.waiting():\n            step = ", "        if True:\n            step = ",
           "training/test_loop.py::test_a_step_waits_for_its_batch_and_for_nothing_else"),
-    Fault("first weights are always drawn on the host", "fsdp_lab/workloads/construct.py",
-          "with seeded(seed), device, _registering", "with seeded(seed), _HOST, _registering",
-          "training/test_start.py::test_with_init_device_the_constructor_computes_on_the_device"),
+    Fault("attributes of parameters are lost when they are sharded", "fsdp_lab/training/build.py",
+          "        vars(parameter).update(attributes[name])\n", "        pass\n", CONSTRUCTED),
+    Fault("what a model holds of its parameters is lost in silence", "fsdp_lab/training/shardable.py",
+          "for name, holder in held_parameters(model):\n        raise", "for name, holder in ():\n        raise",
+          CONSTRUCTED),
+    Fault("a mask on a gradient is lost in silence", "fsdp_lab/training/shardable.py",
+          "        if has_hooks(parameter):", "        if False:", CONSTRUCTED),
+    Fault("each rank draws its own buffers where rank 0 sends the weights", "fsdp_lab/training/weights.py",
+          "        set_model_state_dict(model, first.whole, options=options)\n", "", FIRST_BITS),
+    Fault("every rank draws the same shard", "fsdp_lab/training/weights.py",
+          "shard = dims.dp_rank % dims.dp_shard", "shard = 0",
+          "training/test_constructor.py::test_with_init_meta_modules_draw_their_own_shards"),
+    Fault("weights that nobody initialised are trained", "fsdp_lab/training/weights.py",
+          "        if values.isnan().any():", "        if False:",
+          "training/test_constructor.py::test_with_init_meta_what_nobody_initialises_is_refused"),
+    Fault("each rank builds a model that the host cannot hold", "fsdp_lab/training/weights.py",
+          "most = min(here) / 2 / len(here)", "most = math.inf",
+          "training/test_constructor.py::test_a_model_that_hosts_cannot_hold_twice_is_sent"),
     Fault("each of many ranks has metrics", "fsdp_lab/training/memory.py",
           "len(everyone) > _MOST_NAMED_RANKS", "len(everyone) > 1000",
           "training/test_memory.py::test_many_ranks_have_no_metrics_of_their_own"),

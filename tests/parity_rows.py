@@ -124,10 +124,10 @@ ADAGRAD = f"{OWN}torch.optim.Adagrad optimizer.lr=0.01 optimizer.initial_accumul
 LION = f"{OWN}tests.workloads.user.optim.Lion optimizer.lr=0.001 optimizer.weight_decay=0.3"
 HALF = {s: [f"sharding={s} precision={p} {SGD}" for p in PRECISIONS] for s in ("per_block", "per_layer", "ddp")}
 SETTINGS = (
-    f"{PER_BLOCK} init=meta",
+    f"{PER_BLOCK} init=rank0",
     f"{PER_BLOCK} {FULL} {ACCUMULATE}",
     f"{PER_LAYER} {ALWAYS}",
-    f"{ROOT} init=device",
+    f"{ROOT} init=rank0",
 )
 IN_HALF = (
     f"{DDP} precision=bf16_mixed {CLIP}",
@@ -141,29 +141,29 @@ IN_MAKE_TEST: Cells = {
     # A covering array: each value of each setting once, with those that it interacts with.
     "mlp": (
         f"{DDP} {CLIP} {ACCUMULATE} activation_checkpointing=every_n optimizer.implementation=fused",
-        f"{ROOT} {ALWAYS} offload=cpu init=meta {FULL}",
+        f"{ROOT} {ALWAYS} offload=cpu init=rank0 {FULL}",
         f"{ROOT} reshard_after_forward=default optimizer.implementation=foreach optimizer.beta1=0.8 "
         "optimizer.beta2=0.95 training.max_steps=3 precision=tf32",  # on a CPU it is fp32
         f"{PER_BLOCK} {NEVER} offload=cpu_unpinned sharding.forward_prefetch=2 sharding.backward_prefetch=1 {SGD} "
-        f"{SELECTIVE} init=device",
+        f"{SELECTIVE} init=rank0",
         f"{PER_BLOCK} {ALWAYS} {CLIP} {ACCUMULATE} sharding.blocks_per_unit=2 "
         f"sharding.separate_reduce_scatter_group=true {RADAM}",
         f"{PER_BLOCK} memory_profile=off data.loader_workers=1 training.seed=5 training.epochs=2 precision=fp32 "
         "offload=none",
         f"{PER_LAYER} {TO_SIZE}2 training.sync_each_microbatch=true {ACCUMULATE} {LION}",
-        f"{SIZE_BASED} {TO_SIZE}1 init=meta optimizer=adamw optimizer.lr=0.01 optimizer.weight_decay=0.3 "
+        f"{SIZE_BASED} {TO_SIZE}1 init=rank0 optimizer=adamw optimizer.lr=0.01 optimizer.weight_decay=0.3 "
         "optimizer.implementation=for_loop",
-        f"{FSDP1} {PER_BLOCK} {ALWAYS} {CLIP} {ACCUMULATE} {SELECTIVE} init=meta",
+        f"{FSDP1} {PER_BLOCK} {ALWAYS} {CLIP} {ACCUMULATE} {SELECTIVE} init=rank0",
         f"{FSDP1} {PER_BLOCK} {NEVER} offload=cpu sharding.forward_prefetch=1 sharding.backward_prefetch=0 {RADAM} "
         "sharding.limit_all_gathers=false",
-        f"{FSDP1} {PER_LAYER} training.sync_each_microbatch=true {ACCUMULATE} {FULL} init=device",
+        f"{FSDP1} {PER_LAYER} training.sync_each_microbatch=true {ACCUMULATE} {FULL} init=rank0",
         f"{FSDP1} {SIZE_BASED} {NEVER} {ACCUMULATE} optimizer.implementation=for_loop",
         f"{FSDP1} {ROOT} optimizer.implementation=fused",
     ),
     "mlp on 1": (PER_BLOCK, f"{FSDP1} {PER_BLOCK}"),
     "mlp on 4": (
         f"{PER_BLOCK} {TO_SIZE}2",
-        f"{SIZE_BASED} sharding.dp_replicate=2 {TO_SIZE}1 {ACCUMULATE} init=meta",
+        f"{SIZE_BASED} sharding.dp_replicate=2 {TO_SIZE}1 {ACCUMULATE} init=rank0",
         f"{PER_BLOCK} sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE} {CLIP} "
         "sharding.separate_reduce_scatter_group=true",
         f"{FSDP1} {PER_BLOCK} sharding.dp_replicate=2 {NEVER} {ACCUMULATE} {CLIP}",
@@ -172,7 +172,7 @@ IN_MAKE_TEST: Cells = {
     "vit": (f"{PER_BLOCK} {EVERY_ONE} sharding.blocks_per_unit=2",),
     "language": (f"{PER_BLOCK} {SELECTIVE} {IN_CHUNKS}", f"{OWN_UNITS} {ACCUMULATE} {CLIP}"),
     "language on 4": (f"{PER_BLOCK} {TP}2 {ALWAYS} {FULL} {ACCUMULATE}",),
-    "language, 4 kv heads on 4": (f"{ROOT} {TP}4 init=meta {CLIP}",),
+    "language, 4 kv heads on 4": (f"{ROOT} {TP}4 init=rank0 {CLIP}",),
     "language, tied": (f"{ROOT} {ALWAYS} {FULL} {IN_CHUNKS}",),
     # the norm is inside of the block
     "user": (DDP, f"{PER_BLOCK} model.block_classes=[tests.workloads.user.odd.Block,torch.nn.LayerNorm] {FULL}"),
@@ -233,7 +233,7 @@ LATER: Cells = {
         f"{PER_BLOCK} {TP}2 {TO_SIZE}2 sharding.forward_prefetch=2 sharding.backward_prefetch=1 precision=bf16_mixed",
         f"{OWN_UNITS} {TP}2 {CLIP}",
     ),
-    "language, tied on 4": (f"{PER_BLOCK} {TP}2 {SELECTIVE}", f"{ROOT} {TP}2 {IN_CHUNKS} init=device"),
+    "language, tied on 4": (f"{PER_BLOCK} {TP}2 {SELECTIVE}", f"{ROOT} {TP}2 {IN_CHUNKS} init=rank0"),
     "language, 4 kv heads on 4": (f"{PER_BLOCK} {TP}4 {ALWAYS} {ACCUMULATE}",),
     "language": (
         f"{OWN_UNITS} {ALWAYS} {FULL}", f"{OWN_UNITS} {NEVER} compile=true",
@@ -243,8 +243,8 @@ LATER: Cells = {
         f"{DDP} {IN_CHUNKS}", OWN_UNITS, *IN_HALF, *(f"{FSDP1} {cell}" for cell in IN_HALF[1:]),
     ),
     "user": (
-        f"{FSDP1} {PER_BLOCK} {ALWAYS}", f"{FSDP1} {PER_LAYER} init=meta",
-        f"{ROOT} {NEVER}", f"{PER_LAYER} {ALWAYS}", f"{SMALLEST_UNITS} {NEVER} init=meta", *SETTINGS[:2], *IN_HALF,
+        f"{FSDP1} {PER_BLOCK} {ALWAYS}", f"{FSDP1} {PER_LAYER} init=rank0",
+        f"{ROOT} {NEVER}", f"{PER_LAYER} {ALWAYS}", f"{SMALLEST_UNITS} {NEVER} init=rank0", *SETTINGS[:2], *IN_HALF,
         f"{OWN_UNITS} {ACCUMULATE}",
     ),
     "user, with state on 1": (f"{DDP} {SELECTIVE}", f"{PER_LAYER} {EVERY_ONE}"),
@@ -313,7 +313,7 @@ GPU_CELLS: Cells = {
         *(f"{sharding} precision={p} {SGD}" for sharding, p in product((PER_BLOCK, DDP), (*PRECISIONS, "tf32"))),
         *(f"{s} {words}" for s, words in product((PER_BLOCK, DDP), (ACCUMULATE, CLIP, SELECTIVE, "compile=true"))),
         *(f"{PER_BLOCK} {settings}" for settings in (
-            "init=meta", "offload=cpu", IN_CHUNKS, "data.loader_workers=1", "memory_profile=peaks", FULL,
+            "init=rank0", "offload=cpu", IN_CHUNKS, "data.loader_workers=1", "memory_profile=peaks", FULL,
             "optimizer.implementation=fused", "optimizer.implementation=foreach", "optimizer.implementation=for_loop",
             "activation_checkpointing=every_n", "sharding.embeddings=own", f"compile=true {FULL}",
             f"precision=fp16 offload=cpu {SGD} {CLIP}", f"precision=fp16_mixed {ACCUMULATE} {SGD}",
@@ -323,7 +323,7 @@ GPU_CELLS: Cells = {
     ),
     "language, tied": (f"{ROOT} {FULL}",),
     "noise": (PER_BLOCK, f"{DDP} precision=bf16_mixed {SGD}", f"{PER_LAYER} offload=cpu"),
-    "user": (f"{PER_BLOCK} init=meta", PER_LAYER), "net": (f"{DDP} training.global_batch_size=6",),
+    "user": (f"{PER_BLOCK} init=rank0", PER_LAYER), "net": (f"{DDP} training.global_batch_size=6",),
     "seq2seq": (PER_BLOCK,),
 }  # fmt: skip
 GPU_CELLS_OF_TWO: Cells = {

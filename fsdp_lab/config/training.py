@@ -79,9 +79,9 @@ SAVED_OPERATORS = (
 class Init(Enum):
     """Where first weights are built; see `TrialConfig.init`."""
 
+    plain = "plain"
     rank0 = "rank0"
     meta = "meta"
-    device = "device"
 
 
 # `async` is a keyword of Python, so this one takes the functional form.

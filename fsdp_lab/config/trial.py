@@ -34,9 +34,9 @@ class TrialConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     repeat: int = key(0, not_negative)
     """Number of this run of a setting; `-m repeats=3` sets it."""
-    init: Init = key(Init.rank0)
-    """Where first weights are built: on rank 0, and broadcast, or each rank's shard by itself, on the host (`meta`,
-    same bits) or on the `device`, which is faster and draws other numbers on a GPU."""
+    init: Init = key(Init.plain)
+    """Who calls the model's constructor: each rank (`plain`), or `rank0`, which sends the values. With `meta` no rank
+    has the whole model, and modules draw other numbers by `reset_parameters` or `init_weights`."""
     activation_checkpointing: ActivationCheckpointing = key(ActivationCheckpointing.none)
     """Blocks to recompute in the backward pass: none, all (`full`), every n-th, or all but the outputs of some
     operators (`selective`)."""

@@ -50,12 +50,13 @@ from fsdp_lab.training.memory import TRACKED_STEPS, main_settings
 from fsdp_lab.training.optimizer import gradient_device
 from fsdp_lab.training.profile import Profile
 from fsdp_lab.training.recorder import record_step
+from fsdp_lab.training.shardable import held_parameters
+from fsdp_lab.training.tensor_parallel import parameter_holders, tie_again
 from fsdp_lab.training.timeline import write_timeline
-from fsdp_lab.training.torch_private import without_modes
-from fsdp_lab.training.weights import materialize
+from fsdp_lab.training.torch_private import replace_tensors, without_modes
 from fsdp_lab.workloads.base import Batch, Workload, tensors_of
 from fsdp_lab.workloads.build import build_workload
-from fsdp_lab.workloads.construct import Blueprint
+from fsdp_lab.workloads.construct import without_values
 
 # Pageable memory is copied through pinned buffers first. An assumption: no measurement on a current GPU was found.
 PAGEABLE = 2.0
@@ -255,7 +256,7 @@ def _follow(
         fake_microbatches(workload, config, dims)  # what has to be read for them is read before tensors are fake
     with ExitStack() as fake:
 
-        def without_values(model: nn.Module, _: Blueprint) -> None:
+        def make_fake(model: nn.Module) -> None:
             """Make every new tensor a fake one, from here to the end of the step."""
             if config.compile:
                 fake.enter_context(kernels_planned(device, trace.kernel))
@@ -263,12 +264,18 @@ def _follow(
             if cuda:
                 fake.enter_context(cuda_kernels(sheet, trace.kernel))
             home = gradient_device(config, device)
-            materialize(model, lambda old: fresh_tensor(old, home if old.is_meta else device))
+            _replace(model, home, device)
             _mark_forward(model, values)
 
+        model = without_values(workload.model.build, config.training.seed)
+        for name, holder in held_parameters(model):  # which only sharding=ddp keeps
+            raise UserError(
+                f"a forecast cannot follow {holder}, which holds the parameter {name}; look it up where it is used, as "
+                "in self.head.weight, or measure this trial with memory_profile=peaks."
+            )
         unused, _ = leaves_some_unused(workload, config)
         state = build(
-            workload, as_forecast(config), dims, device, materialize=without_values, find_unused=unused,
+            workload, model, as_forecast(config), dims, device, fill=make_fake, find_unused=unused,
             to_float8=apply_fake_float8,
         )  # fmt: skip
         if isinstance(state.model, DistributedDataParallel) and config.precision.reduce_dtype is Dtype.float32:
@@ -296,6 +303,22 @@ def as_forecast(config: TrialConfig) -> TrialConfig:
     if config.offload.target is not OffloadTarget.cpu:
         return config
     return replace(config, offload=OffloadConfig(OffloadTarget.cpu_unpinned))
+
+
+def _replace(model: nn.Module, home: torch.device, device: torch.device) -> None:
+    """Replace the parameters of a model by empty ones on `home`, and its buffers on `device`; what is tied stays so."""
+    holders, made = parameter_holders(model), set[int]()
+
+    def fresh(old: Tensor) -> Tensor:
+        """Return the tensor itself if it was replaced: a tied DTensor is met again, with storage of its own."""
+        if id(old) in made and not old.is_meta:
+            return old
+        if old.is_meta:
+            made.add(id(old))
+        return fresh_tensor(old, home if old.is_meta else device)
+
+    replace_tensors(model, fresh, in_place=False)
+    tie_again(holders)
 
 
 def fresh_tensor(old: Tensor, device: torch.device) -> Tensor:

@@ -137,6 +137,19 @@ def host_memory() -> int:
     return min(limits)
 
 
+def free_memory() -> int:
+    """Return the bytes of this machine's memory that this process may still take; what caches files counts as free."""
+    known = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    free = [int(known[1]) * 1024 if known else host_memory()]
+    for group in _control_groups("memory"):
+        limit = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
+        used = _words(group / "memory.current") or _words(group / "memory.usage_in_bytes")
+        cached = re.search(r"inactive_file (\d+)", " ".join(_words(group / "memory.stat")))
+        if limit and used and limit[0] != "max":
+            free.append(int(limit[0]) - int(used[0]) + int(cached[1] if cached else 0))
+    return max(min(free), 0)
+
+
 def _control_groups(controller: str) -> Iterator[Path]:
     """Yield the folder of this process's control group and those above it, of version 1 or 2 (cgroups(7))."""
     with suppress(OSError):

@@ -1,6 +1,6 @@
 """From a workload to the state that a step changes: the one path that training and forecasts share.
 
-The order is FSDP2's: shard bottom-up, materialise, and only then the optimizer. DDP and FSDP1 wrap what has weights.
+The order is FSDP2's: shard bottom-up, fill, and only then the optimizer. DDP and FSDP1 wrap what has weights.
 """
 
 from __future__ import annotations
@@ -20,40 +20,41 @@ from fsdp_lab.training.fsdp1 import apply_fsdp1
 from fsdp_lab.training.layout import describe_layout
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device
 from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks, last_unit, sharding_units
+from fsdp_lab.training.shardable import check_made
 from fsdp_lab.training.tensor_parallel import apply_tensor_parallel, find_plan
-from fsdp_lab.training.weights import build_blueprint
 from fsdp_lab.workloads.base import Workload
-from fsdp_lab.workloads.construct import Blueprint
 
 
 def build(
     workload: Workload,
+    model: nn.Module,
     config: TrialConfig,
     dims: ParallelDims,
     device: torch.device,
-    materialize: Callable[[nn.Module, Blueprint], None],
+    fill: Callable[[nn.Module], None],
     steps_per_epoch: int = 1,
     total_steps: int = 1,
     find_unused: bool = False,
     to_float8: Callable[[nn.Module, BlockClasses, torch.device], None] = apply_float8,
 ) -> TrainState:
-    """Build, shard and materialise the model, then make its optimizer, loss scaler and learning-rate schedule.
+    """Shard a model, fill it with its first values, and make its optimizer, loss scaler and learning-rate schedule.
 
     Args:
         workload: its loss is compiled in place, if the config says so.
+        model: as the constructor made it, with or without values.
         dims: how the ranks divide the work; needs a mesh.
-        materialize: gives the parameters of a model on `meta` their storage and values, in place.
+        fill: gives the parameters of the sharded model their storage and values, in place.
         steps_per_epoch: of the learning-rate schedule.
         total_steps: of the learning-rate schedule.
         find_unused: whether some parameters get no gradient.
         to_float8: replaces the linear layers of blocks, of these classes, by such that compute in float8.
 
     Raises:
-        UserError: the model lacks blocks that the config needs, or cannot be built on `meta`.
+        UserError: the model lacks blocks that the config needs, or has what it cannot shard.
     """
     assert dims.mesh is not None
-    blueprint = build_blueprint(workload.model, config)
-    model = blueprint.model
+    check_made(model, config)
+    attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
     blocks = workload.model.block_classes or find_block_classes(model)
     check_blocks(model, blocks, config)
     if config.precision.float8:
@@ -68,7 +69,9 @@ def build(
     apply_fully_shard(model, units, config, dims.mesh, last)
     layout = describe_layout(model, units, blocks, find_unused, last, divided)
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    materialize(model, blueprint)
+    fill(model)
+    for name, parameter in model.named_parameters():  # sharding has made new ones
+        vars(parameter).update(attributes[name])
     model = apply_ddp(model, config, device, find_unused)
     model = apply_fsdp1(model, units, config, dims.mesh, device)
     if config.compiles_loss:
@@ -80,15 +83,20 @@ def build(
     return TrainState(model, optimizer, scaler, lr_schedule, layout, dims, num_params)
 
 
-def leaves_some_unused(workload: Workload, config: TrialConfig) -> tuple[bool, list[str]]:
+def leaves_some_unused(
+    workload: Workload, config: TrialConfig, on_meta: nn.Module | None = None
+) -> tuple[bool, list[str]]:
     """Return whether DDP must look for parameters without a gradient, as a step on `meta` shows, and notes about that.
 
     True if such a step cannot be computed. False for FSDP2, which needs no such list.
+
+    Args:
+        on_meta: a copy of the model; None: the constructor is called.
     """
     if config.sharding.granularity is not Granularity.ddp:
         return False, []
     try:
-        unused = bool(workload.parameters_without_gradient())
+        unused = bool(workload.parameters_without_gradient(on_meta))
         why = "some of them get no gradient"
     except Exception as error:  # noqa: BLE001 (whatever a model's forward pass raises where there are no values)
         unused, reason = True, str(error).partition("\n")[0]

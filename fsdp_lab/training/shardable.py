@@ -1,22 +1,101 @@
-"""What of a model's parameters cannot be sharded or trained, found on `meta` before any worker starts."""
+"""What of a model's parameters cannot be sharded or trained, found before the first step; by forecasts, too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from types import FunctionType, ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.parallel import Api, Dtype, Granularity
 from fsdp_lab.config.training import OptimizerImplementation, OptimizerName
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.torch_private import has_hooks
+
+_MOST_OBJECTS = 100_000  # of a model's attributes that are looked into
 
 
 def has_complex(model: nn.Module) -> bool:
     """Return whether an optimizer has to update complex numbers, which fused kernels cannot."""
     return any(parameter.is_complex() and parameter.requires_grad for parameter in model.parameters())
+
+
+def check_made(model: nn.Module, config: TrialConfig) -> None:
+    """Check what a constructor has made, before it is divided.
+
+    Raises:
+        ModelError: a parameter or buffer has no size yet, or is divided already; or something holds on to a parameter
+            that sharding replaces.
+    """
+    for module in model.modules():
+        kind = type(module).__name__
+        for leaf, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if is_lazy(tensor):
+                raise ModelError(
+                    f"the model has a {kind}, whose parameters get their size from the first batch, but fsdp_lab "
+                    f"shards them before it; use {kind.replace('Lazy', '')} with that size."
+                )
+            if isinstance(tensor, DTensor):
+                raise ModelError(
+                    f"the parameter {leaf} of {kind} is already a DTensor; fsdp_lab shards parameters itself: make it "
+                    "a plain tensor."
+                )
+    if config.sharding.granularity is Granularity.ddp:
+        return
+    check_hooks(model, _sharding(config), "use sharding=ddp, which keeps it")
+    for name, holder in held_parameters(model):
+        raise ModelError(
+            f"{_sharding(config)}: {holder} holds the parameter {name}, but {config.sharding.api_name} puts a shard in "
+            "its place, and what is held is not trained; look it up where it is used, as in self.head.weight, or use "
+            "sharding=ddp."
+        )
+
+
+def check_hooks(model: nn.Module, where: str, remedy: str) -> None:
+    """Check that no parameter has a hook.
+
+    Raises:
+        ModelError: one has, and would lose it.
+    """
+    for name, parameter in model.named_parameters():
+        if has_hooks(parameter):
+            raise ModelError(
+                f"{where}: the parameter {name} has a hook (register_hook or register_post_accumulate_grad_hook), "
+                f"which would not be called: another parameter takes its place. Change the gradient in forward, or "
+                f"{remedy}."
+            )
+
+
+def held_parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the name of each parameter that something but its module holds, and the attribute that leads to it."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    own = {id(module) for module in model.modules()}
+    seen = set(own)
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute != "_parameters" and not isinstance(module, nn.RNNBase):  # which updates what it holds
+                for parameter in _reached(value, seen):
+                    if id(parameter) in names:
+                        yield names[id(parameter)], f"{path or 'the model'}.{attribute}"
+
+
+def _reached(value: Any, seen: set[int]) -> Iterator[nn.Parameter]:
+    left = [value]
+    while left and len(seen) < _MOST_OBJECTS:
+        found = left.pop()
+        if isinstance(found, nn.Parameter):
+            yield found
+        elif id(found) not in seen and not isinstance(found, type | ModuleType | Tensor):
+            seen.add(id(found))
+            is_function = isinstance(found, FunctionType)  # whose globals are no part of a model
+            left += [found.__closure__, found.__defaults__] if is_function else gc.get_referents(found)
 
 
 def check_parameters(model: nn.Module, units: Sequence[Sequence[nn.Module]], config: TrialConfig) -> None:

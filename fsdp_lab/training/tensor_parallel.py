@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,7 +42,6 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import TP_WORDS
 from fsdp_lab.training.layout import DividedLayers, matches
 from fsdp_lab.training.torch_private import own_plan, wait_for
-from fsdp_lab.training.weights import parameter_holders, tie_again
 
 
 class _Style(NamedTuple):
@@ -77,7 +76,7 @@ def apply_tensor_parallel(
     """Divide the layers of a model among the ranks of a mesh, in place; before `fully_shard`. Return how.
 
     Args:
-        model: on `meta`.
+        model: not sharded yet.
         mesh: of one dimension.
         divided_loss: whether the loss takes logits that are divided by the vocabulary.
 
@@ -109,6 +108,22 @@ def apply_tensor_parallel(
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     code = {pattern: next(str(styles[name]) for name in words if matches([pattern], name)) for pattern in plan}
     return DividedLayers(code, sorted(sharing), divided_loss and "loss_parallel" in words.values())
+
+
+def parameter_holders(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return, for each parameter, the modules that have it, with its name there."""
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holders.setdefault(id(parameter), []).append((module, leaf))
+    return [*holders.values()]
+
+
+def tie_again(holders: Iterable[list[tuple[nn.Module, str]]]) -> None:
+    """Give all holders of a parameter what the first of them has now."""
+    for (first, name), *others in holders:
+        for module, leaf in others:
+            setattr(module, leaf, getattr(first, name))
 
 
 def _words_by_name(model: nn.Module, plan: Mapping[str, str], tp: int) -> dict[str, str]:

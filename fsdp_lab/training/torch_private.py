@@ -63,6 +63,8 @@ NAMES = (
     Name("torch.distributed._tools.common_utils", "get_untyped_storages", ("t",)),
     Name("torch", "Tensor._use_count"),
     Name("torch", "Tensor._version"),
+    Name("torch", "Tensor._backward_hooks"),
+    Name("torch", "Tensor._post_accumulate_grad_hooks"),
     Name("torch._C", "_storage_Use_Count"),
     Name("torch._C._distributed_c10d", "FakeWork.boxed"),
     Name("torch.utils._python_dispatch", "TorchDispatchMode.ignore_compile_internals", ()),
@@ -223,6 +225,11 @@ class AccumulatesInPlace(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether a gradient of the parameter is given to somebody else, too."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was written in place; some kernels do not count."""
     return tensor._version
@@ -336,8 +343,11 @@ def without_modes() -> Any:
     return _disable_current_modes()
 
 
-def replace_tensors(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
+def replace_tensors(model: nn.Module, fresh: Callable[[Tensor], Tensor], in_place: bool = True) -> None:
     """Replace every parameter and buffer by `fresh(tensor)`, and let FSDP2 know.
+
+    Args:
+        in_place: whoever holds a parameter then holds what has replaced it. A fake one cannot be put in place.
 
     A module that two others hold is visited once: by the second visit its tensor may be fake, and cannot be replaced.
     """
@@ -349,9 +359,12 @@ def replace_tensors(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None
             held.add(child)
     for holder, name, _ in places:
         holder._modules[name] = None
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(in_place)
     try:
         model._apply(fresh)
     finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
         for holder, name, child in places:
             holder._modules[name] = child
 

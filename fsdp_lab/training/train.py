@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,10 +40,10 @@ from fsdp_lab.training.parallelize import float32_products
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer, Timed, device_peak_flops, speed_metrics, watch_cores
 from fsdp_lab.training.step_checks import StepChecks
-from fsdp_lab.training.weights import init_weights
+from fsdp_lab.training.weights import build_model, fill
 from fsdp_lab.workloads.base import Data
 from fsdp_lab.workloads.build import build_workload
-from fsdp_lab.workloads.construct import Blueprint
+from fsdp_lab.workloads.construct import copy_on_meta
 
 
 class Reporter(Protocol):
@@ -109,19 +110,22 @@ def _train(
     loaders = build_loaders(data, config, dims, ranks.device)
     steps_per_epoch = loaders.order.steps_per_epoch
 
-    def materialize(model: nn.Module, blueprint: Blueprint) -> None:
-        load = workload.model.load_weights
-        reporter.phase("loading the weights" if load else f"initialising the weights (init={config.init.name})")
-        init_weights(model, blueprint, config, ranks.device, load)
-
     reporter.phase("building the model")
-    find_unused, notes = leaves_some_unused(workload, config)
+    first = build_model(workload.model, config)
+    on_meta = _copied(first.model)
+    find_unused, notes = leaves_some_unused(workload, config, on_meta)
+
+    def fill_model(model: nn.Module) -> None:
+        reporter.phase("loading the weights" if first.load else f"initialising the weights (init={config.init.name})")
+        fill(model, first, config, dims, ranks.device)
+
     state = build(
         workload,
+        first.model,
         config,
         dims,
         ranks.device,
-        materialize=materialize,
+        fill=fill_model,
         steps_per_epoch=steps_per_epoch,
         total_steps=steps_per_epoch * config.training.epochs,
         find_unused=largest(float(find_unused)) > 0,  # of any rank: they may use different modules
@@ -131,7 +135,7 @@ def _train(
     resumed_from = checkpoints.load(state)
     facts = _facts(config, ranks, state, data, resumed_from, nodes)
     steps = min(steps_per_epoch * config.training.epochs, config.training.max_steps or math.inf)
-    notes = [*checkpoints.notes, *notes, *facts["notes"]]
+    notes = [*first.notes, *checkpoints.notes, *notes, *facts["notes"]]
     reporter.facts({**facts, "data": config.data.name, "num_steps": int(steps), "notes": notes})
     for metrics in state.history:
         reporter.epoch(metrics)
@@ -145,7 +149,7 @@ def _train(
     )
     in_tokens, tokens = workload.task.unit == "tokens", workload.tokens_per_sample(data.train)
     is_wanted = tokens is not None if in_tokens else device_peak_flops(config, ranks) is not None
-    flops = workload.train_flops_per_sample() if is_wanted else None
+    flops = workload.train_flops_per_sample(on_meta) if is_wanted else None
     timed = Timed.before(state.history) if checkpoints.times_count else Timed()
     while not config.training.is_through(state.epoch, state.step):
         loaders.order.go_to(state.epoch, state.epoch_step)
@@ -172,6 +176,13 @@ def _train(
         reporter.phase("exporting the model")
         step = checkpoints.load_best_weights(state) if config.checkpoint.export_best else state.step
         export_model(state.model, config, ranks, folder, step, workload.model.save)
+
+
+def _copied(model: nn.Module) -> nn.Module | None:
+    """Return a copy without values; None: the model holds what cannot be copied, so the constructor is called again."""
+    with suppress(Exception):  # whatever an object raises that is copied
+        return copy_on_meta(model)
+    return None
 
 
 def _keep(metrics: Metrics, state: TrainState, config: TrialConfig, checkpoints: Checkpoints) -> Metrics:

@@ -1,158 +1,191 @@
-"""First weights: those of the model's own constructor after `torch.manual_seed(training.seed)`, whatever the sharding.
+"""First weights: those that the user's constructor makes, called once after `torch.manual_seed(training.seed)`.
 
-`init=rank0`: rank 0 runs the constructor and sends the values, a parameter at a time. `init=meta`: every rank runs it
-and keeps its part. The weights are equal to the bit either way, for any number of workers.
-
-`init=device`: as `meta`, but the constructor computes on the rank's GPU, whose generator draws other numbers. The
-weights are equal to the bit for every sharding and any number of GPUs of one kind.
+`init=plain`: every rank calls the constructor, and what it made is sharded. `init=rank0`: rank 0 calls it and sends the
+values; the other ranks have a model without values. `init=meta`: no rank has the whole model; each module draws its
+shards by its own `reset_parameters` or `init_weights`, other numbers than the constructor. Pretrained weights are read
+by each rank into its shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.parallel import Api
 from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training.distributed import together
+from fsdp_lab.machine.hardware import free_memory
+from fsdp_lab.training.distributed import ParallelDims, gather, own_node, together
 from fsdp_lab.training.optimizer import gradient_device
+from fsdp_lab.training.shardable import check_hooks
 from fsdp_lab.training.torch_private import replace_tensors
-from fsdp_lab.workloads.base import ModelSpec
-from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded
+from fsdp_lab.workloads.base import ModelSpec, plain_class
+from fsdp_lab.workloads.construct import TooLarge, construct, seeded, without_values
 
 
-def build_blueprint(spec: ModelSpec, config: TrialConfig) -> Blueprint:
-    """Build the model without the values of its parameters.
+@dataclass(frozen=True)
+class FirstModel:
+    """A model that is not sharded yet, and where its first values come from.
 
-    With `init=rank0` a constructor that reads values is run as it is.
+    Attributes:
+        model: its parameters are on `meta` where another source has their values.
+        init: as it was taken; None: the values are loaded.
+        load: puts values into this rank's part; None: nothing is loaded.
+        whole: with `init=rank0`, the values on rank 0; empty on others.
+        notes: why `init` is not the one that was asked for.
+    """
+
+    model: nn.Module
+    init: Init | None
+    load: Callable[[Mapping[str, Tensor]], None] | None = None
+    whole: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def build_model(spec: ModelSpec, config: TrialConfig) -> FirstModel:
+    """Call the constructor once. Every rank calls this.
+
+    With `init=plain` the models of a node's ranks may take half of its free memory; larger ones take `init=rank0`.
 
     Raises:
-        UserError: such a constructor with another `init`.
+        UserError: the constructor fails.
     """
+    seed = config.training.seed
+    sketch = partial(without_values, spec.build, seed)
+    if spec.load_weights is not None:
+        return FirstModel(together(sketch), None, spec.load_weights)
+    if config.init is Init.meta:
+        return FirstModel(together(sketch), Init.meta)
+    notes = []
+    if config.init is Init.plain:
+        ranks = gather((own_node(), free_memory()))
+        here = [free for node, free in ranks if node == own_node()]
+        most = min(here) / 2 / len(here)
+        model = together(lambda: _within(spec.build, seed, most))
+        if all(gather(model is not None)):
+            assert model is not None
+            return FirstModel(model, Init.plain)
+        del model
+        notes = [
+            f"init=plain needs more than half of a node's free memory ({min(here) / 2**30:.0f} GiB for {len(here)} "
+            "ranks), so rank 0 builds the model and sends it (init=rank0)."
+        ]
+    if dist.get_rank() == 0:
+        model = together(lambda: construct(spec.build, seed))
+        state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        return FirstModel(model, Init.rank0, whole=state, notes=notes)
+    return FirstModel(together(sketch), Init.rank0, notes=notes)
+
+
+def _within(build: Callable[[], nn.Module], seed: int, most_bytes: float) -> nn.Module | None:
     try:
-        return Blueprint(spec.build, config.training.seed)
-    except ValuesNeeded as error:
-        if config.init is not Init.rank0:
-            raise ModelError(
-                f"init={config.init.name}: the constructor of {error.module} reads the values of parameters, which "
-                f"meta tensors lack ({error.reason}); use init=rank0, which builds the whole model on rank 0."
-            ) from error
-        return Blueprint(spec.build, config.training.seed, whole=True)
+        return construct(build, seed, most_bytes)
+    except TooLarge:
+        return None
 
 
-def init_weights(
-    model: nn.Module,
-    blueprint: Blueprint,
-    config: TrialConfig,
-    device: torch.device,
-    load: Callable[[Mapping[str, Tensor]], None] | None = None,
-) -> None:
-    """Give the parameters of a sharded model on `meta` their storage and values, and move its buffers to the device.
+def fill(model: nn.Module, first: FirstModel, config: TrialConfig, dims: ParallelDims, device: torch.device) -> None:
+    """Give the parameters of a sharded model their first values, and move it to the device. Every rank calls this.
 
-    With `init=rank0` only rank 0 ever holds the whole model, in host memory. Else no rank holds more than a group of
-    its parameters (`construct.GROUP_BYTES`), with `init=device` on the device. With FSDP1 every rank holds the whole
-    model in host memory, from which `apply_fsdp1` takes it.
+    FSDP1 takes the model from the host, unit by unit. With offload, parameters stay on the host.
 
-    Args:
-        load: puts values other than the constructor's into this rank's part; None: the constructor's values.
+    Raises:
+        ModelError: with `init=meta`, a module does not initialise its weights.
     """
     home = torch.device("cpu") if config.sharding.api is Api.fsdp1 else gradient_device(config, device)
-    materialize(model, lambda old: torch.empty_like(old, device=home) if old.is_meta else old.to(device))
-    parameters = dict(model.named_parameters())
-    if load is not None:
-        together(lambda: load({**parameters, **dict(model.named_buffers())}))
+    if first.init is Init.plain:
+        if not isinstance(model, FSDPModule):  # FSDP2 has moved each unit when it was sharded
+            model.to(home)
         return
-    source = 0 if config.init is Init.rank0 else None
-    values: Iterable[tuple[str, Tensor | None]] = ((name, None) for name in blueprint.names)
-    if source is None or dist.get_rank() == source:
-        values = blueprint.values(device) if config.init is Init.device else blueprint.values()
-
-    def fill() -> None:
-        with torch.no_grad():
-            for name, value in _to_the_end(values, blueprint.names):
-                _fill(parameters[name], value, source, device)
-
-    together(fill)
-
-
-def _to_the_end(
-    values: Iterable[tuple[str, Tensor | None]], names: Iterable[str]
-) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the values; after an error the names without theirs, and then raise it: the other ranks wait for each."""
-    left = iter(names)
-    try:
-        for pair in values:
-            next(left)
-            yield pair
-    except Exception:
-        yield from ((name, None) for name in left)
-        raise
+    remedy = "use init=plain" if first.load is None else "train from the constructor's weights"
+    together(lambda: check_hooks(model, f"init={first.init.name}" if first.init else "pretrained weights", remedy))
+    replace_tensors(model, lambda old: torch.empty_like(old, device=home) if _is_parameter(old) else old.to(home))
+    if first.init is Init.meta:
+        together(lambda: _initialise(model, config, dims, home))
+    elif first.init is Init.rank0:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        set_model_state_dict(model, first.whole, options=options)
+        first.whole.clear()
+    if config.sharding.api is not Api.fsdp1:
+        for module in model.modules():
+            for name, buffer in [*module.named_buffers(recurse=False)]:
+                setattr(module, name, buffer.to(device))
+    if first.init is Init.rank0:
+        for buffer in model.buffers():  # some are in no state
+            sent = buffer.to(device)
+            dist.broadcast(sent, 0)
+            buffer.copy_(sent)
+    if first.load is not None:
+        load = first.load
+        together(lambda: load({**dict(model.named_parameters()), **dict(model.named_buffers())}))
 
 
-def materialize(model: nn.Module, fresh: Callable[[Tensor], Tensor]) -> None:
-    """Replace every parameter and buffer by `fresh(tensor)`.
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
 
-    Tied parameters stay tied, which PyTorch's own `to_empty` does not ensure.
 
-    Args:
-        fresh: gets parameters on `meta`, and real buffers.
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def _initialise(model: nn.Module, config: TrialConfig, dims: ParallelDims, home: torch.device) -> None:
+    """Draw the weights of a sharded model in place, module by module.
+
+    On a GPU PyTorch draws each shard of a DTensor from its place in the whole. On a CPU it does not, so ranks with
+    different shards have different seeds, and ranks with copies of a shard the same.
     """
-    holders = parameter_holders(model)
-    made: set[int] = set()
-
-    def once(tensor: Tensor) -> Tensor:
-        """Return the tensor itself if it was replaced: a tied parameter is met again, with storage of its own."""
-        if id(tensor) in made and not tensor.is_meta:
-            return tensor
-        if tensor.is_meta:
-            made.add(id(tensor))
-        return fresh(tensor)
-
-    replace_tensors(model, once)
-    tie_again(holders)
-
-
-def parameter_holders(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return, for each parameter, the modules that have it, with its name there."""
-    holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            holders.setdefault(id(parameter), []).append((module, leaf))
-    return [*holders.values()]
+    shard = 0
+    if isinstance(model, FSDPModule) and home.type == "cpu":
+        if dims.tp > 1:
+            raise ModelError(
+                f"init=meta with sharding.tp={dims.tp}: on a CPU PyTorch draws the same numbers for each part of a "
+                "divided layer; use init=plain or init=rank0."
+            )
+        shard = dims.dp_rank % dims.dp_shard
+        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
+    parts = {name: _local(parameter) for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    for values in parts.values():
+        values.fill_(math.nan)
+    with seeded(zlib.crc32(f"{config.training.seed}/{shard}".encode())):
+        _reset(model, "")
+    for name, values in parts.items():
+        if values.isnan().any():
+            raise ModelError(
+                f"init=meta: {name} has no value after reset_parameters() and init_weights() of the model's modules; "
+                "set it there, or use init=plain or init=rank0, which call the constructor."
+            )
 
 
-def tie_again(holders: Iterable[list[tuple[nn.Module, str]]]) -> None:
-    """Give all holders of a parameter what the first of them has now."""
-    for (first, name), *others in holders:
-        for module, leaf in others:
-            setattr(module, leaf, getattr(first, name))
+def _reset(module: nn.Module, name: str) -> None:
+    """Let a module initialise its weights, after those of its children; `init_weights` does both.
 
-
-def _fill(parameter: Tensor, value: Tensor | None, source: int | None, device: torch.device) -> None:
-    """Copy this rank's part of a value.
-
-    Args:
-        value: the whole value; None: another rank sends it.
-        source: the rank that sends it; None: every rank has it.
-        device: of collectives.
+    Raises:
+        ModelError: it has weights, and neither method.
     """
-    if not isinstance(parameter, DTensor):
-        if value is not None:
-            parameter.copy_(value)
-        if source is not None:
-            sent = parameter.detach().to(device)  # FSDP1's are on the host still, which NCCL cannot send
-            dist.broadcast(sent, source)
-            parameter.copy_(sent)
+    if callable(own := getattr(module, "init_weights", None)):
+        own()
         return
-    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device) if value is None else value.to(device)
-    if source is not None and parameter.device_mesh.size() < dist.get_world_size():
-        dist.broadcast(whole, source)  # tensor-parallel ranks have it whole, in meshes without the source
-        source = None
-    part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=source)
-    parameter.to_local().copy_(part.to_local())
+    for child_name, child in module.named_children():
+        _reset(child, f"{name}.{child_name}".lstrip("."))
+    if callable(own := getattr(module, "reset_parameters", None)):
+        own()
+    elif parameters := [leaf for leaf, _ in module.named_parameters(recurse=False)]:
+        raise ModelError(
+            f"init=meta: {name or 'the model'} ({plain_class(module).__name__}) has the weights {parameters[0]}, but "
+            "no method reset_parameters() or init_weights() that initialises them; add one, or use init=plain or "
+            "init=rank0, which call the constructor."
+        )

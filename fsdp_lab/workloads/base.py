@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_lab.workloads.construct import Blueprint, seeded
+from fsdp_lab.workloads.construct import seeded, without_values
 
 # Tensors in any nesting of tuples, lists, mappings, dataclasses and objects that have a method `to`. Only the task and
 # the data set look inside.
@@ -29,8 +29,7 @@ class ModelSpec:
     """How to build a model, and the classes of its repeating blocks.
 
     Attributes:
-        build: the constructor. The values of its parameters after `torch.manual_seed(training.seed)` are the first
-            weights.
+        build: the constructor. What it makes after `torch.manual_seed(training.seed)` is trained.
         block_classes: None: they are detected in the model.
         description: the model in a few words, for the reader of a memory timeline.
         load_weights: puts other first weights into parameters and buffers by their names, sharded or not; each rank
@@ -126,21 +125,24 @@ class Workload:
     task: Task
     flops_per_unit: float | None = None
 
-    def train_flops_per_sample(self) -> float | None:
+    def train_flops_per_sample(self, on_meta: nn.Module | None = None) -> float | None:
         """Return the FLOPs of forward and backward for one sample; None if the model cannot compute without values.
 
         They come from `flops_per_unit`, else for tokens from the model's own method `flops_per_token(batch)`. Else the
         matrix FLOPs of the forward pass are counted on `meta`, and the backward pass counts as twice the forward.
         Recomputation is not counted, because MFU is about the model's own work.
+
+        Args:
+            on_meta: a copy of the model; None: the constructor is called.
         """
         if self.flops_per_unit is not None:
             return self.flops_per_unit * self.task.units(self._meta_batch())
         with suppress(Exception):  # whatever a forward pass raises where there are no values
-            return self._counted_flops()
+            return self._counted_flops(self._without_values(on_meta))
         return None
 
-    def _counted_flops(self) -> float:
-        model, batch = self._on_meta()
+    def _counted_flops(self, model: nn.Module) -> float:
+        batch = self._meta_batch()
         if self.task.unit == "tokens" and callable(own := getattr(model, "flops_per_token", None)):
             return float(own(batch)) * self.task.units(batch)
         with FlopCounterMode(display=False) as counter:  # gradients are recorded: without them a task is validated
@@ -164,15 +166,18 @@ class Workload:
         """Return the tokens of a sample by its shape alone; None if samples are counted."""
         return self.task.units(self._meta_batch()) if self.task.unit == "tokens" else None
 
-    def parameters_without_gradient(self) -> list[str]:
-        """Return the names of the trainable parameters that a step on `meta` leaves without a gradient."""
-        model, batch = self._on_meta()
+    def parameters_without_gradient(self, on_meta: nn.Module | None = None) -> list[str]:
+        """Return the names of the trainable parameters that a step on `meta` leaves without a gradient.
+
+        Args:
+            on_meta: a copy of the model, which then has gradients; None: the constructor is called.
+        """
+        model, batch = self._without_values(on_meta), self._meta_batch()
         self.task.loss(self.task.forward(model, batch), batch).backward()
         return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
-    def _on_meta(self) -> tuple[nn.Module, Batch]:
-        model = Blueprint(self.model.build, seed=0).model.to("meta")
-        return model, self._meta_batch()
+    def _without_values(self, on_meta: nn.Module | None) -> nn.Module:
+        return (without_values(self.model.build) if on_meta is None else on_meta).to("meta")
 
     def _meta_batch(self) -> Batch:
         with torch.device("meta"):

@@ -25,7 +25,7 @@ SAME_RANKS: dict[str, list[str]] = {
         "optimizer._target_=tests.workloads.user.optim.Lion",
     ],
     "async": [ASYNC, "optimizer=adamw", "lr_schedule=step", "lr_schedule.gamma=0.5"],
-    "fp16_mixed_offload": [ASYNC, "precision=fp16_mixed", "offload=cpu", "init=meta", "sharding=root"],
+    "fp16_mixed_offload": [ASYNC, "precision=fp16_mixed", "offload=cpu", "init=rank0", "sharding=root"],
     "ddp": [*ADAM, "sharding=ddp"],
     "fsdp1_fp16_offload": [
         ASYNC, *SCALER, "sharding.api=fsdp1", "sharding=per_layer", "offload=cpu", "reshard_after_forward=never",

@@ -218,7 +218,7 @@ def fail_where_one_rank_works(folder: str) -> list[str]:
         data = DataSpec(lambda error=error: throw(error), lambda: throw(AssertionError()), lambda size: None)
         works.append(lambda data=data: load_data(data, ranks))
         works.append(lambda error=error: checkpoints._on_first_rank(lambda: throw(error)))
-    own = (f"model._target_={__name__}.FailsOnTheFirst", "task=custom", "task.loss=torch.sum")
+    own = ("init=rank0", f"model._target_={__name__}.FailsOnTheFirst", "task=custom", "task.loss=torch.sum")
     works.append(lambda: train(config(*own), Path(folder), Memo()))
     raised = []
     for work in works:

@@ -1,4 +1,4 @@
-"""How a trial starts: its ranks and their group, its first weights, the order of its data; by torchrun alone, too."""
+"""How a trial starts: its ranks and their group, and the order of its data; by torchrun alone, too."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +14,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp_lab.config import UserError
-from fsdp_lab.config.training import Init, TrainingConfig
-from fsdp_lab.forecast.fake import fake_world
+from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.training import distributed
 from fsdp_lab.training.data import TrainOrder, val_order
-from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
-from fsdp_lab.training.weights import init_weights
-from fsdp_lab.workloads.build import build_workload
-from fsdp_lab.workloads.construct import Blueprint
+from fsdp_lab.training.distributed import ParallelDims
 from tests import forked
 from tests.conftest import ROOT
-from tests.parity import SHARDINGS, WORKLOADS
 from tests.ranks import config, run_ranks, train_all
-from tests.training.reference import first_weights
 
 # Python runs it at the start of a rank, which then cannot import these.
 SITECUSTOMIZE = 'import sys\nsys.modules.update(dict.fromkeys(["ray", "hydra", "omegaconf", "mlflow"]))\n'
@@ -90,54 +82,6 @@ def test_a_group_is_bound_to_the_gpu_that_the_rank_computes_on(monkeypatch: pyte
     for offload in BACKENDS:
         distributed.setup_distributed(config(f"offload={offload}").offload)
         assert (made["backend"], made["device_id"]) == ("gloo", None)
-
-
-INITS = [init.value for init in Init]
-
-
-def initial_weights(cases: list[list[str]]) -> list[dict[str, torch.Tensor]]:
-    """Return the whole first weights of each case."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    from fsdp_lab.training.build import build
-
-    ranks, whole = distributed.setup_distributed(), StateDictOptions(full_state_dict=True, cpu_offload=True)
-    results = []
-    for case in cases:
-        trial = config(*case)
-        init = partial(init_weights, config=trial, device=ranks.device)
-        dims = build_parallel_dims(trial.sharding, ranks)
-        state = build(build_workload(trial.model, trial.data, trial.task), trial, dims, ranks.device, materialize=init)
-        results.append(dict(get_model_state_dict(state.model, options=whole)))
-    return results
-
-
-def test_every_sharding_and_init_starts_from_the_same_bits() -> None:
-    """Each sharding with one `init` in turn, then each `init` with recomputed blocks and offloaded parameters."""
-    pairs = zip(SHARDINGS, cycle(INITS), strict=False)
-    cases = [[*SHARDINGS[sharding], f"init={init}", "model.num_layers=2"] for sharding, init in pairs]
-    more = ("training.seed=7", "activation_checkpointing=full", "offload=cpu", *WORKLOADS["mlp"].words)
-    cases += [["sharding=per_block", f"init={init}", *more] for init in INITS]
-    for case, got in zip(cases, run_ranks(2, initial_weights, cases)[0], strict=True):
-        expected = first_weights(config(*case))
-        assert got.keys() == expected.keys(), case
-        assert all(torch.equal(got[key], expected[key]) for key in expected), case
-
-
-def test_with_init_device_the_constructor_computes_on_the_device() -> None:
-    """`meta` stands for a GPU. The first call, which gives no values, is on the host."""
-    gpu, seen = torch.device("meta"), dict[str, list[str]]()
-    for init in INITS:
-        devices = seen[init] = list[str]()
-
-        def constructor(devices: list[str] = devices) -> torch.nn.Module:
-            devices.append(torch.empty(0).device.type)
-            return torch.nn.Linear(4, 3)
-
-        with fake_world(2, gpu):
-            blueprint = Blueprint(constructor, seed=0)
-            init_weights(blueprint.model, blueprint, config(f"init={init}", "sharding=ddp"), gpu)
-    assert seen == {"rank0": ["cpu", "cpu"], "meta": ["cpu", "cpu"], "device": ["cpu", "meta"]}
 
 
 @pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (1, 3), (2, 1), (2, 2), (4, 3)])

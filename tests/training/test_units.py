@@ -18,7 +18,7 @@ from fsdp_lab.training.build import leaves_some_unused
 from fsdp_lab.training.layout import Layout, unit_notes
 from fsdp_lab.training.parallelize import in_groups, last_unit, sharding_units
 from fsdp_lab.workloads.build import build_workload
-from fsdp_lab.workloads.construct import Blueprint
+from fsdp_lab.workloads.construct import without_values
 from fsdp_lab.workloads.language.llama import Block as LlamaBlock
 from fsdp_lab.workloads.language.llama import Llama
 from fsdp_lab.workloads.language.pydoc import PydocTokens
@@ -125,7 +125,7 @@ def test_default_keeps_the_last_unit_after_the_forward_pass(words: str, reshards
 def test_units_of_nested_blocks_tied_parameters_and_containers(
     model: type[nn.Module], blocks: tuple[type[nn.Module], ...], words: str, expected: list[str]
 ) -> None:
-    made, sharding = Blueprint(model, seed=0).model, config(*f"sharding={words}".split()).sharding
+    made, sharding = without_values(model), config(*f"sharding={words}".split()).sharding
     groups = in_groups(made, sharding_units(made, blocks, sharding), sharding.blocks_per_unit)
     assert [" ".join(names_of(made, group)) for group in groups] == expected
 
@@ -162,13 +162,13 @@ def test_ddp_that_looks_for_unused_parameters_says_why(monkeypatch: pytest.Monke
     assert found and "find_unused_parameters" in note and note.endswith("some of them get no gradient")
     assert leaves_some_unused(workload, root) == (False, [])
 
-    def fails(_: object) -> list[str]:
+    def fails(*_: object) -> list[str]:
         raise RuntimeError("no value on meta\nand more")
 
     monkeypatch.setattr(type(workload), "parameters_without_gradient", fails)
     found, (note,) = leaves_some_unused(workload, ddp)
     assert found and note.endswith("are not known (RuntimeError: no value on meta)")
-    monkeypatch.setattr(type(workload), "parameters_without_gradient", lambda _: [])
+    monkeypatch.setattr(type(workload), "parameters_without_gradient", lambda *_: [])
     assert leaves_some_unused(workload, ddp) == (False, [])
 
 
@@ -190,7 +190,7 @@ def test_rotary_tables_are_used_in_float32_under_half_precision() -> None:
         expected.append(nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).item())
     cases = [
         [*step, "sharding=root", "precision=bf16"],
-        [*step, "sharding=per_block", "precision=bf16_mixed", "init=meta"],
+        [*step, "sharding=per_block", "precision=bf16_mixed", "init=rank0"],
         [*step, "sharding=per_layer", "precision=bf16"],
     ]
     got = [losses for losses, _ in run_ranks(1, train_all, cases)[0]]

@@ -1,4 +1,4 @@
-"""A constructor that is run without values and then for them gives what one plain call of it gives."""
+"""A constructor is called once, as in a plain script, or gives a model without values that is alike in all else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded
+from fsdp_lab.workloads.construct import TooLarge, construct, copy_on_meta, without_values
 
 
 class Block(nn.Module):
@@ -22,16 +22,23 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Ties, buffers, what is replaced, what is drawn before it is registered, and a second look at all at the end."""
+    """Ties, buffers, what is replaced, copied, marked or held, and a second look at all at the end."""
+
+    calls = 0
 
     def __init__(self, width: int = 8, depth: int = 3) -> None:
         super().__init__()
+        Net.calls += 1
         self.embedding = nn.Embedding(10, width)
         self.first = nn.Linear(width, 3 * width)
         self.first = nn.Linear(width, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.copies = nn.ModuleList(deepcopy(self.first) for _ in range(2))
         self.head = nn.Linear(width, 10, bias=False)
         self.head.weight = self.embedding.weight
+        marked = nn.Parameter(torch.rand(3))
+        marked.no_decay = True
+        self.marked, self.held = marked, [marked]
         steps = [x.item() for x in torch.linspace(0, 1, depth)]
         self.register_buffer("angles", torch.outer(torch.arange(4.0), torch.tensor(steps)), persistent=False)
         self.lstm = nn.LSTM(2, 2)
@@ -40,48 +47,6 @@ class Net(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("linear.weight"):
                 nn.init.trunc_normal_(parameter, std=0.02 / depth)
-
-
-class Copies(nn.Module):
-    """As nn.TransformerEncoder makes them, with layers that are no group's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.Linear(8, 8)
-        self.layers = nn.ModuleList(deepcopy(layer) for _ in range(3))
-
-
-def generators() -> list[object]:
-    return [torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())]
-
-
-@pytest.mark.parametrize(("build", "group_bytes"), [(Net, 2**30), (Copies, 64)])
-def test_values_are_those_of_one_plain_call(build: type[nn.Module], group_bytes: int) -> None:
-    """And nobody else's random numbers change."""
-    before = generators()
-    blueprint = Blueprint(build, seed=5, group_bytes=group_bytes)
-    got = dict(blueprint.values())
-    assert generators() == before
-    torch.manual_seed(5)
-    plain = build()
-    expected = dict(plain.named_parameters())
-    assert list(got) and got.keys() == expected.keys()
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
-    for name, parameter in blueprint.model.named_parameters():
-        assert parameter.is_meta and parameter.requires_grad == expected[name].requires_grad
-    assert all(map(torch.equal, blueprint.model.buffers(), plain.buffers()))
-
-
-def test_in_groups_values_are_distributed_alike_and_never_repeat() -> None:
-    """Each group draws from a seed of its own: with one for all, the first layers of two groups would be equal."""
-    grouped = Blueprint(lambda: Net(width=64, depth=6), seed=5, group_bytes=64 * 64 * 4)
-    assert len(grouped._groups()) > 6
-    values, again = dict(grouped.values()), dict(grouped.values())
-    assert all(torch.equal(values[name], again[name]) for name in values)
-    layers = [values[f"blocks.{n}.linear.weight"] for n in range(6)]
-    for n, layer in enumerate(layers):
-        assert float(layer.std()) == pytest.approx(0.02 / 6, rel=0.1)
-        assert not any(torch.equal(layer, other) for other in layers[:n])
 
 
 class Copied(nn.Module):
@@ -93,13 +58,65 @@ class Copied(nn.Module):
         self.register_buffer("before", self.layer.weight.detach().clone())
 
 
-def test_a_constructor_that_needs_values_is_named_and_run_whole() -> None:
-    """What reads a value at once is in tests/workloads/test_user.py."""
-    with pytest.raises(ValuesNeeded, match=r"^Copied: .*the buffer before is computed from them"):
-        Blueprint(Copied, seed=2)
-    blueprint = Blueprint(Copied, seed=2, whole=True)
-    torch.manual_seed(2)
-    plain = Copied()
-    expected, values = dict(plain.named_parameters()), dict(blueprint.values())
-    assert values.keys() == expected.keys() and all(torch.equal(values[name], expected[name]) for name in values)
-    assert torch.equal(blueprint.model.before, plain.before)
+class Reads(Copied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = float(self.layer.weight.norm())
+
+
+def generators() -> list[object]:
+    return [torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())]
+
+
+def test_the_constructor_is_called_once_as_in_a_script() -> None:
+    """And nobody else's random numbers change."""
+    before, calls = generators(), Net.calls
+    with torch.device("meta"):  # whatever the caller makes tensors on
+        made = construct(Net, seed=5)
+    assert generators() == before and Net.calls == calls + 1
+    torch.manual_seed(5)
+    plain = Net()
+    expected = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+    got = {**dict(made.named_parameters()), **dict(made.named_buffers())}
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", [Net, Copied, Reads])
+def test_without_values_all_but_the_values_is_alike(kind: type[nn.Module]) -> None:
+    """One that reads values is called again, with them."""
+    before = generators()
+    made, plain = without_values(kind, seed=5), construct(kind, seed=5)
+    assert generators() == before
+    for model in (made, copy_on_meta(plain)):
+        for (name, got), (expected_name, expected) in zip(
+            model.named_parameters(), plain.named_parameters(), strict=True
+        ):
+            assert (name, got.shape, got.requires_grad) == (expected_name, expected.shape, expected.requires_grad)
+            assert got.is_meta and isinstance(got, nn.Parameter) and vars(got) == vars(expected)
+        assert all(map(torch.equal, model.buffers(), plain.buffers()))
+        if kind is Net:
+            assert model.head.weight is model.embedding.weight and model.held[0] is model.marked
+    assert not any(parameter.is_meta for parameter in plain.parameters())
+
+
+def test_what_a_forward_pass_computes_from_is_copied_without_values() -> None:
+    """PyTorch refuses to copy the product of two parameters, which the old weight norm keeps."""
+    layer = nn.Linear(3, 3)
+    layer.product = layer.weight * layer.bias
+    assert copy_on_meta(layer).product.is_meta
+
+
+def test_parameters_over_the_limit_stop_the_constructor() -> None:
+    size = sum(p.numel() * p.element_size() for p in nn.Linear(8, 8).parameters())
+    assert construct(lambda: nn.Linear(8, 8), 0, most_bytes=size).weight.shape == (8, 8)
+
+    def caught() -> nn.Module:
+        try:
+            return nn.Linear(8, 8)
+        except Exception:  # noqa: BLE001 (as a user writes it)
+            return nn.Identity()
+
+    with pytest.raises(TooLarge):
+        construct(caught, 0, most_bytes=size - 1)
+    assert nn.Linear(8, 8).weight.shape == (8, 8), "nobody counts any more"

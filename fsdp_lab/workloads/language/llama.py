@@ -164,10 +164,15 @@ class Llama(nn.Module):
         self.head = nn.Linear(dim, vocab_size, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
-        # As GPT-2 does; what writes to the residual stream 2 * num_layers times is smaller by the root of that.
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw all weights: as GPT-2 does, smaller in what writes to the residual stream `2 * num_layers` times."""
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                smaller = (2 * num_layers) ** 0.5 if name.endswith(("o_proj", "down_proj")) else 1.0
+            if isinstance(module, nn.RMSNorm):
+                module.reset_parameters()
+            elif isinstance(module, nn.Linear | nn.Embedding):
+                smaller = (2 * self.num_layers) ** 0.5 if name.endswith(("o_proj", "down_proj")) else 1.0
                 nn.init.normal_(module.weight, std=0.02 / smaller)
 
     def forward(

@@ -16,7 +16,7 @@ from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.target import import_callable, in_words, instantiate
 from fsdp_lab.config.workload import DataConfig, ModelConfig
 from fsdp_lab.workloads.base import Batch, Data, Dataset, DataSpec, describe, map_tensors, tensors_of
-from fsdp_lab.workloads.construct import Blueprint, ValuesNeeded, seeded
+from fsdp_lab.workloads.construct import seeded, without_values
 from fsdp_lab.workloads.vision.images import Images
 
 _ENDS = 4  # items at each end of a split, by which its states are told apart
@@ -253,10 +253,7 @@ def _scaled(less: Tensor, more: Tensor, size: int) -> list[int]:
 def _example_data(config: DataConfig, build_model: Callable[[], nn.Module]) -> DataSpec:
     @cache
     def example(size: int) -> Batch:
-        try:
-            model: Any = Blueprint(build_model, seed=0).model
-        except ValuesNeeded:
-            model = Blueprint(build_model, seed=0, whole=True).model
+        model: Any = without_values(build_model)
         if not callable(getattr(model, "example_batch", None)):
             raise ConfigError(
                 f"data=example: the model is a {type(model).__name__}, which has no method example_batch(size) that "

@@ -31,12 +31,10 @@ def build_model_spec(config: ModelConfig) -> ModelSpec:
 
 def _call(function: Any, target: str, arguments: dict[str, Any]) -> nn.Module:
     try:
-        model = function(**instantiate(arguments, "model"))  # anew: it runs more than once, and may change a list
+        model = function(**instantiate(arguments, "model"))  # anew: it may run again, and may change a list
     except UserError:  # our own say it in one message
         raise
     except (TypeError, ValueError, KeyError, AttributeError, AssertionError, OSError, ImportError) as error:
-        if "meta device type tensor" in str(error):  # NumPy asks for values that are not there yet
-            raise
         shown = ", ".join(f"model.{name}={value}" for name, value in arguments.items()) or "no arguments"
         raise UserError(f"model._target_={target} with {shown} fails: {in_words(error)}") from error
     if not isinstance(model, nn.Module):
