@@ -29,6 +29,7 @@ from fsdp_lab.machine import hardware
 # Set before Ray is imported. Ray prints little, keeps paths relative to where the command was typed, and
 # its controller looks after workers often: a report waits for that look (2 s by default).
 ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",  # of workers: a set of words has one order on all ranks, and in every sweep
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
     "TUNE_GLOBAL_CHECKPOINT_S": "1e9",  # nobody reads Tune's snapshots, which hold every trial

@@ -205,16 +205,20 @@ class Sweep:
             trial.forecast, trial.forecast_words = state.forecast_figures, state.forecast_words
 
     def has_facts(self, number: int) -> bool:
-        """Return whether a trial has written its facts, which are read and shown once."""
-        state = self.trials[number]
-        if not state.facts and (facts := read_trial(self.folder_of(number)).facts):
+        """Return whether a trial has written its facts, which are read and shown."""
+        return bool(self.trials[number].facts) or self._read_facts(number)
+
+    def _read_facts(self, number: int) -> bool:
+        """Read and show the facts of a trial if they are new: its first epoch may have shown more."""
+        state, facts = self.trials[number], read_trial(self.folder_of(number)).facts
+        if facts and facts != state.facts:
             state.facts = facts
             self.outputs.facts(number)
-        return bool(state.facts)
+        return bool(facts)
 
     def epoch(self, number: int, report: Mapping[str, Any]) -> None:
         """Take the metrics of an epoch, which the trial's folder has too, from a report that may have Tune's names."""
-        self.has_facts(number)
+        self._read_facts(number)
         metrics = {name: float(value) for name, value in report.items() if "/" in name or name == "step"}
         self._record_epoch(number, {"epoch": report["epoch"], **metrics})
 
@@ -249,7 +253,7 @@ class Sweep:
         state, folder = self.trials[number], self.folder_of(number)
         if state.ended:
             return
-        self.has_facts(number)
+        self._read_facts(number)
         recorded = read_trial(folder)
         outcome = outcome or recorded.outcome or Outcome(TrialStatus.failed, Reason.of(Code.no_outcome))
         for metrics in read_metrics(folder):  # its process may have been killed before it reported one

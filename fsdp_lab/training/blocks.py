@@ -12,6 +12,7 @@ from fsdp_lab.config.wording import count
 from fsdp_lab.training.torch_private import unsplit_classes
 
 BlockClasses = tuple[type[nn.Module], ...]
+BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # which share nothing between ranks
 
 
 def find_block_classes(model: nn.Module) -> BlockClasses:
@@ -91,12 +92,11 @@ def loss_depends_on_dp_degree(model: nn.Module, scales_lr: bool) -> bool:
 
 def batch_norm_notes(model: nn.Module, dp_degree: int) -> list[str]:
     """Return a note about batch norm where ranks differ in samples; an empty list if none do, or without batch norm."""
-    kinds = {
-        type(m).__name__ for m in model.modules() if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
-    }
+    kinds = {type(m).__name__ for m in model.modules() if isinstance(m, BATCH_NORM)}
     if dp_degree == 1 or not kinds:
         return []
     return [
         f"{', '.join(sorted(kinds))} computes its statistics from each rank's part of the batch. Losses depend on the "
-        "number of workers, and the exported model has the statistics of rank 0. nn.SyncBatchNorm shares them."
+        "number of workers. val/loss, and the best epoch by it, is computed with each rank's own statistics, and the "
+        "exported model has those of rank 0. nn.SyncBatchNorm shares them."
     ]

@@ -18,8 +18,10 @@ from torch import nn
 from fsdp_lab.config.notes import cpu_notes, gpu_notes, memory_notes, node_notes, sharding_notes
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.rules import check_nodes, check_trial
+from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.machine.hardware import allocator_settings
+from fsdp_lab.training.alike import buffer_notes, check_data, check_model
 from fsdp_lab.training.blocks import batch_norm_notes, loss_depends_on_dp_degree
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
@@ -50,7 +52,10 @@ class Reporter(Protocol):
     """Where a trial's results go. Every rank calls each method with the same values."""
 
     def facts(self, facts: dict[str, Any]) -> None:
-        """Report what is known before the first step: device, data digest, number of parameters, notes."""
+        """Report what is known before the first step: device, data digest, number of parameters, notes.
+
+        Reported again, whole, if the first epoch has shown more.
+        """
 
     def phase(self, name: str) -> None:
         """Report the beginning of work other than a step that may get stuck, such as `building the model`."""
@@ -107,11 +112,13 @@ def _train(
     reporter.phase("loading the data")
     workload = build_workload(config.model, config.data, config.task)
     data = load_data(workload.data, ranks)
+    check_data(data, config.training)
     loaders = build_loaders(data, config, dims, ranks.device)
     steps_per_epoch = loaders.order.steps_per_epoch
 
     reporter.phase("building the model")
     first = build_model(workload.model, config)
+    check_model(first.model, buffers_are_sent=first.init is Init.rank0)
     on_meta = _copied(first.model)
     find_unused, notes = leaves_some_unused(workload, config, on_meta)
 
@@ -136,7 +143,8 @@ def _train(
     facts = _facts(config, ranks, state, data, resumed_from, nodes)
     steps = min(steps_per_epoch * config.training.epochs, config.training.max_steps or math.inf)
     notes = [*first.notes, *checkpoints.notes, *notes, *facts["notes"]]
-    reporter.facts({**facts, "data": config.data.name, "num_steps": int(steps), "notes": notes})
+    facts |= {"data": config.data.name, "num_steps": int(steps), "notes": notes}
+    reporter.facts(facts)
     for metrics in state.history:
         reporter.epoch(metrics)
 
@@ -151,6 +159,7 @@ def _train(
     is_wanted = tokens is not None if in_tokens else device_peak_flops(config, ranks) is not None
     flops = workload.train_flops_per_sample(on_meta) if is_wanted else None
     timed = Timed.before(state.history) if checkpoints.times_count else Timed()
+    first_epoch = state.epoch
     while not config.training.is_through(state.epoch, state.step):
         loaders.order.go_to(state.epoch, state.epoch_step)
         cores = watch_cores() if ranks.local_rank == 0 else None
@@ -160,6 +169,8 @@ def _train(
         waited = dims.sum(torch.tensor(watch.timer.waited_s, device=ranks.device)).item() / dims.dp_degree
         timed = timed.plus(times, largest(cores.share() if cores else 0.0))
         metrics.update(speed_metrics(times, config, ranks, flops, waited, tokens, timed))
+        if state.epoch == first_epoch and (late := buffer_notes(state.model, dims.dp_degree)):
+            reporter.facts({**facts, "dp_degree_of_losses": dims.dp_degree, "notes": [*notes, *late]})
         watch.checks.evaluation()
         metrics.update(evaluate(state, workload.task, loaders.val, config, ranks.device, dims))
         watch.checks.check()
