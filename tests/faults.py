@@ -57,6 +57,9 @@ BEST = "training/test_model_state.py::test_the_weights_of_the_best_epoch_are_exp
 ADDED_UP = "training/test_memory.py::test_gradients_are_added_up_as_in_training"
 REFUSES = "test_refusals.py::test_each_command_refuses_at_once_and_names_key_and_value"
 RULES = "test_refusals.py::test_rules_name_key_and_value"
+ALIKE = "training/test_alike.py::test_what_ranks_made_differently_ends_them_with_its_name"
+MADE_ALIKE = "training/test_alike.py::test_values_are_compared_where_they_are_real"
+ALIKE_NOTE = "training/test_alike.py::test_buffers_that_each_rank_writes_have_a_note"
 FAULTS = (
     # suggestions
     Fault("another trainer's name of an option is compared letter by letter", "fsdp_lab/config/suggest.py",
@@ -286,6 +289,37 @@ FAULTS = (
           "            return type(batch)(parts)", "            return parts", BATCHES),
     Fault("the objects in a batch change with their copy", "fsdp_lab/workloads/base.py",
           "made = copy.copy(holder)", "made = holder", BATCHES),
+    # ranks that are not alike
+    Fault("parameters in another order are paired by their place", "fsdp_lab/training/alike.py",
+          '_Facet("parameter", _ORDER, _shapes(parameters)),', "", ALIKE),
+    Fault("what a rank freezes by itself trains on the others", "fsdp_lab/training/alike.py",
+          '", trained" if tensor.requires_grad else ", frozen"', '""', ALIKE),
+    Fault("layers without parameters may be in another order", "fsdp_lab/training/alike.py",
+          '        _Facet("module", _ORDER, modules),\n', "", ALIKE),
+    Fault("a buffer without a seed differs by rank", "fsdp_lab/training/alike.py",
+          '        _values("buffer", buffers),\n', "", ALIKE),
+    Fault("a vocabulary or a split of another length differs by rank", "fsdp_lab/training/train.py",
+          "    check_data(data, config.training)\n", "", ALIKE),
+    Fault("a number of a data set that each rank gives words differs", "fsdp_lab/training/alike.py",
+          "        again = dataset[indices]", "        again = []", ALIKE),
+    Fault("parameters are compared when weights have met already", "fsdp_lab/training/build.py",
+          "    constructed(model)\n", "", ALIKE),
+    Fault("the end of a large weight is not looked at", "fsdp_lab/training/alike.py",
+          "torch.cat([ends, between, count - 1 - ends])", "ends", MADE_ALIKE),
+    Fault("weights that only some ranks have are not compared", "fsdp_lab/training/alike.py",
+          "if len({*digests} - {None}) < 2", "if None in digests", MADE_ALIKE),
+    Fault("ranks whose last digits differ are refused", "fsdp_lab/training/alike.py",
+          "eps**0.5", "0.0", MADE_ALIKE),
+    Fault("a weight that is tied on some ranks alone is trained as two", "fsdp_lab/training/alike.py",
+          "{f', the same as {tied}' * (tied != name)}", "", MADE_ALIKE),
+    Fault("a codebook that each rank writes has no note", "fsdp_lab/training/train.py",
+          "if state.epoch == first_epoch and", "if state.epoch < first_epoch and", ALIKE_NOTE),
+    Fault("a note of the first epoch stays in the trial's folder", "fsdp_lab/sweep/sweep.py",
+          "if facts and facts != state.facts:", "if facts and not state.facts:",
+          "sweep/test_fates.py::test_what_the_first_epoch_shows_is_noted_everywhere"),
+    Fault("workers of Ray have a hash seed each", "fsdp_lab/engine/cluster.py",
+          'HASH_SEED: "0",  # of workers', '"PYTHONHASHSEED_": "0",  # of workers',
+          "sweep/test_fates.py::test_ranks_have_one_hash_seed"),
     # checkpoints and exported models
     Fault("a resume starts its epoch again", "fsdp_lab/training/checkpoint.py",
           'position["epoch"], position["step"], position["epoch_step"]', 'position["epoch"], position["step"], 0',

@@ -23,13 +23,14 @@ from fsdp_lab.config.machine import RunningCluster
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.config.target import user_root
 from fsdp_lab.engine.files_of_ranks import remove_left_scratch
-from fsdp_lab.engine.ray_job import is_rays_copy
+from fsdp_lab.engine.ray_job import in_job, is_rays_copy
 from fsdp_lab.machine import hardware
 
+HASH_SEED = "PYTHONHASHSEED"
 # Set before Ray is imported. Ray prints little, keeps paths relative to where the command was typed, and
 # its controller looks after workers often: a report waits for that look (2 s by default).
 ENVIRONMENT = {
-    "PYTHONHASHSEED": "0",  # of workers: a set of words has one order on all ranks, and in every sweep
+    HASH_SEED: "0",  # of workers: a set of words has one order on all ranks, and in every sweep
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
     "TUNE_GLOBAL_CHECKPOINT_S": "1e9",  # nobody reads Tune's snapshots, which hold every trial
@@ -174,11 +175,15 @@ def set_own_token() -> None:
 def code_environment(code: Sequence[str]) -> dict[str, Any] | None:
     """Return the runtime environment that brings the packages of dotted paths to every node; None for no packages.
 
-    With one, Ray cannot use workers that it started in advance. Files of a Ray job are on every node already.
+    It also gives workers one hash seed. With such an environment Ray cannot use workers that it started in advance.
+    Files of a Ray job are on every node already.
     """
     user_roots = {root for path in code if (root := user_root(path)) is not None}
     roots = sorted(str(root) for root in user_roots if not is_rays_copy(root))
-    return {"py_modules": roots} if roots else None
+    if not roots:
+        return None
+    seed = os.environ.get(HASH_SEED, ENVIRONMENT[HASH_SEED])
+    return {"py_modules": roots} | ({} if in_job() else {"env_vars": {HASH_SEED: seed}})  # a job may have its own
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
@@ -53,30 +53,13 @@ class _Facet:
         what: an entry is.
         remedy: for a difference.
         entries: name and content of each; the content is None if this rank has no values to compare.
-        tensors: whose values these are, in the same order; empty: the entries are words.
+        tensors: whose values these are, in the same order; None: the entries are words.
     """
 
     what: str
     remedy: str
     entries: list[_Entry]
-    tensors: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Difference:
-    """The facet, two ranks, and the entry of each; None: it has none at that place."""
-
-    facet: _Facet
-    ranks: tuple[int, int]
-    entries: tuple[_Entry | None, _Entry | None]
-
-    @property
-    def text(self) -> str:
-        (one, other), what = self.ranks, self.facet.what
-        if self.facet.tensors:
-            return f"{what} {(self.entries[0] or ('',))[0]} has other values on rank {one} than on rank {other}"
-        mine, theirs = (f"{what} {entry[0]} ({entry[1]})" if entry else f"no such {what}" for entry in self.entries)
-        return f"rank {one} has {mine} where rank {other} has {theirs}"
+    tensors: list[Tensor] | None = None
 
 
 def check_model(model: nn.Module, buffers_are_sent: bool = False) -> None:
@@ -121,7 +104,7 @@ def check_data(data: Data, training: TrainingConfig) -> None:
         _items("val", data.val, torch.arange(min(_READ, len(data.val)))),
         ("digest", data.digest),
     ]
-    _check(_Facet("data:", _DATA, facts))
+    _check(_Facet("the data's", _DATA, facts))
 
 
 def buffer_notes(model: nn.Module, dp_degree: int) -> list[str]:
@@ -134,7 +117,7 @@ def buffer_notes(model: nn.Module, dp_degree: int) -> list[str]:
     model = unwrapped(model)
     noted = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORM)]
     buffers = {original_name(n): b for n, b in model.named_buffers() if n.rpartition(".")[0] not in noted}
-    names = [(each.entries[0] or each.entries[1] or ("",))[0] for each in _differences(_values("buffer", buffers))]
+    names = [name for _, name, _ in _differences(_values("buffer", buffers))]
     if not names:
         return []
     return [
@@ -147,15 +130,16 @@ def buffer_notes(model: nn.Module, dp_degree: int) -> list[str]:
 
 def _check(*facets: _Facet) -> None:
     """Raise the first difference, on every rank."""
-    first = next(_differences(*facets), None)
-    if first is None:
-        return
-    differ = len(set(gather(hash(__name__)))) > 1
-    raise UserError(f"ranks are not alike: {first.text}. {first.facet.remedy}{_HASH_SEED * differ}")
+    for facet, _, text in _differences(*facets):
+        seeds = set(gather(hash(__name__)))
+        raise UserError(f"ranks are not alike: {text}. {facet.remedy}{_HASH_SEED * (len(seeds) > 1)}")
 
 
-def _differences(*facets: _Facet) -> Iterator[_Difference]:
-    """Yield each entry in which a rank differs from the first that has it. All ranks get the same ones."""
+def _differences(*facets: _Facet) -> Iterator[tuple[_Facet, str, str]]:
+    """Yield each difference between ranks: its facet, the name of an entry, and both in words.
+
+    The same on every rank. A rank is compared with the first that has the entry.
+    """
     of_ranks = gather([_digest_of_entries(facet.entries) for facet in facets])
     for facet, *digests in zip(facets, *of_ranks, strict=True):
         if len({*digests} - {None}) < 2:
@@ -163,9 +147,22 @@ def _differences(*facets: _Facet) -> Iterator[_Difference]:
         for place, entries in enumerate(zip_longest(*gather(facet.entries))):
             has = [(rank, entry) for rank, entry in enumerate(entries) if entry is None or entry[1] is not None]
             if len({entry for _, entry in has}) > 1:
-                others = [rank for rank, entry in has if entry != has[0][1]]
-                for other in _beyond_rounding(facet, place, others)[:1]:
-                    yield _Difference(facet, (has[0][0], other), (has[0][1], entries[other]))
+                one, entry = has[0]
+                others = [rank for rank, theirs in has if theirs != entry]
+                if facet.tensors is not None and all(each for _, each in has):
+                    others = _beyond_rounding(facet.tensors[place], others)
+                for other in others[:1]:
+                    name, _ = entry or entries[other]
+                    yield facet, name, _in_words(facet, (one, other), (entry, entries[other]))
+
+
+def _in_words(facet: _Facet, ranks: tuple[int, int], entries: tuple[_Entry | None, _Entry | None]) -> str:
+    """Return what two ranks have; None: one has no such entry, and no later one."""
+    (one, other), what = ranks, facet.what
+    if facet.tensors is not None and entries[0]:
+        return f"{what} {entries[0][0]} has other values on rank {one} than on rank {other}"
+    mine, theirs = (f"{what} {entry[0]} ({entry[1]})" if entry else f"no other {what}" for entry in entries)
+    return f"rank {one} has {mine} where rank {other} has {theirs}"
 
 
 def _digest_of_entries(entries: list[_Entry]) -> int | None:
@@ -175,12 +172,9 @@ def _digest_of_entries(entries: list[_Entry]) -> int | None:
     return zlib.crc32(repr(entries).encode())
 
 
-def _beyond_rounding(facet: _Facet, place: int, others: list[int]) -> list[int]:
+def _beyond_rounding(tensor: Tensor, others: list[int]) -> list[int]:
     """Return those of the other ranks whose values are not close to the first rank's; every rank calls it."""
-    if not facet.tensors:
-        return others
-    mine = facet.tensors[place] if place < len(facet.tensors) else None
-    samples = gather(None if mine is None or mine.is_meta else _sample(mine))
+    samples = gather(None if tensor.is_meta else _sample(tensor))
     first = next(sample for sample in samples if sample is not None)
     return [rank for rank in others if not _is_close(first, samples[rank])]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,17 +127,17 @@ from fsdp_lab.engine.cluster import start_ray, stop_ray
 @ray.remote(num_cpus=1)
 def where():
     import my_project.data
-    return my_project.data.__file__
+    return my_project.data.__file__, hash("word")
 
 start_ray(ClusterConfig(address=sys.argv[1]), ["my_project.net.Net", "torch.nn.Linear"])
-print("there:", ray.get(where.remote(), timeout=60))
+print("there:", *ray.get(where.remote(), timeout=60))
 stop_ray()
 """
 
 
 @pytest.mark.ci
 def test_the_users_code_reaches_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its workers know neither the folder that the driver works in nor the driver's PYTHONPATH."""
+    """Its workers know neither the driver's folder nor its PYTHONPATH. They have one hash seed."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     write_project(tmp_path)
@@ -146,3 +148,6 @@ def test_the_users_code_reaches_a_cluster(tmp_path: Path, monkeypatch: pytest.Mo
         done = forked.run(tmp_path / "elsewhere", "-c", _ELSEWHERE, address, environment=environment)
     assert "there: " in done.stdout, done.stderr
     assert str(tmp_path) not in done.stdout, "it is a copy"
+    command = [sys.executable, "-c", "print(hash('word'))"]
+    seeded = subprocess.run(command, env={"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == seeded.stdout.strip()

@@ -70,7 +70,10 @@ def waits(model: Fate, rank: int) -> None:
 
 
 def finishes(model: Fate, rank: int) -> None:
-    """Rank 0 writes once who listens where."""
+    """Each rank writes once the hash of a word, and rank 0 who listens where. A buffer has each rank's own value."""
+    model.register_buffer("own", torch.full((), float(rank)), persistent=False)
+    if model.training and model.passes == PASS:
+        Path(f"hash{rank}").write_text(str(hash("word")))
     if rank == 0 and model.training and model.passes == PASS:
         name = " ".join(psutil.Process().cmdline())  # as ps shows this process
         Path("seen.json").write_text(json.dumps({"listeners": _listeners(model.mark), "name": name}))

@@ -177,6 +177,18 @@ def test_a_failed_trial_makes_the_exit_status_1_and_is_named(swept: Swept):
         assert f"trial {number} {end.status}" in output
 
 
+def test_ranks_have_one_hash_seed(swept: Swept):
+    assert len({(swept.folder / f"hash{rank}").read_text() for rank in range(2)}) == 1
+
+
+def test_what_the_first_epoch_shows_is_noted_everywhere(swept: Swept):
+    """A buffer that each rank has written: in the record, in MLflow and on the console."""
+    note = "Ranks differ in the buffers own: "
+    assert any(each.startswith(note) for each in swept.trial("finishes").facts["notes"])
+    assert note in swept.runs["finishes"].data.tags["note"]
+    assert swept.done.stdout.count(f"note: {note}") == 1
+
+
 def test_a_killed_trial_resumes_and_learns_the_same(swept: Swept):
     undisturbed, killed = swept.trial("finishes"), swept.trial("killed")
     assert [epoch for epoch, *_ in killed.losses] == list(range(1, EPOCHS + 1))

@@ -5,7 +5,10 @@ What a rank writes into buffers while it trains has a note.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,8 @@ from torch import nn
 from fsdp_lab.config import UserError
 from fsdp_lab.training.alike import check_model
 from fsdp_lab.training.train import train
-from tests.ranks import Memo, config, run_ranks
+from tests.conftest import ROOT
+from tests.ranks import SMALL, Memo, config, run_ranks
 from tests.workloads.user import unlike
 
 HERE = unlike.__name__
@@ -27,16 +31,16 @@ SHARDINGS = ("sharding=ddp", "sharding=per_block", "sharding=per_layer", "shardi
 MODELS = {
     "Heads": r"rank 0 has parameter heads\.(\w+)\.weight \(1x8 float32, trained\) where rank \d has parameter "
     r"heads\.(?!\1\.)\w+\.weight .*sorted",
-    "Order": r"rank 0 has parameter up\.weight \(8x8 float32, trained\) where rank L has parameter down\.weight .*sorted",
+    "Order": r"rank 0 has parameter up\.weight \(8x8 float32, trained\) where rank L has parameter down\.weight ",
     "Frozen": r"rank 0 has parameter head\.bias \(1 float32, trained\) where rank L has parameter head\.bias "
     r"\(1 float32, frozen\)",
-    "Activations": r"rank 0 has module last\.(?:\d) \((\w+)\(.*\)\) where rank \d has module last\.\d \((?!\1)\w+\(.*sorted",
+    "Activations": r"rank 0 has module last\.\d \((\w+)\(.*\)\) where rank \d has module last\.\d \((?!\1)\w+\(",
     "Drawn": r"buffer directions has other values on rank 0 than on rank 1\. .*default_rng",
 }
 DATA = {
-    "Vocabulary": r"rank 0 has data: items .* of train .* where rank \d has data: items .* of train .*sort what",
-    "Shorter": r"rank 0 has data: split val \(24 items\) where rank L has data: split val \(23 items\)\. .*divides",
-    "OwnShare": r"rank 0 has data: (items .* of train|order) .* where rank 1 has .*fsdp_lab divides the samples",
+    "Vocabulary": r"rank 0 has the data's items .* of train .* where rank \d has the data's items .* train .*sort what",
+    "Shorter": r"rank 0 has the data's split val \(24 items\) where rank L has the data's split val \(23 items\)\. ",
+    "OwnShare": r"rank 0 has the data's (items .* of train|order) .* where rank 1 has .*fsdp_lab divides the samples",
 }
 
 
@@ -67,6 +71,22 @@ def test_what_ranks_made_differently_ends_them_with_its_name(world_size: int) ->
     for case, found in zip(cases, of_ranks[0], strict=True):
         expected = {**MODELS, **DATA}[case[0]].replace("rank L", f"rank {world_size - 1}")
         assert re.match(f"ranks are not alike: {expected}", found), f"{case}: {found}"
+
+
+@pytest.mark.ci
+def test_processes_without_a_hash_seed_are_told_to_have_one(tmp_path: Path) -> None:
+    """Twenty words in one order by chance: once in 20! starts."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+               "fsdp_lab.training", *SMALL, *words(SHARDINGS[1], "Heads"), "model.plain=true"]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHONHASHSEED", None)
+    ends = [
+        subprocess.run(command, cwd=tmp_path, env=environment | seed, capture_output=True, text=True, check=False)
+        for seed in ({}, {"PYTHONHASHSEED": "7"})
+    ]
+    assert [done.returncode for done in ends] == [1, 0], ends
+    assert "ranks are not alike: rank 0 has parameter heads." in ends[0].stderr
+    assert "set PYTHONHASHSEED=0 in the environment of torchrun" in ends[0].stderr
 
 
 def model_of(rank: int, kind: str) -> nn.Module:

@@ -54,11 +54,12 @@ class Net(nn.Module):
 
 
 class Heads(Net):
-    """A head for each word of a set."""
+    """A head for each word of a set; `plain`: whose hash is Python's."""
 
-    def __init__(self) -> None:
+    def __init__(self, plain: bool = False) -> None:
         super().__init__()
-        self.heads = nn.ModuleDict({word: nn.Linear(WIDTH, 1) for word in {Word(word) for word in WORDS}})
+        words = {str(number) if plain else Word(number) for number in range(20)}
+        self.heads = nn.ModuleDict({word: nn.Linear(WIDTH, 1) for word in words})
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + sum(head(x).flatten() for head in self.heads.values())
@@ -108,8 +109,11 @@ class Activations(Net):
 
 
 class Moving(Net):
-    """It subtracts a mean that each rank moves by its own rows, as a codebook by moving averages does; or by those of all
-    ranks."""
+    """It subtracts a mean that each rank moves by its own rows, as a codebook by moving averages does.
+
+    Args:
+        averaged: by the rows of all ranks.
+    """
 
     def __init__(self, averaged: bool = False) -> None:
         super().__init__()
