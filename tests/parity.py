@@ -24,7 +24,7 @@ from fsdp_lab.workloads.vision.synthetic import SyntheticImages
 from tests.ranks import Memo, config, run_ranks
 from tests.training.reference import Run, Script, image_loss, train_unsharded
 from tests.workloads.hf import cases as hf
-from tests.workloads.user import odd, unusual
+from tests.workloads.user import counting, odd, unusual
 from tests.workloads.user.my_project import data, net
 
 Tier = Literal["test", "ci", "full"]
@@ -127,6 +127,12 @@ class SomeLabels:
         return row
 
 
+def _counted(pair: Callable[..., Any], mean: Callable[..., Tensor]) -> Workload:
+    """Trained by a sum and a count of each microbatch; the script has the mean of the whole batch."""
+    task = f"task=custom task.loss={pair.__module__}.{pair.__name__}"
+    return _own(counting.Told, partial(SomeLabels, kind="tokens"), mean, *ALL, task=task)
+
+
 def _noise() -> Workload:
     """The ViT on images that need no library but PyTorch."""
     sizes = {"image_size": 28, "num_channels": 1, "num_classes": 10}
@@ -164,6 +170,8 @@ WORKLOADS: dict[str, Workload] = {
     "some classes": _own(
         partial(net.digits, width=8), partial(SomeLabels, kind="classes"), of_class, *ALL, task="task=classification"
     ),
+    "counted": _counted(counting.loss, counting.mean),
+    "weighted": _counted(counting.weighted, counting.weighted_mean),
     "seq2seq": _own(
         partial(odd.Summariser, vocab_size=20), odd.Ragged, labels_of, "training.global_batch_size=8",
         task="task=seq2seq",

@@ -190,6 +190,24 @@ IN_MAKE_TEST: Cells = {
     # a microbatch of one row, or of two
     "some tokens": (f"{ROOT} training.global_batch_size=4 {ACCUMULATE}",),
     "some classes": (f"{DDP} training.global_batch_size=4",),
+    # a microbatch of one row or two; each form of gradients that are multiplied once a step
+    "counted": (
+        f"{DDP} training.global_batch_size=8 {ACCUMULATE}",
+        f"{PER_BLOCK} training.global_batch_size=4 {ACCUMULATE} {CLIP} {ALWAYS}",
+        f"{PER_LAYER} training.global_batch_size=8 training.sync_each_microbatch=true training.grad_accum_steps=4",
+        f"{PER_BLOCK} training.global_batch_size=4 offload=cpu memory_profile=off",
+        f"{FSDP1} {PER_BLOCK} training.global_batch_size=4 {ACCUMULATE} {CLIP}",
+        f"{FSDP1} {PER_LAYER} training.global_batch_size=8 {ACCUMULATE} offload=cpu",
+    ),
+    "counted on 4": (
+        f"{DDP} training.global_batch_size=8 {ACCUMULATE}",
+        f"{PER_BLOCK} training.global_batch_size=4",
+        f"{PER_LAYER} training.global_batch_size=8 {ACCUMULATE} sharding.dp_replicate=2",
+        f"{FSDP1} {PER_BLOCK} training.global_batch_size=8 {ACCUMULATE} sharding.dp_replicate=2",
+        f"{FSDP1} {PER_LAYER} training.global_batch_size=4",
+        f'{ROOT} training.global_batch_size=8 {ACCUMULATE} {CLIP} {TP}2 model.tp_plan={{"blocks.*":colwise_gathered}}',
+    ),
+    "weighted": (f"{PER_BLOCK} training.global_batch_size=8 {ACCUMULATE} offload=cpu",),
     "seq2seq": (f"{PER_BLOCK} {NEVER} training.grad_accum_steps=4 model.as_dict=true",),
     **dict.fromkeys(OF_TRANSFORMERS, (PER_BLOCK,)),
     # with norms of heads, and a head that is tied

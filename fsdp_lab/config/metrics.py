@@ -21,6 +21,7 @@ OTHERS_CPU, MEDIAN_STEP = "perf/others_cpu", "perf/step_time_p50_s"
 FORECAST = "forecast/peak_bytes"
 DATA_WAIT = "perf/data_wait_share"
 TRAIN_LOSS, VAL_LOSS = "train/loss", "val/loss"
+LABELS = "train/labels"  # for a loss that returns its count
 LOSS_EPS = "train/loss_eps"  # of the type in which a loss is computed
 FIRST_LOSS, EARLY_LOSS = "train/first_loss", "train/early_loss"
 LOSSES = (TRAIN_LOSS, VAL_LOSS, "val/bits_per_byte")
@@ -145,6 +146,10 @@ METRICS = (
     Metric(
         EARLY_LOSS, "early loss", "", "of the second and third step: settings that are only sharded differently agree "
         "in it", objective=False,
+    ),
+    Metric(
+        LABELS, "labels", "labels", "those that counted in an average step, over the global batch; for a `task.loss` "
+        "that returns `(sum, count)`", form="{:.1f}", objective=False,
     ),
     Metric("train/lr", "lr", "", "the learning rate of the next step", form="{:.3g}"),
     Metric(

@@ -292,7 +292,8 @@ def _follow(
             trace.program.clear()
             _held = train_step(state, workload.task, microbatches, config, device)  # after the batch, as in training
         own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in state.model.parameters())
-        return Step(recorder.finish(), trace.program, workload, (state.num_params, own), state.layout)
+        layout = replace(state.layout, counts=state.num_labels is not None)
+        return Step(recorder.finish(), trace.program, workload, (state.num_params, own), layout)
 
 
 def as_forecast(config: TrialConfig) -> TrialConfig:

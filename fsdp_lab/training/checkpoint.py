@@ -66,6 +66,7 @@ class TrainState(Stateful):
         history: the metrics of every epoch so far.
         loss_scale: the scaler's, of the next step, on the host.
         loss_dtype: in which the task computed the loss of the last step.
+        num_labels: that counted in the last step, over all ranks; None: its loss returned no count.
     """
 
     model: nn.Module
@@ -81,6 +82,7 @@ class TrainState(Stateful):
     history: list[Metrics] = field(default_factory=list)
     loss_scale: float = field(init=False)
     loss_dtype: torch.dtype = torch.float32
+    num_labels: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         """Read the first scale, so that a step need only read the one after it."""

@@ -43,6 +43,7 @@ class Layout:
         tp_styles: PyTorch's style of each layer that tensor parallelism divides, as code, by pattern of names.
         tp_gathers: patterns of the modules that gather the sequence for their layers.
         divided_loss: whether the loss gets logits that are divided by the vocabulary.
+        counts: whether the task's loss returned a sum and a count; before the first step False.
     """
 
     units: Sequence[str] = field(default_factory=list)
@@ -53,6 +54,7 @@ class Layout:
     tp_styles: Mapping[str, str] = field(default_factory=dict)
     tp_gathers: Sequence[str] = field(default_factory=list)
     divided_loss: bool = False
+    counts: bool = False
 
 
 def read_layout(values: Any) -> Layout | None:

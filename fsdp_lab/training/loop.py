@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.metrics import EARLY_LOSS, FIRST_LOSS, LOSS_EPS
+from fsdp_lab.config.metrics import EARLY_LOSS, FIRST_LOSS, LABELS, LOSS_EPS
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
@@ -29,7 +29,8 @@ from fsdp_lab.training.memory import MemoryProfiler
 from fsdp_lab.training.parallelize import compute_precision, set_gradient_sync
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer
-from fsdp_lab.training.step_checks import StepChecks
+from fsdp_lab.training.step_checks import MEAN, SUM_AND_COUNT, StepChecks
+from fsdp_lab.training.step_loss import StepLoss
 from fsdp_lab.training.tensor_parallel import divided_loss, whole
 from fsdp_lab.workloads.base import Batch, Task, tensors_of, to_device
 from fsdp_lab.workloads.construct import seed_all
@@ -48,7 +49,8 @@ def train_step(
     Args:
         state: changed in place.
         microbatches: of this rank, on any device.
-        passed: called after each `forward` and `backward` pass, and once with `gradients`, before these are used.
+        passed: called after each `forward` and `backward` pass, once with the form of the loss, before ranks exchange
+            what depends on it, and once with `gradients`, before these are used.
 
     Returns:
         this rank's part of the loss, whose mean over the ranks is that of the global batch, and the norm of all
@@ -89,9 +91,8 @@ def _accumulate(
     device: torch.device,
     passed: Callable[[str], None],
 ) -> Tensor:
-    """Compute the gradients of all microbatches, and return the sum of their losses; see `train_step`."""
-    total = torch.zeros((), device=device)
-    weights = label_weights(task, microbatches, device, state.dims)
+    """Compute the gradients of all microbatches, and return this rank's part of the loss; see `train_step`."""
+    step_loss = StepLoss(task, microbatches, device, state.dims)
     for i, batch in enumerate(microbatches):
         batch = to_device(batch, device)
         is_last = i == len(microbatches) - 1
@@ -99,31 +100,19 @@ def _accumulate(
             set_gradient_sync(state.model, is_last, each=config.training.sync_each_microbatch)
         with sharding_explained(state.model, config, forward=True), compute_precision(config, device):
             outputs = task.forward(state.model, batch)
-        loss = whole(task.loss(outputs, batch))
+        loss = task.loss(outputs, batch)
         del outputs  # the graph has what the backward pass needs of the logits
-        state.loss_dtype = loss.dtype
-        loss = loss / len(microbatches) if weights is None else loss * weights[i]
         passed("forward")
+        if i == 0:
+            passed(SUM_AND_COUNT if isinstance(loss, tuple) else MEAN)
+        loss = step_loss.part(loss, i)
         reduced = reduced_later(state.model, is_last, each=config.training.sync_each_microbatch)
         with sharding_explained(state.model, config, forward=False), reduced:
             state.scaler.scale(loss).backward()
         passed("backward")
-        total += loss.detach()
+    total = step_loss.finish(state.model)
+    state.loss_dtype, state.num_labels = step_loss.dtype, step_loss.num_labels
     return total
-
-
-def label_weights(task: Task, microbatches: list[Batch], device: torch.device, dims: ParallelDims) -> Tensor | None:
-    """Return a factor for the mean loss of each microbatch, `(microbatches,)` in float32; None if all weigh the same.
-
-    With these factors the mean over ranks of the summed losses is the mean over all labels of the global batch. A
-    microbatch with fewer labels weighs less. Every rank calls it. Counts are exact below 16 million; no sync point.
-    """
-    num_labels = getattr(task, "num_labels", None)
-    if num_labels is None:
-        return None
-    mine = torch.stack([num_labels(batch) for batch in microbatches]).float().to(device, non_blocking=True)
-    everyone = dims.sum(mine.sum())
-    return mine * dims.dp_degree / everyone.clamp(min=1)
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
@@ -217,7 +206,7 @@ def train_epoch(
     """
     state.model.train()
     scheduled, steps_before = state.lr_schedule.last_epoch, state.step
-    losses, norms, check = [], [], LossCheck(state.step, device, watch.checks)
+    losses, norms, labels, check = [], [], [], LossCheck(state.step, device, watch.checks)
     watch.timer.start()
     _seed(config, state.step, dims)
     for microbatches in _by_step(loader, config.training.grad_accum_steps, watch.timer):
@@ -227,6 +216,7 @@ def train_epoch(
         losses.append(loss)
         check.add(loss)
         norms += [] if norm is None else [norm]
+        labels += [] if state.num_labels is None else [state.num_labels]
         if config.training.max_steps is not None and state.step >= config.training.max_steps:
             break
     check.finish()
@@ -241,6 +231,8 @@ def train_epoch(
         metrics[LOSS_EPS] = eps
     if finite := [norm for norm in (torch.stack(norms).tolist() if norms else ()) if math.isfinite(norm)]:
         metrics["train/grad_norm"] = sum(finite) / len(finite)  # fp16 skips the steps that overflow
+    if labels:
+        metrics[LABELS] = torch.stack(labels).mean().item()
     if config.precision.loss_scaling:
         taken = state.lr_schedule.last_epoch - scheduled
         metrics["train/loss_scale"] = state.scaler.get_scale()

@@ -175,7 +175,7 @@ def speed_metrics(
     ranks: DistributedContext,
     flops_per_sample: float | None,
     waited_s: float | None = None,
-    tokens_per_sample: int | None = None,
+    tokens_per_sample: float | None = None,
     run: Timed | None = None,
 ) -> Metrics:
     """Return `perf/*` after one epoch; empty if every step of it was warm-up.
@@ -187,7 +187,7 @@ def speed_metrics(
         times: of the epoch's steps, in seconds.
         flops_per_sample: None: not known.
         waited_s: the part of the times spent waiting for batches; None: not known.
-        tokens_per_sample: None: samples are counted.
+        tokens_per_sample: the mean of the epoch, if samples differ; None: samples are counted, or it is not known.
         run: the run including this epoch; None: this epoch is all.
     """
     if not times:

@@ -34,6 +34,7 @@ from fsdp_lab.workloads.base import original_name, unwrapped
 
 FIRST_STEPS = 2  # in which ranks compare before each collective; they are not timed
 EVERY = 10  # later steps between two looks
+MEAN, SUM_AND_COUNT = "a mean", "(sum, count)"  # the forms of a loss
 _ROUNDING = 0.01  # of norms of gradients: kernels may add up in another order
 _REMEDY = (
     "With FSDP all ranks must use the same modules in the same order, or they exchange the wrong weights: let every "
@@ -97,7 +98,14 @@ class StepChecks:
             self.check_parameters()
 
     def passed(self, event: str) -> None:
-        """Note that a forward or backward pass has ended; after the last of a step: what has `gradients`."""
+        """Note that a forward or backward pass has ended; after the last of a step: what has `gradients`.
+
+        Args:
+            event: or the form of the loss, which must be the same on all ranks.
+        """
+        if event in (MEAN, SUM_AND_COUNT):
+            self._check_form(event)
+            return
         if event == "forward" and self._is_sharded and self._seen <= FIRST_STEPS:
             self._gathered = unsharded_parameters(self._model)
         copies = [(name, copy) for name, shard, copy in self._gathered if id(shard) not in self._trained]
@@ -111,6 +119,23 @@ class StepChecks:
                 self._check_whole(self._tp_mesh)
         elif self._compares:
             self._comes(f"has ended its {event} pass")
+
+    def _check_form(self, form: str) -> None:
+        """Check in the first step that losses have one form: ranks exchange the counts of a sum, and none of a mean.
+
+        Raises:
+            UserError: they have two.
+        """
+        if self._seen > 1:
+            return  # a later change is an error of the task's on its own rank
+        with without_modes(), not_reported():
+            forms = gather(form)
+        for rank, other in enumerate(forms):
+            if other != forms[0]:
+                raise UserError(
+                    f"the loss is {forms[0]} on rank 0 and {other} on rank {rank} in step {self._step}; let task.loss "
+                    "return (sum, count) for every batch, with a count of 0 where no label counts."
+                )
 
     def _check_whole(self, tp_mesh: DeviceMesh) -> None:
         """Check that what no tensor-parallel rank has a part of has the same gradient on each of them.

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from fsdp_lab.config.metrics import LABELS
 from fsdp_lab.config.notes import cpu_notes, gpu_notes, memory_notes, node_notes, sharding_notes
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.rules import check_nodes, check_trial
@@ -168,7 +169,9 @@ def _train(
         times = watch.timer.take()
         waited = dims.sum(torch.tensor(watch.timer.waited_s, device=ranks.device)).item() / dims.dp_degree
         timed = timed.plus(times, largest(cores.share() if cores else 0.0))
-        metrics.update(speed_metrics(times, config, ranks, flops, waited, tokens, timed))
+        counted = metrics[LABELS] / config.training.global_batch_size if in_tokens and LABELS in metrics else None
+        per_sample = counted if tokens is None else tokens
+        metrics.update(speed_metrics(times, config, ranks, flops, waited, per_sample, timed))
         if state.epoch == first_epoch and (late := buffer_notes(state.model, dims.dp_degree)):
             reporter.facts({**facts, "dp_degree_of_losses": dims.dp_degree, "notes": [*notes, *late]})
         watch.checks.evaluation()

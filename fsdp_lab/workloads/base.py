@@ -21,6 +21,7 @@ from fsdp_lab.workloads.construct import seeded, without_values
 # Tensors in any nesting of tuples, lists, mappings, dataclasses and objects that have a method `to`. Only the task and
 # the data set look inside.
 Batch = Any
+Loss = Tensor | tuple[Tensor, Tensor]  # a mean, or a sum and the number of labels that count
 _COMPARED = 32  # samples, of which the number of tokens is looked at
 
 
@@ -90,8 +91,8 @@ class Task(Protocol):
     """What the model learns from a batch. Methods get batches on the model's device.
 
     A task whose batches differ in the number of labels that count also has a method `num_labels(batch)`, which returns
-    that number as a scalar tensor. The loss of a step is then the mean over all labels of its global batch. Without the
-    method each microbatch weighs the same. A task with a loss of ours may have a method `compile_loss()`.
+    that number as a scalar tensor, or its loss returns it. The loss of a step is then the mean over all labels of its
+    global batch. Else each microbatch weighs the same. A task with a loss of ours may have a method `compile_loss()`.
     """
 
     unit: str  # what is counted: samples, or tokens, of which the loss is a mean in nats
@@ -99,14 +100,14 @@ class Task(Protocol):
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Return the model's outputs. Only this runs under autocast."""
 
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the mean loss of the batch, a scalar."""
+    def loss(self, outputs: Any, batch: Batch) -> Loss:
+        """Return the mean loss of the batch, a scalar; or always its sum and the number of labels that count."""
 
     def metrics(self, outputs: Any, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
         """Return `name -> (sum, count)`, including `loss`. Sums and counts are added up over batches and ranks."""
 
-    def units(self, batch: Batch) -> int:
-        """Return the number of units in a batch, without the padding that the task knows.
+    def units(self, batch: Batch) -> int | None:
+        """Return the number of units in a batch, without the padding that the task knows; None: only its loss does.
 
         For a batch on `meta`, return the number of a batch of that shape without padding.
         """
@@ -136,15 +137,17 @@ class Workload:
             on_meta: a copy of the model; None: the constructor is called.
         """
         if self.flops_per_unit is not None:
-            return self.flops_per_unit * self.task.units(self._meta_batch())
+            units = self.task.units(self._meta_batch())
+            return None if units is None else self.flops_per_unit * units
         with suppress(Exception):  # whatever a forward pass raises where there are no values
             return self._counted_flops(self._without_values(on_meta))
         return None
 
-    def _counted_flops(self, model: nn.Module) -> float:
+    def _counted_flops(self, model: nn.Module) -> float | None:
         batch = self._meta_batch()
         if self.task.unit == "tokens" and callable(own := getattr(model, "flops_per_token", None)):
-            return float(own(batch)) * self.task.units(batch)
+            units = self.task.units(batch)
+            return None if units is None else float(own(batch)) * units
         with FlopCounterMode(display=False) as counter:  # gradients are recorded: without them a task is validated
             self.task.forward(model.eval(), batch)
         return 3.0 * counter.get_total_flops()
@@ -152,8 +155,8 @@ class Workload:
     def tokens_per_sample(self, dataset: Dataset) -> int | None:
         """Return the tokens of each sample, from a few samples that are read.
 
-        None if samples are counted, or if samples differ: padding would count, and one sample's FLOPs would not be
-        another's.
+        None if samples are counted, if only the loss knows tokens, or if samples differ: padding would count, and one
+        sample's FLOPs would not be another's.
         """
         if self.task.unit != "tokens":
             return None
@@ -173,7 +176,8 @@ class Workload:
             on_meta: a copy of the model, which then has gradients; None: the constructor is called.
         """
         model, batch = self._without_values(on_meta), self._meta_batch()
-        self.task.loss(self.task.forward(model, batch), batch).backward()
+        loss = self.task.loss(self.task.forward(model, batch), batch)
+        (loss[0] if isinstance(loss, tuple) else loss).backward()
         return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
     def _without_values(self, on_meta: nn.Module | None) -> nn.Module:

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.target import import_callable, user_line
 from fsdp_lab.config.workload import ModelConfig, TaskConfig
-from fsdp_lab.workloads.base import Batch, Task, describe, part_of, plain_class, shape_of, tensors_of, unwrapped
+from fsdp_lab.workloads.base import Batch, Loss, Task, describe, part_of, plain_class, unwrapped
 from fsdp_lab.workloads.user.data import Marked
+from fsdp_lab.workloads.user.loss_form import LossForm
+from fsdp_lab.workloads.user.units import num_items, num_tokens
 
 # Words in PyTorch's RuntimeErrors about tensors that do not fit each other.
 _DOES_NOT_FIT = re.compile(r"shape|size|\bdim|dtype|scalar type|[Ee]xpected|must match|out of range|channels")
@@ -87,7 +89,7 @@ class OnlyCalled:
 
 
 class UserLoss:
-    """The user's loss: a mean over the items of a batch, whose number is its weight in a validation.
+    """The user's loss: a mean over the items of a batch, whose number is its weight in a validation; or `(sum, count)`.
 
     While gradients are recorded, only the loss is computed.
 
@@ -100,60 +102,50 @@ class UserLoss:
 
     def __init__(self, function: LossFunction, name: str, metrics: LossFunction | None, unit: str) -> None:
         self.function, self.name, self.named_metrics, self.unit = function, name, metrics, unit
+        self._returned = LossForm(name)
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Return the loss; in validation a pair of it (None: it is among the metrics) and the user's metrics.
 
         Raises:
-            ModelError: the loss is no scalar tensor, or the metrics are no named pairs.
+            ModelError: see `LossForm.check`; or the metrics are no named pairs, or neither the batch nor the loss has
+                the tokens that are to be counted.
         """
         if torch.is_grad_enabled():
-            return self._scalar(self.function(OnlyCalled(model, self.name), batch))
+            loss = self._returned.check(self.function(OnlyCalled(model, self.name), batch))
+            if self.unit == "tokens" and isinstance(loss, Tensor) and num_tokens(batch) is None:
+                raise ModelError(
+                    f"task.unit=tokens: a batch of {describe(batch)} has no input_ids, no labels of two dimensions and "
+                    "no rows of whole numbers; name them so, let task.loss return (sum, count), or use "
+                    "task.unit=samples."
+                )
+            return loss
         named = {}
         if self.named_metrics is not None:
             named = _sums_and_counts(self.named_metrics(OnlyCalled(model, "task.metrics"), batch))
-        loss = None if "loss" in named else self._scalar(self.function(OnlyCalled(model, self.name), batch))
-        return loss, named
+        if "loss" in named:
+            return None, named
+        return self._returned.check(self.function(OnlyCalled(model, self.name), batch)), named
 
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+    def loss(self, outputs: Any, batch: Batch) -> Loss:
         """Return the outputs: `forward` computed the loss."""
         return outputs  # type: ignore[no-any-return]
 
     def metrics(self, outputs: Any, batch: Marked) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return `name -> (sum, count)`; a loss that the user's metrics lack is weighted by the items of the batch."""
+        """Return `name -> (sum, count)`; a mean that the user's metrics lack is weighted by the items of the batch."""
         loss, named = outputs
-        return named if loss is None else {"loss": (loss * batch.num_items, batch.num_items), **named}
+        if loss is None:
+            return named  # type: ignore[no-any-return]
+        return {"loss": loss if isinstance(loss, tuple) else (loss * batch.num_items, batch.num_items), **named}
 
-    def units(self, batch: Batch) -> int:
-        """Return the items of a batch, or for tokens the size of its first tensor of whole numbers.
-
-        A batch that is a single tensor also holds the labels, so the first token of each row is not predicted.
-        """
-        if self.unit != "tokens":
-            return num_items(batch)
-        if isinstance(batch, Tensor) and batch.ndim > 1 and not batch.is_floating_point():
-            return batch[:, 1:].numel()
-        whole = (t.numel() for t in tensors_of(batch) if not t.is_floating_point() and t.ndim > 1)
-        return next(whole, num_items(batch))
-
-    def _scalar(self, loss: Any) -> Tensor:
-        if isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
-            return loss
-        what, remedy = f"a {type(loss).__name__}", "return the tensor itself, without .item(), to keep its gradients"
-        if isinstance(loss, Tensor):
-            what, remedy = f"a tensor of {shape_of(loss)}", "loss.mean() is one"
-        raise ModelError(f"{self.name} is {what}; it must be the mean loss of the batch, a scalar tensor: {remedy}.")
+    def units(self, batch: Batch) -> int | None:
+        return num_tokens(batch) if self.unit == "tokens" else num_items(batch)
 
 
 def _sums_and_counts(named: Any) -> dict[str, tuple[Tensor, Tensor]]:
     if isinstance(named, Mapping) and all(isinstance(v, tuple | list) and len(v) == 2 for v in named.values()):
         return {str(name): (total, count) for name, (total, count) in named.items()}
     raise ModelError("task.metrics must return {name: (sum, count)}: the sum over the batch, and its divisor.")
-
-
-def num_items(batch: Batch) -> int:
-    """Return the items of a batch: the first dimension of its first tensor that has one, else 1."""
-    return next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 1)
 
 
 class AroundUser:
@@ -195,7 +187,7 @@ class AroundUser:
             line = f" ({user_line(error)})" if where and user_line(error) else ""
             raise ModelError(f"{what} on a batch of {describe(batch)}: {reason}{line}") from error
 
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+    def loss(self, outputs: Any, batch: Batch) -> Loss:
         return self.task.loss(outputs, _unmarked(batch))
 
     def metrics(self, outputs: Any, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
@@ -205,7 +197,7 @@ class AroundUser:
             return named
         return {name: (_if_real(batch, total), _if_real(batch, count)) for name, (total, count) in named.items()}
 
-    def units(self, batch: Batch) -> int:
+    def units(self, batch: Batch) -> int | None:
         return self.task.units(_unmarked(batch))
 
     def _num_labels(self, batch: Batch) -> Tensor:
