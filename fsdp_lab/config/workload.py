@@ -17,6 +17,7 @@ from fsdp_lab.config.target import (
     parameters,
 )
 
+COUNTING_TASKS = ("classification", "language", "seq2seq")  # which labels count is known from the batch
 DATA_FILE = "fsdp_lab.json"  # next to an exported model of a format of its own: the data that it was trained on
 # What tensor parallelism does with a module: see fsdp_lab/training/tensor_parallel.py.
 TP_WORDS = ("colwise", "rowwise", "sequence", "loss_parallel", "colwise_gathered", "rowwise_split", "heads")
@@ -169,6 +170,11 @@ class DataConfig(OpenGroup):
         return [path for path in (self.target, *inner, self.collate_fn) if path and path != EXAMPLE_BATCH]
 
 
+def may_lack_labels(task_name: str, data: DataConfig) -> bool:
+    """Return whether batches may differ in the number of labels that count: packed rows and images of ours do not."""
+    return task_name == "seq2seq" or not str(data.target).startswith("fsdp_lab.")
+
+
 def source_of(model: ModelConfig) -> ModelSource | None:
     """Return the `ModelSource` that a model's target names; None for any other model."""
     function = model.function() if model.target else None
@@ -211,11 +217,13 @@ class TaskConfig:
     name: str = key("classification", named_by_option=True)
     """Task."""
     loss: Optional[str] = key(None)
-    """For `custom`: path to `f(model, batch)` that returns the mean loss, a scalar."""
+    """For `custom`: path to `f(model, batch)` that returns the mean loss of the batch, a scalar; or `(sum, count)`, two
+    scalars, of the losses and of the labels that count, for the mean over all labels of the global batch."""
     metrics: Optional[str] = key(None)
     """For `custom`: path to `f(model, batch)` that returns `{name: (sum, count)}` in validation."""
     unit: Optional[str] = key(None, _is_unit)
-    """What speed counts: `samples` or `tokens`; null: the task's own."""
+    """What speed counts: `samples` or `tokens`; null: the task's own. Tokens of your batches are those of `input_ids`,
+    else of `labels`, else of the first rows of whole numbers, else the count that your loss returns."""
     loss_chunks: int = key(1, at_least_one)
     """For `language`: compute the loss in so many parts of the sequence, which hold fewer logits at once."""
 

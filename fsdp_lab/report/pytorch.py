@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fsdp_lab.config import TrialConfig, part
+from fsdp_lab.config.metrics import LABELS
 from fsdp_lab.config.parallel import Dtype, Granularity, PrecisionConfig
 from fsdp_lab.config.target import nested
 from fsdp_lab.config.training import (
@@ -14,6 +16,7 @@ from fsdp_lab.config.training import (
     OptimizerImplementation,
     OptimizerName,
 )
+from fsdp_lab.config.workload import COUNTING_TASKS, may_lack_labels
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.training.layout import Layout, read_layout
 
@@ -33,6 +36,7 @@ def setting_of(trial: TrialRecord) -> str | None:
     layout, world_size = read_layout(trial.facts.get("layout")), trial.facts.get("world_size")
     if trial.config is None or layout is None or not isinstance(world_size, int):
         return None
+    layout = replace(layout, counts=layout.counts or LABELS in trial.figures)
     title = f"Trial {trial.number}: {' '.join(trial.overrides)}"
     torch_version, allocator = (str(trial.facts.get(name, "")) for name in ("torch", "allocator_settings"))
     return to_pytorch(title, part(trial.config, TrialConfig), layout, world_size, torch_version, allocator)
@@ -59,10 +63,12 @@ def to_pytorch(
     schedule, objects = config.lr_schedule, [key for key, _ in nested(config.optimizer.arguments, "optimizer")]
     constant = schedule.name is LrScheduleName.constant and not schedule.warmup_steps
     dp_degree = config.sharding.dp_degree(world_size)
+    counts = layout.counts or (config.task.name in COUNTING_TASKS and may_lack_labels(config.task.name, config.data))
     return templates.get_template("pytorch.py.j2").render(
         title=title.replace("\\", "/").replace('"', "'"),
         config=config,
         layout=layout,
+        counts=counts,
         world_size=world_size,
         allocator=allocator.replace("\\", "/").replace('"', "'"),
         ddp=config.sharding.granularity is Granularity.ddp,

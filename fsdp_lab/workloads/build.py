@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fsdp_lab.config.parts import check_classes, check_vocab_size
 from fsdp_lab.config.registry import path_of
-from fsdp_lab.config.workload import DataConfig, ModelConfig, TaskConfig
+from fsdp_lab.config.workload import DataConfig, ModelConfig, TaskConfig, may_lack_labels
 from fsdp_lab.workloads.base import Data, DataSpec, Task, Workload
 from fsdp_lab.workloads.user.data import build_data
 from fsdp_lab.workloads.user.model import build_model_spec
@@ -26,9 +26,7 @@ def build_workload(model: ModelConfig, data: DataConfig, task: TaskConfig | None
     task = task or TaskConfig()
     spec, made = build_model_spec(model), build_task(task, model)
     served = with_known_tokens(build_data(data, model, spec.build), model, data)
-    # Images and packed rows of ours have all their labels: no step needs to count them.
-    counts = task.name == "seq2seq" or not str(data.target).startswith("fsdp_lab.")
-    return Workload(spec, served, AroundUser(made, counts), model.flops_per_unit)
+    return Workload(spec, served, AroundUser(made, may_lack_labels(task.name, data)), model.flops_per_unit)
 
 
 def build_task(task: TaskConfig, model: ModelConfig) -> Task:

@@ -8,6 +8,7 @@ import re
 import runpy
 import tempfile
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -60,7 +61,15 @@ SLOW = [
     "sharding=per_block compile=true",
     "sharding=per_block sharding.api=fsdp1 compile=true training.grad_accum_steps=2 training.sync_each_microbatch=true",
 ]
+COUNTED = f"task.loss={__name__}.some_classes"
+COUNTING = [
+    f"{COUNTED} sharding=ddp training.grad_accum_steps=2",
+    f"{COUNTED} sharding=per_block training.max_grad_norm=0.5",
+    f"{COUNTED} sharding=per_layer training.grad_accum_steps=4 offload=cpu training.max_grad_norm=0.5",
+    f"{COUNTED} sharding=per_block sharding.api=fsdp1 training.grad_accum_steps=2",
+]
 HYBRID = [
+    f"{COUNTED} sharding=root sharding.tp=2 training.grad_accum_steps=2",
     "sharding=per_block sharding.dp_replicate=2 reshard_after_forward=always",
     "sharding=per_block sharding.api=fsdp1 sharding.dp_replicate=2 reshard_after_forward=never",
     "sharding=root sharding.tp=2 training.grad_accum_steps=2 training.max_grad_norm=0.5 optimizer.scale_lr=true",
@@ -98,6 +107,7 @@ def train_and_paste(cases: list[str]) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as own:
             train(trial_of(words), Path(own), memo, losses.extend)
         layout, torch_version = Layout(**memo.known["layout"]), memo.known["torch"]
+        layout = replace(layout, counts="train/labels" in memo.reported[-1])
         code = to_pytorch("Trial 0", trial_of(words), layout, dist.get_world_size(), torch_version)
         results.append({"code": code, "trial": losses, "bare": bare_losses(code, len(losses), trial_of(words))})
     return results
@@ -109,11 +119,14 @@ def bare_losses(code: str, steps: int, trial: TrialConfig) -> list[float]:
     import torch.distributed as dist
 
     bare = runpy.run_path(str(ROOT / "benchmarks" / "bare.py"))
-    losses: list[torch.Tensor] = []
+    losses: list[torch.Tensor] = []  # each with its number: a mean is one
+    of_batch = some_classes if trial.task.loss else bare["compute_loss"]
 
-    def compute_loss(model: Any, batch: Any) -> torch.Tensor:
-        losses.append(bare["compute_loss"](model, batch))
-        return losses[-1]
+    def compute_loss(model: Any, batch: Any) -> Any:
+        loss = of_batch(model, batch)
+        total, count = loss if isinstance(loss, tuple) else (loss, torch.tensor(1))
+        losses.append(torch.stack([total.detach().float(), count]))
+        return loss
 
     paragraphs = code.split('"""')[1].split("\n\n")  # two are indented: what runs once, and what in each step
     once, step = (textwrap.dedent(part) for part in paragraphs if part.startswith("    "))
@@ -134,21 +147,28 @@ def bare_losses(code: str, steps: int, trial: TrialConfig) -> list[float]:
         names["microbatches"] = [next(loader) for _ in range(accum)]
         names["batch"] = names["microbatches"][0]
         exec(step, names)
-    total = torch.stack(losses).detach().float().view(steps, accum).mean(1) / dist.get_world_size()
+    total = torch.stack(losses).view(steps, accum, 2).sum(1)
     dist.all_reduce(total)
-    return total.tolist()
+    return (total[:, 0] / total[:, 1].clamp(min=1)).tolist()
+
+
+def some_classes(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of images only those below 5 count, which a part of a batch has any number of."""
+    images, labels = batch
+    labels = labels.where(labels < 5, -100)
+    return torch.nn.functional.cross_entropy(model(images).float(), labels, reduction="sum"), (labels >= 0).sum()
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     words = selected(request, "words")
-    on_two, on_four = ([each for each in words if each in some] for some in ((*CASES, *SLOW), HYBRID))
+    on_two, on_four = ([each for each in words if each in some] for some in ((*CASES, *COUNTING, *SLOW), HYBRID))
     trained = run_ranks(2, train_and_paste, on_two)[0] + (run_ranks(4, train_and_paste, on_four)[0] if on_four else [])
     return dict(zip([*on_two, *on_four], trained, strict=True))
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("words", [*CASES, *HYBRID, *(pytest.param(words, marks=pytest.mark.full) for words in SLOW)])
+@pytest.mark.parametrize("words", [*CASES, *COUNTING, *HYBRID, *(pytest.param(words, marks=pytest.mark.full) for words in SLOW)])
 def test_the_pasted_function_trains_as_the_trial(results: dict[str, dict[str, Any]], words: str) -> None:
     result = results[words]
     assert len(result["trial"]) == 8
@@ -260,7 +280,9 @@ def test_its_compiled_loss_is_the_tasks(name: str) -> None:
     labels, logits = torch.tensor([[3, 1, 2], [4, -1, -100]]), torch.randn(2, 3, 5)
     labels[labels < 0] = -1 if name == "language" else -100
     batch = torch.cat((labels[:, :1], labels), 1) if name == "language" else {"labels": labels}
-    assert made(logits, labels).item() == pytest.approx(build_task(trial.task, trial.model).loss(logits, batch).item())
+    mean = build_task(trial.task, trial.model).loss(logits, batch).item()
+    count = (labels >= 0).sum().item() if name == "seq2seq" else 1  # whose batches have any number of labels
+    assert made(logits, labels).item() == pytest.approx(mean * count)
 
 
 @pytest.mark.parametrize("words", ["sharding=per_block", "sharding=ddp activation_checkpointing=full"])

@@ -16,15 +16,20 @@ from torch import Tensor, nn
 
 from fsdp_lab.config import UserError
 from fsdp_lab.config.code import code_digest, user_packages
+from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.target import user_root
 from fsdp_lab.engine.failures import failure_of
 from fsdp_lab.record.reasons import Code
 from fsdp_lab.workloads.base import tensors_of, to_device
 from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.user.data import Collated, digest_of
+from fsdp_lab.workloads.user.loss_form import LossForm
+from fsdp_lab.workloads.user.task import UserLoss
+from fsdp_lab.workloads.user.units import num_tokens
 from tests.parity import VIT, WORKLOADS
 from tests.ranks import Memo, config, run_ranks, train_all
 from tests.training.reference import apart
+from tests.workloads.user import counting
 from tests.workloads.user.my_project import net
 from tests.workloads.user.project import HERE, importable, write_project
 
@@ -33,7 +38,7 @@ class Encoding(collections.UserDict):  # type: ignore[type-arg]
     """As `BatchEncoding` of transformers: a UserDict whose keys are attributes, too."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "data":
+        if name == "data" or name not in self.data:
             raise AttributeError(name)
         return self.data[name]
 
@@ -72,6 +77,13 @@ def parts_of(batch: Any) -> list[Tensor]:
     encoding, pair = batch["all"]
     frozen = pair.rest["f"][0]
     return [encoding.g.x, encoding["g"].y, pair.x, frozen.x, frozen.rest[0]]
+
+
+def even_classes(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Every second image counts."""
+    images, classes = batch
+    logits = model(images)[::2]
+    return nn.functional.cross_entropy(logits, classes[::2], reduction="sum"), torch.tensor(len(logits))
 
 
 def loss_of_parts(model: nn.Module, batch: Any) -> Tensor:
@@ -123,6 +135,24 @@ DOES_NOT_FIT = {
         r"sharding=ddp: some parameters got no gradient in the last step.*sharding=root or per_block"
     ),
 }
+TOLD = f"model._target_={counting.__name__}.Told data._target_=tests.parity.SomeLabels data.kind=tokens"
+_A_COUNT = r"it must be a scalar tensor, the number of labels that count"
+DOES_NOT_FIT |= {  # what a loss returned
+    f"{TOLD} task.loss={counting.__name__}.{name} training.global_batch_size=4 sharding={sharding}": words
+    for sharding, name, words in [
+        ("ddp", "number_as_count", rf"but its count is a int; {_A_COUNT}.*torch\.tensor\(number\)"),
+        ("ddp", "with_logits", rf"but its count is a tensor of 2x8x7; {_A_COUNT}.*must return the mean alone"),
+        ("ddp", "with_accuracy", "but its count is 0.25 for a whole batch; .*an accuracy.*must return the mean alone"),
+        ("root", "of_each_row", r"but its sum is a tensor of 2; it must be the summed loss.*loss\.sum\(\)"),
+        ("root", "without_gradient", r"but its sum is without a gradient;.*add 0 \* logits\.sum\(\)"),
+        ("root", "learned_count", r"but its count depends on parameters.*count\.detach\(\)"),
+        ("root", "swapped", r"but its sum is a tensor of scalar, torch\.int64; it must be the summed loss"),
+        ("root", "three", r"three is a tuple; it must be the mean loss of the batch or \(sum, count\)"),
+        *((sharding, "mean_on_the_second", r"the loss is \(sum, count\) on rank 0 and a mean on rank 1 in step 1; let")
+          for sharding in ("ddp", "per_block")),
+    ]
+}  # fmt: skip
+COUNTED = f"model=mlp task.loss={__name__}.even_classes task.unit=tokens training.timing_warmup_steps=0"
 TOKENS = (
     f"model._target_={HERE}.net.Reader data=synthetic_tokens data.vocab_size=7 data.seq_len=8 sharding=root "
     f"task=custom task.loss=tests.parity.next_token task.unit=tokens training.timing_warmup_steps=0 "
@@ -149,7 +179,7 @@ def train_each(cases: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, Any]:
-    return run_ranks(2, train_each, [*FITS, *DOES_NOT_FIT, TOKENS])[0]
+    return run_ranks(2, train_each, [*FITS, *DOES_NOT_FIT, TOKENS, COUNTED])[0]
 
 
 @pytest.mark.parametrize("words", FITS)
@@ -185,9 +215,45 @@ def test_a_batch_keeps_its_class_and_counts_in_the_digest() -> None:
 
 
 def test_tokens_are_counted_where_the_user_says_so(trained: dict[str, Any]) -> None:
-    """8 of 9 are told."""
+    """8 of 9 are told. Of images with labels of one dimension, those that the loss counts: each second."""
     metrics = trained[TOKENS]
     assert metrics["perf/tokens_per_s"] == pytest.approx(8 * metrics["perf/samples_per_s"])
+    assert trained[COUNTED]["train/labels"] == 32
+    assert trained[COUNTED]["perf/tokens_per_s"] == pytest.approx(trained[COUNTED]["perf/samples_per_s"] / 2)
+
+
+IDS, IMAGES = torch.ones(4, 77, dtype=torch.int64), torch.ones(4, 3, 224, 224, dtype=torch.uint8)
+LABELS = IDS.where(torch.arange(77) < 10, -100)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens"),
+    [
+        ({"pixel_values": IMAGES, "input_ids": IDS, "labels": LABELS}, 308),
+        (Encoding(pixel_values=IMAGES, labels=LABELS), 40),
+        (Frozen(torch.ones(4, 9), [IMAGES, IDS]), 308),
+        (Pair(IMAGES, {"chosen": {"input_ids": IDS}, "rejected": {"input_ids": IDS[:, :7]}}), 308 + 28),
+        ({"input_ids": IDS.flatten(), "position_ids": IDS}, 308),
+        ((IDS[:, :-1], IDS[:, 1:]), 304),
+        (IDS, 304),
+        ({"pixel_values": IMAGES, "labels": IDS[:, 0]}, None),
+        ({"mask": IDS.bool(), "boxes": torch.ones(4, 5, 4, dtype=torch.int64)}, None),
+        (IMAGES, None),
+    ],
+)
+def test_tokens_are_those_of_parts_that_hold_tokens(batch: Any, tokens: int | None) -> None:
+    """Of four items with 77 tokens; images of 602,112 whole numbers have none."""
+    assert num_tokens(batch) == tokens
+
+
+def test_a_loss_keeps_its_form_and_a_task_its_unit() -> None:
+    form, total = LossForm("task.loss=f"), torch.ones((), requires_grad=True)
+    form.check((total, torch.tensor(3)))
+    with pytest.raises(ModelError, match=r"f returned \(sum, count\) for one batch and a mean for another; return"):
+        form.check(total)
+    task = UserLoss(lambda model, batch: total, "task.loss=f", None, "tokens")
+    with pytest.raises(ModelError, match=r"task.unit=tokens: a batch of 4x3x224x224 uint8 has no input_ids.*samples"):
+        task.forward(nn.Identity(), IMAGES)
 
 
 @pytest.mark.parametrize("model", ["Reads", "Asks"])

@@ -99,12 +99,6 @@ def three(model: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return *loss(model, rows), torch.ones(())
 
 
-def mean_of_some(model: Any, rows: Tensor) -> Any:
-    """Another form where no label counts."""
-    total, count = loss(model, rows)
-    return total / 9 if not count.is_meta and not int(count) else (total, count)
-
-
 def mean_on_the_second(model: Any, rows: Tensor) -> Any:
     total, count = loss(model, rows)
     return total / 9 if dist.get_rank() == 1 else (total, count)
