@@ -156,7 +156,7 @@ class Cluster:
         node.raylet = node.running.enter_context(server(
             self.folder, node.name, node.alone(_RAY, "start", *words, disks=own),
             lambda log: "Ray runtime started." in log and node.address in self.alive(),
-            {**self.environment, "TMPDIR": str(self.local)},
+            {**self.environment, "TMPDIR": str(self.local), "PYTHONHASHSEED": "0"},
         ))  # fmt: skip
 
     def revive(self) -> None:

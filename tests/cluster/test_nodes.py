@@ -31,8 +31,8 @@ _EPOCHS = 60
 
 @pytest.mark.parametrize("variables", [{}, {"FSDP_LAB_PUBLIC_RAY": "1"}], ids=["shortcut", "without"])
 @pytest.mark.documents(
-    "ray start --head",
-    "ray start --address=<head>:6379",
+    "PYTHONHASHSEED=0 ray start --head",
+    "PYTHONHASHSEED=0 ray start --address=<head>:6379",
     "python -m fsdp_lab -m ... cluster.address=<head>:6379 ...",
 )
 def test_two_nodes_give_the_losses_of_one(cluster: Cluster, bucket: str, variables: dict[str, str], tmp_path: Path):
