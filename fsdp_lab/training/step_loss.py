@@ -33,7 +33,8 @@ class StepLoss:
     """
 
     def __init__(self, task: Task, microbatches: list[Batch], device: torch.device, dims: ParallelDims) -> None:
-        self.dtype, self.num_labels = torch.float32, None
+        self.dtype = torch.float32
+        self.num_labels: Tensor | None = None
         self._parts, self._device, self._dims = len(microbatches), device, dims
         self._total = torch.zeros((), device=device)
         self._weights = label_weights(task, microbatches, device, dims)
@@ -73,8 +74,8 @@ class StepLoss:
         """
         if self._counted is None or self._divisor is None:
             return self._total
-        self.num_labels = self._counted if self._parts == 1 else self._dims.sum(self._counted)
-        labels = _or_one(self.num_labels)
+        self.num_labels = counted = self._counted if self._parts == 1 else self._dims.sum(self._counted)
+        labels = _or_one(counted)
         if self._parts > 1:
             scale_gradients(model, self._divisor / labels)
         return self._total * (self._dims.dp_degree / labels)

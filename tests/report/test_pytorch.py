@@ -168,7 +168,9 @@ def results(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("words", [*CASES, *COUNTING, *HYBRID, *(pytest.param(words, marks=pytest.mark.full) for words in SLOW)])
+@pytest.mark.parametrize(
+    "words", [*CASES, *COUNTING, *HYBRID, *(pytest.param(words, marks=pytest.mark.full) for words in SLOW)]
+)
 def test_the_pasted_function_trains_as_the_trial(results: dict[str, dict[str, Any]], words: str) -> None:
     result = results[words]
     assert len(result["trial"]) == 8

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fsdp_lab.config.errors import ModelError
-from fsdp_lab.workloads.base import Loss, shape_of
+from fsdp_lab.workloads.base import Loss, describe, shape_of
 
 _COUNT = "the number of labels that count, as (labels != -100).sum(), or the sum of their weights"
 
@@ -35,7 +35,9 @@ class LossForm:
         if is_pair:
             loss = self._pair(*loss)
         else:
-            self._scalar(loss, f"{self.name} is", "it must be the mean loss of the batch or (sum, count)", "loss.mean() is one")
+            self._scalar(
+                loss, f"{self.name} is", "it must be the mean loss of the batch or (sum, count)", "loss.mean() is one"
+            )
         if self._is_pair not in (None, is_pair):
             now, before = ("(sum, count)", "a mean") if is_pair else ("a mean", "(sum, count)")
             raise ModelError(
@@ -78,7 +80,7 @@ class LossForm:
         if not isinstance(loss, Tensor):
             kind, remedy = f"a {type(loss).__name__}", "return the tensor itself, without .item(), to keep its gradient"
         elif loss.ndim or not loss.is_floating_point():
-            kind = f"a tensor of {shape_of(loss)}" + ("" if loss.is_floating_point() else f", {loss.dtype}")
+            kind = f"a tensor of {shape_of(loss) if loss.is_floating_point() else describe(loss)}"
         elif torch.is_grad_enabled() and not loss.requires_grad:
             kind = "without a gradient"
             remedy = "compute it from what the model returned; of no labels, add 0 * logits.sum()"
