@@ -322,7 +322,7 @@ FAULTS = (
     Fault("what a rank freezes by itself trains on the others", "fsdp_lab/training/alike.py",
           '", trained" if tensor.requires_grad else ", frozen"', '""', ALIKE),
     Fault("layers without parameters may be in another order", "fsdp_lab/training/alike.py",
-          '        _Facet("module", _ORDER, modules),\n', "", ALIKE),
+          '_Facet("module", _ORDER, [', '_Facet("module", _ORDER, [] and [', ALIKE),
     Fault("a buffer without a seed differs by rank", "fsdp_lab/training/alike.py",
           '        _values("buffer", buffers),\n', "", ALIKE),
     Fault("a vocabulary or a split of another length differs by rank", "fsdp_lab/training/train.py",

@@ -28,7 +28,10 @@ from fsdp_lab.workloads.construct import seeded
 _SAMPLED = 4096  # values at each end of a tensor, and between
 _READ = 4  # items of each split
 _SHOWN = 3  # names in a note
-_ORDER = "A set has another order in each process: let the constructor iterate over `sorted(...)` of it."
+_ORDER = (
+    "A set has another order in each process: let the constructor iterate over `sorted(...)` of it. Nor may it depend "
+    "on the rank, the clock or a generator without a seed."
+)
 _VALUES = (
     "Draw them from the generators of PyTorch, NumPy (`np.random`) or Python (`random`), which are seeded alike, not "
     "from one without a seed (`np.random.default_rng()`, `random.SystemRandom()`), the clock or the rank; and write "
@@ -74,11 +77,11 @@ def check_model(model: nn.Module, buffers_are_sent: bool = False) -> None:
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    modules = [(name or "of the model", _kind(module)) for name, module in model.named_modules(remove_duplicate=False)]
+    modules = model.named_modules(remove_duplicate=False)
     _check(
         _Facet("parameter", _ORDER, _shapes(parameters)),
         _Facet("buffer", _ORDER, _shapes(buffers)),
-        _Facet("module", _ORDER, modules),
+        _Facet("module", _ORDER, [(name or "of the model", _kind(module)) for name, module in modules]),
         _values("parameter", parameters),
         _values("buffer", {} if buffers_are_sent else buffers),
     )
