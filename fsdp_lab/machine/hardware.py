@@ -139,7 +139,7 @@ def host_memory() -> int:
 
 def free_memory() -> int:
     """Return the bytes of this machine's memory that this process may still take; what caches files counts as free."""
-    known = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    known = re.search(r"MemAvailable: (\d+) kB", " ".join(_words(Path("/proc/meminfo"))))  # Linux only
     free = [int(known[1]) * 1024 if known else host_memory()]
     for group in _control_groups("memory"):
         limit = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")

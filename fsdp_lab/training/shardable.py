@@ -92,7 +92,7 @@ def _reached(value: Any, seen: set[int]) -> Iterator[nn.Parameter]:
         found = left.pop()
         if isinstance(found, nn.Parameter):
             yield found
-        elif id(found) not in seen and not isinstance(found, type | ModuleType | Tensor):
+        elif gc.is_tracked(found) and id(found) not in seen and not isinstance(found, type | ModuleType | Tensor):
             seen.add(id(found))
             is_function = isinstance(found, FunctionType)  # whose globals are no part of a model
             left += [found.__closure__, found.__defaults__] if is_function else gc.get_referents(found)

@@ -85,7 +85,8 @@ def build_model(spec: ModelSpec, config: TrialConfig) -> FirstModel:
         ]
     if dist.get_rank() == 0:
         model = together(lambda: construct(spec.build, seed))
-        state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        state = {name: tensor.detach() for name, tensor in tensors}  # parameters themselves get other values
         return FirstModel(model, Init.rank0, whole=state, notes=notes)
     return FirstModel(together(sketch), Init.rank0, notes=notes)
 
@@ -116,7 +117,10 @@ def fill(model: nn.Module, first: FirstModel, config: TrialConfig, dims: Paralle
     if first.init is Init.meta:
         together(lambda: _initialise(model, config, dims, home))
     elif first.init is Init.rank0:
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        on_host = home.type == "cpu"
+        options = StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=True, strict=False, cpu_offload=on_host
+        )  # some buffers are in no state
         set_model_state_dict(model, first.whole, options=options)
         first.whole.clear()
     if config.sharding.api is not Api.fsdp1:
