@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_lab.config import TrialConfig
+from fsdp_lab.config import TrialConfig, part
 from fsdp_lab.forecast.forecast import forecast_profile
+from fsdp_lab.training.plain import run
 from fsdp_lab.workloads.language.llama import Llama
 from fsdp_lab.workloads.language.pydoc import PydocTokens
 from fsdp_lab.workloads.vision.models import vit
@@ -44,6 +45,7 @@ PRECISIONS = ("bf16", "bf16_mixed", "fp16", "fp16_mixed", "grad_bf16")
 
 COMPILED_TOLERANCE = 0.03  # of the memory of a compiled step; measured: 0 to 5e-3, of a ViT 2.3e-2
 FP32_TOLERANCE = 1e-5  # measured: 5e-7
+FIRST_STEPS_TOLERANCE = 1e-6
 # Of a computation or a reduction in 16 bits. In other models Adam makes a whole step of what is only rounding.
 HALF_TOLERANCE = {"wide mlp": 5e-3}  # measured: 1.5e-3
 ROUGH_TOLERANCE = 5e-2  # measured: 1e-2
@@ -223,11 +225,22 @@ def unsharded(row: Row, device: str = "cpu") -> Run:
     return WORKLOADS[row.workload].train(config(*row.words), device)
 
 
+@cache
+def first_steps(row: Row) -> dict[str, float]:
+    """What the plain loop of the package has of a row."""
+    torch.set_num_threads(1)
+    trial = part(config(*row.words), TrialConfig)
+    result = run(trial, trial.sharding.dp_degree(row.ranks))
+    assert not result["missing"], result["missing"]
+    return result["figures"]  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True)
 class Result:
     """What a rank reports of a trial, and held in the second step."""
 
     losses: list[float]
+    first: dict[str, float]  # metrics of the first epoch
     metrics: dict[str, float]  # of the last epoch
     weights: dict[str, Tensor] | None
     peaks: Peaks | None
@@ -246,7 +259,7 @@ def train_each(cases: list[list[str]]) -> list[Result]:
             weights = torch.load(exported, weights_only=True)["state_dict"] if exported.is_file() else None
             content = json.loads(followed[0].read_text()) if followed else {"step": 2, "peaks": None}
             assert content["step"] == 2
-        results.append(Result(losses, memo.reported[-1], weights, content["peaks"]))
+        results.append(Result(losses, memo.reported[0], memo.reported[-1], weights, content["peaks"]))
     return results
 
 

@@ -23,7 +23,12 @@ DATA_WAIT = "perf/data_wait_share"
 TRAIN_LOSS, VAL_LOSS = "train/loss", "val/loss"
 LABELS = "train/labels"  # for a loss that returns its count
 LOSS_EPS = "train/loss_eps"  # of the type in which a loss is computed
-FIRST_LOSS, EARLY_LOSS = "train/first_loss", "train/early_loss"
+FIRST_LOSS, EARLY_LOSS, WARM_LOSS = "train/first_loss", "train/early_loss", "train/warm_loss"
+# Of a trial's first steps, and of the plain loop that it is compared with.
+EVAL_LOSS, CHECK_VAL_LOSS = "check/eval_loss", "check/val_loss"
+FIRST_GRAD_NORM, CHANGE_NORM = "check/grad_norm", "check/change_norm"
+CHECKED = (EVAL_LOSS, FIRST_LOSS, EARLY_LOSS, FIRST_GRAD_NORM, CHANGE_NORM, CHECK_VAL_LOSS)
+CHECK_STEPS, CHECK_SAMPLES = 3, 256  # that a plain loop trains and validates
 LOSSES = (TRAIN_LOSS, VAL_LOSS, "val/bits_per_byte")
 _FLOAT32_EPS = 2.0**-23
 MIB = 2**20
@@ -150,6 +155,26 @@ METRICS = (
     Metric(
         LABELS, "labels", "labels", "those that counted in an average step, over the global batch; for a `task.loss` "
         "that returns `(sum, count)`", form="{:.1f}", objective=False,
+    ),
+    Metric(
+        EVAL_LOSS, "eval loss", "", "of the first global batch before the first step, in `eval()` mode; this and the "
+        "next three are compared with the plain loop's", objective=False,
+    ),
+    Metric(
+        FIRST_GRAD_NORM, "first grad norm", "", "the norm of all gradients in the first step, before clipping",
+        objective=False,
+    ),
+    Metric(
+        CHANGE_NORM, "change norm", "", "the norm of the change of all parameters after the third step",
+        objective=False,
+    ),
+    Metric(
+        CHECK_VAL_LOSS, "early val loss", "", "over the first 256 validation samples after the third step",
+        objective=False,
+    ),
+    Metric(
+        WARM_LOSS, "warm loss", "", "with lr_schedule.warmup_steps: of the first step after one at the full learning "
+        "rate, or of step 20", objective=False,
     ),
     Metric("train/lr", "lr", "", "the learning rate of the next step", form="{:.3g}"),
     Metric(

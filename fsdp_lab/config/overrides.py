@@ -23,7 +23,7 @@ _TEXT_KEYS = text_keys() | {"hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.sub
 _PRESET = "experiment"  # the only group that may have no option
 _COMMANDS = ("forecast", "nightly", "predict", "report", "training")  # each is `python -m fsdp_lab.<name>`
 # Keys that the name of an option sets, by which tables and reports call the trial.
-_OF_OPTIONS = ("sharding.granularity", "optimizer.name", "lr_schedule.name", "task.name")
+_OF_OPTIONS = ("sharding.granularity", "optimizer.name", "lr_schedule.name", "task.name", "check.name")
 _REFUSED = {
     **{key: f"use {key.partition('.')[0]}=<option>, whose name the tables show" for key in _OF_OPTIONS},
     "hydra.searchpath": "name the folder of your own options by --config-dir=<folder>",
@@ -49,6 +49,7 @@ def read_overrides(words: Sequence[str], config_dir: str | None = None) -> list[
         OverrideParseException: an override cannot be parsed.
     """
     check_words(words)
+    words = [_with_quotes(word) for word in words]
     for word in words:
         if "=" not in word and not word.startswith("~"):
             raise ConfigError(_no_override(word))
@@ -62,6 +63,16 @@ def read_overrides(words: Sequence[str], config_dir: str | None = None) -> list[
                 "and the last would replace the values to sweep; leave one."
             )
     return read
+
+
+def _with_quotes(word: str) -> str:
+    """Quote the overrides in `check.keys=[model.num_layers=2]`: Hydra's grammar takes no `=` in a value."""
+    key, _, value = word.partition("=")
+    plain = re.fullmatch(r"\[?([^\[\]'\"]*=[^\[\]'\"]*)\]?", value)
+    if key.lstrip("+") != "check.keys" or not plain:
+        return word
+    items = [f"'{item.strip()}'" for item in plain[1].split(",")]
+    return f"{key}=[{','.join(items)}]"
 
 
 def _no_override(word: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Optional, Self  # OmegaConf reads this on every Python that this project supports
+from typing import Any, List, Optional, Self  # OmegaConf reads this on every Python that this project supports
 
 from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.key import at_least_one, below_one, key, not_negative, positive
@@ -86,6 +86,13 @@ class Init(Enum):
 
 # `async` is a keyword of Python, so this one takes the functional form.
 CheckpointMode = Enum("CheckpointMode", {"off": "off", "sync": "sync", "async": "async"})
+
+
+class CheckName(Enum):
+    """What a sweep is compared with: a plain loop, or nothing; see `CheckConfig`."""
+
+    plain = "plain"
+    off = "off"
 
 
 class MemoryProfile(Enum):
@@ -237,3 +244,25 @@ class CheckpointConfig:
     """Load a checkpoint of another minor version of PyTorch."""
     export_best: bool = key(False)
     """Export the model with the lowest validation loss instead of the last one."""
+
+
+def _are_overrides(words: List[str]) -> str | None:
+    """Take overrides, such as `[model.num_layers=2]`."""
+    wrong = [word for word in words if not word.partition("=")[0] or "=" not in word]
+    return f"has {wrong[0]}, which is no override; use for example check.keys=[model.num_layers=2]" if wrong else None
+
+
+@dataclass
+class CheckConfig:
+    """The comparison with a plain loop, which calls your model, data and loss as they are, in one process."""
+
+    name: CheckName = key(CheckName.plain, named_by_option=True)
+    """Compare with a plain loop of three steps, or do not (`off`)."""
+    limit_s: float = key(60.0, positive)
+    """Seconds that a plain loop may take."""
+    keys: List[str] = key(list, _are_overrides)
+    """Overrides with which a smaller model is compared, such as `[model.num_layers=2]`; empty: the sweep's own."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.name is CheckName.plain

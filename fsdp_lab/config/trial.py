@@ -8,6 +8,7 @@ from fsdp_lab.config.key import at_least_one, key, not_negative
 from fsdp_lab.config.parallel import OffloadConfig, PrecisionConfig, ReshardConfig, ReshardPolicy, ShardingConfig
 from fsdp_lab.config.training import (
     ActivationCheckpointing,
+    CheckConfig,
     CheckpointConfig,
     Init,
     LrScheduleConfig,
@@ -47,6 +48,7 @@ class TrialConfig:
     compile_loss: bool = key(True)
     """With `compile`, also compile the loss of `language` and `seq2seq`, which then copies no logits to float32."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    check: CheckConfig = field(default_factory=CheckConfig)
     export: bool = key(True)
     """Export the trained model as model.pt, or as a folder for from_pretrained."""
     profile_trace: bool = key(False)

@@ -12,14 +12,18 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from fsdp_lab.config import ConfigError, NightlyConfig, TrialConfig, UserError, conf_dir, from_dict, part, to_dict
+from fsdp_lab.config.closeness import gaps_to_plain, why_other_weights
 from fsdp_lab.config.conf import OPEN_GROUPS, group_dirs
+from fsdp_lab.config.metrics import FIRST_LOSS
 from fsdp_lab.config.options import with_custom
 from fsdp_lab.config.workload import known_vocab_size
 from fsdp_lab.machine.output import outlast_reader
@@ -27,14 +31,24 @@ from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.train import train
 from fsdp_lab.workloads.hf.configuration import merge
 
+_IMPORTS_S = 30.0  # before a plain loop begins to count its seconds
+
 
 class ConsoleReporter:
-    """Prints one line of JSON for each epoch, on rank 0."""
+    """Prints one line of JSON for each epoch, on rank 0.
+
+    Attributes:
+        known: the facts.
+        first: the metrics of the first epoch.
+    """
 
     def __init__(self) -> None:
         self.speaks = int(os.environ.get("RANK", 0)) == 0
+        self.known: dict[str, Any] = {}
+        self.first: Metrics = {}
 
     def facts(self, facts: dict[str, Any]) -> None:
+        self.known = facts
         if self.speaks:
             print(json.dumps(facts), flush=True)
 
@@ -47,8 +61,44 @@ class ConsoleReporter:
         pass
 
     def epoch(self, metrics: Metrics) -> None:
+        self.first = self.first or metrics
         if self.speaks:
             print(json.dumps({key: round(value, 6) for key, value in metrics.items()}), flush=True)
+
+
+def compared(config: TrialConfig, facts: dict[str, Any], first: Metrics) -> dict[str, Any]:
+    """Return how a trial compares with a plain loop: how far its losses are apart, what differs, or why it is missing.
+
+    Args:
+        first: the metrics of its first epoch.
+    """
+    if why := why_other_weights(config):
+        return {"missing": why}
+    loop = plain_loop(config, config.sharding.dp_degree(facts["world_size"]))
+    if loop["missing"]:
+        return {"missing": loop["missing"]}
+    in_tf32 = facts["tf32"] or loop["device"] != facts["device"]
+    gaps = list(gaps_to_plain(loop["figures"], first, config, in_tf32, loop["draws"], loop["noise"], loop["eps"]))
+    for key, gap, limit in gaps:
+        if gap > limit:
+            return {"differs": key, "found": first[key], "expected": loop["figures"][key]}
+    losses = [gap.found for gap in gaps if gap.is_of_loss]
+    return {"steps": 0 if loop["draws"] else loop["steps"], "apart": max(losses, default=None)}
+
+
+def plain_loop(config: TrialConfig, dp_degree: int) -> dict[str, Any]:
+    """Return what `fsdp_lab.training.plain` does, in a process that knows nothing of ranks."""
+    own = {name: value for name, value in os.environ.items() if not re.search("RANK|WORLD_SIZE|MASTER_|ELASTIC", name)}
+    with tempfile.TemporaryDirectory() as folder:
+        asked, told = Path(folder, "in.json"), Path(folder, "out.json")
+        asked.write_text(json.dumps({"config": to_dict(config), "parts": dp_degree, "limit_s": config.check.limit_s}))
+        command = [sys.executable, "-m", "fsdp_lab.training.plain", str(asked), str(told)]
+        try:
+            subprocess.run(command, env=own, check=True, timeout=config.check.limit_s + _IMPORTS_S)
+        except subprocess.SubprocessError as error:
+            return {"missing": str(error)}
+        answer: dict[str, Any] = json.loads(told.read_text())
+        return answer
 
 
 def read_config(base: Path | None, overrides: list[str]) -> NightlyConfig:
@@ -131,8 +181,14 @@ def main() -> int:
     try:
         config = read_config(args.config, args.overrides)
         args.folder.mkdir(parents=True, exist_ok=True)
-        train(part(config, TrialConfig), args.folder, ConsoleReporter())
+        trial, reporter = part(config, TrialConfig), ConsoleReporter()
+        train(trial, args.folder, reporter)
         dist.destroy_process_group()
+        if reporter.speaks and trial.check.enabled and FIRST_LOSS in reporter.first:
+            found = compared(trial, reporter.known, reporter.first)
+            print(json.dumps({"plain_loop": found}), flush=True)
+            if "differs" in found:
+                raise UserError(f"another model than that of a plain loop was trained: {found['differs']} differs")
     except UserError as error:
         print(f"fsdp_lab.training: {error}", file=sys.stderr)
         return 1

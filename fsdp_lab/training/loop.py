@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.metrics import EARLY_LOSS, FIRST_LOSS, LABELS, LOSS_EPS
+from fsdp_lab.config.metrics import EARLY_LOSS, FIRST_LOSS, LABELS, LOSS_EPS, WARM_LOSS
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
@@ -35,6 +35,10 @@ from fsdp_lab.training.tensor_parallel import divided_loss, whole
 from fsdp_lab.workloads.base import Batch, Task, tensors_of, to_device
 from fsdp_lab.workloads.construct import seed_all
 
+if TYPE_CHECKING:
+    from fsdp_lab.training.first_steps import FirstSteps
+_WARM_STEPS = 20  # of a warm-up; later ones amplify rounding too much to compare a loss
+
 
 def train_step(
     state: TrainState,
@@ -43,6 +47,7 @@ def train_step(
     config: TrialConfig,
     device: torch.device,
     passed: Callable[[str], None] = lambda event: None,
+    norm_too: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Take one optimizer step over the microbatches of this rank.
 
@@ -51,16 +56,18 @@ def train_step(
         microbatches: of this rank, on any device.
         passed: called after each `forward` and `backward` pass, once with the form of the loss, before ranks exchange
             what depends on it, and once with `gradients`, before these are used.
+        norm_too: compute the norm of the gradients, unless some are sparse.
 
     Returns:
         this rank's part of the loss, whose mean over the ranks is that of the global batch, and the norm of all
-        gradients before clipping. The norm is None unless `training.max_grad_norm` is set or tokens are counted. Both
-        are detached and on the device: no sync point.
+        gradients before clipping; None unless it is wanted or the trial `has_norms`. Both are detached and on the
+        device: no sync point.
     """
     with divided_loss(config.sharding.tp):
         total = _accumulate(state, task, microbatches, config, device, passed)
     passed("gradients")
-    grad_norm = update(state, config, has_norm=config.training.max_grad_norm is not None or task.unit == "tokens")
+    is_dense = all(p.grad is None or p.grad.layout is torch.strided for p in state.model.parameters())
+    grad_norm = update(state, config, has_norm=has_norms(task, config) or (norm_too and is_dense))
     scale = state.scaler.get_scale()  # a sync point: one a step
     if scale >= state.loss_scale:  # a smaller one says that the step was skipped
         state.lr_schedule.step()
@@ -68,6 +75,11 @@ def train_step(
     state.step += 1
     state.epoch_step += 1
     return total, grad_norm
+
+
+def has_norms(task: Task, config: TrialConfig) -> bool:
+    """Return whether every step computes the norm of the gradients: for clipping, and where tokens are counted."""
+    return config.training.max_grad_norm is not None or task.unit == "tokens"
 
 
 def update(state: TrainState, config: TrialConfig, has_norm: bool) -> Tensor | None:
@@ -141,6 +153,7 @@ class Watch:
         memory: profiles the first steps.
         trace: records the steps after these.
         checks: whether sharding goes unharmed.
+        first: the figures of the first steps.
         on_step: called with the step's number, counted from 1.
     """
 
@@ -148,6 +161,7 @@ class Watch:
     memory: MemoryProfiler
     trace: ProfilerTrace
     checks: StepChecks
+    first: FirstSteps
     on_step: Callable[[int], None]
 
     @contextmanager
@@ -155,6 +169,8 @@ class Watch:
         """Watch the optimizer step inside. An exception gets the step as a note, and the module if it is known."""
         self.on_step(state.step + 1)
         try:
+            if self.first.is_first(state.step):
+                self.first.begin(microbatches)
             with self.checks.step(state.step + 1) as is_first, self._instruments(state, microbatches, is_first):
                 yield
         except Exception as error:
@@ -168,11 +184,13 @@ class Watch:
         if self.memory.tracks():
             with self.memory.track(state.model, state.optimizer, tensors_of(microbatches)):
                 yield
+            self.first.step_done(state.step)
             self.timer.start()  # the tracked step is slow: not one of the timed
             return
         if self.trace.records():
             with self.trace.step():
                 yield
+            self.first.step_done(state.step)
             self.timer.start()  # as above
         else:
             yield
@@ -180,6 +198,8 @@ class Watch:
                 self.timer.warm_up()
             else:
                 self.timer.step_done()
+            if self.first.step_done(state.step):
+                self.timer.start()
         self.memory.step_done()
 
 
@@ -211,11 +231,14 @@ def train_epoch(
     _seed(config, state.step, dims)
     for microbatches in _by_step(loader, config.training.grad_accum_steps, watch.timer):
         _seed(config, state.step, dims)
+        is_first = watch.first.is_first(state.step)
         with watch.step(state, microbatches):
-            loss, norm = train_step(state, task, microbatches, config, device, watch.checks.passed)
+            loss, norm = train_step(state, task, microbatches, config, device, watch.checks.passed, norm_too=is_first)
+            if is_first:
+                watch.first.grad_norm = norm
         losses.append(loss)
         check.add(loss)
-        norms += [] if norm is None else [norm]
+        norms += [norm] if norm is not None and has_norms(task, config) else []
         labels += [] if state.num_labels is None else [state.num_labels]
         if config.training.max_steps is not None and state.step >= config.training.max_steps:
             break
@@ -227,6 +250,10 @@ def train_epoch(
         metrics[FIRST_LOSS] = step_losses[0]
         if early := step_losses[1:3]:
             metrics[EARLY_LOSS] = sum(early) / len(early)
+        metrics.update(watch.first.figures())
+        warm = min(config.lr_schedule.warmup_steps + 1, _WARM_STEPS - 1)
+        if config.lr_schedule.warmup_steps and warm < len(step_losses):
+            metrics[WARM_LOSS] = step_losses[warm]
     if (eps := torch.finfo(state.loss_dtype).eps) > torch.finfo(torch.float32).eps:
         metrics[LOSS_EPS] = eps
     if finite := [norm for norm in (torch.stack(norms).tolist() if norms else ()) if math.isfinite(norm)]:
@@ -240,7 +267,6 @@ def train_epoch(
     return metrics, step_losses
 
 
-@torch.no_grad()
 def evaluate(
     state: TrainState,
     task: Task,
@@ -249,21 +275,40 @@ def evaluate(
     device: torch.device,
     dims: ParallelDims,
 ) -> Metrics:
-    """Return the task's metrics over the whole validation split, each sample counted once; empty metrics are left out.
-
-    Args:
-        state: its model is set to eval mode.
+    """Return the task's metrics over the whole validation split; see `mean_metrics`.
 
     Raises:
         DivergedError: the loss is not finite.
         UserError: no label counts.
+    """
+    means = mean_metrics(state, task, loader, config, device, dims)
+    if "loss" not in means:
+        raise UserError("the validation split has no label that counts, so there is no val/loss; give it such samples.")
+    if not math.isfinite(means["loss"]):
+        raise DivergedError(f"the validation loss after step {state.step} is {means['loss']}")
+    return {f"val/{name}": mean for name, mean in means.items()}
+
+
+@torch.no_grad()
+def mean_metrics(
+    state: TrainState,
+    task: Task,
+    loader: Iterable[Batch],
+    config: TrialConfig,
+    device: torch.device,
+    dims: ParallelDims,
+) -> dict[str, float]:
+    """Return the task's metrics over the batches of all ranks, each sample counted once; empty metrics are left out.
+
+    Args:
+        state: its model is set to eval mode.
     """
     state.model.eval()
     totals: dict[str, Tensor] = {}  # by metric: sum and count
     for batch in loader:
         batch = to_device(batch, device)
         with divided_loss(config.sharding.tp):
-            with compute_precision(config, device):
+            with sharding_explained(state.model, config, forward=True), compute_precision(config, device):
                 outputs = task.forward(state.model, batch)
             figures = task.metrics(outputs, batch)
         for name, (total, count) in figures.items():
@@ -274,12 +319,7 @@ def evaluate(
     # a user's metrics may name what a batch has, so that ranks have others, or in another order
     names = sorted({name for names in gather([*totals]) for name in names})
     reduced = dims.sum(torch.stack([totals.get(name, torch.zeros_like(totals["loss"])) for name in names])).tolist()
-    means = {name: total / count for name, (total, count) in zip(names, reduced, strict=True) if count}
-    if "loss" not in means:
-        raise UserError("the validation split has no label that counts, so there is no val/loss; give it such samples.")
-    if not math.isfinite(means["loss"]):
-        raise DivergedError(f"the validation loss after step {state.step} is {means['loss']}")
-    return {f"val/{name}": mean for name, mean in means.items()}
+    return {name: total / count for name, (total, count) in zip(names, reduced, strict=True) if count}
 
 
 def _seed(config: TrialConfig, step: int, dims: ParallelDims) -> None:

@@ -10,7 +10,7 @@ import math
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 import torch
@@ -88,12 +88,8 @@ class StepChecks:
         """
         self._step, self._seen = number, self._seen + 1
         is_first = self._seen <= FIRST_STEPS  # with DDP, too, so that all settings are timed over the same steps
-        if is_first and self._is_sharded and self._compares:
-            self._meetings = 1 << 62
-        try:
+        with self.comparing() if is_first else nullcontext():
             yield is_first
-        finally:
-            self._meetings = 0
         if is_first or self._seen % EVERY == 0:
             self.check_parameters()
 
@@ -163,11 +159,30 @@ class StepChecks:
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(original_name(name), parameter) for name, parameter in self._model.named_parameters()]
 
+    def evaluated(self) -> None:
+        """Note that a forward pass without gradients has ended."""
+        if self._compares:
+            self._comes("has ended its forward pass")
+
     def evaluation(self) -> None:
         """Compare the beginning of the first evaluation as it comes."""
         if self._compares and not self._evaluated:
             self._meetings = 2 * self._units
         self._evaluated = True
+
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Compare what ranks do inside as it comes.
+
+        Raises:
+            UserError: ranks use different modules.
+        """
+        if self._is_sharded and self._compares:
+            self._meetings = 1 << 62
+        try:
+            yield
+        finally:
+            self._meetings = 0
 
     def check(self) -> None:
         """Check what has been done so far; before a checkpoint or a model is written.

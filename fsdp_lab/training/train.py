@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -36,15 +36,16 @@ from fsdp_lab.training.distributed import (
     setup_distributed,
 )
 from fsdp_lab.training.export import export_model
+from fsdp_lab.training.first_steps import FirstSteps
 from fsdp_lab.training.layout import unit_notes
-from fsdp_lab.training.loop import Watch, evaluate, token_metrics, train_epoch
+from fsdp_lab.training.loop import Watch, evaluate, mean_metrics, token_metrics, train_epoch
 from fsdp_lab.training.memory import MemoryProfiler, start_clean
 from fsdp_lab.training.parallelize import float32_products
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer, Timed, device_peak_flops, speed_metrics, watch_cores
 from fsdp_lab.training.step_checks import StepChecks
 from fsdp_lab.training.weights import build_model, fill
-from fsdp_lab.workloads.base import Data
+from fsdp_lab.workloads.base import Batch, Data
 from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.construct import copy_on_meta
 
@@ -149,16 +150,22 @@ def _train(
     for metrics in state.history:
         reporter.epoch(metrics)
 
+    def mean_loss(batches: Iterable[Batch]) -> float | None:
+        return mean_metrics(state, workload.task, batches, config, ranks.device, dims).get("loss")
+
+    checks = StepChecks(state.model, config, ranks.device, dims)
     watch = Watch(
         StepTimer(config.training.timing_warmup_steps, ranks),
         MemoryProfiler(config, workload.model.description, ranks, folder),
         ProfilerTrace(config, ranks, folder),
-        StepChecks(state.model, config, ranks.device, dims),
+        checks,
+        FirstSteps(config, state, loaders, data.val, ranks.device, dims, checks, mean_loss, resumed_from is not None),
         reporter.step,
     )
     in_tokens, tokens = workload.task.unit == "tokens", workload.tokens_per_sample(data.train)
     is_wanted = tokens is not None if in_tokens else device_peak_flops(config, ranks) is not None
     flops = workload.train_flops_per_sample(on_meta) if is_wanted else None
+    del on_meta
     timed = Timed.before(state.history) if checkpoints.times_count else Timed()
     first_epoch = state.epoch
     while not config.training.is_through(state.epoch, state.step):
@@ -195,7 +202,7 @@ def _train(
 def _copied(model: nn.Module) -> nn.Module | None:
     """Return a copy without values; None: the model holds what cannot be copied, so the constructor is called again."""
     with suppress(Exception):  # whatever an object raises that is copied
-        return copy_on_meta(model)
+        return copy_on_meta(model).to("meta")
     return None
 
 
@@ -231,6 +238,7 @@ def _facts(
         "dp_degree_of_losses": dp_degree if depends else None,
         "num_params": state.num_params,
         "torch": str(torch.__version__),
+        "tf32": config.precision.tf32 and not on_cpu and torch.cuda.is_tf32_supported(),
         "allocator_settings": "" if on_cpu else allocator_settings(),
         "layout": asdict(state.layout),
         "data_digest": data.digest,

@@ -54,6 +54,7 @@ COUNTS = {
         nightly.timezone nightly.repeats nightly.significance nightly.tolerance.peak_memory
         nightly.tolerance.samples_per_s nightly.tolerance.loss nightly.tolerance.data_wait_share
         nightly.tolerance.forecast_error nightly.tolerance.speed_forecast_error nightly.folder nightly.keep
+        check.name check.limit_s check.keys
     """,
     "cells starts param": """
         cluster.num_workers cluster.cpus_per_worker cluster.placement cluster.storage_path tracking.uri

@@ -18,8 +18,19 @@ import torch
 
 from fsdp_lab.config import TrialConfig, conf_dir
 from fsdp_lab.config.convert import flatten
+from fsdp_lab.config.metrics import CHECKED
 from fsdp_lab.config.options import option_values
-from tests.parity import FP32_TOLERANCE, OF_TRANSFORMERS, Result, Row, forecast_differences, train_rows, unsharded
+from tests.parity import (
+    FIRST_STEPS_TOLERANCE,
+    FP32_TOLERANCE,
+    OF_TRANSFORMERS,
+    Result,
+    Row,
+    first_steps,
+    forecast_differences,
+    train_rows,
+    unsharded,
+)
 from tests.parity_rows import AXES, HALF, ROWS
 from tests.ranks import config, selected
 from tests.training.reference import apart
@@ -71,6 +82,12 @@ def test_a_sharded_run_learns_what_one_process_learns(trained: Trained, row: Row
         assert metrics["train/grad_norm"] == pytest.approx(fmean(plain.norms[last]), rel=1e-4), "before clipping"
     if row.tolerance <= FP32_TOLERANCE and plain.val_accuracy is not None:
         assert metrics["val/accuracy"] == pytest.approx(plain.val_accuracy)
+
+
+@pytest.mark.parametrize("row", [_marked(row) for row in ROWS if row.tolerance == FP32_TOLERANCE])
+def test_its_first_steps_are_those_of_the_plain_loop(trained: Trained, row: Row) -> None:
+    got, plain = trained(row)[0].first, first_steps(row)
+    assert {key: got[key] for key in CHECKED if key in got} == pytest.approx(plain, rel=FIRST_STEPS_TOLERANCE, abs=1e-7)
 
 
 @pytest.mark.parametrize("row", [_marked(row) for row in ROWS if row.has_forecast])

@@ -37,10 +37,11 @@ def test_torchrun_end_to_end(tmp_path: Path) -> None:
     command = [*launch, "-m", "fsdp_lab.training", *SMALL, "--folder", str(tmp_path / "out")]
     ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
-    facts, epoch = (json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{"))
+    facts, epoch, compared = (json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{"))
     assert (facts["world_size"], facts["num_params"], facts["data_num_train"]) == (2, 139_018, 128)
     assert 0 < epoch["train/loss"] < 3
     assert epoch["memory/rank1/peak_bytes"] > 0
+    assert compared["plain_loop"]["steps"] == 2 and compared["plain_loop"]["apart"] < 4 * 2.0**-7
     assert (tmp_path / "out/checkpoints/step_00000002.json").is_file()  # 128 images, 64 a step
     weights = torch.load(tmp_path / "out/model.pt", weights_only=True)["state_dict"]
     assert sum(w.numel() for w in weights.values()) == 139_018

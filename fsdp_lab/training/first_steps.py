@@ -1,0 +1,141 @@
+"""Figures of a trial's first steps, over all ranks, which the plain loop (`plain.py`) has, too."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from fsdp_lab.config.metrics import CHANGE_NORM, CHECK_SAMPLES, CHECK_STEPS, CHECK_VAL_LOSS, EVAL_LOSS, FIRST_GRAD_NORM
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.checkpoint import Metrics, TrainState
+from fsdp_lab.training.data import Loaders, build_loader, microbatch_size, val_order
+from fsdp_lab.training.distributed import ParallelDims, largest
+from fsdp_lab.training.memory import start_clean
+from fsdp_lab.training.plain_state import put_back, state_of
+from fsdp_lab.training.step_checks import StepChecks
+from fsdp_lab.workloads.base import Batch, Dataset
+from fsdp_lab.workloads.construct import seeded
+from fsdp_lab.workloads.user.data import Marked
+
+_KEPT_BYTES = 2**30  # of first weights on a rank, which are copied to the host
+
+MeanLoss = Callable[[Iterable[Batch]], float | None]
+
+
+class FirstSteps:
+    """Figures of the first three steps of a trial, or of its first epoch if that is shorter.
+
+    Each pass for them leaves the model, its buffers and the random generators as they were.
+
+    Args:
+        val: the validation split.
+        mean_loss: evaluates batches of this rank, and returns the mean loss over all ranks; None: no label counts. The
+            model is in eval mode then.
+        resumed: the trial has other first weights than those of its constructor.
+    """
+
+    def __init__(
+        self,
+        config: TrialConfig,
+        state: TrainState,
+        loaders: Loaders,
+        val: Dataset,
+        device: torch.device,
+        dims: ParallelDims,
+        checks: StepChecks,
+        mean_loss: MeanLoss,
+        resumed: bool,
+    ) -> None:
+        self._config, self._device, self._dims, self._checks, self._mean_loss = config, device, dims, checks, mean_loss
+        self._val, self._model = val, state.model
+        steps = min(CHECK_STEPS, loaders.order.steps_per_epoch, config.training.max_steps or CHECK_STEPS)
+        self._last = steps if config.check.enabled and not resumed and state.step == 0 else -1
+        self._first_weights: list[Tensor] | None = None
+        self._figures: Metrics = {}
+        self.grad_norm: Tensor | None = None
+
+    def is_first(self, step: int) -> bool:
+        """Return whether figures are taken of the step after so many."""
+        return self._last > 0 and step == 0
+
+    def begin(self, microbatches: list[Batch]) -> None:
+        """Compute the loss in eval mode before the first step, and keep this rank's weights."""
+        local = [_local(parameter) for parameter in self._model.parameters()]
+        if largest(sum(tensor.nbytes for tensor in local)) <= _KEPT_BYTES:
+            self._first_weights = [tensor.detach().to("cpu", copy=True) for tensor in local]
+        size = torch.tensor(microbatch_size(self._config.training, self._dims))
+        if self._config.task.metrics is None:  # which are made for the items of the validation split
+            self._evaluate(EVAL_LOSS, [Marked(batch, size) for batch in microbatches])
+        start_clean(self._device)
+
+    def step_done(self, step: int) -> bool:
+        """After the last step, compare the weights with the first ones, and validate; return whether it was the last.
+
+        Args:
+            step: the number of steps so far.
+        """
+        if step != self._last:
+            return False
+        if self._first_weights is not None:
+            self._note(CHANGE_NORM, self._change(self._first_weights))
+            self._first_weights = None
+        count = min(len(self._val), CHECK_SAMPLES)
+        order = val_order(count, microbatch_size(self._config.training, self._dims), self._dims)
+        loader = build_loader(self._val, order, 0, self._device, self._config.training.seed)
+        self._evaluate(CHECK_VAL_LOSS, loader)
+        return True
+
+    def figures(self) -> Metrics:
+        """Return the figures so far; a sync point."""
+        if self.grad_norm is not None:
+            self._note(FIRST_GRAD_NORM, float(self.grad_norm))
+        return self._figures
+
+    def _note(self, key: str, value: float | None) -> None:
+        if value is not None and math.isfinite(value):  # the first gradients of fp16 may overflow
+            self._figures[key] = value
+
+    def _change(self, first: list[Tensor]) -> float:
+        squares = 0.0
+        for parameter, before in zip(self._model.parameters(), first, strict=True):
+            change = (_local(parameter).detach().cpu() - before).abs().double()
+            squares += float(change.square().sum()) / self._copies(parameter)
+        total = torch.tensor(squares, dtype=torch.float64, device=self._device)
+        dist.all_reduce(total)
+        return math.sqrt(float(total))
+
+    def _copies(self, parameter: Tensor) -> float:
+        """Return the number of ranks that hold the same part of a parameter."""
+        parts = self._dims.dp_shard if isinstance(self._model, FullyShardedDataParallel) else 1
+        if isinstance(parameter, DTensor):
+            sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+            parts = math.prod(size for size, placement in sizes if not placement.is_replicate())
+        return dist.get_world_size() / parts
+
+    def _evaluate(self, key: str, batches: Iterable[Batch]) -> None:
+        """Note the mean loss of batches; leave the model and the random generators as they are."""
+        before = state_of(self._model)
+        seed = zlib.crc32(f"{self._config.training.seed}/0/{self._dims.dp_rank}".encode())
+        with seeded(seed), self._checks.comparing():
+            self._note(key, self._mean_loss(self._announced(batches)))
+        put_back(self._model, before)
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the root keeps its parameters, for a backward pass that does not come
+        self._model.train()
+
+    def _announced(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            yield batch
+            self._checks.evaluated()  # a rank that uses fewer modules must not go on to the next collective
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

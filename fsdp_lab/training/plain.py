@@ -1,0 +1,203 @@
+"""The first three steps of a trial as a tutorial writes them: one process, and nothing of ours but the configuration.
+
+The user's constructor runs once after the seed; its model, the data set and the loss are used as they are, in float32.
+Each step has the samples of the trial's step, in the parts that ranks and microbatches make of it, one after the other.
+So what computes over a batch, such as batch norm, sees what a rank of the trial sees.
+
+    python -m fsdp_lab.training.plain IN.json OUT.json
+
+IN.json has the arguments of `run`, such as `{"config": {...}, "parts": 2, "limit_s": 60}`, OUT.json what it returns.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_lab.config import TrialConfig, from_dict, metrics
+from fsdp_lab.config.source import ModelSource
+from fsdp_lab.config.target import import_callable, import_from, in_words, instantiate
+from fsdp_lab.training.plain_data import Batches, Part
+from fsdp_lab.training.plain_limits import Deadline, Late, Stopped, free_memory, limited
+from fsdp_lab.training.plain_losses import count_of, loss_of, val_loss_of
+from fsdp_lab.training.plain_state import State, generators, put_back, seed_all, state_of
+
+
+def run(config: TrialConfig, parts: int, limit_s: float = math.inf, free_bytes: float | None = None) -> dict[str, Any]:
+    """Train, and return what a trial's first steps are compared with; raise nothing of the user's code.
+
+    Args:
+        parts: the ranks between which the trial divides its batches.
+        limit_s: seconds after which the loop ends without figures.
+        free_bytes: for weights, gradients and optimizer state; None: what is free on the device.
+
+    Returns:
+        `figures` by the keys of `metrics.CHECKED`; `noise`: how far each is off if gradients are rounded differently;
+        `draws`: whether a forward pass drew random numbers; `eps`: the rounding of the narrowest parameters; `missing`:
+        why there are no figures, in a clause, else ""; and `steps`, `device` (`cpu`, or the GPU's name), `seconds`.
+    """
+    begun, device = time.monotonic(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    result: dict[str, Any] = {"figures": {}, "noise": {}, "draws": False, "eps": 0.0, "steps": 0, "device": name}
+    missing = ""
+    try:
+        seed_all(config.training.seed)
+        with limited(config, free_memory(device) if free_bytes is None else free_bytes):
+            model = build_model(config)
+        if parts > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+            raise Stopped("the model has SyncBatchNorm, which needs all ranks at once")
+        batches = Batches(config, model, parts, Deadline(limit_s))
+        figures, draws = train(config, model.to(device), batches)
+        eps = max((torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()), default=0.0)
+        result |= {"figures": figures, "draws": draws, "eps": eps, "steps": batches.num_steps}
+        again, _ = train(config, model, batches, scale=1 + 2**-20)
+        result["noise"] = {key: abs(again[key] - value) for key, value in figures.items()}
+        if result["noise"][metrics.EVAL_LOSS] > 1e-6 * abs(figures[metrics.EVAL_LOSS]):  # before any gradient
+            raise Stopped("its forward pass depends on earlier ones")
+    except Late as late:
+        missing = "" if result["figures"] else str(late)  # figures are compared without what rounding changes
+    except Stopped as stopped:
+        missing = str(stopped)
+    except Exception as error:  # noqa: BLE001 (whatever the user's code raises)
+        missing = in_words(error)
+    result |= {"figures": {}, "noise": {}} if missing else {}
+    return result | {"missing": missing, "seconds": round(time.monotonic() - begun, 3)}
+
+
+def train(config: TrialConfig, model: nn.Module, batches: Batches, scale: float = 1.0) -> tuple[dict[str, float], bool]:
+    """Return the figures, and whether a forward pass drew random numbers; leave the model as it was.
+
+    Args:
+        scale: losses are divided by it before a backward pass, and gradients multiplied after it.
+    """
+    start = state_of(model)
+    states = [state_of(model) for _ in range(batches.parts)]  # each rank has its own buffers
+    first_weights = [p.detach().to("cpu", copy=True) for p in model.parameters()]
+    optimizer = build_optimizer(config, model, batches.parts)
+    lr_schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: lr_factor(config, s, batches.steps_per_epoch))
+    figures, losses, draws = dict[str, float](), list[float](), False
+    for step in range(batches.num_steps):
+        batch = batches.train(step)
+        if step == 0:
+            figures[metrics.EVAL_LOSS] = evaluate(config, model, batch, states)
+        optimizer.zero_grad()
+        loss, drew = backward(config, model, batch, states, step, scale)
+        figures.setdefault(metrics.FIRST_GRAD_NORM, clip_gradients(model, config.training.max_grad_norm))
+        optimizer.step()
+        lr_schedule.step()
+        losses, draws = [*losses, loss], draws or drew
+    changes = [(p.detach().cpu() - w).abs().double() for p, w in zip(model.parameters(), first_weights, strict=True)]
+    figures[metrics.CHANGE_NORM] = math.sqrt(sum(float(change.square().sum()) for change in changes))
+    figures[metrics.CHECK_VAL_LOSS] = evaluate(config, model, batches.val(), states)
+    figures[metrics.FIRST_LOSS] = losses[0]
+    if early := losses[1:]:
+        figures[metrics.EARLY_LOSS] = sum(early) / len(early)
+    put_back(model, start)
+    for parameter, weight in zip(model.parameters(), first_weights, strict=True):
+        parameter.data.copy_(weight)
+    return figures, draws
+
+
+def backward(
+    config: TrialConfig, model: nn.Module, batch: list[list[Part]], states: list[State], step: int, scale: float
+) -> tuple[float, bool]:
+    """Compute the gradients of a step; return its loss, and whether a forward pass drew random numbers."""
+    model.train()
+    divisor = scale * count_of(config, batch) / len(batch)  # a rank's gradients are those of its own mean, as in DDP
+    loss, count, draws = 0.0, 0.0, False
+    for rank, microbatches in enumerate(batch):
+        put_back(model, states[rank])
+        seed_all(zlib.crc32(f"{config.training.seed}/{step}/{rank}".encode()))
+        before = generators(model)
+        for inputs, _ in microbatches:
+            loss_sum, num_labels = loss_of(config, model, inputs)
+            draws = draws or generators(model) != before
+            (loss_sum / divisor).backward()
+            loss, count = loss + float(loss_sum.detach()), count + (1 if num_labels is None else float(num_labels))
+        states[rank] = state_of(model)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(divisor / max(count, 1))
+    return loss / max(count, 1), draws
+
+
+@torch.no_grad()
+def evaluate(config: TrialConfig, model: nn.Module, ranks: Iterable[Iterable[Part]], states: list[State]) -> float:
+    """Return the mean loss in eval mode."""
+    loss, count = 0.0, 0.0
+    model.eval()
+    for rank, batches in enumerate(ranks):
+        put_back(model, states[rank])
+        seed_all(zlib.crc32(f"{config.training.seed}/0/{rank}".encode()))
+        for inputs, num_items in batches:
+            before = generators(model)
+            loss_sum, num_labels = val_loss_of(config, model, inputs)
+            if generators(model) != before:
+                raise Stopped("its forward pass draws random numbers in eval() mode")
+            loss += float(loss_sum.detach()) * (num_items if num_labels is None else 1)
+            count += num_items if num_labels is None else float(num_labels)
+    return loss / max(count, 1)
+
+
+def build_model(config: TrialConfig) -> nn.Module:
+    function = config.model.function()
+    model: nn.Module = function(**instantiate(config.model.arguments, "model"))
+    load = function.load_weights(**config.model.arguments) if isinstance(function, ModelSource) else None
+    if load is not None:  # pretrained weights, of models of transformers
+        load({**dict(model.named_parameters()), **dict(model.named_buffers())})
+    return model
+
+
+def build_optimizer(config: TrialConfig, model: nn.Module, parts: int) -> torch.optim.Optimizer:
+    o, params = config.optimizer, [*model.parameters()]
+    lr = o.lr * (parts if o.scale_lr else 1)
+    if o.target is not None:
+        kind = import_callable(o.target, "optimizer._target_")
+        return kind(params=params, lr=lr, **instantiate(o.arguments, "optimizer"))
+    if o.name.name == "sgd":
+        return torch.optim.SGD(params, lr, momentum=o.momentum, weight_decay=o.weight_decay)
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[o.name.name]
+    return kind(params, lr, betas=(o.beta1, o.beta2), weight_decay=o.weight_decay)
+
+
+def lr_factor(config: TrialConfig, step: int, steps_per_epoch: int) -> float:
+    schedule, total = config.lr_schedule, steps_per_epoch * config.training.epochs
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    if schedule.name.name == "step":
+        return schedule.gamma ** (step // (steps_per_epoch * schedule.step_epochs))
+    if schedule.name.name == "cosine":
+        done = min(1.0, (step - schedule.warmup_steps) / max(1, total - schedule.warmup_steps))
+        return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2
+    return 1.0
+
+
+def clip_gradients(model: nn.Module, most: float | None) -> float:
+    """Return the norm of all gradients before they are scaled down to `most`."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients])
+    if most is not None:
+        nn.utils.clip_grads_with_norm_(model.parameters(), most, norm)
+    return float(norm)
+
+
+def main(source: str, target: str) -> None:
+    import_from(os.getcwd())
+    asked = json.loads(Path(source).read_text())
+    config = from_dict(TrialConfig, asked.pop("config"))
+    Path(f"{target}.new").write_text(json.dumps(run(config, **asked)))
+    os.replace(f"{target}.new", target)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
