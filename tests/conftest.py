@@ -30,8 +30,11 @@ for name in ("COLUMNS", "LINES"):
 STORE = "tracking.uri=sqlite:///mlflow.db"  # in the test's own folder
 # The words of small trials. One setting:
 PLAIN = ("sharding=per_block", "precision=fp32", "offload=none", "reshard_after_forward=always")
-# Four steps an epoch.
-SIZES = ("data.num_train=128", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=1")
+# Four steps an epoch, and no other process for a plain loop.
+SIZES = (
+    *("data.num_train=128", "data.num_val=32", "training.global_batch_size=32", "training.timing_warmup_steps=1"),
+    "check=off",
+)
 # Everything in the test's own folder.
 HERE = (STORE, "hydra.run.dir=out", "hydra.sweep.dir=out")
 TINY = (*SIZES, "cluster.num_workers=2", *HERE)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp_lab.config.target import user_root
+from fsdp_lab.config.target import is_installed, user_root
 
 PACKAGE = Path(__file__).resolve().parent.parent
 _MOST_FILES = 2000  # of one package
@@ -33,13 +34,29 @@ def user_digest(package: str) -> str:
     return _digest([] if root is None else [root])
 
 
+def loaded_files() -> dict[str, str] | None:
+    """Return the digest of each file of the user's modules that this process has imported; None: one has no file."""
+    files = {str(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
+    # modules that PyTorch makes have names without a folder
+    own = [file for file in files if os.path.isabs(file) and not is_installed(Path(file).resolve())]
+    return {file: _content(Path(file)) for file in own} if all(map(os.path.isfile, own)) else None
+
+
+def same_files(files: Mapping[str, str]) -> bool:
+    """Return whether files have the same content as before. Raises OSError: one was removed."""
+    return all(_content(Path(file)) == before for file, before in files.items())
+
+
+def _content(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 def _digest(roots: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for root in roots:
         for file in [root] if root.is_file() else _python_files(root):
             with suppress(OSError):  # it cannot be read, so it cannot be imported either
-                content = hashlib.sha256(file.read_bytes()).hexdigest()
-                digest.update(f"{file.relative_to(root.parent)} {content}\n".encode())
+                digest.update(f"{file.relative_to(root.parent)} {_content(file)}\n".encode())
     return digest.hexdigest()[:16]
 
 

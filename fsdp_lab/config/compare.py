@@ -12,7 +12,7 @@ from fsdp_lab.config.trial import TrialConfig
 
 # In each list a group stands for all its keys.
 _RESUMES = ("dry_run", "resume", "resume_failed", "resume_anyway")
-_NOWHERE = (*_RESUMES, "trial_timeout_s", "report", "nightly")
+_NOWHERE = (*_RESUMES, "trial_timeout_s", "report", "nightly", "check")
 # Two cells of a grid, or two suggestions of a search: equal ones are one trial.
 CELLS = (*_NOWHERE, "forecast", "engine", "search", "scheduler", "repeats", "objective")
 # The start of a sweep and the start that resumes it.
@@ -27,7 +27,7 @@ CHECKPOINT = (*CELLS, *_LENGTH, *_RECORDS, "model.flops_per_unit", "cluster", "t
 # Two nights of one study, wherever their trials run and are logged.
 NIGHTS = (*_NOWHERE, "forecast", "repeat", "repeats", "cluster", "tracking")
 # The MLflow parameters of a trial.
-PARAMS = (*_RESUMES, "repeats", "report", "nightly")
+PARAMS = (*_RESUMES, "repeats", "report", "nightly", "check")
 # The speed and the peak memory of a step.
 STEP = (
     *("optimizer.lr", "optimizer.beta1", "optimizer.beta2", "optimizer.scale_lr", "lr_schedule"),
@@ -36,8 +36,21 @@ STEP = (
 # The forecast of a step.
 FORECAST = (
     *(*STEP, *_LENGTH, *_RECORDS, "data.num_train", "data.num_val", "task.metrics"),
-    *("precision.init_scale", "precision.growth_interval"),
+    *("precision.init_scale", "precision.growth_interval", "check"),
 )
+# How a trial's losses come about, in whatever layout: what a plain loop of the user's code has none of.
+LAYOUT = (
+    *("sharding", "offload", "reshard_after_forward", "activation_checkpointing", "activation_checkpointing_every"),
+    *("compile", "compile_loss", "init", "training.sync_each_microbatch", "optimizer.implementation"),
+    *("model.block_classes", "model.forward_methods", "model.tp_plan", "task.loss_chunks"),
+)
+# A trial and the plain loop of its values: the losses of its first steps.
+PLAIN = (
+    *(*CELLS, *_RECORDS, *LAYOUT, "precision", "repeat", "cluster", "tracking"),
+    *("model.flops_per_unit", "training.timing_warmup_steps"),
+)
+# What of these values every plain loop of a sweep has another of: the first of all others are enough.
+_KINDS = ("model", "data", "task", "optimizer.name", "optimizer._target_", "training.grad_accum_steps", "batch_parts")
 # To a forecast it matters only whether these are set: neither null nor zero.
 _WHETHER = ("optimizer.weight_decay", "optimizer.momentum", "training.max_grad_norm")
 
@@ -69,6 +82,25 @@ def forecast_settings(config: TrialConfig, num_workers: int) -> dict[str, Any]:
     """
     values = settings(part(config, TrialConfig), FORECAST)
     return values | {name: bool(values[name]) for name in _WHETHER if name in values} | _effective(config, num_workers)
+
+
+def plain_settings(config: TrialConfig, dp_degree: int) -> dict[str, Any]:
+    """Return the settings that a trial shares with the plain loop that it is compared with.
+
+    Args:
+        dp_degree: the parts of a microbatch.
+    """
+    return settings(part(config, TrialConfig), PLAIN) | {"batch_parts": dp_degree}
+
+
+def plain_kind(config: TrialConfig, dp_degree: int) -> dict[str, Any]:
+    """Return those of `plain_settings` of which each combination has a plain loop of its own."""
+    return {name: value for name, value in plain_settings(config, dp_degree).items() if not counts(name, _KINDS)}
+
+
+def layout_settings(config: TrialConfig) -> dict[str, Any]:
+    """Return the settings of a trial's layout."""
+    return {name: value for name, value in flatten(part(config, TrialConfig)).items() if not counts(name, LAYOUT)}
 
 
 def may_change_speed(axis: str) -> bool:

@@ -185,7 +185,7 @@ def user_line(error: BaseException) -> str:
     location = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = Path(frame.f_code.co_filename)
-        if file.is_file() and not _is_installed(file.resolve()):
+        if file.is_file() and not is_installed(file.resolve()):
             location = f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{line}"
     return location
 
@@ -196,8 +196,8 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}" + (f" ({line})" if line else "")
 
 
-def _is_installed(file: Path) -> bool:
-    """Whether a file belongs to Python, to an installed package, or to fsdp_lab."""
+def is_installed(file: Path) -> bool:
+    """Return whether a file belongs to Python, to an installed package, or to fsdp_lab."""
     installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     return any(file.is_relative_to(folder) for folder in (*installed, Path(__file__).resolve().parent.parent))
 
@@ -267,7 +267,7 @@ def user_root(path: str) -> Path | None:
         root = Path(spec.origin).resolve()
     else:
         return None
-    return None if _is_installed(root) else root
+    return None if is_installed(root) else root
 
 
 def import_from(folder: str) -> None:

@@ -188,7 +188,10 @@ def _end_with_parent() -> None:
 
 
 def _frame_of(folder: Path) -> pd.DataFrame:
-    """Return the sweep in a folder, a row a trial, with the name of its setting; empty if it has none."""
+    """Return the sweep in a folder, a row a trial, with the name of its setting; empty if it has none.
+
+    A trial that trains another model than a plain loop of the user's code has failed.
+    """
     import pandas as pd
 
     from fsdp_lab.report.answer import settings_of
@@ -198,8 +201,9 @@ def _frame_of(folder: Path) -> pd.DataFrame:
         sweep = sweep_in(folder)[0]
     except UserError:
         return pd.DataFrame(columns=[STATUS])
-    names = {number: setting.name for number, setting in settings_of(sweep).of_trial.items()}
-    frame = sweep.frame()
+    settings, frame = settings_of(sweep), sweep.frame()
+    names = {number: setting.name for number, setting in settings.of_trial.items()}
+    frame.loc[[*settings.plain.different], STATUS] = TrialStatus.failed  # it trains another model than a plain loop
     return frame.assign(setting=frame.index.map(names))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.record.plain_loops import PlainLoop
 from fsdp_lab.record.trial import TrialRecord
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class SweepRecord:
         objectives: `(metric, "min" or "max")` of each objective, the most important first; empty: the fastest setting
             that qualifies is recommended.
         study: the name of the study, such as the preset's; "" for a sweep without one.
+        plain_loops: what its trials are compared with.
     """
 
     name: str
@@ -42,6 +44,7 @@ class SweepRecord:
     about: Sequence[tuple[str, str]] = ()
     objectives: Sequence[tuple[str, str]] = ()
     study: str = ""
+    plain_loops: Sequence[PlainLoop] = ()
 
     @property
     def statuses(self) -> list[TrialStatus]:

@@ -4,6 +4,8 @@
 | --- | --- |
 | `sweep.json` | the command line, and the code and libraries; readable by its owner only |
 | `trials.jsonl` | a line a trial: its overrides, in the order of the trials |
+| `plain_loops.json` | what plain loops computed, with which its trials are compared |
+| `plain_loop.log` | what they printed |
 | `.lock` | locked while a driver works in the folder |
 """
 
@@ -90,6 +92,7 @@ def begin_folder(folder: Path, trials: Sequence[Trial]) -> None:
     """Remove an earlier sweep's record from this folder, then its trials' results."""
     (folder / "sweep.json").unlink(missing_ok=True)
     (folder / "trials.jsonl").unlink(missing_ok=True)
+    (folder / "plain_loops.json").unlink(missing_ok=True)
     name_storage(folder, anew=any(is_address(trial.config.cluster.storage_path) for trial in trials))
     for trial in trials:
         clear_left_over(make_storage(trial, folder))

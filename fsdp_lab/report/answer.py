@@ -13,6 +13,7 @@ from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.choice import departures
+from fsdp_lab.report.plain_check import check_against_plain
 from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
 from fsdp_lab.report.render import environment, lines_of
 from fsdp_lab.report.self_check import check_itself
@@ -59,7 +60,8 @@ class Answer:
     def as_data(self) -> dict[str, Any]:
         """The answer for other programs: its sentence, and the recommended setting with its trial and figures."""
         notes = zip(self.recommendation.notes, self.notes, strict=True)
-        finding = next((text for note, text in notes if note.code == "differs"), "")
+        found = next((text for note, text in notes if note.code in ("another_model", "differs")), "")
+        finding = self.sentence if self.recommendation.why.code == "another_model" else found
         data: dict[str, Any] = {"sentence": self.sentence, "finding": finding}
         if (chosen := self.setting) is not None and self.trial is not None:
             data |= {"trial": self.trial.number, "setting": chosen.values, "figures": chosen.figures}
@@ -100,8 +102,9 @@ def settings_of(sweep: SweepRecord) -> Settings:
         tuple(sweep.objectives),
         trivial.pop() if len(trivial) == 1 else None,
     )
+    plain = check_against_plain(sweep.trials, sweep.plain_loops)
     # the record's own frame, in which axes are as typed
-    return Settings(SweepRecord.frame(sweep), rules, check_itself(sweep.trials, sweep.axes))
+    return Settings(SweepRecord.frame(sweep), rules, check_itself(sweep.trials, sweep.axes, plain.different), plain)
 
 
 def _guessing_loss(config: SweepConfig) -> float | None:
@@ -150,6 +153,14 @@ def _belongs(override: str, common: set[str]) -> bool:
     """Return whether an override belongs to a setting: a seed does if all of its trials have it."""
     is_attempt = override.partition("=")[0].lstrip("+") in REPEATS and override not in common
     return not is_attempt and not override.startswith(("nightly.", "hydra.", *_OF_A_SWEEP))
+
+
+def plain_loop_lines(answer: Answer) -> list[str]:
+    """Return the lines of an answer about plain loops."""
+    found = zip(answer.recommendation.notes, answer.notes, strict=True)
+    lines = [text for note, text in found if note.code in ("another_model", "as_plain")]
+    another = answer.recommendation.why.code == "another_model"
+    return [line.replace("`", "") for line in ([answer.sentence] if another else lines)]
 
 
 def plain_text(answer: Answer, elsewhere: str = "report.html") -> list[str]:

@@ -58,6 +58,8 @@ def does_not_fit(setting: Setting) -> Coded | None:
 
 
 def _differs(settings: Settings, setting: Setting) -> Coded | None:
+    if departures := [settings.plain.different[n] for n in setting.trials if n in settings.plain.different]:
+        return Coded("another_model", vars(departures[0]))
     found = [settings.check.different[n] for n in setting.trials if n in settings.check.different]
     if not found:
         return None
@@ -83,6 +85,7 @@ def ratio(loss: float, reference: float) -> float:
 
 def notes_on_the_model(settings: Settings) -> Iterator[Coded]:
     """Yield what settings that must compute the same show of the model, once each."""
+    yield from notes_on_plain_loops(settings)
     different = list(settings.check.different.items())
     if different:
         one = next((d for number, d in different if number == d.witness), different[0][1])
@@ -104,8 +107,30 @@ def notes_on_the_model(settings: Settings) -> Iterator[Coded]:
             yield Coded("amplified", {"metric": key, "least": least, "most": most})
             return
     finished = [s for s in settings.all if s.is_finished]
-    if len(finished) > 1 and not different and {*finished} <= {*settings.alike(finished[0])}:
+    as_plain = {settings.of_trial[number] for number, one in settings.plain.agreeing.items() if one.steps}
+    same = len(finished) > 1 and {*finished} <= {*settings.alike(finished[0])}
+    if same and not different and not {*finished} <= as_plain:
         yield Coded("agree", {"count": len(finished)})
+
+
+def notes_on_plain_loops(settings: Settings) -> Iterator[Coded]:
+    """Yield which settings train another model than a plain loop, how many the same, and what was not compared."""
+    plain = settings.plain
+    wrong = list(dict.fromkeys(settings.of_trial[number] for number in plain.different))
+    if wrong:
+        departure = next(iter(plain.different.values()))
+        first = settings.of_trial[departure.witness]
+        others = [setting for setting in wrong if setting is not first]
+        yield Coded("another_model", {**vars(departure), "setting": first, "others": others})
+    agreeing = plain.agreeing.values()
+    if same := {settings.of_trial[number] for number in plain.agreeing} - set(wrong):
+        exact, narrow = ([one.apart for one in agreeing if one.in_float32 is whole] for whole in (True, False))
+        steps, smaller = min(one.steps for one in agreeing), any(one.smaller for one in agreeing)
+        yield Coded(
+            "as_plain", {"count": len(same), "steps": steps, "exact": exact, "narrow": narrow, "smaller": smaller}
+        )
+    for why in plain.missing:
+        yield Coded("no_plain", {"why": why})
 
 
 def notes_on(settings: Settings, able: Sequence[Setting], raced: bool) -> Iterator[Coded]:

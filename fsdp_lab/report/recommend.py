@@ -93,7 +93,7 @@ class Recommendation:
     @cached_property
     def front(self) -> list[Setting]:
         """The settings that no other beats in one of `axes` without being worse in another."""
-        wrong = [name for name, reason in self.why_not.items() if reason.code == "differs"]
+        wrong = [name for name, reason in self.why_not.items() if reason.code in ("another_model", "differs")]
         fitting = [s for s in self.settings.without(wrong) if does_not_fit(s) is None]
         spacings = [{metric: spacing(metric, s.figures) for metric, _ in self.axes} for s in fitting]
         return [fitting[place] for place in pareto_front([s.figures for s in fitting], self.axes, spacings)]
@@ -107,6 +107,9 @@ def recommend(settings: Settings) -> Recommendation:
         r.why_not |= {s.name: Coded("untimed") for s in r.able if not s.speed}
     r.notes = list(notes_on_the_model(settings))
     if not (able := r.able):
+        if settings.plain.nothing_agrees:
+            place = [note.code for note in r.notes].index("another_model")
+            r.why = r.notes.pop(place)
         return r
     best, raced = _best_of(settings, able)
     r.raced = bool(raced)

@@ -3,9 +3,11 @@
 In float32 and with the same data, a model computes the same however it is sharded, gathered, offloaded and recomputed.
 Rounding differs, and training amplifies it: with a large learning rate by a factor of 10,000 in ten steps. So the first
 three steps decide: ViTs, language models, batch norm and dropout agree in them to 1e-7, whatever the learning rate of
-our optimizers; one of the user's may round by shards, as those with states in 8 bits do. After them a difference counts
-only in the validation loss of an epoch whose training still agrees, where batch norm's statistics are within 1e-3. A
-record without its first steps is judged by the first epoch that differs.
+our optimizers; one of the user's may round by shards, as those with states in 8 bits do. A warm-up hides wrong
+gradients from them: the gradient's norm in the first step counts, too, and the step after it, or its twentieth, where
+rounding is at most 2e-3 apart. Later a difference counts only in the validation loss of an epoch whose training still
+agrees, where batch norm's statistics are within 1e-3. A record without its first steps is judged by the first epoch
+that differs.
 
 With another `sharding.tp` a batch has other parts, which dropout, batch norm and `optimizer.scale_lr` depend on: then
 trials are not compared.
@@ -14,15 +16,17 @@ trials are not compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_lab.config.metrics import EARLY_LOSS, FIRST_LOSS, LOSS_EPS, TRAIN_LOSS, VAL_LOSS
+from fsdp_lab.config.closeness import NORM, least_of, relative_gap
+from fsdp_lab.config.metrics import EARLY_LOSS, FIRST_GRAD_NORM, FIRST_LOSS, LOSS_EPS, TRAIN_LOSS, VAL_LOSS, WARM_LOSS
 from fsdp_lab.config.parallel import PrecisionConfig
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.choice import departures
 
 _STEPS = 1e-5  # as a ratio, as are the others: more is no rounding of the first three steps
+_WARM = 0.01  # more is no rounding of the first steps at the full learning rate
 _CALM = 1e-6  # the rounding of an epoch that training has not amplified
 _EPOCH = 0.02  # more is no rounding of an epoch that follows calm ones
 _VISIBLE = 1e-4
@@ -32,6 +36,7 @@ _FEWEST_UNITS = ("ddp", "root", "per_block", "size_based", "per_layer")
 _LAYOUT = ("sharding", "activation_checkpointing", "activation_checkpointing_every")
 _OTHERS = ("reshard_after_forward", "offload", "repeat", "memory_profile", "profile_trace", "export",
            "training.sync_each_microbatch", "training.timing_warmup_steps")  # fmt: skip
+_TF32 = ("precision=tf32", "precision.tf32=true")
 _FACTS = ("world_size", "dp_degree_of_losses", "device", "data_digest")
 
 Values = tuple[tuple[str, str], ...]
@@ -71,15 +76,19 @@ class SelfCheck:
     agreeing: Sequence[Sequence[int]] = ()
 
 
-def check_itself(trials: Sequence[TrialRecord], axes: Sequence[str]) -> SelfCheck:
+def check_itself(trials: Sequence[TrialRecord], axes: Sequence[str], wrong: Collection[int] = ()) -> SelfCheck:
     """Compare the trials of a sweep that must have the same losses, by their epochs and first steps.
 
     A trial without an epoch is not compared, and neither is a setting whose repeats disagree. What differs in float32
     does so in other precisions with the same layout, too.
+
+    Args:
+        wrong: the numbers of trials that train another model than a plain loop, which says nothing of others.
     """
+    trials = [trial for trial in trials if trial.number not in wrong]
     groups: dict[tuple[Values, Values], list[TrialRecord]] = {}
     for trial in sorted(trials, key=_simplicity):
-        if trial.epochs and _is_float32(trial):
+        if trial.epochs and is_float32(trial):
             facts = [(key, str(trial.facts.get(key, ""))) for key in _FACTS]
             # which `${per_worker:2}` makes of the number of workers and of sharding.tp
             facts.append(("batch", str(trial.config.training.global_batch_size) if trial.config else ""))
@@ -88,10 +97,10 @@ def check_itself(trials: Sequence[TrialRecord], axes: Sequence[str]) -> SelfChec
     agreeing = [_compare(group, axes, different) for group in groups.values()]
     layouts = {trial.number: _without(trial, axes, ("precision", *_OTHERS)) for trial in trials}
     right = {layouts[number] for group in agreeing for number in group}
-    wrong = {layouts[number]: one for number, one in different.items() if layouts[number] not in right}
+    others = {layouts[number]: one for number, one in different.items() if layouts[number] not in right}
     for trial in trials:
-        if layouts[trial.number] in wrong and not _is_float32(trial):
-            different[trial.number] = wrong[layouts[trial.number]]
+        if layouts[trial.number] in others and not is_float32(trial):
+            different[trial.number] = others[layouts[trial.number]]
     return SelfCheck(different, [group for group in agreeing if group])
 
 
@@ -121,17 +130,19 @@ def _difference(reference: TrialRecord, trial: TrialRecord) -> Difference | None
     # a difference of first losses may start next to zero, and so may a loss
     firsts = [reference.figures.get(FIRST_LOSS), reference.figures.get(EARLY_LOSS), reference.epochs[0].get(TRAIN_LOSS)]
     scale = max((abs(loss) for loss in firsts if loss is not None and math.isfinite(loss)), default=1.0)
-    gaps = {k: _gap(reference.figures, trial.figures, k, scale) for k in (FIRST_LOSS, EARLY_LOSS)}
-    early = [k for k, gap in gaps.items() if not math.isnan(gap)]
     own_optimizer = trial.config is not None and trial.config.optimizer.target is not None
-    limits = {FIRST_LOSS: _STEPS, EARLY_LOSS: _EPOCH if own_optimizer else _STEPS}
-    apart = [k for k in early if gaps[k] > limits[k]]
+    limits = {
+        FIRST_LOSS: _STEPS, EARLY_LOSS: _EPOCH if own_optimizer else _STEPS, FIRST_GRAD_NORM: NORM, WARM_LOSS: _WARM,
+    }  # fmt: skip
+    gaps = {key: relative_gap(reference.figures, trial.figures, key, least_of(key, scale)) for key in limits}
+    early = [key for key in (FIRST_LOSS, EARLY_LOSS) if not math.isnan(gaps[key])]
+    apart = [key for key, limit in limits.items() if gaps[key] > limit]
     by_epoch = {epoch["epoch"]: epoch for epoch in reference.epochs}
     for epoch in trial.epochs:
         before = by_epoch.get(epoch["epoch"], {})
         if before.get("step") != epoch.get("step"):
             break  # one of the two was cut short
-        train, val = (_gap(before, epoch, key, _NEXT_TO_ZERO * scale) for key in (TRAIN_LOSS, VAL_LOSS))
+        train, val = (relative_gap(before, epoch, key, _NEXT_TO_ZERO * scale) for key in (TRAIN_LOSS, VAL_LOSS))
         is_calm = not train > _CALM
         limit = _VISIBLE if apart else _EPOCH
         if apart or is_calm or not early:
@@ -146,12 +157,6 @@ def _difference(reference: TrialRecord, trial: TrialRecord) -> Difference | None
     return None
 
 
-def _gap(one: Mapping[str, float], other: Mapping[str, float], key: str, least: float) -> float:
-    """Return the difference of two losses as a ratio, to `least` if both are smaller; NaN: not known."""
-    a, b = one.get(key, math.nan), other.get(key, math.nan)
-    return abs(a - b) / (max(abs(a), abs(b), least) or 1.0)
-
-
 def _without(trial: TrialRecord, axes: Sequence[str], groups: Sequence[str]) -> Values:
     """Return the values of a trial's axes but those of some groups."""
     kept = (axis for axis in axes if axis not in groups and axis.partition(".")[0] not in groups)
@@ -164,10 +169,17 @@ def _simplicity(trial: TrialRecord) -> tuple[int, list[bool], int]:
     return units, departures(trial.setting), trial.number
 
 
-def _is_float32(trial: TrialRecord) -> bool:
+def is_float32(trial: TrialRecord) -> bool:
     """Return whether a trial computes in float32 throughout, as far as its record shows."""
     typed = [word.lstrip("+") for word in trial.overrides] + [f"{k}={v}" for k, v in trial.setting.items()]
-    precision = [word for word in typed if word.startswith(("precision=", "precision."))]
+    precision = {word for word in typed if word.startswith(("precision=", "precision."))} - {"precision=fp32"}
     known = trial.config.precision if trial.config else PrecisionConfig()
-    is_float32 = (known.param_dtype, known.reduce_dtype) == (PrecisionConfig.param_dtype, PrecisionConfig.reduce_dtype)
-    return is_float32 and not known.float8 and LOSS_EPS not in trial.figures and set(precision) <= {"precision=fp32"}
+    whole = (known.param_dtype, known.reduce_dtype) == (PrecisionConfig.param_dtype, PrecisionConfig.reduce_dtype)
+    narrow = known.float8 or has_tf32(trial) or LOSS_EPS in trial.figures
+    return whole and not narrow and not (precision if trial.config is None else precision - set(_TF32))
+
+
+def has_tf32(trial: TrialRecord) -> bool:
+    """Return whether a trial multiplies in TF32: it asks for that, and runs on a GPU that has it."""
+    asked = trial.config is not None and trial.config.precision.tf32
+    return asked and bool(trial.facts.get("tf32", trial.device not in ("", "cpu")))

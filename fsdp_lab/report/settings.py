@@ -12,6 +12,7 @@ from fsdp_lab.config import may_change_speed
 from fsdp_lab.config.metrics import MEMORY, SPEED, TRAIN_LOSS, VAL_LOSS, spacing
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.trial import words
+from fsdp_lab.report.plain_check import PlainCheck
 from fsdp_lab.report.self_check import SelfCheck
 from fsdp_lab.report.speed import Interval, measured
 
@@ -115,6 +116,7 @@ class Settings:
     Args:
         frame: a row a trial, as of `SweepRecord.frame`; of predictions with a column `predicted`, see `Predicted`.
         check: what the trials that must compute the same were found to compute.
+        plain: what they were found to compute against plain loops.
 
     Attributes:
         axes: those that distinguish settings.
@@ -123,8 +125,10 @@ class Settings:
         groups: the number of each trial's group, whose settings cannot differ in speed.
     """
 
-    def __init__(self, frame: pd.DataFrame, rules: Rules, check: SelfCheck | None = None) -> None:
-        self.frame, self.rules, self.check = frame, rules, check or SelfCheck()
+    def __init__(
+        self, frame: pd.DataFrame, rules: Rules, check: SelfCheck | None = None, plain: PlainCheck | None = None
+    ) -> None:
+        self.frame, self.rules, self.check, self.plain = frame, rules, check or SelfCheck(), plain or PlainCheck()
         on_cpu = set(frame["device"]) - {""} == {"cpu"}
         self.idle_axes = [axis for axis in rules.axes if on_cpu and axis.partition(".")[0] == "offload"]
         self.axes = [axis for axis in rules.axes if axis not in (*REPEATS, *self.idle_axes)]

@@ -66,6 +66,11 @@ def apart(one: float, other: float) -> tuple[str, str]:
     return f"{one:#.{digits}g}", f"{other:#.{digits}g}"
 
 
+def closeness(ratio: float) -> str:
+    """Return how close figures are by their largest difference, as a ratio: `to 2e-8`, `exactly`."""
+    return f"to {ratio:.0e}".replace("e-0", "e-") if ratio else "exactly"
+
+
 def short(number: int) -> str:
     """Return a large number as `8.03 B`, `86.6 M` or `12.3 K`."""
     unit, size = next(((u, s) for u, s in (("B", 1e9), ("M", 1e6), ("K", 1e3)) if number >= s), ("", 1))

@@ -47,6 +47,7 @@ def run_sweep(sweep: Sweep, executor: Executor, outputs: Outputs) -> ExitCode:
                 outputs.ready()
                 if sweep.has_more():
                     executor.run(sweep)
+                    outputs.ran()
         except KeyboardInterrupt:
             interrupted = True
             lost = executor.interrupted_by

@@ -15,12 +15,14 @@ from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.hydra_folder import write_hydra_folder, write_missing_hydra_folder
 from fsdp_lab.record.paths import make_storage, storage, trial_address
+from fsdp_lab.record.plain_loops import PlainLoop
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_files import clear_attempt, clear_left_over, exported, read_metrics, write_error
 from fsdp_lab.record.trial_json import Outcome, changing, read_trial, write_outcome
 from fsdp_lab.record.trials_jsonl import add_trial
 from fsdp_lab.report.choice import pareto_front
+from fsdp_lab.report.plain_check import check_against_plain
 from fsdp_lab.storage.files import sync
 from fsdp_lab.sweep.state import Ending, Events, TrialState, in_rounds
 
@@ -39,6 +41,7 @@ class Sweep:
         search: suggests more trials; None: a grid.
         resumed: whether the folder has trials of an earlier start.
         objectives: `(metric, "min" or "max")` of each.
+        plain_loops: with which its trials are compared.
         outputs: where each change is shown; set before it runs.
         ending: None while it runs.
         ends_by: when all waits of its end are over, on the monotonic clock; None: it was not interrupted.
@@ -62,6 +65,7 @@ class Sweep:
         self.config = trials[0].trial.config if trials else config
         self.swept, self.started, self.search, self.resumed = swept, started, search, resumed
         self.objectives = objectives(self.config.objective)
+        self.plain_loops: list[PlainLoop] = []
         self._queue = deque(in_rounds(self.trials))
         self._is_open = False
         self._logged: set[str] = set()
@@ -311,6 +315,8 @@ class Sweep:
     def exit_code(self, interrupted: bool, error: BaseException | None) -> ExitCode:
         """Return how the sweep ends: finished if every trial has a result, failed if one failed.
 
+        It has failed, too, if all trials that were compared with a plain loop train another model.
+
         Args:
             error: that ended the sweep early, other than an interrupt; None: none did.
         """
@@ -318,4 +324,5 @@ class Sweep:
         if interrupted or (left and error is None):
             return ExitCode.interrupted
         failed = error is not None or any(state.status is TrialStatus.failed for state in self.trials)
+        failed = failed or check_against_plain(self.trials, self.plain_loops).nothing_agrees
         return ExitCode.failed if failed else ExitCode.finished

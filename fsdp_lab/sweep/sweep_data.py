@@ -13,6 +13,7 @@ from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import SearchConfig, objectives
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
 from fsdp_lab.record.paths import storage
+from fsdp_lab.record.plain_loops import read_plain_loops
 from fsdp_lab.record.results_csv import read_run_ids
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trials_jsonl import read_trials
@@ -52,6 +53,7 @@ def sweep_of(sweep: Sweep, run_id: Callable[[int | None], str]) -> data.SweepDat
         ],
         asked_for(config.search, config.objective, record.arguments),
         "" if "experiment" in sweep.swept else preset_of(sweep.trials[0].trial),
+        list(sweep.plain_loops),
     )
 
 
@@ -83,6 +85,7 @@ def sweep_in(folder: Path) -> tuple[data.SweepData, SweepStart, SweepConfig]:
     ids, config = read_run_ids(folder), trials[0].config
     swept = swept_keys([trial.overrides for trial in trials]) if record.multirun else []
     sweep = Sweep(states, config, folder, swept, record)
+    sweep.plain_loops = read_plain_loops(folder)
     return sweep_of(sweep, lambda number: ids.get(str(number), "")), record, config
 
 

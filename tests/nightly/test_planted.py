@@ -21,6 +21,7 @@ from fsdp_lab.nightly import texts
 from fsdp_lab.nightly.gate import Night, Verdict
 from fsdp_lab.nightly.night import night_id, read_nights, run_night, write_night
 from fsdp_lab.nightly.texts import WEBHOOK
+from fsdp_lab.record.plain_loops import PlainLoop, write_plain_loops
 from tests import trained
 from tests.conftest import INLINE, without
 from tests.folders import Store
@@ -110,6 +111,30 @@ def test_a_slower_setting_is_reported_until_it_is_accepted(nights: PlantedNights
     page = (nights.folder / "nights.html").read_text()
     shown = [str(each.verdict) for each in nights.all if each.id in page]
     assert shown == ["good", "good", "regression", "accepted", "good"]
+
+
+@pytest.mark.ci
+def test_a_setting_that_trains_another_model_has_failed(nights: PlantedNights):
+    """By its plain loop: in the second night those of bfloat16, whatever their rate, and in the third all."""
+    wrong: list[int] = []
+
+    def sweep(folder: Path) -> int:
+        nights.copy(folder)
+        first = "train/first_loss"
+        loss = json.loads((folder / "0/metrics.jsonl").read_text().splitlines()[0])[first]
+        write_plain_loops(folder, [PlainLoop(0, 1, {first: loss}, steps=3, device="cpu")])
+        for number in wrong:
+            trained.plant(folder / str(number), **{first: 2 * loss})
+        return 0
+
+    nights.sweep = sweep
+    assert nights("--once", *WORDS).returncode == 0
+    wrong.append(2)
+    assert nights("--once", *WORDS).returncode == 3
+    rates = (SLOW, "precision=bf16 optimizer.lr=1e-09")
+    assert {(f.setting, f.metric) for f in nights.all[-1].regressions} == {(rate, "status") for rate in rates}
+    wrong.append(0)
+    assert nights("--once", *WORDS).returncode == 1 and nights.all[-1].verdict == "failed"
 
 
 def test_what_changed_in_the_users_code_is_named(nights: PlantedNights, monkeypatch: pytest.MonkeyPatch):

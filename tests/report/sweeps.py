@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.metrics import MIB, OTHERS_CPU, SPEED
 from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.record.plain_loops import PlainLoop
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.data import SweepData
@@ -97,3 +99,22 @@ def amplified() -> list[TrialRecord]:
 
 
 REPEATED = ["sharding", "precision", "repeat"]
+
+
+def plain_loop(trial: int = 0) -> PlainLoop:
+    """The plain loop of a trial, on a CPU."""
+    figures = {
+        "check/eval_loss": 1.341, "train/first_loss": 1.339, "check/grad_norm": 0.5, "train/early_loss": 1.2,
+        "check/change_norm": 0.1, "check/val_loss": 1.1,
+    }  # fmt: skip
+    return PlainLoop(trial, 2, figures, steps=3, device="cpu")
+
+
+def compared(
+    number: int, words: str, speed: float = 1000.0, *, evaluated: float = 1.341, first: float = 1.339,
+    norm: float = 0.5, early: float = 1.2, change: float = 0.1, val: float = 1.1,
+) -> TrialRecord:  # fmt: skip
+    """A finished trial of two workers that has the figures of `plain_loop`, but for those that are given."""
+    given = (evaluated, first, norm, early, change, val)
+    made = one(number, words, speed=speed, **dict(zip(plain_loop().figures, given, strict=True)))
+    return replace(made, config=SweepConfig(), facts={"device": "cpu", "world_size": 2})

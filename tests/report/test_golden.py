@@ -22,12 +22,25 @@ from fsdp_lab.config.metrics import MEDIAN_STEP, MEMORY, MIB, SPEED
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.results_csv import write_results
+from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html
 from fsdp_lab.sweep.outputs.results_csv import rows_of
 from fsdp_lab.sweep.state import TrialState
-from tests.report.sweeps import REPEATED, ROWS, amplified, differing, on_cpu, one, rounds, sweep, trial
+from tests.report.sweeps import (
+    REPEATED,
+    ROWS,
+    amplified,
+    compared,
+    differing,
+    on_cpu,
+    one,
+    plain_loop,
+    rounds,
+    sweep,
+    trial,
+)
 from tests.sweep.planted import sweep_of
 
 FOLDER = Path(__file__).parent / "golden"
@@ -74,6 +87,10 @@ def many_settings() -> SweepData:
     return sweep([trial(n, row) for n, row in enumerate(rows)])
 
 
+def against_plain(*trials: TrialRecord) -> SweepData:
+    return sweep(trials, axes=["sharding"], plain_loops=[plain_loop()])
+
+
 CASES = {
     "failures": sweep(),
     "tie_where_memory_is_scarce": nearly_full(),
@@ -92,6 +109,17 @@ CASES = {
     "side_by_side": sweep([replace(trial(0), span=(0.0, 10.0)), replace(trial(2, ROWS[2]), span=(5.0, 15.0))]),
     "many_settings": many_settings(),
     "another_model_when_sharded": sweep(differing(), axes=["sharding"]),
+    "as_a_plain_loop": against_plain(
+        compared(0, "sharding=ddp", first=1.339 * (1 + 2e-8)), compared(1, "sharding=root")
+    ),
+    "another_model": against_plain(
+        compared(0, "sharding=ddp", 3000.0, first=1.298),
+        compared(1, "sharding=root", norm=0.3),
+        compared(2, "sharding=per_block"),
+    ),
+    "every_setting_another_model": against_plain(
+        compared(0, "sharding=ddp", val=1.2), compared(1, "sharding=root", val=1.2)
+    ),
     "rounding_that_training_amplifies": sweep(amplified(), axes=["sharding"]),
 }
 

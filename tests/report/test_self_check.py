@@ -72,6 +72,34 @@ def test_validation_is_compared_where_its_epochs_training_agrees(val: float, exp
     assert found(plain, twice) == [expected]
 
 
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [
+        ({"check/grad_norm": 0.5 * (1 + 3e-4)}, "differs"), ({"check/grad_norm": 0.5 * (1 + 3e-5)}, "amplified"),
+        ({"train/warm_loss": 1.8}, "differs"), ({"train/warm_loss": 1.5 * (1 + 3e-3)}, "amplified"),
+    ],
+)  # fmt: skip
+def test_wrong_gradients_do_not_pass_under_a_warm_up(figures: dict[str, float], expected: str):
+    """Their first three steps change next to nothing: losses are 2e-6 apart, which is no rounding of an epoch."""
+    same = {"check/grad_norm": 0.5, "train/warm_loss": 1.5}
+    ddp = one(0, "sharding=ddp", ((1.5, 1.1),), **early(2.3, 2.3), **same)
+    other = one(1, "sharding=root", ((1.8, 1.3),), **early(2.3, 2.3 * (1 + 2e-6)), **(same | figures))
+    assert found(ddp, other) == [expected]
+
+
+@pytest.mark.parametrize(("facts", "differs"), [({"tf32": True}, False), ({"tf32": False}, True), ({}, False)])
+def test_tf32_rounds_more_on_a_gpu_that_has_it(facts: dict[str, Any], differs: bool):
+    """Set by a preset, so that no word names it. A record of an earlier version does not say what its GPU has."""
+    config = SweepConfig()
+    config.precision.tf32 = True
+    nearly = [(train * 1.001, val * 1.001) for train, val in RIGHT]
+    pair = [one(0, "sharding=ddp", **early(2.3, 2.2)), one(1, "sharding=root", nearly, **early(2.301, 2.201))]
+    check = check_itself(
+        [replace(trial, config=config, facts={"device": "NVIDIA H100", **facts}) for trial in pair], ["sharding"]
+    )
+    assert bool(check.different) is differs
+
+
 NARROW = SweepConfig()
 NARROW.precision.reduce_dtype = type(NARROW.precision.reduce_dtype).bfloat16
 LARGE = SweepConfig()

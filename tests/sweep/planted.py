@@ -90,6 +90,7 @@ class Hears(Outputs):
     def __init__(self, sweep: Sweep, forecasts: Forecasts | None = None, writes: bool = False) -> None:
         self.sweep, self.console, self.mlflow = sweep, Mock(), Mock()
         self.forecasts: Any = forecasts or MagicMock()
+        self.plain_loops: Any = MagicMock()
         self.results: Any = ResultsCsv(sweep, lambda number: "") if writes else Mock()
         self.begun: list[int] = []
         self.epochs: list[dict[str, float]] = []

@@ -12,7 +12,8 @@ from rich.text import Text
 from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.config.wording import duration
-from fsdp_lab.report.answer import Answer, plain_text
+from fsdp_lab.report.answer import Answer, plain_loop_lines, plain_text
+from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.render import reason_text
 from fsdp_lab.report.terminal import open_console
 from fsdp_lab.sweep.names import label, relative, resume_command, resume_lines, run_name
@@ -102,6 +103,11 @@ class Console:
             why += _where_traced(self._sweep.folder_of(number))
         self.log(f"{label(state.trial)} {state.status}{took}{why}")
 
+    def compared(self, alone: SweepData) -> None:
+        """Log what a trial alone was found to compute against a plain loop."""
+        for line in plain_loop_lines(alone.recommendation):
+            self.log(line)
+
     def closing(self, ending: Ending) -> None:
         """Log how to resume an interrupted sweep, before anything that may hang."""
         if ending.early:
@@ -110,7 +116,8 @@ class Console:
 
     def closed(self, ending: Ending) -> None:
         """Log how to repeat failed trials."""
-        if ending.code is ExitCode.failed and not ending.early:
+        failed = any(state.status is TrialStatus.failed for state in self._sweep.trials)
+        if failed and ending.code is ExitCode.failed and not ending.early:
             theirs = " (if your code changed, also resume_anyway=true)" if self._sweep.started.user_packages else ""
             again = resume_command(self._sweep.folder)
             self.log(f"to retry failed trials: {again} resume_failed=true{theirs}")

@@ -9,6 +9,7 @@ from fsdp_lab.sweep.names import report_command
 from fsdp_lab.sweep.outputs.console import Console
 from fsdp_lab.sweep.outputs.mlflow import MlflowRuns
 from fsdp_lab.sweep.outputs.results_csv import ResultsCsv
+from fsdp_lab.sweep.plain_loops import PlainLoops
 from fsdp_lab.sweep.state import Ending
 from fsdp_lab.sweep.sweep import Sweep
 from fsdp_lab.sweep.sweep_data import sweep_of
@@ -29,16 +30,19 @@ class Outputs:
         self.console = Console(sweep)
         self.mlflow = MlflowRuns(sweep)
         self.results = ResultsCsv(sweep, self.mlflow.projection.run_id)
+        self.plain_loops = PlainLoops(sweep)
         self.forecasts = Forecasts(sweep)  # always last: they may skip a trial
         self.answer: Answer | None = None
 
     def __enter__(self) -> Outputs:
         self.console.bar.start()
+        self.plain_loops.__enter__()
         self.forecasts.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.forecasts.__exit__()
+        self.plain_loops.__exit__()
         self.console.bar.stop()
 
     def log(self, text: str) -> None:
@@ -55,8 +59,14 @@ class Outputs:
         self.results.write()  # after MLflow: it has the runs' ids
 
     def ready(self) -> None:
-        """Wait for forecasts: the executor is ready, and has begun no trial."""
+        """Wait for forecasts and plain loops: the executor is ready, and has begun no trial."""
         self.forecasts.ready()
+        if self.sweep.has_more():
+            self.plain_loops.ready()
+
+    def ran(self) -> None:
+        """Look again at what only the last trial shows: none runs any more."""
+        self.plain_loops.confirm()
 
     def added(self, number: int) -> None:
         """Show that a search has suggested a trial: their number is in the name of the sweep's run."""
@@ -107,8 +117,11 @@ class Outputs:
         self.mlflow.settle(ending)  # first: the table and the report name the runs
         self.console.closed(ending)
         self.results.write()
-        if self.sweep.trials and self.sweep.started.multirun and not ending.early:
-            self.answer = self.report()
+        if self.sweep.trials and not ending.early:
+            if self.sweep.started.multirun:
+                self.answer = self.report()
+            else:
+                self.console.compared(sweep_of(self.sweep, self.mlflow.projection.run_id))
         self.mlflow.finish(ending)  # last: it sends the other files
 
     def report(self) -> Answer | None:

@@ -8,6 +8,7 @@ from typing import Any
 from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.results_csv import write_results
+from fsdp_lab.report.plain_check import check_against_plain
 from fsdp_lab.report.render import reason_text
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.outputs.pace import Pace
@@ -41,7 +42,7 @@ class ResultsCsv:
 
 def rows_of(sweep: Sweep, run_id: Callable[[int], str]) -> Iterator[dict[str, Any]]:
     """Yield the row of each trial. `run_id`: returns the id of a trial's run by its number; "": none."""
-    front = sweep.front()
+    front, plain = sweep.front(), check_against_plain(sweep.trials, sweep.plain_loops)
     for number, state in enumerate(sweep.trials):
         waits = state.status is TrialStatus.starting  # for its workers
         yield {
@@ -49,6 +50,7 @@ def rows_of(sweep: Sweep, run_id: Callable[[int], str]) -> Iterator[dict[str, An
             **{key: value_text(setting(state.trial, key)) for key in sweep.swept},
             "trial": number,
             "status": TrialStatus.waiting if waits else state.status,
+            "plain_loop": "differs" if number in plain.different else "agrees" if number in plain.agreeing else "",
             "pareto": "yes" if number in front else "",
             "seconds": None if state.seconds is None else round(state.seconds, 2),
             "error": reason_text(state.reason),

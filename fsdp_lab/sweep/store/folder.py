@@ -15,7 +15,10 @@ from fsdp_lab.storage.locks import InUse, locked
 from fsdp_lab.sweep.names import relative, resume_command
 
 _ROOM = 200  # bytes of a path for the files below a trial's folder
-_OF_THE_SWEEP = ("sweep.json", "trials.jsonl", "multirun.yaml", "results.csv", "report.html", ".lock", ".storage")
+_OF_THE_SWEEP = (
+    *("sweep.json", "trials.jsonl", "multirun.yaml", "results.csv", "report.html", ".lock", ".storage"),
+    *("plain_loops.json", "plain_loop.log"),
+)
 
 
 class Occupied(UserError):
