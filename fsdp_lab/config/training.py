@@ -259,7 +259,7 @@ class CheckConfig:
     name: CheckName = key(CheckName.plain, named_by_option=True)
     """Compare with a plain loop of three steps, or do not (`off`)."""
     limit_s: float = key(60.0, positive)
-    """Seconds that a plain loop may take."""
+    """Seconds that the plain loops of a sweep may take together."""
     keys: List[str] = key(list, _are_overrides)
     """Overrides with which a smaller model is compared, such as `[model.num_layers=2]`; empty: the sweep's own."""
 

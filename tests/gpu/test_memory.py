@@ -23,8 +23,8 @@ from tests.ranks import config, train_all
 
 pytestmark = pytest.mark.gpu
 
-VIT_B, VIT_L = ("model=vit_b_16 data=synthetic", 32), ("model=vit_l_16 data=synthetic init=device", 32)  # of a rank
-LLAMA = ("model=llama3_1b data.seq_len=2048 init=device", 2)
+VIT_B, VIT_L = ("model=vit_b_16 data=synthetic", 32), ("model=vit_l_16 data=synthetic", 32)  # of a rank
+LLAMA = ("model=llama3_1b data.seq_len=2048 init=meta", 2)
 _ON_A_GPU = {
     f"{words} {cell}": each
     for (words, each), cell in (
@@ -64,7 +64,7 @@ def trial_of(machine: Machine, words: str) -> list[str]:
     steps = CUDA_STEPS if machine.cuda else CPU_STEPS
     sizes = [f"training.global_batch_size={batch}", f"training.max_steps={steps}", f"data.num_train={batch * steps}"]
     rest = ["memory_profile=peaks", f"data.num_val={machine.ranks}", "training.timing_warmup_steps=3"]
-    return [*words.split(), *(["init=meta"] if "init=" not in words else []), *sizes, *rest]
+    return [*words.split(), *sizes, *rest]
 
 
 def measure(words: list[str], cuda: bool) -> dict[str, float]:

@@ -38,7 +38,7 @@ def trial_of(name: str, device: str) -> list[str]:
     sizes = (f"training.global_batch_size={batch}", f"data.num_train={batch * STEPS[device]}", "data.num_val=2")
     return [
         f"model={name}", *words.split(), *sizes, "sharding=per_block", "precision=bf16_mixed", "memory_profile=off",
-        f"compile={str(device == 'cuda').lower()}", "init=device", f"training.timing_warmup_steps={WARMUP[device]}",
+        f"compile={str(device == 'cuda').lower()}", f"training.timing_warmup_steps={WARMUP[device]}",
         f"data.loader_workers={4 if device == 'cuda' else 0}", "optimizer.implementation=fused",
     ]  # fmt: skip
 
