@@ -53,7 +53,7 @@ class Gap(NamedTuple):
 
 
 def why_other_weights(config: TrialConfig) -> str:
-    """Return why a trial does not begin with the weights that its constructor draws in a plain script; "": it does."""
+    """Return why a trial does not start with the weights that its constructor draws in a plain script; "": it does."""
     if config.init.name not in _PLAIN_WEIGHTS:
         return f"init={config.init.name} draws other first weights"
     return "checkpoint.resume_from gives other first weights" if config.checkpoint.resume_from else ""

@@ -1,4 +1,4 @@
-"""A plain loop of the user's own code, in a process that serves this alone; and a smaller trial to compare with it."""
+"""A plain loop of the user's own code, in its own process; and a smaller trial to compare with it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from fsdp_lab.sweep.sweep import Sweep
 
 _FOLDER = Path("outputs/plain_loops")
 _MOST = 5  # of a sweep
-_IMPORTS_S = 20.0  # before a loop begins to count its seconds
+_IMPORTS_S = 20.0  # before a loop starts to count its seconds
 _FIRST_LOG_S, _LOG_EVERY_S = 5.0, 15.0
 
 
@@ -96,7 +96,7 @@ class PlainLoops:
                 self._running[loop.trial] = self._thread.submit(self._run, loop, ends, anew)
 
     def ready(self) -> None:
-        """Wait for the loops, before the first trial begins."""
+        """Wait for the loops, before the first trial starts."""
         if not self._running and not self._sweep.plain_loops:
             return
         begun, limit, quiet = time.monotonic(), self._sweep.config.check.limit_s, _FIRST_LOG_S

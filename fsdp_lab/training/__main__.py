@@ -31,7 +31,7 @@ from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.train import train
 from fsdp_lab.workloads.hf.configuration import merge
 
-_IMPORTS_S = 30.0  # before a plain loop begins to count its seconds
+_IMPORTS_S = 30.0  # before a plain loop starts to count its seconds
 
 
 class ConsoleReporter:

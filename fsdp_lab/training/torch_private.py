@@ -226,7 +226,7 @@ class AccumulatesInPlace(TorchDispatchMode):
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether a gradient of the parameter is given to somebody else, too."""
+    """Return whether a parameter has hooks on its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 

@@ -103,9 +103,9 @@ class Console:
             why += _where_traced(self._sweep.folder_of(number))
         self.log(f"{label(state.trial)} {state.status}{took}{why}")
 
-    def compared(self, alone: SweepData) -> None:
-        """Log what a trial alone was found to compute against a plain loop."""
-        for line in plain_loop_lines(alone.recommendation):
+    def compared(self, trial: SweepData) -> None:
+        """Log how a single trial compares with a plain loop."""
+        for line in plain_loop_lines(trial.recommendation):
             self.log(line)
 
     def closing(self, ending: Ending) -> None:

@@ -54,8 +54,8 @@ class LossForm:
             what = f"a tensor of {shape_of(count)}" if isinstance(count, Tensor) else f"a {type(count).__name__}"
             raise ModelError(
                 f"{returned} count is {what}; it must be a scalar tensor, {_COUNT}: without .item(), and of a known "
-                "number torch.tensor(number). A loss that returns anything else beside its mean must return the mean "
-                "alone."
+                "number torch.tensor(number). A loss that returns a mean and anything else must return only the "
+                "mean."
             )
         if count.requires_grad:
             raise ModelError(
