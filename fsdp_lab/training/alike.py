@@ -1,7 +1,7 @@
 """Ranks compare what each has made, before anything pairs their tensors by position: data, modules, first values.
 
 Digests are compared first, and details only where digests differ. Of a large tensor it is of a sample: the first and
-the last 4,096 values, and as many between at equal distances. Parameters on `meta` have no values to compare. Floats
+the last 4,096 values, and about as many between them. Parameters on `meta` have no values to compare. Floats
 that differ by rounding are alike, because CPUs of another kind compute other last digits.
 """
 
@@ -212,13 +212,10 @@ def _sample(tensor: Tensor) -> Tensor | str:
     with torch.no_grad():
         try:
             tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-            if (count := tensor.numel()) > 3 * _SAMPLED:
-                ends = torch.arange(_SAMPLED)
-                between = torch.linspace(0, count - 1, _SAMPLED, dtype=torch.float64).long()
-                places = torch.cat([ends, between, count - 1 - ends]).to(tensor.device)
-                tensor = tensor[torch.unravel_index(places, tensor.shape)]
-            tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            values = tensor.cpu().reshape(-1).contiguous()
+            values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+            if (count := len(values)) > 3 * _SAMPLED:
+                values = torch.cat([values[:_SAMPLED], values[:: count // _SAMPLED], values[-_SAMPLED:]])
+            values = values.cpu().contiguous()
             _bytes(values)
         except (RuntimeError, TypeError, NotImplementedError):
             return repr(tensor.cpu())

@@ -44,7 +44,7 @@ class FirstModel:
         model: its parameters are on `meta` where another source has their values.
         init: as it was taken; None: the values are loaded.
         load: puts values into this rank's part; None: nothing is loaded.
-        whole: with `init=rank0`, the values on rank 0; empty on others.
+        whole: with `init=rank0`, the parameters on rank 0; empty on others.
         notes: why `init` is not the one that was asked for.
     """
 
@@ -85,8 +85,8 @@ def build_model(spec: ModelSpec, config: TrialConfig) -> FirstModel:
         ]
     if dist.get_rank() == 0:
         model = together(lambda: construct(spec.build, seed))
-        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        state = {name: tensor.detach() for name, tensor in tensors}  # parameters themselves get other values
+        # not its state, which may have a part; detached, because parameters get other values in place
+        state = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
         return FirstModel(model, Init.rank0, whole=state, notes=notes)
     return FirstModel(together(sketch), Init.rank0, notes=notes)
 
@@ -117,10 +117,10 @@ def fill(model: nn.Module, first: FirstModel, config: TrialConfig, dims: Paralle
     if first.init is Init.meta:
         together(lambda: _initialise(model, config, dims, home))
     elif first.init is Init.rank0:
-        on_host = home.type == "cpu"
+        flat = config.sharding.api is Api.fsdp1  # whose model is whole, and stays on the host
         options = StateDictOptions(
-            full_state_dict=True, broadcast_from_rank0=True, strict=False, cpu_offload=on_host
-        )  # some buffers are in no state
+            full_state_dict=True, broadcast_from_rank0=True, strict=False, cpu_offload=flat
+        )  # buffers follow
         set_model_state_dict(model, first.whole, options=options)
         first.whole.clear()
     if config.sharding.api is not Api.fsdp1:
@@ -128,7 +128,7 @@ def fill(model: nn.Module, first: FirstModel, config: TrialConfig, dims: Paralle
             for name, buffer in [*module.named_buffers(recurse=False)]:
                 setattr(module, name, buffer.to(device))
     if first.init is Init.rank0:
-        for buffer in model.buffers():  # some are in no state
+        for buffer in model.buffers():
             sent = buffer.to(device)
             dist.broadcast(sent, 0)
             buffer.copy_(sent)
