@@ -1,8 +1,7 @@
 """The first three steps of a trial as a tutorial writes them: one process, and nothing of ours but the configuration.
 
 The user's constructor runs once after the seed; its model, the data set and the loss are used as they are, in float32.
-Each step has the samples of the trial's step, in the parts that ranks and microbatches make of it, one after the other.
-So what computes over a batch, such as batch norm, sees what a rank of the trial sees.
+Each step has the trial's samples in the parts that ranks and microbatches make of them: batch norm sees the same rows.
 
     python -m fsdp_lab.training.plain IN.json OUT.json
 
@@ -70,8 +69,8 @@ def run(config: TrialConfig, parts: int, limit_s: float = math.inf, free_bytes: 
         missing = str(stopped)
     except Exception as error:  # noqa: BLE001 (whatever the user's code raises)
         missing = in_words(error)
-    result |= {"figures": {}, "noise": {}} if missing else {}
-    return result | {"missing": missing, "seconds": round(time.monotonic() - begun, 3)}
+    result |= {"missing": missing} | ({"figures": {}, "noise": {}} if missing else {})
+    return result | {"seconds": round(time.monotonic() - begun, 3)}
 
 
 def train(config: TrialConfig, model: nn.Module, batches: Batches, scale: float = 1.0) -> tuple[dict[str, float], bool]:
