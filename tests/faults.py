@@ -190,7 +190,7 @@ FAULTS = (
     Fault("the plain loop gives each microbatch the same weight", "fsdp_lab/training/plain.py",
           "parameter.grad.mul_(divisor / max(count, 1))", "parameter.grad.mul_(divisor / 16)", f"{PLAIN}{OWN_BUFFERS}"),
     Fault("the plain loop does not see that a model draws", "fsdp_lab/training/plain.py",
-          "draws or generators() != before", "draws",
+          "draws or generators(model) != before", "draws",
           f"{PLAIN}::test_random_numbers_of_a_forward_pass_are_noticed"),
     Fault("the plain loop does not know which figures rounding decides", "fsdp_lab/training/plain.py",
           "scale=1 + 2**-20", "scale=1.0", f"{PLAIN}::test_figures_that_rounding_decides_are_known"),
