@@ -27,7 +27,7 @@ AXES: dict[str, Sequence[str]] = {
     "sharding.embeddings": ("root", "own"),
     "sharding.forward_prefetch": ("null", "2"),
     "sharding.backward_prefetch": ("null", "1"),
-    "init": ("rank0", "meta", "device"),
+    "init": ("plain", "rank0"),
     "training.sync_each_microbatch": ("false", "true"),
     "sharding.separate_reduce_scatter_group": ("false", "true"),
     "sharding.api": ("fsdp2", "fsdp1"),

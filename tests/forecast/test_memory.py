@@ -82,10 +82,10 @@ def allocated(cases: list[list[str]]) -> list[int]:
     """On one rank: the most bytes that PyTorch's allocator had given in the second step of each trial."""
     plain, peaks = loop.train_step, list[int]()
 
-    def followed(state: Any, task: Any, batches: Any, *more: Any) -> Any:
+    def followed(state: Any, task: Any, batches: Any, *more: Any, **named: Any) -> Any:
         before, changes = held(state, batches), list[Change]()
         with SynchronousGlooMode(), allocator_changes(changes):  # else gloo's threads hold tensors for a while
-            result = plain(state, task, batches, *more)
+            result = plain(state, task, batches, *more, **named)
         peaks.append(before + most_bytes(changes))
         return result
 

@@ -234,7 +234,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (words("experts", "model.since=5", BLOCK, "memory_profile=peaks"),
      r"up to step 10 rank 0 gathers the weights of blocks\.[01] \d+ times and rank 1 \d+ times.*use sharding=ddp"),
     (words("experts", BLOCK), r"step 0 rank 0 gathers .* blocks\.0, and rank 1 .* blocks\.1"),
-    (words("dropped", BLOCK), r"step 1 rank 0 gathers the weights of blocks\.2, and rank 1 has ended its forward pass"),
+    (words("dropped", BLOCK), r"step 0 rank 0 gathers the weights of blocks\.2, and rank 1 has ended its forward pass"),
     (words("gated", ROOT, "training.grad_accum_steps=2"), GRADIENT),
     (words("gated once", BLOCK), f"{GRADIENT} and none on rank 0"),
     (words("uneven", BLOCK), r"rank 0 reduces 144 gradients of blocks\.2, and rank 1 reduces 72 gradients of"),

@@ -141,7 +141,7 @@ DOES_NOT_FIT |= {  # what a loss returned
     f"{TOLD} task.loss={counting.__name__}.{name} training.global_batch_size=4 sharding={sharding}": words
     for sharding, name, words in [
         ("ddp", "number_as_count", rf"but its count is a int; {_A_COUNT}.*torch\.tensor\(number\)"),
-        ("ddp", "with_logits", rf"but its count is a tensor of 2x8x7; {_A_COUNT}.*must return the mean alone"),
+        ("ddp", "with_logits", rf"but its count is a tensor of 2x8x7; {_A_COUNT}.*must return only the mean"),
         ("ddp", "with_accuracy", "but its count is 0.25 for a whole batch; .*an accuracy.*must return the mean alone"),
         ("root", "of_each_row", r"but its sum is a tensor of 2; it must be the summed loss.*loss\.sum\(\)"),
         ("root", "without_gradient", r"but its sum is without a gradient;.*add 0 \* logits\.sum\(\)"),
@@ -256,10 +256,10 @@ def test_a_loss_keeps_its_form_and_a_task_its_unit() -> None:
         task.forward(nn.Identity(), IMAGES)
 
 
-@pytest.mark.parametrize("model", ["Reads", "Asks"])
-def test_a_model_that_wants_values_may_be_given_its_flops(model: str) -> None:
+@pytest.mark.parametrize(("model", "counted"), [("Reads", 3 * 2 * (24 + 64 + 64 + 8)), ("Asks", None)])
+def test_a_model_that_wants_values_may_be_given_its_flops(model: str, counted: float | None) -> None:
     """`Reads` wants them in its constructor, `Asks` in its forward pass. Neither ends a training on a GPU."""
-    for more, flops in (([], None), (["model.flops_per_unit=7.0"], 7.0)):
+    for more, flops in (([], counted), (["model.flops_per_unit=7.0"], 7.0)):
         trial = config(f"model._target_={HERE}.net.{model}", "model.width=8", DATA, LOSS, *more)
         assert build_workload(trial.model, trial.data, trial.task).train_flops_per_sample() == flops
 
