@@ -45,7 +45,7 @@ PRECISIONS = ("bf16", "bf16_mixed", "fp16", "fp16_mixed", "grad_bf16")
 
 COMPILED_TOLERANCE = 0.03  # of the memory of a compiled step; measured: 0 to 5e-3, of a ViT 2.3e-2
 FP32_TOLERANCE = 1e-5  # measured: 5e-7
-FIRST_STEPS_TOLERANCE = 1e-6
+FIRST_STEPS_TOLERANCE = 1e-5  # measured: 2e-6, of the change of a ViT under Adam
 # Of a computation or a reduction in 16 bits. In other models Adam makes a whole step of what is only rounding.
 HALF_TOLERANCE = {"wide mlp": 5e-3}  # measured: 1.5e-3
 ROUGH_TOLERANCE = 5e-2  # measured: 1e-2

@@ -23,7 +23,7 @@ VIT = ["optimizer=sgd", "optimizer.lr=0.05", "training.epochs=2", "model.num_lay
 MLP = ["model=mlp", "optimizer=sgd", "optimizer.lr=0.05", "training.epochs=1"]
 CASES = {
     "per_block_checkpointed": (["sharding=per_block", "activation_checkpointing=full"], VIT),
-    "size_based_mlp": (["sharding=size_based", "sharding.min_num_params=20000", "init=meta", "offload=cpu"], MLP),
+    "size_based_mlp": (["sharding=size_based", "sharding.min_num_params=20000", "init=rank0", "offload=cpu"], MLP),
 }
 # Each epoch's learning rate is four times the last one's, so that the last epochs are worse than those before.
 WORSE = ["training.epochs=6", "lr_schedule=step", "lr_schedule.gamma=4", "data.num_train=32", "model.num_layers=2"]

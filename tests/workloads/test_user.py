@@ -301,7 +301,7 @@ DROPOUT = [*WORKLOADS["user"].words, *VIT, "model.dropout=0.5", "training.global
 def test_dropout_is_the_same_in_every_sharding() -> None:
     """Of as many workers: other workers draw other masks, as docs/your-model.md says."""
     shardings = (
-        "ddp", "root", "per_block", "per_layer", "size_based sharding.min_num_params=80", "per_block init=meta",
+        "ddp", "root", "per_block", "per_layer", "size_based sharding.min_num_params=80", "per_block init=rank0",
         "per_block activation_checkpointing=full",
     )  # fmt: skip
     cases = [[*DROPOUT, *f"sharding={each}".split()] for each in shardings]
