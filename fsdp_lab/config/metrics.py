@@ -176,7 +176,7 @@ METRICS = (
         WARM_LOSS, "warm loss", "", "with lr_schedule.warmup_steps: of the first step after one at the full learning "
         "rate, or of step 20", objective=False,
     ),
-    Metric("train/lr", "lr", "", "the learning rate of the next step", form="{:.3g}"),
+    Metric("train/lr", "lr", "", "the learning rate of the last step", form="{:.3g}"),
     Metric(
         "train/grad_norm", "grad norm", "", "the norm of all gradients before clipping, the mean over the epoch's "
         "steps; for language models, and with training.max_grad_norm", csv=_SHOWN, report=_SHOWN,

@@ -64,6 +64,8 @@ class TrainState(Stateful):
         step: optimizer steps so far.
         epoch_step: optimizer steps of an epoch that is not finished.
         history: the metrics of every epoch so far.
+        so_far: of an epoch that is not finished: losses and other figures, a number for each step.
+        lr: the rate of the last step, of the first group of parameters.
         loss_scale: the scaler's, of the next step, on the host.
         loss_dtype: in which the task computed the loss of the last step.
         num_labels: that counted in the last step, over all ranks; None: its loss returned no count.
@@ -80,6 +82,8 @@ class TrainState(Stateful):
     step: int = 0
     epoch_step: int = 0
     history: list[Metrics] = field(default_factory=list)
+    so_far: dict[str, list[float]] = field(default_factory=dict)
+    lr: float = 0.0
     loss_scale: float = field(init=False)
     loss_dtype: torch.dtype = torch.float32
     num_labels: torch.Tensor | None = None
@@ -91,6 +95,19 @@ class TrainState(Stateful):
     def remember(self, metrics: Metrics) -> None:
         """Add an epoch to the history, replacing an earlier entry that `max_steps` had cut short."""
         self.history = [*(m for m in self.history if m["epoch"] != metrics["epoch"]), metrics]
+
+    def set_rates(self) -> None:
+        """Give the optimizer the rates of this trial's schedule: a checkpoint has those of the run that wrote it."""
+        schedule = self.lr_schedule
+        for group, base, factor in zip(
+            self.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+        ):
+            rate = base * factor(schedule.last_epoch)
+            group["initial_lr"] = base
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def weights(self) -> dict[str, Any]:
         """Return the sharded state of the model and of its optimizer."""
@@ -123,6 +140,7 @@ class TrainState(Stateful):
         self.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
         position = state["position"]
         self.epoch, self.step, self.epoch_step = position["epoch"], position["step"], position["epoch_step"]
+        self.set_rates()
 
 
 class Checkpoints:
@@ -182,7 +200,7 @@ class Checkpoints:
                 "start from the checkpoint before it."
             ) from error
         if is_own:
-            self._newest, state.history = name, meta["history"]
+            self._newest, state.history, state.so_far = name, meta["history"], meta.get("so_far", {})
             there, here = (meta["world_size"], meta["device"]), (self.ranks.world_size, self.ranks.device_name)
             self.times_count = there == here
         return name
@@ -206,6 +224,11 @@ class Checkpoints:
         planner = AsSaved(model, self.ranks.device, source.name)
         with ordinary_errors(f"loading the checkpoint {source.name}"):
             dcp.load({"train": into}, storage_reader=source.reader(), planner=planner)
+        if planner.left_out:
+            self.notes.append(
+                f"the checkpoint {source.name} has optimizer state of {', '.join(planner.left_out)}, which this trial "
+                "does not train: it was not loaded."
+            )
 
     def _load_another(self, state: TrainState, source: Saved) -> None:
         groups, is_ours = state.optimizer.param_groups, self.config.optimizer.target is None
@@ -218,6 +241,7 @@ class Checkpoints:
         state.load_weights(weights)
         for group, of_this_trial in zip(state.optimizer.param_groups, settings, strict=True):
             group.update(of_this_trial)
+        state.set_rates()
 
     def save(self, state: TrainState, metrics: Metrics) -> Metrics:
         """Save now (`sync`) or start to (`async`); every rank calls it.
@@ -327,6 +351,7 @@ class Checkpoints:
             "epoch": state.epoch,
             "step": state.step,
             "history": list(state.history),
+            "so_far": state.so_far,
         }
 
 

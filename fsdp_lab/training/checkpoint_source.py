@@ -10,7 +10,7 @@ from fsdp_lab.config.compare import CHECKPOINT, settings
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.model_state import CheckpointError
 
-_DIVIDES = ("model.tp_plan=", "model.block_classes=", "model.forward_methods=")  # and changes no weight
+_DIVIDES = ("model.tp_plan", "model.block_classes=", "model.forward_methods=")  # and changes no weight
 
 
 def check_meta(meta: dict[str, Any], source: str, config: TrialConfig) -> None:

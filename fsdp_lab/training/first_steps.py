@@ -25,6 +25,7 @@ from fsdp_lab.workloads.construct import seeded
 from fsdp_lab.workloads.user.data import Marked
 
 _KEPT_BYTES = 2**30  # of first weights on a rank, which are copied to the host
+_OWN = (EVAL_LOSS, FIRST_GRAD_NORM, CHANGE_NORM, CHECK_VAL_LOSS)
 
 MeanLoss = Callable[[Iterable[Batch]], float | None]
 
@@ -58,7 +59,8 @@ class FirstSteps:
         steps = min(CHECK_STEPS, loaders.order.steps_per_epoch, config.training.max_steps or CHECK_STEPS)
         self._last = steps if config.check.enabled and not resumed and state.step == 0 else -1
         self._first_weights: list[Tensor] | None = None
-        self._figures: Metrics = {}
+        cut = next((m for m in state.history if resumed and m["epoch"] == 1 and m["step"] >= steps), {})
+        self._figures: Metrics = {key: cut[key] for key in _OWN if key in cut}  # before max_steps cut the epoch short
         self.grad_norm: Tensor | None = None
 
     def is_first(self, step: int) -> bool:

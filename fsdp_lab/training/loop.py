@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +68,7 @@ def train_step(
         total = _accumulate(state, task, microbatches, config, device, passed)
     passed("gradients")
     is_dense = all(p.grad is None or p.grad.layout is torch.strided for p in state.model.parameters())
+    state.lr = float(state.optimizer.param_groups[0]["lr"])
     grad_norm = update(state, config, has_norm=has_norms(task, config) or (norm_too and is_dense))
     scale = state.scaler.get_scale()  # a sync point: one a step
     if scale >= state.loss_scale:  # a smaller one says that the step was skipped
@@ -244,26 +246,35 @@ def train_epoch(
             break
     check.finish()
     step_losses = (dims.sum(torch.stack(losses)) / dims.dp_degree).tolist()
-    mean = sum(step_losses) / len(step_losses)
-    metrics = {"train/loss": mean, "train/lr": float(state.lr_schedule.get_last_lr()[0])}
-    if steps_before == 0:
-        metrics[FIRST_LOSS] = step_losses[0]
-        if early := step_losses[1:3]:
-            metrics[EARLY_LOSS] = sum(early) / len(early)
+    taken = state.lr_schedule.last_epoch - scheduled
+    state.so_far = {
+        name: [*state.so_far.get(name, []), *values]
+        for name, values in {
+            "losses": step_losses,
+            "norms": torch.stack(norms).tolist() if norms else [],
+            "labels": torch.stack(labels).tolist() if labels else [],
+            "skipped": [float(state.step - steps_before - taken)],
+        }.items()
+    }
+    epoch_losses, counts = state.so_far["losses"], state.so_far["labels"]
+    metrics = {"train/loss": fmean(epoch_losses), "train/lr": state.lr}
+    if state.epoch == 0:
+        metrics[FIRST_LOSS] = epoch_losses[0]
+        if early := epoch_losses[1:3]:
+            metrics[EARLY_LOSS] = fmean(early)
         metrics.update(watch.first.figures())
         warm = min(config.lr_schedule.warmup_steps + 1, _WARM_STEPS - 1)
-        if config.lr_schedule.warmup_steps and warm < len(step_losses):
-            metrics[WARM_LOSS] = step_losses[warm]
+        if config.lr_schedule.warmup_steps and warm < len(epoch_losses):
+            metrics[WARM_LOSS] = epoch_losses[warm]
     if (eps := torch.finfo(state.loss_dtype).eps) > torch.finfo(torch.float32).eps:
         metrics[LOSS_EPS] = eps
-    if finite := [norm for norm in (torch.stack(norms).tolist() if norms else ()) if math.isfinite(norm)]:
-        metrics["train/grad_norm"] = sum(finite) / len(finite)  # fp16 skips the steps that overflow
-    if labels:
-        metrics[LABELS] = torch.stack(labels).mean().item()
+    if finite := [norm for norm in state.so_far["norms"] if math.isfinite(norm)]:
+        metrics["train/grad_norm"] = fmean(finite)  # fp16 skips the steps that overflow
+    if counts:
+        metrics[LABELS] = fmean(counts)
     if config.precision.loss_scaling:
-        taken = state.lr_schedule.last_epoch - scheduled
         metrics["train/loss_scale"] = state.scaler.get_scale()
-        metrics["train/skipped_steps"] = float(state.step - steps_before - taken)
+        metrics["train/skipped_steps"] = sum(state.so_far["skipped"])
     return metrics, step_losses
 
 

@@ -70,17 +70,21 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class AsSaved(dcp.DefaultLoadPlanner):
-    """Loads what was saved: buffers in the size they had, and no optimizer state of a parameter without gradients.
+    """Loads what was saved: buffers in the size they had, and the optimizer state that each parameter had.
 
     Args:
         model: gets the state.
         device: of buffers that the model does not have yet.
         source: the checkpoint, for messages.
+
+    Attributes:
+        left_out: names of parameters that are not trained here, and had optimizer state.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, source: Any) -> None:
         super().__init__()
         self.model, self.device, self.source = model, device, source
+        self.left_out: list[str] = []
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -88,16 +92,45 @@ class AsSaved(dcp.DefaultLoadPlanner):
         """Fit the state to the checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint has other parameters.
+            CheckpointError: the checkpoint has other parameters, or optimizer state that cannot be loaded here.
         """
         assert metadata is not None
-        state, saved = state_dict["train"], metadata.state_dict_metadata
-        states = state["optimizer"]["state"] if "optimizer" in state else {}
-        for name in list(states):
-            if not any(f"train.optimizer.state.{name}.{key}" in saved for key in states[name]):
-                del states[name]
-        self._fit_model(state["model"], saved)
+        state = state_dict["train"]
+        self._fit_model(state["model"], metadata.state_dict_metadata)
+        if "optimizer" in state:
+            self._fit_optimizer(state, metadata)
         super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def _fit_optimizer(self, state: dict[str, Any], metadata: Metadata) -> None:
+        """Make a place for what was saved, which later steps may have made, and none for what was not."""
+        trained = {name for group in state["optimizer"]["param_groups"] for name in group["params"]}
+        made, states = state["optimizer"]["state"], dict[str, dict[str, Any]]()
+        for saved_as, (_, part, *path) in (metadata.planner_data or {}).items():
+            if (part, *path[:1]) != ("optimizer", "state"):
+                continue
+            _, name, *keys, last = path
+            if name not in trained:
+                self.left_out = [*dict.fromkeys([*self.left_out, name])]
+                continue
+            there, here = made.get(name, {}), states.setdefault(name, {})
+            for key in keys:
+                there, here = there.get(key, {}), here.setdefault(key, {})
+            entry = metadata.state_dict_metadata[saved_as]
+            here[last] = there[last] if last in there else self._place(saved_as, entry, state["model"][name])
+        state["optimizer"]["state"] = states
+
+    def _place(self, name: str, entry: Any, parameter: Tensor) -> Tensor | None:
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        if entry.size == parameter.shape:
+            return torch.empty_like(parameter, dtype=entry.properties.dtype)
+        if entry.size.numel() <= 1:
+            return torch.empty(entry.size, dtype=entry.properties.dtype, device=parameter.device)
+        raise CheckpointError(
+            f"the checkpoint {self.source} has {name.removeprefix('train.')} of the size {[*entry.size]}, which an "
+            "optimizer makes in a later step, so its division among ranks is not known here; let the optimizer make it "
+            "in its first step, or start a new trial in another folder."
+        )
 
     def _fit_model(self, model: dict[str, Any], saved: Mapping[str, Any]) -> None:
         there = {name.removeprefix(_BELOW): entry for name, entry in saved.items() if name.startswith(_BELOW)}

@@ -257,6 +257,5 @@ class StepChecks:
             raise UserError(
                 f"{name} requires a gradient by step {self._step}, but was frozen or not there at the "
                 "start, when the optimizer was made, so it is never trained. Let it require one from the constructor "
-                "on, and multiply its part by 0 until it is to be trained; or train in two trials, the second with "
-                "checkpoint.resume_from=<the first>."
+                "on, and multiply its part by 0 until it is to be trained."
             )

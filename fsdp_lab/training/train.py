@@ -189,7 +189,7 @@ def _train(
         metrics.update(watch.memory.figures())
         metrics.update(epoch=state.epoch + 1, step=state.step)
         if state.epoch_step >= steps_per_epoch:  # else max_steps cut it short: a resume takes the rest
-            state.epoch, state.epoch_step = state.epoch + 1, 0
+            state.epoch, state.epoch_step, state.so_far = state.epoch + 1, 0, {}
         reporter.epoch(_keep(metrics, state, config, checkpoints))
 
     watch.trace.finish()

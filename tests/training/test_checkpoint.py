@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_lab.training.checkpoint_place import Place
+from fsdp_lab.workloads.language.llama import Llama
 from tests.ranks import config, run_ranks, selected
 from tests.training.checkpoints import ASYNC, SMALL, STEPS, SYNC, Job, Reported, cut, names, names_in, train_in
 from tests.training.reference import apart, batches, build_optimizer, digits, first_model
@@ -33,10 +35,13 @@ SAME_RANKS: dict[str, list[str]] = {
     ],
 }  # fmt: skip
 COSINE_LAYERS = [*ADAM, "sharding=per_layer", *COSINE]  # is resumed on other numbers of ranks
+FOUR_STEPS = [*ADAM, *COSINE, "training.global_batch_size=16", "training.epochs=2", "training.max_grad_norm=1"]
 # Seven epochs of one step; each epoch's learning rate is four times the last one's.
 WORSE = [SYNC, "training.epochs=7", "data.num_train=32", "lr_schedule=step", "lr_schedule.gamma=4",
          "checkpoint.keep_last=2"]  # fmt: skip
 KEEP_TWO = [*ADAM, "checkpoint.keep_last=2", "checkpoint.keep_best=false"]
+FIVE = "training.epochs=5"
+LATE = ["optimizer._target_=tests.workloads.user.optim.Late", "optimizer.lr=0.05"]
 LARGER = [SYNC, "training.global_batch_size=64", "optimizer.lr=0.003", "optimizer.weight_decay=0.1",
           "sharding=per_layer", "training.timing_warmup_steps=0"]  # fmt: skip
 
@@ -71,8 +76,14 @@ def later_jobs(folder: Path) -> dict[str, Job]:
     return {
         "best": Job(f"{folder}/best", WORSE),
         "kept": Job(kept, [*KEEP_TWO, "training.max_steps=4"]),
-        "larger batch": Job(f"{folder}/larger batch", [*larger, "training.epochs=5"]),
+        "larger batch": Job(f"{folder}/larger batch", [*larger, FIVE]),
         "larger batch, resumed": Job(f"{folder}/larger batch", [*larger, "training.epochs=6"]),
+        "late": Job(f"{folder}/late", [*LATE, SYNC]),
+        "late, larger batch": Job(f"{folder}/late, larger", [*LATE, *LARGER, f"{source}/late/checkpoints", FIVE]),
+        "in one": Job(f"{folder}/in one", FOUR_STEPS),
+        "cut": Job(f"{folder}/in two", [*FOUR_STEPS, "training.max_steps=3"]),
+        "the rest": Job(f"{folder}/in two", FOUR_STEPS),
+        "longer": Job(f"{folder}/in two", [*FOUR_STEPS, "training.epochs=3", "training.max_steps=9"]),
         "from nowhere": Job(f"{folder}/nowhere", [SYNC, f"{source}/empty"]),
         "other model": Job(f"{folder}/adam", [SYNC, "model.num_layers=3"]),
         "other pytorch": Job(f"{folder}/aged", ADAM, f"{folder}/adam_whole", age),
@@ -140,10 +151,12 @@ def test_continued_with_another_tensor_parallel_degree(tmp_path: Path) -> None:
     model = ("data.num_train=64", "task=language", "model=lm_tiny", "data=pydoc", "data.seq_len=16",
              *(f"model.{name}={size}" for name, size in sizes.items()))  # fmt: skip
     words = [*ADAM, "sharding=per_block"]
-    jobs = [Job(f"{tmp_path}/{tp}", [*words, f"sharding.tp={tp}"], trial=model) for tp in (1, 2)]
+    typed = ",".join(f'"{modules}":{style}' for modules, style in Llama._tp_plan.items())
+    degrees = {1: ["sharding.tp=1"], 2: ["sharding.tp=2", f"model.tp_plan={{{typed}}}"], 4: ["sharding.tp=4"]}
+    jobs = [Job(f"{tmp_path}/{tp}", [*words, *degrees[tp]], trial=model) for tp in (1, 2)]
     for saved, tp in (1, 1), (1, 2), (2, 1), (2, 4):
         source = f"checkpoint.resume_from={tmp_path}/{saved}/checkpoints"
-        jobs.append(Job(f"{tmp_path}/{saved} to {tp}", [*words, f"sharding.tp={tp}", source], trial=model))
+        jobs.append(Job(f"{tmp_path}/{saved} to {tp}", [*words, *degrees[tp], source], trial=model))
     plain, divided, expected, *continued = run_ranks(4, train_in, jobs)[0]
     assert apart(divided.losses, plain.losses) <= 1e-5
     assert expected.losses[0] < plain.losses[0] - 0.1, "it goes on from the checkpoint"
@@ -165,9 +178,9 @@ def test_what_a_save_took_is_reported(runs: Runs) -> None:
     assert epochs[-1]["checkpoint/bytes"] == on_disk > weights * 3, "they and Adam's two moments"
 
 
-def continued() -> list[float]:
-    """The losses of plain PyTorch: the steps of `adam`, then those of `larger batch` with the same optimizer."""
-    first, then = config("training.epochs=3", *SMALL, *ADAM), config("training.epochs=5", *SMALL)
+def continued(*words: str) -> list[float]:
+    """The losses of plain PyTorch: three epochs with these words, then `larger batch` with the same optimizer."""
+    first, then = config("training.epochs=3", *SMALL, *words), config("training.epochs=5", *SMALL)
     then.training.global_batch_size = 64
     model, (images, labels) = first_model(first), digits()[0]
     optimizer, losses = build_optimizer(model, first), []
@@ -186,11 +199,33 @@ def test_another_run_gives_its_weights_and_optimizer_state(runs: Runs) -> None:
     """And nothing else: not its history, its times, its learning rate, its weight decay, or its position."""
     reported, resumed = runs[1]["larger batch"], runs[1]["larger batch, resumed"]
     assert not reported.error
-    assert apart(reported.losses, continued()) <= 1e-5
+    assert apart(reported.losses, continued(*ADAM)) <= 1e-5
     assert [each["epoch"] for each in reported.epochs] == [each["step"] for each in reported.epochs] == [1, 2, 3, 4, 5]
     timed = [each.get("perf/timed_steps", 0) for each in reported.epochs]
     assert timed == [0, 0, 1, 2, 3], "the first two steps are not timed"
     assert [each["epoch"] for each in resumed.epochs] == [1, 2, 3, 4, 5, 6] and resumed.epochs[:5] == reported.epochs
+
+
+def test_optimizer_state_of_later_steps_is_loaded_and_the_rate_is_the_trials(runs: Runs) -> None:
+    reported = runs[1]["late, larger batch"]
+    assert not reported.error and apart(reported.losses, continued(*LATE)) <= 1e-5
+
+
+def test_an_epoch_in_two_parts_is_one(runs: Runs) -> None:
+    """Its means are over all its steps, and the first steps keep their figures."""
+    (first, second), (cut,), rest = (runs[1][name].epochs for name in ("in one", "cut", "the rest"))
+    assert (cut["epoch"], cut["step"]) == (1, 3) and rest[0] == cut
+    for whole, parts in zip((first, second), rest[1:], strict=True):
+        same = {key: value for key, value in whole.items() if not key.startswith(("perf/", "checkpoint/"))}
+        assert {key: parts.get(key) for key in same} == pytest.approx(same, rel=1e-6)
+    assert first.keys() >= {"check/change_norm", "train/early_loss", "train/grad_norm"}
+
+
+def test_a_longer_training_steps_by_its_own_schedule(runs: Runs) -> None:
+    """From the first step after the resume, which the schedule before would have taken at a rate of 0."""
+    rates = [epoch["train/lr"] for epoch in (runs[1]["the rest"].epochs[-1], runs[1]["longer"].epochs[-1])]
+    assert rates[0] == pytest.approx(0.01 * (1 + math.cos(math.pi * 5 / 6)) / 2), "of the eighth of eight steps"
+    assert rates[1] == pytest.approx(0.01 * (1 + math.cos(math.pi * 6 / 10)) / 2), "of the ninth of twelve"
 
 
 @pytest.mark.parametrize(

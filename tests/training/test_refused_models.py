@@ -227,7 +227,7 @@ def words(kind: str, *more: str) -> list[str]:
 
 GRADIENT = r"blocks\.0\.first\.weight has a gradient on rank 1"
 WRITTEN = r"blocks\.0\.first\.weight was written in a forward"
-UNFROZEN = r"blocks\.0\.first\.weight requires a gradient by step 6,.*checkpoint\.resume_from"
+UNFROZEN = r"blocks\.0\.first\.weight requires a gradient by step 6,.*from the constructor on"
 REFUSED: list[tuple[list[str], str]] = [
     (words("experts", "model.since=1", BLOCK),
      r"step 1 rank 0 gathers the weights of blocks\.0, and rank 1 gathers the weights of blocks\.1"),

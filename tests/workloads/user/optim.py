@@ -30,6 +30,28 @@ class Lion(torch.optim.Optimizer):
                     momentum.lerp_(parameter.grad, 1 - beta2)
 
 
+class Late(torch.optim.Optimizer):
+    """Pulls weights back to a slow average of them, which its second step makes, with a count that is a number."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+                if state["count"] >= 2:
+                    slow = state.setdefault("slow", {"weight": parameter.clone(), "share": torch.tensor(0.5)})
+                    slow["weight"].lerp_(parameter, 0.1)
+                    parameter.lerp_(slow["weight"], slow["share"].item())
+
+
 class Cautious(torch.optim.SGD):
     """Takes no step of a gradient that is too large."""
 
