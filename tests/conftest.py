@@ -97,10 +97,11 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
 
 # The files that take longest start first, so that no worker of pytest waits for one at the end.
 LONGEST = (
-    "sweep/test_fates.py", "nightly/test_night.py",
+    "sweep/test_fates.py", "nightly/test_night.py", "test_packages.py", "sweep/test_plain_loops.py",
     "sweep/test_outcomes.py", "training/test_parity.py", "sweep/test_kills.py", "test_presets.py",
     "engine/test_cluster.py", "test_docs.py", "test_refusals.py",
-    "forecast/test_memory.py", "training/test_checkpoint.py", "workloads/test_user_commands.py",
+    "forecast/test_memory.py", "report/test_pytorch.py", "sweep/test_resume.py",
+    "training/test_checkpoint.py", "workloads/test_user_commands.py",
 )  # fmt: skip
 
 

@@ -154,10 +154,16 @@ def test_trials_that_end_in_other_ways_do_so_each_by_itself(sweep_of: Callable[.
     assert {"trial.json", "error.txt"} <= set(Store(swept.folder).artifacts(swept.runs["raises"]))
 
 
-@pytest.mark.ci
-def test_trials_end_the_same_without_the_shortcut(sweep_of: Callable[..., Swept]):
-    ends = COMMON | RARE | {"hangs": hangs(PATIENT_S)}
-    check_ends(sweep_of(ends, PATIENT_S, public="1"))
+@pytest.mark.parametrize(
+    "ends",
+    [
+        pytest.param(COMMON | {"raises": RARE["raises"]}, marks=pytest.mark.ci, id="common"),
+        pytest.param(RARE, marks=pytest.mark.full, id="rare"),
+    ],
+)
+def test_trials_end_the_same_without_the_shortcut(sweep_of: Callable[..., Swept], ends: Ends):
+    patient = {fate: hangs(PATIENT_S) if fate == "hangs" else end for fate, end in ends.items()}
+    check_ends(sweep_of(patient, PATIENT_S, public="1"))
 
 
 def test_when_trials_ran_is_known_from_the_folder(swept: Swept):
