@@ -404,6 +404,9 @@ FAULTS = (
     Fault("workers of Ray have a hash seed each", "fsdp_lab/engine/cluster.py",
           'HASH_SEED: "0",  # of workers', '"PYTHONHASHSEED_": "0",  # of workers',
           "sweep/test_fates.py::test_ranks_have_one_hash_seed"),
+    Fault("frozen weights count as if they had gradients", "fsdp_lab/workloads/base.py",
+          "self._backward(model.eval()", "self._backward(model.requires_grad_().eval()",
+          "workloads/test_user.py::test_flops_are_those_of_the_products_of_a_step_or_given"),
     # checkpoints and exported models
     Fault("a resume starts its epoch again", "fsdp_lab/training/checkpoint.py",
           'position["epoch"], position["step"], position["epoch_step"]', 'position["epoch"], position["step"], 0',

@@ -123,6 +123,10 @@ def _train(
     check_model(first.model, buffers_are_sent=first.init is Init.rank0)
     on_meta = _copied(first.model)
     find_unused, notes = leaves_some_unused(workload, config, on_meta)
+    in_tokens, tokens = workload.task.unit == "tokens", workload.tokens_per_sample(data.train)
+    is_wanted = tokens is not None if in_tokens else device_peak_flops(config, ranks) is not None
+    flops = workload.train_flops_per_sample(on_meta) if is_wanted else None
+    del on_meta
 
     def fill_model(model: nn.Module) -> None:
         reporter.phase("loading the weights" if first.load else f"initialising the weights (init={config.init.name})")
@@ -162,10 +166,6 @@ def _train(
         FirstSteps(config, state, loaders, data.val, ranks.device, dims, checks, mean_loss, resumed_from is not None),
         reporter.step,
     )
-    in_tokens, tokens = workload.task.unit == "tokens", workload.tokens_per_sample(data.train)
-    is_wanted = tokens is not None if in_tokens else device_peak_flops(config, ranks) is not None
-    flops = workload.train_flops_per_sample(on_meta) if is_wanted else None
-    del on_meta
     timed = Timed.before(state.history) if checkpoints.times_count else Timed()
     first_epoch = state.epoch
     while not config.training.is_through(state.epoch, state.step):

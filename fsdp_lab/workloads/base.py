@@ -130,7 +130,7 @@ class Workload:
         """Return the FLOPs of forward and backward for one sample; None if the model cannot compute without values.
 
         They come from `flops_per_unit`, else for tokens from the model's own method `flops_per_token(batch)`. Else the
-        matrix FLOPs of the forward pass are counted on `meta`, and the backward pass counts as twice the forward.
+        matrix FLOPs of a step are counted on `meta`: gradients that frozen weights and inputs do not need are none.
         Recomputation is not counted, because MFU is about the model's own work.
 
         Args:
@@ -148,9 +148,13 @@ class Workload:
         if self.task.unit == "tokens" and callable(own := getattr(model, "flops_per_token", None)):
             units = self.task.units(batch)
             return None if units is None else float(own(batch)) * units
-        with FlopCounterMode(display=False) as counter:  # gradients are recorded: without them a task is validated
-            self.task.forward(model.eval(), batch)
-        return 3.0 * counter.get_total_flops()
+        with FlopCounterMode(display=False) as counter:
+            self._backward(model.eval(), batch)
+        return float(counter.get_total_flops())
+
+    def _backward(self, model: nn.Module, batch: Batch) -> None:
+        loss = self.task.loss(self.task.forward(model, batch), batch)
+        (loss[0] if isinstance(loss, tuple) else loss).backward()
 
     def tokens_per_sample(self, dataset: Dataset) -> int | None:
         """Return the tokens of each sample, from a few samples that are read.
@@ -175,9 +179,8 @@ class Workload:
         Args:
             on_meta: a copy of the model, which then has gradients; None: the constructor is called.
         """
-        model, batch = self._without_values(on_meta), self._meta_batch()
-        loss = self.task.loss(self.task.forward(model, batch), batch)
-        (loss[0] if isinstance(loss, tuple) else loss).backward()
+        model = self._without_values(on_meta)
+        self._backward(model, self._meta_batch())
         return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
     def _without_values(self, on_meta: nn.Module | None) -> nn.Module:

@@ -256,9 +256,17 @@ def test_a_loss_keeps_its_form_and_a_task_its_unit() -> None:
         task.forward(nn.Identity(), IMAGES)
 
 
-@pytest.mark.parametrize(("model", "counted"), [("Reads", 3 * 2 * (24 + 64 + 64 + 8)), ("Asks", None)])
-def test_a_model_that_wants_values_may_be_given_its_flops(model: str, counted: float | None) -> None:
-    """`Reads` wants them in its constructor, `Asks` in its forward pass. Neither ends a training on a GPU."""
+@pytest.mark.parametrize(
+    ("model", "counted"),
+    [
+        ("Reads", 2 * (2 * 24 + 3 * (64 + 64 + 8))),
+        ("OnlyHead", 2 * (24 + 64 + 64 + 2 * 8)),
+        ("Asks", None),
+    ],
+)
+def test_flops_are_those_of_the_products_of_a_step_or_given(model: str, counted: float | None) -> None:
+    """Frozen weights and inputs have no gradient. `Reads` wants values in its constructor, `Asks` in its forward pass:
+    neither ends a training on a GPU."""
     for more, flops in (([], counted), (["model.flops_per_unit=7.0"], 7.0)):
         trial = config(f"model._target_={HERE}.net.{model}", "model.width=8", DATA, LOSS, *more)
         assert build_workload(trial.model, trial.data, trial.task).train_flops_per_sample() == flops

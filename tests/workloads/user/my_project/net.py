@@ -93,6 +93,15 @@ class Asks(Net):
         return super().forward(x if x.sum().item() < 1e9 else 2 * x)
 
 
+class OnlyHead(Net):
+    """Trains its head alone."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.requires_grad_(False)
+        self.head.requires_grad_(True)
+
+
 class Refuses(Net):
     def forward(self, x):
         raise ValueError("these are too many")
