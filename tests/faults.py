@@ -407,6 +407,10 @@ FAULTS = (
     Fault("frozen weights count as if they had gradients", "fsdp_lab/workloads/base.py",
           "self._backward(model.eval()", "self._backward(model.requires_grad_().eval()",
           "workloads/test_user.py::test_flops_are_those_of_the_products_of_a_step_or_given"),
+    Fault("notes of a trial are not said below its recommendation", "fsdp_lab/report/answer.py",
+          "for note in (trial.notes if trial else ())", "for note in ()", "report/test_golden.py"),
+    Fault("notes of a trial are not in results.csv", "fsdp_lab/sweep/outputs/results_csv.py",
+          '" ".join(state.notes)', '""', "report/test_golden.py"),
     # checkpoints and exported models
     Fault("a resume starts its epoch again", "fsdp_lab/training/checkpoint.py",
           'position["epoch"], position["step"], position["epoch_step"]', 'position["epoch"], position["step"], 0',

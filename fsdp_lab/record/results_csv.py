@@ -27,7 +27,8 @@ def write_results(folder: Path, axes: Sequence[str], rows: Iterable[Mapping[str,
     """
     rows = list(rows)
     measured = [column.key for column in table_columns("csv", (key for row in rows for key in row))]
-    columns = ["trial", "status", *axes, *measured, "plain_loop", "pareto", "seconds", "error", "run_id", "folder"]
+    columns = ["trial", "status", *axes, *measured, "plain_loop", "pareto", "seconds"]
+    columns += ["error", "note", "run_id", "folder"]
     text = io.StringIO()
     table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     table.writeheader()

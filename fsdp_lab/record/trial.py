@@ -57,6 +57,11 @@ class TrialRecord:
         return f"trial {self.number}: {words(self.setting)}"
 
     @property
+    def notes(self) -> list[str]:
+        """What its ranks noted, a sentence each."""
+        return list(self.facts.get("notes") or ())
+
+    @property
     def device(self) -> str:
         """`cpu` or the name of the GPU; "": it ended before that was known."""
         return str(self.facts.get("device", ""))

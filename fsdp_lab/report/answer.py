@@ -17,7 +17,7 @@ from fsdp_lab.report.plain_check import check_against_plain
 from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
 from fsdp_lab.report.render import environment, lines_of
 from fsdp_lab.report.self_check import check_itself
-from fsdp_lab.report.settings import REPEATS, Rules, Setting, Settings
+from fsdp_lab.report.settings import REPEATS, Coded, Rules, Setting, Settings
 
 # What is typed for a sweep and says nothing of one trial.
 _OF_A_SWEEP = ("repeat=", "repeats=", "search=", "search.", "scheduler=", "scheduler.", "objective=")
@@ -72,6 +72,7 @@ def answer(sweep: SweepRecord) -> Answer:
     """Say which setting is recommended, why, and how sure that is."""
     r = recommend(settings_of(sweep))
     trial = plainest(sweep, r.setting) if r.setting else None
+    r.notes += [Coded("of_trial", {"text": note}) for note in (trial.notes if trial else ())]
     return Answer(
         r,
         sentence=" ".join(_say("sentence", r, sweep)),

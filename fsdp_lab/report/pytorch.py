@@ -39,11 +39,18 @@ def setting_of(trial: TrialRecord) -> str | None:
     layout = replace(layout, counts=layout.counts or LABELS in trial.figures)
     title = f"Trial {trial.number}: {' '.join(trial.overrides)}"
     torch_version, allocator = (str(trial.facts.get(name, "")) for name in ("torch", "allocator_settings"))
-    return to_pytorch(title, part(trial.config, TrialConfig), layout, world_size, torch_version, allocator)
+    notes = trial.notes
+    return to_pytorch(title, part(trial.config, TrialConfig), layout, world_size, torch_version, allocator, notes)
 
 
 def to_pytorch(
-    title: str, config: TrialConfig, layout: Layout, world_size: int, torch_version: str, allocator: str = ""
+    title: str,
+    config: TrialConfig,
+    layout: Layout,
+    world_size: int,
+    torch_version: str,
+    allocator: str = "",
+    notes: Sequence[str] = (),
 ) -> str:
     """Return a module of plain PyTorch with a function `parallelize(model)`, and a step in its docstring.
 
@@ -54,6 +61,7 @@ def to_pytorch(
         layout: how the model was divided.
         world_size: the number of ranks.
         allocator: the settings of PyTorch's allocator in the trial's environment.
+        notes: what the trial's ranks noted.
     """
     from jinja2 import Environment, PackageLoader
 
@@ -65,12 +73,13 @@ def to_pytorch(
     dp_degree = config.sharding.dp_degree(world_size)
     counts = layout.counts or (config.task.name in COUNTING_TASKS and may_lack_labels(config.task.name, config.data))
     return templates.get_template("pytorch.py.j2").render(
-        title=title.replace("\\", "/").replace('"', "'"),
+        title=_in_docstring(title),
+        notes=[_in_docstring(note) for note in notes],
         config=config,
         layout=layout,
         counts=counts,
         world_size=world_size,
-        allocator=allocator.replace("\\", "/").replace('"', "'"),
+        allocator=_in_docstring(allocator),
         ddp=config.sharding.granularity is Granularity.ddp,
         pattern=_pattern,
         products=[f"torch.ops.{name}" for name in MATRIX_PRODUCTS],
@@ -83,6 +92,10 @@ def to_pytorch(
         ignored=_IGNORED.get(config.task.name),
         left_out=", ".join([*objects, *([] if constant else [f"lr_schedule={schedule.name.name}"])]),
     )
+
+
+def _in_docstring(text: str) -> str:
+    return text.replace("\\", "/").replace('"', "'")
 
 
 def _policy(precision: PrecisionConfig) -> str:

@@ -91,6 +91,10 @@ def against_plain(*trials: TrialRecord) -> SweepData:
     return sweep(trials, axes=["sharding"], plain_loops=[plain_loop()])
 
 
+def noting(one: TrialRecord) -> TrialRecord:
+    return replace(one, facts={**one.facts, "notes": ["sharding=ddp looks for unused parameters."]})
+
+
 CASES = {
     "failures": sweep(),
     "tie_where_memory_is_scarce": nearly_full(),
@@ -106,7 +110,7 @@ CASES = {
     "learning_rates": rates(),
     "unfinished": sweep([trial(0), replace(trial(1, ROWS[2]), status=TrialStatus.waiting, figures={}, epochs=[])]),
     "next_to_zero": next_to_zero(),
-    "side_by_side": sweep([replace(trial(0), span=(0.0, 10.0)), replace(trial(2, ROWS[2]), span=(5.0, 15.0))]),
+    "side_by_side": sweep([replace(noting(trial(0)), span=(0.0, 10.0)), replace(trial(2, ROWS[2]), span=(5.0, 15.0))]),
     "many_settings": many_settings(),
     "another_model_when_sharded": sweep(differing(), axes=["sharding"]),
     "as_a_plain_loop": against_plain(
@@ -156,6 +160,7 @@ def results() -> str:
         states.append(TrialState(Trial(number, config, choices, [], Path("outputs", str(number)), values), status))
         if status.ended:
             states[-1].figures, states[-1].seconds = dict(figures), number + 0.126
+            states[-1].facts = {"notes": ["One is noted.", "And another."]}
         if status is TrialStatus.failed:
             states[-1].reason = Reason.of(Code.error, rank=1, error="ValueError", text='of "a", b')
     planned = sweep_of(states, swept=["sharding", "model", "optimizer.lr"])

@@ -265,6 +265,12 @@ def test_what_the_bare_script_does_not_train_is_in_its_place(words: str, before:
     assert 0 < code.index(before) < code.index(after)
 
 
+def test_what_the_trial_noted_is_in_its_docstring():
+    noted = 'It looks for unused parameters (ValueError: """).'
+    code = to_pytorch("Trial 0", trial_of("sharding=ddp"), LAYOUT, 4, "2.15.0", notes=[noted])
+    assert "Note: It looks for unused parameters (ValueError: ''')." in (ast.get_docstring(ast.parse(code)) or "")
+
+
 def test_the_allocator_of_the_trial_is_named():
     code = to_pytorch("Trial 0", trial_of("sharding=ddp"), LAYOUT, 4, "2.15.0", "expandable_segments:True")
     assert "once, with PYTORCH_ALLOC_CONF=expandable_segments:True in the environment:" in code
