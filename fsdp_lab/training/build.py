@@ -19,6 +19,7 @@ from fsdp_lab.training.float8 import apply_float8
 from fsdp_lab.training.fsdp1 import apply_fsdp1
 from fsdp_lab.training.layout import describe_layout
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer, build_scaler, gradient_device
+from fsdp_lab.training.own_optimizer import check_settings, unsharded_settings
 from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks, last_unit, sharding_units
 from fsdp_lab.training.shardable import check_made
 from fsdp_lab.training.tensor_parallel import apply_tensor_parallel, find_plan
@@ -50,11 +51,14 @@ def build(
         to_float8: replaces the linear layers of blocks, of these classes, by such that compute in float8.
 
     Raises:
-        UserError: the model lacks blocks that the config needs, or has what it cannot shard.
+        UserError: the model lacks blocks that the config needs, or has what it cannot shard, or the optimizer groups
+            parameters by what sharding changes.
     """
     assert dims.mesh is not None
     check_made(model, config)
     attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+    home = gradient_device(config, device)
+    settings = unsharded_settings(model, config, dims.dp_degree, home)
     blocks = workload.model.block_classes or find_block_classes(model)
     check_blocks(model, blocks, config)
     if config.precision.float8:
@@ -78,7 +82,8 @@ def build(
         workload.task.compile_loss()  # type: ignore[attr-defined]  # tasks of tokens have it
 
     optimizer = build_optimizer(model, config, dims.dp_degree)
-    scaler = build_scaler(config, gradient_device(config, device))
+    check_settings(optimizer, model, settings, config)
+    scaler = build_scaler(config, home)
     lr_schedule = build_lr_schedule(optimizer, config.lr_schedule, steps_per_epoch, total_steps)
     return TrainState(model, optimizer, scaler, lr_schedule, layout, dims, num_params)
 

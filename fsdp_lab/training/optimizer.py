@@ -10,9 +10,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
-from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.parallel import Api, Granularity, OffloadTarget
-from fsdp_lab.config.target import import_callable, in_words, instantiate, parameters
+from fsdp_lab.config.parallel import Api, OffloadTarget
 from fsdp_lab.config.training import (
     LrScheduleConfig,
     LrScheduleName,
@@ -20,6 +18,7 @@ from fsdp_lab.config.training import (
     OptimizerName,
 )
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.own_optimizer import build_own, learning_rate
 from fsdp_lab.training.shardable import has_complex
 
 
@@ -32,11 +31,10 @@ def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> to
     Raises:
         UserError: the user's class refuses its arguments or the parameters.
     """
-    optimizer = config.optimizer
-    lr = optimizer.lr * (dp_degree if optimizer.scale_lr else 1)
+    optimizer, lr = config.optimizer, learning_rate(config, dp_degree)
     params = [p for p in model.parameters() if p.requires_grad]
     if optimizer.target is not None:
-        return _users(config, optimizer.target, params, lr)
+        return build_own(config, optimizer.target, params, lr)
     kernels = implementation(config, has_complex(model))
     kwargs: dict[str, Any] = {"lr": lr, "weight_decay": optimizer.weight_decay, **kernels}
     match optimizer.name:
@@ -48,30 +46,6 @@ def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> to
             return torch.optim.SGD(params, momentum=optimizer.momentum, **kwargs)
         case _:
             raise ValueError(f"optimizer.name={optimizer.name} is not known")
-
-
-def _users(config: TrialConfig, target: str, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    """Build the user's optimizer.
-
-    Raises:
-        UserError: the callable fails, or returns no optimizer.
-    """
-    function = import_callable(target, "optimizer._target_")
-    arguments = {**instantiate(config.optimizer.arguments, "optimizer"), "lr": lr}
-    foreach = (parameters(function) or {}).get("foreach")
-    if foreach is not None and foreach.default is None and not arguments.keys() & {"foreach", "fused"}:
-        # what PyTorch chooses on a GPU; a forecast is made on a CPU, where it chooses otherwise
-        arguments["foreach"] = config.sharding.granularity is Granularity.ddp
-    try:
-        made = function(params=params, **arguments)
-    except (TypeError, ValueError, KeyError, AttributeError, AssertionError, OSError, ImportError) as error:
-        shown = ", ".join(f"optimizer.{name}={value}" for name, value in config.optimizer.users_arguments.items())
-        raise UserError(f"optimizer._target_={target} with {shown} fails: {in_words(error)}") from error
-    if not isinstance(made, torch.optim.Optimizer):
-        raise UserError(
-            f"optimizer._target_={target} returns a {type(made).__name__}; it must return a torch.optim.Optimizer."
-        )
-    return made
 
 
 def implementation(config: TrialConfig, has_complex: bool = False) -> dict[str, bool]:

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _common_utils
@@ -34,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fsdp_lab.machine.private import Name
 from fsdp_lab.workloads.base import original_name
 
-__all__ = ["TorchDispatchMode", "active_fake_mode"]
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "active_fake_mode"]
 
 # Before 2.15 FSDP2 copied every list and dictionary that a unit gets; since then only those with a gradient inside.
 REBUILDS_INPUTS = not hasattr(_common_utils, "replace_grad_tensors")

@@ -90,6 +90,18 @@ class Decays(torch.optim.SGD):
         super().__init__([{"params": kept}, {"params": rest, "weight_decay": 0.5}], lr=lr)
 
 
+class Shaped(Marked):
+    """Matrices decay, the last one twice as fast."""
+
+
+class DecaysMatrices(torch.optim.SGD):
+    """Decays what has two dimensions, and more what is narrow."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        groups = [{"params": p, "weight_decay": 0.25 + 0.25 * (len(p) == 1) if p.ndim >= 2 else 0.0} for p in params]
+        super().__init__(groups, lr=lr)
+
+
 class Clamps(Net):
     """It holds a weight in a list, and writes it through that."""
 
@@ -141,9 +153,13 @@ class Forgets(Bare):
         """Leave the scale as it is."""
 
 
+OPTIMIZERS: dict[type[nn.Module], Any] = {Marked: Decays, Shaped: DecaysMatrices}
+
+
 def words(model: type[nn.Module], *more: str) -> list[str]:
     typed = [f"model._target_={HERE}.{model.__name__}", f"data._target_={HERE}.Rows", f"task.loss={HERE}.loss"]
-    optimizer = (f"optimizer._target_={HERE}.Decays",) if model is Marked else ("optimizer=sgd", "optimizer.momentum=0")
+    own = OPTIMIZERS.get(model)
+    optimizer = (f"optimizer._target_={HERE}.{own.__name__}",) if own else ("optimizer=sgd", "optimizer.momentum=0")
     return [*typed, *optimizer, "optimizer.lr=0.02", "data.num_train=64", "training.global_batch_size=16", *more]
 
 
@@ -152,7 +168,7 @@ def plain(kind: type[nn.Module]) -> list[float]:
     """The losses of a script that a user would write."""
     torch.manual_seed(0)
     model, rows, losses = kind(), Rows("train"), []
-    optimizer = (Decays if kind is Marked else torch.optim.SGD)(model.parameters(), lr=0.02)
+    optimizer = OPTIMIZERS.get(kind, torch.optim.SGD)(model.parameters(), lr=0.02)
     for indices in torch.randperm(64, generator=torch.Generator().manual_seed(0)).split(16):
         value = loss(model, default_collate([rows[i] for i in indices.tolist()]))
         value.backward()
@@ -180,17 +196,20 @@ BY_DDP_ONLY = {
     Penalised: "the model.penalty holds the parameter blocks.",
     Masked: "the parameter head.weight has a hook",
 }
+FLAT = "optimizer._target_=tests.training.test_constructor.DecaysMatrices gives blocks.0.weight weight_decay=0.0, but "
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.ci)])
 def test_what_a_constructor_made_is_trained_or_refused(ranks: int) -> None:
     shardings = (DDP, BLOCK, LAYER, FSDP1)
-    cases = [(kind, *sharding.split()) for kind in (*EVERYWHERE, *BY_DDP_ONLY) for sharding in shardings]
+    cases = [(kind, *sharding.split()) for kind in (*EVERYWHERE, Shaped, *BY_DDP_ONLY) for sharding in shardings]
     cases += [(kind, BLOCK, "init=rank0") for kind in EVERYWHERE] + [(Clamps, DDP, "init=rank0")]
     got = run_ranks(ranks, outcomes, [words(kind, *more) for kind, *more in cases])
     for (kind, *more), found, other in zip(cases, got[0], got[1], strict=True):
         assert found == other, "ranks end alike"
-        if kind in EVERYWHERE or more[0] == DDP:
+        if kind is Shaped and more == FSDP1.split():
+            assert FLAT in found and "but weight_decay=0.25 where" in found and "use sharding.api=fsdp2" in found, found
+        elif kind in (*EVERYWHERE, Shaped) or more[0] == DDP:
             assert found == pytest.approx(plain(kind), rel=1e-6), (kind, more)
         else:
             assert BY_DDP_ONLY[kind] in found and "or use sharding=ddp" in found, found
@@ -198,7 +217,7 @@ def test_what_a_constructor_made_is_trained_or_refused(ranks: int) -> None:
 
 def test_a_plain_loop_learns_something_else_without_what_was_lost() -> None:
     """So the test above notices: a mask, a clamp, a decay, a buffer of another draw."""
-    assert len({tuple(plain(kind)) for kind in (Net, *EVERYWHERE, *BY_DDP_ONLY)}) == 6
+    assert len({tuple(plain(kind)) for kind in (Net, *EVERYWHERE, Shaped, *BY_DDP_ONLY)}) == 7
 
 
 def initial_weights(cases: list[list[str]]) -> list[dict[str, Tensor]]:

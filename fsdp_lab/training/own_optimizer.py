@@ -1,0 +1,134 @@
+"""The user's own optimizer: made for sharded parameters, with the groups that it has for whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_lab.config.errors import ModelError, UserError
+from fsdp_lab.config.parallel import Api, Granularity
+from fsdp_lab.config.target import import_callable, in_words, instantiate, parameters
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.torch_private import FakeTensorMode
+from fsdp_lab.workloads.base import original_name, unwrapped
+
+Settings = dict[str, dict[str, str]]  # of each parameter: those of its group, in words
+_NO_GROUP = {"group": "none"}
+
+
+def learning_rate(config: TrialConfig, dp_degree: int) -> float:
+    return config.optimizer.lr * (dp_degree if config.optimizer.scale_lr else 1)
+
+
+def build_own(config: TrialConfig, target: str, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """Build the user's optimizer.
+
+    Raises:
+        UserError: the callable fails, or returns no optimizer.
+    """
+    function = import_callable(target, "optimizer._target_")
+    arguments = {**instantiate(config.optimizer.arguments, "optimizer"), "lr": lr}
+    foreach = (parameters(function) or {}).get("foreach")
+    if foreach is not None and foreach.default is None and not arguments.keys() & {"foreach", "fused"}:
+        # what PyTorch chooses on a GPU; a forecast is made on a CPU, where it chooses otherwise
+        arguments["foreach"] = config.sharding.granularity is Granularity.ddp
+    try:
+        made = function(params=params, **arguments)
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        ArithmeticError,
+        AttributeError,
+        AssertionError,
+        OSError,
+        ImportError,
+    ) as error:
+        shown = ", ".join(f"optimizer.{name}={value}" for name, value in config.optimizer.users_arguments.items())
+        flat = "; sharding.api=fsdp1 gives it flat parameters, and fsdp2 such of the model's shapes"
+        raise UserError(
+            f"optimizer._target_={target} with {shown} fails: {in_words(error)}"
+            f"{flat if config.sharding.api is Api.fsdp1 else ''}"
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UserError(
+            f"optimizer._target_={target} returns a {type(made).__name__}; it must return a torch.optim.Optimizer."
+        )
+    return made
+
+
+def unsharded_settings(model: nn.Module, config: TrialConfig, dp_degree: int, device: torch.device) -> Settings:
+    """Return the settings that the user's class gives each parameter of a model that is not sharded yet.
+
+    It is called with fake parameters, which have the attributes of the real ones.
+
+    Args:
+        device: where the optimizer finds the parameters.
+
+    Returns:
+        by parameter; empty if sharding does not replace the parameters, or the class needs their values.
+    """
+    target = config.optimizer.target
+    if target is None or config.sharding.granularity is Granularity.ddp:
+        return {}
+    with suppress(Exception), FakeTensorMode():  # whatever a class raises; with real parameters it is reported
+        made = {name: _fake(p, device) for name, p in model.named_parameters() if p.requires_grad}
+        return _settings(build_own(config, target, [*made.values()], learning_rate(config, dp_degree)), made.items())
+    return {}
+
+
+def _fake(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    made = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+    vars(made).update(vars(parameter))
+    return made
+
+
+def _settings(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> Settings:
+    names = {id(parameter): original_name(name) for name, parameter in named}
+    return {
+        names[id(parameter)]: {"group": "one", **{k: _in_words(value) for k, value in group.items() if k != "params"}}
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) in names
+    }
+
+
+def _in_words(value: Any) -> str:
+    """Return a plain value, and of an object its class: two calls of a constructor make two objects."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_in_words, value))}]"
+    kind = Tensor if isinstance(value, Tensor) else type(value)  # fake ones have a class of their own
+    return str(value) if isinstance(value, str | int | float | None) else kind.__name__
+
+
+def check_settings(
+    optimizer: torch.optim.Optimizer, model: nn.Module, unsharded: Settings, config: TrialConfig
+) -> None:
+    """Check that the user's class gives each sharded parameter the settings that it gives the whole one.
+
+    Args:
+        unsharded: as `unsharded_settings` returns them.
+
+    Raises:
+        ModelError: it groups by what sharding changes.
+    """
+    if not unsharded:
+        return
+    sharded, sharding = _settings(optimizer, unwrapped(model).named_parameters()), config.sharding
+    is_flat = sharding.api is Api.fsdp1
+    for name in unsharded | sharded:
+        whole, here = unsharded.get(name, _NO_GROUP), sharded.get(name, _NO_GROUP)
+        for key in whole | here:
+            if whole.get(key) != here.get(key):
+                raise ModelError(
+                    f"sharding={sharding.granularity.name} sharding.api={sharding.api.name}: "
+                    f"optimizer._target_={config.optimizer.target} gives {name} {key}={here.get(key)}, but "
+                    f"{key}={whole.get(key)} where it is not sharded"
+                    f"{': FSDP1 makes every parameter flat' if is_flat else ''}. Group by an attribute that the "
+                    "model's constructor sets, as parameter.no_decay = True, or use "
+                    f"{'sharding.api=fsdp2' if is_flat else 'sharding=ddp'}."
+                )
