@@ -47,7 +47,7 @@ def train_step(
     microbatches: list[Batch],
     config: TrialConfig,
     device: torch.device,
-    passed: Callable[[str], None] = lambda event: None,
+    passed: Callable[..., None] = lambda *event: None,
     norm_too: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Take one optimizer step over the microbatches of this rank.
@@ -55,8 +55,8 @@ def train_step(
     Args:
         state: changed in place.
         microbatches: of this rank, on any device.
-        passed: called after each `forward` and `backward` pass, once with the form of the loss, before ranks exchange
-            what depends on it, and once with `gradients`, before these are used.
+        passed: called after each `forward` pass, with its loss, and each `backward` pass, once with the form of the
+            loss, before ranks exchange what depends on it, and once with `gradients`, before these are used.
         norm_too: compute the norm of the gradients, unless some are sparse.
 
     Returns:
@@ -103,7 +103,7 @@ def _accumulate(
     microbatches: list[Batch],
     config: TrialConfig,
     device: torch.device,
-    passed: Callable[[str], None],
+    passed: Callable[..., None],
 ) -> Tensor:
     """Compute the gradients of all microbatches, and return this rank's part of the loss; see `train_step`."""
     step_loss = StepLoss(task, microbatches, device, state.dims)
@@ -116,7 +116,7 @@ def _accumulate(
             outputs = task.forward(state.model, batch)
         loss = task.loss(outputs, batch)
         del outputs  # the graph has what the backward pass needs of the logits
-        passed("forward")
+        passed("forward", loss)
         if i == 0:
             passed(SUM_AND_COUNT if isinstance(loss, tuple) else MEAN)
         loss = step_loss.part(loss, i)

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NoReturn
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -26,11 +27,12 @@ from fsdp_lab.training.allocator_profile import not_reported
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.torch_private import (
     collectives_announced,
+    flat_units,
     unsharded_parameters,
     version_of,
     without_modes,
 )
-from fsdp_lab.workloads.base import original_name, unwrapped
+from fsdp_lab.workloads.base import Loss, describe, original_name, unwrapped
 
 FIRST_STEPS = 2  # in which ranks compare before each collective; they are not timed
 EVERY = 10  # later steps between two looks
@@ -58,6 +60,9 @@ class StepChecks:
         self._model = unwrapped(model)
         self._device = device
         self._sharding = f"sharding={config.sharding.granularity.name}"
+        self._loss = f"task.loss={config.task.loss}: " if config.task.loss else ""
+        self._flat = [handle.flat_param for _, handle in flat_units(model)]
+        self._leaves: list[ref[Tensor]] = []  # that the loss of the first step had besides the model's
         self._parameters = self._named_parameters()
         self._frozen = [(name, parameter) for name, parameter in self._parameters if not parameter.requires_grad]
         self._gathered: list[tuple[str, nn.Parameter, nn.Parameter]] = []
@@ -93,17 +98,20 @@ class StepChecks:
         if is_first or self._seen % EVERY == 0:
             self.check_parameters()
 
-    def passed(self, event: str) -> None:
+    def passed(self, event: str, loss: Loss | None = None) -> None:
         """Note that a forward or backward pass has ended; after the last of a step: what has `gradients`.
 
         Args:
             event: or the form of the loss, which must be the same on all ranks.
+            loss: of a forward pass.
         """
         if event in (MEAN, SUM_AND_COUNT):
             self._check_form(event)
             return
         if event == "forward" and self._is_sharded and self._seen <= FIRST_STEPS:
             self._gathered = unsharded_parameters(self._model)
+        if loss is not None and self._seen <= FIRST_STEPS:
+            self._check_leaves(loss)
         copies = [(name, copy) for name, shard, copy in self._gathered if id(shard) not in self._trained]
         for name, parameter in (*self._frozen, *copies):  # a copy is frozen again when its unit is gathered again
             self._check_trained(name, parameter)
@@ -115,6 +123,27 @@ class StepChecks:
                 self._check_whole(self._tp_mesh)
         elif self._compares:
             self._comes(f"has ended its {event} pass")
+
+    def _check_leaves(self, loss: Loss) -> None:
+        """Check that the model holds what a loss trains. An input may require a gradient: the next step has another.
+
+        Raises:
+            UserError: with the shape of a tensor that no optimizer has.
+        """
+        copies = (copy for _, _, copy in unsharded_parameters(self._model))
+        held = {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers(), *copies, *self._flat)}
+        for leaf in _leaves_of(loss):
+            if id(leaf) in held:
+                continue
+            if isinstance(leaf, nn.Parameter) or (self._seen > 1 and any(one() is leaf for one in self._leaves)):
+                kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor with requires_grad"
+                raise UserError(
+                    f"{self._loss}the loss of step {self._step} has a {kind} ({describe(leaf)}) that the model does "
+                    "not hold, so no optimizer trains it. Move it into the model: register it in the constructor as "
+                    "an nn.Parameter, and use it in forward. To keep its value, freeze it by requires_grad_(False)."
+                )
+            if self._seen == 1:
+                self._leaves.append(ref(leaf))
 
     def _check_form(self, form: str) -> None:
         """Check in the first step that losses have one form: ranks exchange the counts of a sum, and none of a mean.
@@ -259,3 +288,19 @@ class StepChecks:
                 "start, when the optimizer was made, so it is never trained. Let it require one from the constructor "
                 "on, and multiply its part by 0 until it is to be trained."
             )
+
+
+def _leaves_of(loss: Loss) -> Iterator[Tensor]:
+    """Yield the tensors for which a backward pass computes gradients."""
+    tensors = loss if isinstance(loss, tuple) else (loss,)
+    yield from (tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf)
+    left = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable  # type: ignore[attr-defined]
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                left.append(before)

@@ -225,8 +225,28 @@ def words(kind: str, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
+MARGIN, TASK_WEIGHTS = nn.Parameter(torch.ones(3)), torch.ones(2, requires_grad=True)
+
+
+def with_margin(model: nn.Module, batch: Any) -> Tensor:
+    return loss(model, batch) + MARGIN.sum()
+
+
+def with_weights(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """A sum and its count, by weights that are to be learned."""
+    value = loss(model, batch)
+    return value * 8 * TASK_WEIGHTS.sum(), torch.tensor(8.0)
+
+
+def with_leaf(model: nn.Module, batch: Any) -> Tensor:
+    """The gradient of what each call makes is wanted, as that of positions is for forces."""
+    return loss(model, batch) * torch.ones((), requires_grad=True)
+
+
 GRADIENT = r"blocks\.0\.first\.weight has a gradient on rank 1"
 WRITTEN = r"blocks\.0\.first\.weight was written in a forward"
+UNTRAINED = r"with_margin: the loss of step 1 has a parameter \(3 float32\) that the model does not hold.*Move it into"
+LATER = r"with_weights: the loss of step 2 has a tensor with requires_grad \(2 float32\).*requires_grad_\(False\)"
 UNFROZEN = r"blocks\.0\.first\.weight requires a gradient by step 6,.*from the constructor on"
 REFUSED: list[tuple[list[str], str]] = [
     (words("experts", "model.since=1", BLOCK),
@@ -242,6 +262,10 @@ REFUSED: list[tuple[list[str], str]] = [
     (words("writes", ROOT, "activation_checkpointing=full", "precision=bf16", "memory_profile=peaks"), WRITTEN),
     (words("unfreezes", DDP), UNFROZEN),
     (words("unfreezes", BLOCK), UNFROZEN),
+    (words("", DDP, f"task.loss={__name__}.with_margin"), UNTRAINED),
+    (words("", BLOCK, f"task.loss={__name__}.with_margin", "activation_checkpointing=full"), UNTRAINED),
+    (words("", BLOCK, f"task.loss={__name__}.with_weights"), LATER),
+    (words("", ROOT, "sharding.api=fsdp1", f"task.loss={__name__}.with_weights"), LATER),
     # what tensors without values do not show
     (unusual_words(f"returns model.what=function {ALWAYS}"),
      r"always: a tensor of a unit is used after its parameters were freed.*reshard_after_forward=never"),
@@ -273,6 +297,10 @@ def test_what_computes_something_else_is_refused_by_its_name() -> None:
 def test_what_is_kept_is_not_refused() -> None:
     """DDP keeps writes and lets ranks differ; FSDP2 allows to freeze, and to write shards."""
     cases = [words("writes", DDP), words("dropped", DDP), words("gated", DDP), words("frozen", BLOCK)]
+    leaf = (f"task.loss={__name__}.with_leaf", "training.max_steps=3")
+    cases += [
+        words("", *each.split(), *leaf) for each in (DDP, f"{BLOCK} precision=bf16", f"{ROOT} sharding.api=fsdp1")
+    ]
     assert run_ranks(2, refusals, cases) == [[""] * len(cases)] * 2
 
 
