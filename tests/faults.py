@@ -155,6 +155,8 @@ FAULTS = (
     Fault("inputs that require a gradient are refused", "fsdp_lab/training/step_checks.py",
           "any(one() is leaf for one in self._leaves)", "True",
           "training/test_refused_models.py::test_what_is_kept_is_not_refused"),
+    Fault("replicas drift apart in silence", "fsdp_lab/training/step_checks.py",
+          "        check_replicas(self", "        0 and check_replicas(self", COMPUTES),
     Fault("each rank finds out by itself whether DDP looks for unused parameters", "fsdp_lab/training/train.py",
           "find_unused=largest(float(find_unused)) > 0", "find_unused=find_unused",
           "training/test_refused_models.py::test_what_is_kept_is_not_refused"),

@@ -25,6 +25,7 @@ from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.allocator_profile import not_reported
 from fsdp_lab.training.distributed import ParallelDims, gather
+from fsdp_lab.training.replicas import check_replicas
 from fsdp_lab.training.torch_private import (
     collectives_announced,
     flat_units,
@@ -78,6 +79,7 @@ class StepChecks:
         self._lacking = deque[list[str]](maxlen=2 * EVERY)  # of a step: parameters without a gradient; seen by then
         self.mark = 0
         self._tp_mesh = dims.tp_mesh
+        self._replicas = dims.dp_replicate
         if self._compares:
             self._units = collectives_announced(model, self._collective)
 
@@ -267,8 +269,9 @@ class StepChecks:
         """Check that no parameter was unfrozen or made since the start, or written while it was gathered.
 
         Raises:
-            UserError: with its name, and a remedy.
+            UserError: with its name, and a remedy; see `check_replicas`, too.
         """
+        check_replicas(self._parameters, self._replicas, self._device, f"{self._sharding}: by step {self._step}")
         names = {name for name, _ in self._parameters}
         for name, parameter in self._named_parameters():
             if name not in names or not (self._is_sharded or id(parameter) in self._trained):
@@ -278,7 +281,9 @@ class StepChecks:
                 raise UserError(
                     f"{self._sharding}: {name} was written in a forward pass, by step {self._step}. FSDP2 gathers a "
                     "copy of it for each pass and frees that again, so the write is lost. Write it outside of forward, "
-                    "as in a hook of the optimizer's step, keep it in a buffer (register_buffer), or use sharding=ddp."
+                    "as in a hook of the optimizer's step, or keep it in a buffer (register_buffer). sharding=ddp "
+                    "keeps a write that is the same on all ranks, and refuses one of a rank's own samples, "
+                    "as nn.Embedding(max_norm=...) does: divide what the embedding returns by its norm instead."
                 )
 
     def _check_trained(self, name: str, parameter: Tensor) -> None:

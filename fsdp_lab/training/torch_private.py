@@ -67,6 +67,7 @@ NAMES = (
     Name("torch._C._distributed_c10d", "FakeWork.boxed"),
     Name("torch.utils._python_dispatch", "TorchDispatchMode.ignore_compile_internals", ()),
     Name("torch.distributed.tensor.debug", "_clear_sharding_prop_cache", ()),
+    Name("torch", "_foreach_norm"),
     Name("torch.nn", "Module._apply", ("fn",)),
     Name("torch.nn", "Module._compiled_call_impl"),
 )
@@ -226,6 +227,11 @@ class AccumulatesInPlace(TorchDispatchMode):
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Return whether a parameter has hooks on its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Return the norm of each tensor, by few kernels."""
+    return torch._foreach_norm(tensors)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -175,9 +175,11 @@ class Model(nn.Module):
 
     "frozen" is allowed: a block that is frozen later, and a teacher whose shards are written."""
 
-    def __init__(self, kind: str, since: int | None = None, sparse: bool = False) -> None:
+    def __init__(
+        self, kind: str, since: int | None = None, sparse: bool = False, max_norm: float | None = None
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH, sparse=sparse)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, sparse=sparse, max_norm=max_norm)
         self.blocks = nn.ModuleList(Block(kind) for _ in range(3)).requires_grad_(kind != "unfreezes")
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.kind, self.since, self.steps = kind, since, 0
@@ -247,6 +249,8 @@ GRADIENT = r"blocks\.0\.first\.weight has a gradient on rank 1"
 WRITTEN = r"blocks\.0\.first\.weight was written in a forward"
 UNTRAINED = r"with_margin: the loss of step 1 has a parameter \(3 float32\) that the model does not hold.*Move it into"
 LATER = r"with_weights: the loss of step 2 has a tensor with requires_grad \(2 float32\).*requires_grad_\(False\)"
+DRIFTED = r"has the norm [\d.]+ on rank 0 and [\d.]+ on rank 1, which should .*:"
+NOISY = "optimizer._target_=tests.workloads.user.optim.Langevin"
 UNFROZEN = r"blocks\.0\.first\.weight requires a gradient by step 6,.*from the constructor on"
 REFUSED: list[tuple[list[str], str]] = [
     (words("experts", "model.since=1", BLOCK),
@@ -260,6 +264,10 @@ REFUSED: list[tuple[list[str], str]] = [
     (words("uneven", BLOCK), r"rank 0 reduces 144 gradients of blocks\.2, and rank 1 reduces 72 gradients of"),
     (words("writes", BLOCK, "reshard_after_forward=never"), WRITTEN),
     (words("writes", ROOT, "activation_checkpointing=full", "precision=bf16", "memory_profile=peaks"), WRITTEN),
+    (words("", BLOCK, "model.max_norm=1"), r"embedding\.weight was written in a forward.*ddp keeps .*on all ranks"),
+    (words("", DDP, "model.max_norm=1"), rf"ddp: by step 1 embedding\.weight {DRIFTED} forward by a rank's own"),
+    (words("", DDP, NOISY), rf"by step 1 embedding\.weight {DRIFTED}.*an optimizer that draws random numbers"),
+    (words("", BLOCK, "sharding.dp_replicate=2", NOISY), DRIFTED),
     (words("unfreezes", DDP), UNFROZEN),
     (words("unfreezes", BLOCK), UNFROZEN),
     (words("", DDP, f"task.loss={__name__}.with_margin"), UNTRAINED),

@@ -61,6 +61,16 @@ class Cautious(torch.optim.SGD):
             super().step(closure)
 
 
+class Langevin(torch.optim.SGD):
+    """Adds noise, of the generator that every rank seeds by its own part of the batch."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
 class Picky(torch.optim.SGD):
     """Takes no vectors."""
 
