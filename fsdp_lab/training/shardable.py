@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from types import FunctionType, ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +14,8 @@ from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.parallel import Api, Dtype, Granularity
 from fsdp_lab.config.training import OptimizerImplementation, OptimizerName
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.generators import reached
 from fsdp_lab.training.torch_private import has_hooks
-
-_MOST_OBJECTS = 100_000  # of a model's attributes that are looked into
 
 
 def has_complex(model: nn.Module) -> bool:
@@ -81,21 +77,9 @@ def held_parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute != "_parameters" and not isinstance(module, nn.RNNBase):  # which updates what it holds
-                for parameter in _reached(value, seen):
+                for parameter in reached(value, seen, nn.Parameter):
                     if id(parameter) in names:
                         yield names[id(parameter)], f"{path or 'the model'}.{attribute}"
-
-
-def _reached(value: Any, seen: set[int]) -> Iterator[nn.Parameter]:
-    left = [value]
-    while left and len(seen) < _MOST_OBJECTS:
-        found = left.pop()
-        if isinstance(found, nn.Parameter):
-            yield found
-        elif gc.is_tracked(found) and id(found) not in seen and not isinstance(found, type | ModuleType | Tensor):
-            seen.add(id(found))
-            is_function = isinstance(found, FunctionType)  # whose globals are no part of a model
-            left += [found.__closure__, found.__defaults__] if is_function else gc.get_referents(found)
 
 
 def check_parameters(model: nn.Module, units: Sequence[Sequence[nn.Module]], config: TrialConfig) -> None:

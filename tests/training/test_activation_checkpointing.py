@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from fsdp_lab.training.activation_checkpointing import checkpoint_blocks
 from fsdp_lab.training.blocks import check_blocks
 from fsdp_lab.training.float8 import apply_float8
 from fsdp_lab.training.parallelize import apply_to_blocks, sharding_units
+from fsdp_lab.training.plain_state import seed_all
 from tests.operators import Operators
 from tests.ranks import config
 
@@ -104,21 +107,56 @@ class Stateful(nn.Module):
         return torch.tanh(self.norm(self.linear(x)) * float(self.seen)) * self.calls + self.last
 
 
+class Noise:
+    """It holds a generator, and is called."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self) -> float:
+        return self.generator.random()
+
+
+class Draws(nn.Module):
+    """A block that draws numbers everywhere: of the process, of its own, of what it holds, and of what its first
+    pass makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 8), 0
+        self.own, self.lists = torch.Generator().manual_seed(0), {"a": [random.Random(0)]}
+        self.noise, self.legacy = Noise(), np.random.RandomState(0)
+        self.late, self.system = list[random.Random](), random.SystemRandom()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if not self.late:
+            self.late.append(random.Random(0))
+        if self.calls > 1:
+            x = x + self.late[0].random()
+        x = self.linear(x) * torch.rand(8) * torch.rand(8, generator=self.own)
+        for number in (random.random(), np.random.rand(), self.noise(), self.legacy.rand()):
+            x = torch.sin(x * (1 + number))
+        return torch.sin(x + self.lists["a"][0].random())
+
+
+@pytest.mark.parametrize("block", [Stateful, Draws])
 @pytest.mark.parametrize(("mode", "times"), [("full", 2), ("selective", 1)])
-def test_what_a_forward_pass_changes_changes_once(mode: str, times: int) -> None:
-    """Buffers and numbers, over two microbatches a step, and gradients of the first step on. A graph that is kept is
-    computed again from the same buffers; PyTorch computes none again under `selective`."""
+def test_what_a_forward_pass_changes_changes_once(mode: str, times: int, block: type[nn.Module]) -> None:
+    """Buffers, numbers and generators, over two microbatches a step, and gradients of the first step on. A graph that
+    is kept is computed again from the same; PyTorch computes none again under `selective`."""
 
     def trained(mode: str) -> list[Tensor]:
-        torch.manual_seed(0)
-        model, found = nn.Sequential(Stateful(), Stateful()), list[Tensor]()
+        seed_all(0)
+        model, found = nn.Sequential(block(), block()), list[Tensor]()
         checkpoint_blocks([*model], config(f"activation_checkpointing={mode}"))
         for _ in range(3):
             loss = sum(model(torch.randn(4, 8)).sum() for _ in range(2))
             for _ in range(times):
                 loss.backward(retain_graph=True)
             found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        return [*found, *model.buffers(), torch.tensor([block.calls for block in model])]
+        drawn = torch.tensor([random.random(), np.random.rand()])
+        return [*found, *model.buffers(), drawn, torch.tensor([block.calls for block in model])]
 
     plain, kept = trained("none"), trained(mode)
     assert plain[-1].tolist() == [6, 6]
