@@ -51,6 +51,7 @@ MISSED = "nightly/test_schedule.py::test_missed_nights_run_once_and_a_kill_ends_
 PASTED = "report/test_pytorch.py::test_the_pasted_function_trains_as_the_trial"
 CONSTRUCTED = "training/test_constructor.py::test_what_a_constructor_made_is_trained_or_refused"
 FIRST_BITS = "training/test_constructor.py::test_every_sharding_and_init_starts_from_the_same_bits"
+ODD_USES = "training/test_odd_uses.py::test_odd_uses_train_as_plain_loops_or_are_refused"
 COMPUTES = "training/test_refused_models.py::test_what_computes_something_else_is_refused_by_its_name"
 UNSHARDABLE = "training/test_refused_models.py::test_what_cannot_be_sharded_is_refused_by_its_name"
 CHANGES_ONCE = "training/test_activation_checkpointing.py::test_what_a_forward_pass_changes_changes_once"
@@ -368,6 +369,10 @@ FAULTS = (
           "training/test_activation_checkpointing.py::test_a_recomputed_block_is_compiled_whole"),
     Fault("a recomputation changes buffers again", "fsdp_lab/training/activation_checkpointing.py",
           "                    setattr(module, name, value)\n", "                    pass\n", CHANGES_ONCE),
+    Fault("a unit is called without what functional_call gives it", "fsdp_lab/training/unit_hooks.py",
+          "if not has_own_parameter(place):", "if False:", ODD_USES),
+    Fault("FSDP1 calls modules of a unit without what functional_call gives them",
+          "fsdp_lab/training/torch_private.py", "yield from of_module.items()", "pass", ODD_USES),
     Fault("a recomputation draws other random numbers", "fsdp_lab/training/activation_checkpointing.py",
           "for (_, put), state in drawn:", "for (_, put), state in ():", CHANGES_ONCE),
     Fault("a recomputation draws random numbers that others draw next", "fsdp_lab/training/activation_checkpointing.py",

@@ -23,6 +23,7 @@ from fsdp_lab.training.own_optimizer import check_settings, unsharded_settings
 from fsdp_lab.training.parallelize import apply_ddp, apply_fully_shard, apply_to_blocks, last_unit, sharding_units
 from fsdp_lab.training.shardable import check_made
 from fsdp_lab.training.tensor_parallel import apply_tensor_parallel, find_plan
+from fsdp_lab.training.unit_hooks import check_own_parameters
 from fsdp_lab.workloads.base import Workload
 
 
@@ -78,6 +79,7 @@ def build(
         vars(parameter).update(attributes[name])
     model = apply_ddp(model, config, device, find_unused)
     model = apply_fsdp1(model, units, config, dims.mesh, device)
+    check_own_parameters(model, config)
     if config.compiles_loss:
         workload.task.compile_loss()  # type: ignore[attr-defined]  # tasks of tokens have it
 

@@ -189,6 +189,46 @@ def unsharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, nn.P
     ]
 
 
+Place = tuple[nn.Module, str, Callable[[], Sequence[Any]]]  # a module, a parameter's name, and what FSDP puts there
+
+
+def places_of_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, list[Place]]]:
+    """Yield each module at whose call FSDP uses the parameters that it has put in place, and these places.
+
+    FSDP2 puts them there when a unit is called. FSDP1 does so, too, and inside of the unit modules use these whatever
+    is registered as their parameters.
+    """
+    forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            places = list[Place]()
+            for p in group.fsdp_params if group is not None else ():
+                info, known = p._module_info, partial(lambda p: [getattr(p, form, None) for form in forms], p)
+                tied = zip(info.shared_modules, info.shared_param_names, strict=True)
+                places += [(*place, known) for place in ((info.module, info.param_name), *tied)]
+            yield module, places
+        elif isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            flat: Any = module._handle.flat_param
+            of_module: dict[nn.Module, list[Place]] = {}
+            for i, (name, holder, _) in enumerate(flat._param_infos):
+                of_module.setdefault(holder, []).append((holder, name, partial(_of_flat, flat, i)))
+            yield from of_module.items()
+            own: list[Place] = [(module, name, lambda: (None,)) for _, name, _ in of_module.get(module.module, ())]
+            yield module, [*own, *(place for places in of_module.values() for place in places)]
+
+
+def _of_flat(flat: Any, i: int) -> Sequence[Any]:
+    return flat._params[i], flat._tensors[i]
+
+
+def has_own_parameter(place: Place) -> bool:
+    """Return whether a module has the parameter that FSDP has put there, and no other."""
+    module, name, known = place
+    now = module._parameters.get(name, vars(module).get(name))
+    return any(now is each for each in known())
+
+
 class AccumulatesInPlace(TorchDispatchMode):
     """Adds up the gradients of a tensor that is used more than once as they are without a mode: in place.
 

@@ -8,13 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.parallel import Api, Dtype, ReshardPolicy
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training.torch_private import REBUILDS_INPUTS, gather_before_gradient_of
-from fsdp_lab.workloads.base import parts_of
+from fsdp_lab.training.torch_private import (
+    REBUILDS_INPUTS,
+    Place,
+    gather_before_gradient_of,
+    has_own_parameter,
+    places_of_parameters,
+)
+from fsdp_lab.workloads.base import original_name, parts_of
 
 _METHOD = "_fsdp_lab_method"  # an argument, so that a recomputation chooses the same
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
@@ -104,6 +111,31 @@ class UnitHooks:
                     f"{self._name} {how} a view of its parameter {name}, which FSDP2 frees after the forward pass; use "
                     "its .clone(), reshard_after_forward=never, or sharding=ddp."
                 )
+
+
+def check_own_parameters(model: nn.Module, config: TrialConfig) -> None:
+    """Let modules check that they are called with their own parameters, which FSDP puts in place.
+
+    `torch.func.functional_call` puts others there, which would not be used. Code that is compiled is not checked inside
+    of FSDP1's units.
+    """
+    names = {id(module): original_name(name) for name, module in model.named_modules()}
+    api, name_of = config.sharding.api_name, lambda module: names[id(module)] or "the root"
+
+    @torch.compiler.disable
+    def check(places: list[Place], called: nn.Module, args: Any) -> None:
+        for place in places:
+            if not has_own_parameter(place):
+                name = f"{names[id(place[0])]}.{place[1]}".removeprefix(".")
+                raise ModelError(
+                    f"sharding={config.sharding.granularity.name}: {name_of(called)} is called with another tensor as "
+                    f"{name}, as by torch.func.functional_call, but {api} puts its own there; use sharding=ddp, or "
+                    "sharding=root with sharding.api=fsdp2 and call a part of the model so."
+                )
+
+    for module, places in places_of_parameters(model):
+        if isinstance(module, FSDPModule | FullyShardedDataParallel) or not config.compile:
+            module.register_forward_pre_hook(partial(check, places), prepend=True)  # before FSDP's
 
 
 def tensors_inside(value: Any) -> Iterator[Tensor]:

@@ -1,0 +1,132 @@
+"""Models that use their weights as sharding does not expect train as plain loops do, or are refused by name. The loops
+import nothing of the package."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.data import default_collate
+
+from fsdp_lab.config.errors import UserError
+from tests.ranks import run_ranks, train_all
+
+HERE = __name__
+DDP, ROOT, BLOCK, LAYER = "sharding=ddp", "sharding=root", "sharding=per_block", "sharding=per_layer"
+ALWAYS, NEVER, FSDP1 = "reshard_after_forward=always", "reshard_after_forward=never", "sharding.api=fsdp1"
+RECOMPUTED = "activation_checkpointing=full"
+
+
+class Rows:
+    def __init__(self, split: str) -> None:
+        generator = torch.Generator().manual_seed(len(split))
+        self.x = torch.randn(64, 8, generator=generator)
+        self.y = self.x.sum(1, keepdim=True).tanh()
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.x[i], self.y[i]
+
+
+def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.block() for _ in range(2))
+        self.head = nn.Linear(8, 1)
+
+    def block(self) -> nn.Module:
+        return Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Functional(Net):
+    """Its last block is called with another weight, which comes of one of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        return self.head(functional_call(self.blocks[1], {"inner.weight": 0.5 * self.weight}, (x,)))
+
+
+def words(kind: type[nn.Module], *more: str) -> list[str]:
+    return [
+        f"model._target_={HERE}.{kind.__name__}", f"data._target_={HERE}.Rows", f"task.loss={HERE}.loss",
+        "optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.05", "data.num_train=64",
+        "training.global_batch_size=16", *more,
+    ]  # fmt: skip
+
+
+@cache
+def plain(kind: type[nn.Module]) -> list[float]:
+    """The losses of a script that a user would write."""
+    torch.manual_seed(0)
+    model, rows, losses = kind(), Rows("train"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for indices in torch.randperm(64, generator=torch.Generator().manual_seed(0)).split(16):
+        value = loss(model, default_collate([rows[i] for i in indices.tolist()]))
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
+def outcomes(cases: list[list[str]]) -> list[list[float] | str]:
+    """The losses of each case, or the message that refuses it."""
+    results: list[list[float] | str] = []
+    for case in cases:
+        try:
+            results.append(train_all([case])[0][0])
+        except UserError as error:
+            results.append(str(error))
+    return results
+
+
+FUNCTIONAL = r"blocks\.1{} is called with another tensor as blocks\.1\.inner\.weight.*functional_call, but {}.*ddp"
+# A model and a setting: how it is refused; None: it trains as the plain loop.
+CASES: list[tuple[type[nn.Module], str, str | None]] = [
+    (Functional, f"{DDP}", None),
+    (Functional, f"{ROOT} {ALWAYS}", None),
+    (Functional, f"{ROOT} {FSDP1}", FUNCTIONAL.format(r"\.inner", "FSDP1")),
+    (Functional, f"{BLOCK} {NEVER}", FUNCTIONAL.format("", "FSDP2")),
+    (Functional, f"{BLOCK} {FSDP1}", FUNCTIONAL.format("", "FSDP1")),
+    (Net, f"{LAYER} {RECOMPUTED} reshard_after_forward=to_size reshard_after_forward.size=2", None),
+]
+
+
+def test_odd_uses_train_as_plain_loops_or_are_refused() -> None:
+    cases = [words(kind, *setting.split()) for kind, setting, _ in CASES]
+    got: list[Any] = run_ranks(2, outcomes, cases)
+    for (kind, setting, refused), first, second in zip(CASES, *got, strict=True):
+        if refused is None:
+            assert first == second == pytest.approx(plain(kind), rel=1e-6), (kind, setting)
+        else:
+            assert re.search(refused, str(first)) and re.search(refused, str(second)), (setting, first, second)
