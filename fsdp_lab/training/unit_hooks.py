@@ -100,7 +100,10 @@ class UnitHooks:
             (module, name)
             for module in self._unit.modules()
             for name, value in vars(module).items()
-            if name not in _OF_EVERY_MODULE and not name.startswith("__") and any(True for _ in tensors_inside(value))
+            if not (isinstance(module, nn.RNNBase) and name == "_flat_weights")  # its parameters, whatever these are
+            and name not in _OF_EVERY_MODULE
+            and not name.startswith("__")
+            and any(True for _ in tensors_inside(value))
         ]
 
     def _check_view(self, how: str, tensor: Tensor) -> None:

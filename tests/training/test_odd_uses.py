@@ -76,6 +76,19 @@ class Functional(Net):
         return self.head(functional_call(self.blocks[1], {"inner.weight": 0.5 * self.weight}, (x,)))
 
 
+class Recurrent(Net):
+    """Blocks whose class keeps a list of its weights."""
+
+    def block(self) -> nn.Module:
+        return nn.LSTM(8, 8, num_layers=2, batch_first=True, bidirectional=True, proj_size=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None].expand(-1, 3, -1)
+        for block in self.blocks:
+            x = block(x)[0]
+        return self.head(x[:, -1])
+
+
 def words(kind: type[nn.Module], *more: str) -> list[str]:
     return [
         f"model._target_={HERE}.{kind.__name__}", f"data._target_={HERE}.Rows", f"task.loss={HERE}.loss",
@@ -118,6 +131,11 @@ CASES: list[tuple[type[nn.Module], str, str | None]] = [
     (Functional, f"{ROOT} {FSDP1}", FUNCTIONAL.format(r"\.inner", "FSDP1")),
     (Functional, f"{BLOCK} {NEVER}", FUNCTIONAL.format("", "FSDP2")),
     (Functional, f"{BLOCK} {FSDP1}", FUNCTIONAL.format("", "FSDP1")),
+    (Recurrent, DDP, None),
+    (Recurrent, f"{BLOCK} {ALWAYS}", None),
+    (Recurrent, f"{LAYER} {RECOMPUTED}", None),
+    (Recurrent, f"{ROOT} {ALWAYS}", None),
+    (Recurrent, f"{BLOCK} {FSDP1}", None),
     (Net, f"{LAYER} {RECOMPUTED} reshard_after_forward=to_size reshard_after_forward.size=2", None),
 ]
 
