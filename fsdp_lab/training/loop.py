@@ -27,7 +27,7 @@ from fsdp_lab.training.divergence import DivergedError, LossCheck
 from fsdp_lab.training.explain import sharding_explained
 from fsdp_lab.training.fsdp1 import reduced_later
 from fsdp_lab.training.memory import MemoryProfiler
-from fsdp_lab.training.parallelize import compute_precision, set_gradient_sync
+from fsdp_lab.training.parallelize import compute_precision, free_after_backward, set_gradient_sync
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer
 from fsdp_lab.training.step_checks import MEAN, SUM_AND_COUNT, StepChecks
@@ -112,9 +112,11 @@ def _accumulate(
         is_last = i == len(microbatches) - 1
         if len(microbatches) > 1:  # it walks through the whole model
             set_gradient_sync(state.model, is_last, each=config.training.sync_each_microbatch)
+        free_after_backward(state.model, frees=False)
         with sharding_explained(state.model, config, forward=True), compute_precision(config, device):
             outputs = task.forward(state.model, batch)
         loss = task.loss(outputs, batch)
+        free_after_backward(state.model, frees=True)
         del outputs  # the graph has what the backward pass needs of the logits
         passed("forward", loss)
         if i == 0:

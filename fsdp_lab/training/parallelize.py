@@ -351,3 +351,13 @@ def set_gradient_sync(model: nn.Module, is_last: bool, each: bool) -> None:
     elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last or each)
         model.set_requires_all_reduce(is_last)
+
+
+def free_after_backward(model: nn.Module, frees: bool) -> None:
+    """Set whether FSDP2 frees parameters after a backward pass: not after one inside of a forward pass.
+
+    The gradients that such a pass computes with a graph of their own, as of forces, need the parameters again, and no
+    hook would gather them.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_backward(frees)

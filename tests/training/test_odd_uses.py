@@ -89,6 +89,17 @@ class Recurrent(Net):
         return self.head(x[:, -1])
 
 
+class Forces(Net):
+    """The gradient of an energy by its inputs is part of what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            energy = super().forward(x)
+            (force,) = torch.autograd.grad(energy.sum(), x, create_graph=torch.is_grad_enabled())
+        return energy + force.pow(2).sum(1, keepdim=True)
+
+
 def words(kind: type[nn.Module], *more: str) -> list[str]:
     return [
         f"model._target_={HERE}.{kind.__name__}", f"data._target_={HERE}.Rows", f"task.loss={HERE}.loss",
@@ -136,6 +147,14 @@ CASES: list[tuple[type[nn.Module], str, str | None]] = [
     (Recurrent, f"{LAYER} {RECOMPUTED}", None),
     (Recurrent, f"{ROOT} {ALWAYS}", None),
     (Recurrent, f"{BLOCK} {FSDP1}", None),
+    (Forces, DDP, None),
+    (Forces, f"{ROOT} {ALWAYS}", None),
+    (Forces, f"{BLOCK} {ALWAYS}", None),
+    (Forces, f"{BLOCK} {NEVER} training.grad_accum_steps=2", None),
+    (Forces, f"{BLOCK} {ALWAYS} {RECOMPUTED}", None),
+    (Forces, f"{BLOCK} sharding.embeddings=own", None),
+    (Forces, f"{LAYER} {ALWAYS} training.max_grad_norm=100", None),
+    (Forces, f"{BLOCK} {FSDP1}", None),
     (Net, f"{LAYER} {RECOMPUTED} reshard_after_forward=to_size reshard_after_forward.size=2", None),
 ]
 
