@@ -435,6 +435,8 @@ FAULTS = (
           "for note in (trial.notes if trial else ())", "for note in ()", "report/test_golden.py"),
     Fault("notes of a trial are not in results.csv", "fsdp_lab/sweep/outputs/results_csv.py",
           '" ".join(state.notes)', '""', "report/test_golden.py"),
+    Fault("a task of a user's gets logits that are divided by the vocabulary", "fsdp_lab/training/build.py",
+          'getattr(workload.task, "compile_loss", None) is not None', 'hasattr(workload.task, "compile_loss")', LEARNS),
     # checkpoints and exported models
     Fault("a resume starts its epoch again", "fsdp_lab/training/checkpoint.py",
           'position["epoch"], position["step"], position["epoch_step"]', 'position["epoch"], position["step"], 0',

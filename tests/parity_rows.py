@@ -189,7 +189,10 @@ IN_MAKE_TEST: Cells = {
     ),
     # a microbatch of one row, or of two
     "some tokens": (f"{ROOT} training.global_batch_size=4 {ACCUMULATE}",),
-    "some classes": (f"{DDP} training.global_batch_size=4",),
+    "some classes": (
+        f"{DDP} training.global_batch_size=4",
+        f'{ROOT} training.global_batch_size=4 {TP}2 model.tp_plan={{"3":loss_parallel}}',
+    ),
     # a microbatch of one row or two; each form of gradients that are multiplied once a step
     "counted": (
         f"{DDP} training.global_batch_size=8 {ACCUMULATE}",

@@ -66,7 +66,7 @@ def build(
         to_float8(model, blocks, device)
     divided = None
     if dims.tp_mesh is not None:
-        in_tokens = hasattr(workload.task, "compile_loss")  # whose loss is our cross entropy
+        in_tokens = getattr(workload.task, "compile_loss", None) is not None  # whose loss is our cross entropy
         divided = apply_tensor_parallel(model, find_plan(model, config), dims.tp_mesh, divided_loss=in_tokens)
     units = sharding_units(model, blocks, config.sharding)
     last = last_unit(model, blocks, config.sharding)
