@@ -63,6 +63,7 @@ RULES = "test_refusals.py::test_rules_name_key_and_value"
 ALIKE = "training/test_alike.py::test_what_ranks_made_differently_ends_them_with_its_name"
 MADE_ALIKE = "training/test_alike.py::test_values_are_compared_where_they_are_real"
 ALIKE_NOTE = "training/test_alike.py::test_buffers_that_each_rank_writes_have_a_note"
+SEARCHED = "training/test_units.py::test_ddp_looks_for_what_one_of_several_steps_leaves_out"
 FAULTS = (
     # suggestions
     Fault("another trainer's name of an option is compared letter by letter", "fsdp_lab/config/suggest.py",
@@ -437,6 +438,10 @@ FAULTS = (
           '" ".join(state.notes)', '""', "report/test_golden.py"),
     Fault("a task of a user's gets logits that are divided by the vocabulary", "fsdp_lab/training/build.py",
           'getattr(workload.task, "compile_loss", None) is not None', 'hasattr(workload.task, "compile_loss")', LEARNS),
+    Fault("DDP looks for unused parameters in one step of a model that draws", "fsdp_lab/workloads/base.py",
+          "for seed in range(_DRAWS):", "for seed in range(1):", SEARCHED),
+    Fault("DDP looks for unused parameters with one sample", "fsdp_lab/workloads/base.py",
+          "self._meta_batch(2)", "self._meta_batch()", SEARCHED),
     # checkpoints and exported models
     Fault("a resume starts its epoch again", "fsdp_lab/training/checkpoint.py",
           'position["epoch"], position["step"], position["epoch_step"]', 'position["epoch"], position["step"], 0',

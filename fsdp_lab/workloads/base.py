@@ -16,12 +16,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_lab.workloads.construct import seeded, without_values
+from fsdp_lab.workloads.construct import generator_states, seeded, without_values
 
 # Tensors in any nesting of tuples, lists, mappings, dataclasses and objects that have a method `to`. Only the task and
 # the data set look inside.
 Batch = Any
 Loss = Tensor | tuple[Tensor, Tensor]  # a mean, or a sum and the number of labels that count
+_DRAWS = 8  # steps of a model that draws random numbers, which are looked at for unused parameters
 _COMPARED = 32  # samples, of which the number of tokens is looked at
 
 
@@ -176,19 +177,30 @@ class Workload:
     def parameters_without_gradient(self, on_meta: nn.Module | None = None) -> list[str]:
         """Return the names of the trainable parameters that a step on `meta` leaves without a gradient.
 
+        A model that draws random numbers may leave out others in each step, so several are tried.
+
         Args:
-            on_meta: a copy of the model, which then has gradients; None: the constructor is called.
+            on_meta: a copy of the model; None: the constructor is called.
         """
-        model = self._without_values(on_meta)
-        self._backward(model, self._meta_batch())
-        return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        model, batch, found = self._without_values(on_meta), self._meta_batch(2), list[str]()  # a batch norm wants two
+        for seed in range(_DRAWS):
+            model.zero_grad()
+            with seeded(seed):
+                before = generator_states()
+                self._backward(model, batch)
+                drew = generator_states() != before
+            found += [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+            if not drew:
+                break
+        model.zero_grad()
+        return list(dict.fromkeys(found))
 
     def _without_values(self, on_meta: nn.Module | None) -> nn.Module:
         return (without_values(self.model.build) if on_meta is None else on_meta).to("meta")
 
-    def _meta_batch(self) -> Batch:
+    def _meta_batch(self, size: int = 1) -> Batch:
         with torch.device("meta"):
-            return self.data.example_batch(1)
+            return self.data.example_batch(size)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

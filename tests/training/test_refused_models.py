@@ -3,6 +3,7 @@ on `meta`, under fake tensors, and in the first steps. What the others learn: `t
 
 from __future__ import annotations
 
+import random
 import re
 from collections import UserDict
 from typing import Any
@@ -199,6 +200,8 @@ class Model(nn.Module):
             used = [self.blocks[dist.get_rank() if differs else 0], self.blocks[2]]
         if self.kind == "dropped":
             used = used[: 3 - dist.get_rank()]
+        if self.kind == "layerdrop" and self.training:
+            used = [block for block in used if random.random() > 0.3]
         if self.kind == "unfreezes" and self.steps > 5:
             self.blocks.requires_grad_(True)
         if self.kind == "frozen":
@@ -304,7 +307,8 @@ def test_what_computes_something_else_is_refused_by_its_name() -> None:
 
 def test_what_is_kept_is_not_refused() -> None:
     """DDP keeps writes and lets ranks differ; FSDP2 allows to freeze, and to write shards."""
-    cases = [words("writes", DDP), words("dropped", DDP), words("gated", DDP), words("frozen", BLOCK)]
+    cases = [words("writes", DDP), words("dropped", DDP), words("gated", DDP), words("layerdrop", DDP)]
+    cases.append(words("frozen", BLOCK))
     leaf = (f"task.loss={__name__}.with_leaf", "training.max_steps=3")
     cases += [
         words("", *each.split(), *leaf) for each in (DDP, f"{BLOCK} precision=bf16", f"{ROOT} sharding.api=fsdp1")

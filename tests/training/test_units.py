@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast import torch_private as of_forecasts
@@ -153,6 +153,35 @@ def test_a_model_without_blocks_is_refused_where_some_are_needed(setting: str) -
     for blocks, what in (((), "repeating block"), ((Block,), "module of class Block")):
         with pytest.raises(UserError, match=rf"{setting}: Sequential has no {what}.*model.block_classes="):
             check_blocks(plain, blocks, config("sharding=root", setting))
+
+
+class Normed(nn.Module):
+    """Batch norm needs more than one sample; a draw leaves one layer out in some steps."""
+
+    def __init__(self, drops: bool = False) -> None:
+        super().__init__()
+        self.norm, self.one, self.other, self.drops = nn.BatchNorm1d(2), nn.Linear(2, 1), nn.Linear(2, 1), drops
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.one(x) if self.drops and torch.rand(1, device="cpu") > 0.7 else self.one(x) + self.other(x)
+
+    @staticmethod
+    def example_batch(size: int) -> Tensor:
+        return torch.zeros(size, 2)
+
+
+def summed(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).sum()
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_ddp_looks_for_what_one_of_several_steps_leaves_out(drops: bool) -> None:
+    model = (f"model._target_={__name__}.Normed", f"model.drops={drops}")
+    ddp = config(*model, "data=example", f"task.loss={__name__}.summed", "sharding=ddp")
+    workload, seen = build_workload(ddp.model, ddp.data, ddp.task), torch.get_rng_state()
+    assert leaves_some_unused(workload, ddp)[0] is drops
+    assert torch.equal(torch.get_rng_state(), seen)
 
 
 def test_ddp_that_looks_for_unused_parameters_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
