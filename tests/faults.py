@@ -442,6 +442,8 @@ FAULTS = (
           "for seed in range(_DRAWS):", "for seed in range(1):", SEARCHED),
     Fault("DDP looks for unused parameters with one sample", "fsdp_lab/workloads/base.py",
           "self._meta_batch(2)", "self._meta_batch()", SEARCHED),
+    Fault("a layer that computes its weight may be divided", "fsdp_lab/training/tensor_parallel.py",
+          'if "weight" not in own or own - {"weight", "bias"}:', "if False:", UNSHARDABLE),
     # checkpoints and exported models
     Fault("a resume starts its epoch again", "fsdp_lab/training/checkpoint.py",
           'position["epoch"], position["step"], position["epoch_step"]', 'position["epoch"], position["step"], 0',

@@ -169,6 +169,13 @@ def _check_module(name: str, module: nn.Module, word: str, tp: int) -> None:
             else "nn.Linear"
         )
         raise ModelError(f"the tensor-parallel plan has {name}: {word}, but that is a {kind}; {word} is for {takes}.")
+    own = {leaf for leaf, _ in module.named_parameters()}
+    if "weight" not in own or own - {"weight", "bias"}:
+        raise ModelError(
+            f"the tensor-parallel plan has {name}: {word}, but this {kind} computes its weight or bias from other "
+            f"parameters ({', '.join(sorted(own))}), as weight_norm does, and these are not divided with it; leave it "
+            "out of the plan, or use a plain layer."
+        )
     by_columns = word.startswith("rowwise") == is_linear
     size = module.get_parameter("weight").shape[int(by_columns)]
     if size % tp:

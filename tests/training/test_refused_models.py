@@ -59,6 +59,7 @@ UNSHARDABLE = {
     f"UsesWeight {BLOCK} {LONE}": r"sharding\.tp=2: .*broadcast.*name both layers in model\.tp_plan, and",
     f"UsesWeight {BLOCK} {MISSPELT}": r"has no module of that name\. Did you mean blocks\.\*\.inner\?",
     f"UsesWeight {BLOCK} {NORM}": r"has blocks\.0: sequence, but that is a \w+; sequence is for norms, whose class has",
+    f"normed_weights {BLOCK} {LONE}": r"blocks\.0\.inner: colwise, but this \w+ computes its weight or bias from other",
     f"keeps model.of_weight=true {ALWAYS}": r"blocks\.0 keeps in kept a view of its parameter inner\.weight.*clone",
     f"collects {ALWAYS}": r"blocks\.0 changes a list that it gets, of which FSDP2 hands it a copy.*sharding=root",
     f"collects {BLOCK} sharding.api=fsdp1 precision=bf16_mixed": r"blocks\.0 changes a list .* FSDP1 hands it a copy",

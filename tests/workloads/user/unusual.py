@@ -229,6 +229,10 @@ class UsesWeight(Layers):
         return y + F.linear(x, self.blocks[1].inner.weight).mean(1, keepdim=True)
 
 
+def normed_weights() -> nn.Module:
+    return Layers(*(Block(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))) for _ in range(2)))
+
+
 class ReturnsWeight(Layers):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), self.first.weight
