@@ -55,7 +55,7 @@ class MemoryProfiler:
     """Profiles the first steps of a run. `figures` has the bytes per rank and of the fullest rank.
 
     On CUDA the peaks are the allocator's, over the steps that are not followed if there are any; the tracker explains
-    them.
+    them. Evaluations and checkpoints count in `reserved_bytes` only: the allocator keeps what they took.
 
     - `peak_bytes` are the bytes that tensors requested, which a forecast predicts.
     - `active_bytes` are the blocks they lie in.
@@ -77,6 +77,7 @@ class MemoryProfiler:
         self._figures: dict[str, float] | None = None
         self._cuda = ranks.device.type == "cuda"
         self._measured: dict[str, float] = {}  # by the allocator; again only after a step, which takes workspaces anew
+        self._of_steps: dict[str, float] = {}  # the largest of steps that were not followed
         self._steps_since = 0
         self.failed_at = ""  # where an operator of a step that was followed failed, in words
         if self.detail is not Detail.off:
@@ -120,6 +121,11 @@ class MemoryProfiler:
             self._measured = allocator_figures(self.ranks.device)
             start_clean(self.ranks.device)
 
+    def epoch_begins(self) -> None:
+        """Let the peaks of an evaluation and a checkpoint pass, when `figures` has those of the steps before."""
+        if self._cuda and self._measured and not self._steps_since:
+            torch.cuda.reset_peak_memory_stats(self.ranks.device)
+
     def step_done(self) -> None:
         """Count a step that was not followed."""
         self._steps_since += 1
@@ -160,7 +166,11 @@ class MemoryProfiler:
 
     def _allocator_figures(self, explained: float) -> dict[str, float]:
         if self._steps_since or not self._measured:
-            self._measured, self._steps_since = allocator_figures(self.ranks.device), 0
+            self._of_steps = {
+                key: max(value, self._of_steps.get(key, 0.0))
+                for key, value in allocator_figures(self.ranks.device).items()
+            }
+            self._measured, self._steps_since = self._of_steps, 0
         return {**self._measured, "other_bytes": self._measured["peak_bytes"] - explained}
 
 

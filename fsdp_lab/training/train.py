@@ -171,6 +171,7 @@ def _train(
     while not config.training.is_through(state.epoch, state.step):
         loaders.order.go_to(state.epoch, state.epoch_step)
         cores = watch_cores() if ranks.local_rank == 0 else None
+        watch.memory.epoch_begins()
         metrics, losses = train_epoch(state, workload.task, loaders.train, config, ranks.device, dims, watch)
         on_step_losses(losses)
         times = watch.timer.take()
@@ -181,12 +182,12 @@ def _train(
         metrics.update(speed_metrics(times, config, ranks, flops, waited, per_sample, timed))
         if state.epoch == first_epoch and (late := buffer_notes(state.model, dims.dp_degree)):
             reporter.facts({**facts, "dp_degree_of_losses": dims.dp_degree, "notes": [*notes, *late]})
+        metrics.update(watch.memory.figures())
         watch.checks.evaluation()
         metrics.update(evaluate(state, workload.task, loaders.val, config, ranks.device, dims))
         watch.checks.check()
         if in_tokens:
             metrics.update(token_metrics(metrics["val/loss"], data.bytes_per_token))
-        metrics.update(watch.memory.figures())
         metrics.update(epoch=state.epoch + 1, step=state.step)
         if state.epoch_step >= steps_per_epoch:  # else max_steps cut it short: a resume takes the rest
             state.epoch, state.epoch_step, state.so_far = state.epoch + 1, 0, {}

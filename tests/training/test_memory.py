@@ -133,8 +133,14 @@ def test_a_gpus_memory_is_that_of_steps_that_are_not_followed(tmp_path: Path, mo
     figures = profiler.figures()
     assert {name: figures[f"memory/{name}"] for name in expected} == expected
     assert figures["memory/other_bytes"] == 800 - 700
+    hold(1700, 1800, 2100)  # an evaluation
+    profiler.epoch_begins()
+    hold(900, 1500, 2100)  # smaller blocks, of which one more is kept
+    profiler.step_done()
+    later = {**expected, "peak_bytes": 900 - 64, "reserved_bytes": 2100}
+    assert {name: profiler.figures()[f"memory/{name}"] for name in later} == later
     written = json.loads((tmp_path / "memory_peaks_rank0.json").read_text())
-    assert written["allocator"] == expected and written["peaks"]["device"]["total"] == 700
+    assert written["allocator"] == later and written["peaks"]["device"]["total"] == 700
 
 
 def run_out(words: list[str]) -> tuple[list[str], dict[str, str]]:
