@@ -56,6 +56,7 @@ COMPUTES = "training/test_refused_models.py::test_what_computes_something_else_i
 UNSHARDABLE = "training/test_refused_models.py::test_what_cannot_be_sharded_is_refused_by_its_name"
 CHANGES_ONCE = "training/test_activation_checkpointing.py::test_what_a_forward_pass_changes_changes_once"
 SAME_IMAGES = "training/test_start.py::test_a_step_sees_the_same_images_on_any_number_of_workers"
+MODES = "training/test_optimizer.py::test_an_optimizer_with_modes_is_in_train_mode_for_steps_and_else_in_eval_mode"
 BEST = "training/test_model_state.py::test_the_weights_of_the_best_epoch_are_exported"
 ADDED_UP = "training/test_memory.py::test_gradients_are_added_up_as_in_training"
 REFUSES = "test_refusals.py::test_each_command_refuses_at_once_and_names_key_and_value"
@@ -292,6 +293,21 @@ FAULTS = (
     Fault("a forecast answers what an optimizer reads", "fsdp_lab/forecast/fake.py",
           "or _is_step_count(args[0], asks)", "or True",
           "forecast/test_memory.py::test_an_optimizer_that_reads_a_value_has_no_forecast"),
+    Fault("an optimizer with modes is validated as it trains", "fsdp_lab/training/checkpoint.py",
+          '        self._switch("eval")\n', "", MODES),
+    Fault("weights of the other mode are still gathered", "fsdp_lab/training/checkpoint.py",
+          "            reshard(self.model)  #", "            #", MODES),
+    Fault("the plain loop validates an optimizer with modes as it trains", "fsdp_lab/training/plain.py",
+          '    set_mode(optimizer, "eval")\n    figures[metrics.CHECK', "    figures[metrics.CHECK",
+          f"{PLAIN}::test_a_trial_takes_its_first_steps"),
+    Fault("weights of eval mode are loaded as those of train mode", "fsdp_lab/training/checkpoint.py",
+          "        state.eval()  #", "        #", f"{CHECKPOINT}::test_stopped_and_resumed_is_uninterrupted"),
+    Fault("the state of an optimizer with modes is not loaded", "fsdp_lab/training/checkpoint.py",
+          "                del self.optimizer.state[parameter]", "                pass",
+          f"{CHECKPOINT}::test_stopped_and_resumed_is_uninterrupted"),
+    Fault("an optimizer that needs a closure fails in its first step", "fsdp_lab/training/own_optimizer.py",
+          "if closure is not None and", "if False and",
+          "training/test_optimizer.py::test_what_is_no_optimizer_is_refused"),
     Fault("a smaller setting is called the fastest", "fsdp_lab/report/recommend.py",
           "EQUAL if roomy else", "EQUAL if False else",
           "forecast/test_cli.py::test_the_fastest_is_recommended_though_a_plainer_is_near"),

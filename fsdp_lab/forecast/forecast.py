@@ -281,7 +281,6 @@ def _follow(
         if isinstance(state.model, DistributedDataParallel) and config.precision.reduce_dtype is Dtype.float32:
             # what DDP does in C++, where the fake group has no result
             state.model.register_comm_hook(None, allreduce_hook)
-        state.model.train()
         for _ in range(TRACKED_STEPS - 1):
             train_step(state, workload.task, fake_microbatches(workload, config, dims), config, device)
         trace.flat_streams = flat_streams(state.model)

@@ -87,7 +87,9 @@ def build(
     check_settings(optimizer, model, settings, config)
     scaler = build_scaler(config, home)
     lr_schedule = build_lr_schedule(optimizer, config.lr_schedule, steps_per_epoch, total_steps)
-    return TrainState(model, optimizer, scaler, lr_schedule, layout, dims, num_params)
+    state = TrainState(model, optimizer, scaler, lr_schedule, layout, dims, num_params)
+    state.train()
+    return state
 
 
 def leaves_some_unused(

@@ -34,6 +34,7 @@ from fsdp_lab.training.checkpoint_source import check_meta, check_same_trial, tr
 from fsdp_lab.training.distributed import DistributedContext, ParallelDims, together
 from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.model_state import AsSaved, CheckpointError, load_model_state, model_state
+from fsdp_lab.training.torch_private import reshard
 
 Metrics = dict[str, float]
 
@@ -109,6 +110,23 @@ class TrainState(Stateful):
             else:
                 group["lr"] = rate
 
+    def train(self) -> None:
+        """Set the model to train mode, and an optimizer that has modes."""
+        self.model.train()
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Set the model to eval mode, and an optimizer that has modes: schedule-free ones then average the weights."""
+        self.model.eval()
+        self._switch("eval")
+
+    def _switch(self, mode: str) -> None:
+        if callable(switch := getattr(self.optimizer, mode, None)):
+            reshard(self.model)  # what an evaluation has left gathered is of the other mode
+            switch()
+            for parameter in [key for key, value in self.optimizer.state.items() if not value]:
+                del self.optimizer.state[parameter]  # a look makes an entry, which DCP takes for the state of a step
+
     def weights(self) -> dict[str, Any]:
         """Return the sharded state of the model and of its optimizer."""
         return {
@@ -183,6 +201,8 @@ class Checkpoints:
             return None
         name, meta = source.name, source.meta
         check_meta(meta, name, self.config)
+        state.weights()  # makes the optimizer's state, by a step in train mode
+        state.eval()  # as weights are saved; DCP loads them in place
         if is_own:
             check_same_trial(meta, name, self.config)
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab.config.metrics import CHANGE_NORM, CHECK_SAMPLES, CHECK_STEPS, CHECK_VAL_LOSS, EVAL_LOSS, FIRST_GRAD_NORM
@@ -20,6 +20,7 @@ from fsdp_lab.training.distributed import ParallelDims, largest
 from fsdp_lab.training.memory import start_clean
 from fsdp_lab.training.plain_state import put_back, state_of
 from fsdp_lab.training.step_checks import StepChecks
+from fsdp_lab.training.torch_private import reshard
 from fsdp_lab.workloads.base import Batch, Dataset
 from fsdp_lab.workloads.construct import seeded
 from fsdp_lab.workloads.user.data import Marked
@@ -38,7 +39,7 @@ class FirstSteps:
     Args:
         val: the validation split.
         mean_loss: evaluates batches of this rank, and returns the mean loss over all ranks; None: no label counts. The
-            model is in eval mode then.
+            state is in eval mode then.
         resumed: the trial has other first weights than those of its constructor.
     """
 
@@ -55,7 +56,7 @@ class FirstSteps:
         resumed: bool,
     ) -> None:
         self._config, self._device, self._dims, self._checks, self._mean_loss = config, device, dims, checks, mean_loss
-        self._val, self._model = val, state.model
+        self._val, self._state, self._model = val, state, state.model
         steps = min(CHECK_STEPS, loaders.order.steps_per_epoch, config.training.max_steps or CHECK_STEPS)
         self._last = steps if config.check.enabled and not resumed and state.step == 0 else -1
         self._first_weights: list[Tensor] | None = None
@@ -128,10 +129,8 @@ class FirstSteps:
         with seeded(seed), self._checks.comparing():
             self._note(key, self._mean_loss(self._announced(batches)))
         put_back(self._model, before)
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # the root keeps its parameters, for a backward pass that does not come
-        self._model.train()
+        reshard(self._model)  # the root keeps its parameters, for a backward pass that does not come
+        self._state.train()
 
     def _announced(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:

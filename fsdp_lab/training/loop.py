@@ -228,7 +228,7 @@ def train_epoch(
         DivergedError: a step's loss is not finite. Raised within ten steps.
         UserError: see `StepChecks.step`.
     """
-    state.model.train()
+    state.train()
     scheduled, steps_before = state.lr_schedule.last_epoch, state.step
     losses, norms, labels, check = [], [], [], LossCheck(state.step, device, watch.checks)
     watch.timer.start()
@@ -314,9 +314,9 @@ def mean_metrics(
     """Return the task's metrics over the batches of all ranks, each sample counted once; empty metrics are left out.
 
     Args:
-        state: its model is set to eval mode.
+        state: its model and its optimizer are set to eval mode.
     """
-    state.model.eval()
+    state.eval()
     totals: dict[str, Tensor] = {}  # by metric: sum and count
     for batch in loader:
         batch = to_device(batch, device)

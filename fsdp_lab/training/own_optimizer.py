@@ -58,6 +58,13 @@ def build_own(config: TrialConfig, target: str, params: list[nn.Parameter], lr: 
         raise UserError(
             f"optimizer._target_={target} returns a {type(made).__name__}; it must return a torch.optim.Optimizer."
         )
+    closure = (parameters(made.step) or {}).get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UserError(
+            f"optimizer._target_={target}: step() of {type(made).__name__} needs a closure that computes the loss, "
+            "but fsdp_lab calls step() once after the backward pass; use an optimizer that needs none, such as "
+            "optimizer=adamw."
+        )
     return made
 
 

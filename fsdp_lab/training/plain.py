@@ -83,12 +83,15 @@ def train(config: TrialConfig, model: nn.Module, batches: Batches, scale: float 
     states = [state_of(model) for _ in range(batches.parts)]  # each rank has its own buffers
     first_weights = [p.detach().to("cpu", copy=True) for p in model.parameters()]
     optimizer = build_optimizer(config, model, batches.parts)
+    set_mode(optimizer, "train")
     lr_schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: lr_factor(config, s, batches.steps_per_epoch))
     figures, losses, draws = dict[str, float](), list[float](), False
     for step in range(batches.num_steps):
         batch = batches.train(step)
         if step == 0:
+            set_mode(optimizer, "eval")
             figures[metrics.EVAL_LOSS] = evaluate(config, model, batch, states)
+            set_mode(optimizer, "train")
         optimizer.zero_grad()
         loss, drew = backward(config, model, batch, states, step, scale)
         figures.setdefault(metrics.FIRST_GRAD_NORM, clip_gradients(model, config.training.max_grad_norm))
@@ -97,6 +100,7 @@ def train(config: TrialConfig, model: nn.Module, batches: Batches, scale: float 
         losses, draws = [*losses, loss], draws or drew
     changes = [(p.detach().cpu() - w).abs().double() for p, w in zip(model.parameters(), first_weights, strict=True)]
     figures[metrics.CHANGE_NORM] = math.sqrt(sum(float(change.square().sum()) for change in changes))
+    set_mode(optimizer, "eval")
     figures[metrics.CHECK_VAL_LOSS] = evaluate(config, model, batches.val(), states)
     figures[metrics.FIRST_LOSS] = losses[0]
     if early := losses[1:]:
@@ -167,6 +171,11 @@ def build_optimizer(config: TrialConfig, model: nn.Module, parts: int) -> torch.
         return torch.optim.SGD(params, lr, momentum=o.momentum, weight_decay=o.weight_decay)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[o.name.name]
     return kind(params, lr, betas=(o.beta1, o.beta2), weight_decay=o.weight_decay)
+
+
+def set_mode(optimizer: torch.optim.Optimizer, mode: str) -> None:
+    """Call `train` or `eval` of an optimizer that has modes, as schedule-free ones do."""
+    getattr(optimizer, mode, lambda: None)()
 
 
 def lr_factor(config: TrialConfig, step: int, steps_per_epoch: int) -> float:

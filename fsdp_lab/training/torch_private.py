@@ -56,6 +56,9 @@ NAMES = (
     Name(
         "torch.distributed.fsdp._flat_param", "FlatParamHandle._all_gather_flat_param", ("padded_unsharded_flat_param",)
     ),
+    Name("torch.distributed.fsdp._flat_param", "FlatParamHandle.reshard", ("free_unsharded_flat_param",)),
+    Name("torch.distributed.fsdp._flat_param", "FlatParamHandle.needs_unshard", ()),
+    Name("torch.distributed.fsdp._flat_param", "FlatParamHandle.uses_sharded_strategy"),
     Name("torch", "Tensor._base"),
     Name("torch._C", "_current_graph_task_id"),
     Name("torch.distributed._tools.common_utils", "get_untyped_storages", ("t",)),
@@ -132,6 +135,17 @@ def flat_units(model: nn.Module) -> list[tuple[str, Any]]:
     """Return the name of each of FSDP1's units that has parameters, and what handles them; the root first."""
     named = ((name, module) for name, module in model.named_modules() if isinstance(module, FullyShardedDataParallel))
     return [(original_name(name), unit._handle) for name, unit in named if unit._handle is not None]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what an evaluation has left gathered, so that the next pass gathers it again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for _, handle in flat_units(model):
+        was_gathered = handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded")
+        if was_gathered and not handle.needs_unshard():
+            handle.reshard(True)
 
 
 def _units_of(model: nn.Module) -> list[Any]:

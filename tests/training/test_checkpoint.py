@@ -26,6 +26,7 @@ SAME_RANKS: dict[str, list[str]] = {
         SYNC, *SCALER, *COSINE, "activation_checkpointing=full", "optimizer.lr=0.001",
         "optimizer._target_=tests.workloads.user.optim.Lion",
     ],
+    "own_with_modes": [SYNC, "optimizer.lr=0.3", "optimizer._target_=tests.workloads.user.optim.ScheduleFree"],
     "async": [ASYNC, "optimizer=adamw", "lr_schedule=step", "lr_schedule.gamma=0.5"],
     "fp16_mixed_offload": [ASYNC, "precision=fp16_mixed", "offload=cpu", "init=rank0", "sharding=root"],
     "ddp": [*ADAM, "sharding=ddp"],
@@ -116,8 +117,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 @pytest.mark.parametrize(
     "same",
-    ["adam", "own_lion_fp16_cosine",
-     *(pytest.param(name, marks=pytest.mark.ci) for name in [*SAME_RANKS][2:])],
+    ["adam", "own_lion_fp16_cosine", "own_with_modes",
+     *(pytest.param(name, marks=pytest.mark.ci) for name in [*SAME_RANKS][3:])],
 )  # fmt: skip
 def test_stopped_and_resumed_is_uninterrupted(runs: Runs, same: str) -> None:
     whole, stopped, resumed = (runs[1][f"{same} {part}"] for part in ("whole", "stopped", "resumed"))

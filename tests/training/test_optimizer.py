@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from fsdp_lab.config import UserError, to_dict
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer
 from tests.ranks import config, run_ranks, train_all
+from tests.workloads.user.optim import ScheduleFree
 
 HALF_SQRT2 = math.sqrt(2) / 2
 
@@ -84,6 +87,8 @@ NO_OPTIMIZER = {
     "torch.optim.RAdam optimizer.lr=fast": r"optimizer\.lr=fast is text; use a number",
     "torch.nn.ReLU": r"torch\.nn\.ReLU has no parameter params; fsdp_lab calls it with params=",
     f"{OWN}.Picky": r"Picky with optimizer\.lr=0\.001 fails: ValueError: .* \(tests/.*/optim\.py:\d+\)",
+    "torch.optim.LBFGS": r"_target_=torch\.optim\.LBFGS: step\(\) of LBFGS needs a closure .*optimizer=adamw",
+    f"{OWN}.Asks": r"Asks: step\(\) of Asks needs a closure",
     f"{OWN}.no_optimizer": r"returns a Identity; it must return a torch\.optim\.Optimizer",
 }
 
@@ -92,6 +97,58 @@ NO_OPTIMIZER = {
 def test_what_is_no_optimizer_is_refused(target: str) -> None:
     with pytest.raises(UserError, match=NO_OPTIMIZER[target]):
         build_own(*f"optimizer._target_={target}".split())
+
+
+class Rows:
+    def __init__(self, split: str) -> None:
+        self.x = torch.randn(64, 8, generator=torch.Generator().manual_seed(len(split)))
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.x[i], self.x[i].sum().tanh()
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0])[:, 0], batch[1])
+
+
+def average_in_a_plain_loop() -> tuple[list[float], list[float]]:
+    """The loss of every step, and that of each validation."""
+    torch.manual_seed(0)
+    model, rows, losses, validations = Net(), Rows("train"), [], []
+    optimizer = ScheduleFree(model.parameters(), lr=0.5)
+    for epoch in range(2):
+        optimizer.train()
+        for part in torch.randperm(64, generator=torch.Generator().manual_seed(epoch)).split(16):
+            loss = squares(model, default_collate([rows[i] for i in part.tolist()]))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        optimizer.eval()
+        validations.append(squares(model, default_collate([*Rows("val")])).item())
+    return losses, validations
+
+
+def test_an_optimizer_with_modes_is_in_train_mode_for_steps_and_else_in_eval_mode() -> None:
+    own = [f"model._target_={__name__}.Net", f"data._target_={__name__}.Rows", f"task.loss={__name__}.squares",
+           f"optimizer._target_={OWN}.ScheduleFree", "optimizer.lr=0.5", "training.epochs=2",
+           "data.num_train=64", "data.num_val=64", "training.global_batch_size=16"]  # fmt: skip
+    shardings = ("sharding=ddp", "sharding=root", "sharding=per_layer reshard_after_forward=never",
+                 "sharding=root sharding.api=fsdp1", "sharding=per_layer sharding.api=fsdp1")  # fmt: skip
+    expected, validations = average_in_a_plain_loop()
+    for sharding, (losses, reported) in zip(
+        shardings, run_ranks(2, train_all, [[*own, *each.split()] for each in shardings])[0], strict=True
+    ):
+        assert losses == pytest.approx(expected, rel=1e-5), sharding
+        assert [epoch["val/loss"] for epoch in reported] == pytest.approx(validations, rel=1e-5), sharding
 
 
 MLP = ["model=mlp", "optimizer=sgd", "sharding=per_block"]

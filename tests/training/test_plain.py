@@ -197,6 +197,7 @@ CASES = {
     "per_block": ("sharding=per_block", "training.grad_accum_steps=2", "data.loader_workers=1"),
     "fsdp1": ("sharding=per_block", "sharding.api=fsdp1"),
     "offload": ("sharding=per_layer", "offload=cpu", "training.max_steps=2"),
+    "modes": ("sharding=per_block", "optimizer._target_=tests.workloads.user.optim.ScheduleFree", "optimizer.lr=0.3"),
     "noisy data": ("sharding=root", f"data._target_={__name__}.Noisy"),
     "dropout": ("sharding=per_block", "model.drop=0.5"),
 }

@@ -71,6 +71,47 @@ class Langevin(torch.optim.SGD):
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD whose weights are an average in eval mode, and in train mode a point beside it (arXiv 2405.15682)."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "steps": 0})
+        self.in_training = False
+
+    def train(self) -> None:
+        self._move(True, lambda beta: 1 - beta)
+
+    def eval(self) -> None:
+        self._move(False, lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def _move(self, to_train: bool, share: Callable[[float], float]) -> None:
+        for group in self.param_groups if to_train != self.in_training else ():
+            for parameter in group["params"]:
+                if "z" in self.state[parameter]:
+                    parameter.lerp_(self.state[parameter]["z"], share(group["beta"]))
+        self.in_training = to_train
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert self.in_training, "the optimizer is not in train mode"
+        for group in self.param_groups:
+            group["steps"] += 1
+            share, lr, beta = 1 / group["steps"], group["lr"], group["beta"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    z = self.state[parameter].setdefault("z", parameter.clone())
+                    parameter.lerp_(z, share).add_(parameter.grad, alpha=lr * (beta * (1 - share) - 1))
+                    z.sub_(parameter.grad, alpha=lr)
+
+
+class Asks(torch.optim.SGD):
+    """Takes no step without a closure, and may have more arguments."""
+
+    def step(self, closure: Callable[[], float], scale: float = 1.0) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
 class Picky(torch.optim.SGD):
     """Takes no vectors."""
 
