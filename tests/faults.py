@@ -56,6 +56,7 @@ COMPUTES = "training/test_refused_models.py::test_what_computes_something_else_i
 UNSHARDABLE = "training/test_refused_models.py::test_what_cannot_be_sharded_is_refused_by_its_name"
 CHANGES_ONCE = "training/test_activation_checkpointing.py::test_what_a_forward_pass_changes_changes_once"
 SAME_IMAGES = "training/test_start.py::test_a_step_sees_the_same_images_on_any_number_of_workers"
+OWN_PARTS = "training/test_optimizer.py::test_a_step_by_a_number_of_a_ranks_own_part_is_refused"
 MODES = "training/test_optimizer.py::test_an_optimizer_with_modes_is_in_train_mode_for_steps_and_else_in_eval_mode"
 BEST = "training/test_model_state.py::test_the_weights_of_the_best_epoch_are_exported"
 ADDED_UP = "training/test_memory.py::test_gradients_are_added_up_as_in_training"
@@ -305,6 +306,16 @@ FAULTS = (
     Fault("the state of an optimizer with modes is not loaded", "fsdp_lab/training/checkpoint.py",
           "                del self.optimizer.state[parameter]", "                pass",
           f"{CHECKPOINT}::test_stopped_and_resumed_is_uninterrupted"),
+    Fault("an optimizer reads numbers of a rank's own part in silence", "fsdp_lab/training/own_step.py",
+          "if func is ITEM and", "if False and", OWN_PARTS),
+    Fault("ranks keep other numbers for their next steps", "fsdp_lab/training/own_step.py",
+          "abs(one - other) > _ROUNDING", "abs(one - other) > 1e9", OWN_PARTS),
+    Fault("an optimizer takes FSDP1's flat parts for whole tensors", "fsdp_lab/training/own_step.py",
+          '"" if reads.exchanges or not self._is_flat', '"" if True', OWN_PARTS),
+    Fault("an optimizer that exchanges its norms is refused", "fsdp_lab/training/own_step.py",
+          "self.exchanges |= ", "self.exchanges &= ", OWN_PARTS),
+    Fault("what DTensor cannot compute is PyTorch's error", "fsdp_lab/training/explain.py",
+          "if config.optimizer.target is None or", "if True or", OWN_PARTS),
     Fault("an optimizer that needs a closure fails in its first step", "fsdp_lab/training/own_optimizer.py",
           "if closure is not None and", "if False and",
           "training/test_optimizer.py::test_what_is_no_optimizer_is_refused"),

@@ -22,9 +22,9 @@ from torch.nn.parallel import distributed as ddp
 
 from fsdp_lab.forecast.speed.program import FUSED, Stream
 from fsdp_lab.machine.private import Name
-from fsdp_lab.training.torch_private import compiled_code_runs
+from fsdp_lab.training.torch_private import ITEM, compiled_code_runs
 
-__all__ = ["DataDependentOutputException", "DynamicOutputShapeException", "FakeTensorMode"]
+__all__ = ["ITEM", "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensorMode"]
 
 _HAS_ADDRESS = "_data_ptr_allocated"
 _DEVICE_OF_MESH = "_get_device_from_mesh"
@@ -45,7 +45,6 @@ NAMES = (
 )
 
 STEP_IF_FINITE = "_maybe_opt_step"  # the method of a GradScaler that asks whether a gradient was infinite
-ITEM = torch.ops.aten._local_scalar_dense.default
 FLOAT8_PRODUCT = torch.ops.aten._scaled_mm.out
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward

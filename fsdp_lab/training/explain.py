@@ -17,6 +17,7 @@ from fsdp_lab.config.trial import TrialConfig
 
 _FREED = "out of bounds for storage of size 0"
 _MIXED = "mixed torch.Tensor and DTensor"
+_NO_RULE = ("Sharding propagation failed", "sharding strategy")  # of DTensor
 _FLAT = ("got 1-D tensor", "must be 2-D", "size mismatch, got input")  # the part of a weight that a rank keeps
 _SIZES = (
     "invalid for input of size",
@@ -52,6 +53,26 @@ def sharding_explained(model: nn.Module, config: TrialConfig, forward: bool) -> 
             "sharding=ddp: some parameters got no gradient in the last step, for example because layers are dropped at "
             "random or frozen later, and DDP waits for every gradient; use every layer in each step (add 0 times its "
             "output), or, if all ranks leave out the same ones, sharding=root or per_block."
+        ) from error
+
+
+@contextmanager
+def optimizer_explained(config: TrialConfig) -> Iterator[None]:
+    """Explain an error of the step of the user's optimizer that comes from sharded parameters.
+
+    Raises:
+        UserError: PyTorch has no rule for an operation on a `DTensor`, or one meets a plain tensor.
+    """
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if config.optimizer.target is None or not any(words in str(error) for words in (*_NO_RULE, _MIXED)):
+            raise
+        raise UserError(
+            f"sharding={config.sharding.granularity.name}: PyTorch cannot take the step of "
+            f"optimizer._target_={config.optimizer.target} with sharded parameters{_at(error)}: "
+            f"{str(error).strip().partition(chr(10))[0]} Let it work on x.full_tensor(), or use another optimizer, or "
+            "sharding=ddp, which keeps parameters whole."
         ) from error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
@@ -24,13 +24,14 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
-from fsdp_lab.training.explain import sharding_explained
+from fsdp_lab.training.explain import optimizer_explained, sharding_explained
 from fsdp_lab.training.fsdp1 import reduced_later
 from fsdp_lab.training.memory import MemoryProfiler
+from fsdp_lab.training.own_step import OwnStep
 from fsdp_lab.training.parallelize import compute_precision, free_after_backward, set_gradient_sync
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer
-from fsdp_lab.training.step_checks import MEAN, SUM_AND_COUNT, StepChecks
+from fsdp_lab.training.step_checks import FIRST_STEPS, MEAN, SUM_AND_COUNT, StepChecks
 from fsdp_lab.training.step_loss import StepLoss
 from fsdp_lab.training.tensor_parallel import divided_loss, whole
 from fsdp_lab.workloads.base import Batch, Task, tensors_of, to_device
@@ -49,6 +50,7 @@ def train_step(
     device: torch.device,
     passed: Callable[..., None] = lambda *event: None,
     norm_too: bool = False,
+    watched: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Tensor, Tensor | None]:
     """Take one optimizer step over the microbatches of this rank.
 
@@ -58,6 +60,7 @@ def train_step(
         passed: called after each `forward` pass, with its loss, and each `backward` pass, once with the form of the
             loss, before ranks exchange what depends on it, and once with `gradients`, before these are used.
         norm_too: compute the norm of the gradients, unless some are sparse.
+        watched: the context in which the optimizer takes its step.
 
     Returns:
         this rank's part of the loss, whose mean over the ranks is that of the global batch, and the norm of all
@@ -69,7 +72,7 @@ def train_step(
     passed("gradients")
     is_dense = all(p.grad is None or p.grad.layout is torch.strided for p in state.model.parameters())
     state.lr = float(state.optimizer.param_groups[0]["lr"])
-    grad_norm = update(state, config, has_norm=has_norms(task, config) or (norm_too and is_dense))
+    grad_norm = update(state, config, has_norm=has_norms(task, config) or (norm_too and is_dense), watched=watched)
     scale = state.scaler.get_scale()  # a sync point: one a step
     if scale >= state.loss_scale:  # a smaller one says that the step was skipped
         state.lr_schedule.step()
@@ -84,14 +87,20 @@ def has_norms(task: Task, config: TrialConfig) -> bool:
     return config.training.max_grad_norm is not None or task.unit == "tokens"
 
 
-def update(state: TrainState, config: TrialConfig, has_norm: bool) -> Tensor | None:
+def update(
+    state: TrainState,
+    config: TrialConfig,
+    has_norm: bool,
+    watched: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Tensor | None:
     """Let the optimizer use and free the gradients, unless one of any rank overflows; return their norm if asked."""
     grad_norm = None
     if has_norm or isinstance(state.scaler, ShardedGradScaler):  # which asks the other ranks for overflows here only
         state.scaler.unscale_(state.optimizer)
     if has_norm:
         grad_norm = clip_gradients(state.model, config.training.max_grad_norm)
-    state.scaler.step(state.optimizer)
+    with optimizer_explained(config), watched():
+        state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad()
     return grad_norm
@@ -231,13 +240,17 @@ def train_epoch(
     state.train()
     scheduled, steps_before = state.lr_schedule.last_epoch, state.step
     losses, norms, labels, check = [], [], [], LossCheck(state.step, device, watch.checks)
+    own = OwnStep(state.optimizer, state.model, config, dims)
     watch.timer.start()
     _seed(config, state.step, dims)
     for microbatches in _by_step(loader, config.training.grad_accum_steps, watch.timer):
         _seed(config, state.step, dims)
         is_first = watch.first.is_first(state.step)
         with watch.step(state, microbatches):
-            loss, norm = train_step(state, task, microbatches, config, device, watch.checks.passed, norm_too=is_first)
+            loss, norm = train_step(
+                state, task, microbatches, config, device, watch.checks.passed, is_first,
+                own.watched if state.step < FIRST_STEPS and config.optimizer.target else nullcontext,
+            )  # fmt: skip
             if is_first:
                 watch.first.grad_norm = norm
         losses.append(loss)

@@ -13,6 +13,7 @@ from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.parallel import Api, Granularity
 from fsdp_lab.config.target import import_callable, in_words, instantiate, parameters
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.own_step import reads_refused
 from fsdp_lab.training.torch_private import FakeTensorMode
 from fsdp_lab.workloads.base import original_name, unwrapped
 
@@ -37,7 +38,8 @@ def build_own(config: TrialConfig, target: str, params: list[nn.Parameter], lr: 
         # what PyTorch chooses on a GPU; a forecast is made on a CPU, where it chooses otherwise
         arguments["foreach"] = config.sharding.granularity is Granularity.ddp
     try:
-        made = function(params=params, **arguments)
+        with reads_refused(f"the constructor of optimizer._target_={target}"):
+            made = function(params=params, **arguments)
     except (
         TypeError,
         ValueError,

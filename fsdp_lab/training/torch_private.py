@@ -77,6 +77,7 @@ NAMES = (
 
 GATHER, SCATTER = torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default  # output, input
 FLAT_GATHER = torch.ops.c10d.allgather_.default  # FSDP1's, of tensors on a CPU
+ITEM = torch.ops.aten._local_scalar_dense.default
 CAST = torch.ops.aten._to_copy.default
 FUNCTIONAL_COLLECTIVES = (
     torch.ops._c10d_functional.all_reduce.default,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from fsdp_lab.config import UserError, to_dict
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer
 from tests.ranks import config, run_ranks, train_all
-from tests.workloads.user.optim import ScheduleFree
+from tests.training.test_constructor import outcomes
+from tests.workloads.user import optim
 
 HALF_SQRT2 = math.sqrt(2) / 2
 
@@ -111,44 +114,80 @@ class Rows:
 
 
 class Net(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    def __init__(self, bias: bool = True) -> None:
+        layers = [nn.Linear(8, width, bias) for width in (8, 8, 1)]
+        super().__init__(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
 def squares(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0])[:, 0], batch[1])
 
 
-def average_in_a_plain_loop() -> tuple[list[float], list[float]]:
-    """The loss of every step, and that of each validation."""
+@cache
+def plain(kind: Any, lr: float) -> tuple[list[float], list[float]]:
+    """The loss of every step of a plain loop, and that of each validation."""
     torch.manual_seed(0)
     model, rows, losses, validations = Net(), Rows("train"), [], []
-    optimizer = ScheduleFree(model.parameters(), lr=0.5)
+    optimizer = kind(model.parameters(), lr=lr)
     for epoch in range(2):
-        optimizer.train()
+        getattr(optimizer, "train", lambda: None)()
         for part in torch.randperm(64, generator=torch.Generator().manual_seed(epoch)).split(16):
             loss = squares(model, default_collate([rows[i] for i in part.tolist()]))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        optimizer.eval()
+        getattr(optimizer, "eval", lambda: None)()
         validations.append(squares(model, default_collate([*Rows("val")])).item())
     return losses, validations
 
 
+def own(target: str, lr: float, *more: str) -> list[str]:
+    return [f"model._target_={__name__}.Net", f"data._target_={__name__}.Rows", f"task.loss={__name__}.squares",
+            f"optimizer._target_={target}", f"optimizer.lr={lr}", "training.epochs=2",
+            "data.num_train=64", "data.num_val=64", "training.global_batch_size=16", *more]  # fmt: skip
+
+
+DDP, LAYER, NEVER = "sharding=ddp", "sharding=per_layer", "sharding=per_layer reshard_after_forward=never"
+ROOT, FSDP1 = "sharding=root", "sharding=root sharding.api=fsdp1"
+
+
 def test_an_optimizer_with_modes_is_in_train_mode_for_steps_and_else_in_eval_mode() -> None:
-    own = [f"model._target_={__name__}.Net", f"data._target_={__name__}.Rows", f"task.loss={__name__}.squares",
-           f"optimizer._target_={OWN}.ScheduleFree", "optimizer.lr=0.5", "training.epochs=2",
-           "data.num_train=64", "data.num_val=64", "training.global_batch_size=16"]  # fmt: skip
-    shardings = ("sharding=ddp", "sharding=root", "sharding=per_layer reshard_after_forward=never",
-                 "sharding=root sharding.api=fsdp1", "sharding=per_layer sharding.api=fsdp1")  # fmt: skip
-    expected, validations = average_in_a_plain_loop()
-    for sharding, (losses, reported) in zip(
-        shardings, run_ranks(2, train_all, [[*own, *each.split()] for each in shardings])[0], strict=True
-    ):
+    shardings = (DDP, ROOT, NEVER, FSDP1, "sharding=per_layer sharding.api=fsdp1")
+    expected, validations = plain(optim.ScheduleFree, 0.5)
+    cases = [own(f"{OWN}.ScheduleFree", 0.5, *each.split()) for each in shardings]
+    for sharding, (losses, reported) in zip(shardings, run_ranks(2, train_all, cases)[0], strict=True):
         assert losses == pytest.approx(expected, rel=1e-5), sharding
         assert [epoch["val/loss"] for epoch in reported] == pytest.approx(validations, rel=1e-5), sharding
+
+
+OF_PARTS = r"each rank of sharding\.api=fsdp1 has a flat part.*Use sharding\.api=fsdp2"
+READS = r"reads a number of a sharded tensor"
+# An optimizer and a sharding: the message that refuses it; "" where it trains as a plain loop.
+STEPS = {
+    f"Normalized {LAYER}": "", f"Normalized {FSDP1}": rf"makes one number of a tensor \(.*norm\), of .*{OF_PARTS}",
+    f"ByNumber {DDP}": "",
+    f"ByNumber {LAYER}": rf"the step of .*ByNumber {READS} \(tests/.*/optim\.py:\d+\).*full_tensor",
+    f"ByWholeNumber {LAYER}": "", f"ByNumber {FSDP1}": OF_PARTS,
+    f"Exchanges {LAYER}": "", f"Exchanges {FSDP1}": "",
+    f"KeepsOwn {LAYER}": r"KeepsOwn has set param_groups\[0\]\[lr\] to [\d.]+ on rank 0 and [\d.]+ on rank 1",
+    f"ReadsFirst {DDP}": "", f"ReadsFirst {LAYER}": rf"the constructor of .*ReadsFirst {READS}",
+    f"ReadsFirst {FSDP1}": r"has set param_groups\[\d\]\[lr\] to",
+    f"torch.optim.Adafactor {LAYER}": rf"the step of optimizer\._target_=torch\.optim\.Adafactor {READS}",
+    f"torch.optim.Muon {LAYER} model.bias=false": r"PyTorch cannot take the step of .*torch\.optim\.Muon",
+}  # fmt: skip
+
+
+def test_a_step_by_a_number_of_a_ranks_own_part_is_refused() -> None:
+    targets = [(name if "." in name else f"{OWN}.{name}", words) for name, *words in map(str.split, STEPS)]
+    cases = [own(target, 0.05, *words) for target, words in targets]
+    for found in run_ranks(2, outcomes, cases):
+        for (case, expected), (target, _), got in zip(STEPS.items(), targets, found, strict=True):
+            if expected:
+                assert isinstance(got, str) and re.search(expected, got), (case, got)
+            else:
+                kind = getattr(optim, target.rpartition(".")[2])
+                assert got == pytest.approx(plain(kind, 0.05)[0], rel=1e-5), case
 
 
 MLP = ["model=mlp", "optimizer=sgd", "sharding=per_block"]

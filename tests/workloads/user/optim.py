@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class Lion(torch.optim.Optimizer):
@@ -110,6 +112,70 @@ class Asks(torch.optim.SGD):
 
     def step(self, closure: Callable[[], float], scale: float = 1.0) -> None:  # type: ignore[override]
         super().step(closure)
+
+
+class Normalized(torch.optim.SGD):
+    """Divides each gradient by its norm, a tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad * (group["lr"] / self.norm(parameter.grad)))
+
+    def norm(self, gradient: Tensor) -> Any:
+        return gradient.norm() + 1e-3
+
+
+class ByNumber(Normalized):
+    """Reads the norm."""
+
+    def norm(self, gradient: Tensor) -> float:
+        return gradient.norm().item() + 1e-3
+
+
+class ByWholeNumber(Normalized):
+    """Reads the norm of the whole gradient, however it is divided."""
+
+    def norm(self, gradient: Tensor) -> float:
+        norm = gradient.norm()
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item() + 1e-3
+
+
+class Exchanges(Normalized):
+    """Adds up the parts of the squared norms of all gradients itself, and keeps the sum for the next step."""
+
+    def norm(self, gradient: Tensor) -> Any:
+        return self.param_groups[0].get("norm", 1.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        gradients = [p.grad for p in self.param_groups[0]["params"] if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        total = torch.stack([part.pow(2).sum() for part in local]).sum()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        super().step(closure)
+        self.param_groups[0]["norm"] = total.sqrt().item()
+
+
+class KeepsOwn(torch.optim.SGD):
+    """Its next step is shorter by a number of the rank's own part."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        group = self.param_groups[0]
+        part = group["params"][0].grad
+        group["lr"] /= 1 + (part.to_local() if isinstance(part, DTensor) else part).abs().max().item()
+
+
+class ReadsFirst(torch.optim.SGD):
+    """Its learning rates depend on first weights."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__([{"params": p, "lr": lr / (1 + float(p.detach().norm()))} for p in params], lr=lr)
 
 
 class Picky(torch.optim.SGD):

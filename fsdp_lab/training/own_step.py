@@ -1,0 +1,137 @@
+"""What the step of the user's own optimizer computes of the part of a tensor that a rank has, in silence.
+
+An operation on a `DTensor` is of the whole tensor. A number that is read from one is that of the rank's own part, and
+FSDP1's parameters are such parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.parallel import Api
+from fsdp_lab.config.target import user_line
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.distributed import ParallelDims, gather
+from fsdp_lab.training.torch_private import ITEM, TorchDispatchMode
+from fsdp_lab.workloads.base import original_name, tensors_of, unwrapped
+
+_ROUNDING = 1e-4  # of numbers that ranks compute alike
+
+
+@contextmanager
+def reads_refused(of: str) -> Iterator[Reads]:
+    """Watch code of the user's optimizer inside.
+
+    Args:
+        of: the part of the optimizer, for the message.
+
+    Raises:
+        UserError: it reads a number of a rank's own part.
+    """
+    reads = Reads()
+    try:
+        with reads:
+            yield reads
+    except _OwnPart as error:
+        line = user_line(error)
+        raise UserError(
+            f"{of} reads a number of a sharded tensor{f' ({line})' if line else ''} by .item(), float() or if, and "
+            "each rank gets that of its own part. Read it from x.full_tensor(), or keep it a tensor: operations on one "
+            "are of the whole. sharding=ddp has whole tensors only."
+        ) from error
+
+
+class OwnStep:
+    """Checks that all ranks take the same step.
+
+    Args:
+        model: sharded, or wrapped.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, config: TrialConfig, dims: ParallelDims
+    ) -> None:
+        self._optimizer, self._model = optimizer, unwrapped(model)
+        sharding = f"sharding={config.sharding.granularity.name}"
+        self._where = f"{sharding}: the step of optimizer._target_={config.optimizer.target}"
+        self._is_flat = config.sharding.api is Api.fsdp1 and dims.dp_shard > 1
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the step inside; every rank calls it.
+
+        Raises:
+            UserError: ranks have other numbers, or such of their own parts.
+        """
+        with reads_refused(self._where) as reads:
+            yield
+        self._check("" if reads.exchanges or not self._is_flat else reads.reduced)
+
+    def _check(self, reduced: str) -> None:
+        ranks = gather((reduced, dict(self._numbers())))
+        for does in (does for does, _ in ranks if does):
+            raise UserError(
+                f"{self._where} makes one number of a tensor ({does}), of which each rank of sharding.api=fsdp1 has a "
+                "flat part, and exchanges nothing. Use sharding.api=fsdp2, whose operations are of the whole, or ddp."
+            )
+        first = ranks[0][1]
+        for rank, (_, numbers) in enumerate(ranks):
+            for name in (name for name in first if name in numbers):
+                one, other = first[name], numbers[name]
+                if one == one and other == other and abs(one - other) > _ROUNDING * max(abs(one), abs(other)):
+                    raise UserError(
+                        f"{self._where} has set {name} to {one:.6g} on rank 0 and {other:.6g} on rank {rank}, so ranks "
+                        "take other steps. Compute it of the whole tensors (x.full_tensor()), or exchange it "
+                        "(torch.distributed.all_reduce)."
+                    )
+
+    def _numbers(self) -> Iterator[tuple[str, float]]:
+        names = {id(parameter): original_name(name) for name, parameter in self._model.named_parameters()}
+        holders = {f"param_groups[{i}]": group for i, group in enumerate(self._optimizer.param_groups)}
+        state = {names.get(id(key), key): value for key, value in self._optimizer.state.items()}
+        holders |= {f"state[{name}]": value for name, value in state.items() if isinstance(name, str)}
+        for holder, values in holders.items():
+            for key, value in values.items() if isinstance(values, dict) else ():
+                if isinstance(value, int | float) or (type(value) is Tensor and value.ndim == 0):
+                    yield f"{holder}[{key}]", float(value)
+
+
+class _OwnPart(Exception):
+    """A number was read of a rank's own part."""
+
+
+class Reads(TorchDispatchMode):
+    """Stops where a number is read from a divided tensor.
+
+    Attributes:
+        reduced: the first operator that made one number of a plain tensor; "": none did.
+        exchanges: whether ranks have exchanged something.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduced, self.exchanges = "", False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is ITEM and _is_divided(args[0]):
+            raise _OwnPart
+        result = func(*args, **(kwargs or {}))
+        self.exchanges |= func.namespace in ("c10d", "_c10d_functional")
+        is_number = any(tensor.ndim == 0 for tensor in tensors_of(result))
+        if not self.reduced and is_number and any(t.numel() > 1 for t in tensors_of((args, kwargs or {}))):
+            self.reduced = func.overloadpacket.__name__
+        return result
+
+
+def _is_divided(tensor: Tensor) -> bool:
+    """Return whether ranks have other parts of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return False
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return any(size > 1 and not placement.is_replicate() for size, placement in sizes)
