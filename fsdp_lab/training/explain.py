@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from linecache import getline
 from pathlib import Path
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -14,6 +17,7 @@ from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.parallel import Api, Dtype
 from fsdp_lab.config.target import user_line
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.workloads.base import original_name
 
 _FREED = "out of bounds for storage of size 0"
 _MIXED = "mixed torch.Tensor and DTensor"
@@ -30,6 +34,8 @@ _IDLE = "but current state is TrainingState.IDLE"
 _METHODS = "name a method that uses them with model.forward_methods=[...], "
 _WAITS = "finished reduction in the prior iteration"
 _TYPES = ("must have the same dtype", "expected scalar type", "should be the same")
+_TWICE = "mark a variable ready only once"
+_NO_KERNEL = re.compile("(not implemented for '|Unsupported dtype )(B?Float16|Half)")
 
 
 @contextmanager
@@ -39,14 +45,23 @@ def sharding_explained(model: nn.Module, config: TrialConfig, forward: bool) -> 
     Raises:
         ModelError: a tensor of freed parameters was used, parameters were used outside of their unit, or types differ
             because FSDP casts.
-        UserError: parameters got no gradient in DDP's last step, although they did when `leaves_some_unused` looked.
+        UserError: parameters got no gradient in DDP's last step, although they did when `leaves_some_unused` looked, or
+            were used by two calls of the model; or an operator has no kernel for 16 bits.
     """
     try:
         yield
     except (RuntimeError, ValueError, UserError) as error:  # a task may have taken it for a batch that does not fit
         is_sharded = isinstance(model, FSDPModule | FullyShardedDataParallel)
-        if is_sharded and (why := _why(error, config, forward)) is not None:
+        if (why := _in_16_bits(error, config)) is not None:
             raise ModelError(why) from error
+        if is_sharded and (why := _why(error, model, config, forward)) is not None:
+            raise ModelError(why) from error
+        if _TWICE in str(error):
+            raise ModelError(
+                "sharding=ddp: a parameter is ready twice in one step, as where a loss calls the model twice and some "
+                "parameters get no gradient; call it once, with both inputs in one batch, let each call use all (add 0 "
+                "times the output of what it does not need), or use sharding=root."
+            ) from error
         if _WAITS not in str(error):
             raise
         raise UserError(
@@ -76,10 +91,22 @@ def optimizer_explained(config: TrialConfig) -> Iterator[None]:
         ) from error
 
 
-def _why(error: Exception, config: TrialConfig, forward: bool) -> str | None:
+def _in_16_bits(error: Exception, config: TrialConfig) -> str | None:
+    param_dtype, cause = config.precision.param_dtype, error.__cause__ or error
+    if param_dtype is Dtype.float32 or not _NO_KERNEL.search(str(cause)):
+        return None
+    return (
+        f"precision.param_dtype={param_dtype.value}: {str(cause).rstrip('.')}{_at(cause)}. PyTorch does not compute "
+        f"this in {param_dtype.value} on this device: do it in float32, as f(x.float()).to(x.dtype), or use "
+        "precision=fp32."
+    )
+
+
+def _why(error: Exception, model: nn.Module, config: TrialConfig, forward: bool) -> str | None:
     text, sharding, api = str(error), f"sharding={config.sharding.granularity.name}", config.sharding.api_name
     is_flat = config.sharding.api is Api.fsdp1
-    at = _at(error.__cause__ or error)
+    cause = error.__cause__ or error
+    at = _at(cause)
     if _MIXED in text and (tp := config.sharding.tp) > 1:
         return (
             f"sharding.tp={tp}: a tensor that is divided among ranks meets a whole one{at}; call modules that "
@@ -120,9 +147,9 @@ def _why(error: Exception, config: TrialConfig, forward: bool) -> str | None:
     param_dtype = config.precision.param_dtype
     if param_dtype is not Dtype.float32 and any(words in text for words in _TYPES):
         return (
-            f"precision.param_dtype={param_dtype.value}: {text.rstrip('.')}. {api} casts parameters and inputs to "
-            f"{param_dtype.value}, and no buffers or what forward makes: cast these there, as buffer.to(x.dtype), or "
-            "use precision=fp32 or sharding=ddp."
+            f"precision.param_dtype={param_dtype.value}: {str(cause).rstrip('.')}{at}. {api} casts parameters and "
+            f"inputs to {param_dtype.value}, and no buffers{_buffers(cause, model)} or what forward makes: cast these "
+            "there, as buffer.to(x.dtype), or use precision=fp32 or sharding=ddp."
         )
     return None
 
@@ -131,3 +158,15 @@ def _at(error: BaseException) -> str:
     """Return the user's line that raised an error, with its text; "" if none did."""
     file, _, number = user_line(error).rpartition(":")
     return f" ({file}:{number}: {getline(str(Path(file).resolve()), int(number)).strip()})" if file else ""
+
+
+def _buffers(error: BaseException, model: nn.Module) -> str:
+    """Return the float32 buffers of the innermost module that was at work and has some; "" if none has."""
+    names = {id(module): original_name(name) for name, module in model.named_modules()}
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in names:
+            own = [leaf for leaf, buffer in module.named_buffers(recurse=False) if buffer.dtype is torch.float32]
+            if own:
+                return f" (here {', '.join('.'.join(filter(None, (names[id(module)], leaf))) for leaf in own)})"
+    return ""

@@ -37,7 +37,8 @@ class Rows:
 
 
 def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
+    value = F.mse_loss(model(batch[0]), batch[1])
+    return value + F.mse_loss(model(batch[0], True), batch[1]) if getattr(model, "has_two_heads", False) else value
 
 
 class Block(nn.Module):
@@ -100,6 +101,37 @@ class Forces(Net):
         return energy + force.pow(2).sum(1, keepdim=True)
 
 
+class TwoHeads(Net):
+    """It is called twice in a step, and each call uses one head of three."""
+
+    has_two_heads = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.third = nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, second: bool = False) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.second(x) if second else self.head(x)
+
+
+class Spectral(Net):
+    """It computes a Fourier transform."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.fft.rfft(block(x)).abs().repeat(1, 2)[:, :8]
+        return self.head(x)
+
+
+class Inverts(Net):
+    """It solves an equation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.linalg.solve(torch.eye(8, dtype=x.dtype), self.blocks[0](x).t()).t())
+
+
 def words(kind: type[nn.Module], *more: str) -> list[str]:
     return [
         f"model._target_={HERE}.{kind.__name__}", f"data._target_={HERE}.Rows", f"task.loss={HERE}.loss",
@@ -135,6 +167,7 @@ def outcomes(cases: list[list[str]]) -> list[list[float] | str]:
 
 
 FUNCTIONAL = r"blocks\.1{} is called with another tensor as blocks\.1\.inner\.weight.*functional_call, but {}.*ddp"
+IN_16_BITS = r"param_dtype={}: .* \(.*test_odd_uses\.py:\d+: .*\)\. PyTorch does not compute this.*\(x\.float\(\)\)"
 # A model and a setting: how it is refused; None: it trains as the plain loop.
 CASES: list[tuple[type[nn.Module], str, str | None]] = [
     (Functional, f"{DDP}", None),
@@ -155,6 +188,17 @@ CASES: list[tuple[type[nn.Module], str, str | None]] = [
     (Forces, f"{BLOCK} sharding.embeddings=own", None),
     (Forces, f"{LAYER} {ALWAYS} training.max_grad_norm=100", None),
     (Forces, f"{BLOCK} {FSDP1}", None),
+    (
+        TwoHeads,
+        DDP,
+        "sharding=ddp: a parameter is ready twice in one step, as where a loss calls the model twice",
+    ),
+    (TwoHeads, ROOT, None),
+    (TwoHeads, f"{BLOCK} {ALWAYS}", None),
+    (TwoHeads, f"{BLOCK} {FSDP1}", None),
+    (Spectral, f"{ROOT} precision=bf16_mixed", IN_16_BITS.format("bfloat16")),
+    (Spectral, f"{BLOCK} precision=fp16", IN_16_BITS.format("float16")),
+    (Inverts, f"{BLOCK} {FSDP1} precision=bf16_mixed", IN_16_BITS.format("bfloat16")),
     (Net, f"{LAYER} {RECOMPUTED} reshard_after_forward=to_size reshard_after_forward.size=2", None),
 ]
 

@@ -282,7 +282,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (unusual_words(f"returns model.what=function {ALWAYS}"),
      r"always: a tensor of a unit is used after its parameters were freed.*reshard_after_forward=never"),
     (unusual_words(f"float32_buffer {ALWAYS} precision=bf16_mixed"),
-     r"param_dtype=bfloat16: .* in blocks\.0\.inner\.inner \(Linear\).*buffer\.to\(x\.dtype\)"),
+     r"param_dtype=bfloat16: .* \(.*unusual\.py:\d+: .*no buffers \(here blocks\.0\.inner\.scale\).*\.to\(x\.dtype\)"),
     ([*unusual_words(f"head_norms {BLOCK} sharding.tp=2"), HEADS],
      r"tp=2: the gradient of blocks\.0\.inner\.of_head\.weight is not the same .* by `heads`"),
 ]  # fmt: skip
