@@ -32,6 +32,7 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint_place import MARKER, Place, Saved, writer
 from fsdp_lab.training.checkpoint_source import check_meta, check_same_trial, trial_identity
 from fsdp_lab.training.distributed import DistributedContext, ParallelDims, together
+from fsdp_lab.training.flat_parts import FlatParts
 from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.model_state import AsSaved, CheckpointError, load_model_state, model_state
 from fsdp_lab.training.torch_private import reshard
@@ -70,6 +71,7 @@ class TrainState(Stateful):
         loss_scale: the scaler's, of the next step, on the host.
         loss_dtype: in which the task computed the loss of the last step.
         num_labels: that counted in the last step, over all ranks; None: its loss returned no count.
+        flat_parts: looks for uses of parts of FSDP1's parameters.
     """
 
     model: nn.Module
@@ -86,12 +88,14 @@ class TrainState(Stateful):
     so_far: dict[str, list[float]] = field(default_factory=dict)
     lr: float = 0.0
     loss_scale: float = field(init=False)
+    flat_parts: FlatParts = field(init=False)
     loss_dtype: torch.dtype = torch.float32
     num_labels: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Read the first scale, so that a step need only read the one after it."""
+        """Read the first scale, so that a step need only read the one after it; see which parameters are in parts."""
         self.loss_scale = self.scaler.get_scale()
+        self.flat_parts = FlatParts(self.model)
 
     def remember(self, metrics: Metrics) -> None:
         """Add an epoch to the history, replacing an earlier entry that `max_steps` had cut short."""
@@ -117,8 +121,9 @@ class TrainState(Stateful):
 
     def eval(self) -> None:
         """Set the model to eval mode, and an optimizer that has modes: schedule-free ones then average the weights."""
-        self.model.eval()
         self._switch("eval")
+        with self.flat_parts.watched():
+            self.model.eval()  # which may merge weights
 
     def _switch(self, mode: str) -> None:
         if callable(switch := getattr(self.optimizer, mode, None)):

@@ -17,12 +17,12 @@ from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.parallel import Api, Dtype
 from fsdp_lab.config.target import user_line
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.flat_parts import PartUsed
 from fsdp_lab.workloads.base import original_name
 
 _FREED = "out of bounds for storage of size 0"
 _MIXED = "mixed torch.Tensor and DTensor"
 _NO_RULE = ("Sharding propagation failed", "sharding strategy")  # of DTensor
-_FLAT = ("got 1-D tensor", "must be 2-D", "size mismatch, got input")  # the part of a weight that a rank keeps
 _SIZES = (
     "invalid for input of size",
     "same reduction dim",
@@ -119,11 +119,12 @@ def _why(error: Exception, model: nn.Module, config: TrialConfig, forward: bool)
             f"its forward pass only; {_METHODS}call the module that holds the weight, or use a coarser sharding, such "
             "as root."
         )
-    if forward and is_flat and any(words in text for words in _FLAT):
+    if isinstance(cause, PartUsed):
         return (
-            f"{sharding} sharding.api=fsdp1: {text.rstrip('.')}{at}. If that is a weight of a unit used outside of it: "
-            "FSDP1 gathers the weights of a unit for its forward pass only, and keeps a flat part else; call the "
-            "module that holds the weight, or use a coarser sharding, such as root."
+            f"{sharding} sharding.api=fsdp1: {cause} is used outside of its unit{at}, but FSDP1 gathers the weights of "
+            "a unit for its forward pass only, and each rank has a flat part of them else, whose gradients are lost. "
+            "Call the module that holds the weight, or use sharding=ddp, or a coarser sharding, such as root, whose "
+            "weights are whole while the model is called."
         )
     if is_flat and not forward and (_FREED in text or _IDLE in text):
         return (

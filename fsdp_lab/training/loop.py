@@ -122,7 +122,8 @@ def _accumulate(
         if len(microbatches) > 1:  # it walks through the whole model
             set_gradient_sync(state.model, is_last, each=config.training.sync_each_microbatch)
         free_after_backward(state.model, frees=False)
-        with sharding_explained(state.model, config, forward=True), compute_precision(config, device):
+        explained, watched = sharding_explained(state.model, config, forward=True), state.flat_parts.watched()
+        with explained, watched, compute_precision(config, device):
             outputs = task.forward(state.model, batch)
         loss = task.loss(outputs, batch)
         free_after_backward(state.model, frees=True)
@@ -329,12 +330,14 @@ def mean_metrics(
     Args:
         state: its model and its optimizer are set to eval mode.
     """
-    state.eval()
+    with sharding_explained(state.model, config, forward=True):
+        state.eval()
     totals: dict[str, Tensor] = {}  # by metric: sum and count
     for batch in loader:
         batch = to_device(batch, device)
         with divided_loss(config.sharding.tp):
-            with sharding_explained(state.model, config, forward=True), compute_precision(config, device):
+            explained, watched = sharding_explained(state.model, config, forward=True), state.flat_parts.watched()
+            with explained, watched, compute_precision(config, device):
                 outputs = task.forward(state.model, batch)
             figures = task.metrics(outputs, batch)
         for name, (total, count) in figures.items():

@@ -6,6 +6,7 @@ here, this module fails.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -204,6 +205,18 @@ def unsharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, nn.P
     ]
 
 
+def flat_parameters(model: nn.Module) -> dict[int, str]:
+    """Return the name of each of FSDP1's parameters by its number.
+
+    Units compute with other tensors. These have the part of a rank, or on one rank the memory that the unit uses.
+    """
+    return {
+        id(parameter): f"{unit}.{original_name(name)}".removeprefix(".")
+        for unit, handle in flat_units(model)
+        for name, parameter in zip(handle.flat_param._fqns, handle.flat_param._params, strict=True)
+    }
+
+
 Place = tuple[nn.Module, str, Callable[[], Sequence[Any]]]  # a module, a parameter's name, and what FSDP puts there
 
 
@@ -311,6 +324,20 @@ def _has_storage_alone(tensor: Tensor) -> bool:
 
 
 _TORCH = str(Path(torch.__file__).parent)  # which wraps the methods of modes
+_CONTEXTLIB = str(Path(contextlib.__file__))
+
+
+_FSDP1 = str(Path(_common_utils.__file__).parent)
+
+
+def called_by_fsdp1() -> bool:
+    """Return whether FSDP1 itself calls an operator, and not the code of a model that it calls."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame and frame.f_code.co_filename.startswith((_TORCH, _CONTEXTLIB)):
+        if frame.f_code.co_filename.startswith(_FSDP1):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _of_the_engine() -> bool:

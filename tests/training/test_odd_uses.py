@@ -101,6 +101,13 @@ class Forces(Net):
         return energy + force.pow(2).sum(1, keepdim=True)
 
 
+class Penalised(Net):
+    """It adds a penalty of all its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
+
+
 class TwoHeads(Net):
     """It is called twice in a step, and each call uses one head of three."""
 
@@ -130,6 +137,29 @@ class Inverts(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.linalg.solve(torch.eye(8, dtype=x.dtype), self.blocks[0](x).t()).t())
+
+
+class AddsWeights(Net):
+    """It uses the weights of a block itself, in a product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(x, self.blocks[0].inner.weight).mean(1, keepdim=True)
+
+
+class AddsWrites(Net):
+    """It adds up what `.data` has of the weights of a block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.01 * self.blocks[0].inner.weight.data.abs().sum()
+
+
+class Merges(Net):
+    """In eval() it adds one weight of a block to another, as low-rank adapters do."""
+
+    def train(self, mode: bool = True) -> Merges:
+        if self.training and not mode:
+            self.blocks[1].inner.weight.data += 0.1 * self.blocks[0].inner.weight.data.abs().sum()
+        return super().train(mode)
 
 
 def words(kind: type[nn.Module], *more: str) -> list[str]:
@@ -167,6 +197,7 @@ def outcomes(cases: list[list[str]]) -> list[list[float] | str]:
 
 
 FUNCTIONAL = r"blocks\.1{} is called with another tensor as blocks\.1\.inner\.weight.*functional_call, but {}.*ddp"
+OUTSIDE = r"fsdp1: (blocks\.\d\.inner|head)\.\w+ is used outside of its unit \(.*test_odd_uses\.py:\d+: .*\), but"
 IN_16_BITS = r"param_dtype={}: .* \(.*test_odd_uses\.py:\d+: .*\)\. PyTorch does not compute this.*\(x\.float\(\)\)"
 # A model and a setting: how it is refused; None: it trains as the plain loop.
 CASES: list[tuple[type[nn.Module], str, str | None]] = [
@@ -188,6 +219,16 @@ CASES: list[tuple[type[nn.Module], str, str | None]] = [
     (Forces, f"{BLOCK} sharding.embeddings=own", None),
     (Forces, f"{LAYER} {ALWAYS} training.max_grad_norm=100", None),
     (Forces, f"{BLOCK} {FSDP1}", None),
+    (Penalised, DDP, None),
+    (Penalised, f"{ROOT} {FSDP1}", None),
+    (Penalised, f"{BLOCK} {FSDP1}", OUTSIDE),
+    (Penalised, f"{ROOT} {NEVER}", None),
+    (Penalised, f"{BLOCK} {ALWAYS}", r"a weight of a unit is used outside of it \(.*test_odd_uses\.py:\d+: return"),
+    (AddsWeights, f"{LAYER} {FSDP1}", OUTSIDE),
+    (AddsWeights, f"{ROOT} {FSDP1}", None),
+    (AddsWrites, f"{BLOCK} {FSDP1}", OUTSIDE),
+    (Merges, f"{BLOCK} {FSDP1}", OUTSIDE),
+    (Merges, f"{ROOT} {FSDP1}", OUTSIDE),
     (
         TwoHeads,
         DDP,
@@ -199,6 +240,8 @@ CASES: list[tuple[type[nn.Module], str, str | None]] = [
     (Spectral, f"{ROOT} precision=bf16_mixed", IN_16_BITS.format("bfloat16")),
     (Spectral, f"{BLOCK} precision=fp16", IN_16_BITS.format("float16")),
     (Inverts, f"{BLOCK} {FSDP1} precision=bf16_mixed", IN_16_BITS.format("bfloat16")),
+    (Net, f"{BLOCK} {FSDP1} {RECOMPUTED} memory_profile=peaks", None),
+    (Net, f"{LAYER} {FSDP1} {NEVER}", None),
     (Net, f"{LAYER} {RECOMPUTED} reshard_after_forward=to_size reshard_after_forward.size=2", None),
 ]
 

@@ -54,7 +54,7 @@ UNSHARDABLE = {
     f"methods {ALWAYS} activation_checkpointing=full": r"outside of it .*unusual\.py:\d+: .*forward_methods",
     f"UsesWeight {ALWAYS}": r"a weight of a unit is used outside .*self\.blocks\[1\]\.inner\.weight",
     f"UsesWeight {LAYER}": r"a weight of a unit is used outside .*inner\.weight.*such as root",
-    f"UsesWeight {BLOCK} sharding.api=fsdp1": r"fsdp1: .*size mismatch, .*\.inner\.weight.*If that is a weight of",
+    f"UsesWeight {BLOCK} sharding.api=fsdp1": r"fsdp1: blocks\.1\.inner\.weight is used outside of its unit \(.*unu",
     f"UsesWeight {ALWAYS} {INNER}": r"sharding\.tp=2: a tensor that is divided .* whole one .*\.inner\.weight.*plan",
     f"UsesWeight {BLOCK} {LONE}": r"sharding\.tp=2: .*broadcast.*name both layers in model\.tp_plan, and",
     f"UsesWeight {BLOCK} {MISSPELT}": r"has no module of that name\. Did you mean blocks\.\*\.inner\?",

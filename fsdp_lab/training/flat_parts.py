@@ -1,0 +1,61 @@
+"""Uses of FSDP1's parameters where a rank has a flat part of each, which compute something else without an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from fsdp_lab.training.torch_private import (
+    DEVICE,
+    TorchDispatchMode,
+    called_by_fsdp1,
+    compiled_code_runs,
+    flat_parameters,
+)
+
+_LOOKS = 3  # forward passes, of those with gradients and of the others
+
+
+class PartUsed(RuntimeError):
+    """An operator got this rank's part of a parameter. The message is the parameter's name."""
+
+
+class FlatParts:
+    """Raises `PartUsed` if one of the first forward passes uses a part of a parameter, with FSDP1.
+
+    Args:
+        model: sharded in any way.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = flat_parameters(model)
+        self._looks = {True: _LOOKS, False: _LOOKS}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch a forward pass, or what comes before it."""
+        has_gradients = torch.is_grad_enabled()
+        self._looks[has_gradients] -= 1
+        if not self._names or self._looks[has_gradients] < 0:
+            yield
+            return
+        with compiled_code_runs(), _Watch(self._names):
+            yield
+
+
+class _Watch(TorchDispatchMode):
+    """Sees `.data` of a parameter, too, which PyTorch detaches under a mode."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        for value in (*args, *(kwargs or {}).values()) if func is not DEVICE else ():  # of a fake one: it may not raise
+            for each in value if isinstance(value, list | tuple) else (value,):
+                if (name := self._names.get(id(each))) is not None and not called_by_fsdp1():
+                    raise PartUsed(name)
+        return func(*args, **(kwargs or {}))
