@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 from fsdp_lab.training.step_checks import StepChecks
 
 _EVERY = 10  # steps between two looks, each of which waits for the device
+_SKIPPED = 20  # steps in a row, after which a trial has diverged whose loss scaler skips such steps
 
 
 class DivergedError(RuntimeError):
@@ -18,7 +20,7 @@ class DivergedError(RuntimeError):
 
 
 class LossCheck:
-    """Raises on every rank once a step's loss is not finite.
+    """Raises on every rank once a step's loss is not finite; with loss scaling once 20 in a row, or all, are not.
 
     Every ten steps the ranks exchange their losses since, with the mark of what each has done. Every rank calls each
     method at the same steps.
@@ -26,11 +28,15 @@ class LossCheck:
     Args:
         step: the last step before the first one that is checked.
         device: where losses are.
+        scales: whether a loss scaler skips the steps whose loss is not finite.
         checks: has the mark, and explains what ranks have done differently.
     """
 
-    def __init__(self, step: int, device: torch.device, checks: StepChecks | None = None) -> None:
-        self._first, self._device, self._checks = step + 1, device, checks
+    def __init__(self, step: int, device: torch.device, scales: bool = False, checks: StepChecks | None = None) -> None:
+        self._start = self._first = step + 1
+        self._device, self._checks = device, checks
+        self._most = _SKIPPED if scales else 1
+        self._in_a_row, self._begun = 0, ""  # steps whose loss is not finite, and the first of them
         self._losses: list[Tensor] = []
 
     def add(self, loss: Tensor) -> None:
@@ -41,10 +47,15 @@ class LossCheck:
         """
         self._losses.append(loss)
         if len(self._losses) == _EVERY:
-            self.finish()
+            self._look()
 
     def finish(self) -> None:
-        """Check all losses so far."""
+        """Check all losses so far, which are those of an epoch."""
+        self._look()
+        if self._in_a_row and self._in_a_row == self._first - self._start:
+            self._end()
+
+    def _look(self) -> None:
         if not self._losses:
             return
         mark = torch.full((), float(self._checks.mark if self._checks else 0), device=self._device)  # exact: 24 bits
@@ -56,7 +67,14 @@ class LossCheck:
             self._checks.explain()
         for number, losses in enumerate(by_step, self._first):
             ranks = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
-            if ranks:
+            if ranks and not self._in_a_row:
                 more = f" and {len(ranks) - 1} more" if ranks[1:] else ""
-                raise DivergedError(f"the loss of step {number} is {losses[ranks[0]]} on rank {ranks[0]}{more}")
+                self._begun = f"the loss of step {number} is {losses[ranks[0]]} on rank {ranks[0]}{more}"
+            self._in_a_row = self._in_a_row + 1 if ranks else 0
+            if self._in_a_row == self._most:
+                self._end()
         self._first, self._losses = self._first + len(self._losses), []
+
+    def _end(self) -> NoReturn:
+        more = f", and no loss of the next {self._in_a_row - 1} steps is finite" if self._in_a_row > 1 else ""
+        raise DivergedError(self._begun + more)

@@ -235,12 +235,13 @@ def train_epoch(
         metrics over the global batch, and the loss of every step averaged over all ranks.
 
     Raises:
-        DivergedError: a step's loss is not finite. Raised within ten steps.
+        DivergedError: a step's loss is not finite; see `LossCheck`. Raised within ten steps.
         UserError: see `StepChecks.step`.
     """
     state.train()
     scheduled, steps_before = state.lr_schedule.last_epoch, state.step
-    losses, norms, labels, check = [], [], [], LossCheck(state.step, device, watch.checks)
+    losses, norms, labels = [], [], []
+    check = LossCheck(state.step, device, config.precision.loss_scaling, watch.checks)
     own = OwnStep(state.optimizer, state.model, config, dims)
     watch.timer.start()
     _seed(config, state.step, dims)
@@ -273,19 +274,21 @@ def train_epoch(
         }.items()
     }
     epoch_losses, counts = state.so_far["losses"], state.so_far["labels"]
-    metrics = {"train/loss": fmean(epoch_losses), "train/lr": state.lr}
+    finite = [loss for loss in epoch_losses if math.isfinite(loss)]  # loss scaling skips the steps of others
+    metrics = {"train/loss": fmean(finite), "train/lr": state.lr}
     if state.epoch == 0:
-        metrics[FIRST_LOSS] = epoch_losses[0]
+        figures = {FIRST_LOSS: epoch_losses[0]}
         if early := epoch_losses[1:3]:
-            metrics[EARLY_LOSS] = fmean(early)
-        metrics.update(watch.first.figures())
+            figures[EARLY_LOSS] = fmean(early)
         warm = min(config.lr_schedule.warmup_steps + 1, _WARM_STEPS - 1)
         if config.lr_schedule.warmup_steps and warm < len(epoch_losses):
-            metrics[WARM_LOSS] = epoch_losses[warm]
+            figures[WARM_LOSS] = epoch_losses[warm]
+        metrics.update({key: loss for key, loss in figures.items() if math.isfinite(loss)})
+        metrics.update(watch.first.figures())
     if (eps := torch.finfo(state.loss_dtype).eps) > torch.finfo(torch.float32).eps:
         metrics[LOSS_EPS] = eps
-    if finite := [norm for norm in state.so_far["norms"] if math.isfinite(norm)]:
-        metrics["train/grad_norm"] = fmean(finite)  # fp16 skips the steps that overflow
+    if norms_so_far := [norm for norm in state.so_far["norms"] if math.isfinite(norm)]:
+        metrics["train/grad_norm"] = fmean(norms_so_far)  # fp16 skips the steps that overflow
     if counts:
         metrics[LABELS] = fmean(counts)
     if config.precision.loss_scaling:

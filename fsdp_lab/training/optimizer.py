@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
+from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.parallel import Api, OffloadTarget
 from fsdp_lab.config.training import (
     LrScheduleConfig,
@@ -34,7 +35,9 @@ def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> to
     optimizer, lr = config.optimizer, learning_rate(config, dp_degree)
     params = [p for p in model.parameters() if p.requires_grad]
     if optimizer.target is not None:
-        return build_own(config, optimizer.target, params, lr)
+        made = build_own(config, optimizer.target, params, lr)
+        _check_fused(made, config)
+        return made
     kernels = implementation(config, has_complex(model))
     kwargs: dict[str, Any] = {"lr": lr, "weight_decay": optimizer.weight_decay, **kernels}
     match optimizer.name:
@@ -46,6 +49,22 @@ def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> to
             return torch.optim.SGD(params, momentum=optimizer.momentum, **kwargs)
         case _:
             raise ValueError(f"optimizer.name={optimizer.name} is not known")
+
+
+def _check_fused(made: torch.optim.Optimizer, config: TrialConfig) -> None:
+    """Check that the loss scaler can use an own optimizer.
+
+    Raises:
+        UserError: it is fused, and gradients are not looked at by each rank alone.
+    """
+    is_fused = any(group.get("fused") for group in made.param_groups) and not isinstance(made, torch.optim.SGD)
+    if is_fused and config.precision.loss_scaling and _asks_all(config):  # whose overflow has another shape
+        setting = "sharding.api=fsdp1" if config.sharding.api is Api.fsdp1 else f"sharding.tp={config.sharding.tp}"
+        raise UserError(
+            f"optimizer._target_={config.optimizer.target} is fused, with precision.loss_scaling=true and {setting}: "
+            "fused optimizers do not work with PyTorch's loss scaler for these; use optimizer.fused=false, or "
+            "precision=bf16_mixed."
+        )
 
 
 def implementation(config: TrialConfig, has_complex: bool = False) -> dict[str, bool]:
@@ -65,9 +84,7 @@ def build_scaler(config: TrialConfig, device: torch.device) -> torch.amp.GradSca
             without waiting, and a CPU would read them before they arrive.
     """
     precision = config.precision
-    # a rank sees the overflows of its own part, FSDP2's asks only those that share the first parameter
-    asks_all = config.sharding.api is Api.fsdp1 or config.sharding.tp > 1
-    kind = ShardedGradScaler if asks_all else torch.amp.GradScaler
+    kind = ShardedGradScaler if _asks_all(config) else torch.amp.GradScaler
     scaler = kind(
         device.type,
         init_scale=precision.init_scale,
@@ -76,6 +93,14 @@ def build_scaler(config: TrialConfig, device: torch.device) -> torch.amp.GradSca
     )
     scaler.scale(torch.zeros((), device=device))  # the first tensor that is scaled says where the scale is kept
     return scaler
+
+
+def _asks_all(config: TrialConfig) -> bool:
+    """Return whether the loss scaler asks all ranks for overflows.
+
+    A rank sees those of its own part, and FSDP2's scaler asks only ranks that share the first parameter.
+    """
+    return config.sharding.api is Api.fsdp1 or config.sharding.tp > 1
 
 
 def gradient_device(config: TrialConfig, device: torch.device) -> torch.device:

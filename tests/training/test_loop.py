@@ -21,6 +21,7 @@ from fsdp_lab.training.checkpoint import Checkpoints
 from fsdp_lab.training.data import load_data
 from fsdp_lab.training.distributed import setup_distributed
 from fsdp_lab.training.divergence import DivergedError
+from fsdp_lab.training.flat_parts import FlatParts
 from fsdp_lab.workloads.base import DataSpec
 from tests.operators import Operators
 from tests.parity import WORKLOADS
@@ -127,7 +128,7 @@ def test_ranks_may_have_other_metrics_and_none_that_counts(monkeypatch: pytest.M
 
     def validate(mine: dict[str, tuple[int, int]], theirs: dict[str, tuple[int, int]]) -> dict[str, float]:
         task = SimpleNamespace(forward=lambda model, batch: batch, metrics=lambda outputs, batch: mine)
-        state = SimpleNamespace(model=nn.Identity(), step=1)
+        state = SimpleNamespace(model=nn.Identity(), step=1, flat_parts=FlatParts(nn.Identity()))
         added = torch.tensor([theirs.get(name, (0, 0)) for name in sorted({*mine, *theirs})])
         dims = SimpleNamespace(sum=lambda totals: totals + added)
         monkeypatch.setattr(loop, "gather", lambda names: [names, [*theirs]])
@@ -146,41 +147,54 @@ def test_perplexity_and_bits_per_byte() -> None:
 
 
 class Steps(Memo):
-    """Knows which step has begun; the losses of one step are planted."""
+    """Knows which step has begun; the losses of some steps are planted."""
 
     begun: ClassVar[int]
-    bad: ClassVar[tuple[int, dict[int, float]]]  # a step, and by rank what its loss is multiplied by
+    bad: ClassVar[tuple[range, dict[int, float]]]  # steps, and by rank what their losses are multiplied by
 
     def step(self, step: int) -> None:
         Steps.begun = step
 
 
 def planted(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    step, by_rank = Steps.bad
-    return labels(model, batch) * (by_rank.get(dist.get_rank(), 1.0) if Steps.begun == step else 1.0)
+    steps, by_rank = Steps.bad
+    return labels(model, batch) * (by_rank.get(dist.get_rank(), 1.0) if Steps.begun in steps else 1.0)
 
 
-def train_until_it_ends(cases: list[tuple[int, dict[int, float]]]) -> list[tuple[str, int, int]]:
+Case = tuple[range, dict[int, float], str]  # what is planted, and a setting
+
+
+def train_until_it_ends(cases: list[Case]) -> list[tuple[str, int, int]]:
     """Of each case the message, how many of the 16 steps began, and how many epochs were reported."""
     from fsdp_lab.training.train import train
 
     results = []
-    for case in cases:
-        Steps.begun, Steps.bad = 0, case
+    for *bad, setting in cases:
+        Steps.begun, Steps.bad = 0, tuple(bad)
         words = ("model=mlp", "sharding=ddp", "training.global_batch_size=8", f"task.loss={__name__}.planted")
         with tempfile.TemporaryDirectory() as folder, pytest.raises(DivergedError) as error:
-            train(config(*words), Path(folder), memo := Steps())
+            train(config(*words, *setting.split()), Path(folder), memo := Steps())
         results.append((str(error.value), Steps.begun, len(memo.reported)))
     return results
 
 
 def test_a_trial_that_diverges_does_not_finish_its_epoch() -> None:
-    """Losses are looked at every ten steps, and at the end of an epoch, which is not reported."""
-    cases = [(1, {1: math.nan}), (10, {0: math.inf, 1: math.nan}), (11, {0: math.nan})]
+    """Losses are looked at every ten steps, and at the end of an epoch, which is not reported. A loss scaler skips
+    steps, but not 20 in a row, nor all of an epoch."""
+    scaled, every = "precision.loss_scaling=true", {0: math.nan}
+    cases = [
+        (range(1, 2), {1: math.nan}, ""),
+        (range(10, 11), {0: math.inf, 1: math.nan}, ""),
+        (range(11, 12), {0: math.nan}, ""),
+        (range(1, 99), every, scaled),
+        (range(5, 99), every, f"{scaled} training.global_batch_size=4"),
+    ]
     expected = [
         ("the loss of step 1 is nan on rank 1", 10, 0),
         ("the loss of step 10 is inf on rank 0 and 1 more", 10, 0),
         ("the loss of step 11 is nan on rank 0", 16, 0),
+        ("the loss of step 1 is nan on rank 0, and no loss of the next 15 steps is finite", 16, 0),
+        ("the loss of step 5 is nan on rank 0, and no loss of the next 19 steps is finite", 30, 0),
     ]
     assert run_ranks(2, train_until_it_ends, cases) == [expected] * 2
 

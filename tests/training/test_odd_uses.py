@@ -20,6 +20,10 @@ from tests.ranks import run_ranks, train_all
 HERE = __name__
 DDP, ROOT, BLOCK, LAYER = "sharding=ddp", "sharding=root", "sharding=per_block", "sharding=per_layer"
 ALWAYS, NEVER, FSDP1 = "reshard_after_forward=always", "reshard_after_forward=never", "sharding.api=fsdp1"
+SCALED, FUSED = (
+    "precision.loss_scaling=true",
+    "optimizer=custom optimizer._target_=torch.optim.AdamW optimizer.fused=true",
+)
 RECOMPUTED = "activation_checkpointing=full"
 
 
@@ -139,6 +143,29 @@ class Inverts(Net):
         return self.head(torch.linalg.solve(torch.eye(8, dtype=x.dtype), self.blocks[0](x).t()).t())
 
 
+class Overflows(Net):
+    """Its second step overflows, and the scaler of its loss skips it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += self.training
+        return super().forward(x) * (float("inf") if self.training and self.steps == 2 else 1)
+
+
+class Decays(Net):
+    """Its optimizer is the one below."""
+
+
+class Fused(torch.optim.AdamW):
+    """An optimizer that chooses fused kernels."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr, fused=True)
+
+
 class AddsWeights(Net):
     """It uses the weights of a block itself, in a product."""
 
@@ -163,10 +190,10 @@ class Merges(Net):
 
 
 def words(kind: type[nn.Module], *more: str) -> list[str]:
+    own = [f"optimizer._target_={HERE}.Fused"] if kind is Decays else ["optimizer=sgd", "optimizer.momentum=0"]
     return [
-        f"model._target_={HERE}.{kind.__name__}", f"data._target_={HERE}.Rows", f"task.loss={HERE}.loss",
-        "optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.05", "data.num_train=64",
-        "training.global_batch_size=16", *more,
+        f"model._target_={HERE}.{kind.__name__}", f"data._target_={HERE}.Rows", f"task.loss={HERE}.loss", *own,
+        "optimizer.lr=0.05", "data.num_train=64", "training.global_batch_size=16", *more,
     ]  # fmt: skip
 
 
@@ -175,11 +202,13 @@ def plain(kind: type[nn.Module]) -> list[float]:
     """The losses of a script that a user would write."""
     torch.manual_seed(0)
     model, rows, losses = kind(), Rows("train"), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = (Fused if kind is Decays else torch.optim.SGD)(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", enabled=kind is Overflows)
     for indices in torch.randperm(64, generator=torch.Generator().manual_seed(0)).split(16):
         value = loss(model, default_collate([rows[i] for i in indices.tolist()]))
-        value.backward()
-        optimizer.step()
+        scaler.scale(value).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         losses.append(value.item())
     return losses
@@ -235,6 +264,15 @@ CASES: list[tuple[type[nn.Module], str, str | None]] = [
         "sharding=ddp: a parameter is ready twice in one step, as where a loss calls the model twice",
     ),
     (TwoHeads, ROOT, None),
+    (Overflows, f"{DDP} {SCALED}", None),
+    (Overflows, f"{BLOCK} {SCALED} training.max_grad_norm=100", None),
+    (Overflows, f"{LAYER} {FSDP1} {SCALED}", None),
+    (Decays, f"{BLOCK} {SCALED}", None),
+    (
+        Decays,
+        f"{BLOCK} {FSDP1} {SCALED}",
+        r"Fused is fused, .*true and sharding\.api=fsdp1: .*optimizer\.fused=",
+    ),
     (TwoHeads, f"{BLOCK} {ALWAYS}", None),
     (TwoHeads, f"{BLOCK} {FSDP1}", None),
     (Spectral, f"{ROOT} precision=bf16_mixed", IN_16_BITS.format("bfloat16")),
