@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.config import NightlyConfig
+from fsdp_lab.config import NightlyConfig, UserError
 from fsdp_lab.training.__main__ import read_config
 from tests import forked
 
@@ -103,6 +103,17 @@ def train_all(cases: list[list[str]], folder: str = "") -> list[Trained]:
         with tempfile.TemporaryDirectory() as own:
             train(config(*overrides), Path(folder or own), memo, losses.extend)
         results.append((losses, memo.reported))
+    return results
+
+
+def outcomes(cases: list[list[str]]) -> list[list[float] | str]:
+    """The losses of each case, or the message that refuses it."""
+    results: list[list[float] | str] = []
+    for case in cases:
+        try:
+            results.append(train_all([case])[0][0])
+        except UserError as error:
+            results.append(str(error))
     return results
 
 

@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from fsdp_lab.config.errors import UserError
 from fsdp_lab.training import distributed, weights
 from fsdp_lab.training.distributed import build_parallel_dims
 from fsdp_lab.workloads.build import build_workload
 from tests.parity import SHARDINGS, WORKLOADS
-from tests.ranks import config, run_ranks, train_all
+from tests.ranks import config, outcomes, run_ranks
 from tests.training.reference import first_weights
 
 HERE = __name__
@@ -176,17 +175,6 @@ def plain(kind: type[nn.Module]) -> list[float]:
         optimizer.zero_grad()
         losses.append(value.item())
     return losses
-
-
-def outcomes(cases: list[list[str]]) -> list[list[float] | str]:
-    """The losses of each case, or the message that refuses it."""
-    results: list[list[float] | str] = []
-    for case in cases:
-        try:
-            results.append(train_all([case])[0][0])
-        except UserError as error:
-            results.append(str(error))
-    return results
 
 
 EVERYWHERE = (Anchored, Marked)

@@ -16,8 +16,7 @@ from torch.utils.data import default_collate
 from fsdp_lab.config import UserError, to_dict
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer
-from tests.ranks import config, run_ranks, train_all
-from tests.training.test_constructor import outcomes
+from tests.ranks import config, outcomes, run_ranks, train_all
 from tests.workloads.user import optim
 
 HALF_SQRT2 = math.sqrt(2) / 2
