@@ -42,6 +42,7 @@ ANOTHER = f"{CHECKPOINT}::test_another_run_gives_its_weights_and_optimizer_state
 KEPT = "training/test_model_state.py::test_it_is_resumed_and_exported_as_plain_pytorch_has_it"
 PLAIN, OWN_BUFFERS = "training/test_plain.py", "::test_each_rank_has_its_own_buffers_and_labels_weigh_alike"
 BATCHES = "workloads/test_user.py::test_a_batch_keeps_its_class_and_counts_in_the_digest"
+ANY_CLASS = "workloads/test_user.py::test_a_batch_of_any_class_is_learned_from_as_a_plain_one"
 NO_LOSS = "workloads/test_user.py::test_what_does_not_fit_is_reported_in_one_message"
 SYNCED = "sweep/test_kills.py::test_what_a_resume_needs_is_on_the_disk_before_its_name"
 TRACKING = "tracking/test_tracking.py"
@@ -126,7 +127,7 @@ FAULTS = (
           "return self.flat_streams.get(torch.cpu.current_stream())", "return None",
           "forecast/test_program.py::test_fsdp1_gathers_and_scatters_flat_parameters_on_its_streams"),
     Fault("a rank of FSDP1 steps where another overflows", "fsdp_lab/training/optimizer.py",
-          "config.sharding.api is Api.fsdp1", "False",
+          "return config.sharding.api is Api.fsdp1 or", "return",
           "training/test_fsdp1.py::test_an_overflow_on_one_rank_skips_the_step_on_all"),
     Fault("replicas reduce each microbatch", "fsdp_lab/training/parallelize.py",
           "model.set_requires_all_reduce(is_last)", "model.set_requires_all_reduce(True)",
@@ -405,12 +406,12 @@ FAULTS = (
           "if is_fused and config", "if False and config", ODD_USES),
     Fault("a part of a parameter of FSDP1 is used", "fsdp_lab/training/flat_parts.py",
           "                    raise PartUsed(name)", "                    pass", ODD_USES),
-    Fault("FSDP1's own use of a part is refused", "fsdp_lab/training/torch_private.py",
-          "startswith(_FSDP1):\n            return True", "startswith(_FSDP1):\n            return False", ODD_USES),
     Fault("an operator without a kernel for 16 bits is not explained", "fsdp_lab/training/explain.py",
           "not _NO_KERNEL.search(str(cause))", "True", ODD_USES),
     Fault("a parameter that DDP finds ready twice is not explained", "fsdp_lab/training/explain.py",
           "if _TWICE in str(error):", "if False:", ODD_USES),
+    Fault("a weight that FSDP2 finds outside of its unit is not named", "fsdp_lab/training/explain.py",
+          "if id(value) in names:", "if False:", UNSHARDABLE),
     Fault("a float32 buffer that meets 16 bits is not named", "fsdp_lab/training/explain.py",
           "if buffer.dtype is torch.float32", "if False", COMPUTES),
     Fault("a unit is called without what functional_call gives it", "fsdp_lab/training/unit_hooks.py",
@@ -437,6 +438,19 @@ FAULTS = (
     Fault("a trial starts although its forecast found a model that cannot be trained",
           "fsdp_lab/sweep/forecasts.py", 'forecast.error.code == "model_error"',
           'forecast.error.code == "no_error"', "sweep/test_other_words.py"),
+    Fault("a value of a sparse item does not count in the digest", "fsdp_lab/workloads/user/data.py",
+          "return [tensor.indices(), tensor.values()]", "return [tensor.indices()]", BATCHES),
+    Fault("an iterable data set with a length is read by index", "fsdp_lab/workloads/user/data.py",
+          "readers <= {None, torch.utils.data.Dataset.__getitem__}", "readers <= {None}", NO_LOSS),
+    Fault("items are read one by one that a data set reads at once", "fsdp_lab/workloads/user/data.py",
+          'if callable(read_all := getattr(self.items, "__getitems__", None)):',
+          'if callable(read_all := getattr(self.items, "", None)):', ANY_CLASS),
+    Fault("a tuple is made by its own constructor", "fsdp_lab/workloads/base.py",
+          "= tuple.__new__(type(batch), values)", "= type(batch)(values)", BATCHES),
+    Fault("the loader makes lists of what a batch has", "fsdp_lab/training/data.py",
+          "        collate_fn=_as_it_is,", "        #", ANY_CLASS),
+    Fault("a dictionary of another class becomes a plain one", "fsdp_lab/workloads/base.py",
+          "        made = copy.copy(batch)  # as its", "        made = {}  # as its", BATCHES),
     Fault("a batch that is no dictionary becomes one", "fsdp_lab/workloads/base.py",
           "            return type(batch)(parts)", "            return parts", BATCHES),
     Fault("the objects in a batch change with their copy", "fsdp_lab/workloads/base.py",

@@ -146,6 +146,10 @@ def build_loaders(data: Data, config: TrialConfig, dims: ParallelDims, device: t
     )
 
 
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
 def build_loader(
     dataset: Dataset,
     order: TrainOrder | Sequence[Tensor],
@@ -166,6 +170,7 @@ def build_loader(
         Seeded(dataset),  # type: ignore[arg-type]
         sampler=SeededOrder(order, seed),
         batch_size=None,
+        collate_fn=_as_it_is,  # PyTorch would make lists of tuples, and other classes of some
         num_workers=loader_workers,
         persistent_workers=loader_workers > 0,
         pin_memory=device.type == "cuda",

@@ -35,6 +35,7 @@ _METHODS = "name a method that uses them with model.forward_methods=[...], "
 _WAITS = "finished reduction in the prior iteration"
 _TYPES = ("must have the same dtype", "expected scalar type", "should be the same")
 _TWICE = "mark a variable ready only once"
+_CHAIN = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])*")  # such as self.blocks[0].weight
 _NO_KERNEL = re.compile("(not implemented for '|Unsupported dtype )(B?Float16|Half)")
 
 
@@ -115,9 +116,9 @@ def _why(error: Exception, model: nn.Module, config: TrialConfig, forward: bool)
         )
     if forward and _MIXED in text:
         return (
-            f"{sharding}: a weight of a unit is used outside of it{at}, but FSDP2 gathers the weights of a unit for "
-            f"its forward pass only; {_METHODS}call the module that holds the weight, or use a coarser sharding, such "
-            "as root."
+            f"{sharding}: a weight of a unit is used outside of it{at}{_parameter(cause, model)}, but FSDP2 gathers "
+            f"the weights of a unit for its forward pass only; {_METHODS}call the module that holds the weight, or use "
+            "a coarser sharding, such as root."
         )
     if isinstance(cause, PartUsed):
         return (
@@ -159,6 +160,21 @@ def _at(error: BaseException) -> str:
     """Return the user's line that raised an error, with its text; "" if none did."""
     file, _, number = user_line(error).rpartition(":")
     return f" ({file}:{number}: {getline(str(Path(file).resolve()), int(number)).strip()})" if file else ""
+
+
+def _parameter(error: BaseException, model: nn.Module) -> str:
+    """Return the parameter that the line which raised an error names, as `, here blocks.0.weight`; "" if none."""
+    names = {id(parameter): original_name(name) for name, parameter in model.named_parameters()}
+    for frame, number in reversed([*traceback.walk_tb(error.__traceback__)]):
+        for words in _CHAIN.findall(getline(frame.f_code.co_filename, number)):
+            first, *rest = re.findall(r"\w+", words)
+            value = frame.f_locals.get(first)
+            for word in rest:
+                if isinstance(value, nn.Module):
+                    value = getattr(value, word, None)
+            if id(value) in names:
+                return f", here {names[id(value)]}"
+    return ""
 
 
 def _buffers(error: BaseException, model: nn.Module) -> str:

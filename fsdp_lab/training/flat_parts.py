@@ -11,7 +11,6 @@ from torch import nn
 from fsdp_lab.training.torch_private import (
     DEVICE,
     TorchDispatchMode,
-    called_by_fsdp1,
     compiled_code_runs,
     flat_parameters,
 )
@@ -56,6 +55,6 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         for value in (*args, *(kwargs or {}).values()) if func is not DEVICE else ():  # of a fake one: it may not raise
             for each in value if isinstance(value, list | tuple) else (value,):
-                if (name := self._names.get(id(each))) is not None and not called_by_fsdp1():
+                if (name := self._names.get(id(each))) is not None:
                     raise PartUsed(name)
         return func(*args, **(kwargs or {}))

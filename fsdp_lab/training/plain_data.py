@@ -69,7 +69,8 @@ class Batches:
         items = function(split=name, **instantiate(arguments, "data"))
         collate_fn = config.data.collate_fn
         collate = import_callable(collate_fn, "data.collate_fn") if collate_fn else default_collate
-        return lambda indices: collate([items[i] for i in indices]), min(len(items), most or len(items))
+        read = getattr(items, "__getitems__", lambda indices: [items[i] for i in indices])
+        return lambda indices: collate(read(indices)), min(len(items), most or len(items))
 
     def _read(self, read: Callable[[list[int]], Any], indices: Tensor, epoch: str) -> Part:
         """Return a batch; random numbers that the data set draws depend on seed, epoch and items only."""
@@ -95,9 +96,19 @@ def moved(batch: Any, device: torch.device) -> Any:
         return made if other is None else other
     if isinstance(batch, Mapping):
         return {name: moved(value, device) for name, value in batch.items()}
-    if isinstance(batch, tuple | list):
+    if isinstance(batch, list):
+        made = copy.copy(batch)
+        made[:] = [moved(value, device) for value in batch]
+        return made
+    if isinstance(batch, tuple):
         parts = [moved(value, device) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        try:
+            made = tuple.__new__(type(batch), parts)  # whose own `__new__` may take something else
+        except TypeError:  # of a class in C
+            return type(batch)(parts)
+        if hasattr(batch, "__dict__"):
+            vars(made).update(vars(batch))
+        return made
     if dataclasses.is_dataclass(batch):
         made = copy.copy(batch)
         for field in dataclasses.fields(batch):

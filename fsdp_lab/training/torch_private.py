@@ -6,7 +6,6 @@ here, this module fails.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -324,20 +323,6 @@ def _has_storage_alone(tensor: Tensor) -> bool:
 
 
 _TORCH = str(Path(torch.__file__).parent)  # which wraps the methods of modes
-_CONTEXTLIB = str(Path(contextlib.__file__))
-
-
-_FSDP1 = str(Path(_common_utils.__file__).parent)
-
-
-def called_by_fsdp1() -> bool:
-    """Return whether FSDP1 itself calls an operator, and not the code of a model that it calls."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame and frame.f_code.co_filename.startswith((_TORCH, _CONTEXTLIB)):
-        if frame.f_code.co_filename.startswith(_FSDP1):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _of_the_engine() -> bool:

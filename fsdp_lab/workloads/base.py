@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,18 +249,38 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Batch, move: Callable[
     if move is not None and _moves(batch):
         return move(batch)
     parts = {key: map_tensors(function, part, move) for key, part in parts_of(batch)}
+    if isinstance(batch, dict | UserDict):
+        made = copy.copy(batch)  # as its class copies it, whatever that is made of
+        made.update(parts)
+        return made
     if isinstance(batch, Mapping):
         try:
             return type(batch)(parts)  # type: ignore[call-arg]
         except TypeError:
             return parts
-    if isinstance(batch, tuple | list):
-        return type(batch)(*parts.values()) if hasattr(batch, "_fields") else type(batch)(parts.values())
+    if isinstance(batch, list):
+        listed = copy.copy(batch)
+        listed[:] = parts.values()
+        return listed
+    if isinstance(batch, tuple):
+        return _tuple_like(batch, parts.values())
     if not parts:
         return batch
     made = copy.copy(batch)
     for name, part in parts.items():
         object.__setattr__(made, name, part)  # of a frozen dataclass, too
+    return made
+
+
+def _tuple_like(batch: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return a tuple of the same class, whose own `__new__` may take something else, and with the same attributes."""
+    values = [*values]
+    try:
+        made: tuple[Any, ...] = tuple.__new__(type(batch), values)
+    except TypeError:  # of a class in C
+        return type(batch)(values)
+    if hasattr(batch, "__dict__"):
+        vars(made).update(vars(batch))
     return made
 
 
@@ -295,5 +316,5 @@ def describe(batch: Batch) -> str:
 
 
 def shape_of(tensor: Tensor) -> str:
-    """Return the shape of a tensor, for a message: `8x3`."""
-    return "x".join(map(str, tensor.shape)) or "scalar"
+    """Return the shape of a tensor, for a message: `8x3`; of a nested one `8x*`."""
+    return "x".join(str(size) if isinstance(size, int) else "*" for size in tensor.shape) or "scalar"

@@ -53,7 +53,7 @@ UNSHARDABLE = {
     r"\(.*unusual\.py:\d+: return .*\).*model\.forward_methods=\[",
     f"methods {ALWAYS} activation_checkpointing=full": r"outside of it .*unusual\.py:\d+: .*forward_methods",
     f"UsesWeight {ALWAYS}": r"a weight of a unit is used outside .*self\.blocks\[1\]\.inner\.weight",
-    f"UsesWeight {LAYER}": r"a weight of a unit is used outside .*inner\.weight.*such as root",
+    f"UsesWeight {LAYER}": r"a weight of a unit is used outside .*, here blocks\.1\.inner\.weight, .*such as root",
     f"UsesWeight {BLOCK} sharding.api=fsdp1": r"fsdp1: blocks\.1\.inner\.weight is used outside of its unit \(.*unu",
     f"UsesWeight {ALWAYS} {INNER}": r"sharding\.tp=2: a tensor that is divided .* whole one .*\.inner\.weight.*plan",
     f"UsesWeight {BLOCK} {LONE}": r"sharding\.tp=2: .*broadcast.*name both layers in model\.tp_plan, and",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
 import math
 import re
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,16 +69,61 @@ class Graph:
         return self
 
 
+class Fixed(collections.abc.Mapping[str, Any]):
+    """A mapping that is not changed."""
+
+    def __init__(self, parts: dict[str, Any]) -> None:
+        self.parts = dict(parts)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+
+class Named(tuple[Tensor, ...]):
+    """It is made of a name and its items."""
+
+    name: str
+
+    def __new__(cls, name: str, *items: Tensor) -> Named:
+        made = super().__new__(cls, items)
+        made.name = name
+        return made
+
+
+class Rows(list[Any]):
+    """It is made of a name and an item."""
+
+    def __init__(self, name: str, item: Any) -> None:
+        super().__init__([item])
+        self.name = name
+
+
+class Columns(dict[str, Any]):
+    """As above."""
+
+    def __init__(self, name: str, item: Any) -> None:
+        super().__init__({name: item})
+
+
 def collate(items: list[dict[str, Tensor]]) -> Any:
     """A batch in which a class is in another: a dictionary, a tuple, and each of those above."""
     x, y = (torch.stack([item[name] for item in items]) for name in "xy")
-    return {"all": (Encoding(g=Graph(x, y)), Pair(x, {"f": [Frozen(x, [y])]}))}
+    rest = Named("f", Rows("r", Columns("c", Frozen(x, [y]))))  # type: ignore[arg-type]
+    return Fixed({"all": (Encoding(g=Graph(x, y)), Pair(x, {"f": rest}))})
 
 
 def parts_of(batch: Any) -> list[Tensor]:
     """Each tensor of a batch, as its user reads it."""
     encoding, pair = batch["all"]
-    frozen = pair.rest["f"][0]
+    (rows,) = pair.rest["f"]
+    frozen = rows[0]["c"]
+    assert (pair.rest["f"].name, rows.name) == ("f", "r")
     return [encoding.g.x, encoding["g"].y, pair.x, frozen.x, frozen.rest[0]]
 
 
@@ -84,6 +132,21 @@ def even_classes(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]
     images, classes = batch
     logits = model(images)[::2]
     return nn.functional.cross_entropy(logits, classes[::2], reduction="sum"), torch.tensor(len(logits))
+
+
+def collate_sparse(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([item[name] for item in items]) for name in "xy"}
+
+
+def in_layout(i: int, items: list[dict[str, Tensor]]) -> Tensor:
+    """A batch in one of the sparse layouts, or nested."""
+    y = torch.stack([item["y"] for item in items]).diag()
+    made = [y.to_sparse(), y.to_sparse_csr(), y.to_sparse_csc(), y.to_sparse_bsr((1, 1)), y.to_sparse_bsc((1, 1))]
+    return [*made, torch.nested.nested_tensor([*y, torch.ones(2)], layout=torch.jagged)][i]
+
+
+def loss_of_sparse(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return net.loss(model, {**batch, "x": batch["x"].to_dense()})
 
 
 def loss_of_parts(model: nn.Module, batch: Any) -> Tensor:
@@ -96,10 +159,15 @@ DATA = f"data._target_={HERE}.data.Corpus"
 LOSS = f"task.loss={HERE}.net.loss"
 THEIRS = f"{NET} {DATA} {LOSS}"
 NESTED = f"{NET} {DATA} task.loss={__name__}.loss_of_parts data.collate_fn={__name__}.collate"
+SPARSE = (
+    f"{NET} data._target_={HERE}.data.Sparse task.loss={__name__}.loss_of_sparse "
+    f"data.collate_fn={__name__}.collate_sparse"
+)
+AT_ONCE = f"{NET} data._target_={HERE}.data.AtOnce {LOSS}"
 # What is typed -> a metric that it has, or what the message must say.
 FITS = {
     THEIRS: "val/loss",
-    NESTED: "val/loss",
+    **dict.fromkeys((NESTED, SPARSE, AT_ONCE), "val/loss"),
     f"{THEIRS} task.metrics={HERE}.net.off_by": "val/off_by",
     f"{NET} {LOSS} data=example data.num_val=7": "val/loss",
     f"model._target_={HERE}.net.digits model.width=8 sharding=root": "val/accuracy",
@@ -130,6 +198,7 @@ DOES_NOT_FIT = {
     ),
     f"{NET} {LOSS} data._target_={HERE}.data.empty": "no items for split=train",
     f"{NET} {LOSS} data._target_={HERE}.data.stream": "a generator.*map-style data set",
+    f"{NET} {LOSS} data._target_={HERE}.data.Stream": "a Stream for split=train; return a map-style data set",
     f"model._target_={HERE}.data.Pictures model.split=val {DATA}": r"must return an nn\.Module",
     f"model._target_={HERE}.net.LeavesOut model.width=8 {DATA} {LOSS} sharding=ddp": (
         r"sharding=ddp: some parameters got no gradient in the last step.*sharding=root or per_block"
@@ -195,9 +264,10 @@ def test_what_does_not_fit_is_reported_in_one_message(trained: dict[str, Any], w
     assert re.search(DOES_NOT_FIT[words], message) and "\n" not in message, message
 
 
-def test_a_batch_of_any_class_is_learned_from_as_a_plain_one(trained: dict[str, Any]) -> None:
+@pytest.mark.parametrize("words", [NESTED, SPARSE, AT_ONCE])
+def test_a_batch_of_any_class_is_learned_from_as_a_plain_one(trained: dict[str, Any], words: str) -> None:
     """What the plain one learns is in tests/training/test_parity.py."""
-    assert trained[NESTED]["val/loss"] == pytest.approx(trained[THEIRS]["val/loss"], abs=1e-6)
+    assert trained[words]["val/loss"] == pytest.approx(trained[THEIRS]["val/loss"], abs=1e-6)
 
 
 def test_a_batch_keeps_its_class_and_counts_in_the_digest() -> None:
@@ -205,13 +275,18 @@ def test_a_batch_keeps_its_class_and_counts_in_the_digest() -> None:
     batch = collate(items[:2])
     assert {id(tensor) for tensor in tensors_of(batch)} == {id(tensor) for tensor in parts_of(batch)}
     moved = to_device(batch, torch.device("meta"))
-    classes = [type(each) for each in (*moved["all"], moved["all"][0]["g"], moved["all"][1].rest["f"][0])]
-    assert classes == [Encoding, Pair, Graph, Frozen] and moved["all"][1].rest["f"][0].name == "rows"
+    pair = moved["all"][1]
+    classes = [type(each) for each in (*moved["all"], moved["all"][0]["g"], pair.rest["f"], *pair.rest["f"])]
+    (columns,) = pair.rest["f"][0]
+    assert type(moved) is Fixed and classes == [Encoding, Pair, Graph, Named, Rows]
+    assert type(columns) is Columns and columns["c"].name == "rows"
     assert {tensor.device.type for tensor in parts_of(moved)} == {"meta"}
     assert {tensor.device.type for tensor in parts_of(batch)} == {"cpu"}, "the batch stays, whatever its `to` does"
+    items = [{**item, "y": torch.full((), 2.0)} for item in items]
     changed = [*items[:-1], {**items[-1], "y": torch.ones(())}]
-    one, same, other = (digest_of([Collated(each, collate, None)]) for each in (items, [*items], changed))
-    assert one == same != other
+    for made in (collate, *(partial(in_layout, i) for i in range(6))):
+        one, same, other = (digest_of([Collated(each, made, None)]) for each in (items, [*items], changed))
+        assert one == same != other
 
 
 def test_tokens_are_counted_where_the_user_says_so(trained: dict[str, Any]) -> None:

@@ -62,10 +62,7 @@ class Collated:
         """
         if isinstance(self.items, Images) and self.collate is default_collate:
             return self.items.batch(indices)
-        items = []
-        for i in indices.tolist():
-            with _translated(self.name, f"item {i} cannot be read"):
-                items.append(self.items[i])
+        items = self._read(indices.tolist())
         remedy = ". Items of different sizes need a data.collate_fn."
         with _translated(self.name, "the items do not form a batch", remedy):
             batch = self.collate(items)
@@ -75,6 +72,17 @@ class Collated:
                 "tensor, or tuples, lists, dictionaries or dataclasses of tensors, or an object with to(device)."
             )
         return batch
+
+    def _read(self, indices: list[int]) -> list[Any]:
+        """Return these items: at once by the data set's own `__getitems__`, as PyTorch's loader does, or one by one."""
+        if callable(read_all := getattr(self.items, "__getitems__", None)):
+            with _translated(self.name, f"items {indices[0]} to {indices[-1]} cannot be read"):
+                return read_all(indices)  # type: ignore[no-any-return]
+        items = []
+        for i in indices:
+            with _translated(self.name, f"item {i} cannot be read"):
+                items.append(self.items[i])
+        return items
 
     def first(self, size: int) -> Batch:
         """Return the batch of the first so many items, repeated if there are too few; errors as for any batch."""
@@ -180,11 +188,27 @@ def digest_of(splits: Sequence[Collated]) -> str:
         with torch.random.fork_rng(devices=[]):
             once, again = split[ends], split[ends]
         sha.update(f"{count} {describe(once)}".encode())
-        tensors = tensors_of(once)
-        if all(map(torch.equal, tensors, tensors_of(again))):
+        tensors, others = ([part for tensor in tensors_of(batch) for part in _dense(tensor)] for batch in (once, again))
+        if len(tensors) == len(others) and all(map(torch.equal, tensors, others)):
             for tensor in tensors:
                 sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()[:16]
+
+
+def _dense(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors that a sparse, nested or dense one is made of."""
+    match tensor.layout:
+        case torch.sparse_coo:
+            tensor = tensor.coalesce()
+            return [tensor.indices(), tensor.values()]
+        case torch.sparse_csr | torch.sparse_bsr:
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        case torch.sparse_csc | torch.sparse_bsc:
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+        case torch.jagged:
+            nested: Any = tensor
+            return [nested.values(), nested.offsets()]
+    return [tensor.resolve_conj()]
 
 
 def make_split(function: Any, target: str, name: str, arguments: dict[str, Any]) -> Any:
@@ -204,7 +228,8 @@ def make_split(function: Any, target: str, name: str, arguments: dict[str, Any])
         raise
     except Exception as error:
         raise UserError(f"data._target_={target} with split={name} fails: {in_words(error)}") from error
-    if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
+    readers = {getattr(type(items), name, None) for name in ("__getitem__", "__getitems__")}
+    if not hasattr(items, "__len__") or readers <= {None, torch.utils.data.Dataset.__getitem__}:  # which only raises
         raise UserError(
             f"data._target_={target} returns a {type(items).__name__} for split={name}; return a map-style data set, "
             "with __len__ and __getitem__: an iterable one cannot be shuffled by the seed, or resumed."

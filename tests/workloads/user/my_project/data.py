@@ -21,6 +21,35 @@ class Corpus:
         return {"x": self.x[i], "y": self.x[i].sum() + self.noise}
 
 
+class Sparse(Corpus):
+    """Its numbers are sparse."""
+
+    def __getitem__(self, i):
+        return {**super().__getitem__(i), "x": self.x[i].to_sparse()}
+
+
+class AtOnce(Corpus):
+    """Whole batches, as of a database; one item cannot be read."""
+
+    __getitem__ = None
+
+    def __getitems__(self, indices):
+        return [{"x": self.x[i], "y": self.x[i].sum()} for i in indices]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """A stream that has a length."""
+
+    def __init__(self, split):
+        self.count = 64
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        yield from ({"x": torch.ones(3), "y": torch.ones(())} for _ in range(self.count))
+
+
 class Augmented(Corpus):
     """Numbers with noise of all three generators; which of them there are is drawn, too."""
 
