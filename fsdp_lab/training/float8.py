@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,6 +45,24 @@ def apply_float8(model: nn.Module, block_classes: BlockClasses, device: torch.de
     chosen = {id(layer) for layer in layers_to_convert(model, block_classes)}
     recipe = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=emulate)
     convert_to_float8_training(model, config=recipe, module_filter_fn=lambda layer, _: id(layer) in chosen)
+    for module in model.modules():
+        if type(module).__name__ == "Float8Linear":
+            module.register_forward_pre_hook(_check_rows)
+
+
+def _check_rows(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Check what the gradient of a weight adds up over.
+
+    Raises:
+        ModelError: GPUs do not multiply so many rows in float8.
+    """
+    rows = inputs[0].shape[:-1].numel() if inputs else 0
+    if rows % _MULTIPLE and torch.is_grad_enabled():
+        raise ModelError(
+            f"precision=float8: a linear layer gets {rows} rows (tokens) of a microbatch, and GPUs multiply multiples "
+            f"of {_MULTIPLE} in float8; choose training.global_batch_size, training.grad_accum_steps and the length of "
+            "samples so that it is one, or use precision=bf16_mixed."
+        )
 
 
 def layers_to_convert(model: nn.Module, block_classes: BlockClasses) -> list[nn.Module]:

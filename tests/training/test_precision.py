@@ -83,6 +83,19 @@ def test_linear_layers_of_blocks_with_sizes_of_a_gpu_are_float8() -> None:
 
 
 @pytest.mark.ci
+def test_rows_that_no_gpu_multiplies_in_float8_are_refused() -> None:
+    """In training: a validation has no gradients to add up."""
+    pytest.importorskip("torchao", reason="make test-ci has it")
+    model = net()
+    apply_float8(model, (Block,), CPU, emulate=True)
+    model.blocks[0].whole(torch.ones(4, 8, 32)).sum().backward()
+    with torch.no_grad():
+        model.blocks[0].whole(torch.ones(3, 8, 32))
+    with pytest.raises(UserError, match=r"precision=float8: a linear layer gets 24 rows .*multiples of 16 in float8"):
+        model.blocks[0].whole(torch.ones(3, 8, 32))
+
+
+@pytest.mark.ci
 def test_where_nothing_can_be_float8_it_is_refused() -> None:
     pytest.importorskip("torchao", reason="make test-ci has it")
     with pytest.raises(UserError, match=r"precision=float8 needs a GPU .*a CPU; use precision=bf16_mixed"):
