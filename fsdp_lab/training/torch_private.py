@@ -22,8 +22,9 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._tools.common_utils import get_untyped_storages
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _common_utils
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _common_utils, _runtime_utils
 from torch.distributed.fsdp import _fully_shard as fsdp_package
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import debug
 from torch.utils._python_dispatch import TorchDispatchMode as _DispatchMode
@@ -56,7 +57,7 @@ NAMES = (
     Name(
         "torch.distributed.fsdp._flat_param", "FlatParamHandle._all_gather_flat_param", ("padded_unsharded_flat_param",)
     ),
-    Name("torch.distributed.fsdp._flat_param", "FlatParamHandle.reshard", ("free_unsharded_flat_param",)),
+    Name("torch.distributed.fsdp._runtime_utils", "_reshard", ("state", "handle", "free_unsharded_flat_param")),
     Name("torch.distributed.fsdp._flat_param", "FlatParamHandle.needs_unshard", ()),
     Name("torch.distributed.fsdp._flat_param", "FlatParamHandle.uses_sharded_strategy"),
     Name("torch", "Tensor._base"),
@@ -143,10 +144,13 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    for _, handle in flat_units(model):
-        was_gathered = handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded")
-        if was_gathered and not handle.needs_unshard():
-            handle.reshard(True)
+        handle: Any = module._handle if isinstance(module, FullyShardedDataParallel) else None
+        if handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded"):
+            if not handle.needs_unshard():
+                _runtime_utils._reshard(module, handle, True)
+            # a gradient inside of the evaluation begins a backward pass that does not end
+            handle._prefetched, handle._training_state = False, HandleTrainingState.IDLE
+            module.training_state = TrainingState.IDLE  # type: ignore[assignment]
 
 
 def _units_of(model: nn.Module) -> list[Any]:

@@ -128,7 +128,7 @@ def test_ranks_may_have_other_metrics_and_none_that_counts(monkeypatch: pytest.M
 
     def validate(mine: dict[str, tuple[int, int]], theirs: dict[str, tuple[int, int]]) -> dict[str, float]:
         task = SimpleNamespace(forward=lambda model, batch: batch, metrics=lambda outputs, batch: mine)
-        state = SimpleNamespace(model=nn.Identity(), step=1, flat_parts=FlatParts(nn.Identity()))
+        state = SimpleNamespace(model=nn.Identity(), step=1, flat_parts=FlatParts(nn.Identity()), eval=lambda: None)
         added = torch.tensor([theirs.get(name, (0, 0)) for name in sorted({*mine, *theirs})])
         dims = SimpleNamespace(sum=lambda totals: totals + added)
         monkeypatch.setattr(loop, "gather", lambda names: [names, [*theirs]])
