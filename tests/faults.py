@@ -421,7 +421,7 @@ FAULTS = (
     Fault("the list of weights that an LSTM keeps is refused", "fsdp_lab/training/unit_hooks.py",
           'isinstance(module, nn.RNNBase) and name == "_flat_weights"', "False", ODD_USES),
     Fault("what gradients of gradients need is freed", "fsdp_lab/training/loop.py",
-          "free_after_backward(state.model, frees=False)", "pass", ODD_USES),
+          "free_after_backward(state.units, frees=False)", "pass", ODD_USES),
     Fault("a recomputation draws other random numbers", "fsdp_lab/training/activation_checkpointing.py",
           "for (_, put), state in drawn:", "for (_, put), state in ():", CHANGES_ONCE),
     Fault("a recomputation draws random numbers that others draw next", "fsdp_lab/training/activation_checkpointing.py",

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp_lab.config.errors import UserError
@@ -72,6 +73,7 @@ class TrainState(Stateful):
         loss_dtype: in which the task computed the loss of the last step.
         num_labels: that counted in the last step, over all ranks; None: its loss returned no count.
         flat_parts: looks for uses of parts of FSDP1's parameters.
+        units: of FSDP2.
     """
 
     model: nn.Module
@@ -89,6 +91,7 @@ class TrainState(Stateful):
     lr: float = 0.0
     loss_scale: float = field(init=False)
     flat_parts: FlatParts = field(init=False)
+    units: list[FSDPModule] = field(init=False)
     loss_dtype: torch.dtype = torch.float32
     num_labels: torch.Tensor | None = None
 
@@ -96,6 +99,7 @@ class TrainState(Stateful):
         """Read the first scale, so that a step need only read the one after it; see which parameters are in parts."""
         self.loss_scale = self.scaler.get_scale()
         self.flat_parts = FlatParts(self.model)
+        self.units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def remember(self, metrics: Metrics) -> None:
         """Add an epoch to the history, replacing an earlier entry that `max_steps` had cut short."""

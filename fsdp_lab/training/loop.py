@@ -121,12 +121,12 @@ def _accumulate(
         is_last = i == len(microbatches) - 1
         if len(microbatches) > 1:  # it walks through the whole model
             set_gradient_sync(state.model, is_last, each=config.training.sync_each_microbatch)
-        free_after_backward(state.model, frees=False)
+        free_after_backward(state.units, frees=False)
         explained, watched = sharding_explained(state.model, config, forward=True), state.flat_parts.watched()
         with explained, watched, compute_precision(config, device):
             outputs = task.forward(state.model, batch)
         loss = task.loss(outputs, batch)
-        free_after_backward(state.model, frees=True)
+        free_after_backward(state.units, frees=True)
         del outputs  # the graph has what the backward pass needs of the logits
         passed("forward", loss)
         if i == 0:

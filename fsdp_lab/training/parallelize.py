@@ -7,7 +7,7 @@ comes after the weights are loaded, because it has nothing to materialise.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -353,11 +353,11 @@ def set_gradient_sync(model: nn.Module, is_last: bool, each: bool) -> None:
         model.set_requires_all_reduce(is_last)
 
 
-def free_after_backward(model: nn.Module, frees: bool) -> None:
-    """Set whether FSDP2 frees parameters after a backward pass: not after one inside of a forward pass.
+def free_after_backward(units: Iterable[FSDPModule], frees: bool) -> None:
+    """Set whether units of FSDP2 free parameters after a backward pass: not after one inside of a forward pass.
 
     The gradients that such a pass computes with a graph of their own, as of forces, need the parameters again, and no
     hook would gather them.
     """
-    if isinstance(model, FSDPModule):
-        model.set_reshard_after_backward(frees)
+    for unit in units:
+        unit.set_reshard_after_backward(frees, recurse=False)
