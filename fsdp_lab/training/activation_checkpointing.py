@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.training import MATRIX_PRODUCTS, SAVED_OPERATORS, ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training.generators import PROCESS, Access, access, generators_of, has_state, in_bytes
-from fsdp_lab.training.torch_private import version_of
+from fsdp_lab.training.torch_private import version_of, without_modes
+from fsdp_lab.workloads.generators import PROCESS, Access, access, generators_of, has_state, in_bytes
 
 Key = tuple[nn.Module, str]  # a module and the name of what it has
 _GONE = object()
@@ -61,8 +61,8 @@ class _Recomputed:
     def __init__(self, block: nn.Module, context_fn: Callable[[], Any] = noop_context_fn) -> None:
         self._block, self._forward, self._contexts = block, block.forward, context_fn
         self._changing: dict[Key, bool] = {}  # whether a pass changes a buffer, once it was seen
-        self._generators: list[Access] = []
-        self._looks = 2  # passes before which generators are looked for: a block may make them in its first
+        self._drawing: list[Access] = []  # generators of the block that one of the first passes has drawn from
+        self._looks = 2  # passes in which they are looked for: a block may make them in its first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -78,17 +78,25 @@ class _Recomputed:
             nonlocal before
             if before is None:
                 numbers, buffers = self._numbers(), self._buffers()
-                states = [(each, each[0]()) for each in self._find_generators((*args, *kwargs.values()))]
+                generators = self._find_generators((*args, *kwargs.values()))
+                with without_modes():  # of fake tensors, which a state is none of
+                    states = [(each, each[0]()) for each in generators]
                 outputs = self._forward(*args, **kwargs)
                 before = {key: number for key, number in numbers.items() if _is_other(getattr(*key, _GONE), number)}
                 before.update(self._changed(buffers))
-                drawn.extend((each, state) for each, state in states if in_bytes(each[0]()) != in_bytes(state))
+                with without_modes():
+                    drawn.extend((each, state) for each, state in states if in_bytes(each[0]()) != in_bytes(state))
+                if self._looks:
+                    self._looks -= 1
+                    self._drawing += [each for each, _ in drawn if each not in (*PROCESS, *self._drawing)]
                 return outputs
-            now, later = {key: getattr(*key, _GONE) for key in before}, [each[0]() for each, _ in drawn]
+            now = {key: getattr(*key, _GONE) for key in before}
+            with without_modes():
+                later = [each[0]() for each, _ in drawn]
+                for (_, put), state in drawn:
+                    put(state)
             for (module, name), value in before.items():  # a graph that is kept is computed again, from the same copies
                 setattr(module, name, value.clone() if isinstance(value, Tensor) else value)
-            for (_, put), state in drawn:
-                put(state)
             try:
                 return self._forward(*args, **kwargs)
             finally:
@@ -97,17 +105,16 @@ class _Recomputed:
                         delattr(module, name)
                     else:
                         setattr(module, name, value)
-                for ((_, put), _), state in zip(drawn, later, strict=True):
-                    put(state)
+                with without_modes():
+                    for ((_, put), _), state in zip(drawn, later, strict=True):
+                        put(state)
 
         return run
 
     def _find_generators(self, given: Sequence[Any]) -> list[Access]:
-        """Return the generators of the process, of the block's attributes, and those that it gets."""
-        if self._looks:
-            self._looks -= 1
-            self._generators = generators_of(self._block.modules())
-        return [*PROCESS, *self._generators, *(access(value) for value in given if has_state(value))]
+        """Return the generators of the process, those that the block draws from, and those that it gets."""
+        own = generators_of(self._block.modules()) if self._looks else self._drawing
+        return [*PROCESS, *own, *(access(value) for value in given if has_state(value))]
 
     def _numbers(self) -> dict[Key, float]:
         modules = self._block.modules()

@@ -33,6 +33,7 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint_place import MARKER, Place, Saved, writer
 from fsdp_lab.training.checkpoint_source import check_meta, check_same_trial, trial_identity
 from fsdp_lab.training.distributed import DistributedContext, ParallelDims, together
+from fsdp_lab.training.explain import sharding_explained
 from fsdp_lab.training.flat_parts import FlatParts
 from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.model_state import AsSaved, CheckpointError, load_model_state, model_state
@@ -88,7 +89,7 @@ class TrainState(Stateful):
     epoch_step: int = 0
     history: list[Metrics] = field(default_factory=list)
     so_far: dict[str, list[float]] = field(default_factory=dict)
-    lr: float = 0.0
+    lr: float | torch.Tensor = 0.0
     loss_scale: float = field(init=False)
     flat_parts: FlatParts = field(init=False)
     units: list[FSDPModule] = field(init=False)
@@ -211,7 +212,8 @@ class Checkpoints:
         name, meta = source.name, source.meta
         check_meta(meta, name, self.config)
         state.weights()  # makes the optimizer's state, by a step in train mode
-        state.eval()  # as weights are saved; DCP loads them in place
+        with sharding_explained(state.model, self.config, forward=True):
+            state.eval()  # as weights are saved; DCP loads them in place
         if is_own:
             check_same_trial(meta, name, self.config)
         try:

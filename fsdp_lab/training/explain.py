@@ -81,6 +81,14 @@ def optimizer_explained(config: TrialConfig) -> Iterator[None]:
     """
     try:
         yield
+    except (AssertionError, TypeError) as error:
+        if config.optimizer.target is None:
+            raise
+        raise UserError(
+            f"the step of optimizer._target_={config.optimizer.target} fails{_at(error)}: {type(error).__name__} "
+            f"{error}. fsdp_lab calls step() without arguments, once after the backward pass; use an optimizer that "
+            "needs none."
+        ) from error
     except (RuntimeError, NotImplementedError) as error:
         if config.optimizer.target is None or not any(words in str(error) for words in (*_NO_RULE, _MIXED)):
             raise
@@ -124,8 +132,8 @@ def _why(error: Exception, model: nn.Module, config: TrialConfig, forward: bool)
         return (
             f"{sharding} sharding.api=fsdp1: {cause} is used outside of its unit{at}, but FSDP1 gathers the weights of "
             "a unit for its forward pass only, and each rank has a flat part of them else, whose gradients are lost. "
-            "Call the module that holds the weight, or use sharding=ddp, or a coarser sharding, such as root, whose "
-            "weights are whole while the model is called."
+            "Use sharding=ddp, or call the module that holds the weight. With sharding=root weights are whole while "
+            "the model is called."
         )
     if is_flat and not forward and (_FREED in text or _IDLE in text):
         return (

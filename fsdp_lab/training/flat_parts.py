@@ -14,7 +14,9 @@ from fsdp_lab.training.torch_private import (
     compiled_code_runs,
     flat_parameters,
 )
+from fsdp_lab.workloads.base import tensors_of
 
+_OF_ITS_TYPE = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 _LOOKS = 3  # forward passes, of those with gradients and of the others
 
 
@@ -53,8 +55,11 @@ class _Watch(TorchDispatchMode):
         self._names = names
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        for value in (*args, *(kwargs or {}).values()) if func is not DEVICE else ():  # of a fake one: it may not raise
-            for each in value if isinstance(value, list | tuple) else (value,):
-                if (name := self._names.get(id(each))) is not None:
-                    raise PartUsed(name)
+        name = func.overloadpacket.__name__
+        if func is not DEVICE and name not in _OF_ITS_TYPE:  # of a fake one: it may not raise
+            tensors = tensors_of((args, kwargs or {}))
+            used = [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
+            moves_parts = len(used) == len(tensors) and name.endswith("_") and not torch.is_grad_enabled()
+            if used and not moves_parts:  # as a teacher follows its student, element by element
+                raise PartUsed(used[0])
         return func(*args, **(kwargs or {}))

@@ -57,7 +57,7 @@ def _check_rows(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         ModelError: GPUs do not multiply so many rows in float8.
     """
     rows = inputs[0].shape[:-1].numel() if inputs else 0
-    if rows % _MULTIPLE and torch.is_grad_enabled():
+    if rows % _MULTIPLE and torch.is_grad_enabled() and layer.weight.requires_grad:
         raise ModelError(
             f"precision=float8: a linear layer gets {rows} rows (tokens) of a microbatch, and GPUs multiply multiples "
             f"of {_MULTIPLE} in float8; choose training.global_batch_size, training.grad_accum_steps and the length of "

@@ -71,7 +71,8 @@ def train_step(
         total = _accumulate(state, task, microbatches, config, device, passed)
     passed("gradients")
     is_dense = all(p.grad is None or p.grad.layout is torch.strided for p in state.model.parameters())
-    state.lr = float(state.optimizer.param_groups[0]["lr"])
+    schedule = state.lr_schedule
+    state.lr = schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch)
     grad_norm = update(state, config, has_norm=has_norms(task, config) or (norm_too and is_dense), watched=watched)
     scale = state.scaler.get_scale()  # a sync point: one a step
     if scale >= state.loss_scale:  # a smaller one says that the step was skipped
@@ -275,7 +276,7 @@ def train_epoch(
     }
     epoch_losses, counts = state.so_far["losses"], state.so_far["labels"]
     finite = [loss for loss in epoch_losses if math.isfinite(loss)]  # loss scaling skips the steps of others
-    metrics = {"train/loss": fmean(finite), "train/lr": state.lr}
+    metrics = {"train/loss": fmean(finite), "train/lr": float(state.lr)}
     if state.epoch == 0:
         figures = {FIRST_LOSS: epoch_losses[0]}
         if early := epoch_losses[1:3]:

@@ -109,6 +109,12 @@ class AsSaved(dcp.DefaultLoadPlanner):
             if (part, *path[:1]) != ("optimizer", "state"):
                 continue
             _, name, *keys, last = path
+            if not all(isinstance(key, str) for key in (*keys, last)):  # of a list: it stays as this trial's is
+                first = next(key for key in (*keys, last) if isinstance(key, str))
+                if first not in made.get(name, {}):
+                    raise CheckpointError(_unknown(self.source, saved_as, "a list"))
+                states.setdefault(name, {})[first] = made[name][first]
+                continue
             if name not in trained:
                 self.left_out = [*dict.fromkeys([*self.left_out, name])]
                 continue
@@ -126,11 +132,7 @@ class AsSaved(dcp.DefaultLoadPlanner):
             return torch.empty_like(parameter, dtype=entry.properties.dtype)
         if entry.size.numel() <= 1:
             return torch.empty(entry.size, dtype=entry.properties.dtype, device=parameter.device)
-        raise CheckpointError(
-            f"the checkpoint {self.source} has {name.removeprefix('train.')} of the size {[*entry.size]}, which an "
-            "optimizer makes in a later step, so its division among ranks is not known here; let the optimizer make it "
-            "in its first step, or start a new trial in another folder."
-        )
+        raise CheckpointError(_unknown(self.source, name, f"of the size {[*entry.size]}"))
 
     def _fit_model(self, model: dict[str, Any], saved: Mapping[str, Any]) -> None:
         there = {name.removeprefix(_BELOW): entry for name, entry in saved.items() if name.startswith(_BELOW)}
@@ -154,6 +156,14 @@ class AsSaved(dcp.DefaultLoadPlanner):
                 f"the checkpoint {self.source} is of another model: {'; '.join(other[:_SHOWN])}{more}; use the code "
                 "that it was saved with, or start a new trial in another folder."
             )
+
+
+def _unknown(source: Any, name: str, what: str) -> str:
+    return (
+        f"the checkpoint {source} has {name.removeprefix('train.')}, {what}, which an optimizer makes in a later step, "
+        "so its form here is not known; let the optimizer make it in its first step, or start a new trial in another "
+        "folder."
+    )
 
 
 def _size(value: Any) -> list[int] | None:

@@ -16,6 +16,7 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.own_step import reads_refused
 from fsdp_lab.training.torch_private import FakeTensorMode
 from fsdp_lab.workloads.base import original_name, unwrapped
+from fsdp_lab.workloads.construct import seeded
 
 Settings = dict[str, dict[str, str]]  # of each parameter: those of its group, in words
 _NO_GROUP = {"group": "none"}
@@ -38,7 +39,7 @@ def build_own(config: TrialConfig, target: str, params: list[nn.Parameter], lr: 
         # what PyTorch chooses on a GPU; a forecast is made on a CPU, where it chooses otherwise
         arguments["foreach"] = config.sharding.granularity is Granularity.ddp
     try:
-        with reads_refused(f"the constructor of optimizer._target_={target}"):
+        with seeded(config.training.seed), reads_refused(f"the constructor of optimizer._target_={target}"):
             made = function(params=params, **arguments)
     except (
         TypeError,
@@ -51,7 +52,7 @@ def build_own(config: TrialConfig, target: str, params: list[nn.Parameter], lr: 
         ImportError,
     ) as error:
         shown = ", ".join(f"optimizer.{name}={value}" for name, value in config.optimizer.users_arguments.items())
-        flat = "; sharding.api=fsdp1 gives it flat parameters, and fsdp2 such of the model's shapes"
+        flat = "; sharding.api=fsdp1 gives it flat parameters, and fsdp2 keeps the model's shapes"
         raise UserError(
             f"optimizer._target_={target} with {shown} fails: {in_words(error)}"
             f"{flat if config.sharding.api is Api.fsdp1 else ''}"

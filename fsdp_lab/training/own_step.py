@@ -18,7 +18,7 @@ from fsdp_lab.config.parallel import Api
 from fsdp_lab.config.target import user_line
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.distributed import ParallelDims, gather
-from fsdp_lab.training.torch_private import ITEM, TorchDispatchMode
+from fsdp_lab.training.torch_private import ITEM, TorchDispatchMode, compiled_code_runs
 from fsdp_lab.workloads.base import original_name, tensors_of, unwrapped
 
 _ROUNDING = 1e-4  # of numbers that ranks compute alike
@@ -36,7 +36,7 @@ def reads_refused(of: str) -> Iterator[Reads]:
     """
     reads = Reads()
     try:
-        with reads:
+        with compiled_code_runs(), reads:
             yield reads
     except _OwnPart as error:
         line = user_line(error)

@@ -69,7 +69,7 @@ class Batches:
         items = function(split=name, **instantiate(arguments, "data"))
         collate_fn = config.data.collate_fn
         collate = import_callable(collate_fn, "data.collate_fn") if collate_fn else default_collate
-        read = getattr(items, "__getitems__", lambda indices: [items[i] for i in indices])
+        read = getattr(items, "__getitems__", None) or (lambda indices: [items[i] for i in indices])
         return lambda indices: collate(read(indices)), min(len(items), most or len(items))
 
     def _read(self, read: Callable[[list[int]], Any], indices: Tensor, epoch: str) -> Part:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_lab.training.generators import Access, generators_of, in_bytes
+from fsdp_lab.workloads.generators import Access, generators_of, in_bytes
 
 _PLAIN = (int, float, bool, type(None))
 State = tuple[dict[str, Tensor], list[tuple[nn.Module, dict[str, Any]]], list[tuple[Access, Any]]]

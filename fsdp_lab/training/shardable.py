@@ -14,8 +14,8 @@ from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.parallel import Api, Dtype, Granularity
 from fsdp_lab.config.training import OptimizerImplementation, OptimizerName
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training.generators import reached
 from fsdp_lab.training.torch_private import has_hooks
+from fsdp_lab.workloads.generators import reached
 
 
 def has_complex(model: nn.Module) -> bool:

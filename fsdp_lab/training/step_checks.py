@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NoReturn
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -63,7 +62,6 @@ class StepChecks:
         self._sharding = f"sharding={config.sharding.granularity.name}"
         self._loss = f"task.loss={config.task.loss}: " if config.task.loss else ""
         self._flat = [handle.flat_param for _, handle in flat_units(model)]
-        self._leaves: list[ref[Tensor]] = []  # that the loss of the first step had besides the model's
         self._parameters = self._named_parameters()
         self._frozen = [(name, parameter) for name, parameter in self._parameters if not parameter.requires_grad]
         self._gathered: list[tuple[str, nn.Parameter, nn.Parameter]] = []
@@ -97,6 +95,8 @@ class StepChecks:
         is_first = self._seen <= FIRST_STEPS  # with DDP, too, so that all settings are timed over the same steps
         with self.comparing() if is_first else nullcontext():
             yield is_first
+        if is_first:
+            self._check_replicas()
         if is_first or self._seen % EVERY == 0:
             self.check_parameters()
 
@@ -127,25 +127,20 @@ class StepChecks:
             self._comes(f"has ended its {event} pass")
 
     def _check_leaves(self, loss: Loss) -> None:
-        """Check that the model holds what a loss trains. An input may require a gradient: the next step has another.
+        """Check that the model holds the parameters that a loss trains. An input may require a gradient, too.
 
         Raises:
-            UserError: with the shape of a tensor that no optimizer has.
+            UserError: with the shape of a parameter that no optimizer has.
         """
         copies = (copy for _, _, copy in unsharded_parameters(self._model))
         held = {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers(), *copies, *self._flat)}
         for leaf in _leaves_of(loss):
-            if id(leaf) in held:
-                continue
-            if isinstance(leaf, nn.Parameter) or (self._seen > 1 and any(one() is leaf for one in self._leaves)):
-                kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor with requires_grad"
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in held:
                 raise UserError(
-                    f"{self._loss}the loss of step {self._step} has a {kind} ({describe(leaf)}) that the model does "
+                    f"{self._loss}the loss of step {self._step} has a parameter ({describe(leaf)}) that the model does "
                     "not hold, so no optimizer trains it. Move it into the model: register it in the constructor as "
                     "an nn.Parameter, and use it in forward. To keep its value, freeze it by requires_grad_(False)."
                 )
-            if self._seen == 1:
-                self._leaves.append(ref(leaf))
 
     def _check_form(self, form: str) -> None:
         """Check in the first step that losses have one form: ranks exchange the counts of a sum, and none of a mean.
@@ -223,7 +218,11 @@ class StepChecks:
         """
         if self._compares and len(set(gather(self.mark))) > 1:
             self.explain()
+        self._check_replicas()
         self.check_parameters()
+
+    def _check_replicas(self) -> None:
+        check_replicas(self._parameters, self._replicas, self._device, f"{self._sharding}: by step {self._step}")
 
     def explain(self) -> NoReturn:
         """Raise what ranks have done differently; every rank calls it."""
@@ -269,9 +268,8 @@ class StepChecks:
         """Check that no parameter was unfrozen or made since the start, or written while it was gathered.
 
         Raises:
-            UserError: with its name, and a remedy; see `check_replicas`, too.
+            UserError: with its name, and a remedy.
         """
-        check_replicas(self._parameters, self._replicas, self._device, f"{self._sharding}: by step {self._step}")
         names = {name for name, _ in self._parameters}
         for name, parameter in self._named_parameters():
             if name not in names or not (self._is_sharded or id(parameter) in self._trained):

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_lab.workloads.construct import generator_states, seeded, without_values
+from fsdp_lab.workloads.construct import seeded, without_values
+from fsdp_lab.workloads.generators import PROCESS, generators_of, in_bytes
 
 # Tensors in any nesting of tuples, lists, mappings, dataclasses and objects that have a method `to`. Only the task and
 # the data set look inside.
@@ -187,9 +188,9 @@ class Workload:
         for seed in range(_DRAWS):
             model.zero_grad()
             with seeded(seed):
-                before = generator_states()
+                before = _states_of_generators(model)
                 self._backward(model, batch)
-                drew = generator_states() != before
+                drew = _states_of_generators(model) != before
             found += [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
             if not drew:
                 break
@@ -202,6 +203,11 @@ class Workload:
     def _meta_batch(self, size: int = 1) -> Batch:
         with torch.device("meta"):
             return self.data.example_batch(size)
+
+
+def _states_of_generators(model: nn.Module) -> list[bytes]:
+    read = [torch.get_rng_state, *(read for read, _ in (*PROCESS, *generators_of(model.modules())))]
+    return [in_bytes(each()) for each in read]
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -251,7 +257,7 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Batch, move: Callable[
     parts = {key: map_tensors(function, part, move) for key, part in parts_of(batch)}
     if isinstance(batch, dict | UserDict):
         made = copy.copy(batch)  # as its class copies it, whatever that is made of
-        made.update(parts)
+        dict.update(made, parts) if isinstance(made, dict) else made.update(parts)
         return made
     if isinstance(batch, Mapping):
         try:

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -112,12 +111,6 @@ def seed_all(seed: int) -> None:
             torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-
-
-def generator_states() -> tuple[Any, ...]:
-    """Return the states of the generators that `seed_all` seeds, but for those of GPUs, to be compared."""
-    of_numpy: Any = np.random.get_state()
-    return random.getstate(), of_numpy[1].tobytes(), of_numpy[2:], torch.get_rng_state().numpy().tobytes()
 
 
 @contextmanager

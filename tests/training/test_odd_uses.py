@@ -173,6 +173,16 @@ class AddsWeights(Net):
         return super().forward(x) + F.linear(x, self.blocks[0].inner.weight).mean(1, keepdim=True)
 
 
+class Uses(Net):
+    """It makes tensors of the type of a weight, and moves a weight of a block without a gradient, by nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.blocks[0].inner.weight
+        with torch.no_grad():
+            weight.lerp_(self.blocks[1].inner.weight, 0.0)
+        return super().forward(x + weight.new_zeros(8))
+
+
 class AddsWrites(Net):
     """It adds up what `.data` has of the weights of a block."""
 
@@ -259,6 +269,7 @@ CASES: list[tuple[type[nn.Module], str, str | None]] = [
     ),
     (AddsWeights, f"{LAYER} {FSDP1}", OUTSIDE),
     (AddsWeights, f"{ROOT} {FSDP1}", None),
+    (Uses, f"{BLOCK} {FSDP1}", None),
     (AddsWrites, f"{BLOCK} {FSDP1}", OUTSIDE),
     (Merges, f"{BLOCK} {FSDP1}", OUTSIDE),
     (Merges, f"{ROOT} {FSDP1}", OUTSIDE),

@@ -168,7 +168,7 @@ STEPS = {
     f"ByNumber {DDP}": "",
     f"ByNumber {LAYER}": rf"the step of .*ByNumber {READS} \(tests/.*/optim\.py:\d+\).*full_tensor",
     f"ByWholeNumber {LAYER}": "", f"ByNumber {FSDP1}": OF_PARTS,
-    f"Exchanges {LAYER}": "", f"Exchanges {FSDP1}": "",
+    f"Compiled {DDP}": "", f"Compiled {LAYER}": "", f"Exchanges {LAYER}": "", f"Exchanges {FSDP1}": "",
     f"KeepsOwn {LAYER}": r"KeepsOwn has set param_groups\[0\]\[lr\] to [\d.]+ on rank 0 and [\d.]+ on rank 1",
     f"ReadsFirst {DDP}": "", f"ReadsFirst {LAYER}": rf"the constructor of .*ReadsFirst {READS}",
     f"ReadsFirst {FSDP1}": r"has set param_groups\[\d\]\[lr\] to",

@@ -76,7 +76,8 @@ class Collated:
     def _read(self, indices: list[int]) -> list[Any]:
         """Return these items: at once by the data set's own `__getitems__`, as PyTorch's loader does, or one by one."""
         if callable(read_all := getattr(self.items, "__getitems__", None)):
-            with _translated(self.name, f"items {indices[0]} to {indices[-1]} cannot be read"):
+            several = ", ".join(map(str, indices[:5])) + (", ..." if indices[5:] else "")
+            with _translated(self.name, f"one of the items {several} cannot be read"):
                 return read_all(indices)  # type: ignore[no-any-return]
         items = []
         for i in indices:

@@ -46,12 +46,30 @@ class Late(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 state["count"] = state.get("count", 0) + 1
+                state.setdefault("kept", [torch.zeros_like(parameter)])[0].add_(parameter.grad)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(parameter.grad, alpha=-group["lr"])
                 if state["count"] >= 2:
                     slow = state.setdefault("slow", {"weight": parameter.clone(), "share": torch.tensor(0.5)})
                     slow["weight"].lerp_(parameter, 0.1)
                     parameter.lerp_(slow["weight"], slow["share"].item())
+
+
+class Compiled(torch.optim.Optimizer):
+    """Compiles its step whole."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self._update = torch.compile(self._all, fullgraph=True, backend="eager")
+
+    def _all(self, parameters: list[Tensor], gradients: list[Tensor], lr: float) -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.sub_(gradient * lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        self._update([p.detach() for p in group["params"]], [p.grad for p in group["params"]], group["lr"])
 
 
 class Cautious(torch.optim.SGD):

@@ -229,6 +229,18 @@ class UsesWeight(Layers):
         return y + F.linear(x, self.blocks[1].inner.weight).mean(1, keepdim=True)
 
 
+class Seeded(nn.Linear):
+    """It keeps a generator."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.generator = torch.Generator().manual_seed(0)
+
+
+def generators() -> nn.Module:
+    return Layers(*(Block(Seeded()) for _ in range(2)))
+
+
 def normed_weights() -> nn.Module:
     return Layers(*(Block(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))) for _ in range(2)))
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 Access = tuple[Callable[[], Any], Callable[[Any], None]]  # how a generator's state is read, and how it is set
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 PROCESS: tuple[Access, ...] = ((random.getstate, random.setstate), (np.random.get_state, np.random.set_state))
+_OF_EVERY_MODULE = vars(nn.Module()).keys()  # hooks, which lead to all of FSDP2
 _MOST_OBJECTS = 100_000  # of attributes that are looked into
 
 
@@ -23,7 +24,7 @@ def generators_of(modules: Iterable[nn.Module]) -> list[Access]:
     """Return the generators that the attributes of modules lead to, each once."""
     modules = [*modules]
     seen = {id(module) for module in modules}
-    values = [value for module in modules for value in vars(module).values()]
+    values = [value for module in modules for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
     return [*{id(each): access(each) for each in reached(values, seen, _KINDS) if has_state(each)}.values()]
 
 
