@@ -15,7 +15,9 @@ help:                       ## this list
 # Two files of tests side by side, one a core. tests/conftest.py lists the files that start first.
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.installed    ## the tests that guard every value of every axis, in some minutes
+test: $(VENV)/.installed    ## the tests that guard every value of every axis, in some minutes, after ruff
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PYTEST) -m "not (ci or full or cluster or ui or gpu)" $(ARGS)
 
 ci:                         ## what CI runs: make test, lint, docs, kills, damage, clusters; half an hour
