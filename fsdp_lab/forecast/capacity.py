@@ -34,15 +34,15 @@ class NoForecast:
 
     Attributes:
         code: `model_error`: training would end with the same error on any machine; `user_error`: on this one, which
-            may lack files that others have; `needs_values`: the model or the optimizer reads
-            a value, which training has; `error`: any other exception; `lost`: its process ended or was late;
-            `cancelled`: it was interrupted before it was made.
+            may lack files that others have; `not_followed`: by a forecast, while training goes on;
+            `error`: any other exception; `lost`: its process ended or was late; `cancelled`: it was interrupted before
+            it was made.
         text: of an error as raised; of `lost` what happened to the process.
         error: the class of the error.
         at: the line that raised it: of the user's code if there is one.
     """
 
-    code: Literal["model_error", "user_error", "needs_values", "error", "lost", "cancelled"]
+    code: Literal["model_error", "user_error", "not_followed", "error", "lost", "cancelled"]
     text: str = ""
     error: str = ""
     at: str = ""

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config import ConfigError, TrialConfig, UserError
-from fsdp_lab.config.parallel import Api, Dtype, OffloadConfig, OffloadTarget
+from fsdp_lab.config.parallel import Api, Dtype, Granularity, OffloadConfig, OffloadTarget
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.capacity import Forecast, weigh
@@ -63,8 +63,8 @@ PAGEABLE = 2.0
 _MICROBATCH_LIMIT, _STEP_UP = 2**20, 2**4  # where memory does not stop it, the search does
 
 
-class NeedsValuesError(UserError):
-    """The model's forward pass or the optimizer's step reads a tensor's value, and a fake tensor has none."""
+class NotFollowedError(UserError):
+    """What training does and a forecast cannot follow, such as a decision by a tensor's value."""
 
 
 def forecast(
@@ -207,16 +207,16 @@ def forecast_step(
 
     Raises:
         ConfigError: the configuration cannot run.
-        NeedsValuesError: with the operation that reads a value.
+        NotFollowedError: with what only training does.
     """
     check_trial(config, num_workers)
     if cuda and config.sharding.api is Api.fsdp1 and config.offload.target is not OffloadTarget.none:
-        raise UserError(
+        raise NotFollowedError(
             "sharding.api=fsdp1 with offload=cpu has no forecast for a GPU: FSDP1 moves parameters between devices in "
             "place, which tensors without memory cannot; measure this trial with memory_profile=peaks."
         )
     if cuda and not config.sharding.limit_all_gathers:
-        raise UserError(
+        raise NotFollowedError(
             "sharding.limit_all_gathers=false has no forecast for a GPU: how many units have their parameters at once "
             "depends on how far the host runs ahead; measure this trial with memory_profile=peaks, or forecast "
             "sharding.limit_all_gathers=true."
@@ -234,7 +234,7 @@ def forecast_step(
             line, part = user_line(error), "the forward pass of the model"
             if any(isinstance(f.f_locals.get("self"), torch.optim.Optimizer) for f, _ in walk_tb(error.__traceback__)):
                 part = f"the step of optimizer={config.optimizer.kind}"
-            raise NeedsValuesError(
+            raise NotFollowedError(
                 f"a forecast runs on tensors without values, but {error.func} needs one in {part}"
                 f"{f', at {line}' if line else ''}; measure this trial with memory_profile=peaks, or remove the "
                 "decision that depends on a value (.item(), if tensor:, nonzero)."
@@ -268,10 +268,11 @@ def _follow(
             _mark_forward(model, values)
 
         model = without_values(workload.model.build, config.training.seed)
-        for name, holder in held_parameters(model):  # which only sharding=ddp keeps
-            raise UserError(
+        held = held_parameters(model) if config.sharding.granularity is Granularity.ddp else ()  # else refused below
+        for name, holder in held:
+            raise NotFollowedError(
                 f"a forecast cannot follow {holder}, which holds the parameter {name}; look it up where it is used, as "
-                "in self.head.weight, or measure this trial with memory_profile=peaks."
+                "in self.head.weight, or measure this trial."
             )
         unused, _ = leaves_some_unused(workload, config)
         state = build(

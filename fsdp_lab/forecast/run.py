@@ -165,7 +165,7 @@ def _without(request: Request, error: NoForecast, trace: str = "") -> Forecast:
     return Forecast(request.cuda, request.num_workers, error=error, traceback=trace)
 
 
-def _raised(code: Literal["model_error", "user_error", "needs_values", "error"], error: Exception) -> NoForecast:
+def _raised(code: Literal["model_error", "user_error", "not_followed", "error"], error: Exception) -> NoForecast:
     cause = error.__cause__ if error.__cause__ and error.__cause__.__traceback__ else error
     last = traceback.extract_tb(cause.__traceback__)[-1]
     at = user_line(cause) or f"{last.filename}:{last.lineno}"
@@ -225,10 +225,10 @@ def _answer(request: Request) -> Forecast:
     try:
         return _forecast(request)
     except UserError as error:
-        from fsdp_lab.forecast.forecast import NeedsValuesError
+        from fsdp_lab.forecast.forecast import NotFollowedError
 
-        needs_values, of_model = isinstance(error, NeedsValuesError), isinstance(error, ModelError)
-        raised = _raised("needs_values" if needs_values else "model_error" if of_model else "user_error", error)
+        not_followed, of_model = isinstance(error, NotFollowedError), isinstance(error, ModelError)
+        raised = _raised("not_followed" if not_followed else "model_error" if of_model else "user_error", error)
         trace = "".join(traceback.format_exception(error)) if error.__cause__ else ""  # else the message says it all
         return _without(request, raised, trace)
     except Exception as error:  # noqa: BLE001 - told in the table; the others go on

@@ -50,7 +50,7 @@ class Code(StrEnum):
 
     # Of a trial that was not started, by its forecast.
     forecast_failed = "forecast_failed"
-    """The forecast failed as training would: `text`."""
+    """The forecast failed as training would: `text`; `may_train`: where it could have another file, or machine."""
     same_as = "same_as"
     """It would fail as `trial` does; `text`: its own error, if it differs."""
     does_not_fit = "does_not_fit"

@@ -196,7 +196,9 @@ class Forecasts:
             assert why is not None
             earlier, text = first.setdefault((why.error, why.at), (number, why.text))
             if earlier == number:
-                self._sweep.fail(number, Reason.of(Code.forecast_failed, text=why.text), forecast.traceback)
+                may_train = not _cannot_train(forecast) or None
+                reason = Reason.of(Code.forecast_failed, text=why.text, may_train=may_train)
+                self._sweep.fail(number, reason, forecast.traceback)
             else:
                 other = why.text if why.text != text else None
                 self._sweep.fail(number, Reason.of(Code.same_as, trial=earlier, text=other))

@@ -79,7 +79,7 @@ def held_parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
             if attribute != "_parameters" and not isinstance(module, nn.RNNBase):  # which updates what it holds
                 for parameter in reached(value, seen, nn.Parameter):
                     if id(parameter) in names:
-                        yield names[id(parameter)], f"{path or 'the model'}.{attribute}"
+                        yield names[id(parameter)], f"{path or 'the model'}'s {attribute}"
 
 
 def check_parameters(model: nn.Module, units: Sequence[Sequence[nn.Module]], config: TrialConfig) -> None:

@@ -258,7 +258,7 @@ def test_the_csv_has_the_fastest_of_each_number_of_workers_first(tmp_path: Path)
     """8 samples in 1 s on 8 workers: 1 a second each, and 8 of all; and why there is no forecast or no speed."""
     rows = [fast(row([f"{n} {step_s}"], 9), step_s, n) for n, step_s in ((8, 1.0), (2, 1.5), (8, 0.5), (2, 10.0))]
     slow = replace(row([], 1).forecast, no_speed="no peak")
-    none = Forecast(True, 8, error=NoForecast("needs_values", "asks for a value"))
+    none = Forecast(True, 8, error=NoForecast("not_followed", "asks for a value"))
     rows = in_order([fast(row(["large"], 99), 0.1), Row(["none"], none), Row(["slow"], slow), *rows])
     assert [each.settings[0] for each in rows] == ["slow", "2 1.5", "2 10.0", "8 0.5", "8 1.0", "large", "none"]
     rows[1] = replace(rows[1], forecast=replace(rows[1].forecast, expandable=True))

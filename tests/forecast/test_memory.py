@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from torch.distributed.tensor import DTensor
 
+from fsdp_lab.config import ModelError
 from fsdp_lab.forecast.capacity import CONTEXT_BYTES, NCCL_BYTES, communicators
-from fsdp_lab.forecast.forecast import NeedsValuesError, forecast, forecast_profile
+from fsdp_lab.forecast.forecast import NotFollowedError, forecast, forecast_profile
 from fsdp_lab.training import loop, timeline
 from fsdp_lab.training.allocator_profile import Change, allocator_changes
 from fsdp_lab.training.gloo import SynchronousGlooMode
@@ -263,9 +264,18 @@ def test_the_largest_microbatch_fits_and_the_next_does_not(words: str, workers: 
     assert forecast(trial, workers, cuda, 1000, largest=True).largest_microbatch == 0, "not even the parameters fit"
 
 
-def test_an_optimizer_that_reads_a_value_has_no_forecast():
+def test_what_only_training_does_has_no_forecast():
     own = "tests.workloads.user.optim"
     message = rf"in the step of optimizer={own}\.Cautious, at tests/.*/optim\.py:\d+;"
-    with pytest.raises(NeedsValuesError, match=message):
+    with pytest.raises(NotFollowedError, match=message):
         forecast_profile(config("model=mlp", f"optimizer._target_={own}.Cautious"), 2, cuda=False)
     assert forecast_profile(config("model=mlp", f"optimizer._target_={own}.Lion"), 2, cuda=True).peaks
+    holds = ["model._target_=tests.training.test_constructor.Clamps", "task.loss=tests.training.test_constructor.loss"]
+    holds.append("data._target_=tests.training.test_constructor.Rows")
+    with pytest.raises(NotFollowedError, match=r"cannot follow the model's clipped, which holds .* head\.weight"):
+        forecast_profile(config(*holds, "sharding=ddp"), 2, cuda=False)
+    for words in (["sharding.limit_all_gathers=false"], ["offload=cpu"]):
+        with pytest.raises(NotFollowedError, match="has no forecast for a GPU"):
+            forecast_profile(config("model=mlp", "sharding.api=fsdp1", *words), 2, cuda=True)
+    with pytest.raises(ModelError, match=r"the model's clipped holds the parameter head\.weight, but FSDP2 puts"):
+        forecast_profile(config(*holds, "sharding=root"), 2, cuda=False)

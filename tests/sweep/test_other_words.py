@@ -127,6 +127,7 @@ def test_a_model_that_cannot_train_does_not_start_but_others_do(compose_trial: C
     reasons = [outcome.reason for state in plan.trials if (outcome := read_trial(state.trial.folder).outcome)]
     codes = [reason and reason.code for reason in reasons]
     assert codes == [None, Code.forecast_failed, Code.same_as, Code.forecast_failed]
+    assert [reason and "may_train" in reason.values for reason in reasons] == [None, False, False, False]
     assert [row["error"] for row in SweepFolder(plan.folder).rows] == ["", "x", "x", "x"]
     assert heard(plan).begun == [0]
     traced = [state.trial.folder / "error.txt" for state in plan.trials]

@@ -180,8 +180,8 @@ def plain(kind: type[nn.Module]) -> list[float]:
 EVERYWHERE = (Anchored, Marked)
 # What sharding replaces -> how it is refused.
 BY_DDP_ONLY = {
-    Clamps: "the model.clipped holds the parameter head.weight, but FSDP",
-    Penalised: "the model.penalty holds the parameter blocks.",
+    Clamps: "the model's clipped holds the parameter head.weight, but FSDP",
+    Penalised: "the model's penalty holds the parameter blocks.",
     Masked: "the parameter head.weight has a hook",
 }
 FLAT = "optimizer._target_=tests.training.test_constructor.DecaysMatrices gives blocks.0.weight weight_decay=0.0, but "
