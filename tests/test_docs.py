@@ -235,7 +235,7 @@ _ANSWER = (
     r"It is .*",
     r"Compared with it, changing:",
     *3 * [r"  .* the speed, .* the same val/loss"],
-    r"4 settings have the losses of your plain loop \(3 steps, (?:to \d+e-\d+|exactly)\)\.",
+    r"4 settings have the losses of a plain loop of your model \(3 steps, (?:to \d+e-\d+|exactly)\)\.",
     r"(?:Other processes used .*\n)?One run each: the spread between runs is not known; repeats=3 measures it\.",
     r"(?:sharding=root makes .*\n)?  python -m fsdp_lab sharding=\w+ precision=fp32 offload=none reshard_after_",
 )

@@ -66,7 +66,7 @@ def test_a_sweep_agrees_with_its_plain_loop_and_keeps_its_figures(mine: Path):
     """The second sweep takes no process; after a change of the code, or of what it imports, another one runs."""
     done = run_cli(mine, "-m", "optimizer.lr=0.1,0.01", "training.seed=0", *WORDS)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
-    assert "has the losses of your plain loop (3 steps, " in done.stdout
+    assert "has the losses of a plain loop of your model (3 steps, " in done.stdout
     assert [row["plain_loop"] for row in rows(mine)] == ["agrees", ""] and not loops(mine)[0]["kept"]
     again = [*without(WORDS, "hydra."), "hydra.sweep.dir=again"]
     run_cli(mine, "-m", "optimizer.lr=0.1", *again)
@@ -99,7 +99,7 @@ def test_kept_figures_that_a_trial_does_not_have_are_computed_again(mine: Path):
     content["loop"]["figures"]["train/first_loss"] *= 2
     file.write_text(json.dumps(content))
     done = run_cli(mine, "-m", "optimizer.lr=0.1", *without(WORDS, "hydra."), "hydra.sweep.dir=again")
-    assert done.returncode == 0 and "has the losses of your plain loop" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "has the losses of a plain loop of your model" in done.stdout, done.stdout + done.stderr
     assert not json.loads((mine / "again/plain_loops.json").read_text())["loops"][0]["kept"]
 
 
@@ -146,6 +146,6 @@ def test_a_smaller_model_is_compared_in_each_layout(mine: Path):
         "check.limit_s=190",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 settings have the losses of your plain loop (3 steps, " in done.stdout
+    assert "2 settings have the losses of a plain loop of your model (3 steps, " in done.stdout
     assert "; the smaller model of check.keys)." in done.stdout
     assert [row["plain_loop"] for row in rows(mine)] == ["agrees", "agrees"]
