@@ -160,7 +160,7 @@ IN_MAKE_TEST: Cells = {
         f"{FSDP1} {SIZE_BASED} {NEVER} {ACCUMULATE} optimizer.implementation=for_loop",
         f"{FSDP1} {ROOT} optimizer.implementation=fused",
     ),
-    "mlp on 1": (PER_BLOCK, f"{FSDP1} {PER_BLOCK}"),
+    "mlp on 1": (f"{PER_BLOCK} sharding.find_unused_parameters=true", f"{FSDP1} {PER_BLOCK}"),
     "mlp on 4": (
         f"{PER_BLOCK} {TO_SIZE}2",
         f"{SIZE_BASED} sharding.dp_replicate=2 {TO_SIZE}1 {ACCUMULATE} init=rank0",

@@ -111,9 +111,12 @@ def test_the_cores_of_a_worker(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_pytorch_that_lacks_what_is_asked_for_is_refused_early(monkeypatch: pytest.MonkeyPatch):
-    wanted = config("sharding.separate_reduce_scatter_group=true")
+    wanted, zeros = config("sharding.separate_reduce_scatter_group=true"), "sharding.find_unused_parameters=true"
     monkeypatch.setattr(hardware, "version", lambda package: "2.12.0a0+git1")
     check_pytorch(wanted)
+    check_pytorch(config("sharding=ddp", zeros))
+    with pytest.raises(UserError, match=r"=true needs FSDPModule\.set_reduce_scatter_unused_params, .* PyTorch 2\.12"):
+        check_pytorch(config("sharding=root", zeros))
     monkeypatch.setattr(hardware, "version", lambda package: "2.11.0+cu128")
     with pytest.raises(UserError, match=r"separate_reduce_scatter_group=true needs .* PyTorch 2\.11 does not have"):
         check_pytorch(wanted)

@@ -11,6 +11,7 @@ from fsdp_lab.config.address import SCHEMES, check_address, is_address, scheme_o
 from fsdp_lab.config.conf import device_file, known_devices
 from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.machine import check_gpus, cpus_per_worker_of, gpus_are_here, workers_of
+from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.registry import path_of
 from fsdp_lab.config.rules import check_files, check_trial
 from fsdp_lab.config.sweep import ClusterConfig, Engine, Placement, SweepConfig, objectives, stops_on
@@ -18,7 +19,11 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.machine import hardware
 
 FLOAT8_SINCE = (8, 9)
-_SEPARATE_GROUP_SINCE = (2, 12)  # 2.11 is without it, 2.13 has it
+# Keys of FSDP2, its method for each, and since when PyTorch has that.
+_SINCE = {
+    "separate_reduce_scatter_group": ("set_separate_reduce_scatter_group", (2, 12)),  # not in 2.11, in 2.13
+    "find_unused_parameters": ("set_reduce_scatter_unused_params", (2, 15)),  # in 2.15, not looked for before
+}
 
 
 def check(config: SweepConfig) -> None:
@@ -169,15 +174,13 @@ def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
 
 def check_pytorch(config: TrialConfig) -> None:
     """Raise UserError if the installed PyTorch lacks what the settings need."""
-    if (
-        config.sharding.separate_reduce_scatter_group
-        and (version := hardware.pytorch_version()) < _SEPARATE_GROUP_SINCE
-    ):
-        raise UserError(
-            "sharding.separate_reduce_scatter_group=true needs FSDPModule.set_separate_reduce_scatter_group, which "
-            f"PyTorch {version[0]}.{version[1]} does not have; use a newer PyTorch, or "
-            "sharding.separate_reduce_scatter_group=false."
-        )
+    for name, (method, since) in _SINCE.items():
+        asked = getattr(config.sharding, name) and config.sharding.granularity is not Granularity.ddp
+        if asked and (version := hardware.pytorch_version()) < since:
+            raise UserError(
+                f"sharding.{name}=true needs FSDPModule.{method}, which PyTorch {version[0]}.{version[1]} does not "
+                f"have; use a newer PyTorch, or sharding.{name}=false."
+            )
 
 
 def check_float8(config: SweepConfig) -> None:

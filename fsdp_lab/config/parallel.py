@@ -84,6 +84,8 @@ class ShardingConfig:
     """Units to gather ahead in the backward pass; null: PyTorch's default."""
     limit_all_gathers: bool = key(True)
     """FSDP1's option of that name: at most two gathered units at once. FSDP2 always limits them."""
+    find_unused_parameters: bool = key(False)
+    """For ranks that leave out other parameters: DDP looks for them in every step, FSDP2 reduces zeros for them."""
 
     @property
     def api_name(self) -> str:

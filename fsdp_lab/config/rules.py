@@ -160,6 +160,10 @@ def _check_fsdp1(trial: TrialConfig) -> None:
             sharding.separate_reduce_scatter_group,
             "FSDP1 has one communicator; use sharding.separate_reduce_scatter_group=false",
         ),
+        "sharding.find_unused_parameters=true": (
+            sharding.find_unused_parameters,
+            "FSDP1 reduces zeros for them in any case; use sharding.find_unused_parameters=false",
+        ),
         f"sharding.forward_prefetch={ahead}": (
             ahead is not None and ahead > 1,
             "FSDP1 gathers one unit ahead, or none; use sharding.forward_prefetch=1 or 0",

@@ -97,13 +97,15 @@ def leaves_some_unused(
 ) -> tuple[bool, list[str]]:
     """Return whether DDP must look for parameters without a gradient, as a step on `meta` shows, and notes about that.
 
-    True if such a step cannot be computed. False for FSDP2, which needs no such list.
+    True if such a step cannot be computed, or where `sharding.find_unused_parameters` says so. False for FSDP2.
 
     Args:
         on_meta: a copy of the model; None: the constructor is called.
     """
     if config.sharding.granularity is not Granularity.ddp:
         return False, []
+    if config.sharding.find_unused_parameters:
+        return True, []
     try:
         unused = bool(workload.parameters_without_gradient(on_meta))
         why = "some of them get no gradient"

@@ -67,8 +67,7 @@ def sharding_explained(model: nn.Module, config: TrialConfig, forward: bool) -> 
             raise
         raise UserError(
             "sharding=ddp: some parameters got no gradient in the last step, for example because layers are dropped at "
-            "random or frozen later, and DDP waits for every gradient; use every layer in each step (add 0 times its "
-            "output), or, if all ranks leave out the same ones, sharding=root or per_block."
+            "random or frozen later, and DDP waits for every gradient; use sharding.find_unused_parameters=true."
         ) from error
 
 

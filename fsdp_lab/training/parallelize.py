@@ -132,6 +132,9 @@ def apply_fully_shard(
     if config.sharding.separate_reduce_scatter_group:
         assert isinstance(model, FSDPModule)
         model.set_separate_reduce_scatter_group()  # `config.machine` checks that this PyTorch has it
+    if config.sharding.find_unused_parameters:
+        assert isinstance(model, FSDPModule)
+        model.set_reduce_scatter_unused_params(True)  # as above
     set_prefetch([group[0] for group in (*groups, *ends)], config.sharding)
 
 

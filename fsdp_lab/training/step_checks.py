@@ -40,8 +40,8 @@ MEAN, SUM_AND_COUNT = "a mean", "(sum, count)"  # the forms of a loss
 _ROUNDING = 0.01  # of norms of gradients: kernels may add up in another order
 _REMEDY = (
     "With FSDP all ranks must use the same modules in the same order, or they exchange the wrong weights: let every "
-    "rank use them (add 0 times the output of one that a rank does not need), or use sharding=ddp, which looks for "
-    "parameters without a gradient."
+    "rank use them (add 0 times the output of one that a rank does not need), or use sharding=root with "
+    "sharding.find_unused_parameters=true, or sharding=ddp, which looks for parameters without a gradient."
 )
 
 

@@ -16,7 +16,8 @@ COUNTS = {
     "cells starts checkpoint nights forecast param": """
         sharding.api sharding.granularity sharding.dp_replicate sharding.tp sharding.min_num_params
         sharding.blocks_per_unit sharding.embeddings sharding.limit_all_gathers
-        sharding.separate_reduce_scatter_group sharding.forward_prefetch sharding.backward_prefetch
+        sharding.separate_reduce_scatter_group sharding.find_unused_parameters sharding.forward_prefetch
+        sharding.backward_prefetch
         precision.param_dtype precision.reduce_dtype precision.loss_scaling precision.float8 precision.tf32
         offload.target reshard_after_forward.policy reshard_after_forward.size model._target_ model.image_size
         model.num_channels model.patch_size model.num_layers model.num_heads model.hidden_dim model.mlp_dim

@@ -41,8 +41,10 @@ def test_a_setting_learns_what_a_plain_loop_learns(
         pytest.skip("needs two ranks")
     if not machine.cuda and "compile=true" in row.cell and row.cell != ON_A_CPU:
         pytest.skip("compiled on a GPU, and by tests/training/test_parity.py")
-    if "separate_reduce" in row.cell and not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
-        pytest.skip(f"PyTorch {torch.__version__} has no set_separate_reduce_scatter_group")
+    later = {"separate_reduce": "set_separate_reduce_scatter_group", "find_unused": "set_reduce_scatter_unused_params"}
+    for word, method in later.items():
+        if word in row.cell and not hasattr(FSDPModule, method):
+            pytest.skip(f"PyTorch {torch.__version__} has no {method}")
     (learned, plain), *others = ranks.run(losses, row, machine.device, seconds=180)
     on_cuda = CUDA_TF32 if "precision=tf32" in row.cell else CUDA_FP32
     tolerance = max(row.tolerance, on_cuda if machine.cuda else 0.0)

@@ -99,7 +99,9 @@ def test_kept_figures_that_a_trial_does_not_have_are_computed_again(mine: Path):
     content["loop"]["figures"]["train/first_loss"] *= 2
     file.write_text(json.dumps(content))
     done = run_cli(mine, "-m", "optimizer.lr=0.1", *without(WORDS, "hydra."), "hydra.sweep.dir=again")
-    assert done.returncode == 0 and "has the losses of a plain loop of your model" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "has the losses of a plain loop of your model" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert not json.loads((mine / "again/plain_loops.json").read_text())["loops"][0]["kept"]
 
 

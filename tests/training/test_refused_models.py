@@ -314,6 +314,18 @@ def test_what_is_kept_is_not_refused() -> None:
     assert run_ranks(2, refusals, cases) == [[""] * len(cases)] * 2
 
 
+def test_ranks_may_leave_out_other_parameters_where_zeros_are_reduced() -> None:
+    sgd = ("optimizer=sgd", "optimizer.lr=0.05", "training.max_steps=5", "data.num_val=4")
+    zeros = "sharding.find_unused_parameters=true"
+    kinds = ("gated", "uneven", "dropped", "gated once")
+    cases = [words(kind, *sgd, each, zeros) for kind in kinds for each in (DDP, ROOT)]
+    cases += [words("gated", *sgd, BLOCK, zeros), words("", *sgd, DDP, zeros), words("", *sgd, DDP)]
+    losses = [[epoch["train/loss"] for epoch in epochs] for _, epochs in run_ranks(2, train_all, cases)[0]]
+    for of_ddp, of_root in zip(losses[:8:2], losses[1:8:2], strict=True):
+        assert of_root == pytest.approx(of_ddp, rel=1e-6)
+    assert losses[8] == pytest.approx(losses[0], rel=1e-6) and losses[9] == losses[10]
+
+
 def test_all_settings_are_timed_over_the_same_steps() -> None:
     cases = [["model=mlp", "training.timing_warmup_steps=0", sharding] for sharding in (DDP, BLOCK, ROOT)]
     trained = run_ranks(2, train_all, cases)[0]
