@@ -8,12 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from fsdp_lab.training.torch_private import (
-    DEVICE,
-    TorchDispatchMode,
-    compiled_code_runs,
-    flat_parameters,
-)
+from fsdp_lab.training.torch_private import TorchDispatchMode, compiled_code_runs, flat_parameters
 from fsdp_lab.workloads.base import tensors_of
 
 _OF_ITS_TYPE = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
@@ -56,7 +51,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         name = func.overloadpacket.__name__
-        if func is not DEVICE and name not in _OF_ITS_TYPE:  # of a fake one: it may not raise
+        if name not in _OF_ITS_TYPE:
             tensors = tensors_of((args, kwargs or {}))
             used = [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
             moves_parts = len(used) == len(tensors) and name.endswith("_") and not torch.is_grad_enabled()

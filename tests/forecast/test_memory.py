@@ -264,6 +264,16 @@ def test_the_largest_microbatch_fits_and_the_next_does_not(words: str, workers: 
     assert forecast(trial, workers, cuda, 1000, largest=True).largest_microbatch == 0, "not even the parameters fit"
 
 
+def test_fsdp1_recomputes_the_attention_of_a_gpu():
+    """It failed where only the forward pass had a mode of ours around it: the kernels kept other tensors."""
+    words = "task=language model=lm_tiny model.num_layers=1 data=pydoc precision=bf16_mixed sharding=per_block"
+    once, twice = (
+        forecast_profile(config(*words.split(), "sharding.api=fsdp1", f"activation_checkpointing={each}"), 2, cuda=True)
+        for each in ("none", "full")
+    )
+    assert twice.peaks["device"]["activation"] < once.peaks["device"]["activation"]
+
+
 def test_what_only_training_does_has_no_forecast():
     own = "tests.workloads.user.optim"
     message = rf"in the step of optimizer={own}\.Cautious, at tests/.*/optim\.py:\d+;"
