@@ -44,7 +44,6 @@ from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.training.build import build, leaves_some_unused
 from fsdp_lab.training.data import microbatch_size
 from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
-from fsdp_lab.training.flat_parts import FlatParts
 from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.loop import train_step
 from fsdp_lab.training.memory import TRACKED_STEPS, main_settings
@@ -280,7 +279,6 @@ def _follow(
             workload, model, as_forecast(config), dims, device, fill=make_fake, find_unused=unused,
             to_float8=apply_fake_float8,
         )  # fmt: skip
-        state.flat_parts = FlatParts(nn.Module())  # only training looks: under its mode attention keeps other tensors
         if isinstance(state.model, DistributedDataParallel) and config.precision.reduce_dtype is Dtype.float32:
             # what DDP does in C++, where the fake group has no result
             state.model.register_comm_hook(None, allreduce_hook)

@@ -122,8 +122,16 @@ def _why(error: Exception, model: nn.Module, config: TrialConfig, forward: bool)
             f"needs whole (a head gives whole logits by colwise_gathered); or use sharding.tp=1 with {sharding}."
         )
     if forward and _MIXED in text:
+        name = _parameter(cause, model)
+        here = f", here {name}" if name else ""
+        if name and _at_work(cause, model, name):
+            return (
+                f"{sharding}: the weights of a unit were freed during its forward pass{at}{here}, as a gradient does "
+                "that is taken inside of it (torch.autograd.grad): take it in task.loss, of what the model returns, or "
+                "use sharding=root."
+            )
         return (
-            f"{sharding}: a weight of a unit is used outside of it{at}{_parameter(cause, model)}, but FSDP2 gathers "
+            f"{sharding}: a weight of a unit is used outside of it{at}{here}, but FSDP2 gathers "
             f"the weights of a unit for its forward pass only; {_METHODS}call the module that holds the weight, or use "
             "a coarser sharding, such as root."
         )
@@ -170,7 +178,7 @@ def _at(error: BaseException) -> str:
 
 
 def _parameter(error: BaseException, model: nn.Module) -> str:
-    """Return the parameter that the line which raised an error names, as `, here blocks.0.weight`; "" if none."""
+    """Return the name of the parameter that the line which raised an error names; "" if none."""
     names = {id(parameter): original_name(name) for name, parameter in model.named_parameters()}
     for frame, number in reversed([*traceback.walk_tb(error.__traceback__)]):
         for words in _CHAIN.findall(getline(frame.f_code.co_filename, number)):
@@ -180,8 +188,16 @@ def _parameter(error: BaseException, model: nn.Module) -> str:
                 if isinstance(value, nn.Module):
                     value = getattr(value, word, None)
             if id(value) in names:
-                return f", here {names[id(value)]}"
+                return names[id(value)]
     return ""
+
+
+def _at_work(error: BaseException, model: nn.Module, parameter: str) -> bool:
+    """Return whether the unit of a parameter was in its forward pass when an error was raised."""
+    units = {f"{original_name(name)}.": m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+    of_unit = [unit for name, unit in units.items() if name == "." or parameter.startswith(name)]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(f.f_code.co_name == "forward" and f.f_locals.get("self") is of_unit[-1] for f in frames)
 
 
 def _buffers(error: BaseException, model: nn.Module) -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from fsdp_lab.training.torch_private import TorchDispatchMode, compiled_code_runs, flat_parameters
+from fsdp_lab.training.torch_private import DEVICE, TorchDispatchMode, flat_parameters
 from fsdp_lab.workloads.base import tensors_of
 
 _OF_ITS_TYPE = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
@@ -38,7 +38,7 @@ class FlatParts:
         if not self._names or self._looks[has_gradients] < 0:
             yield
             return
-        with compiled_code_runs(), _Watch(self._names):
+        with _Watch(self._names):
             yield
 
 
@@ -49,9 +49,14 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._names = names
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let code be compiled, and run compiled; other modes hear nothing of it, so kernels keep what they keep."""
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         name = func.overloadpacket.__name__
-        if name not in _OF_ITS_TYPE:
+        if func is not DEVICE and name not in _OF_ITS_TYPE:  # of a fake one: it may not raise
             tensors = tensors_of((args, kwargs or {}))
             used = [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
             moves_parts = len(used) == len(tensors) and name.endswith("_") and not torch.is_grad_enabled()
