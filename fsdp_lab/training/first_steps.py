@@ -41,6 +41,9 @@ class FirstSteps:
         mean_loss: evaluates batches of this rank, and returns the mean loss over all ranks; None: no label counts. The
             state is in eval mode then.
         resumed: the trial has other first weights than those of its constructor.
+
+    Attributes:
+        last: the number of these steps; negative: no figures are taken.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class FirstSteps:
         self._config, self._device, self._dims, self._checks, self._mean_loss = config, device, dims, checks, mean_loss
         self._val, self._state, self._model = val, state, state.model
         steps = min(CHECK_STEPS, loaders.order.steps_per_epoch, config.training.max_steps or CHECK_STEPS)
-        self._last = steps if config.check.enabled and not resumed and state.step == 0 else -1
+        self.last = steps if config.check.enabled and not resumed and state.step == 0 else -1
         self._first_weights: list[Tensor] | None = None
         cut = next((m for m in state.history if resumed and m["epoch"] == 1 and m["step"] >= steps), {})
         self._figures: Metrics = {key: cut[key] for key in _OWN if key in cut}  # before max_steps cut the epoch short
@@ -66,7 +69,7 @@ class FirstSteps:
 
     def is_first(self, step: int) -> bool:
         """Return whether figures are taken of the step after so many."""
-        return self._last > 0 and step == 0
+        return self.last > 0 and step == 0
 
     def begin(self, microbatches: list[Batch]) -> None:
         """Compute the loss in eval mode before the first step, and keep this rank's weights."""
@@ -78,14 +81,8 @@ class FirstSteps:
             self._evaluate(EVAL_LOSS, [Marked(batch, size) for batch in microbatches])
         start_clean(self._device)
 
-    def step_done(self, step: int) -> bool:
-        """After the last step, compare the weights with the first ones, and validate; return whether it was the last.
-
-        Args:
-            step: the number of steps so far.
-        """
-        if step != self._last:
-            return False
+    def finish(self) -> None:
+        """After the last step, compare the weights with the first ones, and validate."""
         if self._first_weights is not None:
             self._note(CHANGE_NORM, self._change(self._first_weights))
             self._first_weights = None
@@ -93,7 +90,6 @@ class FirstSteps:
         order = val_order(count, microbatch_size(self._config.training, self._dims), self._dims)
         loader = build_loader(self._val, order, 0, self._device, self._config.training.seed)
         self._evaluate(CHECK_VAL_LOSS, loader)
-        return True
 
     def figures(self) -> Metrics:
         """Return the figures so far; a sync point."""

@@ -199,23 +199,23 @@ class Watch:
         if self.memory.tracks():
             with self.memory.track(state.model, state.optimizer, tensors_of(microbatches)):
                 yield
-            self.first.step_done(state.step)
             self.timer.start()  # the tracked step is slow: not one of the timed
-            return
-        if self.trace.records():
+        elif self.trace.records():
             with self.trace.step():
                 yield
-            self.first.step_done(state.step)
             self.timer.start()  # as above
+            self.memory.step_done()
         else:
             yield
             if is_first:
                 self.timer.warm_up()
             else:
                 self.timer.step_done()
-            if self.first.step_done(state.step):
-                self.timer.start()
-        self.memory.step_done()
+            self.memory.step_done()
+        if state.step == self.first.last:
+            with self.memory.apart():
+                self.first.finish()
+            self.timer.start()
 
 
 def train_epoch(

@@ -126,6 +126,17 @@ class MemoryProfiler:
         if self._cuda and self._measured and not self._steps_since:
             torch.cuda.reset_peak_memory_stats(self.ranks.device)
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Leave what is done inside, between two steps, out of their peaks."""
+        if not self._cuda or self._profile is None:
+            yield
+            return
+        if self._steps_since:
+            self._read()
+        yield
+        torch.cuda.reset_peak_memory_stats(self.ranks.device)
+
     def step_done(self) -> None:
         """Count a step that was not followed."""
         self._steps_since += 1
@@ -166,12 +177,13 @@ class MemoryProfiler:
 
     def _allocator_figures(self, explained: float) -> dict[str, float]:
         if self._steps_since or not self._measured:
-            self._of_steps = {
-                key: max(value, self._of_steps.get(key, 0.0))
-                for key, value in allocator_figures(self.ranks.device).items()
-            }
-            self._measured, self._steps_since = self._of_steps, 0
+            self._read()
         return {**self._measured, "other_bytes": self._measured["peak_bytes"] - explained}
+
+    def _read(self) -> None:
+        now = allocator_figures(self.ranks.device)
+        self._of_steps = {key: max(value, self._of_steps.get(key, 0.0)) for key, value in now.items()}
+        self._measured, self._steps_since = self._of_steps, 0
 
 
 def start_clean(device: torch.device) -> None:
