@@ -1,12 +1,14 @@
 """Write the tables of the pages that are made from the code: `python docs/tables.py`.
 
 They stand between `<!-- generated: name -->` and `<!-- end -->`. A test compares them with the code.
+Claims are made from the planted faults of `tests/faults.py`.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from fsdp_lab.config.metrics import METRICS, Metric
 DOCS = Path(__file__).resolve().parent
 _PACKAGE = DOCS.parent / "fsdp_lab"
 _TABLE = re.compile(r"^\|.*\|$(\n^\|.*\|$)+", re.MULTILINE)
-FILES = (*(DOCS / "reference").glob("*.md"), DOCS / "architecture.md")
+FILES = (*(DOCS / "reference").glob("*.md"), DOCS / "architecture.md", DOCS / "claims.md")
 
 
 def keys_page() -> str:
@@ -49,6 +51,22 @@ def option_comment(file: Path) -> str:
     lines = (line for line in file.read_text().splitlines() if not line.startswith("# @package"))
     head = next(lines, "")
     return head.removeprefix("# ").removesuffix(":") if head.startswith("# ") else ""
+
+
+def claims_page() -> str:
+    """Return a table of planted faults for each package of the product, as Markdown."""
+    sys.path.append(str(DOCS.parent))
+    from tests.faults import FAULTS, MAKE_TEST
+
+    rooms: dict[str, list[str]] = {}
+    for fault in FAULTS:
+        room = fault.file.removeprefix("fsdp_lab/").partition("/")[0].removesuffix(".py")
+        tier = "make test" if fault.marks == MAKE_TEST else "make ci"
+        rooms.setdefault(room, []).append(
+            f"| {_text(fault.name)} | `tests/{fault.test.partition('[')[0]}` | `{tier}` |"
+        )
+    head = ["", "| what would be wrong | the test that notices it | tier |", "| --- | --- | --- |"]
+    return "\n\n".join("\n".join([f"## {room}", *head, *rows]) for room, rows in sorted(rooms.items()))
 
 
 def metrics_page() -> str:
@@ -112,6 +130,7 @@ PAGES = {
     "rooms": rooms_picture,
     "keys": keys_page,
     "options": options_page,
+    "claims": claims_page,
     "metrics": metrics_page,
 }
 _GENERATED = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -42,7 +42,6 @@ TINY = (*SIZES, "cluster.num_workers=2", *HERE)
 INLINE = ("engine=inline", "model=mlp", *SIZES, *PLAIN, "forecast.enabled=false", *HERE)
 
 FakeGpus = Callable[..., None]  # the fixture `fake_gpus`
-TIERS = pytest.StashKey[dict[str, set[str]]]()  # test -> the tiers of its cases
 FASHION_MNIST = ROOT.parent / "shared" / "data"
 
 
@@ -111,17 +110,7 @@ def _no_browser() -> str:
     return "" if has_it and os.environ.get("FSDP_LAB_UI") == "1" else "in a browser: make test-all"
 
 
-def _tier(item: pytest.Item) -> str:
-    """Return the command that runs a test first: make test, make ci, or make test-all."""
-    marks = {mark.name for mark in item.iter_markers()}
-    return "test-all" if marks & {"full", "ui", "gpu"} else "ci" if marks & {"ci", "cluster"} else "test"
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    tiers = config.stash.setdefault(TIERS, {})
-    for item in items:
-        tiers.setdefault(item.nodeid.partition("[")[0], set()).add(_tier(item))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {f"tests/{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(LONGEST)))
     for item in items:
