@@ -345,7 +345,7 @@ FAULTS = (
           "for name, holder in held_parameters(model):\n        raise", "for name, holder in ():\n        raise",
           CONSTRUCTED),
     Fault("no trial starts where only forecasts fail", "fsdp_lab/forecast/forecast.py",
-          'raise NotFollowedError(\n                f"a forecast', 'raise UserError(\n                f"a forecast',
+          'raise NotFollowedError(\n                f"a forecast c', 'raise UserError(\n                f"a forecast c',
           "forecast/test_memory.py::test_what_only_training_does_has_no_forecast"),
     Fault("no zeros are reduced for what a rank leaves out", "fsdp_lab/training/parallelize.py",
           "model.set_reduce_scatter_unused_params(True)", "model.set_reduce_scatter_unused_params(False)",

@@ -274,12 +274,15 @@ def test_fsdp1_recomputes_the_attention_of_a_gpu():
     assert twice.peaks["device"]["activation"] < once.peaks["device"]["activation"]
 
 
-def test_what_only_training_does_has_no_forecast():
+def test_an_optimizer_that_reads_a_value_has_no_forecast():
     own = "tests.workloads.user.optim"
     message = rf"in the step of optimizer={own}\.Cautious, at tests/.*/optim\.py:\d+;"
     with pytest.raises(NotFollowedError, match=message):
         forecast_profile(config("model=mlp", f"optimizer._target_={own}.Cautious"), 2, cuda=False)
     assert forecast_profile(config("model=mlp", f"optimizer._target_={own}.Lion"), 2, cuda=True).peaks
+
+
+def test_what_only_training_does_has_no_forecast():
     holds = ["model._target_=tests.training.test_constructor.Clamps", "task.loss=tests.training.test_constructor.loss"]
     holds.append("data._target_=tests.training.test_constructor.Rows")
     with pytest.raises(NotFollowedError, match=r"cannot follow the model's clipped, which holds .* head\.weight"):
