@@ -67,6 +67,8 @@ ALIKE = "training/test_alike.py::test_what_ranks_made_differently_ends_them_with
 MADE_ALIKE = "training/test_alike.py::test_values_are_compared_where_they_are_real"
 ALIKE_NOTE = "training/test_alike.py::test_buffers_that_each_rank_writes_have_a_note"
 SEARCHED = "training/test_units.py::test_ddp_looks_for_what_one_of_several_steps_leaves_out"
+CELL = "sweep/test_grid.py::test_a_cell_is_what_hydra_composes"
+DRAWN = "sweep/test_search.py::test_values_are_composed_when_they_are_drawn_and_checked_before"
 FAULTS = (
     # suggestions
     Fault("another trainer's name of an option is compared letter by letter", "fsdp_lab/config/suggest.py",
@@ -755,6 +757,28 @@ FAULTS = (
           "return [list(cell) for cell in itertools.product(*values)]",
           "return [list(cell) for cell in itertools.product(*values)][:-1] or [[]]",
           "sweep/test_grid.py::test_arguments_become_trials_in_the_order_of_hydras_sweeper"),
+    Fault("every cell is composed by Hydra", "fsdp_lab/sweep/grid.py",
+          "        if shared not in self._shared:", "        if True:", CELL),
+    Fault("what a cell adds or removes is not in its place among its keys", "fsdp_lab/sweep/grid.py",
+          "first = 1 + max(", "first = 0 * max(", CELL),
+    Fault("a cell's overrides are recorded without its keys", "fsdp_lab/sweep/grid.py",
+          "        config.hydra.overrides.task = [", "        [", CELL),
+    Fault("a cell that Hydra refuses is a trial", "fsdp_lab/sweep/grid.py",
+          "            return self._compose(words)", "            pass",
+          "sweep/test_grid.py::test_what_hydra_refuses_is_refused_in_its_words"),
+    Fault("a search composes every value of a list", "fsdp_lab/sweep/grid.py",
+          "        if not is_key(override) or", "        if True or", DRAWN),
+    Fault("a value of another type is found when a search draws it", "fsdp_lab/sweep/grid.py",
+          "word for word in words if not fits(", "word for word in words if not is_key(", DRAWN),
+    Fault("a search ends when it draws a value that a rule refuses", "fsdp_lab/sweep/search.py",
+          "except ConfigError as error:\n                if not",
+          "except CombinationError as error:\n                if not", DRAWN),
+    Fault("a sweep whose folder was taken writes to that of the other", "fsdp_lab/sweep/start.py",
+          "                sweep.move(folder)", "                pass",
+          "sweep/test_names.py::test_a_sweep_whose_default_folder_is_taken_is_planned_once"),
+    Fault("a search whose folder was taken goes on in that of the other", "fsdp_lab/sweep/start.py",
+          "                command.move(folder)", "                pass",
+          "sweep/test_names.py::test_a_sweep_whose_default_folder_is_taken_is_planned_once"),
     Fault("a name that looks like a number is one", "fsdp_lab/config/overrides.py",
           "value_word(typed, typed) if is_changed else typed", "typed", "config/test_words.py"),
     Fault("a key that is swept is replaced in silence", "fsdp_lab/config/overrides.py",
@@ -765,7 +789,7 @@ FAULTS = (
           "if not math.isfinite(sweep.end - sweep.start):", "if False:",
           "sweep/test_search.py::test_an_interval_that_cannot_be_drawn_from_is_refused"),
     Fault("a trial reads another trial's number", "fsdp_lab/config/compose.py",
-          "    HydraConfig.instance().set_config(cfg)", "    cfg",
+          "    HydraConfig.instance().cfg = cfg", "    cfg",
           "sweep/test_grid.py::test_hydras_own_resolver_reads_the_trial_that_is_composed"),
     Fault("two dictionaries are one setting", "fsdp_lab/sweep/names.py",
           "return value if typed is None else typed", "return value",

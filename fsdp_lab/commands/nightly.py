@@ -201,7 +201,7 @@ def read_study(overrides: list[str]) -> Study:
             )
         first = hydra.compose([values[0] for values in axes.values()])
     name = group_choices(first).get("experiment", "nightly")
-    config = nightly_config(first)  # which takes Hydra's part out
+    config = nightly_config(first)
     check(config)
     if config.forecast.keep is not None:
         raise ConfigError(

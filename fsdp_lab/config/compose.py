@@ -123,38 +123,35 @@ def _per_worker(count: int, *, _root_: DictConfig) -> int:
     return int(count) * max(1, workers // max(1, tp))  # what does not divide is refused later
 
 
-def typed_config(cfg: DictConfig) -> SweepConfig:
-    """Return a composed config as a sweep's, and use it up: it loses Hydra's part.
+def typed_config(cfg: DictConfig, composed: Mapping[str, Any] | None = None) -> SweepConfig:
+    """Return a composed config as a sweep's. `nightly` is not part of it: no trial depends on it.
 
-    `nightly` is not part of it: no trial depends on it.
-
-    Raises:
-        ConfigError: as for `nightly_config`.
+    Args and errors as of `nightly_config`.
     """
-    return part(nightly_config(cfg), SweepConfig)
+    return part(nightly_config(cfg, composed), SweepConfig)
 
 
-def nightly_config(cfg: DictConfig) -> NightlyConfig:
-    """Return the dataclasses behind a composed config, and use it up.
+def nightly_config(cfg: DictConfig, composed: Mapping[str, Any] | None = None) -> NightlyConfig:
+    """Return the dataclasses behind a composed config, and set its `data.vocab_size` if the model has that.
+
+    Args:
+        composed: the same in plain values, which costs time; None: not known yet.
 
     Raises:
         ConfigError: a key that no dataclass has: `+key=value` gets it past Hydra; or credentials in an address.
     """
-    with open_dict(cfg):
-        cfg.pop("hydra", None)
-        _fill_vocab_size(cfg)
+    _fill_vocab_size(cfg)
     open_groups = [group for group in OPEN_GROUPS if group != "optimizer" or cfg.optimizer.get("_target_")]
-    unknown = [key for key in leaves(plain(cfg)) if key not in _KEYS and key.partition(".")[0] not in open_groups]
-    if unknown:
+    own = leaves({key: value for key, value in (composed or plain(cfg)).items() if key != "hydra"})
+    if unknown := [key for key in own if key not in _KEYS and key.partition(".")[0] not in open_groups]:
         raise ConfigError(f"{unknown[0]} is not a key. {valid_keys(unknown[0])}")
     opened = {
         group: kind.of_keys(OmegaConf.to_container(cfg[group], resolve=True), f"{group}.")  # type: ignore[arg-type, attr-defined]
         for group, kind in (("model", ModelConfig), ("data", DataConfig), ("optimizer", OptimizerConfig))
     }
-    config = OmegaConf.to_object(cfg)
-    assert isinstance(config, NightlyConfig)
-    values = {f.name: getattr(config, f.name) for f in fields(NightlyConfig)}
-    objective = from_dict(SweepConfig, {"objective": config.objective}).objective
+    values = {f.name: cfg[f.name] for f in fields(NightlyConfig) if f.name not in opened}
+    values = {name: OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for name, v in values.items()}
+    objective = from_dict(SweepConfig, {"objective": values["objective"]}).objective
     typed = NightlyConfig(**{**values, **opened, "objective": objective})
     for key, value in flatten(typed).items():
         check_credentials(key, str(value))
@@ -216,13 +213,13 @@ def cell_trial(cfg: DictConfig, overrides: Sequence[str], number: int, sweep_fol
     with open_dict(cfg):
         cfg.hydra.job.id = f"{cfg.hydra.job.name}_{number}"
         cfg.hydra.job.num = number
-    HydraConfig.instance().set_config(cfg)  # which `${hydra:...}` reads
+    HydraConfig.instance().cfg = cfg  # type: ignore[assignment]  # which `${hydra:...}` reads
     return _trial(cfg, number, overrides, sweep_folder / str(cfg.hydra.sweep.subdir))
 
 
 def _trial(cfg: DictConfig, number: int | None, overrides: Sequence[str], folder: Path) -> Trial:
     choices, composed = group_choices(cfg), plain(cfg)
-    return Trial(number, typed_config(cfg), choices, list(overrides), folder, composed)
+    return Trial(number, typed_config(cfg, composed), choices, list(overrides), folder, composed)
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:

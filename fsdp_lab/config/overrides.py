@@ -18,7 +18,7 @@ from fsdp_lab.config.key_value_args import check_words
 from fsdp_lab.config.options import text_keys
 from fsdp_lab.config.suggest import closest
 
-_KEYS = frozenset(all_keys())
+_KEYS, _PARSER = frozenset(all_keys()), OverridesParser.create()
 _TEXT_KEYS = text_keys() | {"hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"}
 _PRESET = "experiment"  # the only group that may have no option
 _COMMANDS = ("forecast", "nightly", "predict", "report", "training")  # each is `python -m fsdp_lab.<name>`
@@ -53,11 +53,11 @@ def read_overrides(words: Sequence[str], config_dir: str | None = None) -> list[
     for word in words:
         if "=" not in word and not word.startswith("~"):
             raise ConfigError(_no_override(word))
-    parsed = OverridesParser.create().parse_overrides(list(words))
+    parsed = _PARSER.parse_overrides(list(words))
     read = [_spelt(override, config_dir) for override in parsed]
     keys = [override.key_or_group for override in parsed]
     for override, word in zip(parsed, read, strict=True):
-        if keys.count(override.key_or_group) > 1 and OverridesParser.create().parse_override(word).is_sweep_override():
+        if keys.count(override.key_or_group) > 1 and _PARSER.parse_override(word).is_sweep_override():
             raise ConfigError(
                 f"{override.input_line}: {override.key_or_group} is there {keys.count(override.key_or_group)} times, "
                 "and the last would replace the values to sweep; leave one."
@@ -170,7 +170,7 @@ def value_word(value: Any, text: str) -> str:
     """
     plain = _mapped(value, lambda each: each.text if isinstance(each, QuotedString) else each)
     with suppress(HydraException):
-        if OverridesParser.create().parse_override(f"key={text}").value() == plain:
+        if _PARSER.parse_override(f"key={text}").value() == plain:
             return text
     quoted = _mapped(plain, lambda each: QuotedString(each, Quote.single) if isinstance(each, str) else each)
     return Transformer.str(quoted)

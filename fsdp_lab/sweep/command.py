@@ -20,7 +20,7 @@ from fsdp_lab.config.compose import Trial, cell_trial
 from fsdp_lab.machine.hardware import num_gpus
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trials_jsonl import read_trials
-from fsdp_lab.sweep.grid import enumerate_grid, fixed_words, repeat_axis, swept_keys, with_overrides
+from fsdp_lab.sweep.grid import Cells, enumerate_grid, fixed_words, repeat_axis, swept_keys, with_overrides
 from fsdp_lab.sweep.names import preset_of
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.state import TrialState
@@ -49,9 +49,9 @@ class Alone:
         self._trial, self.config, self.folder = trial, trial.config, trial.folder
         self.hydra = trial.hydra_config.hydra
 
-    def at(self, folder: Path) -> Alone:
-        """Return the same command for another folder."""
-        return Alone(replace(self._trial, folder=folder))
+    def move(self, folder: Path) -> None:
+        """Take another folder. Its sweep is to be moved, too."""
+        self.folder = folder
 
     def sweep(self) -> tuple[Sweep, list[str]]:
         """Return the sweep, new or resumed, and notes about what looks like several trials.
@@ -87,21 +87,21 @@ class Multirun:
     ) -> None:
         check_hydra(config.hydra)
         HydraConfig.instance().set_config(copy.deepcopy(config))  # which `${hydra:...}` reads
-        self._context, self.multirun, self.hydra = context, config, config.hydra
+        self.multirun, self.hydra = config, config.hydra
         self.folder = Path(config.hydra.sweep.dir).absolute()
         self._defaults, self._arguments = defaults, list(arguments)
-        self._parser = OverridesParser.create(config_loader=context.config_loader)
+        loader = context.config_loader
+        self._parser = OverridesParser.create(config_loader=loader)
+        self._cells = Cells(self._parser, lambda words: loader.load_sweep_config(config, list(words)))
         self.config = self._compose(fixed_words(self._parser, defaults, self._arguments), 0).config
 
     def _compose(self, overrides: Sequence[str], number: int) -> Trial:
         """Return the trial of a cell. Raises what Hydra raises for an invalid override."""
-        cfg = self._context.config_loader.load_sweep_config(self.multirun, list(overrides))
-        return cell_trial(cfg, overrides, number, self.folder)
+        return cell_trial(self._cells.config(overrides), overrides, number, self.folder)
 
-    def at(self, folder: Path) -> Multirun:
-        """Return the same command for another folder."""
-        self.hydra.sweep.dir = str(folder)
-        return Multirun(self._context, self.multirun, self._defaults, self._arguments)
+    def move(self, folder: Path) -> None:
+        """Take another folder. Its sweep is to be moved, too."""
+        self.folder, self.hydra.sweep.dir = folder, str(folder)
 
     def sweep(self) -> tuple[Sweep, list[str]]:
         """Return the sweep, new or resumed, and notes about what was left out of its grid.

@@ -29,7 +29,7 @@ from fsdp_lab.config.options import may_name_code
 from fsdp_lab.config.registry import path_of
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import SearchConfig
-from fsdp_lab.sweep.grid import all_overrides, discrete_values
+from fsdp_lab.sweep.grid import all_overrides, discrete_values, unlike_schema
 from fsdp_lab.sweep.plan import effect
 
 _DEFAULTS = flatten(SweepConfig())
@@ -146,10 +146,9 @@ class OptunaSearch:
         ]
         self._study = optuna.create_study(sampler=self._sampler(0), directions=directions)
         self._study.stop = lambda: None  # type: ignore[method-assign]  # some samplers do, which only `optimize` allows
-        for values in self._categories().values():
-            for value in values:  # a misspelt one is found now, and not when it is drawn
-                with suppress(ConfigError):  # it may be valid only with another value
-                    compose([*space.fixed, value], 0)
+        for value in unlike_schema(itertools.chain(*self._categories().values())):
+            with suppress(ConfigError):  # a misspelt one is found now, not when drawn; it may be valid with another
+                compose([*space.fixed, value], 0)
 
     def _sampler(self, known: int) -> BaseSampler:
         """Return a sampler that does not repeat the suggestions of `known` earlier trials."""
@@ -212,8 +211,8 @@ class OptunaSearch:
                 self._fail(asked)
                 continue
             self._tried.add(cell)
-            trial = self._compose(overrides, self._made)
             try:
+                trial = self._compose(overrides, self._made)
                 self._check(trial.config)
             except ConfigError as error:
                 if not isinstance(error, CombinationError) and not self._made and self._fixed_are_wrong():

@@ -51,8 +51,8 @@ def run(command: Alone | Multirun) -> ExitCode:
         if config.resume is None:
             folder = held.enter_context(new_folder(command.folder, command.key, command.hydra))
             if folder != command.folder:
-                command = command.at(folder)
-                sweep, notes = command.sweep()
+                command.move(folder)
+                sweep.move(folder)
             _record(sweep, command.multirun)
         remember_last(sweep.folder)
         for line in [*_head(sweep), *notes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -69,6 +70,12 @@ class Sweep:
         self._queue = deque(in_rounds(self.trials))
         self._is_open = False
         self._logged: set[str] = set()
+
+    def move(self, folder: Path) -> None:
+        """Take another folder, before anything is in one."""
+        for state in self.trials:
+            state.trial = replace(state.trial, folder=folder / os.path.relpath(state.trial.folder, self.folder))
+        self.folder = folder
 
     def has_more(self) -> bool:
         """Return whether a trial has not ended, or more may be suggested."""

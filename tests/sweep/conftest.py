@@ -25,6 +25,7 @@ from mlflow.entities import Run
 
 from fsdp_lab.config import conf_dir
 from fsdp_lab.config.compose import Trial, cell_trial, register_schema
+from fsdp_lab.sweep.grid import Cells
 from tests.conftest import PLAIN, SIZES, STORE, command_line
 from tests.folders import Store, SweepFolder
 from tests.processes import called, descendants, kill, marked
@@ -44,7 +45,8 @@ def composed(parser: OverridesParser) -> Callable[[tuple[str, ...]], Trial]:
     """Each cell as trial 0, composed once for all tests of a module."""
     loader = GlobalHydra.instance().config_loader()
     master = loader.load_configuration("config", [], RunMode.MULTIRUN)
-    return cache(lambda words: cell_trial(loader.load_sweep_config(master, list(words)), words, 0, Path()))
+    cells = Cells(parser, lambda words: loader.load_sweep_config(master, list(words)))
+    return cache(lambda words: cell_trial(cells.config(words), words, 0, Path()))
 
 
 @pytest.fixture

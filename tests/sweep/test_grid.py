@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.types import RunMode
+from omegaconf import DictConfig
 
-from fsdp_lab.config import default_num_workers
-from fsdp_lab.config.compose import cell_trial
+from fsdp_lab.config import conf_dir, default_num_workers
+from fsdp_lab.config.compose import cell_trial, plain
 from fsdp_lab.config.machine import RunningCluster, ask_clusters
-from fsdp_lab.sweep.grid import enumerate_grid
+from fsdp_lab.sweep.grid import Cells, enumerate_grid
 from fsdp_lab.sweep.plan import Plan, plan_sweep
 from tests.conftest import run_cli
 
@@ -137,12 +139,54 @@ def test_equal_settings_run_once_and_invalid_ones_not_at_all(plan, name: str):
     assert bool(made.notes()) == (len(made.folded) + sum(map(len, made.left_out.values())) > 0)
 
 
+PRESETS = sorted(file.stem for file in (conf_dir() / "experiment").glob("*.yaml"))
+KEYS = (  # of cells that share their options, so that one may have left a key to the next
+    ("training.epochs=3", "model.table={a:{b:1}}", "optimizer.lr=${training.epochs}", "repeat=1"),
+    ("model.table.c=[1,2]", "training.global_batch_size=${per_worker:4}", "tracking.experiment='a=b,c'"),
+    ("model.a=1", "+model.b=2", "~model.a", "model={a:3}", "model.a=1", "model.b=null", "repeat=2"),
+)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_cell_is_what_hydra_composes(parser: OverridesParser, preset: str):
+    loader = GlobalHydra.instance().config_loader()
+    master = loader.load_configuration("config", ["hydra.job.name=x"], RunMode.MULTIRUN)
+    asked: list[tuple[str, ...]] = []
+
+    def by_hydra(words: Sequence[str]) -> DictConfig:
+        asked.append((*words,))
+        return loader.load_sweep_config(master, list(words))
+
+    cells = Cells(parser, by_hydra)
+    for keys in KEYS:
+        words = (keys[0], f"experiment={preset}", *keys[1:], "sharding=root")
+        made, hydras = cells.config(words), by_hydra(words)
+        assert plain(made) == plain(hydras)
+        assert cell_trial(made, words, 3, Path()) == cell_trial(hydras, words, 3, Path())
+    assert asked.count((f"experiment={preset}", "sharding=root")) == 1
+
+
+@pytest.mark.parametrize(
+    "word", ["training.epochs=x", "training.epoch=1", "sharding=rot", "+training.epochs=1", "a.b=1"]
+)
+def test_what_hydra_refuses_is_refused_in_its_words(parser: OverridesParser, word: str):
+    loader = GlobalHydra.instance().config_loader()
+    master = loader.load_configuration("config", [], RunMode.MULTIRUN)
+    cells = Cells(parser, lambda words: loader.load_sweep_config(master, list(words)))
+    words = ["optimizer.lr=0.1", word]
+    with pytest.raises(HydraException) as hydras:
+        loader.load_sweep_config(master, words)
+    with pytest.raises(type(hydras.value), match=re.escape(str(hydras.value))):
+        cells.config(words)
+
+
 def test_hydras_own_resolver_reads_the_trial_that_is_composed(parser: OverridesParser, tmp_path):
     loader = GlobalHydra.instance().config_loader()
     subdir = "hydra.sweep.subdir='${hydra:runtime.choices.sharding}-${hydra:job.num}'"
     master = loader.load_configuration("config", [subdir], RunMode.MULTIRUN)
     cells = [["sharding=root", "tracking.experiment=e${hydra:job.num}"], ["sharding=ddp", "tracking.experiment=x"]]
-    trials = [cell_trial(loader.load_sweep_config(master, cell), cell, n, tmp_path) for n, cell in enumerate(cells)]
+    composed = Cells(parser, lambda words: loader.load_sweep_config(master, list(words)))
+    trials = [cell_trial(composed.config(cell), cell, n, tmp_path) for n, cell in enumerate(cells)]
     assert [trial.folder.name for trial in trials] == ["root-0", "ddp-1"]
     assert [trial.config.tracking.experiment for trial in trials] == ["e0", "x"]
 

@@ -6,15 +6,21 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from fsdp_lab.config import ConfigError
 from fsdp_lab.storage.locks import InUse
+from fsdp_lab.sweep.command import Multirun
 from fsdp_lab.sweep.grid import enumerate_grid
 from fsdp_lab.sweep.names import setting_text, short_name, sweep_name
 from fsdp_lab.sweep.outputs.results_csv import rows_of
 from fsdp_lab.sweep.plan import plan_sweep
+from fsdp_lab.sweep.start import run
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.folder import Occupied, check_trial_folders, new_folder
 from tests.conftest import INLINE, run_cli, without
@@ -97,6 +103,31 @@ def test_starts_of_one_second_have_folders_of_their_own(tmp_path: Path):
         assert third.name == "14-05-09-3", "the others have ended, and their results stay"
     with new_folder(planned, KEY, hydra()) as fourth:
         assert fourth.name == "14-05-09-3", "nothing was begun there"
+
+
+@pytest.mark.parametrize("search", ["grid", "random"])
+def test_a_sweep_whose_default_folder_is_taken_is_planned_once(
+    parser: OverridesParser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, search: str
+):
+    monkeypatch.chdir(tmp_path)  # which remembers the last sweep
+    (tmp_path / "now").mkdir()
+    (tmp_path / "now" / "results.csv").touch()
+    loader = GlobalHydra.instance().config_loader()
+    config = loader.load_configuration("config", ["hydra.job.name=x"], RunMode.MULTIRUN)
+    config.hydra.sweep.dir = str(tmp_path / "now")
+    context = HydraContext(config_loader=loader, callbacks=Callbacks())
+    words = ["sharding=root", "optimizer.lr=0.1,0.2", "engine=inline", "cluster.num_workers=1", f"search={search}"]
+    command = Multirun(context, config, {}, words)
+    plans, begun = iter([command.sweep()]), []
+    monkeypatch.setattr(command, "sweep", lambda: next(plans))
+    monkeypatch.setattr("fsdp_lab.sweep.start.start_sweep", begun.append)
+    run(command)
+    (sweep,), there = begun, tmp_path / "now-2"
+    later = [] if sweep.search is None else [sweep.search.next()]
+    folders = [trial.folder for trial in (*(state.trial for state in sweep.trials), *later)]
+    assert (sweep.folder, folders) == (there, [there / "0", there / "1"])
+    assert [one.path for one in SweepFolder(there).trials] == folders[: len(sweep.trials)]
+    assert yaml.safe_load((there / "multirun.yaml").read_text())["hydra"]["sweep"]["dir"] == str(there)
 
 
 def test_a_folder_that_was_typed_is_free_or_refused(tmp_path: Path):

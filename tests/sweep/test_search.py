@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from fsdp_lab.config import ConfigError
@@ -92,6 +93,24 @@ def test_a_misspelt_value_is_refused_before_anything_starts(parser, compose_tria
     for seed in range(4):  # whatever would be drawn first
         with pytest.raises(HydraException, match="per_blok"):
             searching(parser, compose_trial, "random", "sharding=root,per_blok,ddp", LR, seed=seed)
+
+
+def test_values_are_composed_when_they_are_drawn_and_checked_before(parser, compose_trial):
+    composed: list[Sequence[str]] = []
+
+    def compose(words: Sequence[str], number: int) -> Trial:
+        composed.append(words)
+        return compose_trial(words, number)
+
+    words = ["model.mlp_dim=range(64,1064)", "sharding=root,ddp", "optimizer.lr=0.1,x"]
+    search = searching(parser, compose, "random", *words, trials=4)
+    assert len(composed) == 2, "the options of the group"
+    assert all("optimizer.lr=0.1" in overrides for overrides in all_of(search)), (
+        "a value that a rule refuses costs none"
+    )
+    for wrong in ("training.epochs=1,two", "training.seed=1,${nope}", "init=plain,rnak0", "training.epoch=1,2"):
+        with pytest.raises((HydraException, OmegaConfBaseException)):
+            searching(parser, compose_trial, "random", wrong, LR)
 
 
 def test_a_space_that_is_used_up_ends_the_search(parser, monkeypatch: pytest.MonkeyPatch):
