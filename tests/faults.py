@@ -69,6 +69,8 @@ ALIKE_NOTE = "training/test_alike.py::test_buffers_that_each_rank_writes_have_a_
 SEARCHED = "training/test_units.py::test_ddp_looks_for_what_one_of_several_steps_leaves_out"
 CELL = "sweep/test_grid.py::test_a_cell_is_what_hydra_composes"
 DRAWN = "sweep/test_search.py::test_values_are_composed_when_they_are_drawn_and_checked_before"
+VICTIMS = "sweep/test_runner.py::test_only_the_victims_of_memory_kills_end_and_the_others_resume"
+OF_KERNEL = "engine/test_outcome.py::test_a_kill_by_the_kernel_counts_for_a_rank_on_its_node"
 FAULTS = (
     # suggestions
     Fault("another trainer's name of an option is compared letter by letter", "fsdp_lab/config/suggest.py",
@@ -681,8 +683,26 @@ FAULTS = (
           "                if state.ended:\n", "                if False:\n",
           "sweep/test_runner.py::test_a_process_that_cannot_be_used_again_holds_no_places"),
     Fault("trials that a memory kill ended begin from nothing", "fsdp_lab/sweep/executors/tuner.py",
-          "        state.resuming = True\n", "",
-          "sweep/test_runner.py::test_trials_that_a_memory_kill_ended_resume_with_new_epochs"),
+          "        state.resuming = True\n", "", VICTIMS),
+    Fault("a memory kill counts for the neighbours of its victim", "fsdp_lab/sweep/executors/tuner.py",
+          "self._by_memory.update(victims or running)", "self._by_memory.update(running)", VICTIMS),
+    Fault("a trial whose process is killed for memory begins again and again", "fsdp_lab/sweep/executors/tuner.py",
+          "self._by_memory[number] > 1 else", "False else", VICTIMS),
+    Fault("a trial that is killed for memory twice has failed without a reason", "fsdp_lab/sweep/executors/tuner.py",
+          "Reason.of(Code.host_out_of_memory) if", "Reason.of(Code.no_outcome) if", VICTIMS),
+    Fault("as many trials run side by side after a memory kill", "fsdp_lab/sweep/executors/tuner.py",
+          "if len(self.taken) >= self._most:", "if False:",
+          "sweep/test_runner.py::test_fewer_trials_run_side_by_side_after_a_memory_kill"),
+    Fault("a trial whose process never begins is started for ever", "fsdp_lab/sweep/executors/tuner.py",
+          "if self._at_starts[key] > _MOST_STARTS else None", "if False else None",
+          "sweep/test_runner.py::test_a_process_that_never_begins_its_trial_is_started_six_times"),
+    Fault("a data loader that the kernel killed is an error of the rank", "fsdp_lab/engine/outcome.py",
+          "and node == here and lost:", "and False:", OF_KERNEL),
+    Fault("a data loader that ended otherwise is out of memory", "fsdp_lab/engine/outcome.py",
+          " and not _OTHER_SIGNAL.search(error.traceback)", "", OF_KERNEL),
+    Fault("cuBLAS that finds no memory to start is an error", "fsdp_lab/engine/failures.py",
+          '"CUBLAS_STATUS_NOT_INITIALIZED" in text and _gpu_is_full()', "False",
+          "engine/test_outcome.py::test_cublas_that_cannot_start_is_out_of_memory_on_a_full_gpu"),
     Fault("Ray prints a paragraph about each killed worker", "fsdp_lab/engine/cluster.py",
           '    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",', '    "RAY_DEDUP_LOGS_SKIP_REGEX": "#",',
           "sweep/test_fates.py::test_a_failed_trial_makes_the_exit_status_1_and_is_named"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from contextlib import suppress
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.target import user_line
@@ -39,6 +40,7 @@ def _traceback(error: BaseException) -> str:
 
 # PyTorch's allocators for GPUs, for the CPU and for pinned memory raise RuntimeErrors, of several classes.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_CUBLAS_BYTES = 2**28  # more than cuBLAS takes when it starts
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in the middle of a message
 
 
@@ -50,4 +52,14 @@ def code_of(error: BaseException) -> Code:
         return Code.out_of_memory
     if isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY):
         return Code.out_of_memory
+    if isinstance(error, RuntimeError) and "CUBLAS_STATUS_NOT_INITIALIZED" in text and _gpu_is_full():
+        return Code.out_of_memory
     return Code.peer_lost if any(sign in text for sign in _PEER_LOST) else Code.error
+
+
+def _gpu_is_full() -> bool:
+    from fsdp_lab.training.distributed import free_on_gpu
+
+    with suppress(RuntimeError, AssertionError):  # without a GPU, or on one that has failed
+        return free_on_gpu() < _CUBLAS_BYTES
+    return False

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.config import TrialConfig, from_dict
+from fsdp_lab.config import TrialConfig, UserError, from_dict
 from fsdp_lab.config.sweep import Placement
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.engine import shortcut
@@ -25,7 +25,7 @@ from fsdp_lab.engine.rendezvous import backend_config
 from fsdp_lab.engine.resources import mark_of, release_placement_group, worker_resources
 from fsdp_lab.engine.worker import train_worker
 from fsdp_lab.record.trial_files import ENDED, TrialWriter, read_metrics, read_progress, wait_until_alone
-from fsdp_lab.record.trial_json import read_trial, set_aside_failures
+from fsdp_lab.record.trial_json import changing, read_trial, set_aside_failures
 from fsdp_lab.storage.objects import Storage, StorageAway, StorageRefused
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
@@ -68,7 +68,17 @@ def trial_function(config: dict[str, Any]) -> None:
     """Run one trial by its job: the function of Ray Tune. Tune ends it from within a report, by SystemExit."""
     from ray import tune
 
-    run_job(Job(**json.loads(config["job"])), tune.report)
+    job = Job(**json.loads(config["job"]))
+    note_process(Path(job.folder))
+    run_job(job, tune.report)
+
+
+def note_process(folder: Path) -> None:
+    """Record which process is the trial's own: Ray's memory monitor names those that it kills."""
+    import ray
+
+    with suppress(OSError, UserError), changing(folder) as trial:
+        trial.process = ray.get_runtime_context().get_worker_id()
 
 
 def run_job(job: Job, report: Callable[[dict[str, Any]], None]) -> None:

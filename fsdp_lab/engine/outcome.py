@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from fsdp_lab.record.trial_json import Outcome, RankFailure, changing, read_tria
 _TAIL_LINES = 50  # of a log, for the report of a failure
 # What faulthandler writes into a rank's log, the last before the process ends.
 _CRASH = re.compile(r"Fatal Python error: (.+)$", re.MULTILINE)
+# In the traceback of a rank whose process that loads data has ended: PyTorch waits for it, fetches a tensor of it, or
+# raises in any line, by a handler of signals.
+_LOADER_LOST = re.compile(r"in (_try_get_data|rebuild_storage_fd)\n|DataLoader worker .* killed by signal: Killed")
+_OTHER_SIGNAL = re.compile(r"DataLoader worker .* killed by signal: (?!Killed)")
 _SIZES_DIFFER = "Received data size doesn't match expected size"  # gloo's, before it aborts the process
 # It would be so again.
 _FINAL = (Code.out_of_memory, Code.host_out_of_memory, Code.timed_out, Code.user_error, Code.diverged)
@@ -47,6 +52,7 @@ def note_deaths(
     """Record why ranks failed: by the error that a rank raised, or by what ended its process.
 
     A process is killed by a person, by Ray for lack of memory, by the kernel, or ends by a crash or a limit of its own.
+    Where the kernel killed one, a rank whose data lost their process is out of memory, too.
 
     Args:
         errors: Ray Train's, by rank.
@@ -61,10 +67,14 @@ def note_deaths(
     for rank, error in errors.items():
         if timeout and rank == timeout.rank:
             continue
+        node, address = (nodes[rank]["node"], nodes[rank]["address"]) if nodes else (None, None)
         if isinstance(error, RankFailure):
+            lost = _LOADER_LOST.search(error.traceback) and not _OTHER_SIGNAL.search(error.traceback)
+            if kernel_killed and node == here and lost:
+                known = {"rank": rank, "at": error.reason.values.get("at"), "loader": True}
+                error = replace(error, reason=Reason.of(Code.host_out_of_memory, **known))
             failures.append(error)
             continue
-        node, address = (nodes[rank]["node"], nodes[rank]["address"]) if nodes else (None, None)
         log = folder / "logs" / f"rank{rank}.log"
         written = _written(log, before or {})
         values: dict[str, Any] = {"rank": rank, "at": f"step {progress['step']}" if "step" in progress else None}

@@ -18,7 +18,10 @@ class Code(StrEnum):
     out_of_memory = "out_of_memory"
     """An allocator on this rank found no memory: `error` (a class) and `text`, as raised."""
     host_out_of_memory = "host_out_of_memory"
-    """Ray or the kernel killed the process because the host ran out of memory."""
+    """Ray or the kernel killed the process as the host ran out of memory. `loader`: one that loads data.
+
+    Without `rank`: Ray killed the trial's own process, twice.
+    """
     user_error = "user_error"
     """An error that only the user can correct: `text`, and without a rank if it was found before training."""
     diverged = "diverged"

@@ -73,6 +73,7 @@ class TrialJson:
         forecast: its figures, by the keys of metrics; empty without one.
         forecast_words: what of it is no number (`FORECAST_WORDS`).
         nodes: that of each rank: its `node`, which is Ray's name, and its `address`; empty: not known.
+        process: the ID that Ray gave to its own process; None: it has not begun.
         facts: that rank 0 reported before its first step; None: this start has not reported any.
         facts_before: of the start before.
         failures: of ranks, in this attempt.
@@ -83,6 +84,7 @@ class TrialJson:
     forecast: dict[str, float] = field(default_factory=dict)
     forecast_words: dict[str, str] = field(default_factory=dict)
     nodes: list[dict[str, str]] = field(default_factory=list)
+    process: str | None = None
     facts: dict[str, Any] | None = None
     facts_before: dict[str, Any] | None = None
     failures: list[RankFailure] = field(default_factory=list)

@@ -40,6 +40,11 @@ def sees_cuda() -> tuple[bool, str | None]:
     return torch.cuda.is_available(), torch.version.cuda
 
 
+def free_on_gpu() -> int:
+    """Return the bytes that are free on this process's GPU. Raises what PyTorch raises without one."""
+    return torch.cuda.mem_get_info()[0]
+
+
 def setup_distributed(offload: OffloadConfig | None = None) -> DistributedContext:
     """Join the process group that torchrun's variables describe, or the one that a launcher made already.
 

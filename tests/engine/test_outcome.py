@@ -66,6 +66,17 @@ def test_kinds_of_failure(error: BaseException, code: str):
     assert code_of(error) == code
 
 
+@pytest.mark.parametrize(("free", "code"), [(2**20, "out_of_memory"), (2**33, "error"), (None, "error")])
+def test_cublas_that_cannot_start_is_out_of_memory_on_a_full_gpu(
+    free: int | None, code: str, monkeypatch: pytest.MonkeyPatch
+):
+    if free is not None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**37))
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    assert code_of(error) == code
+    assert code_of(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED")) == "error"
+
+
 def test_a_gpu_that_ray_and_pytorch_count_differently_is_told(monkeypatch: pytest.MonkeyPatch):
     """Before NCCL fails on it, or the trial trains on the CPU in a machine with GPUs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
@@ -77,6 +88,17 @@ def test_a_gpu_that_ray_and_pytorch_count_differently_is_told(monkeypatch: pytes
 
 
 _OF_A_RANK = RankFailure(Reason.of(Code.error, rank=1, error="FileNotFoundError", text="/out/3"))
+
+
+def of_loader(error: str, text: str, line: str) -> RankFailure:
+    return RankFailure(Reason.of(Code.error, rank=1, error=error, text=text), f"{line}\n{error}: {text}\n")
+
+
+_WORKER, _WAITS = "DataLoader worker (pid", '  File "/dataloader.py", line 1293, in _try_get_data'
+_LOADER = of_loader("RuntimeError", f"{_WORKER} 7) is killed by signal: Killed. ", '  File "mine.py", line 3, in f')
+_LOADERS = of_loader("RuntimeError", f"{_WORKER}(s) 7, 8) exited unexpectedly", _WAITS)
+_BUS = of_loader("RuntimeError", f"{_WORKER} 7) is killed by signal: Bus error. ", _WAITS)
+_FETCHES = of_loader("ConnectionResetError", "[Errno 104]", '  File "/r.py", line 543, in rebuild_storage_fd')
 _CRASH = "9/20 Fatal Python error: Segmentation fault\n"  # behind a progress bar without an end
 
 
@@ -89,12 +111,19 @@ _CRASH = "9/20 Fatal Python error: Segmentation fault\n"  # behind a progress ba
         (RayActorError(), "", "here", True, "host_out_of_memory", "the host is out of memory"),
         (RayActorError(), "", "there", True, "killed", "if memory ran out on 10.0.0.1, that may be why"),
         (RayActorError(), _CRASH, "here", True, "crashed", "crashed: Segmentation fault"),
+        (_OF_A_RANK, "", "here", True, "error", "rank 1: FileNotFoundError: /out/3"),
+        (_LOADER, "", "here", True, "host_out_of_memory", "rank 1: a process that loads its data was killed"),
+        (_LOADERS, "", "here", True, "host_out_of_memory", "that loads its data was killed: the host is out"),
+        (_FETCHES, "", "here", True, "host_out_of_memory", "rank 1: a process that loads its data was killed"),
+        (_LOADERS, "", "here", False, "error", "DataLoader worker"),
+        (_LOADERS, "", "there", True, "error", "DataLoader worker"),
+        (_BUS, "", "here", True, "error", "DataLoader worker"),
     ],
 )
 def test_a_kill_by_the_kernel_counts_for_a_rank_on_its_node(
     error: Exception, log: str, node: str, kernel_killed: bool, code: str, words: str, tmp_path: Path
 ):
-    """And for none that raised an error, was killed by Ray, or crashed: the table of why a worker ended."""
+    """Or for its data loader. And for none that raised another error, was killed by Ray, or crashed."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank1.log").write_text(log)
     with changing(tmp_path) as trial:

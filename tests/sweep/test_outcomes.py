@@ -90,19 +90,21 @@ def test_out_of_memory_is_an_outcome_without_a_second_attempt(by: str, tmp_path:
 
 
 _FILLS_THE_HOST = """
-import os, time
+import json, os, time
 from pathlib import Path
 
 from fsdp_lab.commands.main import main
 from fsdp_lab.engine.cluster import set_environment
 
 set_environment()
+from fsdp_lab.engine.job import note_process
 from fsdp_lab.sweep.executors import tuner
 
 here, trial_function = Path.cwd(), tuner.trial_function
 
-def fills_the_host_once(config):
-    if config["number"] == 0 and not (here / "filled").exists():
+def fills_the_host(config):
+    if config["number"] == 0 and (ALWAYS or not (here / "filled").exists()):
+        note_process(Path(json.loads(config["job"])["folder"]))
         while not (here / "out" / "1" / "metrics.jsonl").exists():
             time.sleep(0.1)
         (here / "filled").touch()
@@ -110,27 +112,30 @@ def fills_the_host_once(config):
         time.sleep(600)
     trial_function(config)
 
-tuner.trial_function = fills_the_host_once
+tuner.trial_function = fills_the_host
 main()
 """
 
 
 @pytest.mark.full
-def test_a_trials_own_process_killed_for_memory_ends_no_sweep(gated: GatedSweep, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("always", [False, True])
+def test_a_trials_own_process_killed_for_memory_ends_no_sweep(
+    gated: GatedSweep, monkeypatch: pytest.MonkeyPatch, always: bool
+):
     """It takes 6 GiB before its ranks begin, and Ray's monitor allows 4 GiB more than is in use now."""
     monkeypatch.setenv(MONITOR, allowing_more(4))
-    gated.command = [sys.executable, "-c", _FILLS_THE_HOST]
+    gated.command = [sys.executable, "-c", f"ALWAYS = {always}\n{_FILLS_THE_HOST}"]
     gated.start_two_trials("training.epochs=2", "cluster.num_workers=1", "cluster.cpus_per_worker=1", STORE)
     gated.let_go(0, 1, 2)
     gated.let_go(1, 1)
-    wait_for(lambda: "Ray killed a trial's own process" in gated.log(), gated.driver, 200, gated.log)
+    wait_for(lambda: "Ray killed the own process of trial 0" in gated.log(), gated.driver, 200, gated.log)
     gated.let_go(1, 2)
     assert gated.wait() == 0 and "Traceback" not in gated.log(), gated.log()
     assert still_running(gated.processes(), 15) == []
     trials = gated.sweep.trials
-    assert gated.sweep.statuses == ["finished"] * 2, gated.log()
-    assert [[epoch for epoch, *_ in trial.losses] for trial in trials] == [[1, 2]] * 2
-    assert [bool(trial.facts["resumed_from"]) for trial in trials] == [False, True]
+    assert gated.sweep.statuses == ["oom" if always else "finished", "finished"], gated.log()
+    assert [[epoch for epoch, *_ in trial.losses] for trial in trials] == [[] if always else [1, 2], [1, 2]]
+    assert trials[1].facts["resumed_from"]
 
 
 @pytest.mark.ci

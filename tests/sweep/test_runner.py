@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -27,9 +27,10 @@ from fsdp_lab.forecast.speed.program import Kind
 from fsdp_lab.forecast.speed.refine import Observation
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import read_metrics
-from fsdp_lab.record.trial_json import Outcome, read_trial, write_outcome
+from fsdp_lab.record.trial_json import Outcome, changing, read_trial, write_outcome
+from fsdp_lab.report.render import reason_text
 from fsdp_lab.storage.files import append_line
-from fsdp_lab.sweep.executors.tuner import ResourceCatalog, TuneCallback, put_back
+from fsdp_lab.sweep.executors.tuner import Deaths, ResourceCatalog, TuneCallback
 from fsdp_lab.sweep.forecasts import Forecasts
 from fsdp_lab.sweep.names import OF_A_NIGHT
 from fsdp_lab.sweep.runner import run_sweep
@@ -211,7 +212,7 @@ def freed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, bool]]:
 
 
 def callback_of(sweep: Sweep) -> TuneCallback:
-    return TuneCallback(sweep, cast("ResourceCatalog", SimpleNamespace(taken={})), Counter())
+    return TuneCallback(sweep, cast("ResourceCatalog", SimpleNamespace(taken={})), Deaths())
 
 
 def prepared(sweep: Sweep, count: int) -> None:
@@ -295,26 +296,50 @@ def test_a_process_that_cannot_be_used_again_holds_no_places(three: Sweep, freed
     assert [state.status.name for state in three.trials] == ["finished", "waiting", "waiting"]
 
 
-def test_trials_that_a_memory_kill_ended_resume_with_new_epochs(
-    three: Sweep, freed: list[tuple[Path, bool]], monkeypatch: pytest.MonkeyPatch
-):
-    """The limit is one death. Trial 0 has an epoch in between, trial 1 none; trial 2 ended by itself."""
-    monkeypatch.setattr("fsdp_lab.sweep.executors.tuner._MOST_STARTS", 1)
-    deaths = Counter[tuple[int, int]]()
-    prepared(three, 3)
-    for number in (0, 1, 2):
-        three.begin(number)
-    epoch = {"epoch": 1, "train/loss": 2.0}
-    append_line(three.folder_of(0) / "metrics.jsonl", json.dumps(epoch))
+def test_only_the_victims_of_memory_kills_end_and_the_others_resume(three: Sweep, freed: list[tuple[Path, bool]]):
+    """Ray kills the processes of trial 1 twice, which has an epoch in between; trial 2 has ended by itself."""
+    deaths, epoch = Deaths(), {"epoch": 1, "train/loss": 2.0}
+    report = "Selected to kill: (Actor(f1): job ID=01, pid=7, worker ID=p1)\n(Actor(f0): pid=8, worker ID=p0)\n]"
+
+    def begin(*numbers: int) -> None:
+        prepared(three, len(numbers))
+        for number in numbers:
+            three.begin(number)
+            with changing(three.folder_of(number)) as trial:
+                trial.process = f"p{number}"
+
+    begin(0, 1, 2)
+    append_line(three.folder_of(1) / "metrics.jsonl", json.dumps(epoch))
     write_outcome(three.folder_of(2), Outcome(TrialStatus.finished))
-    for number in three.running():
-        put_back(three, number, deaths)
-    assert [state.status.name for state in three.trials] == ["waiting", "waiting", "finished"]
-    prepared(three, 2)
-    for number in (0, 1):
-        three.begin(number)
+    deaths.by_memory(three, report)
+    assert [state.status.name for state in three.trials] == ["waiting", "waiting", "finished"] and deaths.most == 2
+    begin(0, 1)
     assert heard(three).epochs == [epoch], "its folder is as it was"
-    for number in three.running():
-        put_back(three, number, deaths)
-    assert [state.status.name for state in three.trials] == ["waiting", "failed", "finished"]
-    assert three.trials[1].reason == Reason.of(Code.no_outcome)
+    deaths.by_memory(three, report)
+    assert [state.status.name for state in three.trials] == ["waiting", "oom", "finished"] and deaths.most == 1
+    outcome = read_trial(three.folder_of(1)).outcome
+    assert outcome is not None and outcome.reason == three.trials[1].reason == Reason.of(Code.host_out_of_memory)
+    assert reason_text(outcome.reason) == "Ray killed its own process twice: the host is out of memory"
+    for status in ("waiting", "oom"):  # whom a report of another form names is not known
+        begin(0)
+        deaths.by_memory(three, "out of memory")
+        assert three.trials[0].status.name == status
+
+
+def test_fewer_trials_run_side_by_side_after_a_memory_kill(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 8.0})
+    for most, fits in (math.inf, True), (2, True), (1, False):
+        catalog = ResourceCatalog(most)
+        monkeypatch.setattr(catalog, "of", lambda config: {"CPU": 1.0})
+        assert catalog.has_room(TRIAL.config), "the first always"
+        catalog.taken["0"] = {"CPU": 1.0}
+        assert catalog.has_room(TRIAL.config) is fits
+
+
+def test_a_process_that_never_begins_its_trial_is_started_six_times(three: Sweep, freed: list[tuple[Path, bool]]):
+    callback = callback_of(three)
+    for _ in range(6):
+        assert three.trials[0].status is TrialStatus.waiting
+        prepared(three, 1)
+        callback.on_trial_complete(0, [], of_tune(0))
+    assert (three.trials[0].status.name, three.trials[0].reason) == ("failed", Reason.of(Code.no_outcome))

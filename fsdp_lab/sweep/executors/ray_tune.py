@@ -11,7 +11,6 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
 
 from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine import shortcut
@@ -45,7 +44,7 @@ class RayTuneExecutor:
     def run(self, sweep: Sweep) -> None:
         from ray.exceptions import OutOfMemoryError
 
-        from fsdp_lab.sweep.executors.tuner import build_tuner, put_back
+        from fsdp_lab.sweep.executors.tuner import Deaths, build_tuner
 
         # Of Tune's own state on disk, which nothing here reads, it need not tell that it could not be written.
         logging.getLogger("ray.tune.execution.experiment_state").setLevel(logging.CRITICAL)
@@ -53,7 +52,7 @@ class RayTuneExecutor:
             sweep.log(f"trials take seconds longer to start: {why}")
         elif sweep.config.cluster.address is None:
             shortcut.keep_ready_processes()
-        deaths = Counter[tuple[int, int]]()
+        deaths = Deaths()
         try:
             while sweep.has_more():
                 try:
@@ -62,9 +61,7 @@ class RayTuneExecutor:
                 except Exception as error:
                     if not any(isinstance(each, OutOfMemoryError) for each in (error, error.__cause__)):
                         raise
-                    sweep.log("Ray killed a trial's own process for lack of memory; what ran resumes in a new one")
-                    for number in sweep.running():
-                        put_back(sweep, number, deaths)
+                    deaths.by_memory(sweep, str(error))
         except KeyboardInterrupt:
             gc.disable()  # Tune's destructors ask Ray, which may not answer any more; this process ends soon
             raise

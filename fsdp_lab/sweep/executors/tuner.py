@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
 from collections import Counter
@@ -19,13 +20,13 @@ from ray.tune.search import Searcher
 
 from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, to_dict, workers_of
 from fsdp_lab.config.status import TrialStatus
-from fsdp_lab.config.wording import resources_text
+from fsdp_lab.config.wording import count, resources_text
 from fsdp_lab.engine import resources, shortcut
 from fsdp_lab.engine.files_of_ranks import receive
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import read_progress
-from fsdp_lab.record.trial_json import read_trial
+from fsdp_lab.record.trial_json import Outcome, read_trial
 from fsdp_lab.storage.objects import Storage, StorageRefused
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.schedulers import build_scheduler
@@ -34,17 +35,22 @@ from fsdp_lab.sweep.sweep import Sweep
 _QUIET_S = 20.0  # a start takes about ten seconds; who waits longer is told what for
 _MOST_STARTS = 5  # of a trial whose own processes end without a new epoch
 _ROUNDING = 1e-6  # of sums of shares of a core
+_KILLED = re.compile(r"Selected to kill: .*\bworker ID=(\w+)")  # in the report of Ray's memory monitor
 _STORE_S = 5.0  # for the files of a stopped trial, while every other trial waits to be heard
 
 
 class ResourceCatalog:
     """The resources that trials need, and those of the cluster, which change with its nodes.
 
+    Args:
+        most: trials side by side, whatever their resources.
+
     Attributes:
         taken: Tune's name of a running trial -> its resources.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: float = math.inf) -> None:
+        self._most = most
         self._needs: dict[str, dict[str, float]] = {}
         self.taken: dict[str, dict[str, float]] = {}
 
@@ -64,6 +70,8 @@ class ResourceCatalog:
         """Return whether a trial fits beside the running ones. The first always does: it waits for nodes that died."""
         if not self.taken:
             return True
+        if len(self.taken) >= self._most:
+            return False
         total, all_taken = ray.cluster_resources(), self.taken.values()
         return all(
             amount + sum(taken.get(name, 0.0) for taken in all_taken) <= total.get(name, 0.0) + _ROUNDING
@@ -71,13 +79,52 @@ class ResourceCatalog:
         )
 
 
-def build_tuner(sweep: Sweep, deaths: Counter[tuple[int, int]]) -> tune.Tuner:
+class Deaths:
+    """The deaths of trials' own processes, through all starts of Tune.
+
+    Attributes:
+        most: trials side by side: fewer after each death for lack of memory.
+    """
+
+    def __init__(self) -> None:
+        self.most = math.inf
+        self._at_starts = Counter[tuple[int, int]]()
+        self._by_memory = Counter[int]()
+
+    def at_start(self, sweep: Sweep, number: int) -> None:
+        """Let a trial begin again whose process ended before it began; it fails if that happens often."""
+        key = number, len(sweep.trials[number].epochs)
+        self._at_starts[key] += 1
+        put_back(sweep, number, Reason.of(Code.no_outcome) if self._at_starts[key] > _MOST_STARTS else None)
+
+    def by_memory(self, sweep: Sweep, report: str) -> None:
+        """Let the trials begin again that ran when Ray's memory monitor killed the process of one, fewer side by side.
+
+        One whose process was killed twice is out of memory: the monitor may kill it for what its ranks hold.
+
+        Args:
+            report: Ray's, which names the processes that it killed.
+        """
+        running, killed = sweep.running(), _KILLED.findall(report)
+        victims = [number for number in running if read_trial(sweep.folder_of(number)).process in killed]
+        self._by_memory.update(victims or running)
+        self.most = max(1, len(running) - 1)
+        whose = " and of ".join(label(sweep.trials[number].trial) for number in victims) or "a trial"
+        sweep.log(
+            f"Ray killed the own process of {whose} for lack of memory; what ran resumes in a new one, "
+            f"{count(self.most, 'trial')} side by side"
+        )
+        for number in running:
+            put_back(sweep, number, Reason.of(Code.host_out_of_memory) if self._by_memory[number] > 1 else None)
+
+
+def build_tuner(sweep: Sweep, deaths: Deaths) -> tune.Tuner:
     """Return a tuner for the sweep. Checks first that the cluster can hold each known trial.
 
     Raises:
         ConfigError: the cluster cannot hold a trial.
     """
-    catalog = ResourceCatalog()
+    catalog = ResourceCatalog(deaths.most)
     for config in [state.trial.config for state in sweep.trials if not state.ended] or [sweep.config]:
         catalog.of(config)  # told before the first begins
     # Tune's process for a trial only waits: it takes a byte, since it must take something, and no core.
@@ -102,19 +149,19 @@ def build_tuner(sweep: Sweep, deaths: Counter[tuple[int, int]]) -> tune.Tuner:
     )
 
 
-def put_back(sweep: Sweep, number: int, deaths: Counter[tuple[int, int]]) -> None:
-    """Let a trial begin again whose own process has ended; it fails if that happens often without a new epoch.
+def put_back(sweep: Sweep, number: int, reason: Reason | None) -> None:
+    """Let a trial begin again whose own process has ended, unless it has an outcome.
 
     Args:
-        deaths: of the processes of trials, by the trial's number and its epochs so far.
+        reason: why it does not begin again; None: it may.
     """
     state = sweep.trials[number]
     if state.status is TrialStatus.running:
         state.resuming = True
         resources.release_placement_group(sweep.folder_of(number))
-    deaths[number, len(state.epochs)] += 1
-    if read_trial(sweep.folder_of(number)).outcome or deaths[number, len(state.epochs)] > _MOST_STARTS:
-        sweep.end(number)
+    outcome = read_trial(sweep.folder_of(number)).outcome or (Outcome(reason.status, reason) if reason else None)
+    if outcome:
+        sweep.end(number, outcome)
     else:
         sweep.put_back(number)
 
@@ -189,7 +236,7 @@ class TuneCallback(TrialProgressCallback):
     Tune adds no `TrialProgressCallback` of its own then, which would print a line for a trial that reported nothing.
     """
 
-    def __init__(self, sweep: Sweep, catalog: ResourceCatalog, deaths: Counter[tuple[int, int]]) -> None:
+    def __init__(self, sweep: Sweep, catalog: ResourceCatalog, deaths: Deaths) -> None:
         super().__init__()
         self._sweep, self._catalog, self._deaths = sweep, catalog, deaths
         self._speak_at: dict[int, float] = {}
@@ -224,7 +271,7 @@ class TuneCallback(TrialProgressCallback):
             for other, state in enumerate(self._sweep.trials):  # it was one's that ended and may hold its places still
                 if state.ended:
                     resources.release_placement_group(self._sweep.folder_of(other))
-            put_back(self._sweep, number, self._deaths)
+            self._deaths.at_start(self._sweep, number)
             return
         folder = self._sweep.folder_of(number)
         if read_trial(folder).outcome is None:  # its process was killed, and cannot free their places
