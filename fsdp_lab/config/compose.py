@@ -29,6 +29,7 @@ from fsdp_lab.config.address import check_credentials
 from fsdp_lab.config.checks import check_hydra
 from fsdp_lab.config.conf import OPEN_GROUPS
 from fsdp_lab.config.convert import leaves
+from fsdp_lab.config.key_value_args import with_overrides
 from fsdp_lab.config.options import valid_keys
 from fsdp_lab.config.training import OptimizerConfig
 from fsdp_lab.config.workload import DataConfig, ModelConfig, known_vocab_size
@@ -45,6 +46,8 @@ class Trial:
         choices: group -> option.
         overrides: its command line.
         composed: the composed config, with Hydra's part, as plain values before interpolation.
+        resumed: overrides that were typed for a resume which trained it.
+        changed: `key=value` of what this resume had otherwise than the start of the sweep.
     """
 
     index: int | None
@@ -53,6 +56,13 @@ class Trial:
     overrides: list[str]
     folder: Path
     composed: dict[str, Any]
+    resumed: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+
+    @property
+    def words(self) -> list[str]:
+        """The command line that trains it again, with what was typed for a resume."""
+        return with_overrides(self.overrides, self.resumed)
 
     @property
     def hydra_config(self) -> DictConfig:

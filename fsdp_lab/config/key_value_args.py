@@ -18,6 +18,12 @@ def key_of(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
 
 
+def with_overrides(overrides: Sequence[str], on_top: Sequence[str]) -> list[str]:
+    """Return overrides, with those in `on_top` replacing the ones for the same keys."""
+    keys = {key_of(override) for override in on_top}
+    return [*(override for override in overrides if key_of(override) not in keys), *on_top]
+
+
 def read_words(arguments: Sequence[str], keys: Sequence[str], usage: str) -> dict[str, str]:
     """Return the `key=value` arguments as a dictionary; with `--help`, or without arguments, print the usage instead.
 

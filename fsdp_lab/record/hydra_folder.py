@@ -47,6 +47,12 @@ def saved_config(values: dict[str, Any]) -> SweepConfig:
     return part(from_dict(NightlyConfig, values), SweepConfig)
 
 
+def saved_choices(hydra: dict[str, Any]) -> dict[str, str]:
+    """Return group -> option of a trial's `.hydra/hydra.yaml`, without Hydra's own groups."""
+    options = hydra["runtime"]["choices"].items()
+    return {key: str(option) for key, option in options if option and not key.startswith("hydra/")}
+
+
 def write_hydra_folder(trial: Trial) -> None:
     """Write `.hydra/` of a trial, as Hydra's own launcher does."""
     hydra_folder = trial.folder / ".hydra"
@@ -56,7 +62,7 @@ def write_hydra_folder(trial: Trial) -> None:
     contents = {
         "config": with_typed(to_dict(trial.config), variables_in(own)),  # variables may be secrets
         "hydra": {"hydra": trial.composed["hydra"]},
-        "overrides": trial.overrides,
+        "overrides": trial.words,
     }
     for name, content in contents.items():
         write_yaml(hydra_folder / f"{name}.yaml", content)

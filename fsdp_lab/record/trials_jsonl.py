@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import UserError
 from fsdp_lab.config.compose import Trial
 from fsdp_lab.record.paths import storage, trial_address
-from fsdp_lab.storage.files import append_line, read_lines
+from fsdp_lab.storage.files import append_line, read_lines, write_text
 
 _REMEDY = (
     "restore it from a copy, or write that line again, with the overrides in .hydra/overrides.yaml of its trial; "
@@ -21,17 +21,26 @@ _REMEDY = (
 
 def add_trial(folder: Path, trial: Trial) -> None:
     """Append a trial to `trials.jsonl`, before it starts."""
-    content = {
-        "overrides": trial.overrides,
-        "folder": os.path.relpath(trial.folder, folder),
-    }
+    append_line(folder / "trials.jsonl", _line_of(folder, trial))
+
+
+def write_trials(folder: Path, trials: Sequence[Trial]) -> None:
+    """Write `trials.jsonl` again, before a resume trains some of these trials otherwise than the start."""
+    lines = "".join(f"{_line_of(folder, trial)}\n" for trial in trials)
+    write_text(folder / "trials.jsonl", lines, durable=True, parents=False)
+
+
+def _line_of(folder: Path, trial: Trial) -> str:
+    content: dict[str, Any] = {"overrides": trial.overrides, "folder": os.path.relpath(trial.folder, folder)}
     if trial.config.cluster.storage_path is not None:
         content["storage"] = trial_address(trial, folder) or str(storage(trial, folder))
-    append_line(folder / "trials.jsonl", json.dumps(content))
+    if trial.changed:
+        content |= {"resumed": trial.resumed, "changed": trial.changed}
+    return json.dumps(content)
 
 
-def read_trials(folder: Path, num_trials: int | None = None, key: str = "resume") -> list[tuple[list[str], Path]]:
-    """Return the overrides and the folder of each trial, in order.
+def read_trials(folder: Path, num_trials: int | None = None, key: str = "resume") -> list[dict[str, Any]]:
+    """Return the line of each trial, in order: its `overrides`, its `folder` as a path, `resumed` and `changed`.
 
     Args:
         num_trials: how many there are; None: not known.
@@ -40,8 +49,9 @@ def read_trials(folder: Path, num_trials: int | None = None, key: str = "resume"
     Raises:
         UserError: the file cannot be read, or lacks a trial, whose results would be lost.
     """
-    trials = [(line["overrides"], folder / line["folder"]) for line in lines_of(folder)]
-    known = {path for _, path in trials}
+    none: dict[str, Any] = {"resumed": [], "changed": []}
+    trials = [none | line | {"folder": folder / line["folder"]} for line in lines_of(folder)]
+    known = {line["folder"] for line in trials}
     unknown = num_trials is None and [path for path in folder.glob("*/trial.json") if path.parent not in known]
     if unknown or len(trials) < (num_trials or 0):
         raise UserError(
@@ -59,4 +69,6 @@ def lines_of(folder: Path) -> Iterator[dict[str, Any]]:
     Raises:
         UserError: a line cannot be read.
     """
-    return read_lines(folder / "trials.jsonl", _REMEDY, overrides=list[str], folder=str, storage=str | None)
+    words = dict.fromkeys(("resumed", "changed"), list[str] | None)
+    types = {"overrides": list[str], "folder": str, "storage": str | None, **words}
+    return read_lines(folder / "trials.jsonl", _REMEDY, **types)

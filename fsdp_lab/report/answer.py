@@ -17,7 +17,7 @@ from fsdp_lab.report.plain_check import check_against_plain
 from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
 from fsdp_lab.report.render import environment, lines_of
 from fsdp_lab.report.self_check import check_itself
-from fsdp_lab.report.settings import REPEATS, Coded, Rules, Setting, Settings
+from fsdp_lab.report.settings import CHANGED, REPEATS, Coded, Rules, Setting, Settings
 
 # What is typed for a sweep and says nothing of one trial.
 _OF_A_SWEEP = ("repeat=", "repeats=", "search=", "search.", "scheduler=", "scheduler.", "objective=")
@@ -105,7 +105,9 @@ def settings_of(sweep: SweepRecord) -> Settings:
     )
     plain = check_against_plain(sweep.trials, sweep.plain_loops)
     # the record's own frame, in which axes are as typed
-    return Settings(SweepRecord.frame(sweep), rules, check_itself(sweep.trials, sweep.axes, plain.different), plain)
+    apart = {trial.number for trial in sweep.trials if trial.setting.get(CHANGED, "no") != "no"}
+    checked = check_itself(sweep.trials, sweep.axes, apart | plain.different.keys())
+    return Settings(SweepRecord.frame(sweep), rules, checked, plain)
 
 
 def _guessing_loss(config: SweepConfig) -> float | None:

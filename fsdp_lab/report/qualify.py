@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from fsdp_lab.config.metrics import OTHERS_CPU, SPEED
 from fsdp_lab.config.status import TrialStatus
-from fsdp_lab.report.settings import Coded, Setting, Settings, column
+from fsdp_lab.report.settings import CHANGED, Coded, Setting, Settings, column
 
 _NO_MATTER = {
     TrialStatus.waiting, TrialStatus.starting, TrialStatus.running, TrialStatus.interrupted, TrialStatus.stopped,
@@ -26,7 +26,12 @@ def qualify(settings: Settings) -> dict[str, Coded]:
 
     A setting that computes other losses than it must is not the best, and says nothing against another one.
     """
-    why_not = {s.name: reason for s in settings.all if (reason := does_not_fit(s) or _differs(settings, s))}
+    compared = _compared_changes(settings)
+    why_not = {
+        s.name: reason
+        for s in settings.all
+        if (reason := does_not_fit(s) or _changed(s, compared) or _differs(settings, s))
+    }
     fitting = settings.without(why_not)
     metrics = [metric for metric, _ in settings.rules.objectives]
     if any(metric.startswith(("val/", "train/")) for metric in metrics):
@@ -55,6 +60,17 @@ def does_not_fit(setting: Setting) -> Coded | None:
         is_tight = setting.figure(LEAST) <= capacity
         return Coded("tight" if is_tight else "too_large", {"needed": needed, "capacity": capacity})
     return None
+
+
+def _compared_changes(settings: Settings) -> str:
+    """Return which of `CHANGED` most of the finished trials have; of as many, those of the first trial."""
+    found = Counter(s.values.get(CHANGED, "") for s in settings.all if s.is_finished for _ in s.trials)
+    return found.most_common(1)[0][0] if found else ""
+
+
+def _changed(setting: Setting, compared: str) -> Coded | None:
+    own = setting.values.get(CHANGED, "")
+    return Coded("changed", {"own": own}) if own != compared and setting.is_finished else None
 
 
 def _differs(settings: Settings, setting: Setting) -> Coded | None:

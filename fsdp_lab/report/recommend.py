@@ -93,7 +93,9 @@ class Recommendation:
     @cached_property
     def front(self) -> list[Setting]:
         """The settings that no other beats in one of `axes` without being worse in another."""
-        wrong = [name for name, reason in self.why_not.items() if reason.code in ("another_model", "differs")]
+        wrong = [
+            name for name, reason in self.why_not.items() if reason.code in ("another_model", "differs", "changed")
+        ]
         fitting = [s for s in self.settings.without(wrong) if does_not_fit(s) is None]
         spacings = [{metric: spacing(metric, s.figures) for metric, _ in self.axes} for s in fitting]
         return [fitting[place] for place in pareto_front([s.figures for s in fitting], self.axes, spacings)]
@@ -164,7 +166,9 @@ def _by_median_steps(settings: Settings, chosen: Setting, other: Setting, ratio:
 
 
 def _compare(r: Recommendation, other: Setting, chosen: Setting) -> Comparison:
-    can_differ, key = other.group != chosen.group, r.settings.loss_key
+    can_differ, key, why_not = other.group != chosen.group, r.settings.loss_key, r.why_not.get(other.name)
+    if why_not and why_not.code == "changed":
+        return Comparison(other, None, False, math.nan, math.nan, False, why_not)
     timed = can_differ and other.is_finished and other.speed and chosen.speed
     peak, mine = other.figure(MEMORY), chosen.figure(MEMORY)
     loss, reference = other.figure(key), chosen.figure(key)
@@ -176,7 +180,7 @@ def _compare(r: Recommendation, other: Setting, chosen: Setting) -> Comparison:
         peak / mine if can_differ and peak > 0 and mine > 0 else math.nan,
         0.0 if rounded else change,
         rounded and abs(change) > _SAME,
-        r.why_not.get(other.name),
+        why_not,
     )
 
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # Axes that distinguish attempts at a setting, not settings.
 REPEATS = ("repeat", "training.seed")
 
+# The axis of what a resume trained otherwise than the start of the sweep: `no`, or `key=value` of each.
+CHANGED = "changed"
+
 
 @dataclass(frozen=True)
 class Rules:

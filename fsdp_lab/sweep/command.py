@@ -17,15 +17,16 @@ from omegaconf import DictConfig
 from fsdp_lab.config import ConfigError, SweepConfig, objectives
 from fsdp_lab.config.checks import check, check_hydra
 from fsdp_lab.config.compose import Trial, cell_trial
+from fsdp_lab.config.key_value_args import key_of, with_overrides
 from fsdp_lab.machine.hardware import num_gpus
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trials_jsonl import read_trials
-from fsdp_lab.sweep.grid import Cells, enumerate_grid, fixed_words, repeat_axis, swept_keys, with_overrides
+from fsdp_lab.sweep.grid import Cells, enumerate_grid, fixed_words, repeat_axis, swept_keys
 from fsdp_lab.sweep.names import preset_of
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.folder import check_trial_folders
-from fsdp_lab.sweep.store.resume import resumed_states
+from fsdp_lab.sweep.store.resume import resumed_states, settings_typed
 from fsdp_lab.sweep.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class Alone:
             notes.append(f"repeat={config.repeat} names one run; for several of each setting use -m and repeats=...")
         if config.resume is not None:
             record = read_start(self.folder)
-            states = resumed_states([trial], record, self.folder, config)
+            words = [word for word in self.hydra.overrides.task if word not in record.arguments]
+            states, _ = resumed_states([trial], record, self.folder, config, settings_typed(words, [], self.folder))
             return Sweep(states, config, self.folder, [], record, resumed=True), notes
         record = SweepStart.of(sys.argv[1:], False, config)
         return Sweep([TrialState(trial)], config, self.folder, [], record), notes
@@ -128,7 +130,7 @@ class Multirun:
 
     def _search(self, record: SweepStart) -> tuple[Sweep, list[str]]:
         repeat_axis(self._parser, self.config, self._arguments)
-        search, swept = self._searcher([])
+        search, swept = self._searcher()
         try:
             first = search.next()  # now: what is wrong in it is reported before anything starts
         except ConfigError:
@@ -143,34 +145,40 @@ class Multirun:
     def _resumed(self) -> Sweep:
         record = read_start(self.folder)
         typed_now = [argument for argument in self._arguments if argument not in record.arguments]
-        trials = [
-            replace(self._compose_with(typed_now, overrides, number), folder=folder)
-            for number, (overrides, folder) in enumerate(read_trials(self.folder, record.num_trials))
-        ]
+        lines = read_trials(self.folder, record.num_trials)
         search = None
         if self.config.search.samples:
-            search, swept = self._searcher(typed_now)
-        elif trials:
-            swept = swept_keys([trial.overrides for trial in trials])
+            search, swept = self._searcher(typed_now, record.arguments)
+        elif lines:
+            swept = swept_keys([line["overrides"] for line in lines])
         else:
             raise ConfigError(f"resume={self.folder}: no trial is recorded there yet; start a new sweep.")
-        states = resumed_states(trials, record, self.folder, trials[0].config if trials else self.config)
+        typed = settings_typed(typed_now, swept, self.folder)
+        trials = []
+        for number, line in enumerate(lines):
+            trial = self._compose_with(with_overrides(line["resumed"], typed_now), line["overrides"], number)
+            trials.append(replace(trial, **{key: line[key] for key in ("folder", "resumed", "changed")}))
+        config = trials[0].config if trials else self.config
+        states, later = resumed_states(trials, record, self.folder, config, typed)
         if search is not None:
             search.resume([(state.trial, state.status, state.figures) for state in states])
-        return Sweep(states, self.config, self.folder, swept, record, search, resumed=True)
+        return Sweep(states, config, self.folder, swept, record, search, resumed=True, later=later)
 
-    def _searcher(self, typed_now: Sequence[str]) -> tuple[OptunaSearch, list[str]]:
+    def _searcher(self, typed_now: Sequence[str] = (), started: Sequence[str] = ()) -> tuple[OptunaSearch, list[str]]:
         """Return the search, and the keys that it varies.
 
         Args:
             typed_now: overrides that were typed for a resume; they are not part of the space.
+            started: those of the start, some of which they replace.
         """
         from fsdp_lab.sweep.search import OptunaSearch, read_space  # imports Optuna
 
         def compose(overrides: Sequence[str], number: int) -> Trial:
             return self._compose_with(typed_now, overrides, number)
 
-        space = read_space(self._parser, self._defaults, [a for a in self._arguments if a not in typed_now])
+        replaced = {key_of(word) for word in typed_now}
+        asked = [a for a in self._arguments if a not in typed_now] + [a for a in started if key_of(a) in replaced]
+        space = read_space(self._parser, self._defaults, asked)
         return OptunaSearch(self.config.search, space, objectives(self.config.objective), compose), list(
             space.dimensions
         )

@@ -198,12 +198,6 @@ def discrete_values(override: Override) -> list[str]:
     return [f"{key}={value_word(value, Transformer.str(value))}" for value in override.sweep_iterator()]
 
 
-def with_overrides(overrides: Sequence[str], on_top: Sequence[str]) -> list[str]:
-    """Return overrides, with those in `on_top` replacing the ones for the same keys."""
-    keys = {key_of(override) for override in on_top}
-    return [*(override for override in overrides if key_of(override) not in keys), *on_top]
-
-
 @lru_cache(maxsize=1000)  # most words of a trial are those of the trial before it
 def unescaped(word: str) -> str:
     """Return an override without escapes that Hydra does not need, such as a backslash before the colon of `s3://`."""

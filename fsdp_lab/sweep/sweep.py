@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import SweepConfig, UserError, objectives
@@ -21,7 +22,7 @@ from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_files import clear_attempt, clear_left_over, exported, read_metrics, write_error
 from fsdp_lab.record.trial_json import Outcome, changing, read_trial, write_outcome
-from fsdp_lab.record.trials_jsonl import add_trial
+from fsdp_lab.record.trials_jsonl import add_trial, write_trials
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.report.plain_check import check_against_plain
 from fsdp_lab.storage.files import sync
@@ -40,7 +41,7 @@ class Sweep:
         swept: the keys that differ between trials.
         started: what its start was given, and the code then.
         search: suggests more trials; None: a grid.
-        resumed: whether the folder has trials of an earlier start.
+        resumed: whether the folder has trials of an earlier start; `config` is then that of the resume.
         objectives: `(metric, "min" or "max")` of each.
         plain_loops: with which its trials are compared.
         outputs: where each change is shown; set before it runs.
@@ -61,9 +62,10 @@ class Sweep:
         started: SweepStart,
         search: OptunaSearch | None = None,
         resumed: bool = False,
+        later: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.trials, self.folder = list(trials), folder
-        self.config = trials[0].trial.config if trials else config
+        self.trials, self.folder, self._later = list(trials), folder, later
+        self.config = trials[0].trial.config if trials and not resumed else config
         self.swept, self.started, self.search, self.resumed = swept, started, search, resumed
         self.objectives = objectives(self.config.objective)
         self.plain_loops: list[PlainLoop] = []
@@ -120,8 +122,11 @@ class Sweep:
             TrackingError: the store cannot be reached.
         """
         if self.resumed:
+            changed = [state for state in self.trials if state.trial.changed and not state.ended]
             for state in self.trials:
-                write_missing_hydra_folder(state.trial)
+                (write_hydra_folder if state in changed else write_missing_hydra_folder)(state.trial)
+            if changed:
+                write_trials(self.folder, [state.trial for state in self.trials])
         self._is_open = True  # already: an interrupt in the middle of it closes what is open
         try:
             self.outputs.opened()
@@ -173,6 +178,7 @@ class Sweep:
                 self.log(note)
         if trial is None:
             return None
+        trial = replace(trial, **self._later)
         clear_left_over(make_storage(trial, self.folder))
         write_hydra_folder(trial)
         add_trial(self.folder, trial)

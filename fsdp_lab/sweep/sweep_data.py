@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fsdp_lab.config import SweepConfig, UserError, is_address
 from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import SearchConfig, objectives
-from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
+from fsdp_lab.record.hydra_folder import read_hydra_file, saved_choices, saved_config
 from fsdp_lab.record.paths import storage
 from fsdp_lab.record.plain_loops import read_plain_loops
 from fsdp_lab.record.results_csv import read_run_ids
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trials_jsonl import read_trials
 from fsdp_lab.report import data
+from fsdp_lab.report.settings import CHANGED
 from fsdp_lab.sweep.grid import swept_keys, unescaped
 from fsdp_lab.sweep.names import preset_of, setting_text
 from fsdp_lab.sweep.state import TrialState
@@ -34,14 +36,17 @@ def sweep_of(sweep: Sweep, run_id: Callable[[int | None], str]) -> data.SweepDat
     """
     config, record = sweep.config, sweep.started
     sizes = {size for state in sweep.trials if isinstance(size := state.facts.get("world_size"), int)}
+    is_changed = any(state.trial.changed for state in sweep.trials)
     for number, state in enumerate(sweep.trials):
         state.setting = {key: setting_text(state.trial, key) for key in sweep.swept}
-        state.overrides = [unescaped(override) for override in state.trial.overrides]
+        state.overrides = [unescaped(override) for override in state.trial.words]
+        if is_changed:
+            state.setting[CHANGED] = ", ".join(state.trial.changed) or "no"
         state.folder, state.run_id = sweep.folder_of(number), run_id(number)
     return data.SweepData(
         "/".join(sweep.folder.absolute().parts[-2:]),
         shlex.join(["python", "-m", "fsdp_lab", *(["-m"] if record.multirun else []), *record.arguments]),
-        list(sweep.swept),
+        [*sweep.swept, *([CHANGED] if is_changed else [])],
         list(sweep.trials),
         config.report.loss_tolerance,
         config.report.speed_tolerance,
@@ -75,10 +80,10 @@ def sweep_in(folder: Path) -> tuple[data.SweepData, SweepStart, SweepConfig]:
         UserError: no sweep was started there, or none of its trials has ended.
     """
     record = read_start(folder, "sweep")
-    listed = read_trials(folder, record.num_trials, "sweep") if record.multirun else [(record.arguments, folder)]
-    trials = [
-        _trial_in(where, number, overrides, record.launched_in) for number, (overrides, where) in enumerate(listed)
-    ]
+    listed = read_trials(folder, record.num_trials, "sweep")
+    if not record.multirun:
+        listed = [line | {"overrides": record.arguments, "folder": folder} for line in listed]
+    trials = [_trial_in(number, line, record.launched_in) for number, line in enumerate(listed)]
     if not trials:
         raise UserError(f"sweep={folder}: no trial has started there, so there is nothing to report.")
     states = [read_state(TrialState(trial), storage(trial, folder)) for trial in trials]
@@ -100,7 +105,7 @@ def require_results(sweep: data.SweepData, which: str) -> None:
         raise UserError(f"sweep={which}: no trial has finished ({counts}), so there is nothing to compare.")
 
 
-def _trial_in(folder: Path, number: int, overrides: Sequence[str], launched_in: str) -> Trial:
+def _trial_in(number: int, line: Mapping[str, Any], launched_in: str) -> Trial:
     """Return a trial by the files that Hydra wrote, which exist before the trial is recorded.
 
     Its files on a shared disk are found from any folder.
@@ -108,11 +113,11 @@ def _trial_in(folder: Path, number: int, overrides: Sequence[str], launched_in: 
     Raises:
         UserError: a file is missing, or cannot be read.
     """
+    folder = line["folder"]
     values, hydra = (read_hydra_file(folder, name) for name in ("config.yaml", "hydra.yaml"))
-    options = hydra["runtime"]["choices"].items()
-    choices = {k: str(v) for k, v in options if v and not k.startswith("hydra/")}
     config = saved_config(values)
     shared = config.cluster.storage_path
     if shared is not None and not is_address(shared) and Path(launched_in).is_dir():
         config = replace(config, cluster=replace(config.cluster, storage_path=str(Path(launched_in, shared))))
-    return Trial(number, config, choices, list(overrides), folder, {})
+    resumed = {key: line[key] for key in ("resumed", "changed")}
+    return Trial(number, config, saved_choices(hydra), line["overrides"], folder, {}, **resumed)

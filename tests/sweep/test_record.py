@@ -32,9 +32,10 @@ def test_a_line_that_a_kill_cut_is_no_trial_and_spoils_no_other(tmp_path: Path, 
         add_trial(tmp_path, trial)
     with (tmp_path / "trials.jsonl").open("a") as lines:
         lines.write('{"overrides": ["shardi')
-    assert read_trials(tmp_path) == [(trial.overrides, trial.folder) for trial in trials[:2]]
+    assert [line["overrides"] for line in read_trials(tmp_path)] == list(WORDS[:2])
     add_trial(tmp_path, trials[2])
-    assert read_trials(tmp_path) == [(trial.overrides, trial.folder) for trial in trials]
+    expected = [(trial.overrides, trial.folder) for trial in trials]
+    assert [(line["overrides"], line["folder"]) for line in read_trials(tmp_path)] == expected
 
 
 @pytest.mark.parametrize("line", [{"folder": "../other"}, {"folder": "0", "storage": "other"}, {"folder": "link"}])
@@ -96,9 +97,10 @@ def test_a_resume_is_typed_where_the_sweep_was_started(tmp_path: Path, monkeypat
 
 def test_another_library_and_number_of_workers_are_named():
     record = SweepStart.of([], True, SweepConfig())
-    assert changes_of_code(record) == changes_of_workers(record, SweepConfig()) == []
+    assert changes_of_code(record) == changes_of_workers(record, SweepConfig()) == {}
     other = dataclasses.replace(record, libraries={**record.libraries, "torch": "2.9.0"}, num_workers=8)
-    (torch,), (workers,) = changes_of_code(other), changes_of_workers(other, SweepConfig())
+    ((torch, _),) = changes_of_code(other).values()
+    ((workers, _),) = changes_of_workers(other, SweepConfig()).values()
     assert torch.startswith("torch was 2.9.0 and is ")
     assert workers.startswith("cluster.num_workers=null was 8 workers and is ")
 

@@ -89,6 +89,27 @@ def test_other_settings_data_and_code_are_refused_by_name(folder: Path):
     assert done.returncode == 0 and begun(done) == [2], output_of(done)
 
 
+def test_a_resume_relabels_no_trial_that_has_a_result(folder: Path):
+    """What was typed is of the rest alone, which is not compared with trials of the start."""
+    forget(folder, 2)
+    refused = run_cli(folder, "resume=out", "++optimizer.lr=0.5", "resume_anyway=true")
+    assert refused.returncode == 2 and "optimizer.lr=0.5 is an axis of this sweep" in refused.stderr
+    shutil.rmtree(folder / "out" / "2" / "checkpoints")  # of other settings
+    words = ["training.epochs=3", "optimizer.weight_decay=0.5"]
+    done = run_cli(folder, "resume=out", *words, "resume_anyway=true")
+    assert done.returncode == 0 and begun(done) == [2], output_of(done)
+    assert [row["precision"] for row in SweepFolder(folder / "out").rows] == ["fp32", "fp32", "bf16", "bf16"]
+    named = "precision=bf16 changed=optimizer.weight_decay=0.5, training.epochs=3: not compared: it was trained with"
+    assert named in " ".join(done.stdout.split())
+    assert "weight_decay=0.0" in (folder / "out" / "use_pytorch.py").read_text()
+    forget(folder, 2)
+    done = run_cli(folder, "resume=out")  # without what was typed: it is in the folder
+    assert done.returncode == 0 and begun(done) == [2], output_of(done)
+    (line,) = [json.loads(line) for line in (folder / "out" / "trials.jsonl").read_text().splitlines()][2:3]
+    assert sorted(line["resumed"]) == sorted(line["changed"]) == sorted(words)
+    assert SweepFolder(folder / "out").trials[2].epochs[-1]["epoch"] == 3
+
+
 @pytest.mark.ci
 def test_sigterm_prints_the_command_that_goes_on(tmp_path: Path):
     words = ("-m", *INLINE, "optimizer.lr=1e-3,1e-2,1e-1", "training.epochs=400", "checkpoint.every_epochs=10")

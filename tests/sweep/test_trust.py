@@ -268,7 +268,7 @@ def test_a_variable_in_a_users_own_key_is_kept_as_typed(
     assert holding(tmp_path) == []
     assert stat.S_IMODE((tmp_path / "sweep.json").stat().st_mode) == 0o600
     assert stat.S_IMODE(trial.folder.stat().st_mode) == 0o700
-    assert changes_of_config(trial.folder, trial.config) == []
+    assert changes_of_config(trial.folder, trial.config) == {}
     state = TrialState(trial)
     assert trial_params(trial.config, {}, 2, state.variables)["data.token"] == "${oc.env:TOKEN}"
 

@@ -136,7 +136,7 @@ class MlflowRuns:
 
     def _of_trial(self, number: int, state: TrialState) -> WantedRun:
         trial = state.trial
-        words = [*config_dir_words(self._sweep.started.arguments), *map(unescaped, trial.overrides)]
+        words = [*config_dir_words(self._sweep.started.arguments), *map(unescaped, trial.words)]
         epochs = {int(metrics["epoch"]): state.figures_at(metrics) for metrics in list(state.epochs)}
         if state.forecast_figures:
             epochs[0] = state.forecast_figures

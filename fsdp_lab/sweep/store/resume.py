@@ -5,28 +5,33 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, settings, to_dict, workers_of
 from fsdp_lab.config.checks import check
 from fsdp_lab.config.code import code_digest, commit
-from fsdp_lab.config.compare import STARTS
+from fsdp_lab.config.compare import STARTS, counts
 from fsdp_lab.config.compose import Trial, with_variables
-from fsdp_lab.config.key_value_args import key_of, quoted
+from fsdp_lab.config.key_value_args import key_of, quoted, with_overrides
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.engine.ray_job import COPIES, is_rays_copy
-from fsdp_lab.record.hydra_folder import read_hydra_file, saved_config
+from fsdp_lab.record.hydra_folder import read_hydra_file, saved_choices, saved_config
 from fsdp_lab.record.paths import storage
 from fsdp_lab.record.sweep_json import SweepStart, read_start, versions
 from fsdp_lab.record.trial_files import read_metrics
 from fsdp_lab.record.trial_json import read_trial
 from fsdp_lab.record.trials_jsonl import lines_of
-from fsdp_lab.sweep.grid import with_overrides
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.find import check_keys, find_trusted, read_trust
+
+_UNREADABLE = ".hydra"  # a trial's saved config
+Changes = dict[str, tuple[str, str]]  # key or part -> the difference in words, and its value now
 
 
 def resume_arguments(arguments: Sequence[str]) -> list[str]:
@@ -48,7 +53,10 @@ def resume_arguments(arguments: Sequence[str]) -> list[str]:
         _check_place(record, folder)
     replaced = {key_of(word) for word in typed}
     check_keys([word for word in record.arguments if key_of(word) not in replaced], folder / "sweep.json")
-    check_keys([word for line in lines_of(folder) for word in line["overrides"]], folder / "trials.jsonl")
+    lines = list(lines_of(folder))
+    before = [word for line in lines for word in line.get("resumed", ())]
+    check_keys([*before, *(word for line in lines for word in line["overrides"])], folder / "trials.jsonl")
+    typed = typed if record.multirun else with_overrides(before, typed)
     place = "hydra.sweep.dir" if record.multirun else "hydra.run.dir"
     # Hydra writes the config of a single trial before it calls us: the one that is there is to be compared.
     ours = [f"{key}={quoted(folder)}" for key in ("resume", place)]
@@ -72,10 +80,31 @@ def _check_place(record: SweepStart, folder: Path) -> None:
     )
 
 
-def resumed_states(trials: Sequence[Trial], record: SweepStart, folder: Path, config: SweepConfig) -> list[TrialState]:
-    """Return the state of each trial by the content of its folder.
+def settings_typed(typed: Iterable[str], axes: Sequence[str], folder: Path) -> list[str]:
+    """Return those of the words typed for a resume that set what trials compute.
 
-    One without a result waits for its turn, and resumes from its last checkpoint.
+    Raises:
+        ConfigError: one is an axis, which distinguishes the trials.
+    """
+    words = [word for word in typed if counts(key_of(word), (*STARTS, "hydra"))]
+    if named := next((word for word in words if key_of(word) in axes), None):
+        raise ConfigError(
+            f"resume={folder}: {named} is an axis of this sweep, and each trial has its own value; leave it out, or "
+            "start a new sweep."
+        )
+    return words
+
+
+def resumed_states(
+    trials: Sequence[Trial], record: SweepStart, folder: Path, config: SweepConfig, typed: Sequence[str] = ()
+) -> tuple[list[TrialState], dict[str, Any]]:
+    """Return the state of each trial by the content of its folder, and `Trial.resumed` and `changed` of later ones.
+
+    One without a result waits for its turn, and resumes from its last checkpoint. What it then has otherwise than the
+    start is recorded with it. One with a result keeps its saved config.
+
+    Args:
+        typed: for this resume, see `settings_typed`.
 
     Raises:
         UserError: the sweep was started with other settings, code or data, unless `resume_anyway`; or a trial cannot
@@ -89,14 +118,37 @@ def resumed_states(trials: Sequence[Trial], record: SweepStart, folder: Path, co
         if config.resume_failed and state.status is TrialStatus.failed:  # its outcome is removed later
             state.status, state.reason, state.seconds = TrialStatus.waiting, None, None
         states.append(state)
+    own = [changes_of_config(state.trial.folder, state.trial.config) for state in states]
+    shared = changes_of_code(record) | changes_of_workers(record, config) | _changes_of_data(states, config)
     if not config.resume_anyway:
-        _check_unchanged(record, states, folder, config)
-    for state in states:
+        _check_unchanged(record, shared, own, folder)
+    for state, changes in zip(states, own, strict=True):
         if not state.ended:  # it reports its epochs again
             check(state.trial.config)
             state.recorded([], state.forecast_figures, state.forecast_words)
             state.facts = {}
-    return states
+            _note_changes(state, _words(shared | changes, state.variables), typed)
+        elif changes and _UNREADABLE not in changes:
+            _keep_saved(state)
+    later = [*_words(shared, {}), *typed]
+    return states, {"resumed": list(typed), "changed": later} if later else {}
+
+
+def _words(changes: Changes, variables: Mapping[str, str]) -> list[str]:
+    return [f"{key}={variables.get(key, value)}" for key, (_, value) in changes.items() if key != _UNREADABLE]
+
+
+def _note_changes(state: TrialState, changed: list[str], typed: Sequence[str]) -> None:
+    if changed:
+        words, changed = with_overrides(state.trial.resumed, typed), with_overrides(state.trial.changed, changed)
+        state.trial = replace(state.trial, resumed=words, changed=changed)
+
+
+def _keep_saved(state: TrialState) -> None:
+    """Give a trial with a result the settings that it was trained with."""
+    values, hydra = (read_hydra_file(state.trial.folder, name) for name in ("config.yaml", "hydra.yaml"))
+    state.config = with_variables(saved_config(values))
+    state.trial = replace(state.trial, config=state.config, choices=saved_choices(hydra))
 
 
 def read_state(state: TrialState, folder: Path) -> TrialState:
@@ -110,33 +162,23 @@ def read_state(state: TrialState, folder: Path) -> TrialState:
     return state
 
 
-def _check_unchanged(record: SweepStart, states: Sequence[TrialState], folder: Path, config: SweepConfig) -> None:
-    changes = {"": changes_of_code(record)}
-    for number, state in enumerate(states):
+def _check_unchanged(record: SweepStart, shared: Changes, own: Sequence[Changes], folder: Path) -> None:
+    found = {text: text for text, _ in shared.values()}
+    for number, changes in enumerate(own):  # each once, with the first trial that has it
         whose = f"trial {number}" if record.multirun else "the trial"
-        changes[whose] = changes_of_config(state.trial.folder, state.trial.config)
-    changes["workers"] = changes_of_workers(record, config)
-    changes["data"] = _changes_of_data(states)
-    if text := _in_words(changes):
+        for text, _ in changes.values():
+            found.setdefault(text, f"{whose}: {text}")
+    if found:
         raise UserError(
-            f"resume={folder}: this differs from the start of the sweep: {text}. Restore it, start a new sweep, or "
-            "resume anyway with resume_anyway=true."
+            f"resume={folder}: this differs from the start of the sweep: {'; '.join(found.values())}. Restore it, "
+            "start a new sweep, or resume anyway with resume_anyway=true."
         )
 
 
-def _in_words(changes: dict[str, list[str]]) -> str:
-    """Return each difference once, with the first place where it was found."""
-    found: dict[str, str] = {}
-    for whose, differences in changes.items():
-        for change in differences:
-            found.setdefault(change, whose)
-    return "; ".join(f"{whose}: {change}" if whose else change for change, whose in found.items())
-
-
-def _changes_of_data(states: Sequence[TrialState]) -> list[str]:
+def _changes_of_data(states: Sequence[TrialState], config: SweepConfig) -> Changes:
     """Compare the digests that trials reported with those of the current data."""
     if all(state.ended for state in states):
-        return []
+        return {}
     recorded: dict[str, tuple[str, SweepConfig]] = {}  # what was reported, and a config that could read the data
     for state in states:
         data = state.trial.config.data
@@ -144,27 +186,29 @@ def _changes_of_data(states: Sequence[TrialState]) -> list[str]:
             key = json.dumps(to_dict(data), sort_keys=True)
             recorded.setdefault(key, (state.facts["data_digest"], state.trial.config))
     if not recorded:
-        return []
+        return {}
     from fsdp_lab.workloads.build import build_workload
 
-    changed = []
-    for before, config in recorded.values():
-        now = build_workload(config.model, config.data, config.task).data.load().digest
-        if now != before:
-            changed.append(f"data={config.data.name}: its digest was {before} and is {now}")
+    changed = {}
+    for before, own in recorded.values():
+        with suppress(*([UserError] if config.resume_anyway else [])):  # data of trials that have ended may be gone
+            now = build_workload(own.model, own.data, own.task).data.load().digest
+            if now != before:
+                changed[f"data.{own.data.name}"] = f"data={own.data.name}: its digest was {before} and is {now}", now
     return changed
 
 
-def changes_of_code(record: SweepStart) -> list[str]:
+def changes_of_code(record: SweepStart) -> Changes:
     now = versions()
-    libraries = [
-        f"{name} was {there} and is {now[name]}"
+    libraries = {
+        name: (f"{name} was {there} and is {now[name]}", now[name])
         for name, there in record.libraries.items()
         if now.get(name, there) != there  # other versions may look at more
-    ]
-    changed = record.code != code_digest(record.user_packages)
+    }
+    if (digest := code_digest(record.user_packages)) == record.code:
+        return libraries
     whose = " or ".join(["fsdp_lab", *record.user_packages])
-    return [*([f"the code of {whose} changed{_commits(record.commit, commit())}"] if changed else []), *libraries]
+    return {"code": (f"the code of {whose} changed{_commits(record.commit, commit())}", digest[:8]), **libraries}
 
 
 def _commits(there: str, here: str) -> str:
@@ -173,23 +217,24 @@ def _commits(there: str, here: str) -> str:
     return f" (fsdp_lab's commit {there[:12]} then, {here[:12]} now)"
 
 
-def changes_of_workers(record: SweepStart, config: SweepConfig) -> list[str]:
+def changes_of_workers(record: SweepStart, config: SweepConfig) -> Changes:
     """Return a sentence if `cluster.num_workers=null` stands for another number of workers now."""
     workers = workers_of(config)
     if config.cluster.num_workers or workers == record.num_workers:
-        return []
-    return [f"cluster.num_workers=null was {record.num_workers} workers and is {workers}"]
+        return {}
+    text = f"cluster.num_workers=null was {record.num_workers} workers and is {workers}"
+    return {"cluster.num_workers": (text, str(workers))}
 
 
-def changes_of_config(trial_folder: Path, config: SweepConfig) -> list[str]:
+def changes_of_config(trial_folder: Path, config: SweepConfig) -> Changes:
     """Return the differences between a trial's saved config and `config`, in words."""
     try:
         before = with_variables(saved_config(read_hydra_file(trial_folder, "config.yaml")))
     except UserError as error:
-        return [f"{trial_folder / '.hydra/config.yaml'}: {error}"]
+        return {_UNREADABLE: (f"{trial_folder / '.hydra/config.yaml'}: {error}", "")}
     there, here = settings(before, STARTS), settings(config, STARTS)
-    return [
-        f"{key} was {there.get(key)} and is {here.get(key)}"
+    return {
+        key: (f"{key} was {there.get(key)} and is {here.get(key)}", str(here.get(key)))
         for key in dict.fromkeys([*here, *there])
         if there.get(key) != here.get(key)
-    ]
+    }
