@@ -76,7 +76,7 @@ def answer(sweep: SweepRecord) -> Answer:
     return Answer(
         r,
         sentence=" ".join(_say("sentence", r, sweep)),
-        details=_say("details", r) if r.setting else [],
+        details=[*(text_of_note(note) for note in r.caveats), *_say("details", r)] if r.setting else [],
         rules=_say("rules", r),
         command=_command(sweep, r.setting, trial) if r.setting and trial else "",
         trial=trial,
@@ -88,9 +88,13 @@ def comparisons(r: Recommendation) -> dict[str, Any]:
     """Return the texts that follow from a recommendation alone: lines, notes, and why settings do not qualify."""
     return {
         "lines": ["\n".join(_say("against", other, r)) for other in with_a_line(r)],
-        "notes": [" ".join(_say("note", note)) for note in r.notes],
+        "notes": [text_of_note(note) for note in r.notes],
         "why_not": {name: " ".join(_say("why_not", reason)) for name, reason in r.why_not.items()},
     }
+
+
+def text_of_note(note: Coded) -> str:
+    return " ".join(_say("note", note))
 
 
 def settings_of(sweep: SweepRecord) -> Settings:

@@ -149,6 +149,21 @@ def notes_on_plain_loops(settings: Settings) -> Iterator[Coded]:
         yield Coded("no_plain", {"why": why})
 
 
+def caveats_on(settings: Settings, able: Sequence[Setting]) -> Iterator[Coded]:
+    """Yield why measured speeds may mislead. `able`: the settings that qualify."""
+    compared = settings.compared
+    others = column(compared[compared["device"] == "cpu"], OTHERS_CPU)
+    if len(busy := others[others > _BUSY]):
+        yield Coded("others_cpu", {"trials": list(busy.index), "share": busy.max(), "limit": _BUSY})
+    if num_beside := int((column(compared, "beside") > 0).sum()):
+        yield Coded("side_by_side", {"count": num_beside})
+
+
+def _once_each(able: Sequence[Setting]) -> bool:
+    """Return whether speeds are compared without knowing how much two runs of a setting differ."""
+    return len({s.group for s in able}) > 1 and not any(s.pace.interval.known for s in able)
+
+
 def notes_on(settings: Settings, able: Sequence[Setting], raced: bool) -> Iterator[Coded]:
     """Yield what the figures below a recommendation do not show.
 
@@ -156,15 +171,9 @@ def notes_on(settings: Settings, able: Sequence[Setting], raced: bool) -> Iterat
         able: the settings that qualify.
         raced: whether speeds were compared.
     """
-    if raced:
-        others = column(settings.compared[settings.compared["device"] == "cpu"], OTHERS_CPU)
-        if len(busy := others[others > _BUSY]):
-            yield Coded("others_cpu", {"trials": list(busy.index), "share": busy.max(), "limit": _BUSY})
-        if num_beside := int((column(settings.compared, "beside") > 0).sum()):
-            yield Coded("side_by_side", {"count": num_beside})
-        if len({s.group for s in able}) > 1 and not any(s.pace.interval.known for s in able):
-            tried = any(len(s.trials) > 1 for s in settings.all)
-            yield Coded("one_run", {"tried": tried, "grid": not settings.rules.objectives})
+    if raced and _once_each(able):
+        tried = any(len(s.trials) > 1 for s in settings.all)
+        yield Coded("one_run", {"tried": tried, "grid": not settings.rules.objectives})
     if settings.idle_axes:
         yield Coded("idle", {"axes": settings.idle_axes})
     trivial, least = settings.rules.trivial_loss, min(s.figure(settings.loss_key, math.inf) for s in able)

@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdp_lab.config.metrics import MEDIAN_STEP, MEMORY, SPEED, declared, spacing
 from fsdp_lab.report.choice import departures, pareto_front
-from fsdp_lab.report.qualify import does_not_fit, notes_on, notes_on_the_model, qualify, ratio
+from fsdp_lab.report.qualify import caveats_on, does_not_fit, notes_on, notes_on_the_model, qualify, ratio
 from fsdp_lab.report.settings import Coded, Setting, Settings
 from fsdp_lab.report.speed import EQUAL, Interval
 
@@ -58,8 +58,10 @@ class Recommendation:
         raced: speeds were compared.
         tied: settings that are equally good as the recommended one, by the tolerance or the noise of speeds.
         tie_break: what decided among them; None without a tie.
+        unordered: of `tied`, those whose steps contradict their speed, and how.
         others: every other setting against the recommended one.
-        notes: what the figures do not show.
+        caveats: why speeds may mislead.
+        notes: what else the figures do not show.
     """
 
     settings: Settings = field(repr=False)
@@ -69,7 +71,9 @@ class Recommendation:
     raced: bool = False
     tied: list[Setting] = field(default_factory=list)
     tie_break: str | None = None
+    unordered: list[tuple[Setting, Coded]] = field(default_factory=list)
     others: list[Comparison] = field(default_factory=list)
+    caveats: list[Coded] = field(default_factory=list)
     notes: list[Coded] = field(default_factory=list)
 
     @property
@@ -119,6 +123,8 @@ def recommend(settings: Settings) -> Recommendation:
     r.setting = chosen
     if raced:
         r.tied = [s for s in raced if s.group != chosen.group and _is_tied(settings, s, chosen)]
+        r.unordered = [(s, against) for s in r.tied if (against := _contradicted(settings, chosen, s))]
+        r.caveats = list(caveats_on(settings, able))
     else:
         limit = math.inf if rules.objectives else chosen.peak * (1 + _SAME_MEMORY)
         r.tied = [s for s in best if s is not chosen and s.peak <= limit]
@@ -149,20 +155,29 @@ def _why(r: Recommendation, able: Sequence[Setting], chosen: Setting) -> Coded:
         return Coded("same_speed", {"count": len(able)})
     following = max(others, key=lambda s: s.figure(SPEED))
     ratio = chosen.times(following)
-    by_median = None if ratio.known else _by_median_steps(r.settings, chosen, following, ratio.value)
+    by_median = _by_median_steps(r.settings, chosen, following)
+    uneven = by_median is not None and abs(math.log(by_median.value / ratio.value)) > _UNEVEN
+    by_median = by_median if uneven else None
     return Coded("fastest", {"count": len(able), "next": following, "ratio": ratio, "by_median": by_median})
 
 
-def _by_median_steps(settings: Settings, chosen: Setting, other: Setting, ratio: float) -> Interval | None:
-    """Return the ratio of two speeds by the median steps of their last epochs; None: it is about the same, or unknown.
+def _by_median_steps(settings: Settings, one: Setting, other: Setting) -> Interval | None:
+    """Return the ratio of two speeds by the median steps of their last epochs; None: repeats are compared, or unknown.
 
     Means are compared because they are what training takes: a median leaves out what every few steps cost. With one
     run each, a busy spell of the machine is in one of the two means, and in neither median.
     """
-    if "training.global_batch_size" in settings.axes:
-        return None
-    by_median = other.figure(MEDIAN_STEP) / chosen.figure(MEDIAN_STEP)
-    return Interval(by_median) if abs(math.log(by_median / ratio)) > _UNEVEN else None
+    by_median = other.figure(MEDIAN_STEP) / one.figure(MEDIAN_STEP)
+    known = not math.isnan(by_median) and "training.global_batch_size" not in settings.axes
+    return Interval(by_median) if known and not one.times(other).known else None
+
+
+def _contradicted(settings: Settings, one: Setting, other: Setting) -> Coded | None:
+    """Return why no order is claimed of two speeds that were measured once each; None: it may be."""
+    ratio, by_median = one.times(other), _by_median_steps(settings, one, other)
+    if by_median is not None and (ratio.value - 1) * (by_median.value - 1) < 0:
+        return Coded("by_median", {"ratio": ratio, "by_median": by_median})
+    return None
 
 
 def _compare(r: Recommendation, other: Setting, chosen: Setting) -> Comparison:
@@ -203,7 +218,13 @@ def _best_of(settings: Settings, able: Sequence[Setting]) -> tuple[list[Setting]
         else:
             tolerance = 0.0 if metric == rules.objectives[-1][0] else rules.loss_tolerance
         limit = sign * best.figure(metric) + (tolerance + 1e-9) * abs(best.figure(metric))
-        left = [s for s in known if sign * s.figure(metric) <= limit + s.rounding(best, metric)]
+        by_speed = metric == SPEED
+        left = [
+            s
+            for s in known
+            if sign * s.figure(metric) <= limit + s.rounding(best, metric)
+            or (by_speed and _contradicted(settings, best, s))
+        ]
     return left, raced
 
 
@@ -244,4 +265,6 @@ def _is_tied(settings: Settings, one: Setting, other: Setting) -> bool:
     """Return whether two settings are equal in speed, within the tolerance, the noise or the error of predictions."""
     ratio = one.times(other)
     limit = 1 / (1 - (EQUAL if settings.rules.predicted else settings.rules.speed_tolerance))
-    return ratio.value == 1 or 1 / limit <= ratio.value <= limit or (ratio.known and ratio.low <= 1 <= ratio.high)
+    if ratio.value == 1 or 1 / limit <= ratio.value <= limit or (ratio.known and ratio.low <= 1 <= ratio.high):
+        return True
+    return _contradicted(settings, one, other) is not None

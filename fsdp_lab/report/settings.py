@@ -188,6 +188,17 @@ class Settings:
     def loss_key(self) -> str:
         return loss_metric(self.frame)
 
+    @property
+    def pooled_axes(self) -> list[str]:
+        """The axes that cannot change the speed: trials that differ in nothing else are runs of one speed."""
+        return [axis for axis in self.rules.axes if axis not in self.speed_axes]
+
+    @property
+    def repeated(self) -> list[int]:
+        """The trials that show how much two runs of one speed differ."""
+        groups = self.groups[self.compared.index]
+        return list(groups.index[groups.groupby(groups).transform("size") > 1])
+
     @cached_property
     def compared(self) -> pd.DataFrame:
         """The trials whose speeds are compared: timed, and finished or stopped early."""
