@@ -168,7 +168,9 @@ class Settings:
         """Return the speed of each group that has one."""
         if self.rules.predicted:
             return self.frame["predicted"].dropna().groupby(self.groups).first().to_dict()
-        return measured(column(self.compared, SPEED).groupby(self.groups).apply(list).to_dict())
+        rounds = combinations(self.compared, [axis for axis in REPEATS if axis in self.rules.axes])
+        lists = (of.groupby(self.groups).apply(list).to_dict() for of in (column(self.compared, SPEED), rounds))
+        return measured(*lists)
 
     def without(self, names: Container[str]) -> list[Setting]:
         """Return the settings but those of these names."""

@@ -7,21 +7,27 @@ replications", Biometrics 12, 1956). So the fastest of many is not called so for
 
 `scipy.stats.tukey_hsd` gives the same intervals. It refuses groups of one run, and takes minutes for a hundred groups.
 
+Repeats run in rounds. Where each round has every group, the rounds' means are subtracted for the ratios: what slowed a
+whole round says nothing of them. The interval of one group's speed keeps it.
+
 Without repeats there is no interval: the steps of one run do not show how much two runs of a setting differ.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
 EQUAL = 0.0005  # as a share of a speed: predictions that differ by less are the same
 _CONFIDENCE = 0.95
 _WIDEST = math.log(100)
+_FEWEST = 2  # degrees of freedom: a single one makes an interval three times as wide as two do
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,18 @@ class Interval:
         return math.isfinite(self.low)
 
 
+class Noise(NamedTuple):
+    """The noise of a run, the same in every group.
+
+    Attributes:
+        variance: of its logarithm.
+        freedom: the degrees of freedom that determine it; 0: no group has repeats.
+    """
+
+    variance: float
+    freedom: int
+
+
 @dataclass(frozen=True)
 class Measured:
     """The speed of a group of runs, with the noise of all groups.
@@ -50,41 +68,42 @@ class Measured:
     Attributes:
         log: the mean of the logarithms of its runs.
         runs: how many they are.
-        variance: of the logarithm of a run, in every group.
-        freedom: the degrees of freedom that determine it; 0: no group has repeats.
+        noise: of runs.
+        within: of runs of one round, if rounds are complete.
         groups: how many there are.
     """
 
     log: float
     runs: int
-    variance: float
-    freedom: int
+    noise: Noise
+    within: Noise
     groups: int
 
     @property
     def interval(self) -> Interval:
-        return self._around(self.log, 1 / self.runs, groups=2)  # of two groups it is Student's
+        return _around(self.log, 1 / self.runs, self.noise, groups=2)  # of two groups it is Student's
 
     def ratio(self, other: Measured) -> Interval:
         """Return the speed over another's of the same sweep."""
         if self is other:
             return Interval(1.0, 1.0, 1.0)
-        return self._around(self.log - other.log, 1 / self.runs + 1 / other.runs, self.groups)
+        return _around(self.log - other.log, 1 / self.runs + 1 / other.runs, self.within, self.groups)
 
-    def _around(self, log: float, share: float, groups: int) -> Interval:
-        """Return the interval around a logarithm; from 0 to infinity if it spans more than a factor of a hundred.
 
-        Args:
-            share: its variance over the variance of a run.
-            groups: how many of them the quantile is for.
-        """
-        value = math.exp(log)
-        if not self.freedom:
-            return Interval(value)
-        half = _quantile(groups, self.freedom) * math.sqrt(self.variance * share)
-        if half > _WIDEST:
-            return Interval(value, 0.0, math.inf)
-        return Interval(value, math.exp(log - half), math.exp(log + half))
+def _around(log: float, share: float, noise: Noise, groups: int) -> Interval:
+    """Return the interval around a logarithm; from 0 to infinity if it spans more than a factor of a hundred.
+
+    Args:
+        share: its variance over the variance of a run.
+        groups: how many of them the quantile is for.
+    """
+    value = math.exp(log)
+    if not noise.freedom:
+        return Interval(value)
+    half = _quantile(groups, noise.freedom) * math.sqrt(noise.variance * share)
+    if half > _WIDEST:
+        return Interval(value, 0.0, math.inf)
+    return Interval(value, math.exp(log - half), math.exp(log + half))
 
 
 @cache
@@ -94,13 +113,37 @@ def _quantile(groups: int, freedom: int) -> float:
     return float(studentized_range.ppf(_CONFIDENCE, groups, freedom)) / math.sqrt(2)
 
 
-def measured(runs: Mapping[int, Sequence[float]]) -> dict[int, Measured]:
-    """Return the speed of each group by the speeds of its runs, which are above 0."""
+def measured(
+    runs: Mapping[int, Sequence[float]], rounds: Mapping[int, Sequence[int]] | None = None
+) -> dict[int, Measured]:
+    """Return the speed of each group by the speeds of its runs, which are above 0.
+
+    Args:
+        rounds: the number of the round of each run; None: not known.
+    """
     logs = {group: np.log(speeds) for group, speeds in runs.items()}
-    freedom = sum(map(len, logs.values())) - len(logs)
-    rest = sum(float(((of - of.mean()) ** 2).sum()) for of in logs.values())
-    noise = rest / max(freedom, 1), freedom, len(logs)
-    return {group: Measured(float(of.mean()), len(of), *noise) for group, of in logs.items()}
+    rest = {group: of - of.mean() for group, of in logs.items()}
+    noise = _noise_of(rest, sum(map(len, logs.values())) - len(logs))
+    within = _within_rounds(rest, rounds, noise) if rounds else noise
+    return {group: Measured(float(of.mean()), len(of), noise, within, len(logs)) for group, of in logs.items()}
+
+
+def _noise_of(rest: Mapping[int, np.ndarray], freedom: int) -> Noise:
+    return Noise(sum(float((of**2).sum()) for of in rest.values()) / max(freedom, 1), freedom)
+
+
+def _within_rounds(rest: Mapping[int, np.ndarray], rounds: Mapping[int, Sequence[int]], noise: Noise) -> Noise:
+    """Return the noise without the rounds' means, if every round has as many runs of each group, else as it is.
+
+    Args:
+        rest: what the mean of a group leaves of its runs.
+    """
+    counted = [Counter(rounds[group]) for group in rest]
+    freedom = noise.freedom - len(counted[0]) + 1 if counted else 0
+    if freedom < _FEWEST or any(counts != counted[0] for counts in counted):
+        return noise
+    means = {r: np.mean([of[np.equal(rounds[group], r)].mean() for group, of in rest.items()]) for r in counted[0]}
+    return _noise_of({group: of - [means[r] for r in rounds[group]] for group, of in rest.items()}, freedom)
 
 
 @dataclass(frozen=True)

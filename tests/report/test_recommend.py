@@ -143,6 +143,8 @@ def test_repeats_make_one_setting_and_one_that_failed_spoils_it():
     r = of(sweep(rows, axes=REPEATED))
     (other,) = r.others
     assert r.setting is not None and r.setting.values["sharding"] == "root" and other.tied
+    in_rounds = of(sweep([*rounds(3, 1000.0, 900.0, 800.0), *rounds(5, 1050.0, 945.0, 840.0)], axes=REPEATED))
+    assert in_rounds.why.code == "fastest", "5 % in each round, though rounds differ by more"
     apart = of(sweep([*rows[:3], *rounds(5, 1200.0, 1000.0, 1400.0)], axes=REPEATED))
     assert not apart.others[0].tied and apart.why.code == "fastest"
     for status, fits in (("waiting", True), ("interrupted", True), ("stopped", True), ("oom", False)):
