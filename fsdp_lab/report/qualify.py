@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fsdp_lab.config.metrics import OTHERS_CPU, SPEED
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.report.settings import CHANGED, Coded, Setting, Settings, column
+from fsdp_lab.report.speed import Interval, measured
 
 _NO_MATTER = {
     TrialStatus.waiting, TrialStatus.starting, TrialStatus.running, TrialStatus.interrupted, TrialStatus.stopped,
@@ -88,10 +89,30 @@ def _loss_too_high(settings: Settings, setting: Setting, best: Setting) -> Coded
     metric = settings.loss_key
     if metric not in setting.figures:
         return Coded("no_figure", {"metric": metric})
-    loss, least = min(s.figure(metric, math.inf) for s in settings.alike(setting)), best.figure(metric)
+    lowest = min(settings.alike(setting), key=lambda s: s.figure(metric, math.inf))
+    loss, least = lowest.figure(metric), best.figure(metric)
     if loss <= least + settings.rules.loss_tolerance * abs(least) + setting.rounding(best, metric):
         return None
-    return Coded("loss_too_high", {"metric": metric, "above": ratio(loss, least), "loss": loss, "least": least})
+    runs, runs_of_best = (settings.runs(s, metric) for s in (lowest, best))
+    of_runs, limit = _ratio_of_runs(settings, runs, runs_of_best), 1 + settings.rules.loss_tolerance
+    # a setting of which every run is too high is not excused by how much they differ
+    if of_runs.known and of_runs.low <= limit and min(runs.values()) <= limit * max(runs_of_best.values()):
+        return None
+    of = {"metric": metric, "above": ratio(loss, least), "loss": loss, "least": least, "once": not of_runs.known}
+    return Coded("loss_too_high", of)
+
+
+def _ratio_of_runs(settings: Settings, one: Mapping[int, float], other: Mapping[int, float]) -> Interval:
+    """Return how many times as high as another one a loss is, by the runs of both, of which trials have one each.
+
+    Without an interval if neither has repeats, or if losses are not all positive, which have no ratio.
+    """
+    losses = {place: list(runs.values()) for place, runs in enumerate((one, other))}
+    if not all(loss > 0 for runs in losses.values() for loss in runs):
+        return Interval(math.nan)
+    rounds = {place: list(settings.rounds[list(runs)]) for place, runs in enumerate((one, other))}
+    means = measured(losses, rounds)
+    return means[0].ratio(means[1])
 
 
 def ratio(loss: float, reference: float) -> float:

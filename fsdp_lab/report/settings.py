@@ -168,9 +168,8 @@ class Settings:
         """Return the speed of each group that has one."""
         if self.rules.predicted:
             return self.frame["predicted"].dropna().groupby(self.groups).first().to_dict()
-        rounds = combinations(self.compared, [axis for axis in REPEATS if axis in self.rules.axes])
-        lists = (of.groupby(self.groups).apply(list).to_dict() for of in (column(self.compared, SPEED), rounds))
-        return measured(*lists)
+        speeds = column(self.compared, SPEED), self.rounds[self.compared.index]
+        return measured(*(of.groupby(self.groups).apply(list).to_dict() for of in speeds))
 
     def without(self, names: Container[str]) -> list[Setting]:
         """Return the settings but those of these names."""
@@ -189,6 +188,16 @@ class Settings:
     @cached_property
     def loss_key(self) -> str:
         return loss_metric(self.frame)
+
+    @cached_property
+    def rounds(self) -> pd.Series[int]:
+        """The number of the round in which each trial ran."""
+        return combinations(self.frame, [axis for axis in REPEATS if axis in self.rules.axes])
+
+    def runs(self, setting: Setting, metric: str) -> dict[int, float]:
+        """Return a figure of each finished trial of a setting."""
+        rows = self.frame.loc[list(setting.trials)]
+        return column(rows[rows["status"] == TrialStatus.finished], metric).dropna().to_dict()
 
     @property
     def pooled_axes(self) -> list[str]:

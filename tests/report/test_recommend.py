@@ -79,6 +79,32 @@ def test_ties_go_by_simplicity_loss_and_scarce_memory():
         assert of(sweep(rows, axes=["model"])).tie_break == by
 
 
+@pytest.mark.parametrize(
+    ("losses", "others", "qualifies", "once"),
+    [
+        ((1.00, 1.06, 0.97), (1.03, 1.05, 0.99), True, False),  # medians of 1.00 and 1.03
+        ((1.00, 1.06, 0.97), (1.05, 1.113, 1.0185), False, False),  # 5 % in every round
+        ((1.00, 1.01, 0.99), (1.10, 1.11, 1.12), False, False),
+        ((1.00, 1.01, 0.99), (2.0, 5.0, 9.0), False, False),  # its own spread is no excuse
+        ((1.00, 1.00, 1.00), (1.03, 1.03, 1.03), False, False),  # of one seed
+        ((1.00,), (1.03,), False, True),
+        ((1.00, 1.20, 0.80), (1.03,), True, False),  # what one run is worth, the others show
+        ((-2.0, -1.9, -2.1), (-1.8, -1.9, -1.7), False, True),  # have no ratios
+    ],
+)
+def test_a_loss_disqualifies_by_its_interval(
+    losses: tuple[float, ...], others: tuple[float, ...], qualifies: bool, once: bool
+):
+    rows = []
+    for row, speed, values in ((0, 1000.0, losses), (3, 2000.0, others)):
+        runs = rounds(row, *(speed + n for n in range(len(values))))
+        rows += [replace(run, figures={**run.figures, "val/loss": x}) for run, x in zip(runs, values, strict=True)]
+    r = of(sweep(rows, axes=REPEATED))
+    reasons = {name: reason for name, reason in r.why_not.items() if reason.code == "loss_too_high"}
+    assert reasons.keys() == (set() if qualifies else {"sharding=root precision=bf16"})
+    assert [reason.values["once"] for reason in reasons.values()] == ([] if qualifies else [once])
+
+
 @pytest.mark.parametrize("narrow", [(), (0,), (1,), (0, 1)])
 def test_losses_are_not_ranked_within_their_rounding(narrow: tuple[int, ...]):
     """4.03 is 0.75 % above 4: more than the tolerance, and less than a step of bfloat16."""

@@ -53,7 +53,8 @@ def test_without_repeats_there_is_no_interval():
 
 
 def test_what_slows_a_whole_round_is_not_in_a_ratio():
-    """In rounds of 1000, 900 and 800 another setting is 5 % faster, and 1 % more in the first: the residuals are half of 0.01 * (2/3, -1/3, -1/3), with both signs, and two degrees of freedom are left, where t is 4.3027."""
+    """In rounds of 1000, 900 and 800 another setting is 5 % faster, and 1 % more in the first: the residuals are
+    half of 0.01 * (2/3, -1/3, -1/3), with both signs, and two degrees of freedom are left, where t is 4.3027."""
     logs = [math.log(x) for x in (1000.0, 900.0, 800.0)]
     runs = {
         0: [math.exp(y) for y in logs],
