@@ -231,7 +231,7 @@ METRICS = (
         better="max", is_speed=True, form="{:.3g}", csv=_SHOWN, report=_SHOWN,
     ),
     Metric(
-        DATA_WAIT, "data wait", "", "the share of the step time in which a process waits for batches, "
+        DATA_WAIT, "data wait", "", "the share of the timed steps in which a process waits for batches, "
         "the mean over ranks; its GPU may be busy meanwhile",
         better="min", is_speed=True, form="{:.3f}", csv=_SHOWN, report=_SHOWN,
         gate=Gate("data_wait_share", kind="rise"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fsdp_lab.config.metrics import MEDIAN_STEP, MEMORY, SPEED, declared, spacing
+from fsdp_lab.config.metrics import DATA_WAIT, MEDIAN_STEP, MEMORY, SPEED, declared, spacing
 from fsdp_lab.report.choice import departures, pareto_front
 from fsdp_lab.report.qualify import caveats_on, does_not_fit, notes_on, notes_on_the_model, qualify, ratio
 from fsdp_lab.report.settings import Coded, Setting, Settings
@@ -20,6 +20,8 @@ from fsdp_lab.report.speed import EQUAL, Interval
 _SAME_MEMORY = 0.01  # of the smallest: what needs no more than this above it counts as equally small
 _SCARCE = 0.9  # of a device's memory: a setting that needs more makes memory scarce, as in forecasts
 _UNEVEN = 0.15  # a difference of logarithms: a mean and a median differ by more
+_MOST = 0.5  # of the difference of two steps
+_WIDELY = 0.1  # a difference of two shares of steps: smaller ones are usual
 _SAME = 1e-5  # as a ratio: losses that differ by less are the same
 
 
@@ -177,7 +179,22 @@ def _contradicted(settings: Settings, one: Setting, other: Setting) -> Coded | N
     ratio, by_median = one.times(other), _by_median_steps(settings, one, other)
     if by_median is not None and (ratio.value - 1) * (by_median.value - 1) < 0:
         return Coded("by_median", {"ratio": ratio, "by_median": by_median})
-    return None
+    return None if ratio.known else _by_waiting(one, other)
+
+
+def _by_waiting(one: Setting, other: Setting) -> Coded | None:
+    """Return how long each waited for data, if that is most of the difference of their speeds: data are slow at first.
+
+    Settings of the data, and of the batch, may wait for other times.
+    """
+    keys = {key for key, text in one.values.items() if other.values.get(key) != text}
+    if any(key.partition(".")[0] == "data" or key == "training.global_batch_size" for key in keys):
+        return None
+    (share, seconds), (other_share, other_seconds) = ((s.figure(DATA_WAIT), 1 / s.figure(SPEED)) for s in (one, other))
+    longer, waited = seconds - other_seconds, share * seconds - other_share * other_seconds
+    if not (waited * longer > _MOST * longer**2 and abs(share - other_share) > _WIDELY):
+        return None
+    return Coded("waiting", {"share": share, "other": other_share})
 
 
 def _compare(r: Recommendation, other: Setting, chosen: Setting) -> Comparison:

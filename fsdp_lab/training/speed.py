@@ -117,12 +117,14 @@ class Timed:
     Attributes:
         variance: of `seconds`, as far as the steps of each epoch show it, by batch means.
         others_cpu: the share of the machine's cores that other processes used meanwhile.
+        waited: the seconds of it in which a process waited for batches.
     """
 
     steps: int = 0
     seconds: float = 0.0
     variance: float = 0.0
     others_cpu: float = 0.0
+    waited: float = 0.0
 
     @classmethod
     def before(cls, history: Sequence[Metrics]) -> Timed:
@@ -130,20 +132,23 @@ class Timed:
         for metrics in reversed(history):
             if (seconds := metrics.get("perf/timed_s")) is not None:
                 error = metrics.get("perf/speed_error", 0.0) * seconds
-                return cls(int(metrics["perf/timed_steps"]), seconds, error**2, metrics.get("perf/others_cpu", 0.0))
+                others, waited = (metrics.get(f"perf/{key}", 0.0) for key in ("others_cpu", "data_wait_share"))
+                return cls(int(metrics["perf/timed_steps"]), seconds, error**2, others, waited * seconds)
         return cls()
 
-    def plus(self, times: Sequence[float], others_cpu: float) -> Timed:
+    def plus(self, times: Sequence[float], others_cpu: float, waited: float = 0.0) -> Timed:
         """Return these steps and those of one more epoch.
 
         Args:
             times: of its steps, in seconds.
+            waited: for batches within them.
         """
         if not times:
             return self
         seconds = self.seconds + sum(times)
         share = (self.others_cpu * self.seconds + others_cpu * sum(times)) / seconds
-        return Timed(self.steps + len(times), seconds, self.variance + variance_of_sum(times), share)
+        noise = self.variance + variance_of_sum(times)
+        return Timed(self.steps + len(times), seconds, noise, share, self.waited + waited)
 
 
 def variance_of_sum(times: Sequence[float]) -> float:
@@ -174,19 +179,17 @@ def speed_metrics(
     config: TrialConfig,
     ranks: DistributedContext,
     flops_per_sample: float | None,
-    waited_s: float | None = None,
     tokens_per_sample: float | None = None,
     run: Timed | None = None,
 ) -> Metrics:
     """Return `perf/*` after one epoch; empty if every step of it was warm-up.
 
-    All ranks step together, so this rank's times are the job's. Speeds are of all timed steps of the run so far,
-    percentiles of this epoch's.
+    All ranks step together, so this rank's times are the job's. Speeds, and the share of waiting in them, are of all
+    timed steps of the run so far, percentiles of this epoch's.
 
     Args:
         times: of the epoch's steps, in seconds.
         flops_per_sample: None: not known.
-        waited_s: the part of the times spent waiting for batches; None: not known.
         tokens_per_sample: the mean of the epoch, if samples differ; None: samples are counted, or it is not known.
         run: the run including this epoch; None: this epoch is all.
     """
@@ -200,13 +203,12 @@ def speed_metrics(
         "perf/timed_steps": float(run.steps),
         "perf/timed_s": run.seconds,
         "perf/others_cpu": run.others_cpu,
+        "perf/data_wait_share": run.waited / run.seconds,
         "perf/step_time_p50_s": percentile(ordered, 0.50),
         "perf/step_time_p95_s": percentile(ordered, 0.95),
     }
     if run.variance:
         metrics["perf/speed_error"] = math.sqrt(run.variance) / run.seconds
-    if waited_s is not None:
-        metrics["perf/data_wait_share"] = waited_s / sum(times)
     if tokens_per_sample is not None:
         tokens_per_s = samples_per_s * tokens_per_sample
         metrics["perf/tokens_per_s"] = tokens_per_s

@@ -176,10 +176,10 @@ def _train(
         on_step_losses(losses)
         times = watch.timer.take()
         waited = dims.sum(torch.tensor(watch.timer.waited_s, device=ranks.device)).item() / dims.dp_degree
-        timed = timed.plus(times, largest(cores.share() if cores else 0.0))
+        timed = timed.plus(times, largest(cores.share() if cores else 0.0), waited)
         counted = metrics[LABELS] / config.training.global_batch_size if in_tokens and LABELS in metrics else None
         per_sample = counted if tokens is None else tokens
-        metrics.update(speed_metrics(times, config, ranks, flops, waited, per_sample, timed))
+        metrics.update(speed_metrics(times, config, ranks, flops, per_sample, timed))
         if state.epoch == first_epoch and (late := buffer_notes(state.model, dims.dp_degree)):
             reporter.facts({**facts, "dp_degree_of_losses": dims.dp_degree, "notes": [*notes, *late]})
         metrics.update(watch.memory.figures())

@@ -267,6 +267,30 @@ def test_no_order_is_claimed_that_the_median_steps_contradict(
     assert (r.why.code == "tied", len(r.unordered)) == ((True, 1) if taken == "fp32" else (False, 0))
 
 
+@pytest.mark.parametrize(
+    ("axis", "speeds", "shares", "is_claimed"),
+    [
+        ("precision", (100.0, 2000.0), (0.96, 0.10), False),  # which setting ran first, waited
+        ("precision", (2000.0, 100.0), (0.10, 0.96), False),
+        ("precision", (1000.0, 2000.0), (0.30, 0.60), True),  # of the same wait the faster one has more
+        ("precision", (1000.0, 2000.0), (0.30, 0.10), True),  # 0.25 of 0.5 ms
+        ("data.loader_workers", (100.0, 2000.0), (0.96, 0.10), True),  # which is what is compared
+        ("precision", (100.0, 2000.0), (math.nan, 0.10), True),
+    ],
+)
+def test_speeds_are_not_compared_that_waiting_for_data_explains(
+    axis: str, speeds: tuple[float, float], shares: tuple[float, float], is_claimed: bool
+):
+    rows = one_axis(axis, *((value, 100, x, 1.0) for value, x in zip(("fp32", "bf16"), speeds, strict=True)))
+    for row, share in zip(rows, shares, strict=True):
+        row.figures["perf/data_wait_share"] = share
+    told = answer(sweep(rows, axes=[axis]))
+    r = told.recommendation
+    assert r.why.code == ("fastest" if is_claimed else "tied")
+    assert any("10 % of" in line and "96 % of" in line for line in told.details) is not is_claimed
+    assert is_claimed or (r.setting is not None and r.setting.values == {axis: "fp32"}), "the simplest"
+
+
 def test_an_interval_names_the_trials_that_it_is_from():
     rows = [replace(row, setting={**row.setting, "optimizer.lr": str(row.number)}) for row in rounds(3, 10.0, 11.0)]
     rows += [replace(trial(2), setting={"sharding": "ddp", "precision": "fp32", "optimizer.lr": "1"})]

@@ -37,21 +37,22 @@ def test_a_speed_is_that_of_all_timed_steps_of_the_run() -> None:
     Batches of two steps have means of 0.3 and 0.2, whose variance is 0.005: that of the sum of four is 4 * 2 * 0.005.
     The two later steps, each a batch, have one of 0.5: 2 * 0.5. A resume finds the first epoch in its metrics."""
     trial = config("training.global_batch_size=32")
-    first = Timed().plus([0.5, 0.1, 0.1, 0.3], 0.1)
+    first = Timed().plus([0.5, 0.1, 0.1, 0.3], 0.1, 0.8)  # for data that are slow when they are first read
     metrics = speed_metrics([0.5, 0.1, 0.1, 0.3], trial, ALONE, 1.0, run=first)
     assert metrics == pytest.approx(
         {
             "perf/samples_per_s": 4 * 32 / 1.0, "perf/step_time_p50_s": 0.1, "perf/step_time_p95_s": 0.5,
             "perf/timed_steps": 4, "perf/timed_s": 1.0, "perf/others_cpu": 0.1, "perf/speed_error": math.sqrt(0.04),
+            "perf/data_wait_share": 0.8,
         }
     )  # and no MFU: a CPU's peak is not known  # fmt: skip
     for before in (first, Timed.before([metrics, {"train/loss": 1.0}])):
-        reported = speed_metrics([1.0, 2.0], trial, ALONE, None, run=before.plus([1.0, 2.0], 0.5))
+        reported = speed_metrics([1.0, 2.0], trial, ALONE, None, run=before.plus([1.0, 2.0], 0.5, 0.2))
         assert reported == pytest.approx(
             {
                 "perf/samples_per_s": 6 * 32 / 4, "perf/step_time_p50_s": 1.0, "perf/step_time_p95_s": 2.0,
                 "perf/timed_steps": 6, "perf/timed_s": 4.0, "perf/others_cpu": (0.1 * 1 + 0.5 * 3) / 4,
-                "perf/speed_error": math.sqrt(0.04 + 1) / 4,
+                "perf/speed_error": math.sqrt(0.04 + 1) / 4, "perf/data_wait_share": 1.0 / 4,
             }
         )  # fmt: skip
     assert speed_metrics([], trial, ALONE, 1.0) == {}
