@@ -51,7 +51,7 @@ from fsdp_lab.config.compare import NIGHTS
 from fsdp_lab.config.compose import group_choices, nightly_config
 from fsdp_lab.config.key_value_args import key_of, with_environment
 from fsdp_lab.config.launcher import leave_launcher
-from fsdp_lab.config.machine import loader_workers_of
+from fsdp_lab.config.machine import cpus_per_worker_of, loader_workers_of
 from fsdp_lab.config.overrides import read_overrides, search_path
 from fsdp_lab.machine.hardware import num_gpus
 from fsdp_lab.machine.output import outlast_reader
@@ -203,10 +203,16 @@ def read_study(overrides: list[str]) -> Study:
     name = group_choices(first).get("experiment", "nightly")
     config = nightly_config(first)
     check(config)
-    if config.forecast.keep is not None:
+    chooses = {
+        f"search={config.search.name}": config.search.samples,
+        f"scheduler={config.scheduler.name}": config.scheduler.stops_early,
+        f"forecast.keep={config.forecast.keep}": config.forecast.keep is not None,
+        "forecast.prune=true": config.forecast.prune,
+    }
+    if chosen := [word for word, used in chooses.items() if used]:
         raise ConfigError(
-            f"forecast.keep={config.forecast.keep}: a night runs every setting of its study, because a changed "
-            "prediction is not a regression; leave it out."
+            f"{chosen[0]}: a night runs every setting of its study to its end, because other settings than the "
+            "night before are no regression; leave it out."
         )
     code = [f"--config-dir={config_dir}"] if config_dir is not None else []
     numbers = ",".join(map(str, range(config.nightly.repeats)))
@@ -229,6 +235,8 @@ def _settings(config: NightlyConfig, axes: Mapping[str, Sequence[str]]) -> dict[
     }
     if "data.loader_workers" in judged:  # as a number: what null stands for changes what is measured
         judged["data.loader_workers"] = loader_workers_of(config)
+    if "cluster.cpus_per_worker" not in swept:
+        judged["cluster.cpus_per_worker"] = cpus_per_worker_of(config.cluster)
     judged |= {"workers": workers_of(config), "device": "cuda" if num_gpus() else "cpu"}
     return judged | {f"axis {key}": ",".join(v.partition("=")[2] for v in axes[key]) for key in sorted(swept)}
 

@@ -7,7 +7,7 @@ rounding are distances there, so they can be compared, and are shown as changes 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -29,6 +29,9 @@ _USUAL = 0.2  # repeats are expected to differ by at least this share of the tol
 _WEIGHT = 20  # ... which counts as much as so many degrees of freedom of measured repeats
 _ENOUGH_NIGHTS = 5  # from so many on, how much nights differ from one another is known
 _LATEST = 10  # by so many, at most
+_TREND = 20  # nights in which a trend is looked for
+_FEWEST = 10  # in which one may be found
+_VISIBLE = 1 / 4  # of the tolerance: a trend of less is not reported
 _MEDIAN_OF_NORMAL = 0.6745  # the median of the absolute value, over the standard deviation
 
 
@@ -40,6 +43,7 @@ class Outcome(StrEnum):
     noise = "noise"  # worse by more than the tolerance, but not by more than noise explains
     rounding = "rounding"  # the same of the rounding of a loss
     regression = "regression"  # worse than the last good night
+    slides = "slides"  # worse night by night, within the tolerance
     drift = "drift"  # not worse than the last good night, but than the best one
     unfinished = "unfinished"  # fewer trials finish
     lost = "lost"  # no longer measured
@@ -71,7 +75,7 @@ class Finding:
         change: from one to the other: a ratio minus 1, or in the metric's unit.
         tolerance: the largest change that is tolerated, as `change`.
         noise: the largest change that noise explains, as `change`; 0: it is not known.
-        slope: the change of a typical night, as `change`; for `drift`.
+        slope: the change of a typical night, as `change`; for `drift` and `slides`.
         nights: over how many.
         ended: the status of each trial tonight, and of that night, for `unfinished` and `new`.
     """
@@ -252,28 +256,64 @@ def _compare(
     setting: str, metric: Metric, now: Sequence[float], earlier: Sequence[tuple[str, list[float]]],
     tolerance: float, rounding: float, chance: float,
 ) -> Finding:  # fmt: skip
-    """Compare with the last good night, then with the best one."""
+    """Compare with the last good night, then with the best one, of those that count; see `_confirmed`."""
     scale = Scale(metric, [*now, *(value for _, values in earlier for value in values)])
     here, there = [scale.of(v) for v in now], [[scale.of(v) for v in values] for _, values in earlier]
     level, levels = median(here), [median(positions) for positions in there]
-    place, best, since = len(levels) - 1, levels.index(min(levels)), list[float]()
-    limit, change = scale.distance(tolerance), level - levels[place]
+    limit, since = scale.distance(tolerance), list[float]()
     usual = _USUAL * min(limit, 1.0)  # finite, even where every loss of speed is tolerated
-    noise, noise_of_best = (_noise(there, each, here, levels, usual, chance) for each in (place, best))
+
+    def noise_to(place: int, now: Sequence[float]) -> float:
+        return _noise(there, place, now, levels, usual, chance)
+
+    places = _confirmed(there, levels, limit, noise_to) if metric.is_speed else range(len(levels))
+    place, best = places[-1], min(places, key=levels.__getitem__)
+    change, noise, noise_of_best = level - levels[place], noise_to(place, here), noise_to(best, here)
     if change > max(limit, noise, rounding):
         outcome = Outcome.regression
     elif level - levels[best] > max(limit, noise_of_best, rounding):
         outcome, place, noise, since = Outcome.drift, best, noise_of_best, levels[best:]
     elif change > limit:
         outcome = Outcome.noise if change <= noise else Outcome.rounding
+    elif -change > max(limit, noise, rounding):
+        outcome = Outcome.better
+    elif _slides(latest := [*levels, level][-_TREND:], limit, chance):
+        outcome, since = Outcome.slides, latest[:-1]
     else:
-        outcome = Outcome.better if -change > max(limit, noise, rounding) else Outcome.ok
+        outcome = Outcome.ok
     name, before = earlier[place]
     slope = scale.change(_slope([*since, level])) if since else None
     return Finding(
         setting, metric.key, outcome, name, median(before), median(now), scale.change(level - levels[place]),
         scale.change(limit), scale.change(noise), slope, len(since),
     )  # fmt: skip
+
+
+def _confirmed(
+    there: Sequence[Sequence[float]], levels: Sequence[float], limit: float, noise_to: Callable[..., float]
+) -> list[int]:
+    """Return the nights with which others are compared: a better one counts when the next good one confirms it.
+
+    A machine may be lucky for one night, by which all later ones would be worse.
+    """
+    places = [0]
+    for place, level in enumerate(levels[1:], 1):
+        beyond = limit
+        if levels[place - 1] - level > limit:
+            beyond = max(limit, noise_to(place - 1, there[place]))
+        is_last = place == len(levels) - 1
+        if levels[place - 1] - level <= beyond or not (is_last or levels[place + 1] - level > beyond):
+            places.append(place)
+    return places
+
+
+def _slides(levels: Sequence[float], limit: float, chance: float) -> bool:
+    """Return whether nights get worse one by one, by Kendall's test, and by a visible share of the tolerance."""
+    if len(levels) < _FEWEST or not _slope(levels) * len(levels) > _VISIBLE * limit:
+        return False
+    from scipy.stats import kendalltau
+
+    return bool(kendalltau(range(len(levels)), levels, alternative="greater").pvalue < chance)
 
 
 def _noise(

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from fsdp_lab.commands import nightly as command
+from fsdp_lab.config import ConfigError
 from fsdp_lab.config.code import code_digest
 from fsdp_lab.config.nightly import ToleranceConfig
 from fsdp_lab.nightly import night as night_module
@@ -224,6 +225,20 @@ def test_bad_input_is_reported_before_anything_runs(nights: PlantedNights):
         done = nights(*without(WORDS, *(word.partition("=")[0] + "=" for word in arguments)), *arguments)
         assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
     assert len(nights.all) == 1
+
+
+@pytest.mark.parametrize("words", ["search=optuna", "search=random", "scheduler=asha", "forecast.prune=true"])
+def test_a_study_that_draws_or_drops_settings_is_refused(words: str):
+    more = ["forecast.capacity_gib=24"] if "prune" in words else []
+    with pytest.raises(ConfigError, match=f"^{words}: a night runs every setting of its study to its end"):
+        command.read_study([*without(WORDS, "engine=", "forecast.enabled="), *more, words])
+
+
+def test_nights_with_other_cores_are_of_another_study():
+    here, there = (command.read_study([*WORDS, *words]) for words in ([], ["cluster.cpus_per_worker=0.5"]))
+    night = Night("", 0.0, study=here.settings)
+    assert there.differences(night) == ["cluster.cpus_per_worker was 1.0 and is 0.5"]
+    assert command.read_study([*WORDS, "cluster.cpus_per_worker=1"]).differences(night) == []
 
 
 def test_a_webhook_that_is_down_is_a_note_and_changes_no_verdict(

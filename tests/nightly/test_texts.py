@@ -68,6 +68,8 @@ def cases() -> dict[str, Night]:
             trials(), trials(speed=227.0), trials(speed=204.0),
             changed={"user code my_model": "2", "user code my_data": "1", "code": "2", "library mlflow": "3.1.0"},
         ),
+        "a slide": last_of(*(trials(speed=262.0 * 0.995**n) for n in range(13))),
+        "better": last_of(trials(), trials(speed=340.0)),
         "noise": last_of(trials(spread=0.2), trials(speed=205.0, spread=0.2)),
         "a trial that no longer finishes, and a longer wait for data": last_of(
             trials(), trials(status="oom", wait=0.31)
