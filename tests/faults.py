@@ -45,6 +45,7 @@ BATCHES = "workloads/test_user.py::test_a_batch_keeps_its_class_and_counts_in_th
 ANY_CLASS = "workloads/test_user.py::test_a_batch_of_any_class_is_learned_from_as_a_plain_one"
 NO_LOSS = "workloads/test_user.py::test_what_does_not_fit_is_reported_in_one_message"
 SYNCED = "sweep/test_kills.py::test_what_a_resume_needs_is_on_the_disk_before_its_name"
+WORDS = "config/test_words.py"
 TRACKING = "tracking/test_tracking.py"
 TRIAL_JSON = "sweep/test_record.py::test_the_first_of_two_outcomes_counts_and_nothing_is_lost"
 GATE = "nightly/test_gate.py"
@@ -80,7 +81,7 @@ FAULTS = (
           "        wrong += finding.fails", "        wrong += 0", "test_machine.py"),
     Fault("too little memory for Ray is a note", "fsdp_lab/commands/doctor.py",
           "fails=free < _LEAST_MEMORY", "fails=False", "test_machine.py"),
-    Fault("a store that another process holds is said to answer", "fsdp_lab/commands/doctor.py",
+    Fault("a store that another process holds is said to answer", "fsdp_lab/tracking/store.py",
           "BEGIN IMMEDIATE", "SELECT 1", "test_machine.py"),
     Fault("an interrupt in a notebook does not reach the sweep", "fsdp_lab/api.py",
           "            process.send_signal(signal.SIGINT)", "            pass", "test_api.py"),
@@ -95,6 +96,26 @@ FAULTS = (
     Fault("one refused name costs an epoch's metrics", "fsdp_lab/tracking/writes.py",
           "Metric(stored_name(key),", "Metric(key,",
           f"{TRACKING}::test_long_and_strange_names_and_values_fit_a_strict_database"),
+    Fault("a read-only store is waited for", "fsdp_lab/tracking/store.py",
+          '            database.execute("CREATE TABLE fsdp_lab_probe (x)")', "            pass",
+          f"{TRACKING}::test_a_store_that_may_not_be_written_is_refused_at_once"),
+    Fault("artifacts that cannot be written are waited for", "fsdp_lab/tracking/store.py",
+          "                _check_artifacts(tracking, folder)", "                pass",
+          f"{TRACKING}::test_artifacts_that_nothing_can_be_written_to_are_refused_at_once"),
+    Fault("a permission that is missing is waited for", "fsdp_lab/tracking/store.py",
+          " and error.errno not in _DENIED", "",
+          f"{TRACKING}::test_artifacts_that_nothing_can_be_written_to_are_refused_at_once"),
+    Fault("artifacts of a server go to this disk without a word", "fsdp_lab/tracking/store.py",
+          'if tracking.uri.startswith("http"):\n                    on_note', "if False:\n                    on_note",
+          f"{TRACKING}::test_artifacts_of_a_server_that_go_to_this_disk_are_named"),
+    Fault("the lock of a store is its first user's", "fsdp_lab/tracking/store.py",
+          "lock.chmod(0o666)", "lock.chmod(0o644)", f"{TRACKING}::test_two_users_open_a_store"),
+    Fault("a variable replaces the store of a preset", "fsdp_lab/config/key_value_args.py",
+          '*(f"tracking.{key}" for key in of_preset)', "",
+          f"{WORDS}::test_mlflows_variables_are_words_unless_others_are_typed"),
+    Fault("variables that nothing uses are not named", "fsdp_lab/config/key_value_args.py",
+          "_UNUSED.items() if os.environ.get(name)", "_UNUSED.items() if False",
+          f"{WORDS}::test_mlflows_variables_are_words_unless_others_are_typed"),
     Fault("a moved store logs to its old place", "fsdp_lab/tracking/store.py",
           "    if there != artifacts and not", "    if there == artifacts and not",
           f"{TRACKING}::test_a_store_that_was_moved_does_not_log_to_its_old_place"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +27,21 @@ def called(word: str, pid: int | None = None) -> list[psutil.Process]:
 def marked(name: str, value: str) -> list[psutil.Process]:
     """Every process of this machine that was started with that variable in its environment, or forked by one."""
     return _those(psutil.process_iter(), lambda process: process.environ().get(name) == value)
+
+
+@contextmanager
+def ordinary_user() -> Iterator[Path]:
+    """Be a user whom the modes of files hold, with a folder of their own: root reads and writes everything."""
+    root = os.geteuid() == 0
+    with tempfile.TemporaryDirectory() as folder:
+        if root:
+            os.chown(folder, 65534, 65534)
+            os.setresuid(65534, 65534, 0)
+        try:
+            yield Path(folder)
+        finally:
+            if root:
+                os.setresuid(0, 0, 0)
 
 
 def still_running(processes: Iterable[psutil.Process], seconds: float) -> list[str]:

@@ -211,7 +211,8 @@ def test_too_few_cores_and_too_little_memory_are_found(monkeypatch: pytest.Monke
     assert memory.fails and memory.observation.startswith("0.5 GiB free of 0.5 GiB")
 
 
-def test_a_store_is_examined_and_left_as_it_is(tmp_path: Path):
+def test_a_store_is_examined_and_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fsdp_lab.tracking.store._SQLITE_TIMEOUT_S", 0.1)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     assert f"the first trial creates {uri}; " in doctor._store("", uri).observation and list(tmp_path.iterdir()) == []
     with sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None) as database:
@@ -220,7 +221,7 @@ def test_a_store_is_examined_and_left_as_it_is(tmp_path: Path):
         assert doctor._store("", uri).observation.endswith("answers")
         assert (tmp_path / "mlflow.db").read_bytes() == before
         database.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(sqlite3.OperationalError, match="locked"):
+        with pytest.raises(UserError, match=r"mlflow\.db cannot be written \(database is locked\)"):
             doctor._store("", uri)
 
 

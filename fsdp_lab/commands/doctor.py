@@ -14,11 +14,9 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import sqlite3
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -104,13 +102,12 @@ def _ray_files(remedy: str) -> Finding:
 
 
 def _store(remedy: str, uri: str) -> Finding:
-    from fsdp_lab.tracking.store import open_store, sqlite_path
+    from fsdp_lab.tracking.store import check_sqlite, open_store, sqlite_path
 
     if not uri.startswith("sqlite:"):
-        open_store(TrackingConfig(uri), to_write=False)
+        open_store(TrackingConfig(uri))
     elif (file := sqlite_path(uri)).exists():
-        with closing(sqlite3.connect(file, timeout=2, isolation_level=None)) as database:
-            database.execute("BEGIN IMMEDIATE")
+        check_sqlite(uri)
     else:  # MLflow would create it
         return _disk(remedy, file.parent, f"the first trial creates {uri}; ")
     return Finding(f"{uri} answers")

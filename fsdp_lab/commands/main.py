@@ -51,7 +51,7 @@ def main() -> None:
             )
         folder = [f"--config-dir={config_dir}"] if config_dir is not None else []  # a resume compares it
         _, words = split_config_dir(with_custom(resume_first([*folder, *options, *overrides])))
-        sys.argv[1:] = options_first(with_environment(words), config_dir)
+        sys.argv[1:] = options_first(with_environment(words, config_dir), config_dir)
         if config_dir is not None or names_code(words):
             import_from(os.getcwd())
     except Exception as error:  # noqa: BLE001 - told or raised again by `leave`

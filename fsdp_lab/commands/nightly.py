@@ -185,7 +185,7 @@ def read_study(overrides: list[str]) -> Study:
     """
     config_dir, overrides = split_config_dir(overrides)
     search_words = search_path(config_dir)
-    overrides = with_environment(with_custom(read_overrides(overrides, config_dir)))
+    overrides = with_environment(with_custom(read_overrides(overrides, config_dir)), config_dir)
     for word in overrides:
         if reason := _NOT_HERE.get(key_of(word)):
             raise ConfigError(f"{word}: {reason}; leave it out.")

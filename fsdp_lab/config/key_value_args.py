@@ -8,8 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from fsdp_lab.config.address import check_credentials
 from fsdp_lab.config.errors import ConfigError
+from fsdp_lab.config.options import option_values
 from fsdp_lab.config.sweep import TrackingConfig
 
+_UNUSED = {
+    "MLFLOW_EXPERIMENT_ID": "tracking.experiment, or MLFLOW_EXPERIMENT_NAME, names the experiment",
+    "MLFLOW_RUN_ID": "each trial gets a run of its own",
+}
 MLFLOW_VARIABLES = {"tracking.uri": "MLFLOW_TRACKING_URI", "tracking.experiment": "MLFLOW_EXPERIMENT_NAME"}
 
 
@@ -49,21 +54,32 @@ def check_words(words: Sequence[str]) -> None:
         check_credentials("an argument" if "://" in key else key, word)
 
 
-def with_environment(words: Sequence[str]) -> list[str]:
+def with_environment(words: Sequence[str], config_dir: str | None = None) -> list[str]:
     """Return a command line with the store and the experiment that MLflow's variables name, unless it names them.
 
     They become words of it, so that the sweep's record has them: a resume from another shell uses the same store.
+    What its preset sets stays.
+
+    Args:
+        config_dir: the folder of the user's options; None: there is none.
 
     Raises:
         ConfigError: a variable has credentials in it.
     """
     if any(word.lstrip("+").startswith("resume=") for word in words):
         return list(words)
-    typed = {key_of(word) for word in words}
+    preset = next((word.partition("=")[2] for word in words if word.startswith("experiment=")), "null")
+    of_preset = option_values("experiment", preset, config_dir).get("tracking") or {}
+    typed = {*map(key_of, words), *(f"tracking.{key}" for key in of_preset)}
     missing = {key: name for key, name in MLFLOW_VARIABLES.items() if os.environ.get(name) and key not in typed}
     for name in missing.values():
         check_credentials(name, os.environ[name])
     return [*(f"{key}={quoted(os.environ[name])}" for key, name in missing.items()), *words]
+
+
+def unused_variables() -> list[str]:
+    """Return a note on each variable of MLflow's in the environment that sweeps do not use."""
+    return [f"{name} is not used: {why}" for name, why in _UNUSED.items() if os.environ.get(name)]
 
 
 def store_named(options: Mapping[str, str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Optional, get_type_hints
 
 from fsdp_lab.config.conf import OPEN_GROUPS, conf_dir, groups
@@ -133,12 +134,16 @@ def may_name_code(key: str) -> bool:
     return key in (*_CHOSEN, "optimizer", "experiment") or names_code([f"{key}="])
 
 
-def option_values(group: str, option: str) -> dict[str, Any]:
-    """Return the keys and values of a group's option; an empty dictionary for an option that is not ours."""
+def option_values(group: str, option: str, config_dir: str | None = None) -> dict[str, Any]:
+    """Return the keys and values of a group's option, as its file has them.
+
+    It is empty for an option that is not ours, nor in the folder of the user's options.
+    """
     import yaml  # neither PyTorch nor torchvision brings it, and training takes no more than these
 
-    file = conf_dir() / group / f"{option}.yaml"
-    return (yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
+    files = (folder / group / f"{option}.yaml" for folder in (conf_dir(), Path(config_dir or conf_dir())))
+    file = next((file for file in files if file.is_file()), None)
+    return (yaml.safe_load(file.read_text()) or {}) if file is not None else {}
 
 
 @cache

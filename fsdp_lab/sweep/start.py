@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from fsdp_lab.config import is_address
+from fsdp_lab.config.key_value_args import unused_variables
 from fsdp_lab.config.machine import ray_folder
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.sweep import Engine
@@ -55,7 +56,7 @@ def run(command: Alone | Multirun) -> ExitCode:
                 sweep.move(folder)
             _record(sweep, command.multirun)
         remember_last(sweep.folder)
-        for line in [*_head(sweep), *notes]:
+        for line in [*_head(sweep), *notes, *unused_variables()]:
             print(line)
         return start_sweep(sweep)
 

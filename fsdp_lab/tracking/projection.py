@@ -130,7 +130,7 @@ class Projection:
         Raises:
             TrackingError: the store is missing, cannot be written, or is of another version of MLflow.
         """
-        self._client, self._experiment_id = open_store(self._tracking)
+        self._client, self._experiment_id = open_store(self._tracking, self._on_problem)
         if resumed:
             with refusals(self._tracking):
                 self._stored = self._runs()

@@ -99,7 +99,7 @@ def _open(tracking: TrackingConfig) -> tuple[MlflowClient, str]:
         raise TrackingError(
             f"tracking.uri={tracking.uri}: this store does not exist yet; run a trial first, or name another store."
         )
-    return open_store(tracking, to_write=False)
+    return open_store(tracking)
 
 
 def _open_run(tracking: TrackingConfig, run_id: str) -> MlflowClient:

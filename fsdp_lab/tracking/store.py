@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
 import sqlite3
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -27,6 +29,7 @@ _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _PROBE_TIMEOUT_S = 8.0
 # An expired token or a proxy takes a person to fix, so what is to be written waits.
 _AWAY = (401, 403, 408, 429)
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)  # waiting changes none of these
 _SQLITE_TIMEOUT_S = 10.0
 _MOST_RUNS = 50_000  # that MLflow returns at once
 _SCHEMA_LIMIT_S = 600.0  # for others to make the schema of a fresh store: some ten seconds each
@@ -53,11 +56,12 @@ class TrackingError(UserError):
     """The MLflow store cannot be used. The message names the key, its value, the problem and the remedy."""
 
 
-def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowClient, str]:
+def open_store(tracking: TrackingConfig, on_note: Callable[[str], None] | None = None) -> tuple[MlflowClient, str]:
     """Return a client of the store, and the id of the experiment.
 
     Args:
-        to_write: make a missing schema and experiment; otherwise the id may be "".
+        on_note: gets what a user of the store should know; a missing schema and experiment are made. None: to read
+            only, and the id may be "".
 
     Raises:
         TrackingError: the store is missing, cannot be written, or is of another version of MLflow.
@@ -71,18 +75,27 @@ def open_store(tracking: TrackingConfig, to_write: bool = True) -> tuple[MlflowC
         uri, artifacts = _check_uri(tracking.uri)
         # Two processes that make the schema of one fresh database break each other's migration.
         with _only_one(tracking.uri, artifacts):
-            if to_write and uri.startswith("sqlite"):
-                _check_sqlite(sqlite_path(uri))
+            if on_note is not None and uri.startswith("sqlite"):
+                check_sqlite(tracking.uri)
             from mlflow import MlflowClient
 
             for logger in _NOISY_LOGGERS:
                 logging.getLogger(logger).setLevel(logging.CRITICAL)
             client = MlflowClient(tracking_uri=uri)
-            if not to_write:
+            if on_note is None:
                 experiment = client.get_experiment_by_name(tracking.experiment)
                 return client, str(experiment.experiment_id) if experiment else ""
             experiment_id = _ensure_experiment(client, tracking.experiment, artifacts)
-            check_place(tracking, client.get_experiment(experiment_id).artifact_location)
+            location = client.get_experiment(experiment_id).artifact_location
+            check_place(tracking, location)
+            if (folder := _local_folder(location)) is not None:
+                _check_artifacts(tracking, folder)
+                if tracking.uri.startswith("http"):
+                    on_note(
+                        f"tracking.experiment={tracking.experiment} of tracking.uri={tracking.uri} keeps its artifacts "
+                        f"in {folder}: they are written to this machine's disk, not to the server's. Unless both share "
+                        "it, start the server with --artifacts-destination, and use another tracking.experiment"
+                    )
             return client, experiment_id
 
 
@@ -133,22 +146,54 @@ def sqlite_path(uri: str) -> Path:
     return absolute
 
 
-def _check_sqlite(path: Path) -> None:
-    """Take the write lock for a moment: if that fails, MLflow would try for 100 s."""
-    with closing(sqlite3.connect(path, timeout=_SQLITE_TIMEOUT_S, isolation_level=None)) as database:
-        database.execute("BEGIN IMMEDIATE")
-        database.execute("ROLLBACK")
+def check_sqlite(uri: str) -> None:
+    """Write to an sqlite store, and take it back: if that fails, MLflow would try for 100 s.
+
+    Raises:
+        TrackingError: it cannot be written, or another process holds it.
+    """
+    path = sqlite_path(uri)
+    try:
+        with closing(sqlite3.connect(path, timeout=_SQLITE_TIMEOUT_S, isolation_level=None)) as database:
+            database.execute("BEGIN IMMEDIATE")
+            database.execute("CREATE TABLE fsdp_lab_probe (x)")  # a read-only file allows what is above
+            database.execute("ROLLBACK")
+    except sqlite3.Error as error:
+        remedy = "make it and its folder writable, end what holds it, or name another store"
+        raise _error(uri, f"{path} cannot be written ({error})", remedy) from None
+
+
+def _local_folder(location: str) -> Path | None:
+    """Return the folder of artifacts that MLflow's client writes to itself; None for other places."""
+    parts = urlsplit(location)
+    return Path(unquote(parts.path)) if parts.scheme in ("", "file") else None
+
+
+def _check_artifacts(tracking: TrackingConfig, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _error(
+            tracking.uri,
+            f"the artifacts of tracking.experiment={tracking.experiment} go to {folder}, which cannot be written "
+            f"({error.strerror})",
+            "make that folder writable, or use another tracking.experiment",
+        ) from None
 
 
 @contextmanager
 def _only_one(uri: str, artifacts: Path | None) -> Iterator[None]:
-    """Let one process at a time pass, for a store in a writable folder of this machine."""
-    folder = artifacts.parent if artifacts else None
-    if folder is None or not os.access(folder, os.W_OK):
+    """Let one process at a time pass, for a store in a writable folder of this machine, whoever uses it."""
+    lock = artifacts.parent / ".mlflow.lock" if artifacts else None
+    if lock is None or not os.access(lock if lock.exists() else lock.parent, os.W_OK):
         yield
         return
     try:
-        with exclusive(folder / ".mlflow.lock", _SCHEMA_LIMIT_S):
+        with exclusive(lock, _SCHEMA_LIMIT_S):
+            with suppress(PermissionError):  # another user has made it so
+                lock.chmod(0o666)
             yield
     except InUse as error:
         raise _error(uri, f"another process is opening the store ({error.holder})", "wait until it ends") from None
@@ -201,8 +246,8 @@ def check_place(tracking: TrackingConfig, location: str) -> None:
     Raises:
         TrackingError: the store was moved or copied, and what is logged would go to the old place.
     """
-    there = Path(unquote(urlsplit(location).path))
-    if not tracking.uri.startswith("sqlite") or not location.startswith("file:") or _ARTIFACTS not in there.parts:
+    there = _local_folder(location)
+    if there is None or not tracking.uri.startswith("sqlite") or _ARTIFACTS not in there.parts:
         return
     artifacts = sqlite_path(tracking.uri).parent / _ARTIFACTS
     there = Path(*there.parts[: there.parts.index(_ARTIFACTS) + 1])
@@ -230,4 +275,4 @@ def is_away(error: Exception) -> bool:
     if isinstance(error, MlflowException):
         status = error.get_http_status_code()
         return status >= 500 or status in _AWAY or error.error_code == "ENDPOINT_NOT_FOUND"
-    return isinstance(error, OSError)
+    return isinstance(error, OSError) and error.errno not in _DENIED

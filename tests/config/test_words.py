@@ -5,11 +5,13 @@ What is refused is in tests/messages.txt.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from fsdp_lab.config.key_value_args import quoted, store_named, with_environment
+from fsdp_lab.config.key_value_args import quoted, store_named, unused_variables, with_environment
 from fsdp_lab.config.overrides import read_overrides
 
 SPELLINGS = {
@@ -62,7 +64,7 @@ def test_hydra_reads_what_was_quoted(text: str):
     assert OmegaConf.create({"key": getattr(value, "text", value)}).key == text
 
 
-def test_mlflows_variables_are_words_unless_others_are_typed(monkeypatch: pytest.MonkeyPatch):
+def test_mlflows_variables_are_words_unless_others_are_typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host:5000")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "")
     assert with_environment(["-m"]) == ["tracking.uri='http://host:5000'", "-m"]
@@ -71,3 +73,12 @@ def test_mlflows_variables_are_words_unless_others_are_typed(monkeypatch: pytest
     assert store_named({}) == "http://host:5000" and store_named({"tracking.uri": "sqlite:///a.db"}) == "sqlite:///a.db"
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "what I do")
     assert with_environment(["tracking.uri=x"]) == ["tracking.experiment='what I do'", "tracking.uri=x"]
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/ours.yaml").write_text("# @package _global_\ntracking:\n  uri: http://ours:5000\n")
+    assert with_environment(["experiment=ours"], str(tmp_path)) == [
+        "tracking.experiment='what I do'", "experiment=ours"
+    ]  # fmt: skip
+    assert len(with_environment(["experiment=nightly"], str(tmp_path))) == 3
+    monkeypatch.setenv("MLFLOW_RUN_ID", "a1b2")
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)
+    assert unused_variables() == ["MLFLOW_RUN_ID is not used: each trial gets a run of its own"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import threading
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -22,8 +24,10 @@ from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.storage.locks import exclusive
 from fsdp_lab.tracking import TrackingError, annotate
+from fsdp_lab.tracking.store import is_away, open_store
 from fsdp_lab.tracking.tags import RECORDED_TAG, machine_tags, trial_params, trial_tags
 from tests.conftest import ROOT
+from tests.processes import ordinary_user
 from tests.servers import lay_store
 from tests.tracking.conftest import CHOICES, CONFIG, METRICS, Lab, lab_of
 
@@ -261,6 +265,54 @@ def test_a_store_that_cannot_be_is_refused(
     text = str(caught.value)
     assert f"tracking.uri={uri}" in text and reason in text and "\n" not in text
     assert ("start the server, set MLFLOW_TRACKING_USERNAME" in text) is (uri == "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("read_only", ["mlflow.db", "."])
+def test_a_store_that_may_not_be_written_is_refused_at_once(read_only: str) -> None:
+    with ordinary_user() as folder:
+        database = folder / "mlflow.db"
+        with closing(sqlite3.connect(database)) as fresh:
+            fresh.execute("CREATE TABLE runs (id TEXT)")
+        (folder / read_only).chmod(0o500)
+        reason = rf"tracking\.uri=sqlite:///{database}: {database} cannot be written \(attempt to write a readonly"
+        with pytest.raises(TrackingError, match=reason):
+            open_store(TrackingConfig(f"sqlite:///{database}"), print)
+
+
+def test_artifacts_that_nothing_can_be_written_to_are_refused_at_once(store: TrackingConfig) -> None:
+    Path("outputs/mlartifacts").touch()
+    with pytest.raises(TrackingError, match=r"experiment=lab go to .*/outputs/mlartifacts, which cannot be written"):
+        open_once(store)
+    assert not is_away(PermissionError(errno.EACCES, "")) and is_away(OSError(errno.ENOSPC, ""))
+
+
+def test_two_users_open_a_store(store: TrackingConfig) -> None:
+    open_once(store)
+    assert Path("outputs/.mlflow.lock").stat().st_mode & 0o777 == 0o666
+
+
+@pytest.mark.parametrize(
+    ("uri", "location", "notes"),
+    [
+        ("http://host:5000", "file://{}/a%20b/1", 1),
+        ("http://host:5000", "{}/1", 1),
+        ("http://host:5000", "mlflow-artifacts:/1", 0),
+        ("http://host:5000", "s3://bucket/1", 0),
+        ("postgresql:///lab", "file://{}/1", 0),
+    ],
+)
+def test_artifacts_of_a_server_that_go_to_this_disk_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, location: str, notes: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = SimpleNamespace(
+        experiment_id="1", lifecycle_stage="active", artifact_location=location.format(tmp_path / "there")
+    )
+    client = SimpleNamespace(get_experiment_by_name=lambda name: found, get_experiment=lambda number: found)
+    monkeypatch.setattr("mlflow.MlflowClient", lambda tracking_uri: client)
+    said: list[str] = []
+    open_store(TrackingConfig(uri), said.append)
+    assert len(said) == notes and all("--artifacts-destination" in text and "/there/" in text for text in said)
 
 
 def test_a_store_that_another_process_holds_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
