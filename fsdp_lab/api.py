@@ -83,7 +83,7 @@ def forecast(*overrides: Any, folder: Path | str | None = None, quiet: bool = Fa
             plan, swept = plan_forecasts([*_words(overrides), f"forecast.folder={quoted(chosen)}"], multirun=True)
         result = forecast_grid(plan, swept, console)
     except Exception as error:
-        if isinstance(error, UserError) or (message := explain(error)) is None:
+        if isinstance(error, UserError) or (message := explain(error, "forecast.folder")) is None:
             raise
         raise ConfigError(message) from error
     if result.missing:

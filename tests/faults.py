@@ -49,6 +49,7 @@ WORDS = "config/test_words.py"
 TRACKING = "tracking/test_tracking.py"
 TRIAL_JSON = "sweep/test_record.py::test_the_first_of_two_outcomes_counts_and_nothing_is_lost"
 GATE = "nightly/test_gate.py"
+JUDGED = "nightly/test_planted.py::test_a_verdict_that_the_disk_does_not_take_is_posted_and_judged_again"
 MISSED = "nightly/test_schedule.py::test_missed_nights_run_once_and_a_kill_ends_no_schedule"
 PASTED = "report/test_pytorch.py::test_the_pasted_function_trains_as_the_trial"
 CONSTRUCTED = "training/test_constructor.py::test_what_a_constructor_made_is_trained_or_refused"
@@ -931,6 +932,17 @@ FAULTS = (
     Fault("a machine is known by its name", "fsdp_lab/nightly/night.py",
           "{cpu_name()}", "{__import__('platform').node()}", "nightly/test_planted.py"),
     Fault("the commit is fsdp_lab's", "fsdp_lab/config/code.py", "here = Path()", "here = PACKAGE", TRACKING),
+    Fault("a webhook that redirects gets no verdict, unnoticed", "fsdp_lab/nightly/texts.py",
+          "build_opener(_NoRedirects)", "build_opener()",
+          "nightly/test_planted.py::test_a_webhook_that_redirects_is_a_note"),
+    Fault("a full disk keeps the verdict from the webhook", "fsdp_lab/nightly/night.py",
+          "        unwritten = error\n", "        raise\n", JUDGED),
+    Fault("a verdict that the disk did not take is taken for written", "fsdp_lab/nightly/night.py",
+          "    if unwritten is not None:\n", "    if False:\n", JUDGED),
+    Fault("a night that has its verdict is judged again", "fsdp_lab/nightly/night.py",
+          "if not nights or nights[-1].verdict is not Verdict.incomplete:", "if not nights:", JUDGED),
+    Fault("a full disk of nights is one of sweeps", "fsdp_lab/commands/nightly.py",
+          'explain(error, "nightly.folder")', "explain(error)", JUDGED),
     Fault("a change of the user's code is not named", "fsdp_lab/nightly/gate.py",
           "there.get(key) != here.get(key)]", 'there.get(key) != here.get(key) and "user" not in key]',
           "nightly/test_texts.py"),

@@ -37,8 +37,12 @@ _REMEDIES = {
 }
 
 
-def explain(error: BaseException) -> str | None:
-    """Return the message for an error that the command line caused; None for any other error."""
+def explain(error: BaseException, folder_key: str = "hydra.run.dir (hydra.sweep.dir with -m)") -> str | None:
+    """Return the message for an error that the command line caused; None for any other error.
+
+    Args:
+        folder_key: sets the folder that the command writes to.
+    """
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error.__cause__, UserError):  # OmegaConf's words around ours
@@ -68,8 +72,8 @@ def explain(error: BaseException) -> str | None:
             return f"{error.filename}: {error.strerror}."
         if error.errno in _UNWRITABLE:
             return (
-                f"{error.filename}: {error.strerror}. Nothing can be written there: free the disk, or set "
-                "hydra.run.dir (hydra.sweep.dir with -m) to a folder that can be written."
+                f"{error.filename}: {error.strerror}. Nothing can be written there: free the disk, or set {folder_key} "
+                "to a folder that can be written."
             )
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}"

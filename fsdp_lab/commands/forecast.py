@@ -99,7 +99,7 @@ def main() -> int:
         print("fsdp_lab.forecast: interrupted before a forecast was made", file=sys.stderr)
         return 130
     except Exception as error:
-        message = explain(error)
+        message = explain(error, "forecast.folder")
         if message is None:
             raise
         print(f"fsdp_lab.forecast: {message}", file=sys.stderr)

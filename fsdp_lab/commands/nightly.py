@@ -4,6 +4,7 @@ python -m fsdp_lab.nightly                       on its schedule, in the foregro
 python -m fsdp_lab.nightly --once                now: for cron, Slurm's scrontab, CI
 python -m fsdp_lab.nightly --check               print what would run, and when; run nothing
 python -m fsdp_lab.nightly --accept "reason"     make the last night the baseline
+python -m fsdp_lab.nightly --judge               judge the last night, whose verdict the disk did not take
 
 The other arguments are overrides of fsdp_lab; lists are axes. Without experiment=... the study is experiment=nightly.
 Its own keys:
@@ -56,14 +57,14 @@ from fsdp_lab.config.overrides import read_overrides, search_path
 from fsdp_lab.machine.hardware import num_gpus
 from fsdp_lab.machine.output import outlast_reader
 from fsdp_lab.nightly.gate import Night, Verdict
-from fsdp_lab.nightly.night import Study, accept, good_nights, log, log_dates, read_nights, run_night
+from fsdp_lab.nightly.night import Study, accept, good_nights, judge_night, log, log_dates, read_nights, run_night
 from fsdp_lab.nightly.texts import regressions_line
 from fsdp_lab.storage.locks import holder, locked
 from fsdp_lab.sweep.grid import all_overrides, composer, discrete_values
 
 NightTimes = Callable[[datetime], datetime]  # the first night after a moment, in UTC
 
-_OPTIONS = ("--once", "--check", "--accept")
+_OPTIONS = ("--once", "--check", "--accept", "--judge")
 _NIGHTS_SHOWN = 3
 _LOOK_S = 60.0  # clocks are set, and machines sleep
 _LARGEST_CHANGE = timedelta(hours=3)  # of a clock that is set forward or back
@@ -95,6 +96,9 @@ def main() -> int:
         elif option == "--accept":
             with locked(study.folder, "nightly.folder"):
                 accept(study, reason)
+        elif option == "--judge":
+            with locked(study.folder, "nightly.folder"):
+                return judge_night(study)
         elif option == "--once":
             return run_once(study)
         else:
@@ -104,7 +108,7 @@ def main() -> int:
         print("fsdp_lab.nightly: ended")
         return 0
     except Exception as error:
-        message = explain(error)
+        message = explain(error, "nightly.folder")
         if message is None:
             raise
         print(f"fsdp_lab.nightly: {message}", file=sys.stderr)

@@ -142,10 +142,45 @@ def run_night(study: Study, now: Callable[[], float] = time.time) -> int:
     night = Night(night_id(moment), moment, study=study.settings, origin=_origin(study), number=number)
     write_night(study.folder, night)
     log(f"night {night.id} begins")
-    folder = study.folder / night.id / "sweep"
-    status = run_sweep(study.arguments, folder)
+    return _end(study, [*nights, night], past, run_sweep(study.arguments, _sweep_of(study, night)))
+
+
+def judge_night(study: Study) -> int:
+    """Judge the last night, whose sweep has ended and whose verdict could not be written. Returns as `run_night`.
+
+    Raises:
+        UserError: there is no such night, or it or its baseline is of another study.
+    """
+    nights = read_nights(study.folder)
+    if not nights or nights[-1].verdict is not Verdict.incomplete:
+        which = f"night {nights[-1].id} is {nights[-1].verdict}" if nights else f"{study.folder} has no night"
+        raise UserError(f"--judge: {which}, so there is nothing to judge; run one with --once.")
+    night = nights[-1]
+    past = good_nights(study, nights[:-1])
+    if others := study.differences(night):
+        raise UserError(f"--judge: night {night.id} is of another study: {'; '.join(others[:5])}. Restore that study.")
+    statuses = _statuses(_frame_of(_sweep_of(study, night)))
+    if not statuses or not all(each.is_result for each in statuses):
+        raise UserError(
+            f"--judge: night {night.id} has trials without a result, so it stays incomplete; run another with --once."
+        )
+    return _end(study, nights, past, ExitCode.finished)
+
+
+def _sweep_of(study: Study, night: Night) -> Path:
+    return study.folder / night.id / "sweep"
+
+
+def _statuses(frame: pd.DataFrame) -> list[TrialStatus]:
+    return [TrialStatus(each) for each in frame[STATUS]]
+
+
+def _end(study: Study, nights: list[Night], past: Sequence[Night], status: int) -> int:
+    """Judge the last night, whose sweep has ended with a status."""
+    night = nights.pop()
+    folder = _sweep_of(study, night)
     frame = _frame_of(folder)
-    ended = [TrialStatus(each) for each in frame[STATUS]]
+    ended = _statuses(frame)
     complete = bool(ended) and all(each.is_result for each in ended)
     if not complete:
         log(f"the night's sweep ended with status {status}, and trials without a result")
@@ -301,17 +336,32 @@ def _with_run(study: Study, night: Night, folder: Path) -> Night:
 
 
 def _deliver(study: Study, night: Night) -> Night:
-    """Deliver the verdict, first to the disk, and return the night with a note if the webhook did not get it."""
-    write_text(study.folder / night.id / "gate.md", markdown(night))
-    write_night(study.folder, night)
+    """Deliver the verdict, first to the disk, and return the night with a note if the webhook did not get it.
+
+    Raises:
+        UserError: its document cannot be written; the verdict was delivered otherwise.
+    """
+    unwritten = None
+    try:
+        write_night(study.folder, night)
+    except OSError as error:
+        unwritten = error
+    with _logged("gate.md could not be written"):
+        write_text(study.folder / night.id / "gate.md", markdown(night))
     _tag(study, night, [study.folder / night.id / "gate.md"])
     if problem := notify(study.name, study.folder, night):
         log(problem)
         night = replace(night, note=problem)
-        write_night(study.folder, night)
+        with _logged("the note could not be written"):
+            write_night(study.folder, night)
     log(f"{say('title', night)}\n\n{say('said', night)}")
     if night.findings:
         open_console().print(terminal_table(night))
+    if unwritten is not None:
+        raise UserError(
+            f"night {night.id}: {night.verdict}, but {unwritten.filename} cannot be written ({unwritten.strerror}), so "
+            "the night stays incomplete; free the disk of nightly.folder, then judge it with --judge."
+        )
     return night
 
 

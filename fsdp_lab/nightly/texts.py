@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from fsdp_lab.config.metrics import Metric, gated
 from fsdp_lab.config.nightly import ToleranceConfig
@@ -104,6 +104,13 @@ def _change(metric: Metric, change: float | None, digits: str = "+.1f") -> str:
     return "below 0.1 %" if float(text) == 0 else f"{text} %"
 
 
+class _NoRedirects(HTTPRedirectHandler):
+    """Makes each redirect an error: urllib would follow it with a GET, which has no verdict in it."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 def notify(study: str, folder: Path, night: Night) -> str | None:
     """POST the verdict as JSON to the address in the environment, if there is one.
 
@@ -114,6 +121,7 @@ def notify(study: str, folder: Path, night: Night) -> str | None:
     if not address:
         return None
     content = {
+        "text": f"{study}: {say('title', night)}\n{say('said', night)}",
         "study": study,
         "night": night.id,
         "folder": str(folder / night.id),
@@ -122,7 +130,7 @@ def notify(study: str, folder: Path, night: Night) -> str | None:
     }
     request = Request(address, json.dumps(content).encode(), {"Content-Type": "application/json"})
     try:
-        with urlopen(request, timeout=_WEBHOOK_S):
+        with build_opener(_NoRedirects).open(request, timeout=_WEBHOOK_S):
             return None
     except Exception as error:  # noqa: BLE001 - a night is not lost over a webhook, whatever it does
         reason = getattr(error, "code", None) or getattr(error, "reason", None) or type(error).__name__

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import subprocess
+import threading
 import time
 from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,7 +31,7 @@ from fsdp_lab.record.plain_loops import PlainLoop, write_plain_loops
 from tests import trained
 from tests.conftest import INLINE, without
 from tests.folders import Store
-from tests.nightly.conftest import IN_TWELVE_HOURS
+from tests.nightly.conftest import IN_TWELVE_HOURS, made_up_nights
 
 WORDS = (
     *without(INLINE, "precision=", "hydra."), *trained.AXES, "nightly.repeats=1",
@@ -88,7 +93,8 @@ def test_a_slower_setting_is_reported_until_it_is_accepted(nights: PlantedNights
     nights.speeds["bf16"] = 500.0
     posted: list[Any] = []
     monkeypatch.setenv(WEBHOOK, "http://127.0.0.1/hook")
-    monkeypatch.setattr(texts, "urlopen", lambda request, timeout: nullcontext(posted.append(request)))
+    post = SimpleNamespace(open=lambda request, timeout: nullcontext(posted.append(request)))
+    monkeypatch.setattr(texts, "build_opener", lambda *handlers: post)
     for _ in range(2):
         done = nights("--once", *WORDS)
         assert done.returncode == 3 and re.search(r"samples/s .* -75\.0 % .*regression", done.stdout), done.stderr
@@ -97,6 +103,7 @@ def test_a_slower_setting_is_reported_until_it_is_accepted(nights: PlantedNights
         assert {(f.setting, f.metric) for f in night.regressions} == BOTH_RATES
         verdict = json.loads(posted[-1].data)
         assert (verdict["verdict"], verdict["night"], verdict["run_id"]) == ("regression", night.id, night.run_id)
+        assert verdict["text"].startswith("nightly: ") and "regression" in verdict["text"]
         assert {(f["setting"], f["metric"]) for f in verdict["regressions"]} == BOTH_RATES
         assert f"| `{SLOW}` | samples/s |" in (nights.folder / night.id / "gate.md").read_text()
         plan = nights("--check", *WORDS).stdout
@@ -255,6 +262,64 @@ def test_a_webhook_that_is_down_is_a_note_and_changes_no_verdict(
         refused = nights("--once", *WORDS)
         assert refused.returncode == 2 and f"{WEBHOOK} is not an http or https address" in refused.stderr
         assert "t0psecret" not in refused.stderr
+
+
+def test_a_verdict_that_the_disk_does_not_take_is_posted_and_judged_again(
+    nights: PlantedNights, monkeypatch: pytest.MonkeyPatch
+):
+    """The disk is full from the end of the sweep on."""
+    refused = nights("--judge", *WORDS)
+    assert refused.returncode == 2 and "nothing to judge; run one with --once" in refused.stderr
+    posted: list[Any] = []
+    monkeypatch.setenv(WEBHOOK, "http://127.0.0.1/hook")
+    post = SimpleNamespace(open=lambda request, timeout: nullcontext(posted.append(request)))
+    monkeypatch.setattr(texts, "build_opener", lambda *handlers: post)
+
+    def full(path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as disk:
+        nights.sweep = lambda folder: disk.setattr(night_module, "write_text", full) or nights.copy(folder)
+        done = nights("--once", *WORDS)
+    (night,) = nights.all
+    assert (
+        done.returncode == 2 and night.verdict == "incomplete" and [json.loads(posted[0].data)["verdict"]] == ["good"]
+    )
+    assert re.search(rf"{night.id}: good, but .*{night.id}.json cannot be written .*--judge\.$", done.stderr.rstrip())
+    assert nights("--judge", *WORDS).returncode == 0 and nights.all[-1].verdict == "good"
+    with monkeypatch.context() as disk:
+        disk.setattr(night_module, "write_text", full)
+        assert "free the disk, or set nightly.folder to a folder that can be" in nights("--once", *WORDS).stderr
+    assert (nights.folder / night.id / "gate.md").exists() and "is good" in nights("--judge", *WORDS).stderr
+
+
+def test_a_webhook_that_redirects_is_a_note(monkeypatch: pytest.MonkeyPatch):
+    """urllib would follow a 301 with a GET, to which the server below answers."""
+    asked: list[str] = []
+
+    class Moved(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.command)
+            self.send_response(int(self.path[1:]))
+            self.send_header("Location", "/there")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            asked.append(self.command)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Moved) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for status in (301, 302, 303, 307, 308):
+            monkeypatch.setenv(WEBHOOK, f"http://127.0.0.1:{server.server_port}/{status}")
+            problem = texts.notify("nightly", Path("nights"), made_up_nights(1)[0])
+            assert problem and f"did not accept the verdict ({status})" in problem
+        server.shutdown()
+    assert asked == ["POST"] * 5
 
 
 def test_a_document_that_cannot_be_read_is_refused_by_its_name(nights: PlantedNights):
