@@ -48,6 +48,7 @@ def sweep(*overrides: Any, folder: Path | str | None = None, quiet: bool = False
 
     Raises:
         UserError: the command line is refused, with its message; or no trial has finished.
+        RuntimeError: the sweep crashed, or was killed; with the end of its output.
         KeyboardInterrupt: it was interrupted, and can be resumed: `python -m fsdp_lab resume=last`.
     """
     chosen = Path(folder) if folder is not None else _new_folder("outputs/multirun")
@@ -137,6 +138,7 @@ def _run(module: str, words: list[str], quiet: bool) -> None:
 
     Raises:
         UserError: it refused its words.
+        RuntimeError: it crashed, or was killed; with the end of its output.
         KeyboardInterrupt: it, or this process, was interrupted.
     """
     printed: list[str] = []
@@ -155,10 +157,12 @@ def _run(module: str, words: list[str], quiet: bool) -> None:
             raise
     if process.returncode == ExitCode.interrupted:
         raise KeyboardInterrupt
-    if process.returncode not in (ExitCode.finished, ExitCode.failed):
-        refusals = [line for line in printed if line.startswith(f"{module}: ")]
-        message = refusals[-1].removeprefix(f"{module}: ") if refusals else "\n".join(printed[-20:])
-        raise ConfigError(message.strip() or f"{module} ended with {process.returncode}")
+    if process.returncode in (ExitCode.finished, ExitCode.failed):
+        return
+    refusals = [line.removeprefix(f"{module}: ") for line in printed if line.startswith(f"{module}: ")]
+    if process.returncode == ExitCode.refused and refusals:
+        raise ConfigError(refusals[-1].strip())
+    raise RuntimeError("\n".join([f"{module} ended with {process.returncode}:", *printed[-20:]]))
 
 
 def _pass_on(process: subprocess.Popen[str], printed: list[str], quiet: bool) -> None:

@@ -56,6 +56,16 @@ def test_an_interrupt_reaches_the_command_that_prints_its_end(
     assert (tmp_path / "ended").exists() and capsys.readouterr().out == "resume " * 20_000 + "\n"
 
 
+def test_a_command_that_crashes_returns_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "crashes.py").write_text(
+        "from fsdp_lab.commands.main import leave\n"
+        "try:\n    raise KeyError('a bug')\nexcept KeyError as error:\n    leave(error)"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match=r"(?s)^crashes ended with 70:\nTraceback.*KeyError: 'a bug'$"):
+        api._run("crashes", [], quiet=True)
+
+
 def test_a_sweep_has_its_answer_and_its_chart():
     result = sweep()
     assert "sharding=root precision=bf16" in result.recommendation.sentence and len(result.plot().data) > 0

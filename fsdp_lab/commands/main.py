@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -30,7 +31,7 @@ _SHOWS = ("--cfg", "-c", "--info", "-i")  # Hydra's options that print instead o
 
 
 def main() -> None:
-    """Run, and leave with 0 (every trial has a result), 1 (one failed), 2 (bad input) or 130 (interrupted)."""
+    """Run, and leave with 0 (every trial has a result), 1 (one failed), 2 (bad input), 70 (a bug) or 130 (Ctrl-C)."""
     outlast_reader()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be told in one message
     try:
@@ -54,7 +55,7 @@ def main() -> None:
         sys.argv[1:] = options_first(with_environment(words, config_dir), config_dir)
         if config_dir is not None or names_code(words):
             import_from(os.getcwd())
-    except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
+    except Exception as error:  # noqa: BLE001 - `leave` prints it
         leave(error)
     register_schema()
     ask_clusters(running_cluster)
@@ -67,7 +68,7 @@ def main() -> None:
         if end.code == ExitCode.interrupted:
             end_interrupted()
         raise
-    except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
+    except Exception as error:  # noqa: BLE001 - `leave` prints it
         leave(error)
 
 
@@ -109,17 +110,18 @@ def run_single(cfg: Any) -> None:
 
     try:
         code = run(Alone(single_trial(cfg)))
-    except Exception as error:  # noqa: BLE001 - told or raised again by `leave`
+    except Exception as error:  # noqa: BLE001 - `leave` prints it
         leave(error)  # here already: Hydra would print a line of its own first
     if code:
         sys.exit(code)
 
 
 def leave(error: Exception) -> NoReturn:
-    """Print an error that the user can fix and exit with 2; let a bug keep its traceback."""
+    """Print an error that the user can fix and exit with 2; of a bug print the traceback, and exit with 70."""
     message = explain(error)
     if message is None:
-        raise error
+        traceback.print_exception(error)
+        sys.exit(ExitCode.crashed)
     print(f"fsdp_lab: {message}", file=sys.stderr)
     sys.exit(ExitCode.refused)
 

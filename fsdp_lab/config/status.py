@@ -36,4 +36,5 @@ class ExitCode(IntEnum):
     finished = 0
     failed = 1
     refused = 2
+    crashed = 70
     interrupted = 130

@@ -218,6 +218,7 @@ def _between(override: Override) -> str:
 
 
 def swept_keys(grid: Sequence[Sequence[str]]) -> list[str]:
-    """Return the keys that differ between trials, in the order of the command line."""
-    keys = [override.partition("=")[0].lstrip("+") for override in grid[0]] if grid else []
-    return [key for i, key in enumerate(keys) if len({cell[i] for cell in grid}) > 1]
+    """Return the keys that differ between trials, or that some lack, in the order of the command line."""
+    cells = [{override.partition("=")[0].lstrip("+"): override for override in cell} for cell in grid]
+    keys = dict.fromkeys(key for cell in cells for key in cell)
+    return [key for key in keys if len({cell.get(key) for cell in cells}) > 1]

@@ -321,7 +321,12 @@ class Sweep:
         reason = Reason.of(Code.sweep_failed, text=str(error)) if error else None
         for number, state in enumerate(self.trials):
             if state.status is TrialStatus.running:
-                self.end(number, Outcome(TrialStatus.interrupted, reason))
+                outcome = Outcome(TrialStatus.interrupted, reason)
+                try:
+                    self.end(number, outcome)
+                except (OSError, UserError) as problem:  # a damaged file: it keeps no other trial from its end
+                    self.log_once(str(problem))
+                    self._end(number, outcome)
         self.outputs.closed(self.ending)
         return code
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from fsdp_lab.config import conf_dir, default_num_workers
 from fsdp_lab.config.compose import cell_trial, plain
 from fsdp_lab.config.machine import RunningCluster, ask_clusters
-from fsdp_lab.sweep.grid import Cells, enumerate_grid
+from fsdp_lab.sweep.grid import Cells, enumerate_grid, swept_keys
 from fsdp_lab.sweep.plan import Plan, plan_sweep
 from tests.conftest import run_cli
 
@@ -43,6 +43,12 @@ def test_arguments_become_trials_in_the_order_of_hydras_sweeper(parser: Override
         words = [*(f"{key}={values}" for key, values in params.items()), *typed.split()]
         (hydras,) = BasicSweeper.split_arguments(parser.parse_overrides(words), max_batch_size=None)
         assert enumerate_grid(parser, params, typed.split()) == hydras
+
+
+def test_keys_are_compared_by_their_names():
+    """In lines of `trials.jsonl` that people have written, too."""
+    cells = [["a=1", "b=1", "+c=1"], ["b=2", "a=1"], ["a=1", "b=1", "c=1", "d=1"]]
+    assert swept_keys(cells) == ["b", "c", "d"] and swept_keys(cells[:1]) == swept_keys([]) == []
 
 
 def test_default_axes_are_swept_until_they_are_named(parser: OverridesParser):

@@ -66,6 +66,20 @@ def test_the_exit_code_says_how_a_sweep_ended(
     assert in_status(*statuses.split()).exit_code(interrupted, error) is expected
 
 
+def test_a_damaged_file_of_a_trial_keeps_no_other_from_its_end(tmp_path: Path):
+    states = [TrialState(replace(TRIAL, folder=tmp_path / str(number)), TrialStatus.running) for number in range(3)]
+    for number, text in enumerate(("{}", "damaged", "{}")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "trial.json").write_text(text)
+    sweep = sweep_of(states, tmp_path)
+    sweep._is_open = True
+    assert sweep.close(interrupted=True) is ExitCode.interrupted
+    assert [state.status for state in states] == [TrialStatus.interrupted] * 3
+    (logged,) = heard(sweep).logged
+    assert f"{tmp_path}/1/trial.json cannot be read" in logged
+    heard(sweep).mlflow.finish.assert_called_once()
+
+
 def test_the_front_is_of_finished_trials_in_several_objectives():
     """The second would beat all, and has no result; the third beats the fourth, and of equals both stay."""
     sweep = in_status("finished", "oom", "finished", "finished", "finished")
