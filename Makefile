@@ -82,6 +82,7 @@ docs: $(VENV)/.docs         ## the pages in site/, strictly: a broken link or an
 	@echo "site/index.html"
 
 docs-serve: $(VENV)/.docs   ## the pages as you write them, http://127.0.0.1:8000
+	@$(call is_free,$(or $(PORT),8000))
 	$(MKDOCS) serve --dev-addr 127.0.0.1:$(or $(PORT),8000)
 
 $(VENV)/.docs: $(VENV)/.installed
@@ -93,8 +94,13 @@ FLOAT8 = PYTHONPATH=$(VENV)/float8 $(PY) -m pytest tests/training/test_precision
 $(VENV)/float8: $(VENV)/.installed
 	$(PY) -m uv pip install --quiet --python $(PY) --constraint constraints.txt --no-deps --target $@ torchao
 
+# MLflow prints the address of a port that is in use, too, and exits with 0.
+is_free = $(PY) -c 'import socket; socket.create_server(("127.0.0.1", $(1)))' 2>/dev/null \
+  || { echo "port $(1) of 127.0.0.1 cannot be used; choose another: make $@ PORT=8001" >&2; exit 1; }
+
 UI = http://127.0.0.1:$(or $(PORT),5000)/\#/experiments?workflowType=machine_learning
 ui: $(VENV)/.installed      ## serves the runs of the local store in MLflow, http://127.0.0.1:5000
+	@$(call is_free,$(or $(PORT),5000))
 	@echo "in some ten seconds (Ctrl-C ends it) the runs: $(UI)"
 	@PYTHONWARNINGS=ignore exec $(PY) -m mlflow ui --backend-store-uri sqlite:///outputs/mlflow.db --host 127.0.0.1 --port $(or $(PORT),5000)
 

@@ -100,6 +100,12 @@ FAULTS = (
     Fault("a damaged file ends the end of a sweep", "fsdp_lab/sweep/sweep.py",
           "except (OSError, UserError) as problem:", "except ZeroDivisionError as problem:",
           "sweep/test_runner.py::test_a_damaged_file_of_a_trial_keeps_no_other_from_its_end"),
+    Fault("an override is replaced in silence", "fsdp_lab/config/overrides.py",
+          "if last[key_of(word)] != word:", "if False:",
+          "test_cli.py::test_an_override_that_another_one_replaces_is_noted"),
+    Fault("a port that is in use is served", "Makefile",
+          '"127.0.0.1", $(1)', '"127.0.0.1", 0',
+          "test_deploy.py::test_a_port_that_is_in_use_is_named_before_anything_is_served"),
     Fault("a reader that closes the pipe ends the command", "fsdp_lab/machine/output.py",
           "suppress(OSError)", "suppress(ValueError)", "sweep/test_terminal.py::test_a_reader_may_close_the_pipe"),
     # MLflow

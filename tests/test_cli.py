@@ -15,6 +15,7 @@ import yaml
 
 from fsdp_lab.commands import forecast as forecast_command
 from fsdp_lab.commands import main as trial_command
+from fsdp_lab.commands import nightly
 from fsdp_lab.commands.predict import data_of, device_type
 from fsdp_lab.config import all_keys, conf_dir
 from fsdp_lab.config.conf import group_dirs, groups
@@ -72,6 +73,21 @@ def test_a_launchers_variables_are_left_a_second_start_refused(cli, monkeypatch:
 def test_one_trial_that_looks_like_several_is_noted(cli, words: list[str], note: str):
     lines = cli(*words, "dry_run=true").stdout.splitlines()
     assert lines[:-1] == ([note] if note else []) and lines[-1].startswith("1 trial: ")
+
+
+def test_an_override_that_another_one_replaces_is_noted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(forecast_command, "run", lambda plan, swept, as_code: 0)
+    words = ["precision=fp32", "training.epochs=1", "+precision=bf16", "training.epochs=1"]
+    for main, rest in (
+        (trial_command.main, ["dry_run=true"]),
+        (forecast_command.main, []),
+        (nightly.main, ["--check"]),
+    ):
+        status_of(main, [*words, *rest], monkeypatch)
+        assert capsys.readouterr().err == "note: precision=fp32 is replaced by precision=bf16\n"
 
 
 # python -m fsdp_lab.predict; what it scores is compared with the trial in tests/sweep/test_outcomes.py

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -32,6 +33,16 @@ def night_of(words: list[str]) -> Any:
     study = read_study(overrides)
     assert (words[place - 1], option, study.name) == ("-m", "--once", "nightly")
     return study
+
+
+def test_a_port_that_is_in_use_is_named_before_anything_is_served():
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        for target, made in (("ui", ".installed"), ("docs-serve", ".docs")):
+            words = ["make", "-o", f"{sys.prefix}/{made}", target, f"PORT={port}", f"VENV={sys.prefix}"]
+            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 2 and done.stdout == "", done.stdout
+            assert f"port {port} of 127.0.0.1 cannot be used; choose another: make {target} PORT=" in done.stderr
 
 
 def next_night(schedule: str) -> str:

@@ -21,7 +21,7 @@ from fsdp_lab.config.key_value_args import key_of, with_environment
 from fsdp_lab.config.launcher import leave_launcher
 from fsdp_lab.config.machine import ask_clusters
 from fsdp_lab.config.options import names_code
-from fsdp_lab.config.overrides import read_overrides, search_path
+from fsdp_lab.config.overrides import print_replaced, read_overrides, search_path
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.target import import_from
 from fsdp_lab.engine.cluster import running_cluster, stop_ray
@@ -46,6 +46,7 @@ def main() -> None:
         options, overrides = _split(words)
         check_options(options)
         overrides = read_overrides(overrides, config_dir)
+        print_replaced(overrides)
         if nightly := [key for key in map(key_of, overrides) if key.partition(".")[0] == "nightly"]:
             raise ConfigError(
                 f"{nightly[0]} is a key of python -m fsdp_lab.nightly; leave it out here, or use it there."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from hydra.errors import HydraException
 
 from fsdp_lab.config import ConfigError, all_keys
 from fsdp_lab.config.conf import OPEN_GROUPS, conf_dir, groups, options_of
-from fsdp_lab.config.key_value_args import check_words
+from fsdp_lab.config.key_value_args import check_words, key_of
 from fsdp_lab.config.options import text_keys
 from fsdp_lab.config.suggest import closest
 
@@ -63,6 +64,14 @@ def read_overrides(words: Sequence[str], config_dir: str | None = None) -> list[
                 "and the last would replace the values to sweep; leave one."
             )
     return read
+
+
+def print_replaced(words: Sequence[str]) -> None:
+    """Print to standard error each override that a later one for the same key replaces, as in Hydra."""
+    last = {key_of(word): word for word in words}
+    for word in words:
+        if last[key_of(word)] != word:
+            print(f"note: {word} is replaced by {last[key_of(word)]}", file=sys.stderr)
 
 
 def _with_quotes(word: str) -> str:
