@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra import initialize
+from hydra.core.global_hydra import GlobalHydra
 
 from fsdp_lab import api
 from fsdp_lab.report.answer import Answer
@@ -87,10 +89,14 @@ GPUS |= {"reshard_after_forward": "always", "cluster.num_workers": 8, "forecast.
 def test_forecasts_are_a_typed_frame_with_an_answer_and_a_chart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """The frame is that of forecast.csv; the answer is the one that the command prints, which this prints too."""
+    """The frame is that of forecast.csv; the answer is the one that the command prints, which this prints too.
+
+    It is asked for in a notebook that has initialised Hydra.
+    """
     monkeypatch.chdir(tmp_path)
-    with answered_here():
+    with answered_here(), initialize(version_base="1.3"):
         result = api.forecast(GPUS)
+        assert GlobalHydra.instance().is_initialized()
     frame, answer = result.frame(), result.recommendation
     assert {*frame["sharding"]} == {"ddp", "root"} and frame["cluster.num_workers"].tolist() == [8, 8]
     types = ("needed_bytes", "Int64"), ("step_s", "float64"), ("mfu", "float64"), ("largest_microbatch", "Int64")

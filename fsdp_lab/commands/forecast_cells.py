@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.singleton import Singleton
 
 from fsdp_lab.config import (
@@ -29,6 +30,7 @@ from fsdp_lab.sweep.plan import Plan, plan_sweep
 def hydra_as_it_was() -> Iterator[None]:
     """Restore Hydra's state at the end, for a caller who may use Hydra: its schemas, and the resolvers of OmegaConf."""
     state = Singleton.get_state()
+    GlobalHydra.instance().clear()  # of a notebook that has composed, or of `@hydra.main`
     try:
         yield
     finally:
