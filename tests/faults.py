@@ -109,6 +109,9 @@ FAULTS = (
     Fault("a port that is in use is served", "Makefile",
           '"127.0.0.1", $(1)', '"127.0.0.1", 0',
           "test_deploy.py::test_a_port_that_is_in_use_is_named_before_anything_is_served"),
+    Fault("the watch over Ray's servers falls over their end", "fsdp_lab/engine/cluster.py",
+          "_servers.copy().items()", "_servers.items()",
+          "engine/test_cluster.py::test_servers_are_looked_at_while_another_thread_ends_them"),
     Fault("a reader that closes the pipe ends the command", "fsdp_lab/machine/output.py",
           "suppress(OSError)", "suppress(ValueError)", "sweep/test_terminal.py::test_a_reader_may_close_the_pipe"),
     # MLflow

@@ -323,7 +323,7 @@ def _keeps_semaphores(process: psutil.Process) -> bool:
 
 def lost_server() -> str | None:
     """Return the name of a server that has ended by itself, of a Ray that was started here; None if all run."""
-    for name, server in _servers.items():
+    for name, server in _servers.copy().items():  # another thread may end Ray meanwhile
         with suppress(psutil.NoSuchProcess):
             if server.is_running() and server.status() != psutil.STATUS_ZOMBIE:
                 continue

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.machine import RunningCluster
 from fsdp_lab.config.sweep import ClusterConfig, Placement, SweepConfig, TrackingConfig
+from fsdp_lab.engine import cluster as engine
 from fsdp_lab.engine import shortcut
 from fsdp_lab.engine.cluster import reachable, running_cluster, set_environment
 from fsdp_lab.engine.ray_job import JOB_VARIABLE, check_job
@@ -32,6 +34,14 @@ def nodes_with(*nodes: tuple[str, bool, float, int]) -> list[dict[str, Any]]:
         {"NodeManagerAddress": address, "Alive": alive, "Resources": {"CPU": cpu} | ({"GPU": gpu} if gpu else {})}
         for address, alive, cpu, gpu in nodes
     ]
+
+
+def test_servers_are_looked_at_while_another_thread_ends_them(monkeypatch: pytest.MonkeyPatch):
+    servers: dict[str, Any] = {}
+    ends = SimpleNamespace(is_running=lambda: servers.clear() or True, status=lambda: "sleeping")
+    servers |= {"gcs_server": ends, "raylet": ends}
+    monkeypatch.setattr(engine, "_servers", servers)
+    assert engine.lost_server() is None and engine.lost_server() is None
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class RayTuneExecutor:
         """Interrupt this process when a server of its Ray ends, because Ray answers nothing then."""
         while sweep.ending is None:
             time.sleep(1.0)
-            if lost := engine.lost_server():
+            if (lost := engine.lost_server()) and sweep.ending is None:
                 self.interrupted_by = f"Ray's {lost}"
                 os.kill(os.getpid(), signal.SIGINT)
                 return
