@@ -48,6 +48,7 @@ SYNCED = "sweep/test_kills.py::test_what_a_resume_needs_is_on_the_disk_before_it
 WORDS = "config/test_words.py"
 TRACKING = "tracking/test_tracking.py"
 TRIAL_JSON = "sweep/test_record.py::test_the_first_of_two_outcomes_counts_and_nothing_is_lost"
+NOWHERE = "test_cli.py::test_a_link_that_leads_nowhere_is_named_with_the_commands_key"
 GATE = "nightly/test_gate.py"
 JUDGED = "nightly/test_planted.py::test_a_verdict_that_the_disk_does_not_take_is_posted_and_judged_again"
 MISSED = "nightly/test_schedule.py::test_missed_nights_run_once_and_a_kill_ends_no_schedule"
@@ -112,6 +113,15 @@ FAULTS = (
     Fault("the watch over Ray's servers falls over their end", "fsdp_lab/engine/cluster.py",
           "_servers.copy().items()", "_servers.items()",
           "engine/test_cluster.py::test_servers_are_looked_at_while_another_thread_ends_them"),
+    Fault("a link that leads nowhere is a traceback of a trial's", "fsdp_lab/commands/main.py",
+          "and run_job.__name__ in raised_in:", "and not raised_in:", NOWHERE),
+    Fault("links in a loop are a traceback of a sweep's", "fsdp_lab/sweep/store/folder.py",
+          "Path(os.path.realpath(sweep_folder))", "sweep_folder.resolve()", NOWHERE),
+    Fault("the doctor takes a link that leads nowhere for a missing folder", "fsdp_lab/commands/doctor.py",
+          "os.path.lexists(path)", "os.path.exists(path)", NOWHERE),
+    Fault("letters that a locale lacks are a traceback", "fsdp_lab/commands/explain.py",
+          'and error.encoding == "utf-8":', 'and error.encoding == "utf-7":',
+          "test_cli.py::test_letters_that_the_locale_lacks_are_named"),
     Fault("a reader that closes the pipe ends the command", "fsdp_lab/machine/output.py",
           "suppress(OSError)", "suppress(ValueError)", "sweep/test_terminal.py::test_a_reader_may_close_the_pipe"),
     # MLflow

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fsdp_lab.commands import doctor, nightly
 from fsdp_lab.commands import forecast as forecast_command
 from fsdp_lab.commands import main as trial_command
-from fsdp_lab.commands import nightly
+from fsdp_lab.commands.explain import explain
 from fsdp_lab.commands.predict import data_of, device_type
 from fsdp_lab.config import all_keys, conf_dir
 from fsdp_lab.config.conf import group_dirs, groups
@@ -88,6 +89,30 @@ def test_an_override_that_another_one_replaces_is_noted(
     ):
         status_of(main, [*words, *rest], monkeypatch)
         assert capsys.readouterr().err == "note: precision=fp32 is replaced by precision=bf16\n"
+
+
+@pytest.mark.parametrize("target", ["nowhere", "outputs"])  # which is a loop
+def test_a_link_that_leads_nowhere_is_named_with_the_commands_key(
+    target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    Path("outputs").symlink_to(target)
+    for main, words, key in (
+        (trial_command.main, [], "hydra.run.dir"),
+        (trial_command.main, ["-m"], "hydra.sweep.dir"),
+        (forecast_command.main, [], "forecast.folder"),
+        (nightly.main, ["--once"], "nightly.folder"),
+    ):
+        assert status_of(main, [*PLAIN, *words], monkeypatch) == 2
+        error = capsys.readouterr().err
+        assert f"{key}=" in error and "outputs is a link to what does not exist" in error and key in error[-50:]
+    with pytest.raises(OSError):
+        doctor._disk("", Path("outputs"))
+
+
+def test_letters_that_the_locale_lacks_are_named():
+    message = explain(UnicodeEncodeError("utf-8", "/home/caf\udce9", 9, 10, "surrogates not allowed"))
+    assert message and message.startswith("/home/caf\\udce9 has letters") and "LC_ALL=C.UTF-8" in message
 
 
 # python -m fsdp_lab.predict; what it scores is compared with the trial in tests/sweep/test_outcomes.py

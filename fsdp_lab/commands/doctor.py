@@ -89,7 +89,7 @@ def _shared_memory(remedy: str) -> Finding:
 
 
 def _disk(remedy: str, folder: Path, before: str = "") -> Finding:
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     with tempfile.TemporaryFile(dir=there):
         free = shutil.disk_usage(there).free
     return Finding(f"{before}{_gib(free)} free in {there}", remedy if free < _GIB else "", fails=free < _GIB)

@@ -75,6 +75,11 @@ def explain(error: BaseException, folder_key: str = "hydra.run.dir (hydra.sweep.
                 f"{error.filename}: {error.strerror}. Nothing can be written there: free the disk, or set {folder_key} "
                 "to a folder that can be written."
             )
+    if isinstance(error, UnicodeEncodeError) and error.encoding == "utf-8":
+        return (
+            f"{error.object[:200].encode(errors='backslashreplace').decode()} has letters that this locale does not "
+            "have, so no file can hold it; rename that folder, or set LC_ALL=C.UTF-8."
+        )
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}"
         return f"{where} is not valid YAML: {error.problem}. Indent with spaces, and quote special characters."

@@ -70,6 +70,7 @@ from fsdp_lab.forecast.words import say
 from fsdp_lab.machine.output import outlast_reader
 from fsdp_lab.report.pytorch import to_pytorch
 from fsdp_lab.report.terminal import open_console
+from fsdp_lab.storage.locks import unwritable
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.plan import Plan
 
@@ -163,7 +164,7 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"forecast.folder={folder}: {error.strerror}; name a folder that can be written.") from error
+        raise unwritable("forecast.folder", folder, error) from error
     requests = [Request.of(t.config, workers_of(t.config), folder / f"timeline_{t.index}.html") for t in plan.trials]
     print_scope(console, plan.trials, requests, swept)
     alone = here and len(requests) == 1

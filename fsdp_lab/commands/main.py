@@ -8,9 +8,11 @@ import shutil
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+from hydra.core.utils import run_job
 
 from fsdp_lab.commands.explain import explain
 from fsdp_lab.commands.reference import keys_text, versions
@@ -26,6 +28,7 @@ from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.target import import_from
 from fsdp_lab.engine.cluster import running_cluster, stop_ray
 from fsdp_lab.machine.output import outlast_reader
+from fsdp_lab.storage.locks import unwritable
 
 _SHOWS = ("--cfg", "-c", "--info", "-i")  # Hydra's options that print instead of running
 
@@ -70,7 +73,15 @@ def main() -> None:
             end_interrupted()
         raise
     except Exception as error:  # noqa: BLE001 - `leave` prints it
-        leave(error)
+        leave(_of_folder(error))
+
+
+def _of_folder(error: Exception) -> Exception:
+    """Return an error of Hydra's, which makes the folder of a trial, as the message for it; others as they are."""
+    raised_in = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if isinstance(error, OSError) and error.filename and run_job.__name__ in raised_in:
+        return unwritable("hydra.run.dir", Path(error.filename), error)
+    return error
 
 
 def information(arguments: Sequence[str]) -> str | None:

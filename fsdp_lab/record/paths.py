@@ -25,7 +25,7 @@ def storage(trial: Trial, sweep_folder: Path) -> Path:
     above = trial.config.cluster.storage_path
     if above is None or is_address(above):
         return trial.folder.absolute()
-    return Path(_below(above, trial, sweep_folder)).resolve()
+    return Path(os.path.realpath(_below(above, trial, sweep_folder)))
 
 
 def trial_address(trial: Trial, sweep_folder: Path) -> str | None:

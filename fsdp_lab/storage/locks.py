@@ -109,11 +109,16 @@ def locked(folder: Path, key: str, private: bool = False) -> Iterator[None]:
                 error.holder,
             ) from None
         except OSError as error:
-            instead = "make it writable" if key == "resume" else f"set {key} to a writable folder"
-            raise UserError(
-                f"{key}={folder} cannot be written ({error.strerror}); free the disk, or {instead}."
-            ) from error
+            raise unwritable(key, folder, error) from error
         yield
+
+
+def unwritable(key: str, folder: Path, error: OSError) -> UserError:
+    """Return the message for a folder that cannot be made, or written. `key`: as for `locked`."""
+    instead = "make it writable" if key == "resume" else f"set {key} to a writable folder"
+    link = next((path for path in (folder, *folder.parents) if path.is_symlink() and not path.exists()), None)
+    reason = error.strerror if link is None else f"{link} is a link to what does not exist"
+    return UserError(f"{key}={folder} cannot be written ({reason}); free the disk, or {instead}.")
 
 
 def _make_private(folder: Path) -> None:

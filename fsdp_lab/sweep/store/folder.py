@@ -34,11 +34,11 @@ def check_trial_folders(sweep_folder: Path, folders: Sequence[Path]) -> None:
     Raises:
         ConfigError: with the key that names them.
     """
-    top = sweep_folder.resolve()
+    top = Path(os.path.realpath(sweep_folder))  # `Path.resolve` raises for links in a loop
     disk = next(folder for folder in (top, *top.parents) if folder.is_dir())
     longest_name, longest_path = (os.pathconf(disk, limit) for limit in ("PC_NAME_MAX", "PC_PATH_MAX"))
     owners: dict[str, int] = {}
-    places = [folder.resolve() for folder in folders]
+    places = [Path(os.path.realpath(folder)) for folder in folders]
     for number, place in enumerate(places):
         if place == top or not place.is_relative_to(top) or place.relative_to(top).parts[0] in _OF_THE_SWEEP:
             raise _refused(f"trial {number} the folder {place}, which is not one of its own below {top}")
