@@ -49,6 +49,7 @@ WORDS = "config/test_words.py"
 TRACKING = "tracking/test_tracking.py"
 TRIAL_JSON = "sweep/test_record.py::test_the_first_of_two_outcomes_counts_and_nothing_is_lost"
 NOWHERE = "test_cli.py::test_a_link_that_leads_nowhere_is_named_with_the_commands_key"
+CLOSES = "sweep/test_runner.py::test_a_manager_and_a_terminal_that_closes_interrupt_a_sweep"
 GATE = "nightly/test_gate.py"
 JUDGED = "nightly/test_planted.py::test_a_verdict_that_the_disk_does_not_take_is_posted_and_judged_again"
 MISSED = "nightly/test_schedule.py::test_missed_nights_run_once_and_a_kill_ends_no_schedule"
@@ -122,6 +123,16 @@ FAULTS = (
     Fault("letters that a locale lacks are a traceback", "fsdp_lab/commands/explain.py",
           'and error.encoding == "utf-8":', 'and error.encoding == "utf-7":',
           "test_cli.py::test_letters_that_the_locale_lacks_are_named"),
+    Fault("output goes into a file where the streams were closed", "fsdp_lab/machine/output.py",
+          "    for number in range(3):\n", "    for number in range(0):\n",
+          "sweep/test_terminal.py::test_nothing_is_printed_into_a_file_where_the_streams_were_closed"),
+    Fault("a terminal that closes kills a sweep", "fsdp_lab/machine/signals.py",
+          "(signal.SIGTERM, signal.SIGHUP)", "(signal.SIGTERM, signal.SIGQUIT)", CLOSES),
+    Fault("a signal that nohup ignores ends a sweep", "fsdp_lab/machine/signals.py",
+          "is not signal.SIG_IGN", "is not None", CLOSES),
+    Fault("an interrupt while PyTorch is imported is another error", "fsdp_lab/engine/inline.py",
+          'sys.modules.get("fsdp_lab.training.distributed")', "__import__('fsdp_lab.training.distributed')",
+          "sweep/test_runner.py::test_an_interrupt_while_pytorch_is_imported_is_no_other_error"),
     Fault("a reader that closes the pipe ends the command", "fsdp_lab/machine/output.py",
           "suppress(OSError)", "suppress(ValueError)", "sweep/test_terminal.py::test_a_reader_may_close_the_pipe"),
     # MLflow

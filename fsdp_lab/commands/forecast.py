@@ -68,6 +68,7 @@ from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
 from fsdp_lab.forecast.table import Row, best_rows, forecast_table, in_order, write_csv
 from fsdp_lab.forecast.words import say
 from fsdp_lab.machine.output import outlast_reader
+from fsdp_lab.machine.signals import on_end
 from fsdp_lab.report.pytorch import to_pytorch
 from fsdp_lab.report.terminal import open_console
 from fsdp_lab.storage.locks import unwritable
@@ -89,7 +90,7 @@ def main() -> int:
     if {"-h", "--help"} & set(words):
         print(__doc__)
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    on_end(signal.default_int_handler)  # as Ctrl-C
     multirun = bool({"-m", "--multirun"} & set(words))
     overrides = [word for word in words if word not in ("-m", "--multirun", "use=pytorch")]
     try:

@@ -17,7 +17,7 @@ Its own keys:
 FSDP_LAB_WEBHOOK         an address in the environment that gets each verdict as JSON
 
 Exits with 0: good; 1: nothing finished; 2: bad input; 3: a regression; 130: interrupted, the night is incomplete.
-On its schedule it runs until it is stopped; SIGTERM between nights exits with 0.
+On its schedule it runs until it is stopped; SIGTERM or SIGHUP between nights exits with 0.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from fsdp_lab.config.machine import cpus_per_worker_of, loader_workers_of
 from fsdp_lab.config.overrides import print_replaced, read_overrides, search_path
 from fsdp_lab.machine.hardware import num_gpus
 from fsdp_lab.machine.output import outlast_reader
+from fsdp_lab.machine.signals import on_end
 from fsdp_lab.nightly.gate import Night, Verdict
 from fsdp_lab.nightly.night import Study, accept, good_nights, judge_night, log, log_dates, read_nights, run_night
 from fsdp_lab.nightly.texts import regressions_line
@@ -86,7 +87,7 @@ def main() -> int:
         print(__doc__)
         return 0
     try:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+        on_end(signal.default_int_handler)  # as Ctrl-C
         leave_launcher()
         option, reason, overrides = read_words(words)
         study = read_study(overrides)

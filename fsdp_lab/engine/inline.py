@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -53,7 +54,6 @@ def run_inline(
         with suppress(OSError, UserError), changing(folder) as trial:
             trial.failures.append(failure)
     finally:
-        from fsdp_lab.training.distributed import leave_process_group
-
-        leave_process_group()  # a forecast in this process needs a group of its own
+        if distributed := sys.modules.get("fsdp_lab.training.distributed"):  # else Ctrl-C came while it was imported
+            distributed.leave_process_group()  # a forecast in this process needs a group of its own
     end_trial(folder, time.monotonic() - begun, failure)

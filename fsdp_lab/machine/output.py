@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from contextlib import suppress
 from typing import Any
@@ -20,12 +21,19 @@ class _Outlasting(io.FileIO):
 def outlast_reader() -> None:
     """Let the exit status be that of the work, whatever becomes of standard output and error.
 
+    Those that were closed before the start are /dev/null: the next file that is opened would get their output.
     Characters that their encoding lacks are written as `?`. Streams that something else has replaced, such as a
     notebook's, stay as they are.
     """
-    for name in ("stdout", "stderr"):
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+    for number, name in enumerate(("stdout", "stderr"), 1):
         stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
-            stream.flush()
-            raw = io.BufferedWriter(_Outlasting(stream.fileno(), "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, "replace", line_buffering=True))
+        if isinstance(stream, io.TextIOWrapper | None) and stream is getattr(sys, f"__{name}__"):
+            if stream is not None:
+                stream.flush()
+            raw = io.BufferedWriter(_Outlasting(number, "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(raw, stream and stream.encoding, "replace", line_buffering=True))

@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.engine.cluster import end_descendants
+from fsdp_lab.machine.signals import ENDS, on_end
 from fsdp_lab.sweep.sweep import Sweep
 
 _LIMIT_S = 8.0  # then what hangs is left behind
@@ -21,9 +22,9 @@ _LAST_S = 2.0  # of it, for what the thread of the deadline does itself
 
 @contextmanager
 def interruptible(sweep: Sweep) -> Iterator[None]:
-    """Let SIGTERM interrupt as Ctrl-C does: reported results stay, and the runs are ended."""
+    """Let SIGTERM and SIGHUP interrupt as Ctrl-C does: reported results stay, and the runs are ended."""
     over = threading.Event()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (*ENDS, signal.SIGINT)}
     previous_hook = sys.unraisablehook
 
     def interrupt(number: int, frame: Any) -> None:
@@ -64,5 +65,5 @@ def _exit_in_time(sweep: Sweep, over: threading.Event) -> None:
 
 
 def sigterm_interrupts() -> None:
-    """Let SIGTERM raise KeyboardInterrupt, as Ctrl-C does."""
-    signal.signal(signal.SIGTERM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does."""
+    on_end(lambda number, frame: os.kill(os.getpid(), signal.SIGINT))

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from ray.tune.schedulers import TrialScheduler
 
 from fsdp_lab.config import workers_of
 from fsdp_lab.config.status import ExitCode, TrialStatus
+from fsdp_lab.engine.inline import run_inline
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.keep import ratio_group
 from fsdp_lab.forecast.observations import record_observation
@@ -35,6 +40,7 @@ from fsdp_lab.sweep.forecasts import Forecasts
 from fsdp_lab.sweep.names import OF_A_NIGHT
 from fsdp_lab.sweep.runner import run_sweep
 from fsdp_lab.sweep.schedulers import build_scheduler
+from fsdp_lab.sweep.shutdown import interruptible
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.sweep import Sweep
 from tests.forecast.planted import operator
@@ -64,6 +70,31 @@ def test_the_exit_code_says_how_a_sweep_ended(
     statuses: str, interrupted: bool, error: Exception | None, expected: ExitCode
 ):
     assert in_status(*statuses.split()).exit_code(interrupted, error) is expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_manager_and_a_terminal_that_closes_interrupt_a_sweep(number: int):
+    def end() -> None:
+        with interruptible(in_status("running")):
+            signal.raise_signal(number)
+            time.sleep(0.2)
+
+    before = signal.signal(number, lambda *_: None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            end()
+        signal.signal(number, signal.SIG_IGN)  # as nohup does
+        end()
+    finally:
+        signal.signal(number, before)
+
+
+def test_an_interrupt_while_pytorch_is_imported_is_no_other_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is not to be imported then: half of it is there."""
+    monkeypatch.setattr("fsdp_lab.engine.inline.train_rank", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setitem(sys.modules, "fsdp_lab.training.distributed", None)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        run_inline(TRIAL.config, tmp_path, print)
 
 
 def test_a_damaged_file_of_a_trial_keeps_no_other_from_its_end(tmp_path: Path):

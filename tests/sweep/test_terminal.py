@@ -113,6 +113,27 @@ def test_a_reader_may_close_the_pipe(words: str, tmp_path: Path):
     assert ended(words.split(), tmp_path, closed_pipe()) == (0, "")
 
 
+_CLOSED = """
+import os, sys
+from fsdp_lab.machine.output import outlast_reader
+outlast_reader()
+with open("database", "w") as file:
+    for number in range(3):
+        os.write(number, b"a library's warning")
+    print("ours", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    assert os.system("echo theirs >&2") == 0
+    file.write("whole")
+"""
+
+
+def test_nothing_is_printed_into_a_file_where_the_streams_were_closed(tmp_path: Path):
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", _CLOSED]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=100).returncode == 0
+    assert (tmp_path / "database").read_text() == "whole"
+
+
 @pytest.mark.ci
 def test_a_sweep_goes_on_without_a_reader_of_its_output(tmp_path: Path):
     """Its table has characters that the encoding lacks."""
