@@ -36,4 +36,8 @@ def outlast_reader() -> None:
             if stream is not None:
                 stream.flush()
             raw = io.BufferedWriter(_Outlasting(number, "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(raw, stream and stream.encoding, "replace", line_buffering=True))
+            setattr(
+                sys,
+                name,
+                io.TextIOWrapper(raw, stream.encoding if stream is not None else None, "replace", line_buffering=True),
+            )
