@@ -50,6 +50,7 @@ TRACKING = "tracking/test_tracking.py"
 TRIAL_JSON = "sweep/test_record.py::test_the_first_of_two_outcomes_counts_and_nothing_is_lost"
 NOWHERE = "test_cli.py::test_a_link_that_leads_nowhere_is_named_with_the_commands_key"
 CLOSES = "sweep/test_runner.py::test_a_manager_and_a_terminal_that_closes_interrupt_a_sweep"
+PASSES = "test_machine.py::test_what_the_doctor_passes_is_no_other_users"
 GATE = "nightly/test_gate.py"
 JUDGED = "nightly/test_planted.py::test_a_verdict_that_the_disk_does_not_take_is_posted_and_judged_again"
 MISSED = "nightly/test_schedule.py::test_missed_nights_run_once_and_a_kill_ends_no_schedule"
@@ -133,6 +134,13 @@ FAULTS = (
     Fault("an interrupt while PyTorch is imported is another error", "fsdp_lab/engine/inline.py",
           'sys.modules.get("fsdp_lab.training.distributed")', "__import__('fsdp_lab.training.distributed')",
           "sweep/test_runner.py::test_an_interrupt_while_pytorch_is_imported_is_no_other_error"),
+    Fault("a colleague's file is a damaged one", "fsdp_lab/storage/files.py",
+          "    except PermissionError:\n        raise _not_ours(path) from None\n    except _UNREADABLE",
+          "    except _UNREADABLE", "test_files.py::test_a_file_that_its_owner_alone_may_read_is_reported"),
+    Fault("the doctor passes another user's folder for Ray's files", "fsdp_lab/config/machine.py",
+          "if not os.access(there, os.W_OK | os.X_OK):", "if False:", PASSES),
+    Fault("the doctor passes a user without a home folder", "fsdp_lab/commands/doctor.py",
+          "    check_home()\n", "", PASSES),
     Fault("a reader that closes the pipe ends the command", "fsdp_lab/machine/output.py",
           "suppress(OSError)", "suppress(ValueError)", "sweep/test_terminal.py::test_a_reader_may_close_the_pipe"),
     # MLflow

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.config import UserError
-from fsdp_lab.storage.files import read_object, whole_folder, write_json, write_text
+from fsdp_lab.storage.files import read_lines, read_object, whole_folder, write_json, write_text
 from fsdp_lab.storage.locks import InUse, exclusive, holder, locked, share_until_exit
+from tests.processes import ordinary_user
 
 _HOLDS = """
 import sys, pathlib
@@ -65,6 +66,23 @@ def test_a_link_in_the_place_of_a_lock_is_not_written_through(tmp_path: Path):
     with pytest.raises(UserError, match=r"sweep cannot be written"), locked(tmp_path / "sweep", "resume"):
         pass
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_a_file_that_its_owner_alone_may_read_is_reported():
+    with ordinary_user() as folder:
+        for name, read in (
+            ("a/trial.json", read_object),
+            ("trials.jsonl", lambda path, remedy: [*read_lines(path, remedy)]),
+        ):
+            path = folder / name
+            path.parent.mkdir(exist_ok=True)
+            path.touch(0o200)
+            with pytest.raises(UserError, match=rf"may not read {path}; ask its owner"):
+                read(path, "restore it")
+        (folder / "a").chmod(0)
+        with pytest.raises(UserError, match="ask its owner"):
+            read_object(folder / "a/trial.json")
+        (folder / "a").chmod(0o700)
 
 
 def test_two_threads_may_write_one_file(tmp_path: Path):

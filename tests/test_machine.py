@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,7 +27,7 @@ from fsdp_lab.machine.cpu_contention import Window
 from fsdp_lab.machine.hardware import default_loader_workers, worker_cpus
 from tests.conftest import INLINE, ROOT, FakeGpus, run_cli
 from tests.folders import TrialFolder
-from tests.processes import enter, group
+from tests.processes import enter, group, ordinary_user
 from tests.ranks import config
 
 # As PyTorch lists them on a machine with three, for AMD's under the names of CUDA.
@@ -201,6 +202,18 @@ def test_each_fault_of_a_machine_is_found_with_its_remedy(tmp_path: Path):
     assert found["Ray's files"].startswith("wrong") and "TMPDIR" in found["Ray's files"]
     assert found["MLflow store"].startswith("wrong") and "file is not a database" in found["MLflow store"]
     assert found["PyTorch"].startswith("ok") and found["Python"].startswith("ok")
+
+
+def test_what_the_doctor_passes_is_no_other_users(monkeypatch: pytest.MonkeyPatch):
+    with ordinary_user() as folder:
+        monkeypatch.setenv("RAY_TMPDIR", str(folder / "mine"))
+        assert "free in" in doctor._ray_files("").observation
+        (folder / "mine/ray").mkdir(0o500, parents=True)
+        with pytest.raises(UserError, match=rf"may not write into {folder}/mine/ray; set RAY_TMPDIR"):
+            doctor._ray_files("")
+        monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError))  # no HOME, and nobody the system knows
+        with pytest.raises(UserError, match="has no home folder; set HOME"):
+            doctor._store("", f"sqlite:///{folder}/mlflow.db")
 
 
 def test_too_few_cores_and_too_little_memory_are_found(monkeypatch: pytest.MonkeyPatch):

@@ -102,8 +102,9 @@ def _ray_files(remedy: str) -> Finding:
 
 
 def _store(remedy: str, uri: str) -> Finding:
-    from fsdp_lab.tracking.store import check_sqlite, open_store, sqlite_path
+    from fsdp_lab.tracking.store import check_home, check_sqlite, open_store, sqlite_path
 
+    check_home()
     if not uri.startswith("sqlite:"):
         open_store(TrackingConfig(uri))
     elif (file := sqlite_path(uri)).exists():

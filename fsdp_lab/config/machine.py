@@ -88,7 +88,7 @@ def ray_folder() -> Path:
     """Return the folder below which a Ray that is started here puts its files.
 
     Raises:
-        UserError: the path is too long for the sockets there.
+        UserError: the path is too long for the sockets there, or this user may not write there.
     """
     name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "")
     folder = os.environ.get(name, "/tmp")
@@ -98,6 +98,12 @@ def ray_folder() -> Path:
         raise UserError(
             f"{name}={folder} has {length} bytes, and for Ray's sockets in it there may be {most}; set RAY_TMPDIR to a "
             "folder with a shorter path, for example RAY_TMPDIR=/tmp, or use engine=inline."
+        )
+    there = next(path for path in (Path(folder, "ray"), *Path(folder, "ray").absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(
+            f"Ray's files go to {folder}/ray, and this user may not write into {there}; set RAY_TMPDIR to a folder of "
+            "your own, or use engine=inline."
         )
     return Path(folder)
 

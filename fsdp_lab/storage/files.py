@@ -34,19 +34,28 @@ def read_object(path: Path, remedy: str = _REMOVE, others: Any = None, **types: 
         return _object(path.read_text(encoding="utf-8"), others, types)
     except FileNotFoundError:
         return None
+    except PermissionError:
+        raise _not_ours(path) from None
     except _UNREADABLE as error:
         raise UserError(f"{path} cannot be read ({error}); {remedy}.") from None
 
 
 def read_lines(path: Path, remedy: str, others: Any = None, **types: Any) -> Iterator[dict[str, Any]]:
     """Yield the object in each line, but not in a last line that a kill cut short. Arguments and errors as above."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    except PermissionError:
+        raise _not_ours(path) from None
     for number, line in enumerate(text.split("\n")[:-1], 1):
         try:
             content = _object(line, others, types)
         except _UNREADABLE as error:
             raise UserError(f"{path}: line {number} cannot be read ({error}); {remedy}.") from None
         yield content
+
+
+def _not_ours(path: Path) -> UserError:
+    return UserError(f"this user may not read {path}; ask its owner for a copy of the folder that you may read.")
 
 
 def _object(text: str, others: Any, types: dict[str, Any]) -> dict[str, Any]:

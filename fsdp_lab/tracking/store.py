@@ -71,6 +71,7 @@ def open_store(tracking: TrackingConfig, on_note: Callable[[str], None] | None =
         raise TrackingError(f"tracking.experiment has {length} characters; give a name of 1 to {NAME_LENGTH}.")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    check_home()
     with refusals(tracking):
         uri, artifacts = _check_uri(tracking.uri)
         # Two processes that make the schema of one fresh database break each other's migration.
@@ -144,6 +145,18 @@ def sqlite_path(uri: str) -> Path:
         reason = f"its path {absolute} has a % or ?, which an address gives another meaning"
         raise _error(uri, reason, "use a path without them")
     return absolute
+
+
+def check_home() -> None:
+    """Check that this user has a home folder, which MLflow asks for when it is imported.
+
+    Raises:
+        TrackingError: neither HOME nor the system names one.
+    """
+    try:
+        Path.home()
+    except RuntimeError:
+        raise TrackingError(f"user {os.getuid()} has no home folder; set HOME to a folder of your own.") from None
 
 
 def check_sqlite(uri: str) -> None:

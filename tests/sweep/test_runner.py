@@ -85,6 +85,8 @@ def test_a_manager_and_a_terminal_that_closes_interrupt_a_sweep(number: int):
             end()
         signal.signal(number, signal.SIG_IGN)  # as nohup does
         end()
+    except KeyboardInterrupt:
+        pytest.fail("what is ignored interrupts")
     finally:
         signal.signal(number, before)
 
