@@ -139,6 +139,8 @@ FAULTS = (
           "    except _UNREADABLE", "test_files.py::test_a_file_that_its_owner_alone_may_read_is_reported"),
     Fault("the doctor passes another user's folder for Ray's files", "fsdp_lab/config/machine.py",
           "if not os.access(there, os.W_OK | os.X_OK):", "if False:", PASSES),
+    Fault("the doctor passes a limit of files with which Ray hangs", "fsdp_lab/config/machine.py",
+          "if 0 <= limit < _OPEN_FILES:", "if limit < 0:", PASSES),
     Fault("the doctor passes a user without a home folder", "fsdp_lab/commands/doctor.py",
           "    check_home()\n", "", PASSES),
     Fault("a reader that closes the pipe ends the command", "fsdp_lab/machine/output.py",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import resource
 import sqlite3
 import subprocess
 import sys
@@ -205,6 +206,10 @@ def test_each_fault_of_a_machine_is_found_with_its_remedy(tmp_path: Path):
 
 
 def test_what_the_doctor_passes_is_no_other_users(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("resource.getrlimit", lambda which: (64, 128))
+    with pytest.raises(UserError, match=r"may open 128 files here \(`ulimit -Hn`\), and Ray needs 256;"):
+        doctor._ray_files("")
+    monkeypatch.setattr("resource.getrlimit", lambda which: (64, resource.RLIM_INFINITY))
     with ordinary_user() as folder:
         monkeypatch.setenv("RAY_TMPDIR", str(folder / "mine"))
         assert "free in" in doctor._ray_files("").observation

@@ -96,8 +96,9 @@ def _disk(remedy: str, folder: Path, before: str = "") -> Finding:
 
 
 def _ray_files(remedy: str) -> Finding:
-    from fsdp_lab.config.machine import ray_folder
+    from fsdp_lab.config.machine import check_open_files, ray_folder
 
+    check_open_files()
     return _disk(remedy, ray_folder())
 
 

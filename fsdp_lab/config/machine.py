@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.sweep import ClusterConfig, Engine, SweepConfig
 from fsdp_lab.machine import hardware
 
+_OPEN_FILES = 256  # two workers ran with it, and none started with 128 (ray 2.60, two cores)
 _SOCKET_PATH = 107  # bytes, by the size of `sun_path` in unix(7)
 
 
@@ -106,6 +108,20 @@ def ray_folder() -> Path:
             "your own, or use engine=inline."
         )
     return Path(folder)
+
+
+def check_open_files() -> None:
+    """Check that a Ray that is started here may open enough files; it raises the soft limit to the hard one itself.
+
+    Raises:
+        UserError: it may not, and one of its servers would end, or hang.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if 0 <= limit < _OPEN_FILES:
+        raise UserError(
+            f"a process may open {limit} files here (`ulimit -Hn`), and Ray needs {_OPEN_FILES}; raise that limit, as "
+            "in /etc/security/limits.conf or by docker run --ulimit nofile=4096, or use engine=inline."
+        )
 
 
 def check_gpus() -> None:

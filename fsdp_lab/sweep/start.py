@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fsdp_lab.config import is_address
 from fsdp_lab.config.key_value_args import unused_variables
-from fsdp_lab.config.machine import ray_folder
+from fsdp_lab.config.machine import check_open_files, ray_folder
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.config.wording import count
@@ -84,6 +84,7 @@ def reach(sweep: Sweep) -> None:
         return
     if cluster.address is None:
         ray_folder()  # which checks it
+        check_open_files()
     else:
         print(f"connecting to Ray at {cluster.address}", flush=True)
         start_ray(cluster, sweep.code())
