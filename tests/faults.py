@@ -143,6 +143,9 @@ FAULTS = (
           "if 0 <= limit < _OPEN_FILES:", "if limit < 0:", PASSES),
     Fault("the doctor passes a user without a home folder", "fsdp_lab/commands/doctor.py",
           "    check_home()\n", "", PASSES),
+    Fault("help is a docstring, which -OO drops", "fsdp_lab/commands/nightly.py",
+          "print(docstring(sys.modules[__name__]))", "print(__doc__)",
+          "test_cli.py::test_help_is_there_without_docstrings"),
     Fault("a reader that closes the pipe ends the command", "fsdp_lab/machine/output.py",
           "suppress(OSError)", "suppress(ValueError)", "sweep/test_terminal.py::test_a_reader_may_close_the_pipe"),
     # MLflow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import random
 import re
 import socket
@@ -13,16 +15,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_lab.commands import doctor, nightly
+from fsdp_lab.commands import doctor, nightly, predict, report
 from fsdp_lab.commands import forecast as forecast_command
 from fsdp_lab.commands import main as trial_command
 from fsdp_lab.commands.explain import explain
 from fsdp_lab.commands.predict import data_of, device_type
+from fsdp_lab.commands.reference import keys_text
 from fsdp_lab.config import all_keys, conf_dir
 from fsdp_lab.config.conf import group_dirs, groups
 from fsdp_lab.config.workload import DataConfig
 from fsdp_lab.sweep import start
-from tests.conftest import INLINE, PLAIN, run_cli, status_of
+from tests.conftest import INLINE, PLAIN, ROOT, run_cli, status_of
 
 
 @pytest.mark.parametrize("words", ["sharding=foo", "--help", "--keys cluster", "--version", "doctor"])
@@ -108,6 +111,27 @@ def test_a_link_that_leads_nowhere_is_named_with_the_commands_key(
         assert f"{key}=" in error and "outputs is a link to what does not exist" in error and key in error[-50:]
     with pytest.raises(OSError):
         doctor._disk("", Path("outputs"))
+
+
+_HELP = """
+import sys
+from contextlib import suppress
+from fsdp_lab.commands import doctor, forecast, nightly, predict, report
+from fsdp_lab.commands.reference import keys_text
+for module in (doctor, forecast, nightly, predict, report):
+    sys.argv = [module.__name__, "--help"]
+    with suppress(SystemExit):
+        module.main()
+print(keys_text([], 120))
+"""
+
+
+def test_help_is_there_without_docstrings(tmp_path: Path):
+    command = [sys.executable, "-OO", "-c", _HELP]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+                          text=True, timeout=100)  # fmt: skip
+    texts = [inspect.getdoc(module) or "" for module in (doctor, forecast_command, nightly, predict, report)]
+    assert done.stdout == "\n".join([*texts, keys_text([], 120), ""]), done.stderr
 
 
 def test_letters_that_the_locale_lacks_are_named():

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_lab.config import UserError, read_words
+from fsdp_lab.config.describe import docstring
 from fsdp_lab.config.key_value_args import store_named
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.sweep import TrackingConfig
@@ -124,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outlast_reader()
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        options = read_words(words, ("tracking.uri", "folder"), __doc__ or "") if words else {}
+        options = read_words(words, ("tracking.uri", "folder"), docstring(sys.modules[__name__])) if words else {}
     except UserError as error:
         print(f"fsdp_lab.doctor: {error}", file=sys.stderr)
         return ExitCode.refused

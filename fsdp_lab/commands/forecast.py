@@ -59,6 +59,7 @@ from fsdp_lab.config import UserError, workers_of
 from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.conf import DEVICE_KINDS
 from fsdp_lab.config.convert import value_text
+from fsdp_lab.config.describe import docstring
 from fsdp_lab.config.launcher import leave_launcher
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.wording import count, time_left
@@ -88,7 +89,7 @@ def main() -> int:
     outlast_reader()
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
-        print(__doc__)
+        print(docstring(sys.modules[__name__]))
         return 0
     on_end(signal.default_int_handler)  # as Ctrl-C
     multirun = bool({"-m", "--multirun"} & set(words))

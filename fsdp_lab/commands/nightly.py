@@ -50,6 +50,7 @@ from fsdp_lab.config import (
 from fsdp_lab.config.checks import check
 from fsdp_lab.config.compare import NIGHTS
 from fsdp_lab.config.compose import group_choices, nightly_config
+from fsdp_lab.config.describe import docstring
 from fsdp_lab.config.key_value_args import key_of, with_environment
 from fsdp_lab.config.launcher import leave_launcher
 from fsdp_lab.config.machine import cpus_per_worker_of, loader_workers_of
@@ -84,7 +85,7 @@ def main() -> int:
     outlast_reader()
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
-        print(__doc__)
+        print(docstring(sys.modules[__name__]))
         return 0
     try:
         on_end(signal.default_int_handler)  # as Ctrl-C

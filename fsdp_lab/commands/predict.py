@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import ConfigError, UserError, read_words
+from fsdp_lab.config.describe import docstring
 from fsdp_lab.config.key_value_args import store_named
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.config.workload import DATA_FILE, DataConfig
@@ -50,7 +51,7 @@ def read_options(arguments: list[str]) -> dict[str, str]:
     Raises:
         ConfigError: an unknown key or device, or neither or both of `run` and `file`.
     """
-    options = read_words(arguments, KEYS, __doc__ or "")
+    options = read_words(arguments, KEYS, docstring(sys.modules[__name__]))
     if ("run" in options) == ("file" in options):
         raise ConfigError("give either run=<MLflow run id> or file=<path of a model.pt, or of the folder model>.")
     if options.get("device", "auto") not in DEVICES:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, read_words
+from fsdp_lab.config.describe import docstring
 from fsdp_lab.config.sweep import ReportConfig
 from fsdp_lab.machine.output import outlast_reader
 from fsdp_lab.report.answer import answer, plain_text
@@ -56,7 +57,7 @@ def read_options(arguments: list[str]) -> dict[str, str]:
     Raises:
         ConfigError: an unknown key, no sweep, or an unknown `use`.
     """
-    options = read_words(arguments, KEYS, __doc__ or "")
+    options = read_words(arguments, KEYS, docstring(sys.modules[__name__]))
     if not options.get("sweep"):
         raise ConfigError("give sweep=<folder> or sweep=last.")
     if options.get("use", "pytorch") != "pytorch":

@@ -41,6 +41,14 @@ class KeyDescription:
     meaning: str
 
 
+def docstring(of: Any) -> str:
+    """Return the docstring of a module, a class or a function from its source: `python -OO` drops `__doc__`."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(of)))
+    described = tree if inspect.ismodule(of) else tree.body[0]
+    assert isinstance(described, ast.Module | ast.ClassDef | ast.FunctionDef)
+    return ast.get_docstring(described) or ""
+
+
 def describe_keys(
     config_class: Any = NightlyConfig, group: str = ""
 ) -> Iterator[tuple[str, str, list[KeyDescription]]]:
@@ -48,7 +56,7 @@ def describe_keys(
 
     Keys without a group come first: their group is "".
     """
-    yield group, (config_class.__doc__ or "").partition("\n")[0], _keys(config_class, f"{group}." if group else "")
+    yield group, docstring(config_class).partition("\n")[0], _keys(config_class, f"{group}." if group else "")
     for each in dataclasses.fields(config_class):
         if dataclasses.is_dataclass(each.default_factory):
             yield from describe_keys(each.default_factory, f"{group}.{each.name}".lstrip("."))
@@ -75,7 +83,7 @@ def _keys(config_class: type, prefix: str) -> list[KeyDescription]:
 
 def _arguments(target: str, values: dict[str, Any], prefix: str) -> Iterator[KeyDescription]:
     """Yield the arguments of a group's default target, with the meanings in its docstring."""
-    text = inspect.getdoc(import_callable(target, f"{prefix}_target_").__call__) or ""
+    text = docstring(import_callable(target, f"{prefix}_target_").__call__)
     described = dict(re.findall(r"^ +(\w+): (.+)$", text, re.MULTILINE))
     for name, value in values.items():
         meaning = described[name][:1].upper() + described[name][1:]
@@ -102,7 +110,7 @@ def _takes(name: str, hint: Any, known: Key) -> str:
         return ", ".join(f"`{member}`" for member in hint.__members__)
     if name in REGISTRY:
         return ", ".join(f"`{entry}`" for entry in REGISTRY[name])
-    rule = (known.rule.__doc__ or "") if known.rule else ""
+    rule = (known.rule.__doc__ or docstring(known.rule)) if known.rule else ""
     return rule.removeprefix("Take ").rstrip(".")
 
 

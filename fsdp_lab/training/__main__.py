@@ -23,6 +23,7 @@ import torch.distributed as dist
 from fsdp_lab.config import ConfigError, NightlyConfig, TrialConfig, UserError, conf_dir, from_dict, part, to_dict
 from fsdp_lab.config.closeness import gaps_to_plain, why_other_weights
 from fsdp_lab.config.conf import OPEN_GROUPS, group_dirs
+from fsdp_lab.config.describe import docstring
 from fsdp_lab.config.metrics import FIRST_LOSS
 from fsdp_lab.config.options import with_custom
 from fsdp_lab.config.workload import known_vocab_size
@@ -170,7 +171,7 @@ def resolved(value: Any, root: dict[str, Any]) -> Any:
 def main() -> int:
     outlast_reader()
     parser = argparse.ArgumentParser(
-        "fsdp_lab.training", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        "fsdp_lab.training", description=docstring(sys.modules[__name__]), formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--config", type=Path, help="a composed config, such as a trial's .hydra/config.yaml")
