@@ -146,6 +146,10 @@ FAULTS = (
     Fault("help is a docstring, which -OO drops", "fsdp_lab/commands/nightly.py",
           "print(docstring(sys.modules[__name__]))", "print(__doc__)",
           "test_cli.py::test_help_is_there_without_docstrings"),
+    Fault("an optional dependency that is missing has no command to install it", "fsdp_lab/config/target.py",
+          "if extra else", "if False else", REFUSES),
+    Fault("a batch of more samples than there are fails in a trial", "fsdp_lab/config/rules.py",
+          "samples < training.global_batch_size:", "samples < 0:", RULES),
     Fault("a reader that closes the pipe ends the command", "fsdp_lab/machine/output.py",
           "suppress(OSError)", "suppress(ValueError)", "sweep/test_terminal.py::test_a_reader_may_close_the_pipe"),
     # MLflow

@@ -338,6 +338,11 @@ def _check_batch(trial: TrialConfig, num_workers: int) -> None:
             f"cluster.num_workers={num_workers}{_divided(sharding, 'tp')} times "
             f"training.grad_accum_steps={training.grad_accum_steps} = {parts}; use for example {choices}.",
         )
+    if (samples := trial.data.num_train) is not None and samples < training.global_batch_size:
+        raise CombinationError(
+            f"training.global_batch_size={training.global_batch_size} is more than data.num_train={samples} samples; "
+            f"use at most {samples // parts * parts or parts}, or data.num_train={training.global_batch_size} or more."
+        )
 
 
 def _check_reshard(trial: TrialConfig, num_workers: int) -> None:

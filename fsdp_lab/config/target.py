@@ -26,6 +26,9 @@ _PLAIN = {"int": int, "float": float, "bool": bool, "str": str}  # annotations o
 # What fsdp_lab adds to the user's arguments.
 _CALLED_WITH = {"split": 'split="train" and then split="val"', "params": "params=<parameters of the model>"}
 
+# Module -> the optional dependencies that have it (pyproject.toml).
+_EXTRAS = {"torchao": "float8", "transformers": "hf", "safetensors": "hf", "tokenizers": "text"}
+
 
 def import_callable(path: str, key: str) -> Any:
     """Return the callable that a dotted path names.
@@ -77,6 +80,7 @@ def _import_module(parts: list[str], typed: str) -> tuple[Any, list[str]]:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise ConfigError(
                     f"{typed} cannot be imported: {name} imports {error.name}, which is not installed."
+                    f"{_how_to_install(error.name)}"
                 ) from error
         except (Exception, SystemExit) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -85,7 +89,13 @@ def _import_module(parts: list[str], typed: str) -> tuple[Any, list[str]]:
     raise ConfigError(
         f"{typed} cannot be imported: there is no module {parts[0]}. {did_you_mean(parts[0], beside)}Python looks for "
         f"modules in the current folder ({Path.cwd()}), in PYTHONPATH and in the installed packages."
+        f"{_how_to_install(parts[0])}"
     )
+
+
+def _how_to_install(module: str) -> str:
+    extra = _EXTRAS.get(module.partition(".")[0])
+    return f" To install it: pip install -e '.[{extra}]' in the clone." if extra else ""
 
 
 def _names_in(holder: Any) -> list[str]:
