@@ -7,7 +7,6 @@ import math
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
