@@ -80,7 +80,7 @@ def _import_module(parts: list[str], typed: str) -> tuple[Any, list[str]]:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise ConfigError(
                     f"{typed} cannot be imported: {name} imports {error.name}, which is not installed."
-                    f"{_how_to_install(error.name or "")}"
+                    f"{_how_to_install(str(error.name))}"
                 ) from error
         except (Exception, SystemExit) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
