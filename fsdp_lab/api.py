@@ -134,13 +134,7 @@ def _value(key: Any, value: Any) -> str:
 
 
 def _run(module: str, words: list[str], quiet: bool) -> None:
-    """Run a command to its end, and print its output where Python prints: in a notebook, below the cell.
-
-    Raises:
-        UserError: it refused its words.
-        RuntimeError: it crashed, or was killed; with the end of its output.
-        KeyboardInterrupt: it, or this process, was interrupted.
-    """
+    """Run a command to its end, and print its output where Python prints: in a notebook, below the cell."""
     printed: list[str] = []
     command = [sys.executable, "-m", module, *words]
     with subprocess.Popen(

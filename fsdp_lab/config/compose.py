@@ -169,11 +169,7 @@ def nightly_config(cfg: DictConfig, composed: Mapping[str, Any] | None = None) -
 
 
 def _fill_vocab_size(own: DictConfig) -> None:
-    """Set `data.vocab_size=${model.vocab_size}` from the model's configuration, unless that key is typed.
-
-    Raises:
-        UserError: the configuration lacks it, or cannot be read.
-    """
+    """Set `data.vocab_size=${model.vocab_size}` from the model's configuration, unless that key is typed."""
     wanted = OmegaConf.to_container(own.data)
     if wanted.get("vocab_size") != "${model.vocab_size}" or "vocab_size" in own.model:  # type: ignore[union-attr]
         return

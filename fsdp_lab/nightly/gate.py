@@ -327,10 +327,6 @@ def _noise(
     with its own. Nights differ by more than repeats in one night, so the variance of their levels is added. It is that
     of the differences of consecutive nights around their median, so that neither one lasting change nor a steady drift
     counts as noise. Before enough nights are known they are assumed to differ as repeats do.
-
-    Args:
-        usual: the standard deviation that is expected of repeats.
-        chance: for all nights together, any of which may be the best by chance.
     """
     repeated = [values for values in (*nights, now) if len(values) > 1]
     measured = sum(len(values) - 1 for values in repeated)

@@ -336,11 +336,7 @@ def _with_run(study: Study, night: Night, folder: Path) -> Night:
 
 
 def _deliver(study: Study, night: Night) -> Night:
-    """Deliver the verdict, first to the disk, and return the night with a note if the webhook did not get it.
-
-    Raises:
-        UserError: its document cannot be written; the verdict was delivered otherwise.
-    """
+    """Deliver the verdict, first to the disk, and return the night with a note if the webhook did not get it."""
     unwritten = None
     try:
         write_night(study.folder, night)

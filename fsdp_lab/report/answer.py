@@ -142,11 +142,7 @@ def plainest(sweep: SweepRecord, setting: Setting) -> TrialRecord:
 
 
 def _command(sweep: SweepRecord, setting: Setting, trial: TrialRecord) -> str:
-    """Return the command that trains a setting alone.
-
-    Args:
-        sweep: whose command may name a folder of the user's options.
-    """
+    """Return the command that trains a setting alone."""
     try:
         folders = [word for word in shlex.split(sweep.command) if word.startswith("--config-dir=")]
     except ValueError:  # a store cuts what is long, maybe between two quotes

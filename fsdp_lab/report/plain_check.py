@@ -124,12 +124,7 @@ def _layout(trial: TrialRecord, with_precision: bool) -> str:
 
 
 def _spread(trials: Sequence[TrialRecord], different: dict[int, Departure], agreeing: dict[int, Agreement]) -> None:
-    """Let what was found of a layout count for its trials with other values, and in other precisions.
-
-    Args:
-        different: gets those trials.
-        agreeing: loses them.
-    """
+    """Let what was found of a layout count for its trials with other values, and in other precisions."""
     exact = {number for number, one in agreeing.items() if one.in_float32}
     for with_precision in (True, False):
         layouts = {trial.number: _layout(trial, with_precision) for trial in trials}

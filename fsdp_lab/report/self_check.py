@@ -105,11 +105,7 @@ def check_itself(trials: Sequence[TrialRecord], axes: Sequence[str], wrong: Coll
 
 
 def _compare(group: Sequence[TrialRecord], axes: Sequence[str], different: dict[int, Difference]) -> list[int]:
-    """Compare the settings of a group with its first, and return the numbers of those that agree.
-
-    Args:
-        different: gets those that differ in every repeat.
-    """
+    """Compare the settings of a group with its first, and return the numbers of those that agree."""
     settings: dict[Values, list[TrialRecord]] = {}
     for trial in group:
         settings.setdefault(_without(trial, axes, ("repeat",)), []).append(trial)

@@ -133,11 +133,7 @@ def _noise_of(rest: Mapping[int, np.ndarray], freedom: int) -> Noise:
 
 
 def _within_rounds(rest: Mapping[int, np.ndarray], rounds: Mapping[int, Sequence[int]], noise: Noise) -> Noise:
-    """Return the noise without the rounds' means, if every round has as many runs of each group, else as it is.
-
-    Args:
-        rest: what the mean of a group leaves of its runs.
-    """
+    """Return the noise without the rounds' means, if every round has as many runs of each group, else as it is."""
     counted = [Counter(rounds[group]) for group in rest]
     freedom = noise.freedom - len(counted[0]) + 1 if counted else 0
     if freedom < _FEWEST or any(counts != counted[0] for counts in counted):

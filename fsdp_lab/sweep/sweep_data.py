@@ -109,9 +109,6 @@ def _trial_in(number: int, line: Mapping[str, Any], launched_in: str) -> Trial:
     """Return a trial by the files that Hydra wrote, which exist before the trial is recorded.
 
     Its files on a shared disk are found from any folder.
-
-    Raises:
-        UserError: a file is missing, or cannot be read.
     """
     folder = line["folder"]
     values, hydra = (read_hydra_file(folder, name) for name in ("config.yaml", "hydra.yaml"))

@@ -130,11 +130,7 @@ class _Recomputed:
         ]
 
     def _changed(self, buffers: list[tuple[Key, Tensor, int, Tensor | None]]) -> Iterator[tuple[Key, Tensor]]:
-        """Yield the buffers that the forward pass has changed, as they were before.
-
-        Raises:
-            ModelError: it has written one in place that earlier passes left, so that nothing has its values.
-        """
+        """Yield the buffers that the forward pass has changed, as they were before."""
         for key, buffer, version, copy in buffers:
             module, name = key
             is_written = version_of(buffer) != version

@@ -51,11 +51,7 @@ def apply_float8(model: nn.Module, block_classes: BlockClasses, device: torch.de
 
 
 def _check_rows(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Check what the gradient of a weight adds up over.
-
-    Raises:
-        ModelError: GPUs do not multiply so many rows in float8.
-    """
+    """Check what the gradient of a weight adds up over."""
     rows = inputs[0].shape[:-1].numel() if inputs else 0
     if rows % _MULTIPLE and torch.is_grad_enabled() and layer.weight.requires_grad:
         raise ModelError(

@@ -52,11 +52,7 @@ def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> to
 
 
 def _check_fused(made: torch.optim.Optimizer, config: TrialConfig) -> None:
-    """Check that the loss scaler can use an own optimizer.
-
-    Raises:
-        UserError: it is fused, and gradients are not looked at by each rank alone.
-    """
+    """Check that the loss scaler can use an own optimizer."""
     is_fused = any(group.get("fused") for group in made.param_groups) and not isinstance(made, torch.optim.SGD)
     if is_fused and config.precision.loss_scaling and _asks_all(config):  # whose overflow has another shape
         setting = "sharding.api=fsdp1" if config.sharding.api is Api.fsdp1 else f"sharding.tp={config.sharding.tp}"

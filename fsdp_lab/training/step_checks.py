@@ -127,11 +127,7 @@ class StepChecks:
             self._comes(f"has ended its {event} pass")
 
     def _check_leaves(self, loss: Loss) -> None:
-        """Check that the model holds the parameters that a loss trains. An input may require a gradient, too.
-
-        Raises:
-            UserError: with the shape of a parameter that no optimizer has.
-        """
+        """Check that the model holds the parameters that a loss trains. An input may require a gradient, too."""
         copies = (copy for _, _, copy in unsharded_parameters(self._model))
         held = {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers(), *copies, *self._flat)}
         for leaf in _leaves_of(loss):
@@ -143,11 +139,7 @@ class StepChecks:
                 )
 
     def _check_form(self, form: str) -> None:
-        """Check in the first step that losses have one form: ranks exchange the counts of a sum, and none of a mean.
-
-        Raises:
-            UserError: they have two.
-        """
+        """Check in the first step that losses have one form: ranks exchange the counts of a sum, and none of a mean."""
         if self._seen > 1:
             return  # a later change is an error of the task's on its own rank
         with without_modes(), not_reported():
@@ -160,11 +152,7 @@ class StepChecks:
                 )
 
     def _check_whole(self, tp_mesh: DeviceMesh) -> None:
-        """Check that what no tensor-parallel rank has a part of has the same gradient on each of them.
-
-        Raises:
-            UserError: a module that the plan does not name has worked on a part of the features.
-        """
+        """Check that what no tensor-parallel rank has a part of has the same gradient on each of them."""
         with without_modes(), not_reported():
             mine = {
                 name: float(p.grad.to_local().float().norm())

@@ -127,11 +127,7 @@ def tie_again(holders: Iterable[list[tuple[nn.Module, str]]]) -> None:
 
 
 def _words_by_name(model: nn.Module, plan: Mapping[str, str], tp: int) -> dict[str, str]:
-    """Return the word of each module that a plan names.
-
-    Raises:
-        ModelError: see `apply_tensor_parallel`.
-    """
+    """Return the word of each module that a plan names."""
     words = {}
     for pattern, word in plan.items():
         named = {name: module for name, module in model.named_modules() if matches([pattern], name)}
@@ -186,12 +182,7 @@ def _check_module(name: str, module: nn.Module, word: str, tp: int) -> None:
 
 
 def _style(word: str, module: nn.Module, given: Placement, between: Placement, divided_loss: bool) -> _Style:
-    """Return PyTorch's style of a word.
-
-    Args:
-        given: how the input of a layer that wants it whole is divided.
-        between: how outputs that are not divided by features are divided.
-    """
+    """Return PyTorch's style of a word."""
     if isinstance(module, nn.Embedding):
         kind = RowwiseParallel if word == "rowwise" else ColwiseParallel
         return _Style(kind, {"input_layouts": Replicate(), "output_layouts": between})
@@ -225,11 +216,7 @@ def _parents_that_gather(model: nn.Module, words: Mapping[str, str]) -> set[str]
 
 
 def _check_length(tp: int, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-    """Check that ranks get equal parts of a whole sequence: gloo and NCCL end otherwise, or wait, without a word.
-
-    Raises:
-        ModelError: they do not.
-    """
+    """Check that ranks get equal parts of a whole sequence: gloo and NCCL end otherwise, or wait, without a word."""
     if args and args[0].shape[1] % tp:
         raise ModelError(
             f"sharding.tp={tp} does not divide the {args[0].shape[1]} positions that {name} gets, and the plan divides "

@@ -188,11 +188,7 @@ def predict(
 
 
 def _network(program: Sequence[Operator], device: Device, separate_scatter: bool, correction: float) -> Network | None:
-    """Return the network that a step uses, with the steps on others where it is assumed; None within one node.
-
-    Args:
-        correction: how many times as long trials make the step.
-    """
+    """Return the network that a step uses, with the steps on others where it is assumed; None within one node."""
     groups = {operator.group for operator in program if operator.kind.is_collective}
     if device.kind is DeviceKind.cpu or not any(num_nodes(group, device.node_size) > 1 for group in groups):
         return None

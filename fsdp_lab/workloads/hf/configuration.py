@@ -126,11 +126,7 @@ def _is_path(config: str) -> bool:
 
 
 def _read(config: str) -> dict[str, Any]:
-    """Return the values of a folder, of a file, or of a name on the hub, which may be in the cache of this machine.
-
-    Raises:
-        UserError: there is no such file, it is no JSON object, or the hub does not have it or cannot be reached.
-    """
+    """Return the values of a folder, of a file, or of a name on the hub, which may be in the cache of this machine."""
     name, local = config, _is_path(config)
     if local:
         path = Path(config).expanduser()

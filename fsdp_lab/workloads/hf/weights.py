@@ -120,9 +120,6 @@ def _renamed(model: Any, stored: Mapping[str, torch.Size], state: Mapping[str, T
     """Return the name of each stored tensor -> the name that transformers gives it.
 
     Some models were renamed after their weights were published, and the weights of a base model lack its prefix.
-
-    Raises:
-        UserError: the model splits a tensor differently.
     """
     rename, given = renamer(model, state), {}
     for name in stored:
