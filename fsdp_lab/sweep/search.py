@@ -177,9 +177,14 @@ class OptunaSearch:
 
     def code(self) -> list[str]:
         """Return the dotted paths to the user's code in all trials that the space allows."""
-        named = [values for key, values in self._categories().items() if may_name_code(key)]
-        cells = ([*self._space.fixed, *values] for values in itertools.product(*named))
-        return sorted({path for cell in cells for path in self._compose(cell, 0).config.code()})
+        named = {key: values for key, values in self._categories().items() if may_name_code(key)}
+        group_of = {key: key.lstrip("+").partition(".")[0] for key in named}
+        cells: set[tuple[str, ...]] = set()
+        for group in set(group_of.values()) or {""}:  # each names its code by its own keys
+            axes = (values if group_of[key] == group else values[:1] for key, values in named.items())
+            cells.update(itertools.product(*axes))
+        trials = (self._compose([*self._space.fixed, *cell], 0) for cell in cells)
+        return sorted({path for trial in trials for path in trial.config.code()})
 
     def _categories(self) -> dict[str, list[str]]:
         return {

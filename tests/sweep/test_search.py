@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -66,6 +67,12 @@ def test_the_code_of_every_trial_is_known_before_the_first(parser: OverridesPars
     words = ["model=custom", "model._target_=my.A,my.B", "model.width=int(interval(1,9))", "data=custom"]
     search = searching(parser, compose_trial, "random", *words, "data._target_=my.Data", LR)
     assert search.code() == ["my.A", "my.B", "my.Data"]
+    composed = Mock(side_effect=compose_trial)
+    several = ["data._target_=my.C,my.D,my.E", "task=custom", "task.loss=my.f,my.g,my.h", "optimizer=adam,sgd"]
+    search = searching(parser, composed, "random", *words, *several)
+    composed.reset_mock()
+    assert search.code() == [f"my.{name}" for name in "ABCDEfgh"]
+    assert composed.call_count == 1 + 1 + 2 + 2 + 1, "each group by itself, of 36 combinations"
 
 
 @pytest.mark.parametrize("name", ["random", "optuna"])
