@@ -74,7 +74,7 @@ ALIKE_NOTE = "training/test_alike.py::test_buffers_that_each_rank_writes_have_a_
 SEARCHED = "training/test_units.py::test_ddp_looks_for_what_one_of_several_steps_leaves_out"
 CELL = "sweep/test_grid.py::test_a_cell_is_what_hydra_composes"
 DRAWN = "sweep/test_search.py::test_values_are_composed_when_they_are_drawn_and_checked_before"
-VICTIMS = "sweep/test_runner.py::test_only_the_victims_of_memory_kills_end_and_the_others_resume"
+VICTIMS = "sweep/test_runner.py::test_only_the_victim_of_memory_kills_ends_and_the_others_resume"
 OF_KERNEL = "engine/test_outcome.py::test_a_kill_by_the_kernel_counts_for_a_rank_on_its_node"
 FAULTS = (
     # suggestions
@@ -783,9 +783,11 @@ FAULTS = (
     Fault("trials that a memory kill ended begin from nothing", "fsdp_lab/sweep/executors/tuner.py",
           "        state.resuming = True\n", "", VICTIMS),
     Fault("a memory kill counts for the neighbours of its victim", "fsdp_lab/sweep/executors/tuner.py",
-          "self._by_memory.update(victims or running)", "self._by_memory.update(running)", VICTIMS),
+          "and victims == [number]", "", VICTIMS),
     Fault("a trial whose process is killed for memory begins again and again", "fsdp_lab/sweep/executors/tuner.py",
-          "self._by_memory[number] > 1 else", "False else", VICTIMS),
+          "self._by_memory[number] and", "False and", VICTIMS),
+    Fault("a trial whose process is killed for memory once is out of memory", "fsdp_lab/sweep/executors/tuner.py",
+          "self._by_memory[number] and", "True and", "sweep/test_runner.py::test_a_first_memory_kill_ends_no_trial"),
     Fault("a trial that is killed for memory twice has failed without a reason", "fsdp_lab/sweep/executors/tuner.py",
           "Reason.of(Code.host_out_of_memory) if", "Reason.of(Code.no_outcome) if", VICTIMS),
     Fault("as many trials run side by side after a memory kill", "fsdp_lab/sweep/executors/tuner.py",

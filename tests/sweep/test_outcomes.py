@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -128,7 +129,8 @@ def test_a_trials_own_process_killed_for_memory_ends_no_sweep(
     gated.start_two_trials("training.epochs=2", "cluster.num_workers=1", "cluster.cpus_per_worker=1", STORE)
     gated.let_go(0, 1, 2)
     gated.let_go(1, 1)
-    wait_for(lambda: "Ray killed the own process of trial 0" in gated.log(), gated.driver, 200, gated.log)
+    killed = re.compile("Ray killed the own process of.* trial 0 ")
+    wait_for(lambda: killed.search(gated.log()), gated.driver, 200, gated.log)
     gated.let_go(1, 2)
     assert gated.wait() == 0 and "Traceback" not in gated.log(), gated.log()
     assert still_running(gated.processes(), 15) == []

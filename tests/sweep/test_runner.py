@@ -342,10 +342,11 @@ def test_a_process_that_cannot_be_used_again_holds_no_places(three: Sweep, freed
     assert [state.status.name for state in three.trials] == ["finished", "waiting", "waiting"]
 
 
-def test_only_the_victims_of_memory_kills_end_and_the_others_resume(three: Sweep, freed: list[tuple[Path, bool]]):
-    """Ray kills the processes of trial 1 twice, which has an epoch in between; trial 2 has ended by itself."""
+def test_only_the_victim_of_memory_kills_ends_and_the_others_resume(three: Sweep, freed: list[tuple[Path, bool]]):
+    """Ray kills the processes of trials 0 and 1 together, twice, then that of 1, which has an epoch; 2 has ended."""
     deaths, epoch = Deaths(), {"epoch": 1, "train/loss": 2.0}
-    report = "Selected to kill: (Actor(f1): job ID=01, pid=7, worker ID=p1)\n(Actor(f0): pid=8, worker ID=p0)\n]"
+    both = "Selected to kill: (Actor(f0): job ID=01, worker ID=p0)\nSelected to kill: (Actor(f1): worker ID=p1)\n"
+    one = "Selected to kill: (Actor(f1): job ID=01, worker ID=p1)\n(Actor(f0): job ID=01, worker ID=p0)\n"
 
     def begin(*numbers: int) -> None:
         prepared(three, len(numbers))
@@ -357,19 +358,27 @@ def test_only_the_victims_of_memory_kills_end_and_the_others_resume(three: Sweep
     begin(0, 1, 2)
     append_line(three.folder_of(1) / "metrics.jsonl", json.dumps(epoch))
     write_outcome(three.folder_of(2), Outcome(TrialStatus.finished))
-    deaths.by_memory(three, report)
-    assert [state.status.name for state in three.trials] == ["waiting", "waiting", "finished"] and deaths.most == 2
+    deaths.by_memory(three, both)
+    assert [state.status.name for state in three.trials] == ["waiting", "waiting", "finished"] and deaths.most == 1
     begin(0, 1)
     assert heard(three).epochs == [epoch], "its folder is as it was"
-    deaths.by_memory(three, report)
-    assert [state.status.name for state in three.trials] == ["waiting", "oom", "finished"] and deaths.most == 1
+    deaths.by_memory(three, both)
+    assert [state.status.name for state in three.trials] == ["waiting", "waiting", "finished"]
+    begin(0, 1)
+    deaths.by_memory(three, one)
+    assert [state.status.name for state in three.trials] == ["waiting", "oom", "finished"]
     outcome = read_trial(three.folder_of(1)).outcome
     assert outcome is not None and outcome.reason == three.trials[1].reason == Reason.of(Code.host_out_of_memory)
     assert reason_text(outcome.reason) == "Ray killed its own process twice: the host is out of memory"
-    for status in ("waiting", "oom"):  # whom a report of another form names is not known
-        begin(0)
-        deaths.by_memory(three, "out of memory")
-        assert three.trials[0].status.name == status
+    begin(0)
+    deaths.by_memory(three, "a report of another form: the only trial that ran is meant")
+    assert three.trials[0].status.name == "oom"
+
+
+def test_a_first_memory_kill_ends_no_trial(three: Sweep, freed: list[tuple[Path, bool]]):
+    prepared(three, 1)
+    Deaths().by_memory(three, "")
+    assert three.trials[0].status.name == "waiting"
 
 
 def test_fewer_trials_run_side_by_side_after_a_memory_kill(monkeypatch: pytest.MonkeyPatch):

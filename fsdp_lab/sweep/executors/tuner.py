@@ -98,24 +98,25 @@ class Deaths:
         put_back(sweep, number, Reason.of(Code.no_outcome) if self._at_starts[key] > _MOST_STARTS else None)
 
     def by_memory(self, sweep: Sweep, report: str) -> None:
-        """Let the trials begin again that ran when Ray's memory monitor killed the process of one, fewer side by side.
+        """Let the trials begin again that ran when Ray's memory monitor killed processes of trials, fewer side by side.
 
-        One whose process was killed twice is out of memory: the monitor may kill it for what its ranks hold.
+        The monitor kills them for what ranks hold. One that it has killed before is out of memory if it is the only one
+        now: of several it is not known whose ranks filled the memory.
 
         Args:
             report: Ray's, which names the processes that it killed.
         """
         running, killed = sweep.running(), _KILLED.findall(report)
-        victims = [number for number in running if read_trial(sweep.folder_of(number)).process in killed]
-        self._by_memory.update(victims or running)
-        self.most = max(1, len(running) - 1)
-        whose = " and of ".join(label(sweep.trials[number].trial) for number in victims) or "a trial"
+        victims = [n for n in running if read_trial(sweep.folder_of(n)).process in killed] or running
+        self.most = max(1, len(running) // 2)
         sweep.log(
-            f"Ray killed the own process of {whose} for lack of memory; what ran resumes in a new one, "
-            f"{count(self.most, 'trial')} side by side"
+            f"Ray killed the own process of {' and of '.join(label(sweep.trials[n].trial) for n in victims)} for lack "
+            f"of memory; what ran resumes in a new one, {count(self.most, 'trial')} side by side"
         )
         for number in running:
-            put_back(sweep, number, Reason.of(Code.host_out_of_memory) if self._by_memory[number] > 1 else None)
+            again = self._by_memory[number] and victims == [number]
+            put_back(sweep, number, Reason.of(Code.host_out_of_memory) if again else None)
+        self._by_memory.update(victims)
 
 
 def build_tuner(sweep: Sweep, deaths: Deaths) -> tune.Tuner:
