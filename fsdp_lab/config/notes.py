@@ -41,13 +41,17 @@ def memory_notes(config: TrialConfig) -> Iterator[str]:
         )
 
 
-def sharding_notes(config: TrialConfig) -> Iterator[str]:
-    """Yield a sentence about the cost of sharding only the root, and for each setting that DDP ignores."""
+def sharding_notes(config: TrialConfig, groups_compared: bool = False) -> Iterator[str]:
+    """Yield a sentence about the cost of sharding only the root, and for each setting that DDP ignores.
+
+    Args:
+        groups_compared: an own optimizer gives sharded parameters the groups of whole ones.
+    """
     sharding, reshard = config.sharding.granularity, config.reshard_after_forward.policy
     if sharding is Granularity.ddp and reshard is not ReshardPolicy.default:
         yield "reshard_after_forward has no effect with sharding=ddp: nothing is sharded."
     if config.sharding.api is Api.fsdp1:
-        yield from _fsdp1_notes(config)
+        yield from _fsdp1_notes(config, groups_compared)
     if config.sharding.granularity is Granularity.root:
         yield (
             "sharding=root makes the whole model one unit. All parameters are gathered at once: the peak holds the "
@@ -56,7 +60,7 @@ def sharding_notes(config: TrialConfig) -> Iterator[str]:
         )
 
 
-def _fsdp1_notes(config: TrialConfig) -> Iterator[str]:
+def _fsdp1_notes(config: TrialConfig, groups_compared: bool) -> Iterator[str]:
     """Yield a sentence for each setting that FSDP1 treats unlike FSDP2."""
     training, precision = config.training, config.precision
     if config.reshard_after_forward.policy is ReshardPolicy.always:
@@ -70,7 +74,7 @@ def _fsdp1_notes(config: TrialConfig) -> Iterator[str]:
             f"sharding.api=fsdp1 adds up the gradients of microbatches in {precision.param_dtype.value}, FSDP2 in "
             f"{precision.reduce_dtype.value}. training.sync_each_microbatch=true adds them up in float32."
         )
-    if config.optimizer.target is not None:
+    if config.optimizer.target is not None and not groups_compared:
         yield (
             "sharding.api=fsdp1 gives the optimizer flat parts of parameters, of which a rank may have none: one that "
             "looks at a parameter's shape, or computes over all of it, does something else than with FSDP2."

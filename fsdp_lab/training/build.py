@@ -87,7 +87,7 @@ def build(
     check_settings(optimizer, model, settings, config)
     scaler = build_scaler(config, home)
     lr_schedule = build_lr_schedule(optimizer, config.lr_schedule, steps_per_epoch, total_steps)
-    state = TrainState(model, optimizer, scaler, lr_schedule, layout, dims, num_params)
+    state = TrainState(model, optimizer, scaler, lr_schedule, layout, dims, num_params, groups_compared=bool(settings))
     state.train()
     return state
 

@@ -73,6 +73,7 @@ class TrainState(Stateful):
         loss_scale: the scaler's, of the next step, on the host.
         loss_dtype: in which the task computed the loss of the last step.
         num_labels: that counted in the last step, over all ranks; None: its loss returned no count.
+        groups_compared: an own optimizer's groups were found to be those of the whole parameters.
         flat_parts: looks for uses of parts of FSDP1's parameters.
         units: of FSDP2.
     """
@@ -84,6 +85,7 @@ class TrainState(Stateful):
     layout: Layout = field(default_factory=Layout)
     dims: ParallelDims = field(default_factory=ParallelDims)
     num_params: int = 0
+    groups_compared: bool = False
     epoch: int = 0
     step: int = 0
     epoch_step: int = 0

@@ -247,7 +247,7 @@ def _facts(
         "data_num_val": len(data.val),
         "resumed_from": resumed_from,
         "notes": [
-            *sharding_notes(config),
+            *sharding_notes(config, state.groups_compared),
             *memory_notes(config),
             *(cpu_notes(config) if on_cpu else gpu_notes(config, torch.cuda.is_tf32_supported())),
             *batch_norm_notes(state.model, dp_degree),

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import cycle
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from fsdp_lab.training import distributed, weights
 from fsdp_lab.training.distributed import build_parallel_dims
 from fsdp_lab.workloads.build import build_workload
 from tests.parity import SHARDINGS, WORKLOADS
-from tests.ranks import config, outcomes, run_ranks
+from tests.ranks import Memo, config, outcomes, run_ranks
 from tests.training.reference import first_weights
 
 HERE = __name__
@@ -201,6 +203,35 @@ def test_what_a_constructor_made_is_trained_or_refused(ranks: int) -> None:
             assert found == pytest.approx(plain(kind), rel=1e-6), (kind, more)
         else:
             assert BY_DDP_ONLY[kind] in found and "or use sharding=ddp" in found, found
+
+
+class NeedsValues(torch.optim.SGD):
+    """Looks at values, so it cannot be called with parameters without."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        params = list(params)
+        assert all(p.detach().numpy().size >= 0 for p in params)
+        super().__init__(params, lr=lr)
+
+
+def notes_of(cases: list[list[str]]) -> list[str]:
+    """The notes of each case."""
+    from fsdp_lab.training.train import train
+
+    notes = []
+    for overrides in cases:
+        memo = Memo()
+        with TemporaryDirectory() as folder:
+            train(config(*overrides), Path(folder), memo, lambda losses: None)
+        notes.append(" ".join(memo.known["notes"]))
+    return notes
+
+
+def test_flat_parts_are_noted_where_groups_were_not_compared() -> None:
+    """With FSDP1, that is."""
+    made = words(Marked, *FSDP1.split(), "training.max_steps=1")
+    compared, other = run_ranks(2, notes_of, [made, [*made, f"optimizer._target_={HERE}.NeedsValues"]])[0]
+    assert "flat parts" not in compared and "flat parts" in other
 
 
 def test_a_plain_loop_learns_something_else_without_what_was_lost() -> None:
