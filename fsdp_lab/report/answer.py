@@ -15,7 +15,7 @@ from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.choice import departures
 from fsdp_lab.report.plain_check import check_against_plain
 from fsdp_lab.report.recommend import Comparison, Recommendation, recommend
-from fsdp_lab.report.render import environment, lines_of
+from fsdp_lab.report.render import environment, lines_of, reason_text
 from fsdp_lab.report.self_check import check_itself
 from fsdp_lab.report.settings import CHANGED, REPEATS, Coded, Rules, Setting, Settings
 
@@ -111,7 +111,8 @@ def settings_of(sweep: SweepRecord) -> Settings:
     # the record's own frame, in which axes are as typed
     apart = {trial.number for trial in sweep.trials if trial.setting.get(CHANGED, "no") != "no"}
     checked = check_itself(sweep.trials, sweep.axes, apart | plain.different.keys())
-    return Settings(SweepRecord.frame(sweep), rules, checked, plain)
+    reasons = {trial.number: reason_text(trial.reason) for trial in sweep.trials}
+    return Settings(SweepRecord.frame(sweep), rules, checked, plain, reasons)
 
 
 def _guessing_loss(config: SweepConfig) -> float | None:

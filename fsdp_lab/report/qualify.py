@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from fsdp_lab.config.metrics import OTHERS_CPU, SPEED
 from fsdp_lab.config.status import TrialStatus
@@ -17,6 +18,7 @@ _NO_MATTER = {
 
 _CLEARLY = 0.02  # a loss that is lower by less may be chance
 _RECOMPUTED = "activation_checkpointing"
+_FEW_STEPS, _SHORT_S = 10, 1.0  # fewer steps, in less time, are too few for an order of speeds
 _BUSY = 0.25  # of the cores: the share from which other processes are named
 
 LEAST = "least_bytes"  # a column of forecasts: the bytes without which a trial cannot run, its allowance aside
@@ -31,7 +33,7 @@ def qualify(settings: Settings) -> dict[str, Coded]:
     why_not = {
         s.name: reason
         for s in settings.all
-        if (reason := does_not_fit(s) or _changed(s, compared) or _differs(settings, s))
+        if (reason := does_not_fit(s, settings.reasons) or _changed(s, compared) or _differs(settings, s))
     }
     fitting = settings.without(why_not)
     metrics = [metric for metric, _ in settings.rules.objectives]
@@ -45,16 +47,20 @@ def qualify(settings: Settings) -> dict[str, Coded]:
     return why_not
 
 
-def does_not_fit(setting: Setting) -> Coded | None:
+def does_not_fit(setting: Setting, reasons: Mapping[int, str] = MappingProxyType({})) -> Coded | None:
     """Return why a setting did not run to its end, or cannot fit by its forecast; None if neither is so.
 
     A repeat that has no result yet, or that a scheduler stopped, says nothing against one that finished.
+
+    Args:
+        reasons: number of a trial -> why it did not finish, in words.
     """
     passed = {TrialStatus.finished, *(_NO_MATTER if setting.is_finished else ())}
     ended = Counter(status for status in setting.statuses if status not in passed)
     if ended:
         status, count = ended.most_common(1)[0]
-        of = {"count": count, "of": len(setting.trials)}
+        first = setting.trials[setting.statuses.index(status)]
+        of = {"count": count, "of": len(setting.trials), "text": reasons.get(first, "")}
         return Coded(status if status.ended else "no_result", of)
     needed, capacity = (setting.figure(f"forecast/{key}_bytes") for key in ("needed", "capacity"))
     if needed > capacity:
@@ -178,6 +184,10 @@ def caveats_on(settings: Settings, able: Sequence[Setting]) -> Iterator[Coded]:
         yield Coded("others_cpu", {"trials": list(busy.index), "share": busy.max(), "limit": _BUSY})
     if num_beside := int((column(compared, "beside") > 0).sum()):
         yield Coded("side_by_side", {"count": num_beside})
+    steps, seconds = (column(compared, f"perf/timed_{what}") for what in ("steps", "s"))
+    few = steps[(steps < _FEW_STEPS) & (seconds < _SHORT_S)]
+    if len(few) and _once_each(able):
+        yield Coded("few_steps", {"steps": int(few.min()), "trials": list(few.index)})
 
 
 def _once_each(able: Sequence[Setting]) -> bool:

@@ -120,6 +120,7 @@ class Settings:
         frame: a row a trial, as of `SweepRecord.frame`; of predictions with a column `predicted`, see `Predicted`.
         check: what the trials that must compute the same were found to compute.
         plain: what they were found to compute against plain loops.
+        reasons: number of a trial -> why it did not finish, in words.
 
     Attributes:
         axes: those that distinguish settings.
@@ -129,9 +130,15 @@ class Settings:
     """
 
     def __init__(
-        self, frame: pd.DataFrame, rules: Rules, check: SelfCheck | None = None, plain: PlainCheck | None = None
+        self,
+        frame: pd.DataFrame,
+        rules: Rules,
+        check: SelfCheck | None = None,
+        plain: PlainCheck | None = None,
+        reasons: Mapping[int, str] | None = None,
     ) -> None:
         self.frame, self.rules, self.check, self.plain = frame, rules, check or SelfCheck(), plain or PlainCheck()
+        self.reasons = reasons or {}
         on_cpu = set(frame["device"]) - {""} == {"cpu"}
         self.idle_axes = [axis for axis in rules.axes if on_cpu and axis.partition(".")[0] == "offload"]
         self.axes = [axis for axis in rules.axes if axis not in (*REPEATS, *self.idle_axes)]

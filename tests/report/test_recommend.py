@@ -11,6 +11,7 @@ import pytest
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.metrics import MEDIAN_STEP, MEMORY, MIB, OTHERS_CPU, SPEED
 from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import answer, settings_of
@@ -289,6 +290,34 @@ def test_speeds_are_not_compared_that_waiting_for_data_explains(
     assert r.why.code == ("fastest" if is_claimed else "tied")
     assert any("10 % of" in line and "96 % of" in line for line in told.details) is not is_claimed
     assert is_claimed or (r.setting is not None and r.setting.values == {axis: "fp32"}), "the simplest"
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "is_said"),
+    [(3.0, 0.03, True), (9.0, 0.9, True), (10.0, 0.1, False), (3.0, 30.0, False), (math.nan, math.nan, False)],
+)
+def test_a_few_steps_are_too_few_for_an_order(steps: float, seconds: float, is_said: bool):
+    timed = {"perf/timed_steps": steps, "perf/timed_s": seconds}
+    rows = one_axis("sharding", ("ddp", 100, 3970.0, 1.0), ("root", 100, 1000.0, 1.0), **timed)
+    details = answer(sweep(rows, axes=["sharding"])).details
+    assert ("too few for an order of speeds" in details[0]) is is_said
+    assert "3.97× the speed" in details[-1]
+    again = [replace(one, figures={**one.figures, **timed}) for row in (0, 3) for one in rounds(row, 1.0, 2.0, 3.0)]
+    assert of(sweep(again, axes=REPEATED)).caveats == [], "repeats show how sure that is"
+
+
+def test_settings_that_do_not_qualify_are_named_with_their_reasons():
+    failed = replace(
+        trial(2, ("root", "fp32", "failed", 0, 0, 0)),
+        reason=Reason.of(Code.error, rank=0, error="ValueError", text="no such thing: " + "x" * 200),
+    )
+    rows = [trial(0), trial(1, ("ddp", "bf16", "oom", 0, 0, 0)), failed]
+    (line, *_) = answer(sweep(rows)).details
+    assert line.startswith("No other setting qualifies: `precision=bf16` ran out of memory; `sharding=root` failed (")
+    assert "ValueError: no such thing" in line and len(line) < 200
+    many = [trial(n, (str(n), "fp32", "oom", 0, 0, 0)) for n in range(1, 6)]
+    (line, *_) = answer(sweep([trial(0), *many])).details
+    assert line == "No other setting qualifies: ran out of memory (5 of 6)."
 
 
 def test_an_interval_names_the_trials_that_it_is_from():
