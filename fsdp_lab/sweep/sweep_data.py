@@ -82,7 +82,8 @@ def sweep_in(folder: Path) -> tuple[data.SweepData, SweepStart, SweepConfig]:
     record = read_start(folder, "sweep")
     listed = read_trials(folder, record.num_trials, "sweep")
     if not record.multirun:
-        listed = [line | {"overrides": record.arguments, "folder": folder} for line in listed]
+        changes = listed[0] if listed else {"resumed": [], "changed": []}
+        listed = [changes | {"overrides": record.arguments, "folder": folder}]
     trials = [_trial_in(number, line, record.launched_in) for number, line in enumerate(listed)]
     if not trials:
         raise UserError(f"sweep={folder}: no trial has started there, so there is nothing to report.")
