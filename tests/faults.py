@@ -622,7 +622,7 @@ FAULTS = (
     Fault("notes of a trial are not said below its recommendation", "fsdp_lab/report/answer.py",
           "for note in (trial.notes if trial else ())", "for note in ()", "report/test_golden.py"),
     Fault("notes of a trial are not in results.csv", "fsdp_lab/sweep/outputs/results_csv.py",
-          '" ".join(state.notes)', '""', "report/test_golden.py"),
+          "state.trial.changed), *state.notes])", "state.trial.changed)])", "report/test_golden.py"),
     Fault("a task of a user's gets logits that are divided by the vocabulary", "fsdp_lab/training/build.py",
           'getattr(workload.task, "compile_loss", None) is not None', 'hasattr(workload.task, "compile_loss")', LEARNS),
     Fault("DDP looks for unused parameters in one step of a model that draws", "fsdp_lab/workloads/base.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def _line_of(folder: Path, trial: Trial) -> str:
 
 
 def read_trials(folder: Path, num_trials: int | None = None, key: str = "resume") -> list[dict[str, Any]]:
-    """Return the line of each trial, in order: its `overrides`, its `folder` as a path, `resumed` and `changed`.
+    """Return the line of each trial, in order, with its `folder` as a path.
 
     Args:
         num_trials: how many there are; None: not known.
@@ -49,8 +49,7 @@ def read_trials(folder: Path, num_trials: int | None = None, key: str = "resume"
     Raises:
         UserError: the file cannot be read, or lacks a trial, whose results would be lost.
     """
-    none: dict[str, Any] = {"resumed": [], "changed": []}
-    trials = [none | line | {"folder": folder / line["folder"]} for line in lines_of(folder)]
+    trials = [{**line, "folder": folder / line["folder"]} for line in lines_of(folder)]
     known = {line["folder"] for line in trials}
     unknown = num_trials is None and [path for path in folder.glob("*/trial.json") if path.parent not in known]
     if unknown or len(trials) < (num_trials or 0):
@@ -59,6 +58,11 @@ def read_trials(folder: Path, num_trials: int | None = None, key: str = "resume"
             "the file from a copy, or start a new sweep."
         )
     return trials
+
+
+def changes_of_resumes(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `Trial.resumed` and `Trial.changed`."""
+    return {key: line.get(key, []) for key in ("resumed", "changed")}
 
 
 def lines_of(folder: Path) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from fsdp_lab.config.compose import Trial, cell_trial
 from fsdp_lab.config.key_value_args import key_of, with_overrides
 from fsdp_lab.machine.hardware import num_gpus
 from fsdp_lab.record.sweep_json import SweepStart, read_start
-from fsdp_lab.record.trials_jsonl import read_trials
+from fsdp_lab.record.trials_jsonl import changes_of_resumes, lines_of, read_trials
 from fsdp_lab.sweep.grid import Cells, enumerate_grid, fixed_words, repeat_axis, swept_keys
 from fsdp_lab.sweep.names import preset_of
 from fsdp_lab.sweep.plan import plan_sweep
@@ -73,6 +73,7 @@ class Alone:
         if config.resume is not None:
             record = read_start(self.folder)
             words = [word for word in self.hydra.overrides.task if word not in record.arguments]
+            trial = replace(trial, overrides=record.arguments, **changes_of_resumes(next(lines_of(self.folder), {})))
             states, _ = resumed_states([trial], record, self.folder, config, settings_typed(words, [], self.folder))
             return Sweep(states, config, self.folder, [], record, resumed=True), notes
         record = SweepStart.of(sys.argv[1:], False, config)
@@ -156,8 +157,9 @@ class Multirun:
         typed = settings_typed(typed_now, swept, self.folder)
         trials = []
         for number, line in enumerate(lines):
-            trial = self._compose_with(with_overrides(line["resumed"], typed_now), line["overrides"], number)
-            trials.append(replace(trial, **{key: line[key] for key in ("folder", "resumed", "changed")}))
+            before = changes_of_resumes(line)["resumed"]
+            trial = self._compose_with(with_overrides(before, typed_now), line["overrides"], number)
+            trials.append(replace(trial, folder=line["folder"], **changes_of_resumes(line)))
         config = trials[0].config if trials else self.config
         states, later = resumed_states(trials, record, self.folder, config, typed)
         if search is not None:

@@ -17,7 +17,7 @@ from fsdp_lab.record.paths import storage
 from fsdp_lab.record.plain_loops import read_plain_loops
 from fsdp_lab.record.results_csv import read_run_ids
 from fsdp_lab.record.sweep_json import SweepStart, read_start
-from fsdp_lab.record.trials_jsonl import read_trials
+from fsdp_lab.record.trials_jsonl import changes_of_resumes, lines_of, read_trials
 from fsdp_lab.report import data
 from fsdp_lab.report.settings import CHANGED
 from fsdp_lab.sweep.grid import swept_keys, unescaped
@@ -80,10 +80,10 @@ def sweep_in(folder: Path) -> tuple[data.SweepData, SweepStart, SweepConfig]:
         UserError: no sweep was started there, or none of its trials has ended.
     """
     record = read_start(folder, "sweep")
-    listed = read_trials(folder, record.num_trials, "sweep")
-    if not record.multirun:
-        changes = listed[0] if listed else {"resumed": [], "changed": []}
-        listed = [changes | {"overrides": record.arguments, "folder": folder}]
+    if record.multirun:
+        listed = read_trials(folder, record.num_trials, "sweep")
+    else:
+        listed = [next(lines_of(folder), {}) | {"overrides": record.arguments, "folder": folder}]
     trials = [_trial_in(number, line, record.launched_in) for number, line in enumerate(listed)]
     if not trials:
         raise UserError(f"sweep={folder}: no trial has started there, so there is nothing to report.")
@@ -117,5 +117,4 @@ def _trial_in(number: int, line: Mapping[str, Any], launched_in: str) -> Trial:
     shared = config.cluster.storage_path
     if shared is not None and not is_address(shared) and Path(launched_in).is_dir():
         config = replace(config, cluster=replace(config.cluster, storage_path=str(Path(launched_in, shared))))
-    resumed = {key: line[key] for key in ("resumed", "changed")}
-    return Trial(number, config, saved_choices(hydra), line["overrides"], folder, {}, **resumed)
+    return Trial(number, config, saved_choices(hydra), line["overrides"], folder, {}, **changes_of_resumes(line))

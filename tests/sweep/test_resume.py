@@ -101,6 +101,7 @@ def test_a_resume_relabels_no_trial_that_has_a_result(folder: Path):
     assert [row["precision"] for row in SweepFolder(folder / "out").rows] == ["fp32", "fp32", "bf16", "bf16"]
     named = "precision=bf16 changed=optimizer.weight_decay=0.5, training.epochs=3: not compared: it was trained with"
     assert named in " ".join(done.stdout.split())
+    assert "Resumed with training.epochs=3." in SweepFolder(folder / "out").rows[2]["note"]
     assert "weight_decay=0.0" in (folder / "out" / "use_pytorch.py").read_text()
     forget(folder, 2)
     done = run_cli(folder, "resume=out")  # without what was typed: it is in the folder
@@ -138,6 +139,11 @@ def test_a_trial_alone_goes_on_too(tmp_path: Path):
     (run,) = store.parents
     assert run.info.status == "FINISHED" and store.trials == []
     assert [epoch for epoch, _ in store.history(run, "train/loss")] == [1, 2]
+    for words in (["training.epochs=3", "resume_anyway=true"], []):  # what was typed is in the folder
+        forget(tmp_path, 0)
+        done = run_cli(tmp_path, "resume=last", *words)
+        assert done.returncode == 0, output_of(done)
+        assert SweepFolder(tmp_path / "out").trials[0].epochs[-1]["epoch"] == 3
 
 
 @pytest.mark.ci

@@ -51,7 +51,7 @@ def rows_of(sweep: Sweep, run_id: Callable[[int], str]) -> Iterator[dict[str, An
             "trial": number,
             "status": TrialStatus.waiting if waits else state.status,
             "plain_loop": "differs" if number in plain.different else "agrees" if number in plain.agreeing else "",
-            "note": " ".join(state.notes),
+            "note": " ".join([*(f"Resumed with {word}." for word in state.trial.changed), *state.notes]),
             "pareto": "yes" if number in front else "",
             "seconds": None if state.seconds is None else round(state.seconds, 2),
             "error": reason_text(state.reason),
