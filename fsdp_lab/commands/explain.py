@@ -13,7 +13,7 @@ from yaml import MarkedYAMLError
 from fsdp_lab.config import NightlyConfig, UserError, flatten
 from fsdp_lab.config.conf import options_of
 from fsdp_lab.config.key import keys_of
-from fsdp_lab.config.options import valid_keys
+from fsdp_lab.config.options import split_config_dir, valid_keys
 from fsdp_lab.config.suggest import did_you_mean
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
@@ -89,8 +89,9 @@ def explain(error: BaseException, folder_key: str = "hydra.run.dir (hydra.sweep.
 
 
 def _missing_option(error: MissingConfigException) -> str:
-    group, _, option = (error.missing_cfg_file or "").rpartition("/")
-    options = list(error.options or options_of(group))
+    missing = error.missing_cfg_file or ""
+    group, _, option = missing.rpartition("/") if missing.startswith("hydra/") else missing.partition("/")
+    options = options_of(group, split_config_dir(sys.argv[1:])[0]) or list(error.options or ())
     if not options:
         return one_line(str(error))
     choose = f"{did_you_mean(option, options)}Choose one of: {', '.join(options)}"
@@ -109,6 +110,11 @@ def _composition(error: BaseException) -> str:
             f"the preset sets {match[1]} inside its own group: start it with `# @package _global_`, and write "
             f"`override /{match[1]}: ...` in its defaults."
         )
+    if match := re.search(r"In 'experiment/([^']+)': .* Key 'experiment' not in", text):
+        return f"experiment={match[1]}: the preset sets keys inside its own group; start it with `# @package _global_`."
+    if match := re.search(r"In 'experiment/([^']+)': .*'ListConfig' to string: '\[(.*)\]' full_key: (\S+)", text):
+        values = match[2].replace("'", "").replace(", ", ",")
+        return f"experiment={match[1]}: {match[3]} is a list, and an axis is text; write {values} without brackets."
     if match := re.search(r"Could not override '([^']+)'", text):
         key = match[1]
         if "No match in the defaults list" in text:

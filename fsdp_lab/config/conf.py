@@ -56,8 +56,11 @@ def _is_path(name: str) -> bool:
     return "/" in name or name.endswith((".yaml", ".yml"))
 
 
-def options_of(group: str) -> list[str]:
-    return sorted(f.stem for f in (conf_dir() / group).glob("*.yaml"))
+def options_of(group: str, config_dir: str | None = None) -> list[str]:
+    """Return the names of a group's options, with those of a user's folder; one in a subfolder is `team/small`."""
+    folders = (folder / group for folder in (conf_dir(), Path(config_dir or conf_dir())))
+    files = {file.relative_to(folder).with_suffix("") for folder in folders for file in folder.rglob("*.yaml")}
+    return sorted(map(str, files))
 
 
 def groups() -> list[str]:

@@ -96,6 +96,9 @@ def _spelt(override: Override, config_dir: str | None) -> str:
     key, line = override.key_or_group, override.input_line or ""
     if key in _REFUSED:
         raise ConfigError(f"{line} cannot be set: {_REFUSED[key]}.")
+    group, _, below = key.partition("/")
+    if below and group in groups():
+        raise ConfigError(f"{line}: an option in a folder is named by its path: {group}={below}/{override.value()}.")
     is_group = key in groups()
     if is_group and override.package not in (None, key):
         raise ConfigError(f"{line}: an option of {key} has its own place; leave out @{override.package}.")
@@ -137,8 +140,7 @@ def _options(override: Override, typed: str, config_dir: str | None) -> list[str
     if isinstance(given, ChoiceSweep):
         values = list(override.sweep_iterator())
     elif isinstance(given, Glob):
-        mine = Path(config_dir, group).glob("*.yaml") if config_dir is not None else ()
-        values = given.filter(sorted({*options_of(group), *(file.stem for file in mine)}))
+        values = given.filter(options_of(group, config_dir))
     else:
         values = [given]
     if group == _PRESET and values == [None]:
@@ -212,7 +214,7 @@ def search_path(config_dir: str | None) -> list[str]:
         if mine.is_file() and mine.read_bytes() != ours.read_bytes():
             raise ConfigError(f"{mine} has the name of one of fsdp_lab's own files, which would be used; rename it.")
     for group in groups():
-        for mine in (folder / group).glob("*.[yY]*"):
+        for mine in (folder / group).rglob("*.[yY]*"):
             if mine.suffix != ".yaml":
                 raise ConfigError(f"{mine} would be ignored: options end in .yaml; rename it to {mine.stem}.yaml.")
     quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")

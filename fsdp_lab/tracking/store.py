@@ -91,11 +91,11 @@ def open_store(tracking: TrackingConfig, on_note: Callable[[str], None] | None =
             check_place(tracking, location)
             if (folder := _local_folder(location)) is not None:
                 _check_artifacts(tracking, folder)
-                if tracking.uri.startswith("http"):
+                if not uri.startswith("sqlite") and folder != artifacts:
                     on_note(
                         f"tracking.experiment={tracking.experiment} of tracking.uri={tracking.uri} keeps its artifacts "
-                        f"in {folder}: they are written to this machine's disk, not to the server's. Unless both share "
-                        "it, start the server with --artifacts-destination, and use another tracking.experiment"
+                        f"in {folder}: they are written to this machine's disk. Unless all who use the store share it, "
+                        "serve it by mlflow server --artifacts-destination, and use another tracking.experiment"
                     )
             return client, experiment_id
 

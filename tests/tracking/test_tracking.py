@@ -298,7 +298,8 @@ def test_two_users_open_a_store(store: TrackingConfig) -> None:
         ("http://host:5000", "{}/1", 1),
         ("http://host:5000", "mlflow-artifacts:/1", 0),
         ("http://host:5000", "s3://bucket/1", 0),
-        ("postgresql:///lab", "file://{}/1", 0),
+        ("postgresql:///lab", "file://{}/1", 1),
+        ("postgresql:///lab", "file://{}/../outputs/mlartifacts", 0),
     ],
 )
 def test_artifacts_of_a_server_that_go_to_this_disk_are_named(
@@ -306,7 +307,9 @@ def test_artifacts_of_a_server_that_go_to_this_disk_are_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     found = SimpleNamespace(
-        experiment_id="1", lifecycle_stage="active", artifact_location=location.format(tmp_path / "there")
+        experiment_id="1",
+        lifecycle_stage="active",
+        artifact_location=location.format(tmp_path / "there").replace("there/../", ""),
     )
     client = SimpleNamespace(get_experiment_by_name=lambda name: found, get_experiment=lambda number: found)
     monkeypatch.setattr("mlflow.MlflowClient", lambda tracking_uri: client)

@@ -42,7 +42,7 @@ def _find_folder(named: str, key: str) -> Path:
             f"{key}=last: no sweep was started from this folder, or {_LAST} is damaged, or the sweep was moved; "
             "give the sweep's own folder."
         )
-    if not named or not Path(named).is_dir():
+    if not named or not os.path.isdir(named):  # `Path.is_dir` raises for one that this user may not reach
         raise UserError(f"{key}={named} is not a folder; give the sweep's folder, or {key}=last.")
     return Path(named).absolute()
 
