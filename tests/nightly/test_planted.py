@@ -264,6 +264,7 @@ def test_a_webhook_that_is_down_is_a_note_and_changes_no_verdict(
         assert "t0psecret" not in refused.stderr
 
 
+@pytest.mark.documents("python -m fsdp_lab.nightly --judge")
 def test_a_verdict_that_the_disk_does_not_take_is_posted_and_judged_again(
     nights: PlantedNights, monkeypatch: pytest.MonkeyPatch
 ):
