@@ -20,7 +20,7 @@ test: $(VENV)/.installed    ## the tests that guard every value of every axis, i
 	$(PY) -m ruff format --check .
 	$(PYTEST) -m "not (ci or full or cluster or ui or gpu)" $(ARGS)
 
-ci:                         ## what CI runs: make test, lint, docs, kills, damage, clusters; half an hour
+ci:                         ## what CI runs: make test, lint, docs, kills, damage, clusters; 35 minutes
 	.ci/run
 
 # The last part of `make ci`.
