@@ -76,6 +76,12 @@ CELL = "sweep/test_grid.py::test_a_cell_is_what_hydra_composes"
 DRAWN = "sweep/test_search.py::test_values_are_composed_when_they_are_drawn_and_checked_before"
 VICTIMS = "sweep/test_runner.py::test_only_the_victim_of_memory_kills_ends_and_the_others_resume"
 OF_KERNEL = "engine/test_outcome.py::test_a_kill_by_the_kernel_counts_for_a_rank_on_its_node"
+RATES = "training/test_optimizer.py::test_learning_rates_by_hand"
+OVERFLOWS = "training/test_optimizer.py::test_overflow_skips_steps_and_lowers_the_scale"
+DRAWS = "workloads/test_user.py::test_what_a_data_set_draws_is_the_same_anywhere_and_resumed"
+DAMAGE = "training/test_checkpoint_files.py::test_each_kind_of_damage_is_named"
+EQUAL_MICROBATCHES = "forecast/test_answer.py::test_speeds_are_compared_of_equal_microbatches"
+LARGEST = "forecast/test_memory.py::test_the_largest_microbatch_fits_and_the_next_does_not"
 FAULTS = (
     # suggestions
     Fault("another trainer's name of an option is compared letter by letter", "fsdp_lab/config/suggest.py",
@@ -642,6 +648,18 @@ FAULTS = (
     Fault("a GPU's peak is that of an evaluation", "fsdp_lab/training/memory.py",
           "            torch.cuda.reset_peak_memory_stats(self.ranks.device)", "            pass",
           "training/test_memory.py::test_a_gpus_memory_is_that_of_steps_that_are_not_followed"),
+    Fault("a warm-up begins with a rate of zero", "fsdp_lab/training/optimizer.py",
+          "return (step + 1) / config.warmup_steps", "return step / config.warmup_steps", RATES),
+    Fault("a cosine does not reach its end", "fsdp_lab/training/optimizer.py",
+          "max(1, total_steps - config.warmup_steps)", "max(1, total_steps)", RATES),
+    Fault("a rate falls by gamma in each epoch, whatever step_epochs", "fsdp_lab/training/optimizer.py",
+          "(steps_per_epoch * config.step_epochs)", "steps_per_epoch", RATES),
+    Fault("an overflow leaves the loss scale as it is", "fsdp_lab/training/loop.py",
+          "    state.scaler.update()\n", "    state.scaler.update(state.loss_scale)\n", OVERFLOWS),
+    Fault("a skipped step moves the learning rate", "fsdp_lab/training/loop.py",
+          "        state.lr_schedule.step()", "        pass\n    state.lr_schedule.step()", OVERFLOWS),
+    Fault("a loss scale that is too low stays so", "fsdp_lab/training/optimizer.py",
+          "        growth_interval=precision.growth_interval,\n", "", OVERFLOWS),
     # checkpoints and exported models
     Fault("a resume starts its epoch again", "fsdp_lab/training/checkpoint.py",
           'position["epoch"], position["step"], position["epoch_step"]', 'position["epoch"], position["step"], 0',
@@ -684,6 +702,32 @@ FAULTS = (
     Fault("some errors of one rank leave the others waiting", "fsdp_lab/training/distributed.py",
           "except Exception as error:  # noqa: BLE001 (it is raised below)", "except (OSError, ValueError) as error:",
           "training/test_loop.py::test_every_kind_of_error_is_raised_on_every_rank"),
+    Fault("a damaged checkpoint counts as one that is kept", "fsdp_lab/training/checkpoint_place.py",
+          "[checkpoint for checkpoint in every if checkpoint.damage is None]", "every",
+          "training/test_checkpoint_files.py::test_a_damaged_one_stays_until_a_newer_one_is_whole"),
+    Fault("a checkpoint that lacks a file is loaded", "fsdp_lab/training/checkpoint_place.py",
+          "if actual is None:", "if False:", DAMAGE),
+    Fault("a checkpoint with a file that was cut is loaded", "fsdp_lab/training/checkpoint_place.py",
+          "if actual != size:", "if False:", DAMAGE),
+    Fault("a damaged checkpoint ends a trial's history", "fsdp_lab/training/checkpoint_place.py",
+          '            damaged.append(f"{checkpoint.name}: {checkpoint.damage}")',
+          '            return None, [f"{checkpoint.name}: {checkpoint.damage}"]', DAMAGE),
+    Fault("a checkpoint is named before its files are on the disk", "fsdp_lab/training/checkpoint_place.py",
+          "            sync(Path(making))  #", "            pass  #",
+          "training/test_checkpoint_files.py::test_older_checkpoints_go_when_the_new_one_is_on_the_disk"),
+    Fault("of equal microbatches none are compared", "fsdp_lab/forecast/scaling.py",
+          "equal or of_one_batch]", "of_one_batch or equal]", EQUAL_MICROBATCHES),
+    Fault("unequal microbatches are compared as equal ones", "fsdp_lab/forecast/scaling.py",
+          "one.best.microbatch if microbatch and one.best else 0", "0", EQUAL_MICROBATCHES),
+    Fault("numbers of workers with equal microbatches are parted by their batch", "fsdp_lab/forecast/scaling.py",
+          "left = {WORKERS, BATCH} if microbatch else {WORKERS}", "left = {WORKERS}", EQUAL_MICROBATCHES),
+    Fault("unequal steps are compared without the size of their batch", "fsdp_lab/forecast/scaling.py",
+          "left = {WORKERS} if unequal else {WORKERS, BATCH}", "left = {WORKERS, BATCH}", EQUAL_MICROBATCHES),
+    Fault("a batch in parts of a size is named where several were varied", "fsdp_lab/forecast/scaling.py",
+          "left = {WORKERS} if unequal else {WORKERS, BATCH}", "left = {WORKERS}", EQUAL_MICROBATCHES),
+    Fault("steps of unequal microbatches are said to be equal", "fsdp_lab/report/templates/forecast_words.j2",
+          "{%- if s.microbatches | length > 1 %}", "{%- if false %}",
+          "forecast/test_answer.py::test_forecasts_answer_as_they_did"),
     # forecasts
     Fault("every rank is forecast as the first", "fsdp_lab/forecast/forecast.py",
           "fake_world(num_workers, device, rank) as ranks", "fake_world(num_workers, device, 0) as ranks", HOLDS),

@@ -201,6 +201,34 @@ def test_the_number_from_which_more_workers_do_not_pay(totals: Sequence[float], 
 
 
 @pytest.mark.parametrize(
+    ("cells", "compared"),
+    [
+        # of each worker 8 samples, whatever the batch; 16 and 4 at once have no other number of workers
+        (((8, 64), (16, 64), (8, 128), (16, 128)), [((8, 16), [8], {})]),
+        (((8, 64), (16, 128), (8, 128), (16, 256)), [((8, 16), [8], {}), ((8, 16), [16], {})]),
+        # none is equal, so steps of one batch are compared, though they are unequal
+        (((8, 64), (16, 64)), [((8, 16), [8, 4], {"training.global_batch_size": "64"})]),
+        (
+            ((8, 64), (16, 64), (8, 192), (16, 192)),
+            [
+                ((8, 16), sizes, {"training.global_batch_size": batch})
+                for sizes, batch in (([8, 4], "64"), ([24, 12], "192"))
+            ],
+        ),
+        (((8, 64), (16, 192)), []),
+    ],
+)
+def test_speeds_are_compared_of_equal_microbatches(cells: Sequence[tuple[int, int]], compared: list[object]):
+    """Numbers of workers and batch sizes -> those that are compared, their microbatches, and what else they share."""
+    rows = [replace(fast(row((str(n), str(size)), 9), 1.0, n, samples=size), microbatch=size // n) for n, size in cells]
+    made = series_of(answers(rows, ["cluster.num_workers", "training.global_batch_size"], 0.03), 0.03)
+    found = [
+        (tuple(row.forecast.num_workers for row in series.rows), series.microbatches, series.others) for series in made
+    ]
+    assert found == compared
+
+
+@pytest.mark.parametrize(
     ("words", "workers", "shares", "replicas"),
     [
         ("sharding=per_block", 16, {"compute": 0.42, "scatter": 0.35, "gather": 0.2}, 2),  # together most of it
