@@ -145,6 +145,11 @@ def test_equal_settings_run_once_and_invalid_ones_not_at_all(plan, name: str):
     assert bool(made.notes()) == (len(made.folded) + sum(map(len, made.left_out.values())) > 0)
 
 
+def test_equal_settings_name_the_trial_that_runs(plan):
+    made = plan("sharding=per_block,ddp", "reshard_after_forward=always,never")
+    assert made.folded == [("sharding=ddp reshard_after_forward=never", 2)]
+
+
 PRESETS = sorted(file.stem for file in (conf_dir() / "experiment").glob("*.yaml"))
 KEYS = (  # of cells that share their options, so that one may have left a key to the next
     ("training.epochs=3", "model.table={a:{b:1}}", "optimizer.lr=${training.epochs}", "repeat=1"),

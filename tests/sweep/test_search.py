@@ -169,8 +169,8 @@ def test_an_interval_that_cannot_be_drawn_from_is_refused(parser, word: str, say
 
 
 def test_a_resumed_search_repeats_none_and_makes_up_the_number(parser):
-    """Of eight trials five are known, of which three have ended."""
-    first, resumed = (searching(parser, trial_by_hand, "random", "training.seed=0,1,2", LR, trials=8) for _ in "12")
+    """Of eight trials, of nine settings, five are known, of which three have ended."""
+    first, resumed = (searching(parser, trial_by_hand, "random", "training.seed=range(9)", trials=8) for _ in "12")
     known = list(itertools.islice(iter(first.next, None), 5))
     ended, waits = TrialStatus.finished, TrialStatus.waiting
     resumed.resume([(trial, ended if n < 3 else waits, {"val/loss": 2.0}) for n, trial in enumerate(known)])
