@@ -154,6 +154,10 @@ def test_objectives_decide_in_their_order():
     both = of(sweep(rows, objectives=[("val/loss", "min"), (SPEED, "max")]))
     # by hand: the least loss at 1000 samples/s, then 1.010 at 1980; the rest are beaten
     assert [s.name for s in both.front] == ["sharding=ddp precision=fp32", "sharding=root precision=bf16"]
+    for order, expected in ((1, ("ddp", "fp32")), (-1, ("root", "bf16"))):
+        objectives = [("val/loss", "min"), (SPEED, "max")][::order]
+        best = chosen(sweep(rows, objectives=objectives, loss_tolerance=0.0, speed_tolerance=0.0))
+        assert tuple(best.values()) == expected, objectives
     assert of(sweep([trial(0)], objectives=[("val/absent", "min")])).setting is None
 
 
