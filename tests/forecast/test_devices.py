@@ -274,6 +274,9 @@ def test_finished_trials_correct_forecasts_of_the_same_figures(tmp_path: Path):
     assert corrected.factors.compute == pytest.approx(2) and corrected.factors.settings == 5
     other = on_network(sheet, 1.0)
     assert devices.refined(other, asked.config, 2) == replace(corrected, network_bandwidth=1e9 / 8, network_known=True)
+    parts = Parts(1.0, 0.0, 0.0, 0.0)  # bound by compute, as in any model
+    bound = Observation("6", parts, 2.0, version("torch"), digest(sheet), "another group", 0.0)
+    record_observation(sheet.name, "6", bound)
     other = replace(sheet, launch_s=1.0)
     assert devices.refined(other, asked.config, 2) == other, "other figures start afresh"
 
