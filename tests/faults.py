@@ -78,7 +78,9 @@ VICTIMS = "sweep/test_runner.py::test_only_the_victim_of_memory_kills_ends_and_t
 OF_KERNEL = "engine/test_outcome.py::test_a_kill_by_the_kernel_counts_for_a_rank_on_its_node"
 RATES = "training/test_optimizer.py::test_learning_rates_by_hand"
 OVERFLOWS = "training/test_optimizer.py::test_overflow_skips_steps_and_lowers_the_scale"
+DRAWN_ANEW = "training/test_start.py::test_an_item_draws_anew_in_each_epoch"
 DRAWS = "workloads/test_user.py::test_what_a_data_set_draws_is_the_same_anywhere_and_resumed"
+BEST_AND_LAST = f"{CHECKPOINT}::test_the_best_and_the_last_two_are_kept_and_nothing_else"
 DAMAGE = "training/test_checkpoint_files.py::test_each_kind_of_damage_is_named"
 EQUAL_MICROBATCHES = "forecast/test_answer.py::test_speeds_are_compared_of_equal_microbatches"
 SAME_SEED = "sweep/test_search.py::test_the_same_seed_gives_the_same_trials_in_the_same_order"
@@ -688,6 +690,14 @@ FAULTS = (
           "        state.lr_schedule.step()", "        pass\n    state.lr_schedule.step()", OVERFLOWS),
     Fault("a loss scale that is too low stays so", "fsdp_lab/training/optimizer.py",
           "        growth_interval=precision.growth_interval,\n", "", OVERFLOWS),
+    Fault("a data set draws other random numbers in a loader process", "fsdp_lab/training/data.py",
+          "        seed_all(seed)\n", "", DRAWS),
+    Fault("each loader process draws random numbers of its own", "fsdp_lab/training/data.py",
+          "seed_all(seed)\n", "seed_all(seed + getattr(torch.utils.data.get_worker_info(), \"id\", 0))\n", DRAWS),
+    Fault("a data set draws the same random numbers in every epoch", "fsdp_lab/training/data.py",
+          "epoch = self.order.epoch if", "epoch = 0 if", DRAWN_ANEW),
+    Fault("training.seed does not change what a data set draws", "fsdp_lab/training/data.py",
+          'f"{self.seed}/{epoch}"', 'f"0/{epoch}"', DRAWN_ANEW),
     Fault("validation images are in the training split", "fsdp_lab/workloads/vision/digits.py",
           'order[:cut] if split == "train"', 'order if split == "train"', DIGITS),
     Fault("pixels of digits are cut, not rounded", "fsdp_lab/workloads/vision/digits.py",
@@ -753,6 +763,12 @@ FAULTS = (
     Fault("a name in two files has the weights of the last", "fsdp_lab/workloads/hf/weights.py",
           "if again := sorted(place.keys() & head.keys()):", "if again := []:",
           "workloads/test_hf_weights.py::test_damaged_and_missing_files_and_pickles_are_refused"),
+    Fault("pretrained weights are rounded", "fsdp_lab/workloads/hf/weights.py",
+          "storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)\n",
+          "storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)\n"
+          "        for one in wanted.values():\n"
+          "            one.copy_(one.bfloat16())\n",
+          "workloads/test_hf_weights.py::test_ranks_read_what_transformers_wrote_to_the_bit", MAKE_CI),
     Fault("a metric that only another rank has is left out", "fsdp_lab/training/loop.py",
           "sorted({name for names in gather([*totals]) for name in names})", "sorted(totals)",
           "training/test_loop.py::test_ranks_may_have_other_metrics_and_none_that_counts"),
@@ -798,6 +814,12 @@ FAULTS = (
     Fault("some errors of one rank leave the others waiting", "fsdp_lab/training/distributed.py",
           "except Exception as error:  # noqa: BLE001 (it is raised below)", "except (OSError, ValueError) as error:",
           "training/test_loop.py::test_every_kind_of_error_is_raised_on_every_rank"),
+    Fault("the best checkpoint is removed", "fsdp_lab/training/checkpoint_place.py",
+          "*([_best(whole)] if keep_best and whole else [])", "", BEST_AND_LAST),
+    Fault("one checkpoint is kept, whatever keep_last", "fsdp_lab/training/checkpoint_place.py",
+          "*whole[:keep_last]", "*whole[:1]", BEST_AND_LAST),
+    Fault("checkpoints are never removed", "fsdp_lab/training/checkpoint_place.py",
+          "if each not in keep and each.name < newest", "if False", BEST_AND_LAST),
     Fault("a damaged checkpoint counts as one that is kept", "fsdp_lab/training/checkpoint_place.py",
           "[checkpoint for checkpoint in every if checkpoint.damage is None]", "every",
           "training/test_checkpoint_files.py::test_a_damaged_one_stays_until_a_newer_one_is_whole"),
@@ -805,6 +827,9 @@ FAULTS = (
           "if actual is None:", "if False:", DAMAGE),
     Fault("a checkpoint with a file that was cut is loaded", "fsdp_lab/training/checkpoint_place.py",
           "if actual != size:", "if False:", DAMAGE),
+    Fault("a damaged checkpoint is skipped in silence", "fsdp_lab/training/checkpoint.py",
+          "for each in damaged]", "for each in ()]",
+          f"{CHECKPOINT}::test_a_damaged_checkpoint_is_skipped_for_the_one_before"),
     Fault("a damaged checkpoint ends a trial's history", "fsdp_lab/training/checkpoint_place.py",
           '            damaged.append(f"{checkpoint.name}: {checkpoint.damage}")',
           '            return None, [f"{checkpoint.name}: {checkpoint.damage}"]', DAMAGE),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdp_lab.config import UserError
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.training import distributed
-from fsdp_lab.training.data import TrainOrder, val_order
+from fsdp_lab.training.data import SeededOrder, TrainOrder, val_order
 from fsdp_lab.training.distributed import ParallelDims
 from tests import forked
 from tests.conftest import ROOT
@@ -99,6 +99,22 @@ def test_a_step_sees_the_same_images_on_any_number_of_workers(world_size: int, a
             steps[i // accumulate] += microbatch
     images = torch.randperm(100, generator=torch.Generator().manual_seed(3 * 1_000_003 + 2)).tolist()
     assert [sorted(step) for step in steps] == [sorted(images[i * 24 : (i + 1) * 24]) for i in range(4)]
+
+
+def test_an_item_draws_anew_in_each_epoch() -> None:
+    """And with each seed: also an item that is a batch of its own, in every epoch. On two workers it draws the same."""
+    drawn = []
+    for epoch, world_size, seed in ((0, 1, 3), (0, 2, 3), (1, 1, 3), (0, 1, 4)):
+        seeds: dict[int, int] = {}
+        for rank in range(world_size):
+            training = TrainingConfig(global_batch_size=2, grad_accum_steps=2 // world_size)
+            order = TrainOrder(4, training, ParallelDims(dp_shard=world_size, rank=rank))
+            order.go_to(epoch, 0)
+            seeds |= {int(item): own for own, item in SeededOrder(order, seed)}
+        drawn.append(seeds)
+    first, by_two, later, of_another_seed = drawn
+    assert first == by_two and len({*first.values()}) == 4
+    assert not {*first.values()} & {*later.values(), *of_another_seed.values()}
 
 
 def test_a_batch_larger_than_the_data_is_reported() -> None:

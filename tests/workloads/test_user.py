@@ -350,10 +350,12 @@ def test_flops_are_those_of_the_products_of_a_step_or_given(model: str, counted:
 def test_what_a_data_set_draws_is_the_same_anywhere_and_resumed(tmp_path: Path) -> None:
     """Eight steps of two epochs, and the same with a stop after the third."""
     words = [*NET.split(), f"data._target_={HERE}.data.Augmented", LOSS, "training.epochs=2", "checkpoint.mode=sync"]
-    cases = [[*words, *more] for more in ([], ["data.loader_workers=1"], ["training.seed=1"])]
-    here, there, other = run_ranks(1, train_all, cases)[0]
-    assert len(here[0]) == 8 and len(set(here[0])) == 8
-    assert here[0] == there[0] != other[0] and here[1][-1]["val/loss"] == there[1][-1]["val/loss"]
+    processes = [f"data.loader_workers={count}" for count in (1, 2)]
+    cases = [[*words, *more] for more in ([], *([each] for each in processes), ["training.seed=1"])]
+    here, *there, other = run_ranks(1, train_all, cases)[0]
+    assert len(here[0]) == 8 and len(set(here[0])) == 8 and here[0] != other[0]
+    for each, (losses, metrics) in zip(processes, there, strict=True):
+        assert losses == here[0] and metrics[-1]["val/loss"] == here[1][-1]["val/loss"], each
     (before, _), (after, metrics) = run_ranks(1, train_all, [[*words, "training.max_steps=3"], words], str(tmp_path))[0]
     assert before + after == here[0]
     assert metrics[-1]["val/loss"] == here[1][-1]["val/loss"]
