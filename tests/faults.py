@@ -94,6 +94,7 @@ OBJECTIVES = "report/test_recommend.py::test_objectives_decide_in_their_order"
 NO_HTML = "report/test_page.py::test_the_page_needs_no_network_and_its_texts_are_no_html"
 WORSE = f"{GATE}::test_exactly_what_got_worse_is_named"
 UNFINISHED = f"{GATE}::test_a_setting_that_no_longer_finishes_is_a_regression"
+WEBHOOK_DOWN = "nightly/test_planted.py::test_a_webhook_that_is_down_is_a_note_and_changes_no_verdict"
 V2_LIMITS = "test_machine.py::test_limits_of_version_2_hold_in_the_groups_below"
 GROUP_LIMITS = "test_machine.py::test_cores_and_memory_are_those_of_the_control_group"
 VERDICTS = "forecast/test_choice.py::test_what_is_tight_fits_without_what_the_allocator_caches"
@@ -107,10 +108,16 @@ IN_PARTS = "workloads/test_language.py::test_a_loss_in_parts_counts_the_labels_o
 BYT5 = "workloads/test_seq2seq.py::test_bytes_are_those_of_transformers"
 FOREIGN_CODE = "workloads/test_transformers.py::test_code_that_comes_with_a_model_is_not_run"
 OTHER_WEIGHTS = "workloads/test_hf_weights.py::test_weights_of_another_size_are_refused"
+FREE_FOLDER = "sweep/test_names.py::test_a_folder_that_was_typed_is_free_or_refused"
+AS_TYPED = "sweep/test_trust.py::test_a_variable_in_a_users_own_key_is_kept_as_typed"
+RESULTS = "report/test_golden.py::test_the_table_of_trials_is_what_it_was"
+MLFLOWS = "config/test_words.py::test_mlflows_variables_are_words_unless_others_are_typed"
+RUNS = f"{TRACKING}::test_a_later_start_finds_the_runs_and_sends_what_they_lack"
 AT_WIDTH = "sweep/test_terminal.py::test_the_table_at_this_width"
 CORRECTS = "forecast/test_devices.py::test_finished_trials_correct_forecasts_of_the_same_figures"
 SEGMENTS = "forecast/test_fake.py::test_segments_grow_where_the_environment_says_so"
 SCRATCH = "engine/test_outcome.py::test_what_a_killed_rank_has_left_goes_when_the_next_begins"
+RESUMES = "sweep/test_resume.py::test_exactly_what_has_no_result_goes_on_into_the_same_runs"
 TOKEN = "engine/test_ray.py::test_nobody_runs_a_task_on_a_local_ray_without_its_token"
 FAULTS = (
     # suggestions
@@ -1248,10 +1255,60 @@ FAULTS = (
     Fault("a link in the place of a lock is written through", "fsdp_lab/storage/locks.py",
           "FileLock(path, timeout=limit_s,", "FileLock(path.resolve(), timeout=limit_s,",
           "test_files.py::test_a_link_in_the_place_of_a_lock_is_not_written_through"),
+    Fault("a new sweep overwrites results in its folder", "fsdp_lab/sweep/store/folder.py",
+          "                _check_free(folder, key)\n", "", FREE_FOLDER),
+    Fault("a folder in which trials have ended is free before results.csv", "fsdp_lab/sweep/store/folder.py",
+          "and not any(folder.glob(pattern)):", "and True:", FREE_FOLDER),
+    Fault("the value of a variable is in a trial's files", "fsdp_lab/record/hydra_folder.py",
+          "with_typed(to_dict(trial.config), variables_in(own))", "to_dict(trial.config)", AS_TYPED),
+    Fault("the value of a variable is a parameter in MLflow", "fsdp_lab/tracking/tags.py",
+          "    own |= {key: value for key, value in (typed or {}).items() if key in own}\n", "", AS_TYPED),
+    Fault("others may read the command line of a sweep", "fsdp_lab/record/sweep_json.py",
+          "            making.touch(0o600)  #", "            making.touch(0o644)  #", AS_TYPED),
+    Fault("others may read a trial's folder", "fsdp_lab/record/hydra_folder.py",
+          "trial.folder.mkdir(0o700, parents=True, exist_ok=True)",
+          "trial.folder.mkdir(0o755, parents=True, exist_ok=True)\n    trial.folder.chmod(0o755)", AS_TYPED),
+    Fault("a password of a query is taken", "fsdp_lab/config/address.py",
+          "or any(map(_SECRET.fullmatch, names))", "",
+          "sweep/test_trust.py::test_an_address_with_credentials_is_refused"),
+    Fault("a message repeats the password that it refuses", "fsdp_lab/config/address.py",
+          'f"{key}: its address has a user, a password', 'f"{key}={text}: its address has a user, a password',
+          "sweep/test_trust.py::test_no_program_shows_a_typed_password"),
+    Fault("a password that comes by a variable is taken", "fsdp_lab/config/compose.py",
+          "        check_credentials(key, str(value))\n", "        pass\n",
+          "sweep/test_trust.py::test_credentials_that_come_by_a_variable_are_refused"),
+    Fault("a trial that waits for its workers is said to start in results.csv", "fsdp_lab/sweep/outputs/results_csv.py",
+          "TrialStatus.waiting if waits else state.status", "state.status", RESULTS),
+    Fault("why a trial failed is not in results.csv", "fsdp_lab/sweep/outputs/results_csv.py",
+          '"error": reason_text(state.reason)', '"error": ""', RESULTS),
+    Fault("the run of a trial is not in results.csv", "fsdp_lab/sweep/outputs/results_csv.py",
+          '"run_id": run_id(number)', '"run_id": ""', RESULTS),
+    Fault("results.csv lacks the last trial", "fsdp_lab/record/results_csv.py",
+          "table.writerows(rows)", "table.writerows(rows[:-1])", RESULTS),
+    Fault("results.csv has no column of what was swept", "fsdp_lab/record/results_csv.py",
+          '["trial", "status", *axes, *measured,', '["trial", "status", *measured,', RESULTS),
+    Fault("MLflow's variable goes before a store that was typed", "fsdp_lab/config/key_value_args.py",
+          "if os.environ.get(name) and key not in typed}", "if os.environ.get(name)}", MLFLOWS),
+    Fault("a resume uses the store of another shell", "fsdp_lab/config/key_value_args.py",
+          'if any(word.lstrip("+").startswith("resume=") for word in words):', "if False:", MLFLOWS),
+    Fault("a resume begins its trials anew", "fsdp_lab/sweep/store/resume.py",
+          "        state.resuming = True\n", "", RESUMES),
     Fault("two trials share a folder", "fsdp_lab/sweep/store/folder.py",
           "(other := owners.setdefault(_key(place), number)) != number", "(other := number) != number",
           "sweep/test_names.py::test_trials_that_share_or_leave_the_folder_are_refused"),
     # MLflow
+    Fault("a resume makes new runs", "fsdp_lab/tracking/projection.py",
+          "        if resumed:\n", "        if False:\n", RUNS),
+    Fault("a resume sends the epochs that a run has", "fsdp_lab/tracking/projection.py",
+          "self._try(\"metrics\", stored, writes.steps_of, client, run_id) or set()", "set()", RUNS),
+    Fault("a run ends when it was sent, not when its trial ended", "fsdp_lab/tracking/projection.py",
+          "stored.ended = wanted.ended or int(time.time() * 1000)", "stored.ended = int(time.time() * 1000)", RUNS),
+    Fault("a run that lacks something counts as complete", "fsdp_lab/tracking/projection.py",
+          "                stored.refused = True\n", "                pass\n",
+          f"{TRACKING}::test_what_is_refused_is_reported_once_and_the_rest_goes_on"),
+    Fault("what a store refuses ends its thread", "fsdp_lab/tracking/projection.py",
+          "except Exception as error:  # noqa: BLE001 (what one run", "except OSError as error:  #",
+          f"{TRACKING}::test_what_is_refused_is_reported_once_and_the_rest_goes_on"),
     Fault("an epoch is sent twice", "fsdp_lab/tracking/projection.py",
           "            if step not in stored.steps:", "            if step is not None:", TRACKING),
     Fault("a write that got through makes a second run", "fsdp_lab/tracking/projection.py",
@@ -1360,6 +1417,10 @@ FAULTS = (
     Fault("memory of nights on another machine is not compared", "fsdp_lab/nightly/gate.py",
           "if metric.is_speed]] = math.nan", "if not metric.is_speed]] = math.nan",
           f"{GATE}::test_another_machine_lends_no_speed_and_hides_no_slowdown"),
+    Fault("a webhook that is down ends the night", "fsdp_lab/nightly/texts.py",
+          "except Exception as error:  # noqa: BLE001 - a night", "except ValueError as error:  #", WEBHOOK_DOWN),
+    Fault("the address of a webhook, which may be a secret, is logged", "fsdp_lab/nightly/texts.py",
+          "host = urlsplit(address).netloc", "host = address", WEBHOOK_DOWN),
     Fault("the page of nights has the first thirty", "fsdp_lab/nightly/texts.py",
           "nights[-_MOST_NIGHTS:]", "nights[:_MOST_NIGHTS]",
           "nightly/test_texts.py::test_the_page_has_the_last_thirty_nights_and_their_charts"),
