@@ -119,6 +119,13 @@ SEGMENTS = "forecast/test_fake.py::test_segments_grow_where_the_environment_says
 SCRATCH = "engine/test_outcome.py::test_what_a_killed_rank_has_left_goes_when_the_next_begins"
 RESUMES = "sweep/test_resume.py::test_exactly_what_has_no_result_goes_on_into_the_same_runs"
 TOKEN = "engine/test_ray.py::test_nobody_runs_a_task_on_a_local_ray_without_its_token"
+SAYS_WHY = "training/test_units.py::test_ddp_that_looks_for_unused_parameters_says_why"
+TYPED_FILES = "workloads/test_seq2seq.py::test_only_files_that_are_typed_are_read"
+OTHER_HEADS = f"{CHECKPOINT}::test_a_checkpoint_of_other_heads_or_another_optimizer_is_refused"
+RESUMABLE = f"{CHECKPOINT}::test_what_cannot_be_resumed_is_refused_on_every_rank"
+UNLIKE = "forecast/test_speed.py::test_a_step_is_known_by_how_it_differs_from_those_compared"
+GRACE = "sweep/test_runner.py::test_no_trial_is_stopped_before_its_grace_epochs"
+EVERY_KEY = "config/test_keys.py::test_every_key_counts_where_it_is_listed"
 FAULTS = (
     # suggestions
     Fault("another trainer's name of an option is compared letter by letter", "fsdp_lab/config/suggest.py",
@@ -779,6 +786,30 @@ FAULTS = (
     Fault("a metric that only another rank has is left out", "fsdp_lab/training/loop.py",
           "sorted({name for names in gather([*totals]) for name in names})", "sorted(totals)",
           "training/test_loop.py::test_ranks_may_have_other_metrics_and_none_that_counts"),
+    Fault("a name in a page of memory is HTML", "fsdp_lab/training/timeline.py",
+          "Environment(autoescape=True,", "Environment(autoescape=False,",
+          "training/test_traces.py::test_page_needs_nothing_from_outside"),
+    Fault("a page of memory begins before its step", "fsdp_lab/training/timeline.py",
+          "max(0, profile.begun - 1), None))", "0, None))",
+          "training/test_traces.py::test_what_is_held_is_what_was_counted_by_hand"),
+    Fault("DDP looks for unused parameters without a word", "fsdp_lab/training/build.py",
+          "return unused, [note] if unused else []", "return unused, []", SAYS_WHY),
+    Fault("DDP takes what a failed look did not find for used", "fsdp_lab/training/build.py",
+          'unused, reason = True, str(error)', 'unused, reason = False, str(error)', SAYS_WHY),
+    Fault("a summary is drawn, not the likeliest", "fsdp_lab/workloads/seq2seq/summaries.py",
+          "do_sample=False", "do_sample=True",
+          "workloads/test_seq2seq.py::test_three_articles_are_summarised_greedily"),
+    Fault("a model's file names the code that is called", "fsdp_lab/workloads/seq2seq/summaries.py",
+          "    if data.target not in _TARGETS:\n", "    if False:\n", TYPED_FILES),
+    Fault("a model's file names the folder that is read", "fsdp_lab/workloads/seq2seq/summaries.py",
+          'if "root" in data.arguments and "root" not in files:', "if False:", TYPED_FILES),
+    Fault("a checkpoint of another PyTorch is loaded", "fsdp_lab/training/checkpoint_source.py",
+          '_minor(meta["torch_version"]) != _minor(here) and', "False and", RESUMABLE),
+    Fault("a checkpoint of another model is loaded", "fsdp_lab/training/checkpoint_source.py",
+          'differs = [each for each in _differences(meta, config) if each.startswith("model.")]',
+          "differs: list[str] = []", OTHER_HEADS),
+    Fault("the state of another optimizer is loaded", "fsdp_lab/training/checkpoint_source.py",
+          'if meta["optimizer"] != config.optimizer.kind:', "if False:", OTHER_HEADS),
     # checkpoints and exported models
     Fault("a resume starts its epoch again", "fsdp_lab/training/checkpoint.py",
           'position["epoch"], position["step"], position["epoch_step"]', 'position["epoch"], position["step"], 0',
@@ -964,6 +995,10 @@ FAULTS = (
     Fault("gradients are copied while those before are scattered", "fsdp_lab/forecast/speed/streams.py",
           "            waits.append(scattered)\n", "            pass\n",
           "forecast/test_speed.py::test_gradients_are_copied_when_the_scatter_before_is_over"),
+    Fault("a step unlike those compared has their error", "fsdp_lab/forecast/keep.py",
+          "sharding is not Granularity.per_block,", "False,", UNLIKE),
+    Fault("a step over several nodes has the error of one", "fsdp_lab/forecast/forecast.py",
+          '["several_nodes"] if num_workers > sheet.node_size else []', "[]", UNLIKE),
     Fault("gathers never wait for reductions", "fsdp_lab/forecast/speed/streams.py",
           "communicator = (operator.group, separate_scatter and", "communicator = (operator.group, True and",
           "forecast/test_speed.py"),
@@ -1293,6 +1328,19 @@ FAULTS = (
           'if any(word.lstrip("+").startswith("resume=") for word in words):', "if False:", MLFLOWS),
     Fault("a resume begins its trials anew", "fsdp_lab/sweep/store/resume.py",
           "        state.resuming = True\n", "", RESUMES),
+    Fault("scheduler=asha stops trials before their grace epochs", "fsdp_lab/sweep/schedulers.py",
+          "        grace_period=settings.grace_epochs,\n", "", GRACE),
+    Fault("scheduler=median stops trials before their grace epochs", "fsdp_lab/sweep/schedulers.py",
+          "grace_period=config.scheduler.grace_epochs,", "grace_period=1,", GRACE),
+    Fault("a checkpoint of another batch size is resumed", "fsdp_lab/config/compare.py",
+          'CHECKPOINT = (*CELLS,', 'CHECKPOINT = (*CELLS, "training.global_batch_size",', EVERY_KEY),
+    Fault("a night of another model is one of the study", "fsdp_lab/config/compare.py",
+          'NIGHTS = (*_NOWHERE,', 'NIGHTS = (*_NOWHERE, "model",', EVERY_KEY),
+    Fault("two learning rates are one trial", "fsdp_lab/config/compare.py",
+          'CELLS = (*_NOWHERE,', 'CELLS = (*_NOWHERE, "optimizer.lr",', EVERY_KEY),
+    Fault("what only reads configuration imports PyTorch", "fsdp_lab/config/suggest.py",
+          "import difflib\n", "import difflib\nimport torch\n",
+          "test_packages.py::test_files_import_only_what_their_package_may_see"),
     Fault("two trials share a folder", "fsdp_lab/sweep/store/folder.py",
           "(other := owners.setdefault(_key(place), number)) != number", "(other := number) != number",
           "sweep/test_names.py::test_trials_that_share_or_leave_the_folder_are_refused"),

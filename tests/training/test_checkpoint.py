@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_lab.training.checkpoint_place import Place
+from fsdp_lab.training.checkpoint_source import check_meta, trial_identity
+from fsdp_lab.training.model_state import CheckpointError
 from fsdp_lab.workloads.language.llama import Llama
 from tests.ranks import config, run_ranks, selected
 from tests.training.checkpoints import ASYNC, SMALL, STEPS, SYNC, Job, Reported, cut, names, names_in, train_in
@@ -244,6 +246,23 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank(runs: Runs, job: str, w
     error = runs[1][job].error
     assert error.startswith("CheckpointError: ") and "\n" not in error
     assert [text for text in words if text.format(folder=runs[0]) not in error] == []
+
+
+def test_a_checkpoint_of_other_heads_or_another_optimizer_is_refused() -> None:
+    """Its weights have the same shapes, so that nothing else would notice. How a model is divided changes none."""
+    words = ["task=language", "model=lm_tiny"]
+
+    def check(there: str, here: str) -> None:
+        wrote, loads = config(*words, *there.split()), config(*words, *here.split())
+        kind = wrote.optimizer.kind
+        meta = {"torch_version": torch.__version__, "optimizer": kind, "trial": trial_identity(wrote)}
+        check_meta(meta, "x", loads)
+
+    check("optimizer.lr=1", "optimizer.lr=2 model.block_classes=[Block] training.global_batch_size=64")
+    with pytest.raises(CheckpointError, match=r"another model .*: model\.num_heads=4 in the checkpoint, 2 now; model"):
+        check("model.num_heads=4", "model.num_heads=2 model.num_kv_heads=1")
+    with pytest.raises(CheckpointError, match=r"another model or optimizer: optimizer=\w+ in the checkpoint, sgd now"):
+        check("optimizer=adam", "optimizer=sgd")
 
 
 def test_any_torch_version_resumes_and_a_whole_run_is_done(runs: Runs) -> None:
