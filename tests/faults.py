@@ -80,6 +80,9 @@ RATES = "training/test_optimizer.py::test_learning_rates_by_hand"
 OVERFLOWS = "training/test_optimizer.py::test_overflow_skips_steps_and_lowers_the_scale"
 DRAWN_ANEW = "training/test_start.py::test_an_item_draws_anew_in_each_epoch"
 DRAWS = "workloads/test_user.py::test_what_a_data_set_draws_is_the_same_anywhere_and_resumed"
+EQUALLY_GOOD = (
+    "training/test_checkpoint_files.py::test_of_equals_the_first_is_the_best_and_a_replaced_one_leaves_nothing"
+)
 BEST_AND_LAST = f"{CHECKPOINT}::test_the_best_and_the_last_two_are_kept_and_nothing_else"
 DAMAGE = "training/test_checkpoint_files.py::test_each_kind_of_damage_is_named"
 EQUAL_MICROBATCHES = "forecast/test_answer.py::test_speeds_are_compared_of_equal_microbatches"
@@ -93,6 +96,7 @@ TIES = "report/test_recommend.py::test_ties_go_by_simplicity_loss_and_scarce_mem
 OBJECTIVES = "report/test_recommend.py::test_objectives_decide_in_their_order"
 NO_HTML = "report/test_page.py::test_the_page_needs_no_network_and_its_texts_are_no_html"
 WORSE = f"{GATE}::test_exactly_what_got_worse_is_named"
+SINCE_ACCEPTED = f"{GATE}::test_a_night_is_compared_with_good_ones_since_the_last_accepted"
 UNFINISHED = f"{GATE}::test_a_setting_that_no_longer_finishes_is_a_regression"
 WEBHOOK_DOWN = "nightly/test_planted.py::test_a_webhook_that_is_down_is_a_note_and_changes_no_verdict"
 V2_LIMITS = "test_machine.py::test_limits_of_version_2_hold_in_the_groups_below"
@@ -888,6 +892,13 @@ FAULTS = (
     Fault("steps of unequal microbatches are said to be equal", "fsdp_lab/report/templates/forecast_words.j2",
           "{%- if s.microbatches | length > 1 %}", "{%- if false %}",
           "forecast/test_answer.py::test_forecasts_answer_as_they_did"),
+    Fault("of equally good checkpoints the last is kept as the best", "fsdp_lab/training/checkpoint_place.py",
+          "min(reversed(whole), key", "min(whole, key", EQUALLY_GOOD),
+    Fault("what a kill left of a checkpoint stays on the disk", "fsdp_lab/training/checkpoint_place.py",
+          "            self._drop_data(self._unnamed())\n", "",
+          "training/test_checkpoint_files.py::test_what_a_kill_left_goes_when_the_next_is_begun"),
+    Fault("a replaced checkpoint leaves its data", "fsdp_lab/training/checkpoint_place.py",
+          "if each.startswith(f\"{name}.\") and each != data)", "if False)", EQUALLY_GOOD),
     # forecasts
     Fault("every rank is forecast as the first", "fsdp_lab/forecast/forecast.py",
           "fake_world(num_workers, device, rank) as ranks", "fake_world(num_workers, device, 0) as ranks", HOLDS),
@@ -1347,6 +1358,8 @@ FAULTS = (
           "        if ending.early:\n", "        if False:\n", SIGTERM, MAKE_CI),
     Fault("an interrupted sweep does not end with the command that resumes", "fsdp_lab/sweep/start.py",
           "    shown += resume_lines(sweep.folder) if code is ExitCode.interrupted else []\n", "", SIGTERM, MAKE_CI),
+    Fault("a Ray that was started here has the token of the home folder", "fsdp_lab/engine/cluster.py",
+          '    os.environ["RAY_AUTH_TOKEN"] = _own_token  #', "    pass  #", TOKEN, MAKE_CI),
     Fault("a last line that a kill cut short ends a resume", "fsdp_lab/storage/files.py",
           r'text.split("\n")[:-1]', "text.splitlines()",
           "engine/test_outcome.py::test_a_damaged_line_is_named_and_one_cut_by_a_kill_dropped"),
@@ -1363,6 +1376,17 @@ FAULTS = (
     Fault("what only reads configuration imports PyTorch", "fsdp_lab/config/suggest.py",
           "import difflib\n", "import difflib\nimport torch\n",
           "test_packages.py::test_files_import_only_what_their_package_may_see"),
+    Fault("a share in forecast.keep is rounded down", "fsdp_lab/forecast/keep.py",
+          "math.ceil(Fraction", "math.floor(Fraction", KEEPS),
+    Fault("a list of duplicates is as long as it is", "fsdp_lab/sweep/plan.py",
+          "in self.folded[:6])", "in self.folded)",
+          "sweep/test_grid.py::test_equal_settings_name_the_trial_that_runs"),
+    Fault("an invalid suggestion is named each time", "fsdp_lab/sweep/search.py",
+          "            self._refused.add(reason)\n", "",
+          "sweep/test_search.py::test_an_invalid_suggestion_costs_no_trial_and_has_its_reason_once"),
+    Fault("replicas have one communicator", "fsdp_lab/forecast/capacity.py",
+          "return 1 + 2 * meshes + smaller", "return 1 + smaller",
+          "forecast/test_memory.py::test_what_a_gpu_needs_beside_its_tensors_is_named"),
     Fault("two trials share a folder", "fsdp_lab/sweep/store/folder.py",
           "(other := owners.setdefault(_key(place), number)) != number", "(other := number) != number",
           "sweep/test_names.py::test_trials_that_share_or_leave_the_folder_are_refused"),
@@ -1505,6 +1529,17 @@ FAULTS = (
     Fault("a night is judged by tolerances that nobody typed", "fsdp_lab/nightly/night.py",
           "study.config.nightly.tolerance, study", "type(study.config.nightly.tolerance)(), study",
           "nightly/test_planted.py::test_the_gate_judges_by_what_is_typed"),
+    Fault("nights before an accepted one count", "fsdp_lab/nightly/gate.py",
+          "return good[accepted[-1] :] if accepted else good", "return good", SINCE_ACCEPTED),
+    Fault("a bad night is the next one's baseline", "fsdp_lab/nightly/gate.py",
+          "if night.verdict in (Verdict.good, Verdict.accepted)]", "if night.verdict is not Verdict.incomplete]",
+          SINCE_ACCEPTED),
+    Fault("regressions come last in a verdict", "fsdp_lab/nightly/texts.py",
+          "key=lambda finding: not finding.is_regression", "key=lambda finding: finding.is_regression",
+          "nightly/test_texts.py::test_the_verdicts_are_those_that_were_read"),
+    Fault("a commit without other code is named as a change", "fsdp_lab/nightly/gate.py",
+          'if _TOOL in keys and "code" in keys:', "if False:",
+          "nightly/test_texts.py::test_the_verdicts_are_those_that_were_read"),
     Fault("midnight is lost where clocks change", "fsdp_lab/commands/nightly.py",
           "replace(tzinfo=UTC) - _LARGEST_CHANGE", "replace(tzinfo=UTC) + _LARGEST_CHANGE", "nightly/test_schedule.py"),
     Fault("hourly nights stop where clocks are set back", "fsdp_lab/commands/nightly.py",

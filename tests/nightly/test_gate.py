@@ -13,7 +13,17 @@ from scipy.stats import t
 
 from fsdp_lab.config.metrics import DATA_WAIT, FORECAST_ERROR, LOSS_EPS, MEMORY, SPEED
 from fsdp_lab.config.nightly import ToleranceConfig
-from fsdp_lab.nightly.gate import LOSS, STATUS, Finding, Outcome, judge, judged_columns
+from fsdp_lab.nightly.gate import (
+    LOSS,
+    STATUS,
+    Finding,
+    Night,
+    Outcome,
+    Verdict,
+    judge,
+    judged_columns,
+    since_accepted,
+)
 
 TOLERANCE = ToleranceConfig()
 SPEED_ERROR = "perf/forecast_error"
@@ -163,6 +173,19 @@ def test_a_setting_that_no_longer_finishes_is_a_regression():
     assert bad(found(rows(setting="b"), [*rows(), *rows(setting="b")])) == [(STATUS, Outcome.unfinished)]
     assert bad(found([*rows(), *rows(setting="c")], rows())) == []  # a new one
     assert bad(found(rows(memory=None), rows())) == [(MEMORY, Outcome.lost)]  # not measured any more
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "compared"),
+    [
+        ("good accepted regression good accepted good incomplete failed regression", [4, 5]),
+        ("good regression good failed", [0, 2]),
+        ("regression incomplete", []),
+    ],
+)
+def test_a_night_is_compared_with_good_ones_since_the_last_accepted(verdicts: str, compared: list[int]):
+    nights = [Night(str(number), number, Verdict(verdict)) for number, verdict in enumerate(verdicts.split())]
+    assert [night.begun for night in since_accepted(nights)] == compared
 
 
 def test_the_loss_of_a_night_is_of_validation_if_there_is_one():

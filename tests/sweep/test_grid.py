@@ -148,6 +148,9 @@ def test_equal_settings_run_once_and_invalid_ones_not_at_all(plan, name: str):
 def test_equal_settings_name_the_trial_that_runs(plan):
     made = plan("sharding=per_block,ddp", "reshard_after_forward=always,never")
     assert made.folded == [("sharding=ddp reshard_after_forward=never", 2)]
+    (note,) = plan("training.seed=2,1,1,1,1,1,1,1,1").notes()
+    assert note.startswith("7 duplicates left out (") and note.count("training.seed=1 = trial 1") == 6
+    assert note.endswith("; and 1 more)")
 
 
 PRESETS = sorted(file.stem for file in (conf_dir() / "experiment").glob("*.yaml"))

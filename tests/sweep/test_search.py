@@ -120,6 +120,14 @@ def test_values_are_composed_when_they_are_drawn_and_checked_before(parser, comp
             searching(parser, compose_trial, "random", wrong, LR)
 
 
+def test_an_invalid_suggestion_costs_no_trial_and_has_its_reason_once(parser, compose_trial):
+    """Half of the suggestions, each with a learning rate of its own."""
+    search = searching(parser, compose_trial, "random", "sharding=ddp", "offload=cpu,none", LR)
+    assert ["offload=none" in overrides for overrides in all_of(search)] == [True] * 6
+    (note,) = search.notes()
+    assert note.startswith("not tried: ") and "sharding=ddp with offload=cpu: DDP keeps every parameter" in note
+
+
 def test_a_space_that_is_used_up_ends_the_search(parser, monkeypatch: pytest.MonkeyPatch):
     """Two seeds: of a key that has no effect here, every value is the same setting."""
     monkeypatch.setattr("fsdp_lab.sweep.search._MOST_REFUSED", 20)

@@ -68,6 +68,24 @@ def test_a_damaged_one_stays_until_a_newer_one_is_whole(tmp_path: Path) -> None:
     assert sorted(marker.stem for marker in tmp_path.glob("*.json")) == names(2, 3) and data.exists()
 
 
+def test_of_equals_the_first_is_the_best_and_a_replaced_one_leaves_nothing(tmp_path: Path) -> None:
+    """Two steps without a loss, the second of which is saved again."""
+    _, (_, replaced), (_, data) = [make(tmp_path, step) for step in (4, 8, 8)]
+    place = Place(str(tmp_path))
+    assert place.best().step == 4 and not replaced.exists() and data.exists()
+    make(tmp_path, 9)
+    place.prune(keep_last=1, keep_best=True)
+    assert names_in(tmp_path) == names(4, 9)
+
+
+def test_what_a_kill_left_goes_when_the_next_is_begun(tmp_path: Path) -> None:
+    """Also of a later step, as the next start goes on from one before."""
+    unfinished(tmp_path, 8)
+    (tmp_path / ".step_00000008.json.1.2.making").touch()
+    Place(str(tmp_path)).begin(6)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_older_checkpoints_go_when_the_new_one_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an order in which a power cut at any time leaves one whole checkpoint."""
     done: list[str] = []
