@@ -40,7 +40,8 @@ def test_a_port_that_is_in_use_is_named_before_anything_is_served():
         port = busy.getsockname()[1]
         for target, made in (("ui", ".installed"), ("docs-serve", ".docs")):
             words = ["make", "-o", f"{sys.prefix}/{made}", target, f"PORT={port}", f"VENV={sys.prefix}"]
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+            own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # of `make test`
+            done = subprocess.run(words, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
             assert done.returncode == 2 and done.stdout == "", done.stdout
             assert f"port {port} of 127.0.0.1 cannot be used; choose another: make {target} PORT=" in done.stderr
 

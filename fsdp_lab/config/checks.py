@@ -13,7 +13,7 @@ from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.machine import check_gpus, cpus_per_worker_of, gpus_are_here, workers_of
 from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.registry import path_of
-from fsdp_lab.config.rules import check_files, check_trial
+from fsdp_lab.config.rules import check_epoch, check_files, check_trial
 from fsdp_lab.config.sweep import ClusterConfig, Engine, Placement, SweepConfig, objectives, stops_on
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.machine import hardware
@@ -36,6 +36,7 @@ def check(config: SweepConfig) -> None:
     num_workers = workers_of(config)
     check_local_capacity(config.cluster, num_workers)
     check_keys(config, num_workers)
+    check_epoch(config, num_workers)
     check_pytorch(config)
     check_float8(config)
     check_storage(config)

@@ -22,6 +22,8 @@ STARTS = (
 )
 _LENGTH = ("training.epochs", "training.max_steps", "training.timing_warmup_steps")
 _RECORDS = ("checkpoint", "export", "profile_trace", "memory_profile", "data.loader_workers")
+# A trial that a resume trains and those of the start, with which it is compared.
+RESUMED = (*CELLS, "export", "profile_trace", "memory_profile", "tracking", "cluster.storage_path")
 # A trial and the checkpoint in its folder that it resumes from.
 CHECKPOINT = (*CELLS, *_LENGTH, *_RECORDS, "model.flops_per_unit", "cluster", "tracking")
 # Two nights of one study, wherever their trials run and are logged.

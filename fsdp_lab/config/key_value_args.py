@@ -69,7 +69,8 @@ def with_environment(words: Sequence[str], config_dir: str | None = None) -> lis
     if any(word.lstrip("+").startswith("resume=") for word in words):
         return list(words)
     preset = next((word.partition("=")[2] for word in words if word.startswith("experiment=")), "null")
-    of_preset = option_values("experiment", preset, config_dir).get("tracking") or {}
+    content = option_values("experiment", preset, config_dir)
+    of_preset = content.get("tracking") or {} if isinstance(content, dict) else {}  # else refused when it is composed
     typed = {*map(key_of, words), *(f"tracking.{key}" for key in of_preset)}
     missing = {key: name for key, name in MLFLOW_VARIABLES.items() if os.environ.get(name) and key not in typed}
     for name in missing.values():

@@ -101,7 +101,8 @@ def ray_folder() -> Path:
             f"{name}={folder} has {length} bytes, and for Ray's sockets in it there may be {most}; set RAY_TMPDIR to a "
             "folder with a shorter path, for example RAY_TMPDIR=/tmp, or use engine=inline."
         )
-    there = next(path for path in (Path(folder, "ray"), *Path(folder, "ray").absolute().parents) if path.exists())
+    files = Path(folder, "ray").absolute()
+    there = next(path for path in (files, *files.parents) if os.path.exists(path))  # `Path.exists` may raise
     if not os.access(there, os.W_OK | os.X_OK):
         raise UserError(
             f"Ray's files go to {folder}/ray, and this user may not write into {there}; set RAY_TMPDIR to a folder of "

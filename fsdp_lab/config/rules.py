@@ -338,10 +338,20 @@ def _check_batch(trial: TrialConfig, num_workers: int) -> None:
             f"cluster.num_workers={num_workers}{_divided(sharding, 'tp')} times "
             f"training.grad_accum_steps={training.grad_accum_steps} = {parts}; use for example {choices}.",
         )
-    if (samples := trial.data.num_train) is not None and samples < training.global_batch_size:
+
+
+def check_epoch(trial: TrialConfig, num_workers: int) -> None:
+    """Check that an epoch has a step, which forecasts need not have.
+
+    Raises:
+        CombinationError: the global batch is larger than `data.num_train`.
+    """
+    samples, size = trial.data.num_train, trial.training.global_batch_size
+    if samples is not None and samples < size:
+        most = samples - samples % (trial.sharding.dp_degree(num_workers) * trial.training.grad_accum_steps)
         raise CombinationError(
-            f"training.global_batch_size={training.global_batch_size} is more than data.num_train={samples} samples; "
-            f"use at most {samples // parts * parts or parts}, or data.num_train={training.global_batch_size} or more."
+            f"training.global_batch_size={size} is more than data.num_train={samples} samples; use "
+            f"{f'at most {most}, or ' if most else ''}data.num_train={size} or more."
         )
 
 

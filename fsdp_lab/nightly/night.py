@@ -350,6 +350,7 @@ def _deliver(study: Study, night: Night) -> Night:
         night = replace(night, note=problem)
         with _logged("the note could not be written"):
             write_night(study.folder, night)
+            unwritten = None
     log(f"{say('title', night)}\n\n{say('said', night)}")
     if night.findings:
         open_console().print(terminal_table(night))

@@ -34,8 +34,7 @@ def _line_of(folder: Path, trial: Trial) -> str:
     content: dict[str, Any] = {"overrides": trial.overrides, "folder": os.path.relpath(trial.folder, folder)}
     if trial.config.cluster.storage_path is not None:
         content["storage"] = trial_address(trial, folder) or str(storage(trial, folder))
-    if trial.changed:
-        content |= {"resumed": trial.resumed, "changed": trial.changed}
+    content |= {key: words for key in ("resumed", "changed") if (words := getattr(trial, key))}
     return json.dumps(content)
 
 

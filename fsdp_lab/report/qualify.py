@@ -104,7 +104,13 @@ def _loss_too_high(settings: Settings, setting: Setting, best: Setting) -> Coded
     # a setting of which every run is too high is not excused by how much they differ
     if of_runs.known and of_runs.low <= limit and min(runs.values()) <= limit * max(runs_of_best.values()):
         return None
-    of = {"metric": metric, "above": ratio(loss, least), "loss": loss, "least": least, "once": not of_runs.known}
+    of = {
+        "metric": metric,
+        "above": ratio(loss, least),
+        "loss": loss,
+        "least": least,
+        "once": len(runs) == len(runs_of_best) == 1,
+    }
     return Coded("loss_too_high", of)
 
 

@@ -125,7 +125,8 @@ def recommend(settings: Settings) -> Recommendation:
     r.setting = chosen
     if raced:
         r.tied = [s for s in raced if s.group != chosen.group and _is_tied(settings, s, chosen)]
-        r.unordered = [(s, against) for s in r.tied if (against := _contradicted(settings, chosen, s))]
+        contradicted = ((s, _contradicted(settings, chosen, s)) for s in r.tied if not _is_equal(settings, s, chosen))
+        r.unordered = [(s, against) for s, against in contradicted if against]
         r.caveats = list(caveats_on(settings, able))
     else:
         limit = math.inf if rules.objectives else chosen.peak * (1 + _SAME_MEMORY)
@@ -279,9 +280,12 @@ def _loss_above(setting: Setting, others: Sequence[Setting], loss: str) -> float
 
 
 def _is_tied(settings: Settings, one: Setting, other: Setting) -> bool:
+    """Return whether no order of two speeds is claimed."""
+    return _is_equal(settings, one, other) or _contradicted(settings, one, other) is not None
+
+
+def _is_equal(settings: Settings, one: Setting, other: Setting) -> bool:
     """Return whether two settings are equal in speed, within the tolerance, the noise or the error of predictions."""
     ratio = one.times(other)
     limit = 1 / (1 - (EQUAL if settings.rules.predicted else settings.rules.speed_tolerance))
-    if ratio.value == 1 or 1 / limit <= ratio.value <= limit or (ratio.known and ratio.low <= 1 <= ratio.high):
-        return True
-    return _contradicted(settings, one, other) is not None
+    return ratio.value == 1 or 1 / limit <= ratio.value <= limit or (ratio.known and ratio.low <= 1 <= ratio.high)

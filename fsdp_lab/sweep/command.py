@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from fsdp_lab.config import ConfigError, SweepConfig, objectives
 from fsdp_lab.config.checks import check, check_hydra
 from fsdp_lab.config.compose import Trial, cell_trial
-from fsdp_lab.config.key_value_args import key_of, with_overrides
+from fsdp_lab.config.key_value_args import with_overrides
 from fsdp_lab.machine.hardware import num_gpus
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trials_jsonl import changes_of_resumes, lines_of, read_trials
@@ -26,7 +26,7 @@ from fsdp_lab.sweep.names import preset_of
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.folder import check_trial_folders
-from fsdp_lab.sweep.store.resume import resumed_states, settings_typed
+from fsdp_lab.sweep.store.resume import changes_since, resumed_states, settings_typed, typed_since
 from fsdp_lab.sweep.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -72,9 +72,10 @@ class Alone:
             notes.append(f"repeat={config.repeat} names one run; for several of each setting use -m and repeats=...")
         if config.resume is not None:
             record = read_start(self.folder)
-            words = [word for word in self.hydra.overrides.task if word not in record.arguments]
-            trial = replace(trial, overrides=record.arguments, **changes_of_resumes(next(lines_of(self.folder), {})))
-            states, _ = resumed_states([trial], record, self.folder, config, settings_typed(words, [], self.folder))
+            words = [word for word in record.arguments if not word.startswith(("-", "hydra."))]
+            trial = replace(trial, overrides=words, **changes_of_resumes(next(lines_of(self.folder), {})))
+            typed = settings_typed(typed_since(self.hydra.overrides.task), [], record, self.folder)
+            states = resumed_states([trial], record, self.folder, config, typed)
             return Sweep(states, config, self.folder, [], record, resumed=True), notes
         record = SweepStart.of(sys.argv[1:], False, config)
         return Sweep([TrialState(trial)], config, self.folder, [], record), notes
@@ -145,42 +146,57 @@ class Multirun:
 
     def _resumed(self) -> Sweep:
         record = read_start(self.folder)
-        typed_now = [argument for argument in self._arguments if argument not in record.arguments]
+        typed_now = [
+            word
+            for word in typed_since(self._arguments)
+            if not (word in record.arguments and self._parser.parse_override(word).is_sweep_override())
+        ]
         lines = read_trials(self.folder, record.num_trials)
-        search = None
+        search, later = None, {}
         if self.config.search.samples:
-            search, swept = self._searcher(typed_now, record.arguments)
+            before = [word for line in lines for word in changes_of_resumes(line)["resumed"]]
+            words = with_overrides(before, settings_typed(typed_now, [], record, self.folder))
+            later = self._later(words, record)
+            search, swept = self._searcher(with_overrides(words, typed_now), record.arguments)
         elif lines:
             swept = swept_keys([line["overrides"] for line in lines])
         else:
             raise ConfigError(f"resume={self.folder}: no trial is recorded there yet; start a new sweep.")
-        typed = settings_typed(typed_now, swept, self.folder)
+        typed = settings_typed(typed_now, swept, record, self.folder)
         trials = []
         for number, line in enumerate(lines):
             before = changes_of_resumes(line)["resumed"]
             trial = self._compose_with(with_overrides(before, typed_now), line["overrides"], number)
             trials.append(replace(trial, folder=line["folder"], **changes_of_resumes(line)))
         config = trials[0].config if trials else self.config
-        states, later = resumed_states(trials, record, self.folder, config, typed)
+        states = resumed_states(trials, record, self.folder, config, typed)
         if search is not None:
             search.resume([(state.trial, state.status, state.figures) for state in states])
         return Sweep(states, config, self.folder, swept, record, search, resumed=True, later=later)
+
+    def _later(self, words: list[str], record: SweepStart) -> dict[str, Any]:
+        """Return `Trial.resumed` and `changed` of the trials that a resumed search will suggest.
+
+        Args:
+            words: that were typed for resumes, and change the trials.
+        """
+        start = fixed_words(self._parser, self._defaults, record.arguments)
+        configs = (self._compose(each, 0).config for each in (start, with_overrides(start, words)))
+        return {"resumed": words, "changed": changes_since(record, *configs)}
 
     def _searcher(self, typed_now: Sequence[str] = (), started: Sequence[str] = ()) -> tuple[OptunaSearch, list[str]]:
         """Return the search, and the keys that it varies.
 
         Args:
             typed_now: overrides that were typed for a resume; they are not part of the space.
-            started: those of the start, some of which they replace.
+            started: those of the start, if this is a resume.
         """
         from fsdp_lab.sweep.search import OptunaSearch, read_space  # imports Optuna
 
         def compose(overrides: Sequence[str], number: int) -> Trial:
             return self._compose_with(typed_now, overrides, number)
 
-        replaced = {key_of(word) for word in typed_now}
-        asked = [a for a in self._arguments if a not in typed_now] + [a for a in started if key_of(a) in replaced]
-        space = read_space(self._parser, self._defaults, asked)
+        space = read_space(self._parser, self._defaults, started or self._arguments)
         return OptunaSearch(self.config.search, space, objectives(self.config.objective), compose), list(
             space.dimensions
         )

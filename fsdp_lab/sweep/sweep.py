@@ -122,11 +122,11 @@ class Sweep:
             TrackingError: the store cannot be reached.
         """
         if self.resumed:
-            changed = [state for state in self.trials if state.trial.changed and not state.ended]
+            changed = [state for state in self.trials if state.trial.resumed and not state.ended]
+            if changed:  # first: a kill between the two leaves what differs, which is then found and marked again
+                write_trials(self.folder, [state.trial for state in self.trials])
             for state in self.trials:
                 (write_hydra_folder if state in changed else write_missing_hydra_folder)(state.trial)
-            if changed:
-                write_trials(self.folder, [state.trial for state in self.trials])
         self._is_open = True  # already: an interrupt in the middle of it closes what is open
         try:
             self.outputs.opened()

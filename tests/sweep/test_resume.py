@@ -6,7 +6,9 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,6 +111,64 @@ def test_a_resume_relabels_no_trial_that_has_a_result(folder: Path):
     (line,) = [json.loads(line) for line in (folder / "out" / "trials.jsonl").read_text().splitlines()][2:3]
     assert sorted(line["resumed"]) == sorted(line["changed"]) == sorted(words)
     assert SweepFolder(folder / "out").trials[2].epochs[-1]["epoch"] == 3
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.ci
+def test_what_a_resume_changes_may_be_changed_back_and_is_marked_after_a_kill(folder: Path):
+    """What changes no trial marks none. A kill while a resume opens leaves what it had begun to write."""
+    out = folder / "out"
+    words = ["training.epochs=3", "resume_anyway=true"]
+    forget(folder, 2)
+    refused = run_cli(folder, "resume=out", "cluster.storage_path=elsewhere", "resume_anyway=true")
+    assert refused.returncode == 2 and "names another place than the one where the results" in refused.stderr
+    done = run_cli(folder, "resume=out", "export=false", "resume_anyway=true")
+    assert done.returncode == 0 and begun(done) == [2], output_of(done)
+    assert not any("changed" in line for line in lines_of(out))
+    forget(folder, 2)
+    killed = "import fsdp_lab.sweep.sweep as s, os; s.write_hydra_folder = lambda trial: os._exit(9); "
+    command = [sys.executable, "-c", f"{killed}from fsdp_lab.commands.main import main; main()", "resume=out", *words]
+    assert subprocess.run(command, cwd=folder, capture_output=True, timeout=100).returncode == 9
+    done = run_cli(folder, "resume=out", *words)
+    assert done.returncode == 0 and begun(done) == [2], output_of(done)
+    assert lines_of(out)[2]["changed"] == ["training.epochs=3"]
+    forget(folder, 2)
+    shutil.rmtree(out / "2" / "checkpoints")
+    (out / "2" / "metrics.jsonl").unlink()
+    done = run_cli(folder, "resume=out", "training.epochs=2", "resume_anyway=true")
+    assert done.returncode == 0 and begun(done) == [2], output_of(done)
+    assert lines_of(out)[2]["resumed"] == ["training.epochs=2"]
+    assert SweepFolder(out).trials[2].epochs[-1]["epoch"] == 2
+
+
+@pytest.mark.ci
+def test_a_search_that_is_resumed_with_other_settings_marks_what_it_draws(tmp_path: Path):
+    words = ["-m", "optimizer.lr=interval(0.001,0.1)", "search=random", "search.num_trials=1", *INLINE]
+    assert run_cli(tmp_path, *words).returncode == 0
+    for more, typed in ((2, ["optimizer.weight_decay=0.5", "resume_anyway=true"]), (3, [])):
+        done = run_cli(tmp_path, "resume=out", f"search.num_trials={more}", *typed)
+        assert done.returncode == 0, output_of(done)
+    first, *rest = lines_of(tmp_path / "out")
+    assert "changed" not in first and [line["changed"] for line in rest] == [["optimizer.weight_decay=0.5"]] * 2
+    done = run_cli(tmp_path, "resume=out", "search.num_trials=4", "optimizer.weight_decay=0.0", "resume_anyway=true")
+    assert done.returncode == 0 and "changed" not in lines_of(tmp_path / "out")[3], output_of(done)
+
+
+@pytest.mark.ci
+def test_a_trial_alone_with_options_of_ones_own_is_resumed_twice(tmp_path: Path):
+    (tmp_path / "mine" / "optimizer").mkdir(parents=True)
+    (tmp_path / "mine" / "optimizer" / "slow.yaml").write_text("# @package optimizer\nname: sgd\nlr: 0.001\n")
+    done = run_cli(tmp_path, "--config-dir=mine", "optimizer=slow", *INLINE)
+    assert done.returncode == 0, output_of(done)
+    for epochs in (2, 3):
+        done = run_cli(tmp_path, "--config-dir=mine", "resume=out", f"training.epochs={epochs}", "resume_anyway=true",
+                       "resume_failed=true")  # fmt: skip
+        assert done.returncode == 0, output_of(done)
+        (line,) = lines_of(tmp_path / "out")
+        assert not any(word.startswith(("-", "hydra.")) for word in line["overrides"])
 
 
 @pytest.mark.ci

@@ -108,6 +108,8 @@ class Deaths:
         """
         running, killed = sweep.running(), _KILLED.findall(report)
         victims = [n for n in running if read_trial(sweep.folder_of(n)).process in killed] or running
+        if not running:
+            return
         self.most = max(1, len(running) // 2)
         sweep.log(
             f"Ray killed the own process of {' and of '.join(label(sweep.trials[n].trial) for n in victims)} for lack "

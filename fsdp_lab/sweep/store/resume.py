@@ -9,14 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, settings, to_dict, workers_of
 from fsdp_lab.config.checks import check
 from fsdp_lab.config.code import code_digest, commit
-from fsdp_lab.config.compare import STARTS, counts
+from fsdp_lab.config.compare import RESUMED, STARTS, counts
 from fsdp_lab.config.compose import Trial, with_variables
 from fsdp_lab.config.key_value_args import key_of, quoted, with_overrides
 from fsdp_lab.config.status import TrialStatus
@@ -59,9 +58,15 @@ def resume_arguments(arguments: Sequence[str]) -> list[str]:
     typed = typed if record.multirun else with_overrides(before, typed)
     place = "hydra.sweep.dir" if record.multirun else "hydra.run.dir"
     # Hydra writes the config of a single trial before it calls us: the one that is there is to be compared.
-    ours = [f"{key}={quoted(folder)}" for key in ("resume", place)]
-    ours += [] if record.multirun else ["hydra.output_subdir=null"]
-    return [*(["-m"] if record.multirun else []), *with_overrides(record.arguments, [*typed, *ours])]
+    ours = [] if record.multirun else ["hydra.output_subdir=null"]
+    ours += [f"{key}={quoted(folder)}" for key in (place, "resume")]
+    return [*(["-m"] if record.multirun else []), *with_overrides(record.arguments, [*ours, *typed])]
+
+
+def typed_since(arguments: Sequence[str]) -> list[str]:
+    """Return the words of `resume_arguments` that were typed for the resume, even if the start had them."""
+    place = next(n for n, word in enumerate(arguments) if word.startswith("resume="))
+    return [*arguments[place + 1 :]]
 
 
 def _check_place(record: SweepStart, folder: Path) -> None:
@@ -80,13 +85,19 @@ def _check_place(record: SweepStart, folder: Path) -> None:
     )
 
 
-def settings_typed(typed: Iterable[str], axes: Sequence[str], folder: Path) -> list[str]:
+def settings_typed(typed: Iterable[str], axes: Sequence[str], record: SweepStart, folder: Path) -> list[str]:
     """Return those of the words typed for a resume that set what trials compute.
 
     Raises:
-        ConfigError: one is an axis, which distinguishes the trials.
+        ConfigError: one is an axis, which distinguishes the trials, or another place for what they have written.
     """
-    words = [word for word in typed if counts(key_of(word), (*STARTS, "hydra"))]
+    moved = next((w for w in typed if key_of(w) == "cluster.storage_path" and w not in record.arguments), None)
+    if moved is not None:
+        raise ConfigError(
+            f"resume={folder}: {moved} names another place than the one where the results of this sweep are; leave it "
+            "out, or start a new sweep."
+        )
+    words = [word for word in typed if counts(key_of(word), (*RESUMED, "hydra"))]
     if named := next((word for word in words if key_of(word) in axes), None):
         raise ConfigError(
             f"resume={folder}: {named} is an axis of this sweep, and each trial has its own value; leave it out, or "
@@ -97,8 +108,8 @@ def settings_typed(typed: Iterable[str], axes: Sequence[str], folder: Path) -> l
 
 def resumed_states(
     trials: Sequence[Trial], record: SweepStart, folder: Path, config: SweepConfig, typed: Sequence[str] = ()
-) -> tuple[list[TrialState], dict[str, Any]]:
-    """Return the state of each trial by the content of its folder, and `Trial.resumed` and `changed` of later ones.
+) -> list[TrialState]:
+    """Return the state of each trial by the content of its folder.
 
     One without a result waits for its turn, and resumes from its last checkpoint. What it then has otherwise than the
     start is recorded with it. One with a result keeps its saved config.
@@ -127,11 +138,17 @@ def resumed_states(
             check(state.trial.config)
             state.recorded([], state.forecast_figures, state.forecast_words)
             state.facts = {}
-            _note_changes(state, _words(shared | changes, state.variables), typed)
+            kept = {key: change for key, change in changes.items() if counts(key, RESUMED)}
+            _note_changes(state, _words(shared | kept, state.variables), typed)
         elif changes and _UNREADABLE not in changes:
             _keep_saved(state)
-    later = [*_words(shared, {}), *typed]
-    return states, {"resumed": list(typed), "changed": later} if later else {}
+    return states
+
+
+def changes_since(record: SweepStart, start: SweepConfig, now: SweepConfig) -> list[str]:
+    """Return `key=value` of what a resume has otherwise than the start of a sweep, and what it changes in trials."""
+    own = {key: change for key, change in _differences(start, now).items() if counts(key, RESUMED)}
+    return _words(changes_of_code(record) | changes_of_workers(record, now) | own, {})
 
 
 def _words(changes: Changes, variables: Mapping[str, str]) -> list[str]:
@@ -139,9 +156,8 @@ def _words(changes: Changes, variables: Mapping[str, str]) -> list[str]:
 
 
 def _note_changes(state: TrialState, changed: list[str], typed: Sequence[str]) -> None:
-    if changed:
-        words, changed = with_overrides(state.trial.resumed, typed), with_overrides(state.trial.changed, changed)
-        state.trial = replace(state.trial, resumed=words, changed=changed)
+    words = with_overrides(state.trial.resumed, typed) if changed else state.trial.resumed
+    state.trial = replace(state.trial, resumed=words, changed=with_overrides(state.trial.changed, changed))
 
 
 def _keep_saved(state: TrialState) -> None:
@@ -232,7 +248,11 @@ def changes_of_config(trial_folder: Path, config: SweepConfig) -> Changes:
         before = with_variables(saved_config(read_hydra_file(trial_folder, "config.yaml")))
     except UserError as error:
         return {_UNREADABLE: (f"{trial_folder / '.hydra/config.yaml'}: {error}", "")}
-    there, here = settings(before, STARTS), settings(config, STARTS)
+    return _differences(before, config)
+
+
+def _differences(before: SweepConfig, now: SweepConfig) -> Changes:
+    there, here = settings(before, STARTS), settings(now, STARTS)
     return {
         key: (f"{key} was {there.get(key)} and is {here.get(key)}", str(here.get(key)))
         for key in dict.fromkeys([*here, *there])
