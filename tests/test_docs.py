@@ -228,16 +228,16 @@ def test_the_script_of_your_model_runs(project: Path):
     assert done.returncode == 0, done.stderr
 
 
-# What depends on the machine is which setting is fastest, by how much, and what ran beside it.
+# What depends on the machine is which setting is fastest, by how much, and sentences about noise between these.
 _ANSWER = (
     r"Recommended: sharding=\w+ reshard_after_forward=\w+: [\d,.]+ samples/s, [\d.]+ MiB at the peak, ?",
     r"val/loss 1\.608\.",
-    r"It is .*",
+    r"(?:It|Tied) .*",
     r"Compared with it, changing:",
     *3 * [r"  .* the speed, .* the same val/loss"],
     r"4 settings have the losses of a plain loop of your model \(3 steps, (?:to \d+e-\d+|exactly)\)\.",
-    r"(?:Other processes used .*\n)?One run each: the spread between runs is not known; repeats=3 measures it\.",
-    r"(?:sharding=root makes .*\n)?  python -m fsdp_lab sharding=\w+ precision=fp32 offload=none reshard_after_",
+    r"One run each: the spread between runs is not known; repeats=3 measures it\.",
+    r"  python -m fsdp_lab sharding=\w+ precision=fp32 offload=none reshard_after_",
 )
 
 
@@ -260,7 +260,7 @@ def test_make_sweep_types_and_prints_what_the_readme_shows(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     printed = done.stdout[done.stdout.index("4 of 4 trials") :]
     assert [cells(line) for line in printed.splitlines()[1:9]] == [cells(line) for line in shown.splitlines()[1:9]]
-    assert all(re.search("\n".join(_ANSWER), text) for text in (shown, printed)), printed
+    assert all(re.search("\n(?:.*\n)*?".join(_ANSWER), text) for text in (shown, printed)), printed
 
 
 def lay_fashion_mnist(folder: Path, **sizes: int) -> None:
