@@ -90,6 +90,18 @@ def config(*overrides: str) -> NightlyConfig:
     return read_config(None, [*SMALL, *overrides])
 
 
+def parallel_of(trial: NightlyConfig, model: Any = None, **dims: Any) -> Any:
+    """How a trial trains, without a mesh; with the model that it trains."""
+    import torch
+
+    from fsdp_lab.training.distributed import ParallelDims
+    from fsdp_lab.training.parallel import way_of
+
+    parallel = way_of(trial)(trial, ParallelDims(**{"tp": trial.sharding.tp, **dims}), torch.device("cpu"))
+    parallel.model = model
+    return parallel
+
+
 Trained = tuple[list[float], list[dict[str, float]]]  # the loss of every step, the metrics of every epoch
 
 

@@ -17,12 +17,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config import ConfigError, TrialConfig, UserError
-from fsdp_lab.config.parallel import Api, Dtype, Granularity, OffloadConfig, OffloadTarget
+from fsdp_lab.config.parallel import OffloadConfig, OffloadTarget
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.capacity import Forecast, weigh
@@ -41,17 +39,18 @@ from fsdp_lab.forecast.torch_private import (
     kernels_planned,
 )
 from fsdp_lab.forecast.trace import StepTrace
-from fsdp_lab.training.build import build, leaves_some_unused
+from fsdp_lab.training.build import build
 from fsdp_lab.training.data import microbatch_size
-from fsdp_lab.training.distributed import ParallelDims, build_parallel_dims
+from fsdp_lab.training.distributed import ParallelDims
 from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.loop import train_step
 from fsdp_lab.training.memory import TRACKED_STEPS, main_settings
-from fsdp_lab.training.optimizer import gradient_device
+from fsdp_lab.training.parallel import build_parallel, way_of
+from fsdp_lab.training.parallel.base import Parallel
+from fsdp_lab.training.parallel.tensor import parameter_holders, tie_again
 from fsdp_lab.training.profile import Profile
 from fsdp_lab.training.recorder import record_step
 from fsdp_lab.training.shardable import held_parameters
-from fsdp_lab.training.tensor_parallel import parameter_holders, tie_again
 from fsdp_lab.training.timeline import write_timeline
 from fsdp_lab.training.torch_private import replace_tensors, without_modes
 from fsdp_lab.workloads.base import Batch, Workload, tensors_of
@@ -210,7 +209,7 @@ def forecast_step(
         NotFollowedError: with what only training does.
     """
     check_trial(config, num_workers)
-    if cuda and config.sharding.api is Api.fsdp1 and config.offload.target is not OffloadTarget.none:
+    if cuda and way_of(config).fills_on_host and config.offload.target is not OffloadTarget.none:
         raise NotFollowedError(
             "sharding.api=fsdp1 with offload=cpu has no forecast for a GPU: FSDP1 moves parameters between devices in "
             "place, which tensors without memory cannot; measure this trial with memory_profile=peaks."
@@ -227,9 +226,9 @@ def forecast_step(
     with fake_world(num_workers, device, rank) as ranks, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about speed and strides, of a step that does not run
         workload = build_workload(config.model, config.data, config.task)
-        dims = build_parallel_dims(config.sharding, ranks)
+        parallel = build_parallel(as_forecast(config), ranks)
         try:
-            return _follow(workload, config, dims, device, sheet, traced)
+            return _follow(workload, parallel, sheet, traced)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             line, part = user_line(error), "the forward pass of the model"
             if any(isinstance(f.f_locals.get("self"), torch.optim.Optimizer) for f, _ in walk_tb(error.__traceback__)):
@@ -241,14 +240,8 @@ def forecast_step(
             ) from error
 
 
-def _follow(
-    workload: Workload,
-    config: TrialConfig,
-    dims: ParallelDims,
-    device: torch.device,
-    sheet: Device | None,
-    traced: bool,
-) -> Step:
+def _follow(workload: Workload, parallel: Parallel, sheet: Device | None, traced: bool) -> Step:
+    config, dims, device = parallel.config, parallel.dims, parallel.device
     cuda = device == ACCELERATOR
     trace = StepTrace(HOST if cuda else None)
     buffers = partial(buffer_bytes, sheet) if cuda else None
@@ -263,34 +256,28 @@ def _follow(
             values = fake.enter_context(fake_tensors())
             if cuda:
                 fake.enter_context(cuda_kernels(sheet, trace.kernel))
-            home = gradient_device(config, device)
-            _replace(model, home, device)
+            _replace(model, parallel.home, device)
             _mark_forward(model, values)
 
         model = without_values(workload.model.build, config.training.seed)
-        held = held_parameters(model) if config.sharding.granularity is Granularity.ddp else ()  # else refused below
+        held = () if parallel.is_sharded else held_parameters(model)  # else refused below
         for name, holder in held:
             raise NotFollowedError(
                 f"a forecast cannot follow {holder}, which holds the parameter {name}; look it up where it is used, as "
                 "in self.head.weight, or measure this trial."
             )
-        unused, _ = leaves_some_unused(workload, config)
-        state = build(
-            workload, model, as_forecast(config), dims, device, fill=make_fake, find_unused=unused,
-            to_float8=apply_fake_float8,
-        )  # fmt: skip
-        if isinstance(state.model, DistributedDataParallel) and config.precision.reduce_dtype is Dtype.float32:
-            # what DDP does in C++, where the fake group has no result
-            state.model.register_comm_hook(None, allreduce_hook)
+        unused, _ = parallel.leaves_some_unused(workload)
+        state = build(workload, model, parallel, fill=make_fake, find_unused=unused, to_float8=apply_fake_float8)
+        parallel.reduce_in_python()
         for _ in range(TRACKED_STEPS - 1):
-            train_step(state, workload.task, fake_microbatches(workload, config, dims), config, device)
+            train_step(state, workload.task, fake_microbatches(workload, config, dims))
         trace.flat_streams = flat_streams(state.model)
         microbatches = fake_microbatches(workload, config, dims)
         inside = (lambda recorder: trace.following(recorder.place)) if traced else (lambda recorder: nullcontext())
         batch = tensors_of(microbatches)
         with record_step(state.model, state.optimizer, batch, device, buffers, inside) as recorder:
             trace.program.clear()
-            _held = train_step(state, workload.task, microbatches, config, device)  # after the batch, as in training
+            _held = train_step(state, workload.task, microbatches)  # after the batch, as in training
         own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in state.model.parameters())
         layout = replace(state.layout, counts=state.num_labels is not None)
         return Step(recorder.finish(), trace.program, workload, (state.num_params, own), layout)

@@ -99,7 +99,7 @@ def _in_docstring(text: str) -> str:
 
 
 def _policy(precision: PrecisionConfig) -> str:
-    """Return the arguments of `MixedPrecisionPolicy`, as `training.parallelize.mp_policy` has them, or of FSDP1's."""
+    """Return the arguments of `MixedPrecisionPolicy`, as `fsdp2.mp_policy` has them, or of FSDP1's."""
     dtypes = {"param_dtype": precision.param_dtype, "reduce_dtype": precision.reduce_dtype}
     if precision.param_dtype is Dtype.float32:
         dtypes = {key: dtype for key, dtype in dtypes.items() if dtype is not Dtype.float32}

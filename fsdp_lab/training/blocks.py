@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import nn
 
 from fsdp_lab.config.errors import ModelError
@@ -9,7 +12,9 @@ from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.wording import count
+from fsdp_lab.training.activation_checkpointing import check_no_unit_inside, checkpoint_blocks
 from fsdp_lab.training.torch_private import unsplit_classes
+from fsdp_lab.training.unit_hooks import call_by_methods
 
 BlockClasses = tuple[type[nn.Module], ...]
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # which share nothing between ranks
@@ -100,3 +105,39 @@ def batch_norm_notes(model: nn.Module, dp_degree: int) -> list[str]:
         "number of workers. val/loss, and the best epoch by it, is computed with each rank's own statistics, and the "
         "exported model has those of rank 0. nn.SyncBatchNorm shares them."
     ]
+
+
+def apply_to_blocks(
+    model: nn.Module, block_classes: BlockClasses, units: Sequence[nn.Module], config: TrialConfig
+) -> None:
+    """Apply activation checkpointing, then compile, to every block, in place.
+
+    Before that, let the methods `model.forward_methods` gather the units, and be recomputed where `forward` is.
+
+    Args:
+        units: the modules that are to become sharding units.
+
+    Raises:
+        ModelError: no module has such a method, or selective checkpointing of blocks with units inside.
+    """
+    blocks = [module for module in model.modules() if isinstance(module, block_classes)]
+    checkpointing = config.activation_checkpointing
+    if checkpointing is ActivationCheckpointing.selective:
+        check_no_unit_inside(blocks, units)
+    recomputed = blocks if checkpointing is not ActivationCheckpointing.none else []
+    _apply_methods(model, [*units, *recomputed], config.model.forward_methods or ())
+    checkpoint_blocks(blocks, config)
+    if config.compile:
+        torch.compiler.reset()  # code that an earlier trial of this process compiled, for any shape if it saw several
+        # PyTorch keeps code on disk with the names of process groups in it, which are others in another mesh
+        torch.compiler.config.force_disable_caches = config.sharding.tp > 1  # type: ignore[attr-defined]
+        for block in blocks:
+            block.compile()
+
+
+def _apply_methods(model: nn.Module, modules: Sequence[nn.Module], names: Sequence[str]) -> None:
+    for name in names:
+        if not any(callable(getattr(type(module), name, None)) for module in model.modules()):
+            raise ModelError(f"model.forward_methods=[{name}]: no module of the model has a method of that name.")
+    for module in dict.fromkeys(modules):
+        call_by_methods(module, names)

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp_lab.config.errors import UserError
@@ -32,11 +31,11 @@ from fsdp_lab.config.training import CheckpointConfig, CheckpointMode
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint_place import MARKER, Place, Saved, writer
 from fsdp_lab.training.checkpoint_source import check_meta, check_same_trial, trial_identity
-from fsdp_lab.training.distributed import DistributedContext, ParallelDims, together
+from fsdp_lab.training.distributed import DistributedContext, together
 from fsdp_lab.training.explain import sharding_explained
-from fsdp_lab.training.flat_parts import FlatParts
 from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.model_state import AsSaved, CheckpointError, load_model_state, model_state
+from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.training.torch_private import reshard
 
 Metrics = dict[str, float]
@@ -61,7 +60,7 @@ class TrainState(Stateful):
     """Everything that training changes.
 
     Attributes:
-        model: sharded.
+        parallel: the model, and how ranks train it.
         num_params: of the whole model; FSDP1 shows each rank the elements that it has.
         scaler: of the loss; disabled without loss scaling.
         epoch: finished epochs.
@@ -74,16 +73,13 @@ class TrainState(Stateful):
         loss_dtype: in which the task computed the loss of the last step.
         num_labels: that counted in the last step, over all ranks; None: its loss returned no count.
         groups_compared: an own optimizer's groups were found to be those of the whole parameters.
-        flat_parts: looks for uses of parts of FSDP1's parameters.
-        units: of FSDP2.
     """
 
-    model: nn.Module
+    parallel: Parallel
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     lr_schedule: LambdaLR
     layout: Layout = field(default_factory=Layout)
-    dims: ParallelDims = field(default_factory=ParallelDims)
     num_params: int = 0
     groups_compared: bool = False
     epoch: int = 0
@@ -93,16 +89,16 @@ class TrainState(Stateful):
     so_far: dict[str, list[float]] = field(default_factory=dict)
     lr: float | torch.Tensor = 0.0
     loss_scale: float = field(init=False)
-    flat_parts: FlatParts = field(init=False)
-    units: list[FSDPModule] = field(init=False)
     loss_dtype: torch.dtype = torch.float32
     num_labels: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Read the first scale, so that a step need only read the one after it; see which parameters are in parts."""
+        """Read the first scale, so that a step need only read the one after it."""
         self.loss_scale = self.scaler.get_scale()
-        self.flat_parts = FlatParts(self.model)
-        self.units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+    @property
+    def model(self) -> nn.Module:
+        return self.parallel.model
 
     def remember(self, metrics: Metrics) -> None:
         """Add an epoch to the history, replacing an earlier entry that `max_steps` had cut short."""
@@ -129,7 +125,7 @@ class TrainState(Stateful):
     def eval(self) -> None:
         """Set the model to eval mode, and an optimizer that has modes: schedule-free ones then average the weights."""
         self._switch("eval")
-        with self.flat_parts.watched():
+        with self.parallel.watched():
             self.model.eval()  # which may merge weights
 
     def _switch(self, mode: str) -> None:

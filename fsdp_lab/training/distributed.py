@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_lab.config.parallel import Granularity, OffloadConfig, OffloadTarget, ShardingConfig
+from fsdp_lab.config.parallel import OffloadConfig, OffloadTarget
 from fsdp_lab.training.torch_private import forget_meshes
 
 T = TypeVar("T")
@@ -134,28 +134,20 @@ class ParallelDims:
         return values
 
 
-def build_parallel_dims(sharding: ShardingConfig, ranks: DistributedContext) -> ParallelDims:
-    """Divide the ranks and make their mesh, whose innermost axis is `tp`: those ranks are neighbours.
-
-    DDP replicates over all ranks and does not use its mesh.
-    """
-    tp, world_size = sharding.tp, ranks.world_size
-    if sharding.granularity is Granularity.ddp:
-        shape = {"dp_replicate": world_size}
-    elif sharding.dp_replicate == 1:
-        shape = {"dp_shard": sharding.dp_shard(world_size)}
-    else:
-        shape = {"dp_replicate": sharding.dp_replicate, "dp_shard": sharding.dp_shard(world_size)}
-    sizes = {**shape, "tp": tp} if tp > 1 else shape
-    mesh = init_device_mesh(ranks.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    degrees = shape.get("dp_replicate", 1), shape.get("dp_shard", 1)
-    if tp == 1:
+def build_parallel_dims(axes: Mapping[str, int], ranks: DistributedContext) -> ParallelDims:
+    """Divide the ranks and make their mesh, by `Parallel.axes`."""
+    mesh = init_device_mesh(ranks.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    degrees = axes.get("dp_replicate", 1), axes.get("dp_shard", 1)
+    *divided, innermost = axes
+    if innermost != "tp":
         return ParallelDims(*degrees, rank=ranks.rank, mesh=mesh)
-    if len(shape) == 1:
+    tp = axes["tp"]
+    if len(divided) == 1:
         dp_group: Any = mesh.get_group("dp_shard")
     else:
-        dp_group, _ = dist.new_subgroups_by_enumeration([list(range(first, world_size, tp)) for first in range(tp)])
-    return ParallelDims(*degrees, tp, ranks.rank, mesh[tuple(shape)], mesh["tp"], dp_group)
+        parts = [list(range(first, ranks.world_size, tp)) for first in range(tp)]
+        dp_group, _ = dist.new_subgroups_by_enumeration(parts)
+    return ParallelDims(*degrees, tp, ranks.rank, mesh[tuple(divided)], mesh["tp"], dp_group)
 
 
 def own_node() -> str:

@@ -9,13 +9,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from fsdp_lab.config.errors import UserError
@@ -25,15 +23,13 @@ from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
 from fsdp_lab.training.explain import optimizer_explained, sharding_explained
-from fsdp_lab.training.fsdp1 import reduced_later
 from fsdp_lab.training.memory import MemoryProfiler
 from fsdp_lab.training.own_step import OwnStep
-from fsdp_lab.training.parallelize import compute_precision, free_after_backward, set_gradient_sync
+from fsdp_lab.training.parallel.base import whole
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer
 from fsdp_lab.training.step_checks import FIRST_STEPS, MEAN, SUM_AND_COUNT, StepChecks
 from fsdp_lab.training.step_loss import StepLoss
-from fsdp_lab.training.tensor_parallel import divided_loss, whole
 from fsdp_lab.workloads.base import Batch, Task, tensors_of, to_device
 from fsdp_lab.workloads.construct import seed_all
 
@@ -46,8 +42,6 @@ def train_step(
     state: TrainState,
     task: Task,
     microbatches: list[Batch],
-    config: TrialConfig,
-    device: torch.device,
     passed: Callable[..., None] = lambda *event: None,
     norm_too: bool = False,
     watched: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -67,13 +61,14 @@ def train_step(
         gradients before clipping; None unless it is wanted or the trial `has_norms`. Both are detached and on the
         device: no sync point.
     """
-    with divided_loss(config.sharding.tp):
-        total = _accumulate(state, task, microbatches, config, device, passed)
+    with state.parallel.divided_loss():
+        total = _accumulate(state, task, microbatches, passed)
     passed("gradients")
     is_dense = all(p.grad is None or p.grad.layout is torch.strided for p in state.model.parameters())
     schedule = state.lr_schedule
     state.lr = schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch)
-    grad_norm = update(state, config, has_norm=has_norms(task, config) or (norm_too and is_dense), watched=watched)
+    has_norm = has_norms(task, state.parallel.config) or (norm_too and is_dense)
+    grad_norm = update(state, has_norm=has_norm, watched=watched)
     scale = state.scaler.get_scale()  # a sync point: one a step
     if scale >= state.loss_scale:  # a smaller one says that the step was skipped
         state.lr_schedule.step()
@@ -90,16 +85,15 @@ def has_norms(task: Task, config: TrialConfig) -> bool:
 
 def update(
     state: TrainState,
-    config: TrialConfig,
     has_norm: bool,
     watched: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor | None:
     """Let the optimizer use and free the gradients, unless one of any rank overflows; return their norm if asked."""
-    grad_norm = None
+    grad_norm, config = None, state.parallel.config
     if has_norm or isinstance(state.scaler, ShardedGradScaler):  # which asks the other ranks for overflows here only
         state.scaler.unscale_(state.optimizer)
     if has_norm:
-        grad_norm = clip_gradients(state.model, config.training.max_grad_norm)
+        grad_norm = state.parallel.clip(config.training.max_grad_norm)
     with optimizer_explained(config), watched():
         state.scaler.step(state.optimizer)
     state.scaler.update()
@@ -111,53 +105,29 @@ def _accumulate(
     state: TrainState,
     task: Task,
     microbatches: list[Batch],
-    config: TrialConfig,
-    device: torch.device,
     passed: Callable[..., None],
 ) -> Tensor:
     """Compute the gradients of all microbatches, and return this rank's part of the loss; see `train_step`."""
-    step_loss = StepLoss(task, microbatches, device, state.dims)
+    parallel = state.parallel
+    step_loss = StepLoss(task, microbatches, parallel.device, parallel.dims)
     for i, batch in enumerate(microbatches):
-        batch = to_device(batch, device)
+        batch = to_device(batch, parallel.device)
         is_last = i == len(microbatches) - 1
-        if len(microbatches) > 1:  # it walks through the whole model
-            set_gradient_sync(state.model, is_last, each=config.training.sync_each_microbatch)
-        free_after_backward(state.units, frees=False)
-        explained, watched = sharding_explained(state.model, config, forward=True), state.flat_parts.watched()
-        with explained, watched, compute_precision(config, device):
-            outputs = task.forward(state.model, batch)
-        loss = task.loss(outputs, batch)
-        free_after_backward(state.units, frees=True)
+        with parallel.microbatch(is_last):
+            with parallel.forward():
+                outputs = task.forward(state.model, batch)
+            loss = task.loss(outputs, batch)
         del outputs  # the graph has what the backward pass needs of the logits
         passed("forward", loss)
         if i == 0:
             passed(SUM_AND_COUNT if isinstance(loss, tuple) else MEAN)
         loss = step_loss.part(loss, i)
-        reduced = reduced_later(state.model, is_last, each=config.training.sync_each_microbatch)
-        with sharding_explained(state.model, config, forward=False), reduced:
+        with parallel.backward(is_last):
             state.scaler.scale(loss).backward()
         passed("backward")
     total = step_loss.finish(state.model)
     state.loss_dtype, state.num_labels = step_loss.dtype, step_loss.num_labels
     return total
-
-
-def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Return the norm of the gradients over all ranks, and scale them down if it exceeds `max_norm`; None: never."""
-    if isinstance(model, FullyShardedDataParallel):
-        return model.clip_grad_norm_(math.inf if max_norm is None else max_norm)
-    alike: dict[Any, list[nn.Parameter]] = {}  # by how they are divided, which tensor parallelism makes different
-    for p in model.parameters():
-        if p.grad is not None:
-            alike.setdefault((p.device_mesh, p.placements) if isinstance(p, DTensor) else None, []).append(p)
-    # `foreach`: one call for all, of sharded gradients and fake tensors, too, which PyTorch would not choose by itself
-    gradients = [[p.grad for p in some if p.grad is not None] for some in alike.values()] or [[]]
-    norms = [whole(nn.utils.get_total_norm(some, foreach=True)) for some in gradients]
-    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    for some in alike.values():
-        if max_norm is not None:
-            nn.utils.clip_grads_with_norm_(some, max_norm, norm, foreach=True)
-    return norm
 
 
 @dataclass(frozen=True)
@@ -218,15 +188,7 @@ class Watch:
             self.timer.start()
 
 
-def train_epoch(
-    state: TrainState,
-    task: Task,
-    loader: DataLoader[Batch],
-    config: TrialConfig,
-    device: torch.device,
-    dims: ParallelDims,
-    watch: Watch,
-) -> tuple[Metrics, list[float]]:
+def train_epoch(state: TrainState, task: Task, loader: DataLoader[Batch], watch: Watch) -> tuple[Metrics, list[float]]:
     """Train through one epoch, or up to `training.max_steps`.
 
     Args:
@@ -240,6 +202,7 @@ def train_epoch(
         UserError: see `StepChecks.step`.
     """
     state.train()
+    config, dims, device = state.parallel.config, state.parallel.dims, state.parallel.device
     scheduled, steps_before = state.lr_schedule.last_epoch, state.step
     losses, norms, labels = [], [], []
     check = LossCheck(state.step, device, config.precision.loss_scaling, watch.checks)
@@ -251,7 +214,7 @@ def train_epoch(
         is_first = watch.first.is_first(state.step)
         with watch.step(state, microbatches):
             loss, norm = train_step(
-                state, task, microbatches, config, device, watch.checks.passed, is_first,
+                state, task, microbatches, watch.checks.passed, is_first,
                 own.watched if state.step < FIRST_STEPS and config.optimizer.target else nullcontext,
             )  # fmt: skip
             if is_first:
@@ -298,21 +261,14 @@ def train_epoch(
     return metrics, step_losses
 
 
-def evaluate(
-    state: TrainState,
-    task: Task,
-    loader: DataLoader[Batch],
-    config: TrialConfig,
-    device: torch.device,
-    dims: ParallelDims,
-) -> Metrics:
+def evaluate(state: TrainState, task: Task, loader: DataLoader[Batch]) -> Metrics:
     """Return the task's metrics over the whole validation split; see `mean_metrics`.
 
     Raises:
         DivergedError: the loss is not finite.
         UserError: no label counts.
     """
-    means = mean_metrics(state, task, loader, config, device, dims)
+    means = mean_metrics(state, task, loader)
     if "loss" not in means:
         raise UserError("the validation split has no label that counts, so there is no val/loss; give it such samples.")
     if not math.isfinite(means["loss"]):
@@ -321,37 +277,31 @@ def evaluate(
 
 
 @torch.no_grad()
-def mean_metrics(
-    state: TrainState,
-    task: Task,
-    loader: Iterable[Batch],
-    config: TrialConfig,
-    device: torch.device,
-    dims: ParallelDims,
-) -> dict[str, float]:
+def mean_metrics(state: TrainState, task: Task, loader: Iterable[Batch]) -> dict[str, float]:
     """Return the task's metrics over the batches of all ranks, each sample counted once; empty metrics are left out.
 
     Args:
         state: its model and its optimizer are set to eval mode.
     """
-    with sharding_explained(state.model, config, forward=True):
+    parallel = state.parallel
+    with sharding_explained(parallel.model, parallel.config, forward=True):
         state.eval()
     totals: dict[str, Tensor] = {}  # by metric: sum and count
     for batch in loader:
-        batch = to_device(batch, device)
-        with divided_loss(config.sharding.tp):
-            explained, watched = sharding_explained(state.model, config, forward=True), state.flat_parts.watched()
-            with explained, watched, compute_precision(config, device):
-                outputs = task.forward(state.model, batch)
+        batch = to_device(batch, parallel.device)
+        with parallel.divided_loss():
+            with parallel.forward():
+                outputs = task.forward(parallel.model, batch)
             figures = task.metrics(outputs, batch)
         for name, (total, count) in figures.items():
-            sums = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
-            sums[0] += whole(total)
-            sums[1] += count
+            own = totals.setdefault(name, torch.zeros(2, dtype=torch.float64, device=parallel.device))
+            own[0] += whole(total)
+            own[1] += count
         del outputs
     # a user's metrics may name what a batch has, so that ranks have others, or in another order
     names = sorted({name for names in gather([*totals]) for name in names})
-    reduced = dims.sum(torch.stack([totals.get(name, torch.zeros_like(totals["loss"])) for name in names])).tolist()
+    sums = torch.stack([totals.get(name, torch.zeros_like(totals["loss"])) for name in names])
+    reduced = parallel.dims.sum(sums).tolist()
     return {name: total / count for name, (total, count) in zip(names, reduced, strict=True) if count}
 
 

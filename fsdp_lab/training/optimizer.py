@@ -6,12 +6,9 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.parallel import Api, OffloadTarget
 from fsdp_lab.config.training import (
     LrScheduleConfig,
     LrScheduleName,
@@ -20,23 +17,22 @@ from fsdp_lab.config.training import (
 )
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.own_optimizer import build_own, learning_rate
+from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.training.shardable import has_complex
 
 
-def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> torch.optim.Optimizer:
-    """Return the optimizer of the sharded parameters.
-
-    Args:
-        dp_degree: the factor of the learning rate with `optimizer.scale_lr`.
+def build_optimizer(parallel: Parallel) -> torch.optim.Optimizer:
+    """Return the optimizer of the parameters that ranks train.
 
     Raises:
         UserError: the user's class refuses its arguments or the parameters.
     """
-    optimizer, lr = config.optimizer, learning_rate(config, dp_degree)
+    model, config = parallel.model, parallel.config
+    optimizer, lr = config.optimizer, learning_rate(config, parallel.dims.dp_degree)
     params = [p for p in model.parameters() if p.requires_grad]
     if optimizer.target is not None:
-        made = build_own(config, optimizer.target, params, lr)
-        _check_fused(made, config)
+        made = build_own(parallel, optimizer.target, params, lr)
+        _check_fused(made, parallel)
         return made
     kernels = implementation(config, has_complex(model))
     kwargs: dict[str, Any] = {"lr": lr, "weight_decay": optimizer.weight_decay, **kernels}
@@ -51,13 +47,14 @@ def build_optimizer(model: nn.Module, config: TrialConfig, dp_degree: int) -> to
             raise ValueError(f"optimizer.name={optimizer.name} is not known")
 
 
-def _check_fused(made: torch.optim.Optimizer, config: TrialConfig) -> None:
+def _check_fused(made: torch.optim.Optimizer, parallel: Parallel) -> None:
     """Check that the loss scaler can use an own optimizer."""
+    config = parallel.config
     is_fused = any(group.get("fused") for group in made.param_groups) and not isinstance(made, torch.optim.SGD)
-    if is_fused and config.precision.loss_scaling and _asks_all(config):  # whose overflow has another shape
-        setting = "sharding.api=fsdp1" if config.sharding.api is Api.fsdp1 else f"sharding.tp={config.sharding.tp}"
+    if is_fused and config.precision.loss_scaling and parallel.asks_all:  # whose overflow has another shape
         raise UserError(
-            f"optimizer._target_={config.optimizer.target} is fused, with precision.loss_scaling=true and {setting}: "
+            f"optimizer._target_={config.optimizer.target} is fused, with precision.loss_scaling=true and "
+            f"{parallel.asks_all}: "
             "fused optimizers do not work with PyTorch's loss scaler for these; use optimizer.fused=false, or "
             "precision=bf16_mixed."
         )
@@ -70,38 +67,6 @@ def implementation(config: TrialConfig, has_complex: bool = False) -> dict[str, 
         "fused": chosen is OptimizerImplementation.fused,
         "foreach": chosen is OptimizerImplementation.foreach,
     }
-
-
-def build_scaler(config: TrialConfig, device: torch.device) -> torch.amp.GradScaler:
-    """Return the dynamic loss scaler for float16; a disabled one passes everything through.
-
-    Args:
-        device: where the gradients are, and therefore the scale. GradScaler copies its tensors to the gradients' device
-            without waiting, and a CPU would read them before they arrive.
-    """
-    precision = config.precision
-    kind = ShardedGradScaler if _asks_all(config) else torch.amp.GradScaler
-    scaler = kind(
-        device.type,
-        init_scale=precision.init_scale,
-        growth_interval=precision.growth_interval,
-        enabled=precision.loss_scaling,
-    )
-    scaler.scale(torch.zeros((), device=device))  # the first tensor that is scaled says where the scale is kept
-    return scaler
-
-
-def _asks_all(config: TrialConfig) -> bool:
-    """Return whether the loss scaler asks all ranks for overflows.
-
-    A rank sees those of its own part, and FSDP2's scaler asks only ranks that share the first parameter.
-    """
-    return config.sharding.api is Api.fsdp1 or config.sharding.tp > 1
-
-
-def gradient_device(config: TrialConfig, device: torch.device) -> torch.device:
-    """Return where the optimizer finds parameters and gradients: on the host with offload, else on the device."""
-    return device if config.offload.target is OffloadTarget.none else torch.device("cpu")
 
 
 def build_lr_schedule(

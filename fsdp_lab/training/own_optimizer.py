@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_lab.config.errors import ModelError, UserError
-from fsdp_lab.config.parallel import Api, Granularity
 from fsdp_lab.config.target import import_callable, in_words, instantiate, parameters
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.own_step import reads_refused
+from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.training.torch_private import FakeTensorMode
 from fsdp_lab.workloads.base import original_name, unwrapped
 from fsdp_lab.workloads.construct import seeded
@@ -26,18 +26,18 @@ def learning_rate(config: TrialConfig, dp_degree: int) -> float:
     return config.optimizer.lr * (dp_degree if config.optimizer.scale_lr else 1)
 
 
-def build_own(config: TrialConfig, target: str, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+def build_own(parallel: Parallel, target: str, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
     """Build the user's optimizer.
 
     Raises:
         UserError: the callable fails, or returns no optimizer.
     """
-    function = import_callable(target, "optimizer._target_")
+    config, function = parallel.config, import_callable(target, "optimizer._target_")
     arguments = {**instantiate(config.optimizer.arguments, "optimizer"), "lr": lr}
     foreach = (parameters(function) or {}).get("foreach")
     if foreach is not None and foreach.default is None and not arguments.keys() & {"foreach", "fused"}:
         # what PyTorch chooses on a GPU; a forecast is made on a CPU, where it chooses otherwise
-        arguments["foreach"] = config.sharding.granularity is Granularity.ddp
+        arguments["foreach"] = not parallel.is_sharded
     try:
         with seeded(config.training.seed), reads_refused(f"the constructor of optimizer._target_={target}"):
             made = function(params=params, **arguments)
@@ -52,10 +52,8 @@ def build_own(config: TrialConfig, target: str, params: list[nn.Parameter], lr: 
         ImportError,
     ) as error:
         shown = ", ".join(f"optimizer.{name}={value}" for name, value in config.optimizer.users_arguments.items())
-        flat = "; sharding.api=fsdp1 gives it flat parameters, and fsdp2 keeps the model's shapes"
         raise UserError(
-            f"optimizer._target_={target} with {shown} fails: {in_words(error)}"
-            f"{flat if config.sharding.api is Api.fsdp1 else ''}"
+            f"optimizer._target_={target} with {shown} fails: {in_words(error)}{parallel.gives_optimizer}"
         ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise UserError(
@@ -71,23 +69,21 @@ def build_own(config: TrialConfig, target: str, params: list[nn.Parameter], lr: 
     return made
 
 
-def unsharded_settings(model: nn.Module, config: TrialConfig, dp_degree: int, device: torch.device) -> Settings:
+def unsharded_settings(model: nn.Module, parallel: Parallel) -> Settings:
     """Return the settings that the user's class gives each parameter of a model that is not sharded yet.
 
     It is called with fake parameters, which have the attributes of the real ones.
 
-    Args:
-        device: where the optimizer finds the parameters.
-
     Returns:
         by parameter; empty if sharding does not replace the parameters, or the class needs their values.
     """
-    target = config.optimizer.target
-    if target is None or config.sharding.granularity is Granularity.ddp:
+    config, target = parallel.config, parallel.config.optimizer.target
+    if target is None or not parallel.is_sharded:
         return {}
+    lr = learning_rate(config, parallel.dims.dp_degree)
     with suppress(Exception), FakeTensorMode():  # whatever a class raises; with real parameters it is reported
-        made = {name: _fake(p, device) for name, p in model.named_parameters() if p.requires_grad}
-        return _settings(build_own(config, target, [*made.values()], learning_rate(config, dp_degree)), made.items())
+        made = {name: _fake(p, parallel.home) for name, p in model.named_parameters() if p.requires_grad}
+        return _settings(build_own(parallel, target, [*made.values()], lr), made.items())
     return {}
 
 
@@ -115,9 +111,7 @@ def _in_words(value: Any) -> str:
     return str(value) if isinstance(value, str | int | float | None) else kind.__name__
 
 
-def check_settings(
-    optimizer: torch.optim.Optimizer, model: nn.Module, unsharded: Settings, config: TrialConfig
-) -> None:
+def check_settings(optimizer: torch.optim.Optimizer, parallel: Parallel, unsharded: Settings) -> None:
     """Check that the user's class gives each sharded parameter the settings that it gives the whole one.
 
     Args:
@@ -128,17 +122,14 @@ def check_settings(
     """
     if not unsharded:
         return
-    sharded, sharding = _settings(optimizer, unwrapped(model).named_parameters()), config.sharding
-    is_flat = sharding.api is Api.fsdp1
+    sharded = _settings(optimizer, unwrapped(parallel.model).named_parameters())
     for name in unsharded | sharded:
         whole, here = unsharded.get(name, _NO_GROUP), sharded.get(name, _NO_GROUP)
         for key in whole | here:
             if whole.get(key) != here.get(key):
                 raise ModelError(
-                    f"sharding={sharding.granularity.name} sharding.api={sharding.api.name}: "
-                    f"optimizer._target_={config.optimizer.target} gives {name} {key}={here.get(key)}, but "
-                    f"{key}={whole.get(key)} where it is not sharded"
-                    f"{': FSDP1 makes every parameter flat' if is_flat else ''}. Group by an attribute that the "
-                    "model's constructor sets, as parameter.no_decay = True, or use "
-                    f"{'sharding.api=fsdp2' if is_flat else 'sharding=ddp'}."
+                    f"{parallel.sharding} sharding.api={parallel.config.sharding.api.name}: "
+                    f"optimizer._target_={parallel.config.optimizer.target} gives {name} {key}={here.get(key)}, but "
+                    f"{key}={whole.get(key)} where it is not sharded{parallel.changes_shapes}. Group by an attribute "
+                    f"that the model's constructor sets, as parameter.no_decay = True, or use {parallel.keeps_shapes}."
                 )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab.training.distributed import ParallelDims
-from fsdp_lab.training.tensor_parallel import whole
+from fsdp_lab.training.parallel.base import whole
 from fsdp_lab.workloads.base import Batch, Loss, Task
 
 

@@ -17,19 +17,17 @@ from torch import nn
 
 from fsdp_lab.config.metrics import LABELS
 from fsdp_lab.config.notes import cpu_notes, gpu_notes, memory_notes, node_notes, sharding_notes
-from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.rules import check_nodes, check_trial
 from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.machine.hardware import allocator_settings
 from fsdp_lab.training.alike import buffer_notes, check_data, check_model
 from fsdp_lab.training.blocks import batch_norm_notes, loss_depends_on_dp_degree
-from fsdp_lab.training.build import build, leaves_some_unused
+from fsdp_lab.training.build import build
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
 from fsdp_lab.training.data import build_loaders, load_data
 from fsdp_lab.training.distributed import (
     DistributedContext,
-    build_parallel_dims,
     gather,
     largest,
     own_node,
@@ -40,7 +38,8 @@ from fsdp_lab.training.first_steps import FirstSteps
 from fsdp_lab.training.layout import unit_notes
 from fsdp_lab.training.loop import Watch, evaluate, mean_metrics, token_metrics, train_epoch
 from fsdp_lab.training.memory import MemoryProfiler, start_clean
-from fsdp_lab.training.parallelize import float32_products
+from fsdp_lab.training.parallel import build_parallel
+from fsdp_lab.training.precision import float32_products
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer, Timed, device_peak_flops, speed_metrics, watch_cores
 from fsdp_lab.training.step_checks import StepChecks
@@ -110,7 +109,8 @@ def _train(
 ) -> None:
     nodes = gather(own_node())
     check_nodes(config.sharding, nodes)
-    dims = build_parallel_dims(config.sharding, ranks)
+    parallel = build_parallel(config, ranks)
+    dims = parallel.dims
     reporter.phase("loading the data")
     workload = build_workload(config.model, config.data, config.task)
     data = load_data(workload.data, ranks)
@@ -122,7 +122,7 @@ def _train(
     first = build_model(workload.model, config)
     check_model(first.model, buffers_are_sent=first.init is Init.rank0)
     on_meta = _copied(first.model)
-    find_unused, notes = leaves_some_unused(workload, config, on_meta)
+    find_unused, notes = parallel.leaves_some_unused(workload, on_meta)
     in_tokens, tokens = workload.task.unit == "tokens", workload.tokens_per_sample(data.train)
     is_wanted = tokens is not None if in_tokens else device_peak_flops(config, ranks) is not None
     flops = workload.train_flops_per_sample(on_meta) if is_wanted else None
@@ -130,14 +130,12 @@ def _train(
 
     def fill_model(model: nn.Module) -> None:
         reporter.phase("loading the weights" if first.load else f"initialising the weights (init={config.init.name})")
-        fill(model, first, config, dims, ranks.device)
+        fill(model, first, parallel)
 
     state = build(
         workload,
         first.model,
-        config,
-        dims,
-        ranks.device,
+        parallel,
         fill=fill_model,
         steps_per_epoch=steps_per_epoch,
         total_steps=steps_per_epoch * config.training.epochs,
@@ -155,7 +153,7 @@ def _train(
         reporter.epoch(metrics)
 
     def mean_loss(batches: Iterable[Batch]) -> float | None:
-        return mean_metrics(state, workload.task, batches, config, ranks.device, dims).get("loss")
+        return mean_metrics(state, workload.task, batches).get("loss")
 
     checks = StepChecks(state.model, config, ranks.device, dims)
     watch = Watch(
@@ -172,7 +170,7 @@ def _train(
         loaders.order.go_to(state.epoch, state.epoch_step)
         cores = watch_cores() if ranks.local_rank == 0 else None
         watch.memory.epoch_begins()
-        metrics, losses = train_epoch(state, workload.task, loaders.train, config, ranks.device, dims, watch)
+        metrics, losses = train_epoch(state, workload.task, loaders.train, watch)
         on_step_losses(losses)
         times = watch.timer.take()
         waited = dims.sum(torch.tensor(watch.timer.waited_s, device=ranks.device)).item() / dims.dp_degree
@@ -184,7 +182,7 @@ def _train(
             reporter.facts({**facts, "dp_degree_of_losses": dims.dp_degree, "notes": [*notes, *late]})
         metrics.update(watch.memory.figures())
         watch.checks.evaluation()
-        metrics.update(evaluate(state, workload.task, loaders.val, config, ranks.device, dims))
+        metrics.update(evaluate(state, workload.task, loaders.val))
         watch.checks.check()
         if in_tokens:
             metrics.update(token_metrics(metrics["val/loss"], data.bytes_per_token))
@@ -232,7 +230,7 @@ def _facts(
     on_cpu = ranks.device.type == "cpu"
     dp_degree = config.sharding.dp_degree(ranks.world_size)
     depends = loss_depends_on_dp_degree(state.model, config.optimizer.scale_lr)
-    is_hybrid = config.sharding.dp_replicate > 1 and config.sharding.granularity is not Granularity.ddp
+    is_hybrid = state.parallel.is_sharded and config.sharding.dp_replicate > 1
     return {
         "device": ranks.device_name,
         "world_size": ranks.world_size,

@@ -9,7 +9,6 @@ by each rank into its shards.
 from __future__ import annotations
 
 import math
-import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,16 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab.config.errors import ModelError
-from fsdp_lab.config.parallel import Api
 from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.machine.hardware import free_memory
-from fsdp_lab.training.distributed import ParallelDims, gather, own_node, together
-from fsdp_lab.training.optimizer import gradient_device
+from fsdp_lab.training.distributed import gather, own_node, together
+from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.training.shardable import check_hooks
 from fsdp_lab.training.torch_private import replace_tensors
 from fsdp_lab.workloads.base import ModelSpec, plain_class
@@ -98,38 +95,33 @@ def _within(build: Callable[[], nn.Module], seed: int, most_bytes: float) -> nn.
         return None
 
 
-def fill(model: nn.Module, first: FirstModel, config: TrialConfig, dims: ParallelDims, device: torch.device) -> None:
-    """Give the parameters of a sharded model their first values, and move it to the device. Every rank calls this.
-
-    FSDP1 takes the model from the host, unit by unit. With offload, parameters stay on the host.
+def fill(model: nn.Module, first: FirstModel, parallel: Parallel) -> None:
+    """Give the parameters of a divided model their first values, where `parallel.fills` says. Every rank calls this.
 
     Raises:
         ModelError: with `init=meta`, a module does not initialise its weights.
     """
-    home = torch.device("cpu") if config.sharding.api is Api.fsdp1 else gradient_device(config, device)
     if first.init is Init.plain:
-        if not isinstance(model, FSDPModule):  # FSDP2 has moved each unit when it was sharded
-            model.to(home)
+        parallel.place(model)
         return
+    home, of_buffers = parallel.fills
     remedy = "use init=plain" if first.load is None else "train from the constructor's weights"
     together(lambda: check_hooks(model, f"init={first.init.name}" if first.init else "pretrained weights", remedy))
     replace_tensors(model, lambda old: torch.empty_like(old, device=home) if _is_parameter(old) else old.to(home))
     if first.init is Init.meta:
-        together(lambda: _initialise(model, config, dims, home))
+        together(lambda: _initialise(model, parallel))
     elif first.init is Init.rank0:
-        flat = config.sharding.api is Api.fsdp1  # whose model is whole, and stays on the host
         options = StateDictOptions(
-            full_state_dict=True, broadcast_from_rank0=True, strict=False, cpu_offload=flat
+            full_state_dict=True, broadcast_from_rank0=True, strict=False, cpu_offload=parallel.fills_on_host
         )  # buffers follow
         set_model_state_dict(model, first.whole, options=options)
         first.whole.clear()
-    if config.sharding.api is not Api.fsdp1:
-        for module in model.modules():
-            for name, buffer in [*module.named_buffers(recurse=False)]:
-                setattr(module, name, buffer.to(device))
+    for module in model.modules():
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            setattr(module, name, buffer.to(of_buffers))
     if first.init is Init.rank0:
         for buffer in model.buffers():
-            sent = buffer.to(device)
+            sent = buffer.to(parallel.device)
             dist.broadcast(sent, 0)
             buffer.copy_(sent)
     if first.load is not None:
@@ -146,25 +138,17 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _initialise(model: nn.Module, config: TrialConfig, dims: ParallelDims, home: torch.device) -> None:
-    """Draw the weights of a sharded model in place, module by module.
+def _initialise(model: nn.Module, parallel: Parallel) -> None:
+    """Draw the weights of a divided model in place, module by module.
 
     On a GPU PyTorch draws each shard of a DTensor from its place in the whole. On a CPU it does not, so ranks with
     different shards have different seeds, and ranks with copies of a shard the same.
     """
-    shard = 0
-    if isinstance(model, FSDPModule) and home.type == "cpu":
-        if dims.tp > 1:
-            raise ModelError(
-                f"init=meta with sharding.tp={dims.tp}: on a CPU PyTorch draws the same numbers for each part of a "
-                "divided layer; use init=plain or init=rank0."
-            )
-        shard = dims.dp_rank % dims.dp_shard
-        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
+    shard = parallel.shard_to_draw()
     parts = {name: _local(parameter) for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     for values in parts.values():
         values.fill_(math.nan)
-    with seeded(zlib.crc32(f"{config.training.seed}/{shard}".encode())):
+    with seeded(zlib.crc32(f"{parallel.config.training.seed}/{shard}".encode())):
         _reset(model, "")
     for name, values in parts.items():
         if values.isnan().any():

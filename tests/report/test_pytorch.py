@@ -184,7 +184,7 @@ def train_language(*words: str) -> tuple[list[float], list[float], str]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from fsdp_lab.training.tensor_parallel import apply_tensor_parallel
+    from fsdp_lab.training.parallel.tensor import apply_tensor_parallel
 
     sizes = {"vocab_size": 32, "dim": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 24}
     models = []

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.training.activation_checkpointing import checkpoint_blocks
-from fsdp_lab.training.blocks import check_blocks
+from fsdp_lab.training.blocks import apply_to_blocks, check_blocks
 from fsdp_lab.training.float8 import apply_float8
-from fsdp_lab.training.parallelize import apply_to_blocks, sharding_units
+from fsdp_lab.training.parallel.units import sharding_units
 from fsdp_lab.training.plain_state import seed_all
 from tests.operators import Operators
 from tests.ranks import config

@@ -3,7 +3,7 @@ refused by name. Plain loops that import nothing of the package say what is righ
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from fsdp_lab.training import distributed, weights
-from fsdp_lab.training.distributed import build_parallel_dims
+from fsdp_lab.training.parallel import build_parallel
 from fsdp_lab.workloads.build import build_workload
 from tests.parity import SHARDINGS, WORKLOADS
 from tests.ranks import Memo, config, outcomes, run_ranks
@@ -249,14 +249,10 @@ def initial_weights(cases: list[list[str]]) -> list[dict[str, Tensor]]:
     results = []
     for case in cases:
         trial = config(*case)
-        dims, workload = build_parallel_dims(trial.sharding, ranks), build_workload(trial.model, trial.data, trial.task)
+        parallel, workload = build_parallel(trial, ranks), build_workload(trial.model, trial.data, trial.task)
         first = weights.build_model(workload.model, trial)
 
-        def fill(model: nn.Module, *given: Any) -> None:
-            weights.fill(model, *given)
-
-        given = (first, trial, dims, ranks.device)
-        state = build(workload, first.model, trial, dims, ranks.device, lambda model, g=given: fill(model, *g))
+        state = build(workload, first.model, parallel, partial(weights.fill, first=first, parallel=parallel))
         results.append(dict(get_model_state_dict(state.model, options=whole)) | {"": first})
     return [{k: (v.init, v.notes) if k == "" else v for k, v in result.items()} for result in results]
 

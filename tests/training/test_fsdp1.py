@@ -19,16 +19,14 @@ from fsdp_lab.config import ConfigError, UserError, sharding_notes
 from fsdp_lab.config.compare import effective_settings
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.training import fsdp1
 from fsdp_lab.training.checkpoint import TrainState
-from fsdp_lab.training.fsdp1 import apply_fsdp1
 from fsdp_lab.training.loop import update
-from fsdp_lab.training.optimizer import build_scaler
-from fsdp_lab.training.parallelize import sharding_units
+from fsdp_lab.training.parallel import fsdp1
+from fsdp_lab.training.parallel.units import sharding_units
 from fsdp_lab.workloads.base import original_name
 from fsdp_lab.workloads.language.llama import Block as LlamaBlock
 from fsdp_lab.workloads.language.llama import Llama
-from tests.ranks import config, run_ranks
+from tests.ranks import config, parallel_of, run_ranks
 from tests.workloads.user.odd import Block, Odd
 
 FSDP1 = "sharding.api=fsdp1"
@@ -58,10 +56,12 @@ def _units_of_both() -> list[tuple[Any, Any]]:
     for build, kind, size in CASES:
         words = ["sharding=per_block"] if size is None else ["sharding=size_based", f"sharding.min_num_params={size}"]
         trial, model = config(FSDP1, *words), build()
-        ours = apply_fsdp1(model, sharding_units(model, (kind,), trial.sharding), trial, mesh, device)
+        ours = parallel_of(trial, mesh=mesh)
+        ours.divide(model, sharding_units(model, (kind,), trial.sharding), [])
+        ours.wrap(model, find_unused=False)
         policy: Any = partial(size_based_auto_wrap_policy, min_num_params=size) if size else ModuleWrapPolicy({kind})
         theirs = FullyShardedDataParallel(build(), auto_wrap_policy=policy, device_id=device, use_orig_params=True)
-        found.append((_wrapped(ours), _wrapped(theirs)))
+        found.append((_wrapped(ours.model), _wrapped(theirs)))
     return found
 
 
@@ -109,9 +109,10 @@ def test_what_only_changes_speed_or_memory_reaches_fsdp1(
         ndim = 1
 
     given: dict[str, Any] = {}
-    monkeypatch.setattr(fsdp1, "FullyShardedDataParallel", lambda model, **options: given.update(options))
-    trial: Any = config(FSDP1, *words.split())
-    apply_fsdp1(nn.Linear(1, 1), [], trial, Mesh(), torch.device("cpu"))  # type: ignore[arg-type]
+    monkeypatch.setattr(fsdp1, "FullyShardedDataParallel", lambda model, **options: given.update(options) or model)
+    parallel, model = parallel_of(config(FSDP1, *words.split()), mesh=Mesh()), nn.Linear(1, 1)
+    parallel.divide(model, [], [])
+    parallel.wrap(model, find_unused=False)
     assert {name: given[name] for name in expected} == expected
 
 
@@ -156,11 +157,11 @@ def _scales_after_an_overflow() -> list[list[float]]:
     found = []
     for words, fused in product((FSDP1, "sharding.tp=2"), (False, True)):
         trial, model = config(words, "precision=fp16"), nn.Linear(2, 1, bias=False)
-        scaler, optimizer = build_scaler(trial, torch.device("cpu")), torch.optim.SGD(model.parameters(), fused=fused)
-        state = TrainState(model, optimizer, scaler, LambdaLR(optimizer, lambda step: 1.0))
+        parallel, optimizer = parallel_of(trial, model), torch.optim.SGD(model.parameters(), fused=fused)
+        state = TrainState(parallel, optimizer, scaler := parallel.scaler(), LambdaLR(optimizer, lambda step: 1.0))
         before, weights = scaler.get_scale(), model.weight.tolist()
         model.weight.grad = torch.full((1, 2), float("inf") if dist.get_rank() else 1.0)
-        update(state, trial, has_norm=False)
+        update(state, has_norm=False)
         found.append([before, scaler.get_scale(), model.weight.tolist() == weights])
     return found
 

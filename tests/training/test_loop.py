@@ -21,11 +21,10 @@ from fsdp_lab.training.checkpoint import Checkpoints
 from fsdp_lab.training.data import load_data
 from fsdp_lab.training.distributed import setup_distributed
 from fsdp_lab.training.divergence import DivergedError
-from fsdp_lab.training.flat_parts import FlatParts
 from fsdp_lab.workloads.base import DataSpec
 from tests.operators import Operators
 from tests.parity import WORKLOADS
-from tests.ranks import Memo, config, run_ranks, train_all
+from tests.ranks import Memo, config, parallel_of, run_ranks, train_all
 from tests.workloads.user.my_project.net import labels
 
 MLP = ("model=mlp", "training.max_steps=1")
@@ -128,11 +127,12 @@ def test_ranks_may_have_other_metrics_and_none_that_counts(monkeypatch: pytest.M
 
     def validate(mine: dict[str, tuple[int, int]], theirs: dict[str, tuple[int, int]]) -> dict[str, float]:
         task = SimpleNamespace(forward=lambda model, batch: batch, metrics=lambda outputs, batch: mine)
-        state = SimpleNamespace(model=nn.Identity(), step=1, flat_parts=FlatParts(nn.Identity()), eval=lambda: None)
+        parallel = parallel_of(config(), nn.Identity())
         added = torch.tensor([theirs.get(name, (0, 0)) for name in sorted({*mine, *theirs})])
-        dims = SimpleNamespace(sum=lambda totals: totals + added)
+        parallel.dims = SimpleNamespace(sum=lambda totals: totals + added)
+        state = SimpleNamespace(parallel=parallel, step=1, eval=lambda: None)
         monkeypatch.setattr(loop, "gather", lambda names: [names, [*theirs]])
-        return loop.evaluate(state, task, [torch.zeros(1)], config(), torch.device("cpu"), dims)
+        return loop.evaluate(state, task, [torch.zeros(1)])
 
     reported = validate({"loss": (1, 1), "b": (4, 1), "empty": (0, 0)}, {"a": (6, 2), "loss": (3, 1)})
     assert reported == {"val/a": 3.0, "val/b": 4.0, "val/loss": 2.0}

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from fsdp_lab.config import UserError, to_dict
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer
-from tests.ranks import config, outcomes, run_ranks, train_all
+from tests.ranks import config, outcomes, parallel_of, run_ranks, train_all
 from tests.workloads.user import optim
 
 HALF_SQRT2 = math.sqrt(2) / 2
@@ -41,7 +41,7 @@ HALF_SQRT2 = math.sqrt(2) / 2
 def test_learning_rates_by_hand(words: str, by_step: dict[int, float]) -> None:
     """Parts of the first one; five steps an epoch, twenty steps in all."""
     trial = config(*f"optimizer.lr=0.8 lr_schedule={words}".split())
-    optimizer = build_optimizer(nn.Linear(2, 2), trial, 1)
+    optimizer = build_optimizer(parallel_of(trial, nn.Linear(2, 2)))
     schedule = build_lr_schedule(optimizer, trial.lr_schedule, 5, 20)
     rates = []
     for _ in range(26):
@@ -56,14 +56,14 @@ def test_the_implementation_that_is_chosen() -> None:
     cases = {"adam": ["fused"], "adamw optimizer.implementation=for_loop": [], "sgd": ["foreach"],
              "adam precision=fp16": ["foreach"]}  # fmt: skip
     for words, chosen in cases.items():
-        group = build_optimizer(nn.Linear(2, 2), config(*f"optimizer={words}".split()), 1).param_groups[0]
+        group = build_optimizer(parallel_of(config(*f"optimizer={words}".split()), nn.Linear(2, 2))).param_groups[0]
         assert [name for name in ("fused", "foreach") if group[name]] == chosen, words
 
 
 def build_own(*words: str) -> torch.optim.Optimizer:
     trial = config(*words)
     check_trial(trial, 2)
-    return build_optimizer(nn.Linear(2, 2), trial, 4)
+    return build_optimizer(parallel_of(trial, nn.Linear(2, 2), dp_shard=4))
 
 
 def test_an_own_class_gets_the_parameters_and_its_arguments() -> None:

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_lab.config import ModelError, UserError
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.training import unit_hooks
+from fsdp_lab.training.parallel.tensor import apply_tensor_parallel
 from fsdp_lab.training.step_checks import FIRST_STEPS
-from fsdp_lab.training.tensor_parallel import apply_tensor_parallel
 from fsdp_lab.training.unit_hooks import call_by_methods, tensors_inside
 from fsdp_lab.workloads.language.llama import Llama
 from tests.ranks import config, run_ranks, train_all

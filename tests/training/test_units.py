@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast import torch_private as of_forecasts
-from fsdp_lab.training import parallelize, torch_private
+from fsdp_lab.training import torch_private
 from fsdp_lab.training.blocks import check_blocks, find_block_classes
-from fsdp_lab.training.build import leaves_some_unused
 from fsdp_lab.training.layout import Layout, unit_notes
-from fsdp_lab.training.parallelize import in_groups, last_unit, sharding_units
+from fsdp_lab.training.parallel import fsdp2
+from fsdp_lab.training.parallel.units import in_groups, last_unit, sharding_units
 from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.construct import without_values
 from fsdp_lab.workloads.language.llama import Block as LlamaBlock
 from fsdp_lab.workloads.language.llama import Llama
 from fsdp_lab.workloads.language.pydoc import PydocTokens
 from tests.parity import WORKLOADS
-from tests.ranks import config, run_ranks, train_all
+from tests.ranks import config, parallel_of, run_ranks, train_all
 from tests.training.reference import first_model, names_of
 from tests.workloads.user import unusual
 from tests.workloads.user.odd import Block, Odd
@@ -97,8 +97,8 @@ def test_default_keeps_the_last_unit_after_the_forward_pass(words: str, reshards
         made.append((" ".join(names_of(model, modules)), options["reshard_after_forward"]))
 
     units, last = (find(model, (LlamaBlock,), trial.sharding) for find in (sharding_units, last_unit))
-    with mock.patch.object(parallelize, "fully_shard", shard), mock.patch.object(parallelize, "set_prefetch"):
-        parallelize.apply_fully_shard(model, units, trial, Any, last)
+    with mock.patch.object(fsdp2, "fully_shard", shard), mock.patch.object(fsdp2, "set_prefetch"):
+        parallel_of(trial).divide(model, units, last)
     alone = [(name, reshards) for name in ("embedding", "blocks.0", "blocks.1")]
     assert made == [*alone, ("norm head", last_reshards), ("", reshards)]
 
@@ -180,25 +180,25 @@ def test_ddp_looks_for_what_one_of_several_steps_leaves_out(drops: bool) -> None
     model = (f"model._target_={__name__}.Normed", f"model.drops={drops}")
     ddp = config(*model, "data=example", f"task.loss={__name__}.summed", "sharding=ddp")
     workload, seen = build_workload(ddp.model, ddp.data, ddp.task), torch.get_rng_state()
-    assert leaves_some_unused(workload, ddp)[0] is drops
+    assert parallel_of(ddp).leaves_some_unused(workload)[0] is drops
     assert torch.equal(torch.get_rng_state(), seen)
 
 
 def test_ddp_that_looks_for_unused_parameters_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     ddp, root = config(*USER, "sharding=ddp"), config(*USER, "sharding=root")
     workload = build_workload(ddp.model, ddp.data, ddp.task)
-    found, (note,) = leaves_some_unused(workload, ddp)
+    found, (note,) = parallel_of(ddp).leaves_some_unused(workload)
     assert found and "find_unused_parameters" in note and note.endswith("some of them get no gradient")
-    assert leaves_some_unused(workload, root) == (False, [])
+    assert parallel_of(root).leaves_some_unused(workload) == (False, [])
 
     def fails(*_: object) -> list[str]:
         raise RuntimeError("no value on meta\nand more")
 
     monkeypatch.setattr(type(workload), "parameters_without_gradient", fails)
-    found, (note,) = leaves_some_unused(workload, ddp)
+    found, (note,) = parallel_of(ddp).leaves_some_unused(workload)
     assert found and note.endswith("are not known (RuntimeError: no value on meta)")
     monkeypatch.setattr(type(workload), "parameters_without_gradient", lambda *_: [])
-    assert leaves_some_unused(workload, ddp) == (False, [])
+    assert parallel_of(ddp).leaves_some_unused(workload) == (False, [])
 
 
 def test_rotary_tables_are_used_in_float32_under_half_precision() -> None:

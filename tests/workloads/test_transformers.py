@@ -15,10 +15,12 @@ pytest.importorskip("transformers")
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
 
 from fsdp_lab.config import UserError
 from fsdp_lab.config.rules import check_files, check_trial
-from fsdp_lab.training.tensor_parallel import apply_tensor_parallel, divided_loss, whole
+from fsdp_lab.training.parallel.base import whole
+from fsdp_lab.training.parallel.tensor import apply_tensor_parallel
 from fsdp_lab.workloads.build import build_model_spec
 from fsdp_lab.workloads.hf import library
 from fsdp_lab.workloads.hf.configuration import read_config
@@ -92,7 +94,7 @@ def gradients_of_norms(divided: bool) -> dict[str, torch.Tensor]:
     if divided:
         apply_tensor_parallel(model, causal_lm.tp_plan(QWEN), init_device_mesh("cpu", (dist.get_world_size(),)))
     tokens = torch.arange(32).view(2, 16)
-    with divided_loss(2):
+    with loss_parallel():
         whole(torch.nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), tokens.flatten())).backward()
     return {name: whole(p.grad) for name, p in model.named_parameters() if "_norm.weight" in name}
 

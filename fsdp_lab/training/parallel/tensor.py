@@ -18,7 +18,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,10 +37,13 @@ from torch.distributed.tensor.parallel import (
 
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.key import divisors
+from fsdp_lab.config.parallel import ShardingConfig
 from fsdp_lab.config.suggest import did_you_mean
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import TP_WORDS
+from fsdp_lab.training.distributed import ParallelDims
 from fsdp_lab.training.layout import DividedLayers, matches
+from fsdp_lab.training.parallel.fsdp2 import FSDP2
 from fsdp_lab.training.torch_private import own_plan, wait_for
 
 
@@ -53,6 +56,37 @@ class _Style(NamedTuple):
     def __str__(self) -> str:
         """Return the code that makes it."""
         return f"{self.kind.__name__}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+
+
+class TensorParallel(FSDP2):
+    """FSDP2 of layers that neighbouring ranks have divided before."""
+
+    def __init__(self, config: TrialConfig, dims: ParallelDims, device: torch.device) -> None:
+        super().__init__(config, dims, device)
+        self.asks_all = f"sharding.tp={dims.tp}"
+
+    @staticmethod
+    def axes(sharding: ShardingConfig, world_size: int) -> dict[str, int]:
+        """Return FSDP2's axes, and as the innermost the ranks that share a layer."""
+        return {**FSDP2.axes(sharding, world_size), "tp": sharding.tp}
+
+    def divide_layers(self, model: nn.Module, in_tokens: bool) -> DividedLayers:
+        """Divide by the plan of the configuration, else by the model's."""
+        assert self.dims.tp_mesh is not None
+        return apply_tensor_parallel(model, find_plan(model, self.config), self.dims.tp_mesh, divided_loss=in_tokens)
+
+    def divided_loss(self) -> AbstractContextManager[Any]:
+        """Return PyTorch's context of divided logits."""
+        return loss_parallel()
+
+    def shard_to_draw(self) -> int:
+        """Return 0: on a GPU PyTorch draws each part of a divided layer from its place in the whole."""
+        if self.home.type == "cpu":
+            raise ModelError(
+                f"init=meta with sharding.tp={self.dims.tp}: on a CPU PyTorch draws the same numbers for each part of "
+                "a divided layer; use init=plain or init=rank0."
+            )
+        return 0
 
 
 def find_plan(model: nn.Module, config: TrialConfig) -> Mapping[str, str]:
@@ -241,13 +275,3 @@ def _gather_first(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -
 def _arrived(module: nn.Module, args: Any, output: Any) -> Any:
     """Wait for a layer's output, unless its code is compiled: code that is compiled later would give it no gradient."""
     return output if torch.compiler.is_compiling() else wait_for(output)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor that ranks have divided as each rank would have it alone."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def divided_loss(tp: int) -> AbstractContextManager[Any]:
-    """Return the context of a forward pass, its loss and its backward pass, whose logits may be divided."""
-    return loss_parallel() if tp > 1 else nullcontext()

@@ -1,0 +1,86 @@
+"""DDP: each rank has the whole model, and gradients are averaged."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_lab.config.parallel import Dtype, ShardingConfig
+from fsdp_lab.training.parallel.base import Parallel
+from fsdp_lab.training.precision import TORCH_DTYPE
+from fsdp_lab.workloads.base import Workload
+
+# PyTorch has another name for it since 2.15.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+
+
+class DDP(Parallel):
+    """`DistributedDataParallel` with autocast. It replicates over all ranks and does not use its mesh.
+
+    Gradients are views of the reduction's buckets. A narrower `reduce_dtype` compresses them on the wire.
+    """
+
+    model: DistributedDataParallel
+
+    @staticmethod
+    def axes(sharding: ShardingConfig, world_size: int) -> dict[str, int]:
+        """Return one axis, of all ranks."""
+        return {"dp_replicate": world_size}
+
+    def leaves_some_unused(self, workload: Workload, on_meta: nn.Module | None = None) -> tuple[bool, list[str]]:
+        """Return what a step on `meta` shows, or `sharding.find_unused_parameters`; True if it cannot be computed."""
+        if self.config.sharding.find_unused_parameters:
+            return True, []
+        try:
+            unused = bool(workload.parameters_without_gradient(on_meta))
+            why = "some of them get no gradient"
+        except Exception as error:  # noqa: BLE001 (whatever a model's forward pass raises where there are no values)
+            unused, reason = True, str(error).partition("\n")[0]
+            why = f"a step without values fails, so those that it uses are not known ({type(error).__name__}: {reason})"
+        looks = "sharding=ddp looks for unused parameters in every step (find_unused_parameters), which costs time"
+        return unused, [f"{looks}: {why}"] if unused else []
+
+    def wrap(self, model: nn.Module, find_unused: bool) -> None:
+        """Wrap the model; DDP would wait for parameters without a gradient."""
+        self.model = DistributedDataParallel(
+            model,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=find_unused,
+            **_SYNC_BUFFERS,  # FSDP2 does not either: every sharding computes the same
+        )
+        hooks = {Dtype.bfloat16: bf16_compress_hook, Dtype.float16: fp16_compress_hook}
+        if (hook := hooks.get(self.config.precision.reduce_dtype)) is not None:
+            self.model.register_comm_hook(None, hook)
+
+    def reduce_in_python(self) -> None:
+        """Reduce as DDP does in C++, where a fake group has no result."""
+        if self.config.precision.reduce_dtype is Dtype.float32:  # else `wrap` has done so
+            self.model.register_comm_hook(None, allreduce_hook)
+
+    @contextmanager
+    def microbatch(self, is_last: bool) -> Iterator[None]:
+        """Set what DDP's `no_sync()` sets, without the nesting."""
+        if self.config.training.grad_accum_steps > 1:
+            self.model.require_backward_grad_sync = is_last or self.config.training.sync_each_microbatch
+        yield
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Let autocast choose the types."""
+        dtype = TORCH_DTYPE[self.config.precision.param_dtype]
+        casts = dtype is not torch.float32
+        with super().forward(), torch.autocast(self.device.type, dtype=dtype) if casts else nullcontext():
+            yield
