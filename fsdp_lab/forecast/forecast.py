@@ -275,7 +275,7 @@ def _follow(workload: Workload, parallel: Parallel, sheet: Device | None, traced
         microbatches = fake_microbatches(workload, config, dims)
         inside = (lambda recorder: trace.following(recorder.place)) if traced else (lambda recorder: nullcontext())
         batch = tensors_of(microbatches)
-        with record_step(state.model, state.optimizer, batch, device, buffers, inside) as recorder:
+        with record_step(parallel, state.optimizer, batch, buffers, inside) as recorder:
             trace.program.clear()
             _held = train_step(state, workload.task, microbatches)  # after the batch, as in training
         own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in state.model.parameters())

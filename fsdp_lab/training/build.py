@@ -18,7 +18,6 @@ from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer
 from fsdp_lab.training.own_optimizer import check_settings, unsharded_settings
 from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.training.parallel.units import last_unit, sharding_units
-from fsdp_lab.training.shardable import check_made
 from fsdp_lab.workloads.base import Workload
 
 
@@ -49,7 +48,7 @@ def build(
             parameters by what sharding changes.
     """
     config = parallel.config
-    check_made(model, config)
+    parallel.check_made(model)
     attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
     settings = unsharded_settings(model, parallel)
     blocks = workload.model.block_classes or find_block_classes(model)

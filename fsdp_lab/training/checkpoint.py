@@ -32,11 +32,9 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint_place import MARKER, Place, Saved, writer
 from fsdp_lab.training.checkpoint_source import check_meta, check_same_trial, trial_identity
 from fsdp_lab.training.distributed import DistributedContext, together
-from fsdp_lab.training.explain import sharding_explained
 from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.model_state import AsSaved, CheckpointError, load_model_state, model_state
 from fsdp_lab.training.parallel.base import Parallel
-from fsdp_lab.training.torch_private import reshard
 
 Metrics = dict[str, float]
 
@@ -130,7 +128,7 @@ class TrainState(Stateful):
 
     def _switch(self, mode: str) -> None:
         if callable(switch := getattr(self.optimizer, mode, None)):
-            reshard(self.model)  # what an evaluation has left gathered is of the other mode
+            self.parallel.reshard()  # what an evaluation has left gathered is of the other mode
             switch()
             for parameter in [key for key, value in self.optimizer.state.items() if not value]:
                 del self.optimizer.state[parameter]  # a look makes an entry, which DCP takes for the state of a step
@@ -210,7 +208,7 @@ class Checkpoints:
         name, meta = source.name, source.meta
         check_meta(meta, name, self.config)
         state.weights()  # makes the optimizer's state, by a step in train mode
-        with sharding_explained(state.model, self.config, forward=True):
+        with state.parallel.explained(forward=True):
             state.eval()  # as weights are saved; DCP loads them in place
         if is_own:
             check_same_trial(meta, name, self.config)

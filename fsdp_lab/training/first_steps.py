@@ -9,18 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab.config.metrics import CHANGE_NORM, CHECK_SAMPLES, CHECK_STEPS, CHECK_VAL_LOSS, EVAL_LOSS, FIRST_GRAD_NORM
-from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.data import Loaders, build_loader, microbatch_size, val_order
-from fsdp_lab.training.distributed import ParallelDims, largest
+from fsdp_lab.training.distributed import largest
 from fsdp_lab.training.memory import start_clean
 from fsdp_lab.training.plain_state import put_back, state_of
 from fsdp_lab.training.step_checks import StepChecks
-from fsdp_lab.training.torch_private import reshard
 from fsdp_lab.workloads.base import Batch, Dataset
 from fsdp_lab.workloads.construct import seeded
 from fsdp_lab.workloads.user.data import Marked
@@ -48,17 +45,14 @@ class FirstSteps:
 
     def __init__(
         self,
-        config: TrialConfig,
         state: TrainState,
         loaders: Loaders,
         val: Dataset,
-        device: torch.device,
-        dims: ParallelDims,
         checks: StepChecks,
         mean_loss: MeanLoss,
         resumed: bool,
     ) -> None:
-        self._config, self._device, self._dims, self._checks, self._mean_loss = config, device, dims, checks, mean_loss
+        config, self._parallel, self._checks, self._mean_loss = state.parallel.config, state.parallel, checks, mean_loss
         self._val, self._state, self._model = val, state, state.model
         steps = min(CHECK_STEPS, loaders.order.steps_per_epoch, config.training.max_steps or CHECK_STEPS)
         self.last = steps if config.check.enabled and not resumed and state.step == 0 else -1
@@ -76,10 +70,10 @@ class FirstSteps:
         local = [_local(parameter) for parameter in self._model.parameters()]
         if largest(sum(tensor.nbytes for tensor in local)) <= _KEPT_BYTES:
             self._first_weights = [tensor.detach().to("cpu", copy=True) for tensor in local]
-        size = torch.tensor(microbatch_size(self._config.training, self._dims))
-        if self._config.task.metrics is None:  # which are made for the items of the validation split
+        size = torch.tensor(microbatch_size(self._parallel.config.training, self._parallel.dims))
+        if self._parallel.config.task.metrics is None:  # which are made for the items of the validation split
             self._evaluate(EVAL_LOSS, [Marked(batch, size) for batch in microbatches])
-        start_clean(self._device)
+        start_clean(self._parallel.device)
 
     def finish(self) -> None:
         """After the last step, compare the weights with the first ones, and validate."""
@@ -87,8 +81,9 @@ class FirstSteps:
             self._note(CHANGE_NORM, self._change(self._first_weights))
             self._first_weights = None
         count = min(len(self._val), CHECK_SAMPLES)
-        order = val_order(count, microbatch_size(self._config.training, self._dims), self._dims)
-        loader = build_loader(self._val, order, 0, self._device, self._config.training.seed)
+        training, dims = self._parallel.config.training, self._parallel.dims
+        order = val_order(count, microbatch_size(training, dims), dims)
+        loader = build_loader(self._val, order, 0, self._parallel.device, training.seed)
         self._evaluate(CHECK_VAL_LOSS, loader)
 
     def figures(self) -> Metrics:
@@ -106,13 +101,13 @@ class FirstSteps:
         for parameter, before in zip(self._model.parameters(), first, strict=True):
             change = (_local(parameter).detach().cpu() - before).abs().double()
             squares += float(change.square().sum()) / self._copies(parameter)
-        total = torch.tensor(squares, dtype=torch.float64, device=self._device)
+        total = torch.tensor(squares, dtype=torch.float64, device=self._parallel.device)
         dist.all_reduce(total)
         return math.sqrt(float(total))
 
     def _copies(self, parameter: Tensor) -> float:
         """Return the number of ranks that hold the same part of a parameter."""
-        parts = self._dims.dp_shard if isinstance(self._model, FullyShardedDataParallel) else 1
+        parts = self._parallel.flat_parts
         if isinstance(parameter, DTensor):
             sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
             parts = math.prod(size for size, placement in sizes if not placement.is_replicate())
@@ -121,11 +116,11 @@ class FirstSteps:
     def _evaluate(self, key: str, batches: Iterable[Batch]) -> None:
         """Note the mean loss of batches; leave the model and the random generators as they are."""
         before = state_of(self._model)
-        seed = zlib.crc32(f"{self._config.training.seed}/0/{self._dims.dp_rank}".encode())
+        seed = zlib.crc32(f"{self._parallel.config.training.seed}/0/{self._parallel.dims.dp_rank}".encode())
         with seeded(seed), self._checks.comparing():
             self._note(key, self._mean_loss(self._announced(batches)))
         put_back(self._model, before)
-        reshard(self._model)  # the root keeps its parameters, for a backward pass that does not come
+        self._parallel.reshard()  # the root keeps its parameters, for a backward pass that does not come
         self._state.train()
 
     def _announced(self, batches: Iterable[Batch]) -> Iterator[Batch]:

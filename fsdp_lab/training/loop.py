@@ -22,7 +22,7 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
-from fsdp_lab.training.explain import optimizer_explained, sharding_explained
+from fsdp_lab.training.explain import optimizer_explained
 from fsdp_lab.training.memory import MemoryProfiler
 from fsdp_lab.training.own_step import OwnStep
 from fsdp_lab.training.parallel.base import whole
@@ -167,7 +167,7 @@ class Watch:
     @contextmanager
     def _instruments(self, state: TrainState, microbatches: list[Batch], is_first: bool) -> Iterator[None]:
         if self.memory.tracks():
-            with self.memory.track(state.model, state.optimizer, tensors_of(microbatches)):
+            with self.memory.track(state.parallel, state.optimizer, tensors_of(microbatches)):
                 yield
             self.timer.start()  # the tracked step is slow: not one of the timed
         elif self.trace.records():
@@ -206,7 +206,7 @@ def train_epoch(state: TrainState, task: Task, loader: DataLoader[Batch], watch:
     scheduled, steps_before = state.lr_schedule.last_epoch, state.step
     losses, norms, labels = [], [], []
     check = LossCheck(state.step, device, config.precision.loss_scaling, watch.checks)
-    own = OwnStep(state.optimizer, state.model, config, dims)
+    own = OwnStep(state.optimizer, state.parallel)
     watch.timer.start()
     _seed(config, state.step, dims)
     for microbatches in _by_step(loader, config.training.grad_accum_steps, watch.timer):
@@ -284,7 +284,7 @@ def mean_metrics(state: TrainState, task: Task, loader: Iterable[Batch]) -> dict
         state: its model and its optimizer are set to eval mode.
     """
     parallel = state.parallel
-    with sharding_explained(parallel.model, parallel.config, forward=True):
+    with parallel.explained(forward=True):
         state.eval()
     totals: dict[str, Tensor] = {}  # by metric: sum and count
     for batch in loader:

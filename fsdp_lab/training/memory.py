@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp_lab.config.training import MemoryProfile as Detail
 from fsdp_lab.config.trial import TrialConfig
@@ -18,6 +18,7 @@ from fsdp_lab.storage.files import write_json
 from fsdp_lab.training.allocator_profile import AllocatorRecorder
 from fsdp_lab.training.distributed import DistributedContext, gather
 from fsdp_lab.training.gloo import SynchronousGlooMode
+from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.training.profile import CATEGORIES, Profile
 from fsdp_lab.training.recorder import StepRecorder, record_step
 from fsdp_lab.training.torch_private import (
@@ -39,15 +40,15 @@ SNAPSHOT_ENTRIES = 100_000  # of the CUDA allocator's history: unbounded, a dump
 
 @contextmanager
 def record_compiled_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sequence[Tensor], device: torch.device
+    parallel: Parallel, optimizer: torch.optim.Optimizer, batch: Sequence[Tensor]
 ) -> Iterator[AllocatorRecorder]:
     """Follow the step inside, whose blocks are compiled, by what the allocators report; see `record_step`."""
-    with record_step(model, optimizer, batch, device) as before:
+    with record_step(parallel, optimizer, batch) as before:
         pass
-    recorder = AllocatorRecorder(before.profile, device)
+    recorder = AllocatorRecorder(before.profile, parallel.device)
     with compiled_code_runs(), SynchronousGlooMode(), AccumulatesInPlace() as accumulates:
-        accumulates.learn(device)
-        with recorder.following(model):
+        accumulates.learn(parallel.device)
+        with recorder.following(parallel.model):
             yield recorder
 
 
@@ -88,7 +89,7 @@ class MemoryProfiler:
         return self.detail is not Detail.off and self._tracked < TRACKED_STEPS
 
     @contextmanager
-    def track(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sequence[Tensor]) -> Iterator[None]:
+    def track(self, parallel: Parallel, optimizer: torch.optim.Optimizer, batch: Sequence[Tensor]) -> Iterator[None]:
         """Follow one step on this rank, and write its profile however the step ends."""
         self._tracked += 1
         self._figures = None  # those of an epoch that ended before this step lack the optimizer's state
@@ -98,7 +99,7 @@ class MemoryProfiler:
         recorder: StepRecorder | AllocatorRecorder | None = None
         follow = record_compiled_step if self.config.compile else record_step
         try:
-            with follow(model, optimizer, batch, self.ranks.device) as recorder:
+            with follow(parallel, optimizer, batch) as recorder:
                 try:
                     yield
                 except Exception:

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.parallel import Api
 from fsdp_lab.config.target import user_line
-from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training.distributed import ParallelDims, gather
+from fsdp_lab.training.distributed import gather
+from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.training.torch_private import ITEM, TorchDispatchMode, compiled_code_runs
 from fsdp_lab.workloads.base import original_name, tensors_of, unwrapped
 
@@ -48,19 +47,11 @@ def reads_refused(of: str) -> Iterator[Reads]:
 
 
 class OwnStep:
-    """Checks that all ranks take the same step.
+    """Checks that all ranks take the same step."""
 
-    Args:
-        model: sharded, or wrapped.
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module, config: TrialConfig, dims: ParallelDims
-    ) -> None:
-        self._optimizer, self._model = optimizer, unwrapped(model)
-        sharding = f"sharding={config.sharding.granularity.name}"
-        self._where = f"{sharding}: the step of optimizer._target_={config.optimizer.target}"
-        self._is_flat = config.sharding.api is Api.fsdp1 and dims.dp_shard > 1
+    def __init__(self, optimizer: torch.optim.Optimizer, parallel: Parallel) -> None:
+        self._optimizer, self._parallel = optimizer, parallel
+        self._where = f"{parallel.sharding}: the step of optimizer._target_={parallel.config.optimizer.target}"
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -71,7 +62,7 @@ class OwnStep:
         """
         with reads_refused(self._where) as reads:
             yield
-        self._check("" if reads.exchanges or not self._is_flat else reads.reduced)
+        self._check("" if reads.exchanges or self._parallel.flat_parts == 1 else reads.reduced)
 
     def _check(self, reduced: str) -> None:
         ranks = gather((reduced, dict(self._numbers())))
@@ -92,7 +83,8 @@ class OwnStep:
                     )
 
     def _numbers(self) -> Iterator[tuple[str, float]]:
-        names = {id(parameter): original_name(name) for name, parameter in self._model.named_parameters()}
+        named = unwrapped(self._parallel.model).named_parameters()
+        names = {id(parameter): original_name(name) for name, parameter in named}
         holders = {f"param_groups[{i}]": group for i, group in enumerate(self._optimizer.param_groups)}
         state = {names.get(id(key), key): value for key, value in self._optimizer.state.items()}
         holders |= {f"state[{name}]": value for name, value in state.items() if isinstance(name, str)}

@@ -18,18 +18,16 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_lab.training.gloo import SynchronousGlooMode
+from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.training.profile import Event, Profile
 from fsdp_lab.training.torch_private import (
-    CAST,
     DEVICE,
     FLAT_GATHER,
     FSDP_COPIES_OUT,
@@ -131,23 +129,20 @@ class StepRecorder(TorchDispatchMode):
     """Records each change of a step until it is `over`: a model that is freed later is no change of it.
 
     Args:
-        device: tensors on it count as `device`, all others as `host`.
+        parallel: tensors on its device count as `device`, all others as `host`.
         buffer_bytes: see `record_step`.
 
     Attributes:
         failed_at: where an operator raised an error: "backward of blocks.3".
     """
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, buffer_bytes: Callable[[Any, Any], int] | None = None
-    ) -> None:
+    def __init__(self, parallel: Parallel, buffer_bytes: Callable[[Any, Any], int] | None = None) -> None:
         super().__init__()
         self.over = False
         self.failed_at = ""
         self.profile = Profile()
-        self._model, self._device, self._buffer_bytes = model, device, buffer_bytes
-        self._modules = ModulesAtWork(model)
-        self._is_flat = isinstance(model, FullyShardedDataParallel)
+        self._parallel, self._buffer_bytes = parallel, buffer_bytes
+        self._modules = ModulesAtWork(parallel.model)
         self._fake_mode = active_fake_mode()
         self._ranges = Ranges()
         self._phase = "forward"
@@ -196,7 +191,7 @@ class StepRecorder(TorchDispatchMode):
             known = self._storages.get(id(storage))
             if known is None:
                 dies = weakref.ref(storage, partial(self._dies, id(storage)))
-                place = "device" if tensor.device == self._device else "host"
+                place = "device" if tensor.device == self._parallel.device else "host"
                 known = self._storages[id(storage)] = _Storage(next(self._numbers), place, category, 0, dies)
             elif known_too and known.category != category:
                 known.category = category
@@ -239,7 +234,9 @@ class StepRecorder(TorchDispatchMode):
         if self._ranges.see(func, args).startswith(FSDP_ENDS_FORWARD):
             self._hook_gradients("unsharded_grad")
         if func in (GATHER, FLAT_GATHER, SCATTER):
-            self._collective(func, *args[:2])
+            for sent, category in self._parallel.sent(func, args[0], args[1], self):
+                for tensor in tensors_of(sent):
+                    self.hold(tensor, category)
         category = self._category(func, args, kwargs)
         for tensor in tensors_of((result, kwargs.get("out"))):
             self.hold(tensor, category, known_too=False)
@@ -249,19 +246,10 @@ class StepRecorder(TorchDispatchMode):
                 self._record(_Storage(number, "device", "temp", size))
         return result
 
-    def _collective(self, func: Any, output: Any, given: Any) -> None:
-        """Note what is sent and what comes: of FSDP1 the tensors themselves, of FSDP2 copies."""
-        if not self._is_flat:
-            self.hold(output if func is GATHER else given, "all_gather" if func is GATHER else "reduce_scatter")
-            return
-        gathers = func is not SCATTER
-        for tensor in tensors_of(output):
-            self.hold(tensor, "unsharded_param" if gathers else "grad")
-        for tensor in tensors_of(given):
-            if self._known_as(tensor) not in ("param", "unsharded_grad"):  # it was cast, moved or padded
-                self.hold(tensor, "all_gather" if gathers else "reduce_scatter")
+    def at_work(self) -> list[str]:
+        return self._modules.names()
 
-    def _known_as(self, tensor: Any) -> str:
+    def known_as(self, tensor: Any) -> str:
         known = self._storages.get(id(tensor.untyped_storage())) if isinstance(tensor, Tensor) else None
         return known.category if known else ""
 
@@ -269,22 +257,18 @@ class StepRecorder(TorchDispatchMode):
         """Return what an operator's results are for, as far as it is known by now."""
         if self._in_optimizer:
             return "optimizer"
-        if self._is_flat and func is CAST and self._known_as(args[0]) == "grad":
-            return "grad"  # FSDP1 casts what it has reduced
+        if own := self._parallel.made_for(func, args, kwargs, self):
+            return own
         if self._ranges.innermost.startswith((*FSDP_STARTS_PASS, FSDP_COPIES_OUT)):
             return "unsharded_param"
         if in_backward() and not torch.is_grad_enabled():
             return "temp"  # a recomputation takes gradients
-        is_number = getattr(kwargs.get("dtype"), "is_floating_point", True)
-        in_ddp = isinstance(self._model, DistributedDataParallel) and len(self._modules.names()) == 1
-        if in_ddp and not in_backward() and func is torch.ops.aten.empty.memory_format and is_number:
-            return "grad"  # a bucket of gradients, which DDP makes before its module is entered
         return "activation"
 
     def _hook_gradients(self, category: str) -> None:
         """Let parameters note their gradients: once FSDP2 has gathered some, their copies, too."""
-        flat = [(handle.flat_param, "unsharded_grad") for _, handle in flat_units(self._model)]
-        for parameter, what in (*((parameter, category) for parameter in self._model.parameters()), *flat):
+        flat = [(handle.flat_param, "unsharded_grad") for _, handle in flat_units(self._parallel.model)]
+        for parameter, what in (*((parameter, category) for parameter in self._parallel.model.parameters()), *flat):
             if parameter.requires_grad and parameter not in self._hooks:
                 note = partial(self._has_gradient, what)
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(note)
@@ -315,22 +299,21 @@ class StepRecorder(TorchDispatchMode):
 
 @contextmanager
 def record_step(
-    model: nn.Module,
+    parallel: Parallel,
     optimizer: torch.optim.Optimizer,
     batch: Sequence[Tensor],
-    device: torch.device,
     buffer_bytes: Callable[[Any, Any], int] | None = None,
     inside: Callable[[StepRecorder], AbstractContextManager[object]] = lambda recorder: nullcontext(),
 ) -> Iterator[StepRecorder]:
     """Follow every tensor of the step inside.
 
     Args:
+        parallel: tensors on its device count as `device`, all others as `host`.
         batch: the step's tensors, which exist before it.
-        device: tensors on it count as `device`, all others as `host`.
         buffer_bytes: the bytes that an operator's kernel asks for while it runs, by the operator and its arguments.
         inside: a context that is entered last.
     """
-    recorder = StepRecorder(model, device, buffer_bytes)
+    recorder, model = StepRecorder(parallel, buffer_bytes), parallel.model
     for parameter in model.parameters():
         recorder.hold(parameter, "param")
         if parameter.grad is not None:
@@ -343,6 +326,6 @@ def record_step(
     accumulates = AccumulatesInPlace()
     with SynchronousGlooMode(), recorder.following(), inside(recorder), accumulates:
         with recorder.paused():
-            accumulates.learn(device)
+            accumulates.learn(parallel.device)
         recorder.profile.begun = len(recorder.profile.events)
         yield recorder

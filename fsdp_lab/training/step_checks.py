@@ -6,7 +6,6 @@ or end with an error of gloo or NCCL.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -16,14 +15,11 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.allocator_profile import not_reported
-from fsdp_lab.training.distributed import ParallelDims, gather
+from fsdp_lab.training.distributed import gather
+from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.training.replicas import check_replicas
 from fsdp_lab.training.torch_private import (
     collectives_announced,
@@ -37,7 +33,6 @@ from fsdp_lab.workloads.base import Loss, describe, original_name, unwrapped
 FIRST_STEPS = 2  # in which ranks compare before each collective; they are not timed
 EVERY = 10  # later steps between two looks
 MEAN, SUM_AND_COUNT = "a mean", "(sum, count)"  # the forms of a loss
-_ROUNDING = 0.01  # of norms of gradients: kernels may add up in another order
 _REMEDY = (
     "With FSDP all ranks must use the same modules in the same order, or they exchange the wrong weights: let every "
     "rank use them (add 0 times the output of one that a rank does not need), or use sharding=root with "
@@ -48,36 +43,28 @@ _REMEDY = (
 class StepChecks:
     """Checks on every rank that all ranks use the same parts of the model, and that what changes is kept.
 
-    Args:
-        model: sharded, or wrapped by DDP.
-        device: of collectives.
-
     Attributes:
         mark: a number of 24 bits that differs once ranks have done different things.
     """
 
-    def __init__(self, model: nn.Module, config: TrialConfig, device: torch.device, dims: ParallelDims) -> None:
-        self._model = unwrapped(model)
-        self._device = device
-        self._sharding = f"sharding={config.sharding.granularity.name}"
+    def __init__(self, parallel: Parallel) -> None:
+        config, model = parallel.config, parallel.model
+        self._parallel, self._model = parallel, unwrapped(model)
+        self._sharding = parallel.sharding
         self._loss = f"task.loss={config.task.loss}: " if config.task.loss else ""
         self._flat = [handle.flat_param for _, handle in flat_units(model)]
         self._parameters = self._named_parameters()
         self._frozen = [(name, parameter) for name, parameter in self._parameters if not parameter.requires_grad]
         self._gathered: list[tuple[str, nn.Parameter, nn.Parameter]] = []
         self._trained = {id(parameter) for _, parameter in self._parameters if parameter.requires_grad}
-        self._is_flat = isinstance(model, FullyShardedDataParallel)
-        is_sharded = self._is_flat or isinstance(model, FSDPModule)
-        self._is_sharded = is_sharded and not config.precision.float8
-        self._compares = is_sharded and dist.get_world_size() > 1
+        self._is_sharded = parallel.is_sharded and not config.precision.float8
+        self._compares = parallel.is_sharded and dist.get_world_size() > 1
         self._meetings = 0  # how many events from now on are compared as they come
         self._step = self._seen = 0
         self._evaluated = False
         self._collectives = Counter[str]()
         self._lacking = deque[list[str]](maxlen=2 * EVERY)  # of a step: parameters without a gradient; seen by then
         self.mark = 0
-        self._tp_mesh = dims.tp_mesh
-        self._replicas = dims.dp_replicate
         if self._compares:
             self._units = collectives_announced(model, self._collective)
 
@@ -118,11 +105,11 @@ class StepChecks:
         for name, parameter in (*self._frozen, *copies):  # a copy is frozen again when its unit is gathered again
             self._check_trained(name, parameter)
         if self._compares and event == "gradients":
-            lacking = [name for name, parameter in self._parameters if parameter.grad is None]
-            self._lacking.append([] if self._is_flat else lacking)  # a rank may have no element of one
+            whole = self._parallel.flat_parts == 1  # else a rank may have no element of a parameter
+            self._lacking.append([name for name, parameter in self._parameters if whole and parameter.grad is None])
             self._comes("has other gradients", str(self._lacking[-1]))
-            if self._tp_mesh is not None and self._seen <= FIRST_STEPS:
-                self._check_whole(self._tp_mesh)
+            if self._seen <= FIRST_STEPS:
+                self._parallel.check_gradients(self._parameters)
         elif self._compares:
             self._comes(f"has ended its {event} pass")
 
@@ -149,25 +136,6 @@ class StepChecks:
                 raise UserError(
                     f"the loss is {forms[0]} on rank 0 and {other} on rank {rank} in step {self._step}; let task.loss "
                     "return (sum, count) for every batch, with a count of 0 where no label counts."
-                )
-
-    def _check_whole(self, tp_mesh: DeviceMesh) -> None:
-        """Check that what no tensor-parallel rank has a part of has the same gradient on each of them."""
-        with without_modes(), not_reported():
-            mine = {
-                name: float(p.grad.to_local().float().norm())
-                for name, p in self._parameters
-                if isinstance(p.grad, DTensor) and "tp" not in (p.grad.device_mesh.mesh_dim_names or ())
-            }
-            ranks: list[dict[str, float]] = [{}] * tp_mesh.size()
-            dist.all_gather_object(ranks, mine, group=tp_mesh.get_group())
-        for name in mine:
-            norms = [norm[name] for norm in ranks if math.isfinite(norm[name])]
-            if norms and max(norms) - min(norms) > _ROUNDING * max(norms):
-                raise UserError(
-                    f"{self._sharding} sharding.tp={tp_mesh.size()}: the gradient of {name} is not the same on ranks "
-                    "that share a layer, since each has its own heads or columns where it is used. Name its module in "
-                    "model.tp_plan, a norm of heads by `heads`, or leave the layer before it undivided."
                 )
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -210,7 +178,8 @@ class StepChecks:
         self.check_parameters()
 
     def _check_replicas(self) -> None:
-        check_replicas(self._parameters, self._replicas, self._device, f"{self._sharding}: by step {self._step}")
+        parallel, where = self._parallel, f"{self._sharding}: by step {self._step}"
+        check_replicas(self._parameters, parallel.dims.dp_replicate, parallel.device, where)
 
     def explain(self) -> NoReturn:
         """Raise what ranks have done differently; every rank calls it."""
@@ -238,7 +207,7 @@ class StepChecks:
             return
         self._meetings -= 1
         with without_modes(), not_reported():
-            mine = torch.tensor([self.mark], device=self._device)
+            mine = torch.tensor([self.mark], device=self._parallel.device)
             marks = mine.new_empty(dist.get_world_size())
             dist.all_gather_into_tensor(marks, mine)
             if len(set(marks.tolist())) == 1:

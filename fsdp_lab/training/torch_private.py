@@ -139,11 +139,9 @@ def flat_units(model: nn.Module) -> list[tuple[str, Any]]:
     return [(original_name(name), unit._handle) for name, unit in named if unit._handle is not None]
 
 
-def reshard(model: nn.Module) -> None:
-    """Free what an evaluation has left gathered, so that the next pass gathers it again."""
+def reshard_flat(model: nn.Module) -> None:
+    """Free what an evaluation has left gathered of FSDP1's units, so that the next pass gathers it again."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
         handle: Any = module._handle if isinstance(module, FullyShardedDataParallel) else None
         if handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded"):
             if not handle.needs_unshard():
@@ -223,11 +221,14 @@ def flat_parameters(model: nn.Module) -> dict[int, str]:
 Place = tuple[nn.Module, str, Callable[[], Sequence[Any]]]  # a module, a parameter's name, and what FSDP puts there
 
 
-def places_of_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, list[Place]]]:
+def places_of_parameters(model: nn.Module, inside: bool) -> Iterator[tuple[nn.Module, list[Place]]]:
     """Yield each module at whose call FSDP uses the parameters that it has put in place, and these places.
 
     FSDP2 puts them there when a unit is called. FSDP1 does so, too, and inside of the unit modules use these whatever
     is registered as their parameters.
+
+    Args:
+        inside: also yield these modules.
     """
     forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
     for module in model.modules():
@@ -244,7 +245,8 @@ def places_of_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, list[Pla
             of_module: dict[nn.Module, list[Place]] = {}
             for i, (name, holder, _) in enumerate(flat._param_infos):
                 of_module.setdefault(holder, []).append((holder, name, partial(_of_flat, flat, i)))
-            yield from of_module.items()
+            if inside:
+                yield from of_module.items()
             own: list[Place] = [(module, name, lambda: (None,)) for _, name, _ in of_module.get(module.module, ())]
             yield module, [*own, *(place for places in of_module.values() for place in places)]
 

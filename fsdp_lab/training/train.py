@@ -155,13 +155,13 @@ def _train(
     def mean_loss(batches: Iterable[Batch]) -> float | None:
         return mean_metrics(state, workload.task, batches).get("loss")
 
-    checks = StepChecks(state.model, config, ranks.device, dims)
+    checks = StepChecks(parallel)
     watch = Watch(
         StepTimer(config.training.timing_warmup_steps, ranks),
         MemoryProfiler(config, workload.model.description, ranks, folder),
         ProfilerTrace(config, ranks, folder),
         checks,
-        FirstSteps(config, state, loaders, data.val, ranks.device, dims, checks, mean_loss, resumed_from is not None),
+        FirstSteps(state, loaders, data.val, checks, mean_loss, resumed_from is not None),
         reporter.step,
     )
     timed = Timed.before(state.history) if checkpoints.times_count else Timed()

@@ -8,82 +8,98 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_lab.config.errors import ModelError
-from fsdp_lab.config.parallel import Api, Dtype, ReshardPolicy
+from fsdp_lab.config.parallel import Dtype, ReshardPolicy
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.torch_private import (
     REBUILDS_INPUTS,
-    Place,
     gather_before_gradient_of,
-    has_own_parameter,
-    places_of_parameters,
 )
-from fsdp_lab.workloads.base import original_name, parts_of
+from fsdp_lab.workloads.base import parts_of
 
 _METHOD = "_fsdp_lab_method"  # an argument, so that a recomputation chooses the same
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
-class UnitHooks:
-    """Lets the backward pass of a unit begin with its parameters gathered, whatever the unit returns or keeps.
+class ContainerHooks:
+    """Checks that a unit changes no list or dictionary that it gets, of which FSDP hands it a copy.
 
-    With FSDP1, only the lists and dictionaries are looked at that a unit gets.
+    Args:
+        unit: before it is sharded: FSDP's own hooks run after these.
+        name: for messages.
+        config: whether inputs are cast.
+    """
+
+    def __init__(self, unit: nn.Module, name: str, config: TrialConfig) -> None:
+        self._unit, self._name, self._api = unit, name, config.sharding.api_name
+        self._casts = config.precision.param_dtype is not Dtype.float32
+        self._before: list[tuple[Any, list[int]]] = []
+        unit.register_forward_pre_hook(self.enter, with_kwargs=True)
+        unit.register_forward_hook(self.leave)
+
+    def copies(self, given: Any) -> bool:
+        """Return whether FSDP makes a copy of a list or dictionary."""
+        return self._casts
+
+    @torch.compiler.disable
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note the lists and dictionaries that the unit gets a copy of."""
+        self._before = [
+            (given, [*map(id, _parts(given))])
+            for given in (*args, *kwargs.values())
+            if isinstance(given, list | dict) and self.copies(given)
+        ]
+
+    @torch.compiler.disable
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Look at what the unit has changed.
+
+        Raises:
+            ModelError: it has changed a copy.
+        """
+        for container, before in self._before if torch.is_grad_enabled() else ():
+            if before != [*map(id, _parts(container))] and not any(container is one for one in _objects(output)):
+                raise ModelError(
+                    f"{self._name} changes a {type(container).__name__} that it gets, of which {self._api} hands it a "
+                    "copy, so the change would be lost; let it return what it adds, or use sharding=ddp or "
+                    "sharding=root."
+                )
+        self._before = []
+
+
+class UnitHooks(ContainerHooks):
+    """Lets the backward pass of a unit begin with its parameters gathered, whatever the unit returns or keeps.
 
     FSDP2 gathers them before the gradient of a tensor that it found in the output. It looks into tuples, lists and
     dictionaries, since PyTorch 2.15 into dataclasses, and not into other objects or attributes of modules. A view that
     is changed in place loses its hook, so its base gets one, too.
 
     Args:
-        unit: before `fully_shard`, whose own hooks run after these.
-        name: for messages.
-        config: whether parameters are freed after the forward pass, and inputs are cast.
+        config: whether parameters are freed after the forward pass, too.
         kept_by_default: whether `reshard_after_forward=default` keeps its parameters, as it does the root's.
     """
 
     def __init__(self, unit: nn.Module, name: str, config: TrialConfig, *, kept_by_default: bool = False) -> None:
-        self._unit, self._name = unit, name
+        super().__init__(unit, name, config)
         keeps = (ReshardPolicy.never, ReshardPolicy.default) if kept_by_default else (ReshardPolicy.never,)
         self._frees = config.reshard_after_forward.policy not in keeps
-        self._api = config.sharding.api
-        self._rebuilds = config.precision.param_dtype is not Dtype.float32
-        self._rebuilds |= REBUILDS_INPUTS and self._api is Api.fsdp2
         self._keepers: dict[tuple[nn.Module, str], None] = {}  # attributes with tensors
         self._looks = 2  # forward passes that are looked into for what they keep: it takes long
-        self._before: list[tuple[Any, list[int]]] = []
-        unit.register_forward_pre_hook(self.enter, with_kwargs=True)
-        unit.register_forward_hook(self.leave)
 
-    @torch.compiler.disable
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the lists and dictionaries that the unit gets, of which FSDP2 makes copies."""
-        self._before = [
-            (given, [*map(id, _parts(given))])
-            for given in (*args, *kwargs.values())
-            if isinstance(given, list | dict)
-            and (self._rebuilds or (self._api is Api.fsdp2 and any(t.requires_grad for t in tensors_inside(given))))
-        ]
+    def copies(self, given: Any) -> bool:
+        return self._casts or REBUILDS_INPUTS or any(tensor.requires_grad for tensor in tensors_inside(given))
 
     @torch.compiler.disable
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Look at what the unit returns, keeps and has changed.
+        """Look at what the unit returns and keeps, too.
 
         Raises:
             ModelError: it returns or keeps a view of a parameter that is freed, or has changed a copy.
         """
+        super().leave(module, args, output)
         if not torch.is_grad_enabled():
-            return
-        for container, before in self._before:
-            if before != [*map(id, _parts(container))] and not any(container is one for one in _objects(output)):
-                raise ModelError(
-                    f"{self._name} changes a {type(container).__name__} that it gets, of which "
-                    f"{self._api.name.upper()} hands it a copy, so the change would be lost; let it return what it "
-                    "adds, or use sharding=ddp or sharding=root."
-                )
-        self._before = []
-        if self._api is Api.fsdp1:
             return
         if looks := self._looks > 0:
             self._looks -= 1
@@ -114,31 +130,6 @@ class UnitHooks:
                     f"{self._name} {how} a view of its parameter {name}, which FSDP2 frees after the forward pass; use "
                     "its .clone(), reshard_after_forward=never, or sharding=ddp."
                 )
-
-
-def check_own_parameters(model: nn.Module, config: TrialConfig) -> None:
-    """Let modules check that they are called with their own parameters, which FSDP puts in place.
-
-    `torch.func.functional_call` puts others there, which would not be used. Code that is compiled is not checked inside
-    of FSDP1's units.
-    """
-    names = {id(module): original_name(name) for name, module in model.named_modules()}
-    api, name_of = config.sharding.api_name, lambda module: names[id(module)] or "the root"
-
-    @torch.compiler.disable
-    def check(places: list[Place], called: nn.Module, args: Any) -> None:
-        for place in places:
-            if not has_own_parameter(place):
-                name = f"{names[id(place[0])]}.{place[1]}".removeprefix(".")
-                raise ModelError(
-                    f"sharding={config.sharding.granularity.name}: {name_of(called)} is called with another tensor as "
-                    f"{name}, as by torch.func.functional_call, but {api} puts its own there; use sharding=ddp, or "
-                    "sharding=root with sharding.api=fsdp2 and call a part of the model so."
-                )
-
-    for module, places in places_of_parameters(model):
-        if isinstance(module, FSDPModule | FullyShardedDataParallel) or not config.compile:
-            module.register_forward_pre_hook(partial(check, places), prepend=True)  # before FSDP's
 
 
 def tensors_inside(value: Any) -> Iterator[Tensor]:

@@ -23,7 +23,7 @@ from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.memory import MemoryProfiler, metrics_of_ranks
 from fsdp_lab.training.profile import CATEGORIES, Event, Profile
 from fsdp_lab.training.recorder import record_step
-from tests.ranks import Memo, config, run_ranks, train_all, train_leaving
+from tests.ranks import Memo, config, parallel_of, run_ranks, train_all, train_leaving
 
 CPU = torch.device("cpu")
 STEPS = ("training.max_steps=3", "model.num_layers=2")
@@ -99,7 +99,7 @@ def test_every_one_of_nine_ranks_has_a_file(tmp_path: Path, monkeypatch: pytest.
     model = nn.Linear(4, 4)
     for rank in range(9):
         profiler = MemoryProfiler(config(), "", DistributedContext(rank, rank, 9, CPU), tmp_path)
-        with profiler.track(model, torch.optim.SGD(model.parameters()), []):
+        with profiler.track(parallel_of(config(), model), torch.optim.SGD(model.parameters()), []):
             model(torch.ones(1, 4)).sum().backward()
         assert {key.split("/")[1] for key in profiler.figures() if "/rank" in key} == {"rank_smallest", "rank_median"}
         content = json.loads((tmp_path / f"memory_peaks_rank{rank}.json").read_text())
@@ -124,7 +124,7 @@ def test_a_gpus_memory_is_that_of_steps_that_are_not_followed(tmp_path: Path, mo
     gpu = torch.device("cuda", 0)
     profiler = MemoryProfiler(config("memory_profile=peaks"), "", DistributedContext(0, 0, 1, gpu), tmp_path)
     while profiler.tracks():
-        with profiler.track(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), []):
+        with profiler.track(parallel_of(config(), nn.Linear(1, 1)), torch.optim.SGD([torch.ones(1)]), []):
             hold(1000, 2000, 4000)
     assert profiler.figures()["memory/reserved_bytes"] == 4000, "no other step was taken"
     profiler.step_done()
@@ -204,7 +204,7 @@ def test_gradients_are_added_up_as_in_training(shared: bool) -> None:
         model(x).backward()
     learned.append([p.grad for p in model.parameters() if p.grad is not None])
     model.zero_grad()
-    with record_step(model, torch.optim.SGD(model.parameters()), [x], CPU) as recorder:
+    with record_step(parallel_of(config(), model), torch.optim.SGD(model.parameters()), [x]) as recorder:
         model(x).backward()
     learned.append([p.grad for p in model.parameters() if p.grad is not None])
     profile = recorder.finish()
@@ -228,7 +228,7 @@ def test_a_change_is_of_the_innermost_module_by_its_users_name() -> None:
     rotary, ends = nn.Sequential(nn.Sigmoid()), nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Dropout(0.0))
     model = nn.Sequential(OrderedDict(blocks=nn.Sequential(Block(rotary), Block(rotary)), ends=ends))
     x = torch.ones(4, 8)
-    with record_step(model, torch.optim.SGD(model.parameters()), [x], CPU) as recorder:
+    with record_step(parallel_of(config(), model), torch.optim.SGD(model.parameters()), [x]) as recorder:
         model(x).sum().backward()
     made = [e for e in recorder.profile.events[recorder.profile.begun :] if e.num_bytes == 4 * 8 * 4]
     forward = ["blocks.0.proj", "blocks.0.rotary.0", "blocks.1.proj", "blocks.1.rotary.0", "ends.0.0"]

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-from fsdp_lab.config.parallel import OffloadTarget, ShardingConfig
+from fsdp_lab.config.errors import ModelError, UserError
+from fsdp_lab.config.parallel import Dtype, OffloadTarget, ShardingConfig
+from fsdp_lab.config.training import OptimizerImplementation, OptimizerName
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.distributed import ParallelDims
-from fsdp_lab.training.explain import sharding_explained
+from fsdp_lab.training.explain import in_16_bits
 from fsdp_lab.training.layout import DividedLayers
-from fsdp_lab.training.shardable import check_parameters
+from fsdp_lab.training.torch_private import GATHER
 from fsdp_lab.workloads.base import Workload
+
+
+class Seen(Protocol):
+    """What a recorder has seen of a step."""
+
+    def known_as(self, tensor: Any) -> str:
+        """Return what a tensor is for; "" if that is not known."""
+
+    def at_work(self) -> list[str]:
+        """Return the names of the modules that are at work, the innermost last."""
 
 
 class Parallel:
@@ -36,7 +49,8 @@ class Parallel:
             part, and PyTorch's plain one asks at most those that share the first parameter; "": none.
         gives_optimizer, changes_shapes, keeps_shapes: for messages about an own optimizer: what may have made it fail;
             why it groups otherwise; the setting with which it does not.
-        sharding: the setting, for messages.
+        sharding, api: the setting and PyTorch's way to shard, for messages.
+        flat_parts: over how many ranks the elements of a parameter are spread that is no DTensor.
         fills_on_host: whether the whole model gets its weights on the host, from where `wrap` takes it.
         model: as ranks train it; since `wrap`.
     """
@@ -47,11 +61,12 @@ class Parallel:
     keeps_shapes: ClassVar[str] = "sharding=ddp"
     asks_all: str = ""
     fills_on_host: ClassVar[bool] = False
+    flat_parts: int = 1
     model: nn.Module
 
     def __init__(self, config: TrialConfig, dims: ParallelDims, device: torch.device) -> None:
         self.config, self.dims, self.device = config, dims, device
-        self.sharding = f"sharding={config.sharding.granularity.name}"
+        self.sharding, self.api = f"sharding={config.sharding.granularity.name}", config.sharding.api_name
 
     @staticmethod
     def axes(sharding: ShardingConfig, world_size: int) -> dict[str, int]:
@@ -70,6 +85,27 @@ class Parallel:
             on_meta: a copy of the model; None: the constructor is called.
         """
         return False, []
+
+    def check_made(self, model: nn.Module) -> None:
+        """Check what a constructor has made, before it is divided.
+
+        Raises:
+            ModelError: a parameter or buffer has no size yet, or is divided already; or something holds on to a
+                parameter that sharding replaces.
+        """
+        for module in model.modules():
+            kind = type(module).__name__
+            for leaf, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                if is_lazy(tensor):
+                    raise ModelError(
+                        f"the model has a {kind}, whose parameters get their size from the first batch, but fsdp_lab "
+                        f"shards them before it; use {kind.replace('Lazy', '')} with that size."
+                    )
+                if isinstance(tensor, DTensor):
+                    raise ModelError(
+                        f"the parameter {leaf} of {kind} is already a DTensor; fsdp_lab shards parameters itself: make "
+                        "it a plain tensor."
+                    )
 
     def divide_layers(self, model: nn.Module, in_tokens: bool) -> DividedLayers | None:
         """Divide the layers of a model among neighbouring ranks, in place, and return how; None: they stay whole.
@@ -90,9 +126,24 @@ class Parallel:
             last: as `last_unit` returns them.
 
         Raises:
-            ModelError: see `check_parameters`.
+            ModelError: with the name of the first parameter that the configuration cannot train, and a remedy.
         """
-        check_parameters(model, [], self.config)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for parameter in model.parameters():
+            self._check_parameter(parameter, names[id(parameter)])
+
+    def _check_parameter(self, parameter: nn.Parameter, name: str) -> None:
+        precision, optimizer = self.config.precision, self.config.optimizer
+        if parameter.is_complex() and parameter.requires_grad:
+            reduced = precision.reduce_dtype is Dtype.float32 and not precision.loss_scaling
+            fused = optimizer.implementation is OptimizerImplementation.fused
+            stepped = precision.param_dtype is Dtype.float32 and optimizer.name is OptimizerName.sgd
+            if fused or not reduced or (self.is_sharded and not stepped):
+                raise ModelError(
+                    f"the parameter {name} is {type_of(parameter)}: it trains with reductions in float32, no loss "
+                    "scaling and no fused optimizer, and under FSDP2 with optimizer=sgd precision=fp32 only; use "
+                    "these, or register torch.view_as_real(x), and view it as complex in forward."
+                )
 
     def place(self, model: nn.Module) -> None:
         """Move a divided model with its weights to where `fills` says."""
@@ -136,8 +187,26 @@ class Parallel:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Explain what a forward pass raises inside, and let it compute in the precision of the trial."""
-        with sharding_explained(self.model, self.config, forward=True), self.watched():
+        with self.explained(forward=True), self.watched():
             yield
+
+    @contextmanager
+    def explained(self, forward: bool) -> Iterator[None]:
+        """Explain an error of a `forward` or a backward pass that comes from how ranks train.
+
+        Raises:
+            UserError: as `explain` returns it.
+        """
+        try:
+            yield
+        except (RuntimeError, ValueError, UserError) as error:  # a task may have taken it for a batch that does not fit
+            if (why := self.explain(error, forward)) is None:
+                raise
+            raise why from error
+
+    def explain(self, error: Exception, forward: bool) -> UserError | None:
+        """Return an error in a user's words if it comes from how ranks train; else None."""
+        return in_16_bits(error, self.config)
 
     def watched(self) -> AbstractContextManager[None]:
         """Return the context of what uses the model's parameters, in which a use of a part is refused."""
@@ -146,7 +215,7 @@ class Parallel:
     @contextmanager
     def backward(self, is_last: bool) -> Iterator[None]:
         """Explain what the backward pass of a microbatch raises inside; see `microbatch`."""
-        with sharding_explained(self.model, self.config, forward=False):
+        with self.explained(forward=False):
             yield
 
     def clip(self, max_norm: float | None) -> Tensor:
@@ -164,6 +233,24 @@ class Parallel:
                 nn.utils.clip_grads_with_norm_(some, max_norm, norm, foreach=True)
         return norm
 
+    def check_gradients(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Check that ranks which train the same samples have the same gradients of what is not divided among them.
+
+        Raises:
+            UserError: with the name of a parameter of which they have not.
+        """
+
+    def sent(self, func: Any, output: Any, given: Any, seen: Seen) -> Iterator[tuple[Any, str]]:
+        """Yield what a collective gathers or scatters, each with what it is for, of a step that is recorded."""
+        yield (output, "all_gather") if func is GATHER else (given, "reduce_scatter")
+
+    def made_for(self, func: Any, args: Any, kwargs: dict[str, Any], seen: Seen) -> str:
+        """Return what an operator's results are for, of a step that is recorded; "": nothing of this way's own."""
+        return ""
+
+    def reshard(self) -> None:
+        """Free what an evaluation has left gathered, so that the next pass gathers it again."""
+
     def scaler(self) -> torch.amp.GradScaler:
         """Return the dynamic loss scaler for float16; a disabled one passes everything through.
 
@@ -179,6 +266,10 @@ class Parallel:
         )
         scaler.scale(torch.zeros((), device=self.home))  # the first tensor that is scaled says where the scale is kept
         return scaler
+
+
+def type_of(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def whole(tensor: Tensor) -> Tensor:

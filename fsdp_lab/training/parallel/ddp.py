@@ -16,14 +16,19 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.parallel import Dtype, ShardingConfig
-from fsdp_lab.training.parallel.base import Parallel
+from fsdp_lab.training.parallel.base import Parallel, Seen
 from fsdp_lab.training.precision import TORCH_DTYPE
+from fsdp_lab.training.torch_private import in_backward
 from fsdp_lab.workloads.base import Workload
 
 # PyTorch has another name for it since 2.15.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+
+_WAITS = "finished reduction in the prior iteration"
+_TWICE = "mark a variable ready only once"
 
 
 class DDP(Parallel):
@@ -76,6 +81,29 @@ class DDP(Parallel):
         if self.config.training.grad_accum_steps > 1:
             self.model.require_backward_grad_sync = is_last or self.config.training.sync_each_microbatch
         yield
+
+    def made_for(self, func: Any, args: Any, kwargs: dict[str, Any], seen: Seen) -> str:
+        if func is not torch.ops.aten.empty.memory_format or in_backward() or len(seen.at_work()) != 1:
+            return ""
+        # a bucket of gradients, which DDP makes before its module is entered
+        return "grad" if getattr(kwargs.get("dtype"), "is_floating_point", True) else ""
+
+    def explain(self, error: Exception, forward: bool) -> UserError | None:
+        if (why := super().explain(error, forward)) is not None:
+            return why
+        if _TWICE in str(error):
+            return ModelError(
+                "sharding=ddp: a parameter is ready twice in one step, as where a loss calls the model twice and some "
+                "parameters get no gradient; call it once, with both inputs in one batch, let each call use all (add 0 "
+                "times the output of what it does not need), or use sharding=root."
+            )
+        if _WAITS in str(error):
+            return UserError(
+                "sharding=ddp: some parameters got no gradient in the last step, for example because layers are "
+                "dropped at random or frozen later, and DDP waits for every gradient; use "
+                "sharding.find_unused_parameters=true."
+            )
+        return None
 
     @contextmanager
     def forward(self) -> Iterator[None]:

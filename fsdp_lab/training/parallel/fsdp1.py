@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,17 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.parallel import OffloadTarget, PrecisionConfig
-from fsdp_lab.training.flat_parts import FlatParts
+from fsdp_lab.training.explain import at
+from fsdp_lab.training.flat_parts import FlatParts, PartUsed
+from fsdp_lab.training.parallel.base import Seen, type_of
 from fsdp_lab.training.parallel.fsdp2 import mp_policy
-from fsdp_lab.training.parallel.sharded import Sharded
+from fsdp_lab.training.parallel.sharded import FREED, Sharded
+from fsdp_lab.training.torch_private import CAST, SCATTER, reshard_flat
+from fsdp_lab.workloads.base import tensors_of
+
+_IDLE = "but current state is TrainingState.IDLE"
 
 
 class FSDP1(Sharded):
@@ -36,6 +43,8 @@ class FSDP1(Sharded):
     gives_optimizer: ClassVar[str] = "; sharding.api=fsdp1 gives it flat parameters, and fsdp2 keeps the model's shapes"
     changes_shapes: ClassVar[str] = ": FSDP1 makes every parameter flat"
     keeps_shapes: ClassVar[str] = "sharding.api=fsdp2"
+    one_type: ClassVar[str] = "FSDP1 makes one tensor of a unit"
+    types_of_all: ClassVar[bool] = True
     asks_all = "sharding.api=fsdp1"
     model: FullyShardedDataParallel
 
@@ -60,11 +69,11 @@ class FSDP1(Sharded):
                 use_orig_params=True,
             )
         super().wrap(wrapped, find_unused)
-        self._parts = FlatParts(wrapped)
+        self._watch, self.flat_parts = FlatParts(wrapped), self.dims.dp_shard
 
     def watched(self) -> AbstractContextManager[None]:
         """Return a look for uses of parts, in the first passes."""
-        return self._parts.watched()
+        return self._watch.watched()
 
     @contextmanager
     def backward(self, is_last: bool) -> Iterator[None]:
@@ -72,6 +81,45 @@ class FSDP1(Sharded):
         reduces = is_last or self.config.training.sync_each_microbatch
         with super().backward(is_last), nullcontext() if reduces else self.model.no_sync():
             yield
+
+    def _check_parameter(self, parameter: nn.Parameter, name: str) -> None:
+        if parameter.is_complex():
+            raise ModelError(
+                f"sharding.api=fsdp1: the parameter {name} is {type_of(parameter)}, which FSDP1 does not shard; use "
+                "sharding.api=fsdp2, or register torch.view_as_real(x), and view it as complex in forward."
+            )
+        super()._check_parameter(parameter, name)
+
+    def _why(self, text: str, cause: BaseException, forward: bool) -> str | None:
+        if isinstance(cause, PartUsed):
+            return (
+                f"{self.sharding} sharding.api=fsdp1: {cause} is used outside of its unit{at(cause)}, but FSDP1 "
+                "gathers the weights of a unit for its forward pass only, and each rank has a flat part of them else, "
+                "whose gradients are lost. Use sharding=ddp, or call the module that holds the weight. With "
+                "sharding=root weights are whole while the model is called."
+            )
+        if not forward and (FREED in text or _IDLE in text):
+            return (
+                f"{self.sharding} sharding.api=fsdp1: the backward pass reached a unit through no tensor that its "
+                f"forward pass returned{at(cause)}, so FSDP1 did not gather its weights. It looks into tuples, lists, "
+                "dictionaries and dataclasses, not into other objects, and loses a view that is changed in place: "
+                "return tensors, or use sharding.api=fsdp2."
+            )
+        return super()._why(text, cause, forward)
+
+    def sent(self, func: Any, output: Any, given: Any, seen: Seen) -> Iterator[tuple[Any, str]]:
+        """Yield the tensors themselves, where FSDP2 makes copies."""
+        gathers = func is not SCATTER
+        yield output, "unsharded_param" if gathers else "grad"
+        for tensor in tensors_of(given):
+            if seen.known_as(tensor) not in ("param", "unsharded_grad"):  # it was cast, moved or padded
+                yield tensor, "all_gather" if gathers else "reduce_scatter"
+
+    def made_for(self, func: Any, args: Any, kwargs: dict[str, Any], seen: Seen) -> str:
+        return "grad" if func is CAST and seen.known_as(args[0]) == "grad" else ""  # FSDP1 casts what it has reduced
+
+    def reshard(self) -> None:
+        reshard_flat(self.model)
 
     def clip(self, max_norm: float | None) -> Tensor:
         """Let FSDP1 clip: it knows the parts of all ranks."""

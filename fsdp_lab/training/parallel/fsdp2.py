@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,14 +21,18 @@ from fsdp_lab.config.parallel import (
     ReshardPolicy,
     ShardingConfig,
 )
+from fsdp_lab.training.explain import MIXED, at, parameter_named
 from fsdp_lab.training.parallel.sharded import Sharded
 from fsdp_lab.training.precision import TORCH_DTYPE
 from fsdp_lab.training.torch_private import one_post_forward_mesh
-from fsdp_lab.training.unit_hooks import UnitHooks
+from fsdp_lab.training.unit_hooks import ContainerHooks, UnitHooks
+from fsdp_lab.workloads.base import original_name
 
 
 class FSDP2(Sharded):
     """`fully_shard`."""
+
+    hooks: ClassVar[type[ContainerHooks]] = UnitHooks
 
     def divide(self, model: nn.Module, units: Sequence[nn.Module], last: Sequence[nn.Module]) -> None:
         """Shard the model, which is on `meta`, in place."""
@@ -80,6 +85,35 @@ class FSDP2(Sharded):
         self._free_after_backward(False)
         yield
         self._free_after_backward(True)
+
+    def _why(self, text: str, cause: BaseException, forward: bool) -> str | None:
+        if not (forward and MIXED in text):
+            return super()._why(text, cause, forward)
+        name = parameter_named(cause, self.model)
+        here = f"{at(cause)}{f', here {name}' if name else ''}"
+        if name and self._at_work(cause, name):
+            return (
+                f"{self.sharding}: the weights of a unit were freed during its forward pass{here}, as a gradient does "
+                "that is taken inside of it (torch.autograd.grad): take it in task.loss, of what the model returns, or "
+                "use sharding=root."
+            )
+        return (
+            f"{self.sharding}: a weight of a unit is used outside of it{here}, but FSDP2 gathers the weights of a unit "
+            "for its forward pass only; name a method that uses them with model.forward_methods=[...], call the module "
+            "that holds the weight, or use a coarser sharding, such as root."
+        )
+
+    def _at_work(self, error: BaseException, parameter: str) -> bool:
+        """Return whether the unit of a parameter was in its forward pass when an error was raised."""
+        named = self.model.named_modules()
+        units = {f"{original_name(name)}.": module for name, module in named if isinstance(module, FSDPModule)}
+        of_unit = [unit for name, unit in units.items() if name == "." or parameter.startswith(name)]
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        return any(f.f_code.co_name == "forward" and f.f_locals.get("self") is of_unit[-1] for f in frames)
+
+    def reshard(self) -> None:
+        for module in self._modules:
+            module.reshard()
 
     def _free_after_backward(self, frees: bool) -> None:
         for module in self._modules:

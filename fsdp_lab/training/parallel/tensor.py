@@ -15,14 +15,16 @@ A parameter that no plan names is whole on each of these ranks.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -35,16 +37,28 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp_lab.config.errors import ModelError
+from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.key import divisors
 from fsdp_lab.config.parallel import ShardingConfig
 from fsdp_lab.config.suggest import did_you_mean
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import TP_WORDS
+from fsdp_lab.training.allocator_profile import not_reported
 from fsdp_lab.training.distributed import ParallelDims
+from fsdp_lab.training.explain import MIXED, at
 from fsdp_lab.training.layout import DividedLayers, matches
 from fsdp_lab.training.parallel.fsdp2 import FSDP2
-from fsdp_lab.training.torch_private import own_plan, wait_for
+from fsdp_lab.training.parallel.sharded import FREED
+from fsdp_lab.training.torch_private import own_plan, wait_for, without_modes
+
+_SIZES = (
+    "invalid for input of size",
+    "same reduction dim",
+    "cannot be multiplied",
+    "broadcast a dim",
+    "must match the size",
+)
+_ROUNDING = 0.01  # of norms of gradients: kernels may add up in another order
 
 
 class _Style(NamedTuple):
@@ -78,6 +92,42 @@ class TensorParallel(FSDP2):
     def divided_loss(self) -> AbstractContextManager[Any]:
         """Return PyTorch's context of divided logits."""
         return loss_parallel()
+
+    def _why(self, text: str, cause: BaseException, forward: bool) -> str | None:
+        if MIXED in text:
+            return (
+                f"sharding.tp={self.dims.tp}: a tensor that is divided among ranks meets a whole one{at(cause)}; call "
+                "modules that model.tp_plan names instead of using their weights, and name no module whose weight or "
+                "output other code needs whole (a head gives whole logits by colwise_gathered); or use sharding.tp=1 "
+                f"with {self.sharding}."
+            )
+        if forward and FREED not in text and any(words in text for words in _SIZES):
+            return (
+                f"sharding.tp={self.dims.tp}: {text.rstrip('.')}{at(cause)}. Between a `colwise` and a `rowwise` layer "
+                "each worker has a part of the features: write -1 for their number or that of heads, name both layers "
+                "in model.tp_plan, and use a degree that divides the heads."
+            )
+        return super()._why(text, cause, forward)
+
+    def check_gradients(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Check the gradients of what no rank has a part of."""
+        assert self.dims.tp_mesh is not None
+        with without_modes(), not_reported():
+            mine = {
+                name: float(p.grad.to_local().float().norm())
+                for name, p in named
+                if isinstance(p.grad, DTensor) and "tp" not in (p.grad.device_mesh.mesh_dim_names or ())
+            }
+            ranks: list[dict[str, float]] = [{}] * self.dims.tp
+            dist.all_gather_object(ranks, mine, group=self.dims.tp_mesh.get_group())
+        for name in mine:
+            norms = [norm[name] for norm in ranks if math.isfinite(norm[name])]
+            if norms and max(norms) - min(norms) > _ROUNDING * max(norms):
+                raise UserError(
+                    f"{self.sharding} sharding.tp={self.dims.tp}: the gradient of {name} is not the same on ranks "
+                    "that share a layer, since each has its own heads or columns where it is used. Name its module in "
+                    "model.tp_plan, a norm of heads by `heads`, or leave the layer before it undivided."
+                )
 
     def shard_to_draw(self) -> int:
         """Return 0: on a GPU PyTorch draws each part of a divided layer from its place in the whole."""
