@@ -46,11 +46,11 @@ from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.loop import train_step
 from fsdp_lab.training.memory import TRACKED_STEPS, main_settings
 from fsdp_lab.training.parallel import build_parallel, way_of
-from fsdp_lab.training.parallel.base import Parallel
+from fsdp_lab.training.parallel.base import Parallel, local
+from fsdp_lab.training.parallel.sharded import held_parameters
 from fsdp_lab.training.parallel.tensor import parameter_holders, tie_again
 from fsdp_lab.training.profile import Profile
 from fsdp_lab.training.recorder import record_step
-from fsdp_lab.training.shardable import held_parameters
 from fsdp_lab.training.timeline import write_timeline
 from fsdp_lab.training.torch_private import replace_tensors, without_modes
 from fsdp_lab.workloads.base import Batch, Workload, tensors_of
@@ -278,7 +278,7 @@ def _follow(workload: Workload, parallel: Parallel, sheet: Device | None, traced
         with record_step(parallel, state.optimizer, batch, buffers, inside) as recorder:
             trace.program.clear()
             _held = train_step(state, workload.task, microbatches)  # after the batch, as in training
-        own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in state.model.parameters())
+        own = sum(local(p).numel() for p in state.model.parameters())
         layout = replace(state.layout, counts=state.num_labels is not None)
         return Step(recorder.finish(), trace.program, workload, (state.num_params, own), layout)
 

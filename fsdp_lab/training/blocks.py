@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial, wraps
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +16,8 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.wording import count
 from fsdp_lab.training.activation_checkpointing import check_no_unit_inside, checkpoint_blocks
 from fsdp_lab.training.torch_private import unsplit_classes
-from fsdp_lab.training.unit_hooks import call_by_methods
 
+_METHOD = "_fsdp_lab_method"  # an argument, so that a recomputation chooses the same
 BlockClasses = tuple[type[nn.Module], ...]
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # which share nothing between ranks
 
@@ -141,3 +143,30 @@ def _apply_methods(model: nn.Module, modules: Sequence[nn.Module], names: Sequen
             raise ModelError(f"model.forward_methods=[{name}]: no module of the model has a method of that name.")
     for module in dict.fromkeys(modules):
         call_by_methods(module, names)
+
+
+def call_by_methods(module: nn.Module, names: Sequence[str]) -> None:
+    """Let other methods of a module than `forward` run its hooks, which gather its parameters.
+
+    Args:
+        names: of methods; those that the module lacks are skipped.
+    """
+    own = {name: method for name in names if callable(method := getattr(module, name, None))}
+    forward, at_work = module.forward, list[str]()
+
+    @wraps(forward)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        name = kwargs.pop(_METHOD, "")
+        at_work.append(name)
+        try:
+            return own.get(name, forward)(*args, **kwargs)
+        finally:
+            at_work.pop()
+
+    def called(name: str, *args: Any, **kwargs: Any) -> Any:
+        return own[name](*args, **kwargs) if at_work else module(*args, **kwargs, **{_METHOD: name})
+
+    if own:
+        module.forward = chosen
+        for name, method in own.items():
+            setattr(module, name, wraps(method)(partial(called, name)))

@@ -122,9 +122,10 @@ class TrainState(Stateful):
 
     def eval(self) -> None:
         """Set the model to eval mode, and an optimizer that has modes: schedule-free ones then average the weights."""
-        self._switch("eval")
-        with self.parallel.watched():
-            self.model.eval()  # which may merge weights
+        with self.parallel.explained(forward=True):
+            self._switch("eval")
+            with self.parallel.watched():
+                self.model.eval()  # which may merge weights
 
     def _switch(self, mode: str) -> None:
         if callable(switch := getattr(self.optimizer, mode, None)):
@@ -208,8 +209,7 @@ class Checkpoints:
         name, meta = source.name, source.meta
         check_meta(meta, name, self.config)
         state.weights()  # makes the optimizer's state, by a step in train mode
-        with state.parallel.explained(forward=True):
-            state.eval()  # as weights are saved; DCP loads them in place
+        state.eval()  # as weights are saved; DCP loads them in place
         if is_own:
             check_same_trial(meta, name, self.config)
         try:

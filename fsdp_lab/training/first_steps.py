@@ -16,6 +16,7 @@ from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.data import Loaders, build_loader, microbatch_size, val_order
 from fsdp_lab.training.distributed import largest
 from fsdp_lab.training.memory import start_clean
+from fsdp_lab.training.parallel.base import local
 from fsdp_lab.training.plain_state import put_back, state_of
 from fsdp_lab.training.step_checks import StepChecks
 from fsdp_lab.workloads.base import Batch, Dataset
@@ -67,9 +68,9 @@ class FirstSteps:
 
     def begin(self, microbatches: list[Batch]) -> None:
         """Compute the loss in eval mode before the first step, and keep this rank's weights."""
-        local = [_local(parameter) for parameter in self._model.parameters()]
-        if largest(sum(tensor.nbytes for tensor in local)) <= _KEPT_BYTES:
-            self._first_weights = [tensor.detach().to("cpu", copy=True) for tensor in local]
+        parts = [local(parameter) for parameter in self._model.parameters()]
+        if largest(sum(tensor.nbytes for tensor in parts)) <= _KEPT_BYTES:
+            self._first_weights = [tensor.detach().to("cpu", copy=True) for tensor in parts]
         size = torch.tensor(microbatch_size(self._parallel.config.training, self._parallel.dims))
         if self._parallel.config.task.metrics is None:  # which are made for the items of the validation split
             self._evaluate(EVAL_LOSS, [Marked(batch, size) for batch in microbatches])
@@ -99,7 +100,7 @@ class FirstSteps:
     def _change(self, first: list[Tensor]) -> float:
         squares = 0.0
         for parameter, before in zip(self._model.parameters(), first, strict=True):
-            change = (_local(parameter).detach().cpu() - before).abs().double()
+            change = (local(parameter).detach().cpu() - before).abs().double()
             squares += float(change.square().sum()) / self._copies(parameter)
         total = torch.tensor(squares, dtype=torch.float64, device=self._parallel.device)
         dist.all_reduce(total)
@@ -127,7 +128,3 @@ class FirstSteps:
         for batch in batches:
             yield batch
             self._checks.evaluated()  # a rank that uses fewer modules must not go on to the next collective
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -95,8 +95,6 @@ def describe_layout(
         last: as `last_unit` returns them.
         divided: as `apply_tensor_parallel` returns it.
     """
-    from fsdp_lab.training.shardable import has_complex
-
     names = {id(module): name for name, module in model.named_modules()}
     return Layout(
         units=shortened([names[id(unit)] for unit in units], list(names.values())),
@@ -108,6 +106,11 @@ def describe_layout(
         tp_gathers=shortened(divided.gathers, list(names.values())) if divided else [],
         divided_loss=divided is not None and divided.loss,
     )
+
+
+def has_complex(model: nn.Module) -> bool:
+    """Return whether an optimizer has to update complex numbers, which fused kernels cannot."""
+    return any(parameter.is_complex() and parameter.requires_grad for parameter in model.parameters())
 
 
 def unit_notes(layout: Layout, config: TrialConfig) -> list[str]:

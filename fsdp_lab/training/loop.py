@@ -22,9 +22,8 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
-from fsdp_lab.training.explain import optimizer_explained
 from fsdp_lab.training.memory import MemoryProfiler
-from fsdp_lab.training.own_step import OwnStep
+from fsdp_lab.training.own_step import OwnStep, optimizer_explained
 from fsdp_lab.training.parallel.base import whole
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer
@@ -284,8 +283,7 @@ def mean_metrics(state: TrainState, task: Task, loader: Iterable[Batch]) -> dict
         state: its model and its optimizer are set to eval mode.
     """
     parallel = state.parallel
-    with parallel.explained(forward=True):
-        state.eval()
+    state.eval()
     totals: dict[str, Tensor] = {}  # by metric: sum and count
     for batch in loader:
         batch = to_device(batch, parallel.device)

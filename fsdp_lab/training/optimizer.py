@@ -15,27 +15,37 @@ from fsdp_lab.config.training import (
     OptimizerImplementation,
     OptimizerName,
 )
-from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.layout import has_complex
 from fsdp_lab.training.own_optimizer import build_own, learning_rate
 from fsdp_lab.training.parallel.base import Parallel
-from fsdp_lab.training.shardable import has_complex
 
 
 def build_optimizer(parallel: Parallel) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters that ranks train.
 
     Raises:
-        UserError: the user's class refuses its arguments or the parameters.
+        UserError: the user's class refuses its arguments or the parameters, or the loss scaler cannot use it.
     """
     model, config = parallel.model, parallel.config
-    optimizer, lr = config.optimizer, learning_rate(config, parallel.dims.dp_degree)
+    optimizer, lr = config.optimizer, learning_rate(parallel)
     params = [p for p in model.parameters() if p.requires_grad]
     if optimizer.target is not None:
         made = build_own(parallel, optimizer.target, params, lr)
-        _check_fused(made, parallel)
+        is_fused = any(group.get("fused") for group in made.param_groups) and not isinstance(made, torch.optim.SGD)
+        if is_fused and config.precision.loss_scaling and parallel.asks_all:  # whose overflow has another shape
+            raise UserError(
+                f"optimizer._target_={optimizer.target} is fused, with precision.loss_scaling=true and "
+                f"{parallel.asks_all}: fused optimizers do not work with PyTorch's loss scaler for these; use "
+                "optimizer.fused=false, or precision=bf16_mixed."
+            )
         return made
-    kernels = implementation(config, has_complex(model))
-    kwargs: dict[str, Any] = {"lr": lr, "weight_decay": optimizer.weight_decay, **kernels}
+    chosen = optimizer.chosen_implementation(config.precision.loss_scaling, has_complex(model))
+    kwargs: dict[str, Any] = {
+        "lr": lr,
+        "weight_decay": optimizer.weight_decay,
+        "fused": chosen is OptimizerImplementation.fused,
+        "foreach": chosen is OptimizerImplementation.foreach,
+    }
     match optimizer.name:
         case OptimizerName.adam:
             return torch.optim.Adam(params, betas=(optimizer.beta1, optimizer.beta2), **kwargs)
@@ -45,28 +55,6 @@ def build_optimizer(parallel: Parallel) -> torch.optim.Optimizer:
             return torch.optim.SGD(params, momentum=optimizer.momentum, **kwargs)
         case _:
             raise ValueError(f"optimizer.name={optimizer.name} is not known")
-
-
-def _check_fused(made: torch.optim.Optimizer, parallel: Parallel) -> None:
-    """Check that the loss scaler can use an own optimizer."""
-    config = parallel.config
-    is_fused = any(group.get("fused") for group in made.param_groups) and not isinstance(made, torch.optim.SGD)
-    if is_fused and config.precision.loss_scaling and parallel.asks_all:  # whose overflow has another shape
-        raise UserError(
-            f"optimizer._target_={config.optimizer.target} is fused, with precision.loss_scaling=true and "
-            f"{parallel.asks_all}: "
-            "fused optimizers do not work with PyTorch's loss scaler for these; use optimizer.fused=false, or "
-            "precision=bf16_mixed."
-        )
-
-
-def implementation(config: TrialConfig, has_complex: bool = False) -> dict[str, bool]:
-    """Return the optimizer's arguments that choose its kernels."""
-    chosen = config.optimizer.chosen_implementation(config.precision.loss_scaling, has_complex)
-    return {
-        "fused": chosen is OptimizerImplementation.fused,
-        "foreach": chosen is OptimizerImplementation.foreach,
-    }
 
 
 def build_lr_schedule(

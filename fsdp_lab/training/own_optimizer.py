@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.target import import_callable, in_words, instantiate, parameters
-from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.own_step import reads_refused
 from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.training.torch_private import FakeTensorMode
@@ -22,8 +21,8 @@ Settings = dict[str, dict[str, str]]  # of each parameter: those of its group, i
 _NO_GROUP = {"group": "none"}
 
 
-def learning_rate(config: TrialConfig, dp_degree: int) -> float:
-    return config.optimizer.lr * (dp_degree if config.optimizer.scale_lr else 1)
+def learning_rate(parallel: Parallel) -> float:
+    return parallel.config.optimizer.lr * (parallel.dims.dp_degree if parallel.config.optimizer.scale_lr else 1)
 
 
 def build_own(parallel: Parallel, target: str, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
@@ -77,13 +76,12 @@ def unsharded_settings(model: nn.Module, parallel: Parallel) -> Settings:
     Returns:
         by parameter; empty if sharding does not replace the parameters, or the class needs their values.
     """
-    config, target = parallel.config, parallel.config.optimizer.target
+    target = parallel.config.optimizer.target
     if target is None or not parallel.is_sharded:
         return {}
-    lr = learning_rate(config, parallel.dims.dp_degree)
     with suppress(Exception), FakeTensorMode():  # whatever a class raises; with real parameters it is reported
         made = {name: _fake(p, parallel.home) for name, p in model.named_parameters() if p.requires_grad}
-        return _settings(build_own(parallel, target, [*made.values()], lr), made.items())
+        return _settings(build_own(parallel, target, [*made.values()], learning_rate(parallel)), made.items())
     return {}
 
 

@@ -15,11 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.target import user_line
+from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.distributed import gather
-from fsdp_lab.training.parallel.base import Parallel
+from fsdp_lab.training.parallel.base import MIXED, Parallel, at
 from fsdp_lab.training.torch_private import ITEM, TorchDispatchMode, compiled_code_runs
 from fsdp_lab.workloads.base import original_name, tensors_of, unwrapped
 
+_NO_RULE = ("Sharding propagation failed", "sharding strategy")  # of DTensor
 _ROUNDING = 1e-4  # of numbers that ranks compute alike
 
 
@@ -43,6 +45,34 @@ def reads_refused(of: str) -> Iterator[Reads]:
             f"{of} reads a number of a sharded tensor{f' ({line})' if line else ''} by .item(), float() or if, and "
             "each rank gets that of its own part. Read it from x.full_tensor(), or keep it a tensor: operations on one "
             "are of the whole. sharding=ddp has whole tensors only."
+        ) from error
+
+
+@contextmanager
+def optimizer_explained(config: TrialConfig) -> Iterator[None]:
+    """Explain an error of the step of the user's optimizer that comes from sharded parameters.
+
+    Raises:
+        UserError: PyTorch has no rule for an operation on a `DTensor`, or one meets a plain tensor.
+    """
+    try:
+        yield
+    except (AssertionError, TypeError) as error:
+        if config.optimizer.target is None:
+            raise
+        raise UserError(
+            f"the step of optimizer._target_={config.optimizer.target} fails{at(error)}: {type(error).__name__} "
+            f"{error}. fsdp_lab calls step() without arguments, once after the backward pass; use an optimizer that "
+            "needs none."
+        ) from error
+    except (RuntimeError, NotImplementedError) as error:
+        if config.optimizer.target is None or not any(words in str(error) for words in (*_NO_RULE, MIXED)):
+            raise
+        raise UserError(
+            f"sharding={config.sharding.granularity.name}: PyTorch cannot take the step of "
+            f"optimizer._target_={config.optimizer.target} with sharded parameters{at(error)}: "
+            f"{str(error).strip().partition(chr(10))[0]} Let it work on x.full_tensor(), or use another optimizer, or "
+            "sharding=ddp, which keeps parameters whole."
         ) from error
 
 

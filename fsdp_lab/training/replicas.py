@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from fsdp_lab.config.errors import UserError
+from fsdp_lab.training.parallel.base import local
 from fsdp_lab.training.torch_private import norms_of
 
 _ROUNDING = 1e-4  # of a norm in float32: a thousand roundings
@@ -28,7 +28,7 @@ def check_replicas(named: Iterable[tuple[str, nn.Parameter]], replicas: int, dev
     Raises:
         UserError: a norm differs by more than rounding. The same on all ranks.
     """
-    floats = [(name, _local(p)) for name, p in named if p.is_floating_point() or p.is_complex()]
+    floats = [(name, local(p)) for name, p in named if p.is_floating_point() or p.is_complex()]
     if replicas == 1 or not floats:
         return
     norms = torch.stack([norm.float().to(device) for norm in norms_of([p for _, p in floats])])
@@ -46,7 +46,3 @@ def check_replicas(named: Iterable[tuple[str, nn.Parameter]], replicas: int, dev
             "an optimizer that draws random numbers. Let every rank write the same (torch.distributed.all_reduce, a "
             "torch.Generator with one seed), or none: divide what the embedding returns by its norm."
         )
-
-
-def _local(parameter: nn.Parameter) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

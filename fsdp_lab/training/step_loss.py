@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_lab.training.distributed import ParallelDims
-from fsdp_lab.training.parallel.base import whole
+from fsdp_lab.training.parallel.base import local, whole
 from fsdp_lab.workloads.base import Batch, Loss, Task
 
 
@@ -106,7 +105,7 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
     on = {factor.device: factor}
     for parameter in model.parameters():
         if (gradient := parameter.grad) is not None:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            if local.device not in on:
-                on[local.device] = factor.to(local.device)
-            local.mul_(on[local.device])
+            part = local(gradient)
+            if part.device not in on:
+                on[part.device] = factor.to(part.device)
+            part.mul_(on[part.device])

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from torch import nn
 
 from fsdp_lab.config.metrics import LABELS
 from fsdp_lab.config.notes import cpu_notes, gpu_notes, memory_notes, node_notes, sharding_notes
+from fsdp_lab.config.parallel import PrecisionConfig
 from fsdp_lab.config.rules import check_nodes, check_trial
 from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
@@ -39,7 +40,6 @@ from fsdp_lab.training.layout import unit_notes
 from fsdp_lab.training.loop import Watch, evaluate, mean_metrics, token_metrics, train_epoch
 from fsdp_lab.training.memory import MemoryProfiler, start_clean
 from fsdp_lab.training.parallel import build_parallel
-from fsdp_lab.training.precision import float32_products
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.speed import StepTimer, Timed, device_peak_flops, speed_metrics, watch_cores
 from fsdp_lab.training.step_checks import StepChecks
@@ -97,6 +97,20 @@ def train(
     start_clean(ranks.device)
     with float32_products(config.precision, ranks.device):
         _train(config, folder, reporter, on_step_losses, storage, ranks)
+
+
+@contextmanager
+def float32_products(precision: PrecisionConfig, device: torch.device) -> Iterator[None]:
+    """Multiply float32 matrices in TF32 inside, if the trial does: a setting of the process, which is restored."""
+    if not precision.tf32 or device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _train(

@@ -19,15 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.machine.hardware import free_memory
 from fsdp_lab.training.distributed import gather, own_node, together
-from fsdp_lab.training.parallel.base import Parallel
-from fsdp_lab.training.shardable import check_hooks
+from fsdp_lab.training.parallel.base import Parallel, local
+from fsdp_lab.training.parallel.sharded import check_hooks
 from fsdp_lab.training.torch_private import replace_tensors
 from fsdp_lab.workloads.base import ModelSpec, plain_class
 from fsdp_lab.workloads.construct import TooLarge, construct, seeded, without_values
@@ -133,19 +132,11 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @torch.no_grad()
 def _initialise(model: nn.Module, parallel: Parallel) -> None:
-    """Draw the weights of a divided model in place, module by module.
-
-    On a GPU PyTorch draws each shard of a DTensor from its place in the whole. On a CPU it does not, so ranks with
-    different shards have different seeds, and ranks with copies of a shard the same.
-    """
+    """Draw the weights of a divided model in place, module by module."""
     shard = parallel.shard_to_draw()
-    parts = {name: _local(parameter) for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    parts = {name: local(parameter) for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     for values in parts.values():
         values.fill_(math.nan)
     with seeded(zlib.crc32(f"{parallel.config.training.seed}/{shard}".encode())):

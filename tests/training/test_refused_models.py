@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_lab.config import ModelError, UserError
 from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.training import unit_hooks
+from fsdp_lab.training.blocks import call_by_methods
+from fsdp_lab.training.parallel import fsdp2
+from fsdp_lab.training.parallel.sharded import tensors_inside
 from fsdp_lab.training.parallel.tensor import apply_tensor_parallel
 from fsdp_lab.training.step_checks import FIRST_STEPS
-from fsdp_lab.training.unit_hooks import call_by_methods, tensors_inside
 from fsdp_lab.workloads.language.llama import Llama
 from tests.ranks import config, run_ranks, train_all
 from tests.training.reference import apart
@@ -124,9 +125,9 @@ def test_a_sequence_that_ranks_cannot_share_equally_is_refused() -> None:
 
 
 def test_what_a_unit_keeps_is_looked_for_in_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unit_hooks, "gather_before_gradient_of", lambda tensor, module: None)
+    monkeypatch.setattr(fsdp2, "gather_before_gradient_of", lambda tensor, module: None)
     unit, searched = nn.Linear(2, 2), list[nn.Module]()
-    unit_hooks.UnitHooks(unit, "unit", config())
+    fsdp2.UnitHooks(unit, "unit", config())
     monkeypatch.setattr(unit, "modules", lambda: searched.append(unit) or [unit])
     for count in (1, 2, 2, 2):
         unit(torch.ones(1, 2))

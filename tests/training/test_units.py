@@ -97,7 +97,7 @@ def test_default_keeps_the_last_unit_after_the_forward_pass(words: str, reshards
         made.append((" ".join(names_of(model, modules)), options["reshard_after_forward"]))
 
     units, last = (find(model, (LlamaBlock,), trial.sharding) for find in (sharding_units, last_unit))
-    with mock.patch.object(fsdp2, "fully_shard", shard), mock.patch.object(fsdp2, "set_prefetch"):
+    with mock.patch.object(fsdp2, "fully_shard", shard), mock.patch.object(fsdp2.FSDP2, "_set_prefetch"):
         parallel_of(trial).divide(model, units, last)
     alone = [(name, reshards) for name in ("embedding", "blocks.0", "blocks.1")]
     assert made == [*alone, ("norm head", last_reshards), ("", reshards)]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from linecache import getline
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -14,23 +17,23 @@ from torch.nn.parameter import is_lazy
 
 from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.parallel import Dtype, OffloadTarget, ShardingConfig
+from fsdp_lab.config.target import user_line
 from fsdp_lab.config.training import OptimizerImplementation, OptimizerName
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.distributed import ParallelDims
-from fsdp_lab.training.explain import in_16_bits
 from fsdp_lab.training.layout import DividedLayers
 from fsdp_lab.training.torch_private import GATHER
 from fsdp_lab.workloads.base import Workload
 
+MIXED = "mixed torch.Tensor and DTensor"
+_NO_KERNEL = re.compile("(not implemented for '|Unsupported dtype )(B?Float16|Half)")
+
 
 class Seen(Protocol):
-    """What a recorder has seen of a step."""
+    """What a recorder has seen of a step: what a tensor is for, if it is known, and the modules that are at work."""
 
-    def known_as(self, tensor: Any) -> str:
-        """Return what a tensor is for; "" if that is not known."""
-
-    def at_work(self) -> list[str]:
-        """Return the names of the modules that are at work, the innermost last."""
+    def known_as(self, tensor: Any) -> str: ...
+    def at_work(self) -> list[str]: ...
 
 
 class Parallel:
@@ -42,27 +45,19 @@ class Parallel:
         config: of the trial.
         dims: how the ranks divide the work; to divide and wrap a model it needs a mesh.
         device: that computes.
-
-    Attributes:
-        is_sharded: whether ranks have parts of parameters.
-        asks_all: the setting for which the loss scaler asks all ranks for overflows, since a rank sees those of its own
-            part, and PyTorch's plain one asks at most those that share the first parameter; "": none.
-        gives_optimizer, changes_shapes, keeps_shapes: for messages about an own optimizer: what may have made it fail;
-            why it groups otherwise; the setting with which it does not.
-        sharding, api: the setting and PyTorch's way to shard, for messages.
-        flat_parts: over how many ranks the elements of a parameter are spread that is no DTensor.
-        fills_on_host: whether the whole model gets its weights on the host, from where `wrap` takes it.
-        model: as ranks train it; since `wrap`.
     """
 
-    is_sharded: ClassVar[bool] = False
+    is_sharded: ClassVar[bool] = False  # ranks have parts of parameters
+    fills_on_host: ClassVar[bool] = False  # the whole model gets its weights on the host, from where `wrap` takes it
+    flat_parts: int = 1  # ranks over which the elements of a parameter are spread that is no DTensor
+    # Of an own optimizer: what may make it fail, why it groups otherwise, and the setting with which it does not.
     gives_optimizer: ClassVar[str] = ""
     changes_shapes: ClassVar[str] = ""
     keeps_shapes: ClassVar[str] = "sharding=ddp"
+    # The setting for which a loss scaler asks all ranks for overflows. A rank sees those of its own part, and PyTorch's
+    # plain scaler asks at most the ranks that share the first parameter.
     asks_all: str = ""
-    fills_on_host: ClassVar[bool] = False
-    flat_parts: int = 1
-    model: nn.Module
+    model: nn.Module  # as ranks train it; since `wrap`
 
     def __init__(self, config: TrialConfig, dims: ParallelDims, device: torch.device) -> None:
         self.config, self.dims, self.device = config, dims, device
@@ -70,8 +65,8 @@ class Parallel:
 
     @staticmethod
     def axes(sharding: ShardingConfig, world_size: int) -> dict[str, int]:
-        """Return the axes of the ranks' mesh and their sizes, the outermost first."""
-        raise NotImplementedError
+        """Return the axes of the ranks' mesh and their sizes, the outermost first; here all have the whole model."""
+        return {"dp_replicate": world_size}
 
     @property
     def home(self) -> torch.device:
@@ -155,10 +150,13 @@ class Parallel:
         return (torch.device("cpu"),) * 2 if self.fills_on_host else (self.home, self.device)
 
     def shard_to_draw(self) -> int:
-        """Return a number that differs between ranks which have to draw other numbers for their parts, on a CPU.
+        """Return the number of this rank's part of the model, if ranks draw their parts by seeds of their own.
+
+        On a GPU PyTorch draws each shard of a DTensor from its place in the whole. On a CPU it does not, so ranks with
+        different shards have different seeds, and ranks with copies of a shard the same.
 
         Raises:
-            ModelError: they cannot.
+            ModelError: ranks cannot draw parts.
         """
         return 0
 
@@ -192,21 +190,29 @@ class Parallel:
 
     @contextmanager
     def explained(self, forward: bool) -> Iterator[None]:
-        """Explain an error of a `forward` or a backward pass that comes from how ranks train.
-
-        Raises:
-            UserError: as `explain` returns it.
-        """
+        """Raise an error of a `forward` or a backward pass as `explain` has it."""
         try:
             yield
         except (RuntimeError, ValueError, UserError) as error:  # a task may have taken it for a batch that does not fit
-            if (why := self.explain(error, forward)) is None:
+            cause = error.__cause__ or error
+            why = self._in_16_bits(cause) or self.explain(str(error), cause, forward)
+            if why is None:
                 raise
             raise why from error
 
-    def explain(self, error: Exception, forward: bool) -> UserError | None:
+    def explain(self, text: str, cause: BaseException, forward: bool) -> UserError | None:
         """Return an error in a user's words if it comes from how ranks train; else None."""
-        return in_16_bits(error, self.config)
+        return None
+
+    def _in_16_bits(self, cause: BaseException) -> UserError | None:
+        param_dtype = self.config.precision.param_dtype
+        if param_dtype is Dtype.float32 or not _NO_KERNEL.search(str(cause)):
+            return None
+        return ModelError(
+            f"precision.param_dtype={param_dtype.value}: {str(cause).rstrip('.')}{at(cause)}. PyTorch does not compute "
+            f"this in {param_dtype.value} on this device: do it in float32, as f(x.float()).to(x.dtype), or use "
+            "precision=fp32."
+        )
 
     def watched(self) -> AbstractContextManager[None]:
         """Return the context of what uses the model's parameters, in which a use of a part is refused."""
@@ -234,11 +240,7 @@ class Parallel:
         return norm
 
     def check_gradients(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Check that ranks which train the same samples have the same gradients of what is not divided among them.
-
-        Raises:
-            UserError: with the name of a parameter of which they have not.
-        """
+        """Raise a UserError if ranks that share samples have other gradients of what is not divided among them."""
 
     def sent(self, func: Any, output: Any, given: Any, seen: Seen) -> Iterator[tuple[Any, str]]:
         """Yield what a collective gathers or scatters, each with what it is for, of a step that is recorded."""
@@ -268,8 +270,19 @@ class Parallel:
         return scaler
 
 
+def at(error: BaseException) -> str:
+    """Return the user's line that raised an error, with its text; "" if none did."""
+    file, _, number = user_line(error).rpartition(":")
+    return f" ({file}:{number}: {getline(str(Path(file).resolve()), int(number)).strip()})" if file else ""
+
+
 def type_of(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -17,9 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config.errors import ModelError, UserError
-from fsdp_lab.config.parallel import Dtype, ShardingConfig
+from fsdp_lab.config.parallel import Dtype
 from fsdp_lab.training.parallel.base import Parallel, Seen
-from fsdp_lab.training.precision import TORCH_DTYPE
 from fsdp_lab.training.torch_private import in_backward
 from fsdp_lab.workloads.base import Workload
 
@@ -38,11 +37,6 @@ class DDP(Parallel):
     """
 
     model: DistributedDataParallel
-
-    @staticmethod
-    def axes(sharding: ShardingConfig, world_size: int) -> dict[str, int]:
-        """Return one axis, of all ranks."""
-        return {"dp_replicate": world_size}
 
     def leaves_some_unused(self, workload: Workload, on_meta: nn.Module | None = None) -> tuple[bool, list[str]]:
         """Return what a step on `meta` shows, or `sharding.find_unused_parameters`; True if it cannot be computed."""
@@ -88,16 +82,14 @@ class DDP(Parallel):
         # a bucket of gradients, which DDP makes before its module is entered
         return "grad" if getattr(kwargs.get("dtype"), "is_floating_point", True) else ""
 
-    def explain(self, error: Exception, forward: bool) -> UserError | None:
-        if (why := super().explain(error, forward)) is not None:
-            return why
-        if _TWICE in str(error):
+    def explain(self, text: str, cause: BaseException, forward: bool) -> UserError | None:
+        if _TWICE in text:
             return ModelError(
                 "sharding=ddp: a parameter is ready twice in one step, as where a loss calls the model twice and some "
                 "parameters get no gradient; call it once, with both inputs in one batch, let each call use all (add 0 "
                 "times the output of what it does not need), or use sharding=root."
             )
-        if _WAITS in str(error):
+        if _WAITS in text:
             return UserError(
                 "sharding=ddp: some parameters got no gradient in the last step, for example because layers are "
                 "dropped at random or frozen later, and DDP waits for every gradient; use "
@@ -108,7 +100,7 @@ class DDP(Parallel):
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Let autocast choose the types."""
-        dtype = TORCH_DTYPE[self.config.precision.param_dtype]
+        dtype = getattr(torch, self.config.precision.param_dtype.value)
         casts = dtype is not torch.float32
         with super().forward(), torch.autocast(self.device.type, dtype=dtype) if casts else nullcontext():
             yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -19,16 +19,15 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from fsdp_lab.config.errors import ModelError
-from fsdp_lab.config.parallel import OffloadTarget, PrecisionConfig
-from fsdp_lab.training.explain import at
-from fsdp_lab.training.flat_parts import FlatParts, PartUsed
-from fsdp_lab.training.parallel.base import Seen, type_of
+from fsdp_lab.config.errors import ModelError, UserError
+from fsdp_lab.config.parallel import OffloadTarget
+from fsdp_lab.training.parallel.base import Seen, at, type_of
 from fsdp_lab.training.parallel.fsdp2 import mp_policy
 from fsdp_lab.training.parallel.sharded import FREED, Sharded
-from fsdp_lab.training.torch_private import CAST, SCATTER, reshard_flat
+from fsdp_lab.training.torch_private import CAST, DEVICE, SCATTER, TorchDispatchMode, flat_parameters, reshard_flat
 from fsdp_lab.workloads.base import tensors_of
 
+_OF_ITS_TYPE = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 _IDLE = "but current state is TrainingState.IDLE"
 
 
@@ -49,10 +48,9 @@ class FSDP1(Sharded):
     model: FullyShardedDataParallel
 
     def wrap(self, model: nn.Module, find_unused: bool) -> None:
-        """Wrap the units and the model."""
         config, sharding = self.config, self.config.sharding
         offloads = config.offload.target is not OffloadTarget.none and self.device != torch.device("cpu")  # would pin
-        own = {*self._units}
+        own, policy = {group[0] for group in self._groups}, mp_policy(config.precision)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # one rank
             wrapped = FullyShardedDataParallel(
@@ -62,18 +60,28 @@ class FSDP1(Sharded):
                 cpu_offload=CPUOffload(offload_params=offloads),
                 auto_wrap_policy=CustomPolicy(lambda module: module in own),
                 backward_prefetch=BackwardPrefetch.BACKWARD_PRE if sharding.backward_prefetch != 0 else None,
-                mixed_precision=mixed_precision(config.precision),
+                mixed_precision=MixedPrecision(
+                    policy.param_dtype,
+                    policy.reduce_dtype,
+                    cast_forward_inputs=True,
+                    _module_classes_to_ignore=(),  # batch norm would stay in float32
+                ),
                 device_id=self.device,
                 forward_prefetch=bool(sharding.forward_prefetch),
                 limit_all_gathers=sharding.limit_all_gathers,
                 use_orig_params=True,
             )
         super().wrap(wrapped, find_unused)
-        self._watch, self.flat_parts = FlatParts(wrapped), self.dims.dp_shard
+        self.flat_parts = self.dims.dp_shard
+        self._names, self._looks = flat_parameters(wrapped), {True: 3, False: 3}  # with gradients, and without
 
-    def watched(self) -> AbstractContextManager[None]:
-        """Return a look for uses of parts, in the first passes."""
-        return self._watch.watched()
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Refuse uses of parts in the first passes."""
+        has_gradients = torch.is_grad_enabled()
+        self._looks[has_gradients] -= 1
+        with _PartsRefused(self._names) if self._looks[has_gradients] >= 0 else nullcontext():
+            yield
 
     @contextmanager
     def backward(self, is_last: bool) -> Iterator[None]:
@@ -90,22 +98,22 @@ class FSDP1(Sharded):
             )
         super()._check_parameter(parameter, name)
 
-    def _why(self, text: str, cause: BaseException, forward: bool) -> str | None:
+    def explain(self, text: str, cause: BaseException, forward: bool) -> UserError | None:
         if isinstance(cause, PartUsed):
-            return (
+            return ModelError(
                 f"{self.sharding} sharding.api=fsdp1: {cause} is used outside of its unit{at(cause)}, but FSDP1 "
                 "gathers the weights of a unit for its forward pass only, and each rank has a flat part of them else, "
                 "whose gradients are lost. Use sharding=ddp, or call the module that holds the weight. With "
                 "sharding=root weights are whole while the model is called."
             )
         if not forward and (FREED in text or _IDLE in text):
-            return (
+            return ModelError(
                 f"{self.sharding} sharding.api=fsdp1: the backward pass reached a unit through no tensor that its "
                 f"forward pass returned{at(cause)}, so FSDP1 did not gather its weights. It looks into tuples, lists, "
                 "dictionaries and dataclasses, not into other objects, and loses a view that is changed in place: "
                 "return tensors, or use sharding.api=fsdp2."
             )
-        return super()._why(text, cause, forward)
+        return super().explain(text, cause, forward)
 
     def sent(self, func: Any, output: Any, given: Any, seen: Seen) -> Iterator[tuple[Any, str]]:
         """Yield the tensors themselves, where FSDP2 makes copies."""
@@ -126,15 +134,28 @@ class FSDP1(Sharded):
         return self.model.clip_grad_norm_(math.inf if max_norm is None else max_norm)
 
 
-def mixed_precision(precision: PrecisionConfig) -> MixedPrecision:
-    """Return FSDP1's precision policy that does what FSDP2's does.
+class PartUsed(RuntimeError):
+    """An operator got this rank's part of a parameter. The message is the parameter's name."""
 
-    Every unit casts its inputs, and no class of modules is left in float32: FSDP1 would do that with batch norm.
-    """
-    policy = mp_policy(precision)
-    return MixedPrecision(
-        param_dtype=policy.param_dtype,
-        reduce_dtype=policy.reduce_dtype,
-        cast_forward_inputs=True,
-        _module_classes_to_ignore=(),
-    )
+
+class _PartsRefused(TorchDispatchMode):
+    """Raises `PartUsed` if an operator gets a part; of `.data`, too, which PyTorch detaches under a mode."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let code be compiled, and run compiled; other modes hear nothing of it, so kernels keep what they keep."""
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        if func is not DEVICE and name not in _OF_ITS_TYPE:  # of a fake one: it may not raise
+            tensors = tensors_of((args, kwargs or {}))
+            used = [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
+            moves_parts = len(used) == len(tensors) and name.endswith("_") and not torch.is_grad_enabled()
+            if used and not moves_parts:  # as a teacher follows its student, element by element
+                raise PartUsed(used[0])
+        return func(*args, **(kwargs or {}))

@@ -2,69 +2,141 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from linecache import getline
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_lab.config.parallel import (
-    Dtype,
-    OffloadConfig,
-    OffloadTarget,
-    PrecisionConfig,
-    ReshardConfig,
-    ReshardPolicy,
-    ShardingConfig,
-)
-from fsdp_lab.training.explain import MIXED, at, parameter_named
-from fsdp_lab.training.parallel.sharded import Sharded
-from fsdp_lab.training.precision import TORCH_DTYPE
-from fsdp_lab.training.torch_private import one_post_forward_mesh
-from fsdp_lab.training.unit_hooks import ContainerHooks, UnitHooks
+from fsdp_lab.config.errors import ModelError, UserError
+from fsdp_lab.config.parallel import Dtype, OffloadTarget, PrecisionConfig, ReshardPolicy
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.parallel.base import MIXED, at
+from fsdp_lab.training.parallel.sharded import ContainerHooks, Sharded, tensors_inside
+from fsdp_lab.training.torch_private import REBUILDS_INPUTS, gather_before_gradient_of, one_post_forward_mesh
 from fsdp_lab.workloads.base import original_name
+
+# To free the blocks and keep the root is None.
+_RESHARDS = {ReshardPolicy.always: True, ReshardPolicy.never: False, ReshardPolicy.default: None}
+_CHAIN = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])*")  # such as self.blocks[0].weight
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
+
+
+class UnitHooks(ContainerHooks):
+    """Lets the backward pass of a unit begin with its parameters gathered, whatever the unit returns or keeps.
+
+    FSDP2 gathers them before the gradient of a tensor that it found in the output. It looks into tuples, lists and
+    dictionaries, since PyTorch 2.15 into dataclasses, and not into other objects or attributes of modules. A view that
+    is changed in place loses its hook, so its base gets one, too.
+
+    Args:
+        config: whether parameters are freed after the forward pass, too.
+        kept_by_default: whether `reshard_after_forward=default` keeps its parameters, as it does the root's.
+    """
+
+    def __init__(self, unit: nn.Module, name: str, config: TrialConfig, *, kept_by_default: bool = False) -> None:
+        super().__init__(unit, name, config)
+        keeps = (ReshardPolicy.never, ReshardPolicy.default) if kept_by_default else (ReshardPolicy.never,)
+        self._frees = config.reshard_after_forward.policy not in keeps
+        self._keepers: dict[tuple[nn.Module, str], None] = {}  # attributes with tensors
+        self._looks = 2  # forward passes that are looked into for what they keep: it takes long
+
+    def copies(self, given: Any) -> bool:
+        return self._casts or REBUILDS_INPUTS or any(tensor.requires_grad for tensor in tensors_inside(given))
+
+    @torch.compiler.disable
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Look at what the unit returns and keeps, too.
+
+        Raises:
+            ModelError: it returns or keeps a view of a parameter that is freed, or has changed a copy.
+        """
+        super().leave(module, args, output)
+        if not torch.is_grad_enabled():
+            return
+        if looks := self._looks > 0:
+            self._looks -= 1
+            self._keepers |= dict.fromkeys(self._find_keepers())
+        kept = {f"keeps in {name}": tensors_inside(getattr(m, name, None)) for m, name in self._keepers}
+        for how, tensors in {"returns": tensors_inside(output), **kept}.items():
+            for tensor in tensors:
+                if looks and self._frees:
+                    self._check_view(how, tensor)
+                gather_before_gradient_of(tensor, module)
+
+    def _find_keepers(self) -> list[tuple[nn.Module, str]]:
+        return [
+            (module, name)
+            for module in self._unit.modules()
+            for name, value in vars(module).items()
+            if not (isinstance(module, nn.RNNBase) and name == "_flat_weights")  # its parameters, whatever these are
+            and name not in _OF_EVERY_MODULE
+            and not name.startswith("__")
+            and any(True for _ in tensors_inside(value))
+        ]
+
+    def _check_view(self, how: str, tensor: Tensor) -> None:
+        storage = _storage(tensor)
+        for name, parameter in self._unit.named_parameters():
+            if storage is not None and storage == _storage(parameter):
+                raise ModelError(
+                    f"{self._name} {how} a view of its parameter {name}, which FSDP2 frees after the forward pass; use "
+                    "its .clone(), reshard_after_forward=never, or sharding=ddp."
+                )
 
 
 class FSDP2(Sharded):
     """`fully_shard`."""
 
     hooks: ClassVar[type[ContainerHooks]] = UnitHooks
+    model: Any  # an `FSDPModule`
 
     def divide(self, model: nn.Module, units: Sequence[nn.Module], last: Sequence[nn.Module]) -> None:
-        """Shard the model, which is on `meta`, in place."""
         super().divide(model, units, last)
-        config = self.config
+        config, reshard = self.config, self.config.reshard_after_forward
         names = {id(module): name for name, module in model.named_modules()}
         for module in last:
             UnitHooks(module, names[id(module)], config, kept_by_default=True)
         UnitHooks(model, type(model).__name__, config, kept_by_default=True)
+        target = config.offload.target
+        pins = target is OffloadTarget.cpu and torch.cuda.is_available()  # without, there is no pinned memory
         options: dict[str, Any] = {
             "mesh": self.dims.mesh,
             "mp_policy": mp_policy(config.precision),
-            "offload_policy": offload_policy(config.offload),
-            "reshard_after_forward": reshard_after_forward(config.reshard_after_forward),
+            "offload_policy": OffloadPolicy() if target is OffloadTarget.none else CPUOffloadPolicy(pin_memory=pins),
+            "reshard_after_forward": _RESHARDS.get(reshard.policy, reshard.size),
         }
-        groups, ends = (self._groups[:-1], self._groups[-1:]) if last else (self._groups, ())
+        kept = {"reshard_after_forward": False} if reshard.policy is ReshardPolicy.default else {}
         with one_post_forward_mesh():
-            for group in groups:
-                fully_shard([*group] if len(group) > 1 else group[0], **options)
-            for group in ends:
-                fully_shard([*group], **options | kept_by_default(config.reshard_after_forward))
+            for group in self._groups:
+                starts = bool(last) and group is self._groups[-1]  # with which the backward pass does
+                fully_shard([*group] if len(group) > 1 else group[0], **options | (kept if starts else {}))
             fully_shard(model, **options)
+        sharded: Any = model  # an `FSDPModule` since then
         if config.sharding.separate_reduce_scatter_group:
-            assert isinstance(model, FSDPModule)
-            model.set_separate_reduce_scatter_group()  # `config.machine` checks that this PyTorch has it
+            sharded.set_separate_reduce_scatter_group()  # `config.machine` checks that this PyTorch has it
         if config.sharding.find_unused_parameters:
-            assert isinstance(model, FSDPModule)
-            model.set_reduce_scatter_unused_params(True)  # as above
-        set_prefetch([group[0] for group in self._groups], config.sharding)
+            sharded.set_reduce_scatter_unused_params(True)  # as above
+        self._set_prefetch()
+
+    def _set_prefetch(self) -> None:
+        """Gather the next units while one computes: forwards in order, backwards in reverse."""
+        ahead, behind = self.config.sharding.forward_prefetch, self.config.sharding.backward_prefetch
+        units: list[Any] = [group[0] for group in self._groups]
+        for i, unit in enumerate(units):
+            if ahead is not None:
+                unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
+            if behind is not None:
+                unit.set_modules_to_backward_prefetch(units[max(0, i - behind) : i][::-1])
 
     def wrap(self, model: nn.Module, find_unused: bool) -> None:
-        """Take the sharded model as it is."""
         super().wrap(model, find_unused)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -79,25 +151,24 @@ class FSDP2(Sharded):
         their own, as of forces, need the parameters again, and no hook would gather them.
         """
         if self.config.training.grad_accum_steps > 1:  # it walks through the whole model
-            assert isinstance(self.model, FSDPModule)
             self.model.set_requires_gradient_sync(is_last or self.config.training.sync_each_microbatch)
             self.model.set_requires_all_reduce(is_last)
         self._free_after_backward(False)
         yield
         self._free_after_backward(True)
 
-    def _why(self, text: str, cause: BaseException, forward: bool) -> str | None:
+    def explain(self, text: str, cause: BaseException, forward: bool) -> UserError | None:
         if not (forward and MIXED in text):
-            return super()._why(text, cause, forward)
-        name = parameter_named(cause, self.model)
+            return super().explain(text, cause, forward)
+        name = _parameter_named(cause, self.model)
         here = f"{at(cause)}{f', here {name}' if name else ''}"
         if name and self._at_work(cause, name):
-            return (
+            return ModelError(
                 f"{self.sharding}: the weights of a unit were freed during its forward pass{here}, as a gradient does "
                 "that is taken inside of it (torch.autograd.grad): take it in task.loss, of what the model returns, or "
                 "use sharding=root."
             )
-        return (
+        return ModelError(
             f"{self.sharding}: a weight of a unit is used outside of it{here}, but FSDP2 gathers the weights of a unit "
             "for its forward pass only; name a method that uses them with model.forward_methods=[...], call the module "
             "that holds the weight, or use a coarser sharding, such as root."
@@ -123,7 +194,6 @@ class FSDP2(Sharded):
         """Do nothing: each unit was moved when it was sharded."""
 
     def shard_to_draw(self) -> int:
-        """Return the number of this rank's shard: on a CPU PyTorch does not draw it from its place in the whole."""
         if self.home.type != "cpu":
             return 0
         warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
@@ -136,47 +206,27 @@ def mp_policy(precision: PrecisionConfig) -> MixedPrecisionPolicy:
     `reduce_dtype=None` differs between PyTorch versions: 2.11 reduces in the compute dtype, 2.15 in the parameters'.
     So it is explicit wherever these are not the same.
     """
-    kept = precision.param_dtype is Dtype.float32
+    kept, reduces = precision.param_dtype is Dtype.float32, precision.reduce_dtype
     return MixedPrecisionPolicy(
-        param_dtype=None if kept else TORCH_DTYPE[precision.param_dtype],
-        reduce_dtype=None if kept and precision.reduce_dtype is Dtype.float32 else TORCH_DTYPE[precision.reduce_dtype],
+        param_dtype=None if kept else getattr(torch, precision.param_dtype.value),
+        reduce_dtype=None if kept and reduces is Dtype.float32 else getattr(torch, reduces.value),
     )
 
 
-def offload_policy(offload: OffloadConfig) -> OffloadPolicy:
-    """Return FSDP2's offload policy. Pinned memory needs CUDA; without it `cpu` and `cpu_unpinned` are the same."""
-    if offload.target is OffloadTarget.none:
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=offload.target is OffloadTarget.cpu and torch.cuda.is_available())
+def _parameter_named(error: BaseException, model: nn.Module) -> str:
+    """Return the name of the parameter that the line which raised an error names; "" if none."""
+    names = {id(parameter): original_name(name) for name, parameter in model.named_parameters()}
+    for frame, number in reversed([*traceback.walk_tb(error.__traceback__)]):
+        for words in _CHAIN.findall(getline(frame.f_code.co_filename, number)):
+            first, *rest = re.findall(r"\w+", words)
+            value = frame.f_locals.get(first)
+            for word in rest:
+                if isinstance(value, nn.Module):
+                    value = getattr(value, word, None)
+            if id(value) in names:
+                return names[id(value)]
+    return ""
 
 
-def reshard_after_forward(reshard: ReshardConfig) -> bool | int | None:
-    """Return FSDP2's argument of that name; `None` frees the blocks and keeps the root."""
-    match reshard.policy:
-        case ReshardPolicy.always:
-            return True
-        case ReshardPolicy.never:
-            return False
-        case ReshardPolicy.default:
-            return None
-        case ReshardPolicy.to_size:
-            return reshard.size
-
-
-def kept_by_default(reshard: ReshardConfig) -> dict[str, bool]:
-    """Return the argument of `fully_shard` for a unit with which the backward pass starts, if it differs."""
-    return {"reshard_after_forward": False} if reshard.policy is ReshardPolicy.default else {}
-
-
-def set_prefetch(units: list[nn.Module], sharding: ShardingConfig) -> None:
-    """Gather the next units while one computes: forwards in order, backwards in reverse.
-
-    Any module of a unit of several modules stands for it.
-    """
-    ahead, behind = sharding.forward_prefetch, sharding.backward_prefetch
-    for i, unit in enumerate(units):
-        assert isinstance(unit, FSDPModule)
-        if ahead is not None:
-            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])  # type: ignore[arg-type]
-        if behind is not None:
-            unit.set_modules_to_backward_prefetch(units[max(0, i - behind) : i][::-1])  # type: ignore[arg-type]
+def _storage(tensor: Tensor) -> StorageWeakRef | None:
+    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None

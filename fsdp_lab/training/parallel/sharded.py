@@ -3,42 +3,74 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.parallel import Dtype, ShardingConfig
-from fsdp_lab.training.explain import MIXED, at
-from fsdp_lab.training.parallel.base import Parallel, type_of
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.training.parallel.base import MIXED, Parallel, at, type_of
 from fsdp_lab.training.parallel.units import in_groups
-from fsdp_lab.training.shardable import check_hooks, held_parameters
-from fsdp_lab.training.torch_private import Place, has_own_parameter, places_of_parameters
-from fsdp_lab.training.unit_hooks import ContainerHooks
-from fsdp_lab.workloads.base import original_name
+from fsdp_lab.training.torch_private import Place, has_hooks, has_own_parameter, places_of_parameters
+from fsdp_lab.workloads.base import original_name, parts_of
+from fsdp_lab.workloads.generators import reached
 
 FREED = "out of bounds for storage of size 0"
 _TYPES = ("must have the same dtype", "expected scalar type", "should be the same")
 
 
-class Sharded(Parallel):
-    """Each rank has a part of each parameter, and units of the model are gathered when they are used.
+class ContainerHooks:
+    """Checks that a unit, not sharded yet, changes no list or dictionary of which FSDP will hand it a copy."""
 
-    Attributes:
-        one_type: what FSDP does with the tensors of a unit, which have one type then; for a message.
-        types_of_all: whether those without a gradient are among these.
-        hooks: of units.
-    """
+    def __init__(self, unit: nn.Module, name: str, config: TrialConfig) -> None:
+        self._unit, self._name, self._api = unit, name, config.sharding.api_name
+        self._casts = config.precision.param_dtype is not Dtype.float32
+        self._before: list[tuple[Any, list[int]]] = []
+        unit.register_forward_pre_hook(self.enter, with_kwargs=True)
+        unit.register_forward_hook(self.leave)
+
+    def copies(self, given: Any) -> bool:
+        """Return whether FSDP makes a copy of a list or dictionary."""
+        return self._casts
+
+    @torch.compiler.disable
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note the lists and dictionaries that the unit gets a copy of."""
+        self._before = [
+            (given, [*map(id, _parts(given))])
+            for given in (*args, *kwargs.values())
+            if isinstance(given, list | dict) and self.copies(given)
+        ]
+
+    @torch.compiler.disable
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Look at what the unit has changed.
+
+        Raises:
+            ModelError: it has changed a copy.
+        """
+        for container, before in self._before if torch.is_grad_enabled() else ():
+            if before != [*map(id, _parts(container))] and not any(container is one for one in _objects(output)):
+                raise ModelError(
+                    f"{self._name} changes a {type(container).__name__} that it gets, of which {self._api} hands it a "
+                    "copy, so the change would be lost; let it return what it adds, or use sharding=ddp or "
+                    "sharding=root."
+                )
+        self._before = []
+
+
+class Sharded(Parallel):
+    """Each rank has a part of each parameter, and units of the model are gathered when they are used."""
 
     is_sharded: ClassVar[bool] = True
-    one_type: ClassVar[str] = "FSDP2 reduces the gradients of a unit"
-    types_of_all: ClassVar[bool] = False
+    one_type: ClassVar[str] = "FSDP2 reduces the gradients of a unit"  # for which they have one type
+    types_of_all: ClassVar[bool] = False  # without a gradient, too
     hooks: ClassVar[type[ContainerHooks]] = ContainerHooks
-    _units: Sequence[nn.Module]
     _groups: Sequence[Sequence[nn.Module]]  # what shares a unit, without the root
 
     @staticmethod
@@ -57,7 +89,7 @@ class Sharded(Parallel):
 
     def divide(self, model: nn.Module, units: Sequence[nn.Module], last: Sequence[nn.Module]) -> None:
         super().divide(model, units, last)
-        self._units, groups = units, in_groups(model, units, self.config.sharding.blocks_per_unit)
+        groups = in_groups(model, units, self.config.sharding.blocks_per_unit)
         self._groups = [*groups, [*last]] if last else groups
         names = {id(module): name for name, module in model.named_modules()}
         self._check_units(model, names)
@@ -111,45 +143,36 @@ class Sharded(Parallel):
         """
         super().wrap(model, find_unused)
         names = {id(module): original_name(name) for name, module in model.named_modules()}
+
+        @torch.compiler.disable
+        def check(places: list[Place], called: nn.Module, args: Any) -> None:
+            for place in places:
+                if not has_own_parameter(place):
+                    name = f"{names[id(place[0])]}.{place[1]}".removeprefix(".")
+                    raise ModelError(
+                        f"{self.sharding}: {names[id(called)] or 'the root'} is called with another tensor as {name}, "
+                        f"as by torch.func.functional_call, but {self.api} puts its own there; use sharding=ddp, or "
+                        "sharding=root with sharding.api=fsdp2 and call a part of the model so."
+                    )
+
         for module, places in places_of_parameters(model, inside=not self.config.compile):
-            check = partial(_check_own, self.sharding, self.api, names, places)
-            module.register_forward_pre_hook(check, prepend=True)  # before FSDP's
+            module.register_forward_pre_hook(partial(check, places), prepend=True)  # before FSDP's
 
-    def explain(self, error: Exception, forward: bool) -> UserError | None:
-        if (why := super().explain(error, forward)) is not None:
-            return why
-        words = self._why(str(error), error.__cause__ or error, forward)
-        return ModelError(words) if words else None
-
-    def _why(self, text: str, cause: BaseException, forward: bool) -> str | None:
+    def explain(self, text: str, cause: BaseException, forward: bool) -> UserError | None:
         policy, param_dtype = self.config.reshard_after_forward.policy, self.config.precision.param_dtype
         if FREED in text or MIXED in text:
-            return (
+            return ModelError(
                 f"{self.sharding} reshard_after_forward={policy.name}: a tensor of a unit is used after its parameters "
                 f"were freed{at(cause)}. FSDP2 gathers them again for tensors that a forward pass returns: return it "
                 "as a tensor or in a container, .clone() a view, or use reshard_after_forward=never."
             )
         if param_dtype is not Dtype.float32 and any(words in text for words in _TYPES):
-            return (
+            return ModelError(
                 f"precision.param_dtype={param_dtype.value}: {str(cause).rstrip('.')}{at(cause)}. {self.api} casts "
                 f"parameters and inputs to {param_dtype.value}, and no buffers{_buffers(cause, self.model)} or what "
                 "forward makes: cast these there, as buffer.to(x.dtype), or use precision=fp32 or sharding=ddp."
             )
         return None
-
-
-@torch.compiler.disable
-def _check_own(
-    sharding: str, api: str, names: dict[int, str], places: list[Place], called: nn.Module, args: Any
-) -> None:
-    for place in places:
-        if not has_own_parameter(place):
-            name = f"{names[id(place[0])]}.{place[1]}".removeprefix(".")
-            raise ModelError(
-                f"{sharding}: {names[id(called)] or 'the root'} is called with another tensor as {name}, as by "
-                f"torch.func.functional_call, but {api} puts its own there; use sharding=ddp, or sharding=root with "
-                "sharding.api=fsdp2 and call a part of the model so."
-            )
 
 
 def _buffers(error: BaseException, model: nn.Module) -> str:
@@ -162,3 +185,52 @@ def _buffers(error: BaseException, model: nn.Module) -> str:
             if own:
                 return f" (here {', '.join('.'.join(filter(None, (names[id(module)], leaf))) for leaf in own)})"
     return ""
+
+
+def check_hooks(model: nn.Module, where: str, remedy: str) -> None:
+    """Check that no parameter has a hook.
+
+    Raises:
+        ModelError: one has, and would lose it.
+    """
+    for name, parameter in model.named_parameters():
+        if has_hooks(parameter):
+            raise ModelError(
+                f"{where}: the parameter {name} has a hook (register_hook or register_post_accumulate_grad_hook), "
+                f"which would not be called: another parameter takes its place. Change the gradient in forward, or "
+                f"{remedy}."
+            )
+
+
+def held_parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the name of each parameter that something but its module holds, and the attribute that leads to it."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    own = {id(module) for module in model.modules()}
+    seen = set(own)
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute != "_parameters" and not isinstance(module, nn.RNNBase):  # which updates what it holds
+                for parameter in reached(value, seen, nn.Parameter):
+                    if id(parameter) in names:
+                        yield names[id(parameter)], f"{path or 'the model'}'s {attribute}"
+
+
+def tensors_inside(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in containers and in the attributes of objects."""
+    return (part for part in _objects(value) if isinstance(part, Tensor))
+
+
+def _objects(value: Any) -> Iterator[Any]:
+    left, seen = [value], dict[int, Any]()  # which keeps what it has seen, or its number might be another's
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen[id(one)] = one
+            yield one
+            left += reversed(_parts(one))
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, Tensor) or callable(value):
+        return []
+    return [part for _, part in parts_of(value)] or [*getattr(value, "__dict__", {}).values()]

@@ -45,8 +45,8 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import TP_WORDS
 from fsdp_lab.training.allocator_profile import not_reported
 from fsdp_lab.training.distributed import ParallelDims
-from fsdp_lab.training.explain import MIXED, at
 from fsdp_lab.training.layout import DividedLayers, matches
+from fsdp_lab.training.parallel.base import MIXED, at
 from fsdp_lab.training.parallel.fsdp2 import FSDP2
 from fsdp_lab.training.parallel.sharded import FREED
 from fsdp_lab.training.torch_private import own_plan, wait_for, without_modes
@@ -81,33 +81,37 @@ class TensorParallel(FSDP2):
 
     @staticmethod
     def axes(sharding: ShardingConfig, world_size: int) -> dict[str, int]:
-        """Return FSDP2's axes, and as the innermost the ranks that share a layer."""
         return {**FSDP2.axes(sharding, world_size), "tp": sharding.tp}
 
     def divide_layers(self, model: nn.Module, in_tokens: bool) -> DividedLayers:
-        """Divide by the plan of the configuration, else by the model's."""
+        """Divide by the plan of the configuration, else by the model's own attribute `_tp_plan`."""
         assert self.dims.tp_mesh is not None
-        return apply_tensor_parallel(model, find_plan(model, self.config), self.dims.tp_mesh, divided_loss=in_tokens)
+        if not (plan := self.config.model.known_tp_plan() or own_plan(model)):
+            raise ModelError(
+                f"sharding.tp={self.dims.tp}: {type(model).__name__} has no tensor-parallel plan; give one by "
+                "model.tp_plan={<module>: colwise, <module>: rowwise}, or the class an attribute _tp_plan, or use "
+                "sharding.tp=1."
+            )
+        return apply_tensor_parallel(model, plan, self.dims.tp_mesh, divided_loss=in_tokens)
 
     def divided_loss(self) -> AbstractContextManager[Any]:
-        """Return PyTorch's context of divided logits."""
         return loss_parallel()
 
-    def _why(self, text: str, cause: BaseException, forward: bool) -> str | None:
+    def explain(self, text: str, cause: BaseException, forward: bool) -> UserError | None:
         if MIXED in text:
-            return (
+            return ModelError(
                 f"sharding.tp={self.dims.tp}: a tensor that is divided among ranks meets a whole one{at(cause)}; call "
                 "modules that model.tp_plan names instead of using their weights, and name no module whose weight or "
                 "output other code needs whole (a head gives whole logits by colwise_gathered); or use sharding.tp=1 "
                 f"with {self.sharding}."
             )
         if forward and FREED not in text and any(words in text for words in _SIZES):
-            return (
+            return ModelError(
                 f"sharding.tp={self.dims.tp}: {text.rstrip('.')}{at(cause)}. Between a `colwise` and a `rowwise` layer "
                 "each worker has a part of the features: write -1 for their number or that of heads, name both layers "
                 "in model.tp_plan, and use a degree that divides the heads."
             )
-        return super()._why(text, cause, forward)
+        return super().explain(text, cause, forward)
 
     def check_gradients(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Check the gradients of what no rank has a part of."""
@@ -130,28 +134,12 @@ class TensorParallel(FSDP2):
                 )
 
     def shard_to_draw(self) -> int:
-        """Return 0: on a GPU PyTorch draws each part of a divided layer from its place in the whole."""
         if self.home.type == "cpu":
             raise ModelError(
                 f"init=meta with sharding.tp={self.dims.tp}: on a CPU PyTorch draws the same numbers for each part of "
                 "a divided layer; use init=plain or init=rank0."
             )
         return 0
-
-
-def find_plan(model: nn.Module, config: TrialConfig) -> Mapping[str, str]:
-    """Return the plan of a model: that of the configuration, else its own attribute `_tp_plan`.
-
-    Raises:
-        ModelError: it has none.
-    """
-    if not (plan := config.model.known_tp_plan() or own_plan(model)):
-        raise ModelError(
-            f"sharding.tp={config.sharding.tp}: {type(model).__name__} has no tensor-parallel plan; give one by "
-            "model.tp_plan={<module>: colwise, <module>: rowwise}, or the class an attribute _tp_plan, or use "
-            "sharding.tp=1."
-        )
-    return plan
 
 
 def apply_tensor_parallel(
