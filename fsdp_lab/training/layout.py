@@ -90,10 +90,10 @@ def describe_layout(
     """Return how a model was divided.
 
     Args:
-        units: the modules that `apply_fully_shard` sharded, without the root.
+        units: as `sharding_units` returns them.
         find_unused: whether DDP looks for parameters without a gradient.
         last: as `last_unit` returns them.
-        divided: as `apply_tensor_parallel` returns it.
+        divided: as `Parallel.divide_layers` returns it.
     """
     names = {id(module): name for name, module in model.named_modules()}
     return Layout(

@@ -225,10 +225,7 @@ def places_of_parameters(model: nn.Module, inside: bool) -> Iterator[tuple[nn.Mo
     """Yield each module at whose call FSDP uses the parameters that it has put in place, and these places.
 
     FSDP2 puts them there when a unit is called. FSDP1 does so, too, and inside of the unit modules use these whatever
-    is registered as their parameters.
-
-    Args:
-        inside: also yield these modules.
+    is registered as their parameters; `inside`: yield these modules, too.
     """
     forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
     for module in model.modules():
