@@ -54,19 +54,18 @@ def option_comment(file: Path) -> str:
 
 
 def claims_page() -> str:
-    """Return a table of planted faults for each package of the product, as Markdown."""
+    """Return what the tests of each package notice, a line for each test, as Markdown."""
     sys.path.append(str(DOCS.parent))
     from tests.faults import FAULTS, MAKE_TEST
 
-    rooms: dict[str, list[str]] = {}
+    rooms: dict[str, dict[str, list[str]]] = {}
     for fault in FAULTS:
         room = fault.file.removeprefix("fsdp_lab/").partition("/")[0].removesuffix(".py")
-        tier = "make test" if fault.marks == MAKE_TEST else "make ci"
-        rooms.setdefault(room, []).append(
-            f"| {_text(fault.name)} | `tests/{fault.test.partition('[')[0]}` | `{tier}` |"
-        )
-    head = ["", "| what would be wrong | the test that notices it | tier |", "| --- | --- | --- |"]
-    return "\n\n".join("\n".join([f"## {room}", *head, *rows]) for room, rows in sorted(rooms.items()))
+        tier = "" if fault.marks == MAKE_TEST else " (in `make ci`)"
+        test = f"`tests/{fault.test.partition('[')[0]}`{tier}"
+        rooms.setdefault(room, {}).setdefault(test, []).append(_text(fault.name))
+    pages = ((room, [f"- {'; '.join(names)}: {test}" for test, names in of.items()]) for room, of in rooms.items())
+    return "\n\n".join("\n".join([f"## {room}", "", *lines]) for room, lines in sorted(pages))
 
 
 def metrics_page() -> str:
