@@ -108,7 +108,7 @@ def main() -> int:
         return 0
     except KeyboardInterrupt:
         print("fsdp_lab.nightly: ended")
-        return 0
+        return 130 if set(words) & set(_OPTIONS) else 0
     except Exception as error:
         message = explain(error, "nightly.folder")
         if message is None:

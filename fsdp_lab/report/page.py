@@ -113,8 +113,8 @@ def _with_plotly(template: str, drawn: dict[str, Any], **values: Any) -> str:
     from plotly.io import to_json
     from plotly.offline import get_plotlyjs
 
-    # "<" is escaped, so that no text can end the script element
-    scripts = {name: Markup((to_json(figure) or "{}").replace("<", "\\u003c")) for name, figure in drawn.items()}
+    # Plotly escapes "<", so that no text can end the script element
+    scripts = {name: Markup(to_json(figure) or "{}") for name, figure in drawn.items()}
     plotly = Markup(get_plotlyjs() if drawn else "")
     text: str = environment(True).get_template(template).render(scripts=scripts, plotly=plotly, **values)
     return text

@@ -133,3 +133,13 @@ def test_missed_nights_run_once_and_a_kill_ends_no_schedule(
     woke = first + timedelta(days=3)
     assert begun == [first, woke, datetime(2026, woke.month, woke.day + 1, 2, tzinfo=UTC)]
     assert ("the night was killed" in capsys.readouterr().out) is (status < 0)
+
+
+@pytest.mark.parametrize(("words", "status"), [(["--judge"], 130), (["--check"], 130), ([], 0)])
+def test_what_was_asked_once_and_interrupted_is_not_done(
+    words: list[str], status: int, monkeypatch: pytest.MonkeyPatch
+):
+    """The mock stands for Ctrl-C while the study is read."""
+    monkeypatch.setattr(sys, "argv", ["nightly", *words])
+    monkeypatch.setattr(command, "read_study", Mock(side_effect=KeyboardInterrupt))
+    assert command.main() == status

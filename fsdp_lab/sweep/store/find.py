@@ -43,7 +43,7 @@ def _find_folder(named: str, key: str) -> Path:
             "give the sweep's own folder."
         )
     if not named or not os.path.isdir(named):  # `Path.is_dir` raises for one that this user may not reach
-        raise UserError(f"{key}={named} is not a folder; give the sweep's folder, or {key}=last.")
+        raise UserError(f"{key}={named} is not a folder that you may read; give the sweep's folder, or {key}=last.")
     return Path(named).absolute()
 
 
