@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_lab.config import TrialConfig, part
+from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.training.plain import run
 from fsdp_lab.workloads.language.llama import Llama
@@ -230,7 +231,7 @@ def first_steps(row: Row) -> dict[str, float]:
     """What the plain loop of the package has of a row."""
     torch.set_num_threads(1)
     trial = part(config(*row.words), TrialConfig)
-    result = run(trial, trial.sharding.dp_degree(row.ranks))
+    result = run(trial, Ranks.of(trial.sharding, row.ranks).dp)
     assert not result["missing"], result["missing"]
     return result["figures"]  # type: ignore[no-any-return]
 

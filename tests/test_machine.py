@@ -22,7 +22,8 @@ import pytest
 
 from fsdp_lab.commands import doctor
 from fsdp_lab.config import UserError
-from fsdp_lab.config.checks import check_float8, check_pytorch
+from fsdp_lab.config.axes.precision import check_float8
+from fsdp_lab.config.checks import check_pytorch
 from fsdp_lab.machine import cpu_contention, hardware
 from fsdp_lab.machine.cpu_contention import Window
 from fsdp_lab.machine.hardware import default_loader_workers, worker_cpus

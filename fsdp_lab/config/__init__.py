@@ -12,7 +12,6 @@ from fsdp_lab.config.key import check_ranges
 from fsdp_lab.config.key_value_args import read_words
 from fsdp_lab.config.machine import default_num_workers, workers_of
 from fsdp_lab.config.nightly import NightlyConfig
-from fsdp_lab.config.notes import cpu_notes, gpu_notes, memory_notes, sharding_notes
 from fsdp_lab.config.options import all_keys, conf_dir, split_config_dir, with_custom
 from fsdp_lab.config.sweep import SweepConfig, objectives, stops_on
 from fsdp_lab.config.trial import TrialConfig
@@ -20,7 +19,7 @@ from fsdp_lab.config.trial import TrialConfig
 __all__ = [
     "CombinationError", "ConfigError", "ModelError", "NightlyConfig", "SweepConfig", "TrialConfig", "UserError",
     "all_keys", "check_ranges", "conf_dir",
-    "cpu_notes", "default_num_workers", "effective_settings", "flatten", "forecast_settings", "from_dict",
-    "gpu_notes", "is_address", "may_change_speed", "memory_notes", "objectives", "part", "read_words", "settings",
-    "sharding_notes", "split_config_dir", "stops_on", "to_dict", "with_custom", "workers_of",
+    "default_num_workers", "effective_settings", "flatten", "forecast_settings", "from_dict",
+    "is_address", "may_change_speed", "objectives", "part", "read_words", "settings",
+    "split_config_dir", "stops_on", "to_dict", "with_custom", "workers_of",
 ]  # fmt: skip

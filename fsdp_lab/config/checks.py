@@ -8,22 +8,16 @@ import os
 from typing import Any
 
 from fsdp_lab.config.address import SCHEMES, check_address, is_address, scheme_of
+from fsdp_lab.config.axes import AXES
 from fsdp_lab.config.conf import device_file, known_devices
+from fsdp_lab.config.convert import flatten
 from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.machine import check_gpus, cpus_per_worker_of, gpus_are_here, workers_of
-from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.registry import path_of
 from fsdp_lab.config.rules import check_epoch, check_files, check_trial
 from fsdp_lab.config.sweep import ClusterConfig, Engine, Placement, SweepConfig, objectives, stops_on
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.machine import hardware
-
-FLOAT8_SINCE = (8, 9)
-# Keys of FSDP2, its method for each, and since when PyTorch has that.
-_SINCE = {
-    "separate_reduce_scatter_group": ("set_separate_reduce_scatter_group", (2, 12)),  # not in 2.11, in 2.13
-    "find_unused_parameters": ("set_reduce_scatter_unused_params", (2, 15)),  # in 2.15, not looked for before
-}
 
 
 def check(config: SweepConfig) -> None:
@@ -38,7 +32,8 @@ def check(config: SweepConfig) -> None:
     check_keys(config, num_workers)
     check_epoch(config, num_workers)
     check_pytorch(config)
-    check_float8(config)
+    for axis in AXES:
+        axis.check_machine(config, config.cluster.is_here)
     check_storage(config)
     check_forecast(config, config.forecast.keep)
     if config.cluster.is_here:  # else the files are on its nodes
@@ -175,27 +170,14 @@ def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:
 
 def check_pytorch(config: TrialConfig) -> None:
     """Raise UserError if the installed PyTorch lacks what the settings need."""
-    for name, (method, since) in _SINCE.items():
-        asked = getattr(config.sharding, name) and config.sharding.granularity is not Granularity.ddp
+    known = flatten(config)
+    for name, (method, since) in {name: needs for axis in AXES for name, needs in axis.since.items()}.items():
+        asked = known[name] and config.sharding.granularity.name != "ddp"
         if asked and (version := hardware.pytorch_version()) < since:
             raise UserError(
-                f"sharding.{name}=true needs FSDPModule.{method}, which PyTorch {version[0]}.{version[1]} does not "
-                f"have; use a newer PyTorch, or sharding.{name}=false."
+                f"{name}=true needs FSDPModule.{method}, which PyTorch {version[0]}.{version[1]} does not "
+                f"have; use a newer PyTorch, or {name}=false."
             )
-
-
-def check_float8(config: SweepConfig) -> None:
-    """Raise UserError if float8 is asked for without torchao or GPUs for it. Workers of a cluster check their own."""
-    if not config.precision.float8:
-        return
-    capability, needs = hardware.least_capability(), "a GPU of compute capability 8.9 (Ada, Hopper or newer)"
-    if config.cluster.is_here and (capability is None or capability < FLOAT8_SINCE):
-        has = "machine has no GPU" if capability is None else f"machine's GPU has {capability[0]}.{capability[1]}"
-        raise UserError(f"precision=float8 needs {needs}, and this {has}; use precision=bf16_mixed.")
-    if importlib.util.find_spec("torchao") is None:
-        raise UserError(
-            "precision=float8 needs torchao, which is not installed: pip install -e '.[float8]' in the clone."
-        )
 
 
 def check_storage(config: SweepConfig) -> None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from fsdp_lab.config.axes.precision import Dtype
 from fsdp_lab.config.metrics import (
     CHANGE_NORM,
     CHECK_VAL_LOSS,
@@ -22,7 +23,6 @@ from fsdp_lab.config.metrics import (
     FIRST_LOSS,
     LOSS_EPS,
 )
-from fsdp_lab.config.parallel import Dtype
 from fsdp_lab.config.trial import TrialConfig
 
 NORM = 1e-4  # of a gradient, as a ratio, as are the others

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from fsdp_lab.config.axes import AXES, effective
 from fsdp_lab.config.convert import flatten, part
-from fsdp_lab.config.parallel import Api, ShardingConfig
-from fsdp_lab.config.training import ActivationCheckpointing
+from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.config.trial import TrialConfig
 
 # In each list a group stands for all its keys.
@@ -42,8 +42,8 @@ FORECAST = (
 )
 # How a trial's losses come about, in whatever layout: what a plain loop of the user's code has none of.
 LAYOUT = (
-    *("sharding", "offload", "reshard_after_forward", "activation_checkpointing", "activation_checkpointing_every"),
-    *("compile", "compile_loss", "init", "training.sync_each_microbatch", "optimizer.implementation"),
+    *(key for axis in AXES if axis.is_layout for key in axis.keys),
+    *("init", "training.sync_each_microbatch", "optimizer.implementation"),
     *("model.block_classes", "model.forward_methods", "model.tp_plan", "task.loss_chunks"),
 )
 # A trial and the plain loop of its values: the losses of its first steps.
@@ -111,30 +111,5 @@ def may_change_speed(axis: str) -> bool:
 
 
 def _effective(config: TrialConfig, num_workers: int) -> dict[str, Any]:
-    """Return the values of those keys that the settings of others and the workers decide."""
-    policy, size = config.reshard_after_forward.effective(config.sharding, num_workers)
-    return {
-        "reshard_after_forward.policy": policy,
-        "reshard_after_forward.size": size,
-        **_effective_checkpointing(config),
-        **_effective_prefetch(config.sharding),
-        "compile_loss": config.compiles_loss,
-        "cluster.num_workers": num_workers,
-    }
-
-
-def _effective_prefetch(sharding: ShardingConfig) -> dict[str, Any]:
-    """Return the units that FSDP1 gathers ahead, by default one backwards; of FSDP2 null differs from any number."""
-    if sharding.api is Api.fsdp2:
-        return {}
-    back = 1 if sharding.backward_prefetch is None else sharding.backward_prefetch
-    return {"sharding.forward_prefetch": sharding.forward_prefetch or 0, "sharding.backward_prefetch": back}
-
-
-def _effective_checkpointing(config: TrialConfig) -> dict[str, Any]:
-    """Return the mode and its n, which counts for `every_n` alone; every block is `full`."""
-    mode, every = config.activation_checkpointing, config.activation_checkpointing_every
-    if mode is ActivationCheckpointing.every_n and every == 1:
-        mode = ActivationCheckpointing.full
-    counts = mode is ActivationCheckpointing.every_n
-    return {"activation_checkpointing": mode.name, "activation_checkpointing_every": every if counts else None}
+    ranks = Ranks.of(config.sharding, num_workers)
+    return {**effective(config, ranks), "cluster.num_workers": num_workers}

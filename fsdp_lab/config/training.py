@@ -36,18 +36,6 @@ class LrScheduleName(Enum):
     step = "step"
 
 
-class ActivationCheckpointing(Enum):
-    """Which blocks are recomputed in the backward pass.
-
-    All (`full`), every n-th (`every_n`), or all but the outputs of some operators (`selective`).
-    """
-
-    none = "none"
-    full = "full"
-    every_n = "every_n"
-    selective = "selective"
-
-
 # The operators below `torch.ops` whose outputs `selective` keeps: torchtitan's list
 # (`torchtitan/distributed/activation_checkpoint.py`) without communication, plus attention on a CPU.
 MATRIX_PRODUCTS = (  # of these every second one

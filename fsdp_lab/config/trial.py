@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fsdp_lab.config.key import at_least_one, key, not_negative
-from fsdp_lab.config.parallel import OffloadConfig, PrecisionConfig, ReshardConfig, ReshardPolicy, ShardingConfig
+from fsdp_lab.config.axes.api import ApiKeys
+from fsdp_lab.config.axes.checkpointing import CheckpointingKeys
+from fsdp_lab.config.axes.compile import CompileKeys
+from fsdp_lab.config.axes.embeddings import EmbeddingsKeys
+from fsdp_lab.config.axes.offload import OffloadConfig
+from fsdp_lab.config.axes.precision import PrecisionConfig
+from fsdp_lab.config.axes.prefetch import PrefetchKeys
+from fsdp_lab.config.axes.reshard import ReshardConfig
+from fsdp_lab.config.axes.sharding import GranularityKeys
+from fsdp_lab.config.axes.tensor_parallel import TensorParallelKeys
+from fsdp_lab.config.key import key, not_negative
 from fsdp_lab.config.training import (
-    ActivationCheckpointing,
     CheckConfig,
     CheckpointConfig,
     Init,
@@ -20,7 +28,12 @@ from fsdp_lab.config.workload import DataConfig, ModelConfig, TaskConfig
 
 
 @dataclass
-class TrialConfig:
+class ShardingConfig(PrefetchKeys, EmbeddingsKeys, TensorParallelKeys, GranularityKeys, ApiKeys):
+    """How the model is divided among workers."""
+
+
+@dataclass
+class TrialConfig(CompileKeys, CheckpointingKeys):
     """Everything that determines the training of one setting."""
 
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
@@ -38,15 +51,6 @@ class TrialConfig:
     init: Init = key(Init.plain)
     """Who calls the model's constructor: each rank (`plain`), or `rank0`, which sends the values. With `meta` no rank
     has the whole model, and modules draw other numbers by `reset_parameters` or `init_weights`."""
-    activation_checkpointing: ActivationCheckpointing = key(ActivationCheckpointing.none)
-    """Blocks to recompute in the backward pass: none, all (`full`), every n-th, or all but the outputs of some
-    operators (`selective`)."""
-    activation_checkpointing_every: int = key(2, at_least_one)
-    """The n of `activation_checkpointing=every_n`."""
-    compile: bool = key(False)
-    """Compile each block with torch.compile."""
-    compile_loss: bool = key(True)
-    """With `compile`, also compile the loss of `language` and `seq2seq`, which then copies no logits to float32."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     check: CheckConfig = field(default_factory=CheckConfig)
     export: bool = key(True)
@@ -55,20 +59,6 @@ class TrialConfig:
     """Record three steps of rank 0 with torch.profiler, as a Chrome trace. They are not timed."""
     memory_profile: MemoryProfile = key(MemoryProfile.peaks)
     """Record the memory of one step: not at all, its peak by category, or also a page that draws it."""
-
-    @property
-    def compiles_loss(self) -> bool:
-        """Return whether the loss is compiled: that of tokens, from all logits at once."""
-        of_logits = self.task.name in ("language", "seq2seq") and self.task.loss_chunks == 1
-        return self.compile and self.compile_loss and of_logits
-
-    @property
-    def fsdp1_strategy(self) -> str:
-        """Return FSDP1's word for `reshard_after_forward` and `sharding.dp_replicate`, a name of `ShardingStrategy`."""
-        keeps = self.reshard_after_forward.policy is ReshardPolicy.never
-        if self.sharding.dp_replicate > 1:
-            return "_HYBRID_SHARD_ZERO2" if keeps else "HYBRID_SHARD"
-        return "SHARD_GRAD_OP" if keeps else "FULL_SHARD"
 
     def code(self) -> list[str]:
         """Return the dotted paths to the user's code that this trial calls."""

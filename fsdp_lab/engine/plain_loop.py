@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdp_lab.config import TrialConfig, from_dict
 from fsdp_lab.config.code import loaded_files
+from fsdp_lab.config.ranks import Ranks
 
 # What a smaller trial leaves out.
 _SHORT = {
@@ -54,7 +55,7 @@ def run_plain_loop(question: Question) -> dict[str, Any]:
         config = from_dict(TrialConfig, _merged(values, _SHORT) if question.keys else values)
     except (ValueError, TypeError, AttributeError) as error:
         return {"missing": f"check.keys: {error}".rstrip(".")}
-    answer = run(config, config.sharding.dp_degree(question.num_workers), question.limit_s)
+    answer = run(config, Ranks.of(config.sharding, question.num_workers).dp, question.limit_s)
     if not question.keys or answer["missing"]:
         return {**answer, "files": loaded_files()}
     try:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import may_change_speed
+from fsdp_lab.config.axes.sharding import Granularity
 from fsdp_lab.config.metrics import MEMORY
-from fsdp_lab.config.parallel import Granularity
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.forecast.capacity import GIB
 from fsdp_lab.forecast.keep import predicted

@@ -7,7 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fsdp_lab.config import TrialConfig
-from fsdp_lab.config.parallel import Api, Dtype, Granularity, OffloadTarget, ReshardPolicy
+from fsdp_lab.config.axes.api import Api
+from fsdp_lab.config.axes.offload import OffloadTarget
+from fsdp_lab.config.axes.precision import Dtype
+from fsdp_lab.config.axes.reshard import ReshardPolicy
+from fsdp_lab.config.axes.sharding import Granularity
+from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.forecast.allocator import FLAT_STREAMS, STREAMS, allocator_peaks, expands
 from fsdp_lab.forecast.speed.predict import Speed
 from fsdp_lab.training.layout import Layout
@@ -265,6 +270,6 @@ def communicators(config: TrialConfig, num_workers: int) -> int:
     sharding, reshard = config.sharding, config.reshard_after_forward
     if sharding.granularity is Granularity.ddp:
         return 1
-    smaller = reshard.policy is ReshardPolicy.to_size and reshard.size not in (1, sharding.dp_shard(num_workers))
+    smaller = reshard.policy is ReshardPolicy.to_size and reshard.size not in (1, Ranks.of(sharding, num_workers).shard)
     meshes = (sharding.dp_replicate > 1) + (sharding.tp > 1)
     return 1 + 2 * meshes + smaller + sharding.separate_reduce_scatter_group

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab.config import ConfigError, TrialConfig, UserError
-from fsdp_lab.config.parallel import OffloadConfig, OffloadTarget
+from fsdp_lab.config.axes.offload import OffloadConfig, OffloadTarget
+from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.capacity import Forecast, weigh
@@ -152,7 +153,7 @@ def largest_microbatch(
 
     @cache
     def room(size: int) -> int:
-        batch = size * config.sharding.dp_degree(num_workers) * config.training.grad_accum_steps
+        batch = size * Ranks.of(config.sharding, num_workers).dp * config.training.grad_accum_steps
         trial = replace(config, training=replace(config.training, global_batch_size=batch))
         profile = forecast_step(trial, num_workers, cuda, sheet=sheet).profile
         return capacity_bytes - weigh(profile, trial, num_workers, cuda, None).needed_bytes

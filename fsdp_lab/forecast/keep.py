@@ -9,7 +9,9 @@ from fractions import Fraction
 from hashlib import sha256
 
 from fsdp_lab.config import TrialConfig, flatten, forecast_settings
-from fsdp_lab.config.parallel import Dtype, Granularity, OffloadTarget
+from fsdp_lab.config.axes.offload import OffloadTarget
+from fsdp_lab.config.axes.precision import Dtype
+from fsdp_lab.config.axes.sharding import Granularity
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.speed.device import Device, DeviceKind, digest
 from fsdp_lab.forecast.speed.predict import Speed

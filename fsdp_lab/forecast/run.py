@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal, Self
 
 from fsdp_lab.config import ModelError, SweepConfig, UserError, forecast_settings
-from fsdp_lab.config.parallel import OffloadConfig
+from fsdp_lab.config.axes.offload import OffloadConfig
+from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.capacity import Forecast, Host, NoForecast, on_capacity
 from fsdp_lab.forecast.devices import capacity_bytes, data_sheet, for_cuda, host_of, is_here, refined
@@ -57,7 +58,7 @@ class Request:
     @property
     def samples_per_worker(self) -> int:
         """The samples of a worker in a step, which tensor-parallel workers share."""
-        return self.config.training.global_batch_size // self.config.sharding.dp_degree(self.num_workers)
+        return self.config.training.global_batch_size // Ranks.of(self.config.sharding, self.num_workers).dp
 
     def weigh(self, forecast: Forecast) -> Forecast:
         """Return a forecast that this request may share with others, on its own device."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from fsdp_lab.config import cpu_notes, gpu_notes, sharding_notes
-from fsdp_lab.config.training import ActivationCheckpointing
+from fsdp_lab.config.axes import Where, notes
+from fsdp_lab.config.axes.checkpointing import ActivationCheckpointing
 from fsdp_lab.forecast.answer import BATCH, WORKERS, ForecastAnswer
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.run import Request
@@ -63,34 +63,32 @@ def _fewest(rows: Sequence[Row], swept: Sequence[str]) -> dict[str, list[str]]:
 
 def request_notes(requests: Sequence[Request]) -> list[str]:
     """Return notes about what these forecasts assume or do not include; each note once."""
-    notes = [note for r in requests for note in (*sharding_notes(r.config), *_device_notes(r))]
+    said = [note for r in requests for note in _notes(r)]
     sizes = sorted({r.samples_per_worker for r in requests})
     if len({r.config.training.global_batch_size for r in requests}) == 1 and len(sizes) > 1:
         same_tp = len({r.config.sharding.tp for r in requests}) == 1
         fewest, most = ("fewest workers", "most") if same_tp else ("lowest data-parallel degree", "highest")
-        notes.append(
+        said.append(
             f"the global batch is the same, so a worker has {sizes[-1]:,} items with the {fewest} and {sizes[0]:,} "
             f"with the {most}; training.global_batch_size='${{per_worker:{sizes[-1]}}}' keeps {sizes[-1]:,}."
         )
     if any(r.config.sharding.tp > 1 for r in requests):
-        notes.append(
+        said.append(
             "with sharding.tp the workers of a group share their items: numbers of items are of a group, tokens/s of "
             "each worker."
         )
-    return list(dict.fromkeys(notes))
+    return list(dict.fromkeys(said))
 
 
-def _device_notes(request: Request) -> Iterator[str]:
-    """Yield notes that depend on the device; of a GPU without a data sheet no speed is known, and its products are."""
+def _notes(request: Request) -> Iterator[str]:
     if request.config.precision.float8 and not request.config.compile:
         yield (
             "precision=float8 without compile=true: one such step was published, and took a third less time and 1.6 "
             "times the memory of its forecast; what is known of float8 is known of compiled steps."
         )
-    if not request.cuda:
-        yield from cpu_notes(request.config)
-    elif request.sheet is not None and "tfloat32" in request.sheet.peak_flops:
-        yield from gpu_notes(request.config, has_tf32=True)
+    # of a GPU without a data sheet no speed is known, and its products are
+    has_tf32 = "tfloat32" in request.sheet.peak_flops if request.sheet is not None else None
+    yield from notes(request.config, Where(request.cuda, has_tf32))
 
 
 def room_remedies(requests: Sequence[Request], swept: Sequence[str]) -> list[str]:

@@ -5,17 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from fsdp_lab.config.axes import AXES
+
 # Of two settings that are as good, the one that has most of these is taken, the first weighing most: nobody should
 # offload to save nothing.
-PLAIN = {
-    "sharding": "ddp",
-    "sharding.api": "fsdp2",
-    "sharding.tp": "1",
-    "precision": "fp32",
-    "offload": "none",
-    "reshard_after_forward": "always",
-    "activation_checkpointing": "none",
-}
+PLAIN = {axis.keys[0]: axis.plain for axis in AXES if axis.plain}
 
 
 def departures(values: Mapping[str, str]) -> list[bool]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fsdp_lab.config.closeness import gaps_to_plain, narrowest, why_other_weights
 from fsdp_lab.config.compare import layout_settings, plain_kind, plain_settings
 from fsdp_lab.config.metrics import FIRST_LOSS
+from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.record.plain_loops import PlainLoop
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.self_check import has_tf32, is_float32
@@ -108,7 +109,7 @@ def _with_loops(
 
 def _dp_degree(trial: TrialRecord) -> int:
     workers = trial.facts.get("world_size")
-    return trial.config.sharding.dp_degree(workers) if trial.config and isinstance(workers, int) else 0
+    return Ranks.of(trial.config.sharding, workers).dp if trial.config and isinstance(workers, int) else 0
 
 
 def _values(trial: TrialRecord, dp_degree: int) -> str:

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdp_lab.config import TrialConfig, part
+from fsdp_lab.config.axes.api import fsdp1_strategy
+from fsdp_lab.config.axes.compile import compiles_loss
+from fsdp_lab.config.axes.precision import Dtype, PrecisionConfig
+from fsdp_lab.config.axes.sharding import Granularity
 from fsdp_lab.config.metrics import LABELS
-from fsdp_lab.config.parallel import Dtype, Granularity, PrecisionConfig
+from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.config.target import nested
 from fsdp_lab.config.training import (
     MATRIX_PRODUCTS,
@@ -70,7 +74,7 @@ def to_pytorch(
     version = tuple(int(number) for number in torch_version.split("+")[0].split(".")[:2] if number.isdigit())
     schedule, objects = config.lr_schedule, [key for key, _ in nested(config.optimizer.arguments, "optimizer")]
     constant = schedule.name is LrScheduleName.constant and not schedule.warmup_steps
-    dp_degree = config.sharding.dp_degree(world_size)
+    dp_degree = Ranks.of(config.sharding, world_size).dp
     counts = layout.counts or (config.task.name in COUNTING_TASKS and may_lack_labels(config.task.name, config.data))
     return templates.get_template("pytorch.py.j2").render(
         title=_in_docstring(title),
@@ -80,6 +84,8 @@ def to_pytorch(
         counts=counts,
         world_size=world_size,
         allocator=_in_docstring(allocator),
+        compiles_loss=compiles_loss(config),
+        strategy=fsdp1_strategy(config),
         ddp=config.sharding.granularity is Granularity.ddp,
         pattern=_pattern,
         products=[f"torch.ops.{name}" for name in MATRIX_PRODUCTS],

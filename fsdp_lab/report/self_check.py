@@ -19,9 +19,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fsdp_lab.config.axes import AXES
+from fsdp_lab.config.axes.precision import PrecisionConfig
+from fsdp_lab.config.axes.sharding import FEWEST_UNITS
 from fsdp_lab.config.closeness import NORM, least_of, relative_gap
 from fsdp_lab.config.metrics import EARLY_LOSS, FIRST_GRAD_NORM, FIRST_LOSS, LOSS_EPS, TRAIN_LOSS, VAL_LOSS, WARM_LOSS
-from fsdp_lab.config.parallel import PrecisionConfig
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.choice import departures
 
@@ -31,11 +33,13 @@ _CALM = 1e-6  # the rounding of an epoch that training has not amplified
 _EPOCH = 0.02  # more is no rounding of an epoch that follows calm ones
 _VISIBLE = 1e-4
 _NEXT_TO_ZERO = 1e-4  # of the first losses
-_FEWEST_UNITS = ("ddp", "root", "per_block", "size_based", "per_layer")
-# Axes, or groups of them, that must not change a loss: of the layout of a model, and others.
-_LAYOUT = ("sharding", "activation_checkpointing", "activation_checkpointing_every")
-_OTHERS = ("reshard_after_forward", "offload", "repeat", "memory_profile", "profile_trace", "export",
-           "training.sync_each_microbatch", "training.timing_warmup_steps")  # fmt: skip
+# Keys and groups that must not change a loss: those by which a model is divided, and others.
+_LAYOUT = tuple(key for axis in AXES if axis.divides for key in axis.keys)
+_OTHERS = (
+    *(key for axis in AXES if not (axis.divides or axis.changes_losses) for key in axis.keys),
+    *("repeat", "memory_profile", "profile_trace", "export"),
+    *("training.sync_each_microbatch", "training.timing_warmup_steps"),
+)
 _TF32 = ("precision=tf32", "precision.tf32=true")
 _FACTS = ("world_size", "dp_degree_of_losses", "device", "data_digest")
 
@@ -161,7 +165,7 @@ def _without(trial: TrialRecord, axes: Sequence[str], groups: Sequence[str]) -> 
 
 def _simplicity(trial: TrialRecord) -> tuple[int, list[bool], int]:
     sharding = trial.setting.get("sharding", "")
-    units = _FEWEST_UNITS.index(sharding) if sharding in _FEWEST_UNITS else len(_FEWEST_UNITS)
+    units = FEWEST_UNITS.index(sharding) if sharding in FEWEST_UNITS else len(FEWEST_UNITS)
     return units, departures(trial.setting), trial.number
 
 

@@ -23,6 +23,7 @@ from fsdp_lab.config import SweepConfig, TrialConfig, UserError, from_dict, part
 from fsdp_lab.config.closeness import why_other_weights
 from fsdp_lab.config.code import code_digest, same_files
 from fsdp_lab.config.compare import layout_settings, plain_kind, plain_settings
+from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.engine.plain_loop import Question, run_plain_loop
 from fsdp_lab.forecast.devices import torch_version
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
@@ -73,7 +74,7 @@ class PlainLoops:
             config = state.trial.config
             if state.ended or not config.check.enabled:
                 continue
-            dp_degree = config.sharding.dp_degree(workers_of(config))
+            dp_degree = Ranks.of(config.sharding, workers_of(config)).dp
             layout = f"{layout_settings(config)}{config.precision}" if config.check.keys else ""
             kind = f"{why_other_weights(config)}{_kind(config, dp_degree)}{layout}"
             if kind not in kinds:

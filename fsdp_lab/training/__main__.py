@@ -26,6 +26,7 @@ from fsdp_lab.config.conf import OPEN_GROUPS, group_dirs
 from fsdp_lab.config.describe import docstring
 from fsdp_lab.config.metrics import FIRST_LOSS
 from fsdp_lab.config.options import with_custom
+from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.config.workload import known_vocab_size
 from fsdp_lab.machine.output import outlast_reader
 from fsdp_lab.training.checkpoint import Metrics
@@ -75,7 +76,7 @@ def compared(config: TrialConfig, facts: dict[str, Any], first: Metrics) -> dict
     """
     if why := why_other_weights(config):
         return {"missing": why}
-    loop = plain_loop(config, config.sharding.dp_degree(facts["world_size"]))
+    loop = plain_loop(config, Ranks.of(config.sharding, facts["world_size"]).dp)
     if loop["missing"]:
         return {"missing": loop["missing"]}
     in_tf32 = facts["tf32"] or loop["device"] != facts["device"]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from fsdp_lab.config.axes.checkpointing import ActivationCheckpointing
 from fsdp_lab.config.errors import ModelError
-from fsdp_lab.config.training import MATRIX_PRODUCTS, SAVED_OPERATORS, ActivationCheckpointing
+from fsdp_lab.config.training import MATRIX_PRODUCTS, SAVED_OPERATORS
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.torch_private import version_of, without_modes
 from fsdp_lab.workloads.generators import PROCESS, Access, access, generators_of, has_state, in_bytes

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_lab.config.axes.checkpointing import ActivationCheckpointing
+from fsdp_lab.config.axes.sharding import Granularity
 from fsdp_lab.config.errors import ModelError
-from fsdp_lab.config.parallel import Granularity
-from fsdp_lab.config.training import ActivationCheckpointing
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.wording import count
 from fsdp_lab.training.activation_checkpointing import check_no_unit_inside, checkpoint_blocks

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from fsdp_lab.config.axes.compile import compiles_loss
 from fsdp_lab.training.blocks import BlockClasses, apply_to_blocks, check_blocks, find_block_classes
 from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.float8 import apply_float8
@@ -67,7 +68,7 @@ def build(
     for name, parameter in model.named_parameters():  # sharding has made new ones
         vars(parameter).update(attributes[name])
     parallel.wrap(model, find_unused)
-    if config.compiles_loss:
+    if compiles_loss(config):
         workload.task.compile_loss()  # type: ignore[attr-defined]  # tasks of tokens have it
 
     optimizer = build_optimizer(parallel)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_lab.config.checks import FLOAT8_SINCE
+from fsdp_lab.config.axes.precision import FLOAT8_SINCE
 from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.training.blocks import BlockClasses
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsdp_lab.config.parallel import Granularity
+from fsdp_lab.config.axes.sharding import Granularity
 from fsdp_lab.config.trial import TrialConfig
 
 if TYPE_CHECKING:  # a report reads layouts without PyTorch

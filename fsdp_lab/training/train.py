@@ -15,10 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from fsdp_lab.config.axes import Where, notes
+from fsdp_lab.config.axes.precision import PrecisionConfig
+from fsdp_lab.config.axes.tensor_parallel import check_nodes
 from fsdp_lab.config.metrics import LABELS
-from fsdp_lab.config.notes import cpu_notes, gpu_notes, memory_notes, node_notes, sharding_notes
-from fsdp_lab.config.parallel import PrecisionConfig
-from fsdp_lab.config.rules import check_nodes, check_trial
+from fsdp_lab.config.ranks import Ranks
+from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.machine.hardware import allocator_settings
@@ -122,7 +124,7 @@ def _train(
     ranks: DistributedContext,
 ) -> None:
     nodes = gather(own_node())
-    check_nodes(config.sharding, nodes)
+    check_nodes(config.sharding.tp, nodes)
     parallel = build_parallel(config, ranks)
     dims = parallel.dims
     reporter.phase("loading the data")
@@ -136,7 +138,7 @@ def _train(
     first = build_model(workload.model, config)
     check_model(first.model, buffers_are_sent=first.init is Init.rank0)
     on_meta = _copied(first.model)
-    find_unused, notes = parallel.leaves_some_unused(workload, on_meta)
+    find_unused, unused_notes = parallel.leaves_some_unused(workload, on_meta)
     in_tokens, tokens = workload.task.unit == "tokens", workload.tokens_per_sample(data.train)
     is_wanted = tokens is not None if in_tokens else device_peak_flops(config, ranks) is not None
     flops = workload.train_flops_per_sample(on_meta) if is_wanted else None
@@ -160,8 +162,8 @@ def _train(
     resumed_from = checkpoints.load(state)
     facts = _facts(config, ranks, state, data, resumed_from, nodes)
     steps = min(steps_per_epoch * config.training.epochs, config.training.max_steps or math.inf)
-    notes = [*first.notes, *checkpoints.notes, *notes, *facts["notes"]]
-    facts |= {"data": config.data.name, "num_steps": int(steps), "notes": notes}
+    said = [*first.notes, *checkpoints.notes, *unused_notes, *facts["notes"]]
+    facts |= {"data": config.data.name, "num_steps": int(steps), "notes": said}
     reporter.facts(facts)
     for metrics in state.history:
         reporter.epoch(metrics)
@@ -193,7 +195,7 @@ def _train(
         per_sample = counted if tokens is None else tokens
         metrics.update(speed_metrics(times, config, ranks, flops, per_sample, timed))
         if state.epoch == first_epoch and (late := buffer_notes(state.model, dims.dp_degree)):
-            reporter.facts({**facts, "dp_degree_of_losses": dims.dp_degree, "notes": [*notes, *late]})
+            reporter.facts({**facts, "dp_degree_of_losses": dims.dp_degree, "notes": [*said, *late]})
         metrics.update(watch.memory.figures())
         watch.checks.evaluation()
         metrics.update(evaluate(state, workload.task, loaders.val))
@@ -242,16 +244,16 @@ def _facts(
     nodes: list[str],
 ) -> dict[str, Any]:
     on_cpu = ranks.device.type == "cpu"
-    dp_degree = config.sharding.dp_degree(ranks.world_size)
+    dp_degree = Ranks.of(config.sharding, ranks.world_size).dp
     depends = loss_depends_on_dp_degree(state.model, config.optimizer.scale_lr)
-    is_hybrid = state.parallel.is_sharded and config.sharding.dp_replicate > 1
+    where = Where(not on_cpu, not on_cpu and torch.cuda.is_tf32_supported(), True, state.groups_compared, nodes)
     return {
         "device": ranks.device_name,
         "world_size": ranks.world_size,
         "dp_degree_of_losses": dp_degree if depends else None,
         "num_params": state.num_params,
         "torch": str(torch.__version__),
-        "tf32": config.precision.tf32 and not on_cpu and torch.cuda.is_tf32_supported(),
+        "tf32": config.precision.tf32 and bool(where.has_tf32),
         "allocator_settings": "" if on_cpu else allocator_settings(),
         "layout": asdict(state.layout),
         "data_digest": data.digest,
@@ -259,11 +261,8 @@ def _facts(
         "data_num_val": len(data.val),
         "resumed_from": resumed_from,
         "notes": [
-            *sharding_notes(config, state.groups_compared),
-            *memory_notes(config),
-            *(cpu_notes(config) if on_cpu else gpu_notes(config, torch.cuda.is_tf32_supported())),
+            *notes(config, where),
             *batch_norm_notes(state.model, dp_degree),
             *unit_notes(state.layout, config),
-            *(node_notes(config.sharding, nodes) if is_hybrid else ()),
         ],
     }

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.config import ConfigError, SweepConfig, UserError, cpu_notes, sharding_notes
+from fsdp_lab.config import ConfigError, SweepConfig, UserError
+from fsdp_lab.config.axes import Where, notes
+from fsdp_lab.config.axes.tensor_parallel import check_nodes
 from fsdp_lab.config.checks import check_local_capacity
 from fsdp_lab.config.machine import loader_workers_of, ray_folder
-from fsdp_lab.config.rules import check_nodes
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.machine import hardware
 from tests.ranks import config
@@ -56,9 +57,8 @@ def test_more_workers_than_this_machine_can_place(
     ],
 )
 def test_a_tensor_parallel_group_stays_on_its_node(tp: int, nodes: str, wrong: str | None):
-    sharding = config(f"sharding.tp={tp}").sharding
     with pytest.raises(UserError, match=wrong) if wrong else nullcontext():
-        check_nodes(sharding, nodes)
+        check_nodes(tp, nodes)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_a_tensor_parallel_group_stays_on_its_node(tp: int, nodes: str, wrong: s
 )
 def test_settings_without_an_effect_have_a_note(words: str, named: str):
     trial = config(*words.split())
-    notes = [*cpu_notes(trial), *sharding_notes(trial)]
-    assert len(notes) == bool(named) and all(named in note for note in notes)
+    said = [*notes(trial, Where(cuda=False))]
+    assert len(said) == bool(named) and all(named in note for note in said)
 
 
 def test_every_core_but_the_workers_own_loads_data_on_a_gpu(monkeypatch: pytest.MonkeyPatch):

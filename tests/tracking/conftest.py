@@ -12,9 +12,10 @@ import mlflow
 import pytest
 from mlflow.entities import Run
 
-from fsdp_lab.config.parallel import Granularity, ShardingConfig
+from fsdp_lab.config.axes.sharding import Granularity
 from fsdp_lab.config.sweep import SweepConfig, TrackingConfig
 from fsdp_lab.config.training import OptimizerConfig
+from fsdp_lab.config.trial import ShardingConfig
 from fsdp_lab.tracking import Projection, WantedRun
 from fsdp_lab.tracking.tags import trial_tags
 from tests.servers import lay_store

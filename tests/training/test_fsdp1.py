@@ -15,7 +15,9 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, M
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.optim.lr_scheduler import LambdaLR
 
-from fsdp_lab.config import ConfigError, UserError, sharding_notes
+from fsdp_lab.config import ConfigError, UserError
+from fsdp_lab.config.axes import Where, notes
+from fsdp_lab.config.axes.api import fsdp1_strategy
 from fsdp_lab.config.compare import effective_settings
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.forecast.forecast import forecast_profile
@@ -86,7 +88,7 @@ def test_units_are_those_of_pytorchs_policies() -> None:
     ],
 )
 def test_what_fsdp1_calls_it(words: str, expected: ShardingStrategy) -> None:
-    assert ShardingStrategy[config(FSDP1, *words.split()).fsdp1_strategy] is expected
+    assert ShardingStrategy[fsdp1_strategy(config(FSDP1, *words.split()))] is expected
 
 
 @pytest.mark.parametrize(
@@ -139,8 +141,8 @@ def test_settings_that_are_the_same_with_fsdp1_are_one_trial() -> None:
     ],
 )
 def test_what_fsdp1_does_unlike_fsdp2_has_a_note(words: str, named: str) -> None:
-    notes = [*sharding_notes(config(FSDP1, *words.split()))]
-    assert len(notes) == bool(named) and all(named in note for note in notes)
+    said = [*notes(config(FSDP1, *words.split()), Where(cuda=False))]
+    assert len(said) == bool(named) and all(named in note for note in said)
 
 
 def test_offload_loses_no_microbatch() -> None:

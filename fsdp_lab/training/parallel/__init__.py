@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fsdp_lab.config.parallel import Api, Granularity
+from fsdp_lab.config.axes.api import Api
+from fsdp_lab.config.axes.sharding import Granularity
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.distributed import DistributedContext, build_parallel_dims
 from fsdp_lab.training.parallel.base import Parallel

@@ -15,11 +15,12 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from fsdp_lab.config.axes.offload import OffloadTarget
+from fsdp_lab.config.axes.precision import Dtype
 from fsdp_lab.config.errors import ModelError, UserError
-from fsdp_lab.config.parallel import Dtype, OffloadTarget, ShardingConfig
 from fsdp_lab.config.target import user_line
 from fsdp_lab.config.training import OptimizerImplementation, OptimizerName
-from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.config.trial import ShardingConfig, TrialConfig
 from fsdp_lab.training.distributed import ParallelDims
 from fsdp_lab.training.layout import DividedLayers
 from fsdp_lab.training.torch_private import GATHER

@@ -16,8 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_lab.config.axes.precision import Dtype
 from fsdp_lab.config.errors import ModelError, UserError
-from fsdp_lab.config.parallel import Dtype
 from fsdp_lab.training.parallel.base import Parallel, Seen
 from fsdp_lab.training.torch_private import in_backward
 from fsdp_lab.workloads.base import Workload

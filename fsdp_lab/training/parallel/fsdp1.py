@@ -19,8 +19,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from fsdp_lab.config.axes.api import fsdp1_strategy
+from fsdp_lab.config.axes.offload import OffloadTarget
 from fsdp_lab.config.errors import ModelError, UserError
-from fsdp_lab.config.parallel import OffloadTarget
 from fsdp_lab.training.parallel.base import Seen, at, type_of
 from fsdp_lab.training.parallel.fsdp2 import mp_policy
 from fsdp_lab.training.parallel.sharded import FREED, Sharded
@@ -56,7 +57,7 @@ class FSDP1(Sharded):
             wrapped = FullyShardedDataParallel(
                 model,
                 device_mesh=self.dims.mesh,
-                sharding_strategy=ShardingStrategy[config.fsdp1_strategy],
+                sharding_strategy=ShardingStrategy[fsdp1_strategy(config)],
                 cpu_offload=CPUOffload(offload_params=offloads),
                 auto_wrap_policy=CustomPolicy(lambda module: module in own),
                 backward_prefetch=BackwardPrefetch.BACKWARD_PRE if sharding.backward_prefetch != 0 else None,

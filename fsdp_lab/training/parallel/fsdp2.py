@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fsdp_lab.config.axes.offload import OffloadTarget
+from fsdp_lab.config.axes.precision import Dtype, PrecisionConfig
+from fsdp_lab.config.axes.reshard import ReshardPolicy
 from fsdp_lab.config.errors import ModelError, UserError
-from fsdp_lab.config.parallel import Dtype, OffloadTarget, PrecisionConfig, ReshardPolicy
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.parallel.base import MIXED, at
 from fsdp_lab.training.parallel.sharded import ContainerHooks, Sharded, tensors_inside

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fsdp_lab.config.axes.precision import Dtype
 from fsdp_lab.config.errors import ModelError, UserError
-from fsdp_lab.config.parallel import Dtype, ShardingConfig
-from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.config.ranks import Ranks
+from fsdp_lab.config.trial import ShardingConfig, TrialConfig
 from fsdp_lab.training.parallel.base import MIXED, Parallel, at, type_of
 from fsdp_lab.training.parallel.units import in_groups
 from fsdp_lab.training.torch_private import Place, has_hooks, has_own_parameter, places_of_parameters
@@ -75,7 +76,7 @@ class Sharded(Parallel):
 
     @staticmethod
     def axes(sharding: ShardingConfig, world_size: int) -> dict[str, int]:
-        shards = {"dp_shard": sharding.dp_shard(world_size)}
+        shards = {"dp_shard": Ranks.of(sharding, world_size).shard}
         return shards if sharding.dp_replicate == 1 else {"dp_replicate": sharding.dp_replicate, **shards}
 
     def check_made(self, model: nn.Module) -> None:

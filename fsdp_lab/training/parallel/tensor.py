@@ -39,9 +39,8 @@ from torch.distributed.tensor.parallel import (
 
 from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.key import divisors
-from fsdp_lab.config.parallel import ShardingConfig
 from fsdp_lab.config.suggest import did_you_mean
-from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.config.trial import ShardingConfig, TrialConfig
 from fsdp_lab.config.workload import TP_WORDS
 from fsdp_lab.training.allocator_profile import not_reported
 from fsdp_lab.training.distributed import ParallelDims

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fsdp_lab.config.parallel import Embeddings, Granularity, ShardingConfig
+from fsdp_lab.config.axes.embeddings import Embeddings
+from fsdp_lab.config.axes.sharding import Granularity
+from fsdp_lab.config.trial import ShardingConfig
 from fsdp_lab.training.blocks import BlockClasses
 
 

@@ -1,0 +1,44 @@
+"""The axes of a sweep, a file each: to add one, write its file, list it here, and put its keys into `trial.py`.
+
+How it trains is in `fsdp_lab/training`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from fsdp_lab.config.axes import (
+    api,
+    checkpointing,
+    compile,
+    embeddings,
+    offload,
+    precision,
+    prefetch,
+    reshard,
+    sharding,
+    tensor_parallel,
+)
+from fsdp_lab.config.axes.base import Axis, Where
+
+if TYPE_CHECKING:
+    from fsdp_lab.config.ranks import Ranks
+    from fsdp_lab.config.trial import TrialConfig
+
+# In the order in which rules are applied, and in which a departure from the plain value weighs.
+AXES: tuple[Axis, ...] = (
+    sharding.AXIS, api.AXIS, embeddings.AXIS, tensor_parallel.AXIS, prefetch.AXIS, precision.AXIS, offload.AXIS,
+    reshard.AXIS, checkpointing.AXIS, compile.AXIS,
+)  # fmt: skip
+
+
+def effective(trial: TrialConfig, ranks: Ranks) -> dict[str, Any]:
+    """Return the values of those keys that the settings of others and the ranks decide."""
+    return {name: value for axis in AXES for name, value in axis.effective(trial, ranks).items()}
+
+
+def notes(trial: TrialConfig, where: Where) -> Iterator[str]:
+    """Yield a sentence for each setting that does not do what one may expect."""
+    for axis in AXES:
+        yield from axis.notes(trial, where)

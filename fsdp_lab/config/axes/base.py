@@ -1,0 +1,87 @@
+"""What one axis of a sweep is. `AXES` lists all; whoever asks about axes iterates over it and names none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fsdp_lab.config.errors import CombinationError
+
+if TYPE_CHECKING:
+    from fsdp_lab.config.ranks import Ranks
+    from fsdp_lab.config.trial import TrialConfig
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a trial runs, or would run, as far as notes need it.
+
+    Attributes:
+        cuda: on GPUs.
+        has_tf32: these can multiply in TF32; None: not known.
+        trains: it is trained, not only forecast.
+        groups_compared: an own optimizer gives sharded parameters the groups of whole ones.
+        nodes: that of each rank; empty: not known.
+    """
+
+    cuda: bool
+    has_tf32: bool | None = None
+    trains: bool = False
+    groups_compared: bool = False
+    nodes: Sequence[str] = ()
+
+
+def _unchecked(trial: TrialConfig, ranks: Ranks) -> None:
+    pass
+
+
+def _without_notes(trial: TrialConfig, where: Where) -> Iterator[str]:
+    yield from ()
+
+
+def _as_typed(trial: TrialConfig, ranks: Ranks) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One thing that is varied.
+
+    Attributes:
+        keys: its keys, the first of which names it; a group stands for all its keys.
+        plain: of two settings that are as good, the one with this value of the first key is taken; "": any.
+        changes_losses: other values may change a loss by more than rounding.
+        is_layout: a plain loop of the user's code has nothing of it.
+        divides: by it a model is divided or recomputed: a value with wrong losses has them in every precision.
+        since: key -> the method of FSDP2 that it calls, and the version since which PyTorch has that.
+        check: raises ConfigError for a value that is wrong alone, CombinationError for values that are invalid
+            together.
+        check_machine: raises UserError if this machine lacks what the settings need; its second argument is whether
+            trials run here.
+        effective: key -> the value that other settings and the ranks decide, equal for all that train alike.
+        notes: a sentence for each setting that does not do what one may expect.
+    """
+
+    keys: tuple[str, ...]
+    plain: str = ""
+    changes_losses: bool = False
+    is_layout: bool = True
+    divides: bool = False
+    since: Mapping[str, tuple[str, tuple[int, int]]] = field(default_factory=dict)
+    check: Callable[[TrialConfig, Ranks], None] = _unchecked
+    check_machine: Callable[[TrialConfig, bool], None] = lambda trial, is_here: None
+    effective: Callable[[TrialConfig, Ranks], dict[str, Any]] = _as_typed
+    notes: Callable[[TrialConfig, Where], Iterator[str]] = _without_notes
+
+
+def refuse(setting: str, others: Mapping[str, tuple[bool, str]], instead: str) -> None:
+    """Raise CombinationError for the first of the others that is set.
+
+    Args:
+        others: what is typed, to whether it is set, and why not with the setting.
+        instead: the end of the message.
+    """
+    for typed, (is_set, why) in others.items():
+        if is_set:
+            raise CombinationError(f"{setting} with {typed}: {why}{instead}")
