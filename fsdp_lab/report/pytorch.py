@@ -9,7 +9,6 @@ from fsdp_lab.config import TrialConfig, part
 from fsdp_lab.config.axes.api import fsdp1_strategy
 from fsdp_lab.config.axes.compile import compiles_loss
 from fsdp_lab.config.axes.precision import Dtype, PrecisionConfig
-from fsdp_lab.config.axes.sharding import Granularity
 from fsdp_lab.config.metrics import LABELS
 from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.config.target import nested
@@ -67,9 +66,9 @@ def to_pytorch(
         allocator: the settings of PyTorch's allocator in the trial's environment.
         notes: what the trial's ranks noted.
     """
-    from jinja2 import Environment, PackageLoader
+    from jinja2 import ChoiceLoader, Environment, PackageLoader
 
-    loader = PackageLoader("fsdp_lab.report")
+    loader = ChoiceLoader([PackageLoader("fsdp_lab.report"), PackageLoader("fsdp_lab.training.parallel", "")])
     templates = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     version = tuple(int(number) for number in torch_version.split("+")[0].split(".")[:2] if number.isdigit())
     schedule, objects = config.lr_schedule, [key for key, _ in nested(config.optimizer.arguments, "optimizer")]
@@ -86,7 +85,7 @@ def to_pytorch(
         allocator=_in_docstring(allocator),
         compiles_loss=compiles_loss(config),
         strategy=fsdp1_strategy(config),
-        ddp=config.sharding.granularity is Granularity.ddp,
+        kind=config.sharding.kind,
         pattern=_pattern,
         products=[f"torch.ops.{name}" for name in MATRIX_PRODUCTS],
         saved=[f"torch.ops.{name}" for name in SAVED_OPERATORS if name not in MATRIX_PRODUCTS],
