@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdp_lab.config.address import SCHEMES, check_address, is_address, scheme_of
 from fsdp_lab.config.axes import AXES
+from fsdp_lab.config.axes.tensor_parallel import check_placement
 from fsdp_lab.config.conf import device_file, known_devices
 from fsdp_lab.config.convert import flatten
 from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
@@ -97,12 +98,7 @@ def check_keys(config: SweepConfig, num_workers: int) -> None:
     if config.engine is Engine.inline:
         _check_inline(config, num_workers)
     check_cluster(config.cluster)
-    tp, placement = config.sharding.tp, config.cluster.placement
-    if tp > 1 and placement is Placement.spread:
-        raise CombinationError(
-            f"sharding.tp={tp} with cluster.placement=spread: the {tp} workers that divide a layer have to share a "
-            "node; use cluster.placement=pack or strict_pack."
-        )
+    check_placement(config.sharding.tp, spread=config.cluster.placement is Placement.spread)
 
 
 def check_cluster(cluster: ClusterConfig) -> None:

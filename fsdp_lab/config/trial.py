@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fsdp_lab.config.axes.api import Api, ApiKeys
+from fsdp_lab.config.axes.api import ApiKeys, kind_of
 from fsdp_lab.config.axes.checkpointing import CheckpointingKeys
 from fsdp_lab.config.axes.compile import CompileKeys
 from fsdp_lab.config.axes.embeddings import EmbeddingsKeys
@@ -12,7 +12,7 @@ from fsdp_lab.config.axes.offload import OffloadConfig
 from fsdp_lab.config.axes.precision import PrecisionConfig
 from fsdp_lab.config.axes.prefetch import PrefetchKeys
 from fsdp_lab.config.axes.reshard import ReshardConfig
-from fsdp_lab.config.axes.sharding import Granularity, GranularityKeys
+from fsdp_lab.config.axes.sharding import GranularityKeys
 from fsdp_lab.config.axes.tensor_parallel import TensorParallelKeys
 from fsdp_lab.config.key import key, not_negative
 from fsdp_lab.config.training import (
@@ -34,11 +34,7 @@ class ShardingConfig(PrefetchKeys, EmbeddingsKeys, TensorParallelKeys, Granulari
     @property
     def kind(self) -> str:
         """The way in which ranks train, by the name of its file in `fsdp_lab/training/parallel`."""
-        if self.granularity is Granularity.ddp:
-            return "ddp"
-        if self.api is Api.fsdp1:
-            return "fsdp1"
-        return "tensor" if self.tp > 1 else "fsdp2"
+        return kind_of(self.granularity, self.api, self.tp)
 
 
 @dataclass

@@ -72,11 +72,6 @@ def request_notes(requests: Sequence[Request]) -> list[str]:
             f"the global batch is the same, so a worker has {sizes[-1]:,} items with the {fewest} and {sizes[0]:,} "
             f"with the {most}; training.global_batch_size='${{per_worker:{sizes[-1]}}}' keeps {sizes[-1]:,}."
         )
-    if any(r.config.sharding.tp > 1 for r in requests):
-        said.append(
-            "with sharding.tp the workers of a group share their items: numbers of items are of a group, tokens/s of "
-            "each worker."
-        )
     return list(dict.fromkeys(said))
 
 

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from fsdp_lab.config.axes.base import Axis, Where, refuse
+from fsdp_lab.config.axes.sharding import Granularity
 from fsdp_lab.config.errors import CombinationError
 from fsdp_lab.config.key import key
 
@@ -104,6 +105,15 @@ def _check_fsdp1(trial: TrialConfig) -> None:
         ),
     }
     refuse("sharding.api=fsdp1", lacks, ", or sharding.api=fsdp2.")
+
+
+def kind_of(granularity: Granularity, api: Api, tp: int) -> str:
+    """Return the way in which ranks train, by the name of its file in `fsdp_lab/training/parallel`."""
+    if granularity is Granularity.ddp:
+        return "ddp"
+    if api is Api.fsdp1:
+        return "fsdp1"
+    return "tensor" if tp > 1 else "fsdp2"
 
 
 def fsdp1_strategy(trial: TrialConfig) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING
 
-from fsdp_lab.config.axes.base import Axis, refuse
+from fsdp_lab.config.axes.base import Axis, Where, refuse
 from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.key import at_least_one, divisors, key
 from fsdp_lab.config.target import argument
@@ -70,6 +70,15 @@ def _sizes(trial: TrialConfig, plan: Mapping[str, str]) -> dict[str, int]:
     return sizes
 
 
+def check_placement(tp: int, spread: bool) -> None:
+    """Raise CombinationError if the workers that share a layer are to be spread over nodes."""
+    if tp > 1 and spread:
+        raise CombinationError(
+            f"sharding.tp={tp} with cluster.placement=spread: the {tp} workers that divide a layer have to share a "
+            "node; use cluster.placement=pack or strict_pack."
+        )
+
+
 def check_nodes(tp: int, nodes: Sequence[str]) -> None:
     """Check that each tensor-parallel group is within a node.
 
@@ -91,4 +100,12 @@ def check_nodes(tp: int, nodes: Sequence[str]) -> None:
             )
 
 
-AXIS = Axis(("sharding.tp",), plain="1", divides=True, check=_check)
+def _notes(trial: TrialConfig, where: Where) -> Iterator[str]:
+    if trial.sharding.tp > 1 and not where.trains:
+        yield (
+            "with sharding.tp the workers of a group share their items: numbers of items are of a group, tokens/s of "
+            "each worker."
+        )
+
+
+AXIS = Axis(("sharding.tp",), plain="1", divides=True, check=_check, notes=_notes)

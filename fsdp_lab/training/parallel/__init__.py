@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fsdp_lab.config.axes.api import Api
-from fsdp_lab.config.axes.sharding import Granularity
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.distributed import DistributedContext, build_parallel_dims
 from fsdp_lab.training.parallel.base import Parallel
@@ -12,14 +10,12 @@ from fsdp_lab.training.parallel.fsdp1 import FSDP1
 from fsdp_lab.training.parallel.fsdp2 import FSDP2
 from fsdp_lab.training.parallel.tensor import TensorParallel
 
+_WAYS: dict[str, type[Parallel]] = {"ddp": DDP, "fsdp1": FSDP1, "fsdp2": FSDP2, "tensor": TensorParallel}
+
 
 def way_of(config: TrialConfig) -> type[Parallel]:
     """Return the class of the way in which a trial trains."""
-    if config.sharding.granularity is Granularity.ddp:
-        return DDP
-    if config.sharding.api is Api.fsdp1:
-        return FSDP1
-    return TensorParallel if config.sharding.tp > 1 else FSDP2
+    return _WAYS[config.sharding.kind]
 
 
 def build_parallel(config: TrialConfig, ranks: DistributedContext) -> Parallel:
