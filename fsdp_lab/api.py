@@ -30,12 +30,14 @@ from fsdp_lab.config.key_value_args import quoted
 from fsdp_lab.config.status import ExitCode
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fsdp_lab.forecast.answer import ForecastResult
     from fsdp_lab.report.data import SweepData
 
 _END_S = 60.0  # for a command to end by itself after an interrupt
 
-__all__ = ["UserError", "forecast", "report", "sweep"]
+__all__ = ["UserError", "forecast", "load_exported", "report", "sweep"]
 
 
 def sweep(*overrides: Any, folder: Path | str | None = None, quiet: bool = False) -> SweepData:
@@ -111,6 +113,19 @@ def report(which: Path | str = "last", *, trust: bool = False) -> SweepData:
     read, _, _ = sweep_in(folder)
     require_results(read, str(which))
     return read
+
+
+def load_exported(path: Path | str) -> nn.Module:
+    """Build the model of an exported `model.pt`, and load its weights: in eval mode, on the CPU.
+
+    The file's `model._target_` is imported. It is called if it is a class of modules, or a `ModelSource`.
+
+    Raises:
+        UserError: no trial exported this file, or its `model._target_` is not called.
+    """
+    from fsdp_lab.training.export import load_exported
+
+    return load_exported(Path(path))
 
 
 def _words(overrides: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -59,6 +60,12 @@ def run_cli(cwd: Path, *arguments: str, timeout: float = 200) -> subprocess.Comp
     if STORE in arguments:
         lay_store(cwd)
     return forked.run(cwd, "fsdp_lab", *arguments, seconds=timeout)
+
+
+def python_blocks(page: str, folder: str) -> list[str]:
+    """Return the blocks of Python on a page, with the folder of a trial in place of `outputs/<date>/<time>`."""
+    text = (ROOT / page).read_text().replace("outputs/<date>/<time>", folder)
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def status_of(main: Callable[[], int | None], words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> object:

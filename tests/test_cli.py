@@ -15,15 +15,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_lab.commands import doctor, nightly, predict, report
+from fsdp_lab.commands import doctor, nightly, report
 from fsdp_lab.commands import forecast as forecast_command
 from fsdp_lab.commands import main as trial_command
 from fsdp_lab.commands.explain import explain
-from fsdp_lab.commands.predict import data_of, device_type
 from fsdp_lab.commands.reference import keys_text
 from fsdp_lab.config import all_keys, conf_dir
 from fsdp_lab.config.conf import group_dirs, groups
-from fsdp_lab.config.workload import DataConfig
 from fsdp_lab.sweep import start
 from tests.conftest import INLINE, PLAIN, ROOT, run_cli, status_of
 
@@ -116,9 +114,9 @@ def test_a_link_that_leads_nowhere_is_named_with_the_commands_key(
 _HELP = """
 import sys
 from contextlib import suppress
-from fsdp_lab.commands import doctor, forecast, nightly, predict, report
+from fsdp_lab.commands import doctor, forecast, nightly, report
 from fsdp_lab.commands.reference import keys_text
-for module in (doctor, forecast, nightly, predict, report):
+for module in (doctor, forecast, nightly, report):
     sys.argv = [module.__name__, "--help"]
     with suppress(SystemExit):
         module.main()
@@ -130,31 +128,13 @@ def test_help_is_there_without_docstrings(tmp_path: Path):
     command = [sys.executable, "-OO", "-c", _HELP]
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
                           text=True, timeout=100)  # fmt: skip
-    texts = [inspect.getdoc(module) or "" for module in (doctor, forecast_command, nightly, predict, report)]
+    texts = [inspect.getdoc(module) or "" for module in (doctor, forecast_command, nightly, report)]
     assert done.stdout == "\n".join([*texts, keys_text([], 120), ""]), done.stderr
 
 
 def test_letters_that_the_locale_lacks_are_named():
     message = explain(UnicodeEncodeError("utf-8", "/home/caf\udce9", 9, 10, "surrogates not allowed"))
     assert message and message.startswith("/home/caf\\udce9 has letters") and "LC_ALL=C.UTF-8" in message
-
-
-# python -m fsdp_lab.predict; what it scores is compared with the trial in tests/sweep/test_outcomes.py
-
-
-def test_a_model_is_scored_on_a_gpu_if_there_is_one_or_as_typed():
-    assert [device_type("auto", cuda) for cuda in (True, False)] == ["cuda", "cpu"]
-    assert [device_type(wanted, True) for wanted in ("cpu", "cuda")] == ["cpu", "cuda"]
-
-
-def test_the_folder_that_a_models_file_names_is_not_used():
-    """The file may be anybody's: images were downloaded to where it said."""
-    target = "fsdp_lab.workloads.vision.fashion_mnist.FashionMnist"
-    recorded = DataConfig(target, {"root": "/home/somebody/.ssh", "download": False}, num_val=7)
-    result = data_of(recorded, {})
-    assert (result.name, result.num_val) == ("fashion_mnist", 7)
-    assert result.arguments == {"root": "outputs/data", "download": True}
-    assert data_of(recorded, {"data.root": "mine", "data.download": "false"}).arguments["root"] == "mine"
 
 
 # Whatever is typed. In this process, for the sake of time: the commands' own `main`, in which only the training and the

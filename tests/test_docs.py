@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from tests import forked
-from tests.conftest import ROOT, STORE, run_cli
+from tests.conftest import ROOT, STORE, python_blocks, run_cli
 from tests.workloads.hf.cases import plain_model
 
 # Every page of the site and of the repository.
@@ -277,22 +277,21 @@ def lay_fashion_mnist(folder: Path, **sizes: int) -> None:
 
 @pytest.mark.ci
 @pytest.mark.documents(
-    "python -m fsdp_lab experiment=ray_template data.root=<folder that holds FashionMNIST/raw> data.download=false",
-    "python -m fsdp_lab.predict run=<its MLflow run id> data.root=<the same folder>",
+    "python -m fsdp_lab experiment=ray_template data.root=<folder that holds FashionMNIST/raw> data.download=false"
 )
 def test_the_preset_ray_template_trains_and_its_model_predicts(tmp_path: Path):
     """On a few images, by one worker without Ray. One step from a head of zeros would leave equal logits."""
     lay_fashion_mnist(tmp_path, train=256, t10k=64)
     words = replaced(["experiment=ray_template", "data.root=.", "data.download=false"], QUICK)
-    words = replaced(words, {"training.max_steps": "4"})
+    words = replaced(words, {"training.max_steps": "4", "data.num_val": "64"})
     done = run_cli(tmp_path, *words, STORE)
     assert done.returncode == 0, done.stdout + done.stderr
     (results,) = tmp_path.glob("outputs/**/results.csv")
     with results.open() as lines:
         (row,) = csv.DictReader(lines)
     assert row["status"] == "finished"
-    predicted = forked.run(tmp_path, "fsdp_lab.predict", f"run={row['run_id']}", "data.root=.", STORE)
-    assert predicted.returncode == 0, predicted.stderr
+    code = python_blocks("docs/reference/api.md", str(results.parent))[-1].replace("outputs/data", ".")
+    predicted = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     ((accuracy, loss),) = re.findall(r"accuracy ([0-9.]+), loss ([0-9.]+)", predicted.stdout)
     assert float(accuracy) == pytest.approx(float(row["val/accuracy"]), abs=1e-4)
     assert float(loss) == pytest.approx(float(row["val/loss"]), abs=1e-3)  # which was measured in float16

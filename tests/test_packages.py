@@ -27,7 +27,7 @@ MAY_IMPORT = {
 # What lies beside the rooms: the Python API, Hydra's plugin, and the files by which `python -m` starts a command.
 BESIDE = {
     "__init__": set[str](),
-    "api": {"config", "report", "forecast", "sweep", "commands"},
+    "api": {"config", "training", "report", "forecast", "sweep", "commands"},
     "hydra_plugins": {"config", "sweep"},
     "python -m": {"commands"},
 }
@@ -35,7 +35,7 @@ _LINT = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["li
 _BANNED = _LINT["flake8-tidy-imports"]["banned-api"]
 # Library -> its rooms: those of the messages of the linter, and PyTorch's.
 OWNERS = {name: set(re.findall(r"(?<=fsdp_lab/)\w+|hydra_plugins", rule["msg"])) for name, rule in _BANNED.items()}
-OWNERS |= {"torch": {"workloads", "training", "forecast", "commands"}, "torchvision": {"workloads"}}
+OWNERS |= {"torch": {"workloads", "training", "forecast", "commands", "api"}, "torchvision": {"workloads"}}
 FILES = [*sorted((ROOT / "fsdp_lab").rglob("*.py")), *sorted((ROOT / "hydra_plugins").rglob("*.py"))]
 
 
@@ -44,9 +44,7 @@ def room_of(file: Path) -> str:
     parts = file.relative_to(ROOT).with_suffix("").parts
     if parts[0] == "hydra_plugins":
         return parts[0]
-    if parts in (("fsdp_lab", "predict"), ("fsdp_lab", "doctor")) or (
-        parts[-1] == "__main__" and "training" not in parts
-    ):
+    if parts == ("fsdp_lab", "doctor") or (parts[-1] == "__main__" and "training" not in parts):
         return "python -m"
     return parts[1]
 

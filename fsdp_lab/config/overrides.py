@@ -22,7 +22,7 @@ from fsdp_lab.config.suggest import closest
 _KEYS, _PARSER = frozenset(all_keys()), OverridesParser.create()
 _TEXT_KEYS = text_keys() | {"hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"}
 _PRESET = "experiment"  # the only group that may have no option
-_COMMANDS = ("forecast", "nightly", "predict", "report", "training")  # each is `python -m fsdp_lab.<name>`
+_COMMANDS = ("forecast", "nightly", "report", "training")  # each is `python -m fsdp_lab.<name>`
 # Keys that the name of an option sets, by which tables and reports call the trial.
 _OF_OPTIONS = ("sharding.granularity", "optimizer.name", "lr_schedule.name", "task.name", "check.name")
 _REFUSED = {

@@ -18,7 +18,6 @@ from fsdp_lab.config.target import (
 )
 
 COUNTING_TASKS = ("classification", "language", "seq2seq")  # which labels count is known from the batch
-DATA_FILE = "fsdp_lab.json"  # next to an exported model of a format of its own: the data that it was trained on
 # What tensor parallelism does with a module: see fsdp_lab/training/parallel/tensor.py.
 TP_WORDS = ("colwise", "rowwise", "sequence", "loss_parallel", "colwise_gathered", "rowwise_split", "heads")
 _CLASSIFIERS = {"fsdp_lab.workloads.vision.models.vit", "fsdp_lab.workloads.vision.models.mlp"}

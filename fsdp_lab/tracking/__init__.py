@@ -5,10 +5,9 @@ Start with `projection.py`, which compares the record with the store and sends w
 """
 
 from fsdp_lab.tracking.projection import Projection, WantedRun
-from fsdp_lab.tracking.read import annotate, annotate_answer, fetch_artifact, find_sweep_run
+from fsdp_lab.tracking.read import annotate, annotate_answer, find_sweep_run
 from fsdp_lab.tracking.store import TrackingError, runs_url
 
 __all__ = [
-    "Projection", "TrackingError", "WantedRun", "annotate", "annotate_answer", "fetch_artifact", "find_sweep_run",
-    "runs_url",
+    "Projection", "TrackingError", "WantedRun", "annotate", "annotate_answer", "find_sweep_run", "runs_url",
 ]  # fmt: skip

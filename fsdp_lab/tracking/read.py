@@ -17,23 +17,6 @@ if TYPE_CHECKING:
 _PARENT = "mlflow.parentRunId"
 
 
-def fetch_artifact(tracking: TrackingConfig, run_id: str, path: str, to: Path) -> Path:
-    """Copy an artifact of a run, a file or a folder, into the folder `to`, and return its path.
-
-    Raises:
-        TrackingError: there is no such store, run or artifact.
-    """
-    client = _open_run(tracking, run_id)
-    with refusals(tracking):
-        if path not in [item.path for item in client.list_artifacts(run_id, path.rpartition("/")[0] or None)]:
-            raise TrackingError(
-                f"run={run_id} has no {path}: the trial did not finish, had export=false, or is the parent of a "
-                "sweep; give the id of a finished trial."
-            )
-        to.mkdir(parents=True, exist_ok=True)
-        return Path(client.download_artifacts(run_id, path, str(to)))
-
-
 def annotate(
     tracking: TrackingConfig,
     run_id: str,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.config.workload import DATA_FILE, DataConfig, ModelConfig
+from fsdp_lab.config.workload import ModelConfig, source_of
 from fsdp_lab.storage.files import whole, whole_folder, write_json
 from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.workloads.user.model import build_model_spec
 
 FORMAT = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class ExportedModel:
-    """A loaded model, in eval mode on the CPU, with the configs of the model and of its data."""
-
-    module: nn.Module
-    model: ModelConfig
-    data: DataConfig
+_DATA_FILE = "fsdp_lab.json"  # in the folder of a model with a format of its own
 
 
 def export_model(
@@ -56,9 +47,8 @@ def export_model(
         tensors = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
         with whole_folder(folder / "model") as making:
             save(tensors, making)
-            write_json(
-                making / DATA_FILE, {"format": FORMAT, "step": step, "data": to_dict(config.data)}, parents=False
-            )
+            about = {"format": FORMAT, "step": step, "data": to_dict(config.data)}
+            write_json(making / _DATA_FILE, about, parents=False)
         return
     content = {
         "format": FORMAT,
@@ -71,12 +61,8 @@ def export_model(
         torch.save(content, making)
 
 
-def load_exported(path: Path) -> ExportedModel:
-    """Build the model again and load the exported weights.
-
-    Raises:
-        UserError: `export_model` did not write this file, or the model is not one of ours.
-    """
+def load_exported(path: Path) -> nn.Module:
+    """See `fsdp_lab.api.load_exported`."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the path of a model.pt that a trial exported.")
     try:
@@ -86,13 +72,16 @@ def load_exported(path: Path) -> ExportedModel:
         raise UserError(f"{path} is not an exported model, which has only tensors and plain values.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path} was not exported by this version, which reads format {FORMAT}.")
-    model, data = ModelConfig.of_keys(content["model"], "model."), DataConfig.of_keys(content["data"], "data.")
-    if not model.is_image_classifier or not data.has_images:
-        # what a file names is not called: it may be anybody's file
+    model = ModelConfig.of_keys(content["model"], "model.")
+    function = model.function()
+    is_model = source_of(model) is not None or (isinstance(function, type) and issubclass(function, nn.Module))
+    if not is_model or model.paths() != [model.target]:
+        # any other function that a file names is not called: it may be anybody's file
         raise UserError(
-            f"{path} has a model or a data set that fsdp_lab does not know; build the model with its own code, "
-            f'and load torch.load("{path}", weights_only=True)["state_dict"].'
+            f"{path} names model._target_={model.target}, which is not called, since it is no class of a module, or "
+            f'calls others; build the model with its own code, and load torch.load("{path}", '
+            'weights_only=True)["state_dict"].'
         )
     module = build_model_spec(model).build()
     module.load_state_dict(content["state_dict"])
-    return ExportedModel(module.eval(), model, data)
+    return module.eval()

@@ -65,15 +65,15 @@ def test_the_exported_model_is_the_unsharded_runs(trained: Trained, name: str) -
     for key, value in expected.items():
         assert (weights[key].dtype, weights[key].device.type) == (torch.float32, "cpu")
         assert (weights[key] - value).abs().max() <= 1e-5, key
-    loaded = load_exported(path)
+    content, loaded = torch.load(path, weights_only=True), load_exported(path)
     images, labels = digits()[1]
-    images, labels = resize(images[:30], loaded.model.sizes()["image_size"]), labels[:30]
+    images, labels = resize(images[:30], content["model"]["image_size"]), labels[:30]
     with torch.no_grad():
-        logits = loaded.module(images)
+        logits = loaded(images)
     accuracy = (logits.argmax(1) == labels).double().mean().item()
     assert accuracy == pytest.approx(reported["val/accuracy"], abs=1e-12)
     assert nn.functional.cross_entropy(logits, labels).item() == pytest.approx(reported["val/loss"], abs=1e-5)
-    assert not loaded.module.training and loaded.data.name == "digits"
+    assert not loaded.training and content["data"]["_target_"].endswith("digits.Digits")
 
 
 @pytest.mark.parametrize("best", ["every_4", *(pytest.param(each, marks=pytest.mark.ci) for each in [*BEST][1:])])
@@ -103,6 +103,21 @@ def test_an_exported_file_runs_no_code_that_it_holds(tmp_path: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(UserError, match=f"{file} is not an exported model"):
             load_exported(file)
+
+
+def test_an_exported_file_names_no_code_that_is_called_but_a_module(tmp_path: Path) -> None:
+    """The file may be anybody's."""
+    file = tmp_path / "model.pt"
+    linear = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 1}
+    content = {"format": 1, "model": linear, "state_dict": nn.Linear(2, 1).state_dict()}
+    torch.save(content, file)
+    assert torch.equal(load_exported(file).weight, content["state_dict"]["weight"])  # type: ignore[arg-type,index]
+    command = {"_target_": "os.system", "command": f"touch {tmp_path}/called"}
+    for model in (command, {**linear, "bias": command}):
+        torch.save({**content, "model": model}, file)
+        with pytest.raises(UserError, match=rf"_target_={model['_target_']}, which is not called"):
+            load_exported(file)
+    assert not (tmp_path / "called").exists()
 
 
 class Keeps(nn.Linear):

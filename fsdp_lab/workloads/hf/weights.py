@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.workloads.hf.configuration import CONFIG_FILE, check_values
 from fsdp_lab.workloads.hf.hf_private import renamer, superfluous
-from fsdp_lab.workloads.hf.library import transformers
 
 _SINGLE, _PART = "model.safetensors", re.compile(r"model-\d+-of-\d+\.safetensors")
 _NAMED = 3  # names in a message
@@ -161,22 +158,3 @@ def save(model: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
     """
     kept = {*_first_names(model).values()} & model.state_dict().keys()
     model.save_pretrained(folder, state_dict={name: weights[name] for name in weights if name in kept})
-
-
-def load_whole(folder: Path) -> Any:
-    """Return a saved sequence-to-sequence model on the host, in eval mode and float32.
-
-    Runs no code of the folder and reads no pickle.
-
-    Raises:
-        UserError: the folder has no such model.
-    """
-    kind = transformers().AutoModelForSeq2SeqLM
-    try:
-        check_values(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")), str(folder))
-        return kind.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
-        ).eval()
-    except Exception as error:  # each file that is read raises what it likes
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{folder} is no exported sequence-to-sequence model: {reason}") from error

@@ -1,4 +1,4 @@
-"""Texts to token ids of a limited number and back: as bytes, or by a tokenizer's file."""
+"""Texts to token ids of a limited number: as bytes, or by a tokenizer's file."""
 
 from __future__ import annotations
 
@@ -29,10 +29,6 @@ class Bytes:
         # no character has less than one byte: the rest of a long text need not be looked at
         return [byte + self.OFFSET for byte in text[:most].encode()[: most - 1]] + [1]
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of the ids that are bytes; invalid UTF-8 is replaced."""
-        return bytes(i - self.OFFSET for i in ids if 0 <= i - self.OFFSET < 256).decode(errors="replace")
-
 
 class FromFile:
     """A `tokenizer.json`. The special tokens of its post-processor are kept, and counted, when a text is cut."""
@@ -45,9 +41,6 @@ class FromFile:
     def encode(self, text: str, most: int) -> list[int]:
         self._made.enable_truncation(most)
         return self._made.encode(text).ids  # type: ignore[no-any-return]
-
-    def decode(self, ids: list[int]) -> str:
-        return str(self._made.decode(ids))
 
 
 Codec = Bytes | FromFile

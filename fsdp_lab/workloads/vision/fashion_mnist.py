@@ -27,7 +27,6 @@ class FashionMnist(Images):
     """
 
     shape, num_classes = (1, 28), 10
-    class_names = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Boot")
 
     def __init__(
         self, split: str, *, root: str = "outputs/data", download: bool = True, image_size: int | None = None

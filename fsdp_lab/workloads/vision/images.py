@@ -25,7 +25,6 @@ class Images:
 
     shape: ClassVar[tuple[int, int]]  # channels, and height and width, known without reading
     num_classes: ClassVar[int]
-    class_names: ClassVar[tuple[str, ...] | None] = None  # for pictures; None: the classes are numbers
 
     def __init__(self, images: Tensor, labels: Tensor, image_size: int | None = None) -> None:
         self.images, self.labels, self.image_size = images, labels, image_size
