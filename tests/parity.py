@@ -19,10 +19,10 @@ from fsdp_lab.config import TrialConfig, part
 from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.training.plain import run
-from fsdp_lab.workloads.language.llama import Llama
-from fsdp_lab.workloads.language.pydoc import PydocTokens
-from fsdp_lab.workloads.vision.models import vit
-from fsdp_lab.workloads.vision.synthetic import SyntheticImages
+from fsdp_lab.workloads.examples.language.llama import Llama
+from fsdp_lab.workloads.examples.language.pydoc import PydocTokens
+from fsdp_lab.workloads.examples.vision.models import vit
+from fsdp_lab.workloads.examples.vision.synthetic import SyntheticImages
 from tests.ranks import Memo, config, run_ranks
 from tests.training.reference import Run, Script, image_loss, train_unsharded
 from tests.workloads.hf import cases as hf

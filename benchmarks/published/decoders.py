@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from fsdp_lab.workloads.language.llama import Attention, Llama
+from fsdp_lab.workloads.examples.language.llama import Attention, Llama
 
 _NUM_METRICS = 2  # llm-foundry's `LanguageCrossEntropy` and `LanguagePerplexity`
 

@@ -178,7 +178,7 @@ def _decoder(facts: Mapping[str, str]) -> tuple[str, ...]:
         case "torchtitan" | "torchtitan_fused_norm":
             fused = str(facts["decoder"].endswith("fused_norm")).lower()
             return f"model._target_={_DECODERS}.Torchtitan", f"model.fused_norm={fused}"
-    return ("model._target_=fsdp_lab.workloads.language.llama.Llama",)
+    return ("model._target_=fsdp_lab.workloads.examples.language.llama.Llama",)
 
 
 def _seconds(facts: Mapping[str, str], tokens: float) -> float:

@@ -179,7 +179,7 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
     result = ForecastResult(swept, in_order(every), shown, made, folder, len(plan.trials) - len(finished))
     if made:
         write_csv(folder / "forecast.csv", result.rows, swept)
-        items = "images" if all(t.config.model.is_image_classifier for t in trials) else "items"
+        items = "images" if all(t.config.model.sizes() for t in trials) else "items"
         _print(console, result, items, tolerance)
     return result
 
@@ -261,7 +261,7 @@ def print_scope(console: Console, trials: list[Trial], requests: list[Request], 
     fixed = [f"{group}={trials[0].choices[group]}" for group in groups if group not in swept]
     fixed += [f"{key}={value}" for key, value in arguments(trials[0]).items() if key not in swept]
     sizes = sorted({r.samples_per_worker for r in requests})
-    item = "image" if all(r.config.model.is_image_classifier for r in requests) else "item"
+    item = "image" if all(r.config.model.sizes() for r in requests) else "item"
     size = f"{' or '.join(map(str, sizes))} {item}{'' if sizes == [1] else 's'} per worker and step"
     console.print(f"{count(len(trials), 'setting')}: {' '.join(fixed)}, {size}", highlight=False, markup=False)
     cuda = any(request.cuda for request in requests)

@@ -175,7 +175,7 @@ def _fill_vocab_size(own: DictConfig) -> None:
         return
     values: dict[str, Any] = OmegaConf.to_container(own.model, resolve=True)  # type: ignore[assignment]
     own.data.vocab_size = known_vocab_size(values)
-    if own.data.vocab_size is None and not ModelConfig.of_keys(values, "model.").is_image_classifier:
+    if own.data.vocab_size is None and not ModelConfig.of_keys(values, "model.").sizes():
         raise ConfigError(
             f"model._target_={values['_target_']} has no key model.vocab_size, from which data.vocab_size is taken; "
             "set data.vocab_size=<number>, as in data.vocab_size=32000."

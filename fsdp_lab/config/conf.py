@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from fsdp_lab.config.suggest import did_you_mean
@@ -61,6 +62,13 @@ def options_of(group: str, config_dir: str | None = None) -> list[str]:
     folders = (folder / group for folder in (conf_dir(), Path(config_dir or conf_dir())))
     files = {file.relative_to(folder).with_suffix("") for folder in folders for file in folder.rglob("*.yaml")}
     return sorted(map(str, files))
+
+
+@cache
+def option_of(group: str, target: str) -> str | None:
+    """Return the option of ours whose `_target_` is this path; None: no option's is."""
+    files = sorted((conf_dir() / group).glob("*.yaml"))
+    return next((file.stem for file in files if f"\n_target_: {target}\n" in file.read_text()), None)
 
 
 def groups() -> list[str]:

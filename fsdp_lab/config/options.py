@@ -47,8 +47,8 @@ _CHOSEN = ("task", "model", "data")
 _PACKAGE = "_target_: fsdp_lab.workloads."
 # Task -> what is in the files of its models and data sets, and what stands with it where nothing else is typed.
 _TEXT = {
-    "language": (("language.", "hf.models.causal_lm"), {"model": "lm_tiny", "data": "pydoc"}),
-    "seq2seq": (("seq2seq.", "hf.models.seq2seq"), {"model": "t5_tiny", "data": "pydoc_summaries"}),
+    "language": (("examples.language.", "hf.models.causal_lm"), {"model": "lm_tiny", "data": "pydoc"}),
+    "seq2seq": (("examples.seq2seq.", "hf.models.seq2seq"), {"model": "t5_tiny", "data": "pydoc_summaries"}),
 }
 _OURS = ("lm_tiny", "hf_causal_lm")  # models that train on any text; the others are published sizes
 

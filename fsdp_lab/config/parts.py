@@ -8,34 +8,25 @@ from __future__ import annotations
 from fsdp_lab.config.errors import CombinationError
 from fsdp_lab.config.workload import DataConfig, ModelConfig, TaskConfig, source_of
 
-_SEQ2SEQ = "fsdp_lab.workloads.hf.models.seq2seq"
-# What the targets of our models and data sets begin with -> what they are for; those of the user's take anything.
-_TARGETS = {
-    "fsdp_lab.workloads.language.": "tokens",
-    "fsdp_lab.workloads.seq2seq.": "pairs of texts",
-    "fsdp_lab.workloads.vision.": "images",
-    "fsdp_lab.workloads.hf.models.causal_lm": "tokens",
-    _SEQ2SEQ: "pairs of texts",
-    "fsdp_lab.workloads.hf.models.image_classification": "images",
-}
-_TASKS = {"classification": "images", "language": "tokens", "seq2seq": "pairs of texts"}  # the others take anything
+# Task -> what its inputs are. The other tasks take anything. A model or a data set may have one as its `input_kind`.
+KINDS = {"classification": "images", "language": "tokens", "seq2seq": "pairs of texts"}
 
 
 def check_parts(model: ModelConfig, data: DataConfig, task: TaskConfig) -> None:
-    """Check that the model, the data and the task are for the same kind of input. The user's parts fit anything."""
+    """Check that the model, the data and the task are for the same kind of input. A part that says nothing fits any."""
     parts = [
         _of_target("model", model),
         _of_target("data", data),
-        (f"task={task.name}", _TASKS.get(task.name)),
+        (f"task={task.name}", KINDS.get(task.name)),
     ]
     if task.loss_chunks > 1 and source_of(model) is not None:
         raise CombinationError(
             f"task.loss_chunks={task.loss_chunks}: models of transformers compute all logits at once; use "
             "task.loss_chunks=1.",
         )
-    if task.name == "model_loss" and model.target == _SEQ2SEQ:
+    if task.name == "model_loss" and source_of(model) is not None and parts[0][1] == KINDS["seq2seq"]:
         raise CombinationError(
-            f"task=model_loss: model._target_={_SEQ2SEQ} does not compute a loss; use task=seq2seq.",
+            f"task=model_loss: model._target_={model.target} does not compute a loss; use task=seq2seq.",
         )
     known = [(typed, of) for typed, of in parts if of is not None]
     if len({of for _, of in known}) > 1:
@@ -48,8 +39,8 @@ def check_parts(model: ModelConfig, data: DataConfig, task: TaskConfig) -> None:
 
 
 def _of_target(group: str, part: ModelConfig | DataConfig) -> tuple[str, str | None]:
-    target = part.target or ""
-    return f"{group}._target_={target}", next((of for path, of in _TARGETS.items() if target.startswith(path)), None)
+    kind = getattr(part.function(), "input_kind", None)
+    return f"{group}._target_={part.target}", kind if kind in KINDS.values() else None
 
 
 def check_vocab_size(model: ModelConfig, data: DataConfig, needed: int | None) -> None:
@@ -88,7 +79,7 @@ def check_classes(model: ModelConfig, data: DataConfig) -> None:
     """Check that a model of images has enough classes."""
     has, needed = model.sizes().get("num_classes"), data.ask("least_num_classes", model)
     if has is not None and needed is not None and has < needed:
-        name = "num_classes" if model.is_image_classifier else "num_labels"
+        name = "num_classes" if "num_classes" in model.arguments else "num_labels"
         raise CombinationError(
             f"model.{name}={has} is less than the {needed} classes of data={data.name}; use model.{name}={needed}.",
         )

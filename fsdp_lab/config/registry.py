@@ -11,9 +11,9 @@ from fsdp_lab.config.errors import ConfigError
 REGISTRY: dict[str, dict[str, str]] = {
     # a module with `build_task(TaskConfig, ModelConfig) -> Task`
     "task.name": {
-        "classification": "fsdp_lab.workloads.vision.classification",
-        "language": "fsdp_lab.workloads.language.task",
-        "seq2seq": "fsdp_lab.workloads.seq2seq.task",
+        "classification": "fsdp_lab.workloads.tasks.classification",
+        "language": "fsdp_lab.workloads.tasks.language",
+        "seq2seq": "fsdp_lab.workloads.tasks.seq2seq",
         "model_loss": "fsdp_lab.workloads.user.task",
         "custom": "fsdp_lab.workloads.user.task",
     },

@@ -9,7 +9,12 @@ class ModelSource:
     """A callable that builds models and knows more about its arguments than a signature shows.
 
     Each method takes the arguments of `__call__`.
+
+    Attributes:
+        input_kind: see `KINDS` in `parts.py`; None: any.
     """
+
+    input_kind: str | None = None
 
     def __call__(self, *args: Any, **arguments: Any) -> Any:
         raise NotImplementedError

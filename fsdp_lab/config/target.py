@@ -22,7 +22,7 @@ from fsdp_lab.config.convert import typed
 from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.suggest import did_you_mean
 
-_PLAIN = {"int": int, "float": float, "bool": bool, "str": str}  # annotations of our own targets
+_PLAIN = {"int": int, "float": float, "bool": bool, "str": str}  # annotations that are checked
 # What fsdp_lab adds to the user's arguments.
 _CALLED_WITH = {"split": 'split="train" and then split="val"', "params": "params=<parameters of the model>"}
 
@@ -140,8 +140,8 @@ def check_arguments(
                 meant = did_you_mean(name, [*takes, "_target_"])
                 raise ConfigError(f"{group}.{name}={value}: {path} has no parameter {name}. {meant}{valid}.")
     for name, value in arguments.items():
-        kind, _, null = str(named[name].annotation if name in named else "").partition(" | ")
-        if path.startswith("fsdp_lab.") and kind in _PLAIN and not (null and value is None):
+        kind, _, other = str(named[name].annotation if name in named else "").partition(" | ")
+        if kind in _PLAIN and other in ("", "None") and not (value is None and (other or named[name].default is None)):
             if value is None:
                 raise ConfigError(f"{group}.{name}=null: {path} needs it; set {group}.{name} to a value.")
             typed(_PLAIN[kind], value, f"{group}.{name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Optional  # OmegaConf reads this on every Python that this project supports
 
+from fsdp_lab.config.conf import option_of
 from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.key import at_least_one, key, not_negative, positive
 from fsdp_lab.config.open import OpenGroup
@@ -20,11 +21,6 @@ from fsdp_lab.config.target import (
 COUNTING_TASKS = ("classification", "language", "seq2seq")  # which labels count is known from the batch
 # What tensor parallelism does with a module: see fsdp_lab/training/parallel/tensor.py.
 TP_WORDS = ("colwise", "rowwise", "sequence", "loss_parallel", "colwise_gathered", "rowwise_split", "heads")
-_CLASSIFIERS = {"fsdp_lab.workloads.vision.models.vit", "fsdp_lab.workloads.vision.models.mlp"}
-_IMAGES = {
-    f"fsdp_lab.workloads.vision.{path}"
-    for path in ("digits.Digits", "fashion_mnist.FashionMnist", "synthetic.SyntheticImages")
-}
 EXAMPLE_BATCH = "model.example_batch"  # the target of `data=example`: the batches are the model's own
 
 
@@ -37,7 +33,7 @@ def _vit_tiny() -> dict[str, Any]:
 class ModelConfig(OpenGroup):
     """The model, ours or yours: `_target_` is called with its arguments and returns an nn.Module."""
 
-    target: Optional[str] = key("fsdp_lab.workloads.vision.models.vit", named="_target_", named_by_option=True)
+    target: Optional[str] = key("fsdp_lab.workloads.examples.vision.models.vit", named="_target_", named_by_option=True)
     """Import path of your callable that returns an nn.Module."""
     arguments: dict[str, Any] = key(_vit_tiny)
     """Every other key below `model`: an argument of the callable."""
@@ -80,10 +76,6 @@ class ModelConfig(OpenGroup):
         sizes = {name: argument(function, self.arguments, name) for name in getattr(function, "_tp_divides", ())}
         return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
-    @property
-    def is_image_classifier(self) -> bool:
-        return self.target in _CLASSIFIERS
-
     def sizes(self) -> dict[str, int]:
         """Return what a data set may take from a `ModelSource`; see `ModelSource.image_sizes`."""
         source = source_of(self)
@@ -104,7 +96,9 @@ class DataConfig(OpenGroup):
     `example_batch(size, **arguments)` returns a batch of that size without reading.
     """
 
-    target: Optional[str] = key("fsdp_lab.workloads.vision.digits.Digits", named="_target_", named_by_option=True)
+    target: Optional[str] = key(
+        "fsdp_lab.workloads.examples.vision.digits.Digits", named="_target_", named_by_option=True
+    )
     """Import path of your callable that returns a map-style data set."""
     arguments: dict[str, Any] = key(dict)
     """Every other key below `data`: an argument of the callable."""
@@ -119,12 +113,8 @@ class DataConfig(OpenGroup):
 
     @property
     def name(self) -> str:
-        """The name of the data set, for people: that of our images, else the dotted path of the target."""
-        return str(self.target).split(".")[-2] if self.has_images else self.target or ""
-
-    @property
-    def has_images(self) -> bool:
-        return self.target in _IMAGES
+        """The option that names the target, else its dotted path."""
+        return option_of("data", self.target or "") or self.target or ""
 
     def function(self) -> Any:
         """Return the callable that `_target_` names; None for `data=example`."""

@@ -116,9 +116,9 @@ def settings_of(sweep: SweepRecord) -> Settings:
 
 
 def _guessing_loss(config: SweepConfig) -> float | None:
-    """Return the cross entropy of guessing, of our image classifiers; read as data: nothing is imported."""
+    """Return the cross entropy of guessing among `model.num_classes`; read as data: nothing is imported."""
     classes = config.model.arguments.get("num_classes")
-    is_known = config.task.name == "classification" and config.model.is_image_classifier
+    is_known = config.task.name == "classification"
     return math.log(classes) if is_known and isinstance(classes, int) and classes > 1 else None
 
 

@@ -20,7 +20,7 @@ from fsdp_lab.config import TrialConfig
 from fsdp_lab.report.pytorch import to_pytorch
 from fsdp_lab.training.layout import Layout, describe_layout
 from fsdp_lab.workloads.build import build_task
-from fsdp_lab.workloads.language.llama import Block, Llama
+from fsdp_lab.workloads.examples.language.llama import Block, Llama
 from tests.conftest import ROOT
 from tests.ranks import Memo, config, run_ranks, selected
 

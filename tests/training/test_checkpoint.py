@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from fsdp_lab.training.checkpoint_place import Place
 from fsdp_lab.training.checkpoint_source import check_meta, trial_identity
 from fsdp_lab.training.model_state import CheckpointError
-from fsdp_lab.workloads.language.llama import Llama
+from fsdp_lab.workloads.examples.language.llama import Llama
 from tests.ranks import config, run_ranks, selected
 from tests.training.checkpoints import ASYNC, SMALL, STEPS, SYNC, Job, Reported, cut, names, names_in, train_in
 from tests.training.reference import apart, batches, build_optimizer, digits, first_model

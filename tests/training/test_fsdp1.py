@@ -26,8 +26,8 @@ from fsdp_lab.training.loop import update
 from fsdp_lab.training.parallel import fsdp1
 from fsdp_lab.training.parallel.units import sharding_units
 from fsdp_lab.workloads.base import original_name
-from fsdp_lab.workloads.language.llama import Block as LlamaBlock
-from fsdp_lab.workloads.language.llama import Llama
+from fsdp_lab.workloads.examples.language.llama import Block as LlamaBlock
+from fsdp_lab.workloads.examples.language.llama import Llama
 from tests.ranks import config, parallel_of, run_ranks
 from tests.workloads.user.odd import Block, Odd
 

@@ -21,7 +21,7 @@ from fsdp_lab.training.parallel import fsdp2
 from fsdp_lab.training.parallel.sharded import tensors_inside
 from fsdp_lab.training.parallel.tensor import apply_tensor_parallel
 from fsdp_lab.training.step_checks import FIRST_STEPS
-from fsdp_lab.workloads.language.llama import Llama
+from fsdp_lab.workloads.examples.language.llama import Llama
 from tests.ranks import config, run_ranks, train_all
 from tests.training.reference import apart
 from tests.workloads.user import unusual

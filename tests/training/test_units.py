@@ -19,9 +19,9 @@ from fsdp_lab.training.parallel import fsdp2
 from fsdp_lab.training.parallel.units import in_groups, last_unit, sharding_units
 from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.construct import without_values
-from fsdp_lab.workloads.language.llama import Block as LlamaBlock
-from fsdp_lab.workloads.language.llama import Llama
-from fsdp_lab.workloads.language.pydoc import PydocTokens
+from fsdp_lab.workloads.examples.language.llama import Block as LlamaBlock
+from fsdp_lab.workloads.examples.language.llama import Llama
+from fsdp_lab.workloads.examples.language.pydoc import PydocTokens
 from tests.parity import WORKLOADS
 from tests.ranks import config, parallel_of, run_ranks, train_all
 from tests.training.reference import first_model, names_of

@@ -14,11 +14,11 @@ from fsdp_lab.config import to_dict
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.workloads.build import build_model_spec, build_workload
-from fsdp_lab.workloads.language import pydoc
-from fsdp_lab.workloads.language.llama import Llama
-from fsdp_lab.workloads.language.pydoc import PydocTokens
-from fsdp_lab.workloads.language.task import Language
-from fsdp_lab.workloads.language.tokens import PackedTokens
+from fsdp_lab.workloads.examples.language import pydoc
+from fsdp_lab.workloads.examples.language.llama import Llama
+from fsdp_lab.workloads.examples.language.pydoc import PydocTokens
+from fsdp_lab.workloads.examples.language.tokens import PackedTokens
+from fsdp_lab.workloads.tasks.language import Language
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from fsdp_lab.workloads.seq2seq.codec import Bytes, build_codec
-from fsdp_lab.workloads.seq2seq.pairs import Pair, Pairs
-from fsdp_lab.workloads.seq2seq.pydoc import PydocSummaries, read
-from fsdp_lab.workloads.seq2seq.wikihow import WikiHow
+from fsdp_lab.workloads.examples.seq2seq.codec import Bytes, build_codec
+from fsdp_lab.workloads.examples.seq2seq.pairs import Pair, Pairs
+from fsdp_lab.workloads.examples.seq2seq.pydoc import PydocSummaries, read
+from fsdp_lab.workloads.examples.seq2seq.wikihow import WikiHow
 from tests.conftest import STORE, python_blocks, run_cli
 
 

@@ -11,9 +11,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from fsdp_lab.workloads.build import build_model_spec
-from fsdp_lab.workloads.vision.digits import Digits
-from fsdp_lab.workloads.vision.fashion_mnist import FashionMnist
-from fsdp_lab.workloads.vision.images import Images
+from fsdp_lab.workloads.examples.vision.digits import Digits
+from fsdp_lab.workloads.examples.vision.fashion_mnist import FashionMnist
+from fsdp_lab.workloads.examples.vision.images import Images
 from tests.conftest import FASHION_MNIST
 from tests.ranks import config
 

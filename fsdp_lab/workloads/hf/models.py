@@ -35,12 +35,14 @@ class HuggingFace(ModelSource):
         mapping: the name of its table, configuration class -> model class.
         kind: with its article, for messages.
         prepare: changes a model after it was built.
+        input_kind: see `ModelSource`.
     """
 
     auto_class: str
     mapping: str
     kind: str
     prepare: Callable[[Any], None]
+    input_kind: str | None = None
 
     def __call__(self, config: Config, pretrained: bool = False, **overrides: Any) -> nn.Module:
         """Return the model in float32, with random weights.
@@ -156,7 +158,7 @@ class HuggingFace(ModelSource):
         return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
     def image_sizes(self, config: Config | None = None, pretrained: bool = False, **overrides: Any) -> dict[str, int]:
-        if self != image_classification:
+        if self.input_kind != "images":
             return {}
         hf_config = read_config(config, overrides)
         known = {name: getattr(hf_config, name, None) for name in ("image_size", "num_channels")}
@@ -204,12 +206,22 @@ def _as_it_is(model: Any) -> None:
     """Change nothing: images have no padding, and their models no cache."""
 
 
-causal_lm = HuggingFace("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "a causal language model", _causal)
+causal_lm = HuggingFace(
+    "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", "a causal language model", _causal, "tokens"
+)
 seq2seq = HuggingFace(
-    "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "a sequence-to-sequence model", _seq2seq
+    "AutoModelForSeq2SeqLM",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "a sequence-to-sequence model",
+    _seq2seq,
+    "pairs of texts",
 )
 image_classification = HuggingFace(
-    "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "an image classifier", _as_it_is
+    "AutoModelForImageClassification",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "an image classifier",
+    _as_it_is,
+    "images",
 )
 # By their options in conf/model.
 MODELS = {"hf_causal_lm": causal_lm, "hf_seq2seq": seq2seq, "hf_image_classification": image_classification}

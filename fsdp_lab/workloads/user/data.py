@@ -17,7 +17,6 @@ from fsdp_lab.config.target import import_callable, in_words, instantiate
 from fsdp_lab.config.workload import DataConfig, ModelConfig
 from fsdp_lab.workloads.base import Batch, Data, Dataset, DataSpec, describe, map_tensors, tensors_of
 from fsdp_lab.workloads.construct import seeded, without_values
-from fsdp_lab.workloads.vision.images import Images
 
 _ENDS = 4  # items at each end of a split, by which its states are told apart
 _MEASURED = 32  # items of a batch of which the shape of a larger one is known
@@ -60,8 +59,6 @@ class Collated:
             UserError: an item cannot be read, or the items make no batch with a tensor in it.
             OSError: the disk failed; another attempt may succeed.
         """
-        if isinstance(self.items, Images) and self.collate is default_collate:
-            return self.items.batch(indices)
         items = self._read(indices.tolist())
         remedy = ". Items of different sizes need a data.collate_fn."
         with _translated(self.name, "the items do not form a batch", remedy):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_lab.workloads.language.pydoc import PydocTokens
+from fsdp_lab.workloads.examples.language.pydoc import PydocTokens
 from tests.training.reference import Digits, Script
 from tests.workloads.user.odd import Ragged
 

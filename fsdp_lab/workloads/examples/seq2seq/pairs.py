@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.workloads.seq2seq.codec import PAD, build_codec
-from fsdp_lab.workloads.seq2seq.task import IGNORED
+from fsdp_lab.workloads.examples.seq2seq.codec import PAD, build_codec
+from fsdp_lab.workloads.tasks.seq2seq import IGNORED
 
 
 class Pair(NamedTuple):
@@ -36,6 +36,8 @@ class Pairs(Dataset[dict[str, Tensor]]):
     Raises:
         UserError: a length is too short, or the tokenizer cannot be read.
     """
+
+    input_kind = "pairs of texts"
 
     def __init__(self, pairs: Sequence[Pair], source_len: int, target_len: int, tokenizer: str | None) -> None:
         Pairs.check_files(source_len, target_len)

@@ -15,7 +15,7 @@ class Images:
     """A split of labelled images. Image i is `images[i % P]`: P = N except for synthetic ones.
 
     Items are `(image, label)`: images are float32 `(C, S, S)` in [-1, 1], labels int64. C is the channels of the data
-    set; `expand_channels` makes the model's from them on the device.
+    set; the task expands them to the model's on the device.
 
     Args:
         images: uint8 `(P, C, H, W)`.
@@ -25,6 +25,7 @@ class Images:
 
     shape: ClassVar[tuple[int, int]]  # channels, and height and width, known without reading
     num_classes: ClassVar[int]
+    input_kind = "images"
 
     def __init__(self, images: Tensor, labels: Tensor, image_size: int | None = None) -> None:
         self.images, self.labels, self.image_size = images, labels, image_size
@@ -57,24 +58,15 @@ class Images:
     def __getitem__(self, index: int) -> ImageBatch:
         if not 0 <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
-        images, labels = self.batch(self.labels.new_tensor([index]))
-        return images[0], labels[0]
+        return self.__getitems__([index])[0]
 
-    def batch(self, indices: Tensor) -> ImageBatch:
-        """Return images `(B, C, S, S)` and labels `(B,)`, scaled and resized together."""
+    def __getitems__(self, indices: list[int]) -> list[ImageBatch]:
+        """Return items, scaled and resized together."""
         from torch.nn.functional import interpolate
 
-        images = self.images[indices % len(self.images)].float().div_(127.5).sub_(1.0)
+        at = self.labels.new_tensor(indices)
+        images = self.images[at % len(self.images)].float().div_(127.5).sub_(1.0)
         size = self.image_size
         if size is not None and images.shape[-1] != size:
             images = interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
-        return images, self.labels[indices]
-
-
-def expand_channels(images: Tensor, num_channels: int) -> Tensor:
-    """Return images `(B, 1 or C, S, S)` as `(B, C, S, S)` with C = `num_channels`; a grey one becomes a view.
-
-    Called after the copy to the device: a view with a stride of 0 cannot be pinned, and would be copied channel by
-    channel.
-    """
-    return images.expand(-1, num_channels, -1, -1)
+        return list(zip(images, self.labels[at], strict=True))

@@ -24,7 +24,7 @@ class PackedTokens(Dataset[Tensor]):
         seq_len: tokens of a row, without the last label.
     """
 
-    vocab_size, bytes_per_token = 256, 1.0
+    vocab_size, bytes_per_token, input_kind = 256, 1.0, "tokens"
 
     def __init__(self, tokens: Tensor, seq_len: int) -> None:
         self.tokens, self.seq_len = tokens, seq_len
@@ -63,6 +63,8 @@ class SyntheticTokens(Dataset[Tensor]):
         vocab_size: every token is less.
         seq_len: tokens of a row, without the last label.
     """
+
+    input_kind = "tokens"
 
     def __init__(self, split: SplitName, *, vocab_size: int, seq_len: int) -> None:
         self.split, self.vocab_size, self.seq_len = split, vocab_size, seq_len

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_lab.workloads.language.chunks import loss_in_chunks
+from fsdp_lab.workloads.examples.language.chunks import loss_in_chunks
 
 
 class RotaryEmbedding(nn.Module):
@@ -117,6 +117,7 @@ class Llama(nn.Module):
         ValueError: the sizes do not divide each other.
     """
 
+    input_kind = "tokens"
     _no_split_modules = ("Block",)
     _tp_divides = ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
     _tp_plan: ClassVar[dict[str, str]] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.storage.locks import InUse, exclusive
-from fsdp_lab.workloads.vision.images import Images
+from fsdp_lab.workloads.examples.vision.images import Images
 
 _FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 _DOWNLOAD_WAIT_S = 900.0

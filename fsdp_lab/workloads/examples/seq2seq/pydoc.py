@@ -7,8 +7,8 @@ import zlib
 from collections.abc import Iterator
 from itertools import pairwise
 
-from fsdp_lab.workloads.language.tokens import SplitName
-from fsdp_lab.workloads.seq2seq.pairs import Pair, Pairs
+from fsdp_lab.workloads.examples.language.tokens import SplitName
+from fsdp_lab.workloads.examples.seq2seq.pairs import Pair, Pairs
 
 _VAL_SHARE = 10  # a tenth of the titles
 _UNDERLINE = re.compile(r"([*=~^\"-])\1{2,}")

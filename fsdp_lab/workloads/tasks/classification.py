@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.workload import ModelConfig, TaskConfig
-from fsdp_lab.workloads.base import describe, part_of
-from fsdp_lab.workloads.vision.images import ImageBatch, expand_channels
+from fsdp_lab.workloads.base import Batch, describe, part_of
 
 
 def build_task(config: TaskConfig, model: ModelConfig) -> Classification:
@@ -30,7 +29,7 @@ class Classification:
     def __init__(self, num_channels: int | None = None) -> None:
         self.num_channels = num_channels
 
-    def forward(self, model: nn.Module, batch: ImageBatch) -> Tensor:
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the logits `(batch, classes)`.
 
         Raises:
@@ -44,23 +43,23 @@ class Classification:
         inputs, _ = batch
         return logits_of(model(inputs if self.num_channels is None else expand_channels(inputs, self.num_channels)))
 
-    def loss(self, outputs: Tensor, batch: ImageBatch) -> Tensor:
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the mean cross entropy of the labels that count; 0 without any."""
         total, count = self._sum_and_count(outputs, batch)
         return total / count.clamp(min=1)
 
-    def num_labels(self, batch: ImageBatch) -> Tensor:
+    def num_labels(self, batch: Batch) -> Tensor:
         return (batch[1] >= 0).sum()
 
-    def units(self, batch: ImageBatch) -> int:
+    def units(self, batch: Batch) -> int:
         return len(batch[1])
 
-    def metrics(self, outputs: Tensor, batch: ImageBatch) -> dict[str, tuple[Tensor, Tensor]]:
+    def metrics(self, outputs: Tensor, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
         _, labels = batch
         total, count = self._sum_and_count(outputs, batch)
         return {"loss": (total, count), "accuracy": ((outputs.float().argmax(1) == labels).sum(), count)}
 
-    def _sum_and_count(self, outputs: Tensor, batch: ImageBatch) -> tuple[Tensor, Tensor]:
+    def _sum_and_count(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         labels = batch[1].clamp(min=-1)
         return F.cross_entropy(outputs.float(), labels, ignore_index=-1, reduction="sum"), self.num_labels(batch)
 
@@ -80,3 +79,12 @@ def logits_of(outputs: Any) -> Tensor:
         f"task=classification: the model returns {describe(outputs)}; it must return logits of shape (batch, classes), "
         "alone, first in a tuple, or named logits; for another task use task.loss=<package.function>."
     )
+
+
+def expand_channels(images: Tensor, num_channels: int) -> Tensor:
+    """Return images `(B, 1 or C, S, S)` as `(B, C, S, S)` with C = `num_channels`; a grey one becomes a view.
+
+    Called after the copy to the device: a view with a stride of 0 cannot be pinned, and would be copied channel by
+    channel.
+    """
+    return images.expand(-1, num_channels, -1, -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_lab.workloads.vision.images import Images
+from fsdp_lab.workloads.examples.vision.images import Images
 
 _POOL = 64  # different images: a thousand of 224x224 would take 150 MB in every worker
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-from fsdp_lab.workloads.language.tokens import PackedTokens, SplitName, byte_tokens
+from fsdp_lab.workloads.examples.language.tokens import PackedTokens, SplitName, byte_tokens
 
 _VAL_SHARE = 10  # a tenth of the topics
 

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_lab.workloads.vision.images import Images
+from fsdp_lab.workloads.examples.vision.images import Images
 
 if TYPE_CHECKING:
     from torch import Tensor

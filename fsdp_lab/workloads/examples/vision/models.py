@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 class ImageClassifier(ModelSource):
     """A model of square images, whose arguments are sizes."""
 
+    input_kind = "images"
+
     def check(self, **sizes: int) -> None:
         """Check that each size is 1 or more. Raises ConfigError."""
         for name, size in sizes.items():
@@ -54,7 +56,7 @@ class Vit(ImageClassifier):
         """
         from torch import nn
 
-        from fsdp_lab.workloads.vision.vit import VisionTransformer
+        from fsdp_lab.workloads.examples.vision.vit import VisionTransformer
 
         model = VisionTransformer(
             image_size, patch_size, num_layers, num_heads, hidden_dim, mlp_dim, num_classes=num_classes
@@ -64,7 +66,7 @@ class Vit(ImageClassifier):
         return model
 
     def tp_plan(self, **_: Any) -> dict[str, str]:
-        from fsdp_lab.workloads.vision.vit import TP_PLAN
+        from fsdp_lab.workloads.examples.vision.vit import TP_PLAN
 
         return TP_PLAN
 
@@ -101,7 +103,7 @@ class Perceptron(ImageClassifier):
         num_classes: int,
     ) -> nn.Module:
         """Return a model of `num_layers` hidden layers of `hidden_dim`; its blocks are `MlpBlock`."""
-        from fsdp_lab.workloads.vision.mlp import Mlp
+        from fsdp_lab.workloads.examples.vision.mlp import Mlp
 
         return Mlp(num_channels * image_size**2, [hidden_dim] * num_layers, num_classes)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.workload import ModelConfig, TaskConfig
 from fsdp_lab.workloads.base import Batch, describe, part_of
-from fsdp_lab.workloads.tokens import TokenLoss
+from fsdp_lab.workloads.tasks.tokens import TokenLoss
 
 IGNORED = -100  # the label of padding
 INPUTS = ("input_ids", "attention_mask", "labels")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.workloads.language.tokens import SplitName
-from fsdp_lab.workloads.seq2seq.pairs import Pair, Pairs
-from fsdp_lab.workloads.seq2seq.pydoc import one_line
+from fsdp_lab.workloads.examples.language.tokens import SplitName
+from fsdp_lab.workloads.examples.seq2seq.pairs import Pair, Pairs
+from fsdp_lab.workloads.examples.seq2seq.pydoc import one_line
 
 if TYPE_CHECKING:
     import pandas as pd

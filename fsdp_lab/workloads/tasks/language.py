@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.workload import ModelConfig, TaskConfig
 from fsdp_lab.workloads.base import part_of
-from fsdp_lab.workloads.language.chunks import IGNORED
-from fsdp_lab.workloads.tokens import TokenLoss
+from fsdp_lab.workloads.tasks.tokens import TokenLoss
 
 
 def build_task(config: TaskConfig, model: ModelConfig) -> Language:
@@ -28,7 +27,7 @@ class Language(TokenLoss):
             returns the sum of the losses and the number of labels that are not -1.
     """
 
-    ignored = IGNORED
+    ignored = -1
 
     def __init__(self, loss_chunks: int = 1) -> None:
         self.loss_chunks = loss_chunks

@@ -1,0 +1,1 @@
+"""Models that read one text and write another: data sets of pairs."""

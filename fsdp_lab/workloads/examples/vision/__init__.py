@@ -1,0 +1,1 @@
+"""Image classification: the models and the data sets, one file each."""

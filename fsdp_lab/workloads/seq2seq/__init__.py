@@ -1,1 +1,0 @@
-"""Models that read one text and write another: data sets of pairs, and the task, one file each."""

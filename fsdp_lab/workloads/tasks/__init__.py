@@ -1,0 +1,1 @@
+"""The tasks that are known by name: what a model learns from a batch, one file each."""

@@ -1,1 +1,0 @@
-"""Image classification: the models, the data sets and the task, one file each."""
