@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_lab.commands.reference import values_text
-from fsdp_lab.config.conf import data_sheets, group_dirs
 from fsdp_lab.config.describe import KeyDescription, describe_keys
 from fsdp_lab.config.metrics import METRICS, Metric
+from fsdp_lab.config.options import data_sheets, group_dirs
 
 DOCS = Path(__file__).resolve().parent
 _PACKAGE = DOCS.parent / "fsdp_lab"

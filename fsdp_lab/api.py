@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.convert import value_text
-from fsdp_lab.config.key_value_args import quoted
 from fsdp_lab.config.status import ExitCode
+from fsdp_lab.config.words import quoted
 
 if TYPE_CHECKING:
     from torch import nn

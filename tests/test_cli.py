@@ -21,7 +21,7 @@ from fsdp_lab.commands import main as trial_command
 from fsdp_lab.commands.explain import explain
 from fsdp_lab.commands.reference import keys_text
 from fsdp_lab.config import all_keys, conf_dir
-from fsdp_lab.config.conf import group_dirs, groups
+from fsdp_lab.config.options import group_dirs, groups
 from fsdp_lab.sweep import start
 from tests.conftest import INLINE, PLAIN, ROOT, run_cli, status_of
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.config.conf import data_sheets, device_file
+from fsdp_lab.config.options import data_sheets, device_file
 from fsdp_lab.forecast.speed.device import Device, load_device, on_network
 
 DATA = Path(__file__).parent / "data"

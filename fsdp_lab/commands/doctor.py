@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 from fsdp_lab.config import UserError, read_words
 from fsdp_lab.config.describe import docstring
-from fsdp_lab.config.key_value_args import store_named
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.config.wording import count
+from fsdp_lab.config.words import store_named
 from fsdp_lab.machine.output import outlast_reader
 
 _GIB = 2**30

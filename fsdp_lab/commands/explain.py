@@ -11,10 +11,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from fsdp_lab.config import NightlyConfig, UserError, flatten
-from fsdp_lab.config.conf import options_of
+from fsdp_lab.config.describe import valid_keys
 from fsdp_lab.config.key import keys_of
-from fsdp_lab.config.options import split_config_dir, valid_keys
+from fsdp_lab.config.options import options_of
 from fsdp_lab.config.suggest import did_you_mean
+from fsdp_lab.config.words import split_config_dir
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)

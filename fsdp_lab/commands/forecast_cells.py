@@ -20,7 +20,7 @@ from fsdp_lab.config import (
 from fsdp_lab.config.checks import check_to_forecast
 from fsdp_lab.config.compose import Trial, cell_trial
 from fsdp_lab.config.options import option_values
-from fsdp_lab.config.overrides import print_replaced, read_overrides, search_path
+from fsdp_lab.config.overrides import read_overrides, search_path
 from fsdp_lab.forecast.devices import check_device
 from fsdp_lab.sweep.grid import all_overrides, composer, enumerate_grid, swept_keys
 from fsdp_lab.sweep.plan import Plan, plan_sweep
@@ -49,9 +49,7 @@ def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str
             f"{options[0]} is not an option here; the options are -m, --config-dir and --help, all else is key=value."
         )
     search_words = search_path(config_dir)
-    overrides = read_overrides(overrides, config_dir)
-    print_replaced(overrides)
-    overrides = with_custom(overrides)
+    overrides = with_custom(read_overrides(overrides, config_dir))
     with composer(overrides, search_words) as hydra:
 
         def cell(values: Sequence[str], number: int) -> Trial:

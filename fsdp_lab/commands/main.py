@@ -18,14 +18,13 @@ from fsdp_lab.commands.explain import explain
 from fsdp_lab.commands.reference import keys_text, versions
 from fsdp_lab.config import ConfigError, all_keys, conf_dir, split_config_dir, with_custom
 from fsdp_lab.config.compose import register_schema, single_trial
-from fsdp_lab.config.conf import groups
-from fsdp_lab.config.key_value_args import key_of, with_environment
 from fsdp_lab.config.launcher import leave_launcher
 from fsdp_lab.config.machine import ask_clusters
-from fsdp_lab.config.options import names_code
-from fsdp_lab.config.overrides import print_replaced, read_overrides, search_path
+from fsdp_lab.config.options import groups
+from fsdp_lab.config.overrides import read_overrides, search_path
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.target import import_from
+from fsdp_lab.config.words import key_of, names_code, with_environment
 from fsdp_lab.engine.cluster import running_cluster, stop_ray
 from fsdp_lab.machine.output import outlast_reader
 from fsdp_lab.storage.locks import unwritable
@@ -49,7 +48,6 @@ def main() -> None:
         options, overrides = _split(words)
         check_options(options)
         overrides = read_overrides(overrides, config_dir)
-        print_replaced(overrides)
         if nightly := [key for key in map(key_of, overrides) if key.partition(".")[0] == "nightly"]:
             raise ConfigError(
                 f"{nightly[0]} is a key of python -m fsdp_lab.nightly; leave it out here, or use it there."

@@ -51,10 +51,10 @@ from fsdp_lab.config.checks import check
 from fsdp_lab.config.compare import NIGHTS
 from fsdp_lab.config.compose import group_choices, nightly_config
 from fsdp_lab.config.describe import docstring
-from fsdp_lab.config.key_value_args import key_of, with_environment
 from fsdp_lab.config.launcher import leave_launcher
 from fsdp_lab.config.machine import cpus_per_worker_of, loader_workers_of
-from fsdp_lab.config.overrides import print_replaced, read_overrides, search_path
+from fsdp_lab.config.overrides import read_overrides, search_path
+from fsdp_lab.config.words import key_of, with_environment
 from fsdp_lab.machine.hardware import num_gpus
 from fsdp_lab.machine.output import outlast_reader
 from fsdp_lab.machine.signals import on_end
@@ -191,9 +191,7 @@ def read_study(overrides: list[str]) -> Study:
     """
     config_dir, overrides = split_config_dir(overrides)
     search_words = search_path(config_dir)
-    overrides = read_overrides(overrides, config_dir)
-    print_replaced(overrides)
-    overrides = with_environment(with_custom(overrides), config_dir)
+    overrides = with_environment(with_custom(read_overrides(overrides, config_dir)), config_dir)
     for word in overrides:
         if reason := _NOT_HERE.get(key_of(word)):
             raise ConfigError(f"{word}: {reason}; leave it out.")

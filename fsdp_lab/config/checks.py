@@ -10,10 +10,10 @@ from typing import Any
 from fsdp_lab.config.address import SCHEMES, check_address, is_address, scheme_of
 from fsdp_lab.config.axes import AXES
 from fsdp_lab.config.axes.tensor_parallel import check_placement
-from fsdp_lab.config.conf import device_file, known_devices
 from fsdp_lab.config.convert import flatten
 from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.machine import check_gpus, cpus_per_worker_of, gpus_are_here, workers_of
+from fsdp_lab.config.options import device_file, known_devices
 from fsdp_lab.config.registry import path_of
 from fsdp_lab.config.rules import check_epoch, check_files, check_trial
 from fsdp_lab.config.sweep import ClusterConfig, Engine, Placement, SweepConfig, objectives, stops_on

@@ -27,11 +27,11 @@ from fsdp_lab.config import (
 )
 from fsdp_lab.config.address import check_credentials
 from fsdp_lab.config.checks import check_hydra
-from fsdp_lab.config.conf import OPEN_GROUPS
 from fsdp_lab.config.convert import leaves
-from fsdp_lab.config.key_value_args import with_overrides
-from fsdp_lab.config.options import valid_keys
+from fsdp_lab.config.describe import valid_keys
+from fsdp_lab.config.options import OPEN_GROUPS
 from fsdp_lab.config.training import OptimizerConfig
+from fsdp_lab.config.words import with_overrides
 from fsdp_lab.config.workload import DataConfig, ModelConfig, known_vocab_size
 
 _KEYS = frozenset(all_keys())

@@ -1,4 +1,4 @@
-"""What each key means, for the reference: read from the docstrings below the fields."""
+"""Every key, and what it means: for the reference read from the docstrings below the fields."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Any
 
-from fsdp_lab.config.convert import to_dict, value_text
-from fsdp_lab.config.key import Key
+from fsdp_lab.config.convert import flatten, to_dict, value_text
+from fsdp_lab.config.key import Key, keys_of
 from fsdp_lab.config.nightly import NightlyConfig
+from fsdp_lab.config.options import OPEN_GROUPS, groups, option_values
 from fsdp_lab.config.registry import REGISTRY
+from fsdp_lab.config.suggest import did_you_mean
 from fsdp_lab.config.target import import_callable
 
 _NOUNS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
@@ -39,6 +42,49 @@ class KeyDescription:
     default: str
     takes: str
     meaning: str
+
+
+def all_keys() -> list[str]:
+    """Return every key that can be typed, dotted."""
+    return list(keys_of(NightlyConfig))
+
+
+@cache
+def text_keys() -> frozenset[str]:
+    """Return the keys whose value is text."""
+    return frozenset(_text_keys(NightlyConfig, ""))
+
+
+def _text_keys(config_class: type, prefix: str) -> Iterator[str]:
+    hints = typing.get_type_hints(config_class)
+    for each in dataclasses.fields(config_class):
+        if isinstance(each.default_factory, type) and dataclasses.is_dataclass(each.default_factory):
+            yield from _text_keys(each.default_factory, f"{prefix}{each.name}.")
+        elif hints[each.name] in (str, str | None):
+            yield f"{prefix}{each.metadata['key'].named or each.name}"
+
+
+@cache
+def values_implied_by_option(group: str, option: str) -> dict[str, Any]:
+    """Return the values that the name of a group's option implies, such as `{"sharding.granularity": "per_block"}`."""
+    values = option_values(group, option)
+    defaults, keys = flatten(NightlyConfig()), keys_of(NightlyConfig)
+    implied = [name for name in keys if name.startswith(f"{group}.") and keys[name].named_by_option]
+    return {name: values.get(name.partition(".")[2], defaults[name]) for name in implied}
+
+
+def valid_keys(key: str) -> str:
+    """Return sentences about the keys and groups that there are, and which one was probably meant."""
+    prefix = key.split(".")[0].lstrip("+~")
+    same = [k for k in all_keys() if k.startswith(f"{prefix}.")]
+    if "." in key and same:
+        known = [*same, *(f"{group}._target_" for group in OPEN_GROUPS if group == prefix)]
+        return (
+            f"{did_you_mean(key, known) or did_you_mean(key, all_keys())}The keys of {prefix} are: {', '.join(same)}."
+        )
+    top = sorted({k.split(".")[0] for k in all_keys()})
+    meant = did_you_mean(key, [*groups(), *top, *all_keys()])
+    return f"{meant}The groups are: {', '.join(groups())}. The keys begin with: {', '.join(top)}."
 
 
 def docstring(of: Any) -> str:

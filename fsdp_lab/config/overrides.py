@@ -14,10 +14,10 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, Quote,
 from hydra.errors import HydraException
 
 from fsdp_lab.config import ConfigError, all_keys
-from fsdp_lab.config.conf import OPEN_GROUPS, conf_dir, groups, options_of
-from fsdp_lab.config.key_value_args import check_words, key_of
-from fsdp_lab.config.options import text_keys
+from fsdp_lab.config.describe import text_keys
+from fsdp_lab.config.options import OPEN_GROUPS, conf_dir, groups, options_of
 from fsdp_lab.config.suggest import closest
+from fsdp_lab.config.words import check_words, key_of
 
 _KEYS, _PARSER = frozenset(all_keys()), OverridesParser.create()
 _TEXT_KEYS = text_keys() | {"hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir"}
@@ -39,6 +39,8 @@ def read_overrides(words: Sequence[str], config_dir: str | None = None) -> list[
     - A sweep of one value is that value, and a sweep of options a list of names.
     - Names of options and values of keys for text are as typed: there `1e3` is no number.
     - Our groups and keys have no `+`, `++` or `@package`.
+
+    Prints to standard error each override that a later one for the same key replaces, as in Hydra.
 
     Args:
         words: without options such as `-m`.
@@ -63,11 +65,11 @@ def read_overrides(words: Sequence[str], config_dir: str | None = None) -> list[
                 f"{override.input_line}: {override.key_or_group} is there {keys.count(override.key_or_group)} times, "
                 "and the last would replace the values to sweep; leave one."
             )
+    _print_replaced(read)
     return read
 
 
-def print_replaced(words: Sequence[str]) -> None:
-    """Print to standard error each override that a later one for the same key replaces, as in Hydra."""
+def _print_replaced(words: Sequence[str]) -> None:
     last = {key_of(word): word for word in words}
     for word in words:
         if last[key_of(word)] != word:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import List, Optional  # OmegaConf reads these on every Python that this project supports
 
-from fsdp_lab.config.conf import is_device
 from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.key import (
     at_least_one,
@@ -16,6 +15,7 @@ from fsdp_lab.config.key import (
     positive,
 )
 from fsdp_lab.config.metrics import can_be_objective, objective_keys
+from fsdp_lab.config.options import is_device
 from fsdp_lab.config.suggest import did_you_mean
 from fsdp_lab.config.trial import TrialConfig
 

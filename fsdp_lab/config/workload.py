@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Optional  # OmegaConf reads this on every Python that this project supports
 
-from fsdp_lab.config.conf import option_of
 from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.key import at_least_one, key, not_negative, positive
 from fsdp_lab.config.open import OpenGroup
+from fsdp_lab.config.options import option_of
 from fsdp_lab.config.source import ModelSource
 from fsdp_lab.config.target import (
     argument,

@@ -8,9 +8,9 @@ from math import inf
 from pathlib import Path
 
 from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, workers_of
-from fsdp_lab.config.conf import DEVICE_KINDS, data_sheets, device_file
 from fsdp_lab.config.key import divisors
 from fsdp_lab.config.machine import check_gpus, gpus_are_here
+from fsdp_lab.config.options import DEVICE_KINDS, data_sheets, device_file
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.forecast.capacity import GIB, Host
 from fsdp_lab.forecast.keep import ratio_group

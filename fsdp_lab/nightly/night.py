@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.config import ConfigError, NightlyConfig, UserError, from_dict
 from fsdp_lab.config.code import code_digest, user_digest
 from fsdp_lab.config.convert import value_text
-from fsdp_lab.config.key_value_args import quoted
 from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.config.wording import count
+from fsdp_lab.config.words import quoted
 from fsdp_lab.machine.hardware import cpu_name, gpus
 from fsdp_lab.nightly.gate import STATUS, Night, Verdict, changes, judge, judged_columns, since_accepted
 from fsdp_lab.nightly.texts import WEBHOOK, markdown, nights_page, notify, regressions_line, row, say, terminal_table

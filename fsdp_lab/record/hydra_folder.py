@@ -9,7 +9,7 @@ import yaml
 
 from fsdp_lab.config import NightlyConfig, SweepConfig, UserError, from_dict, part, to_dict
 from fsdp_lab.config.compose import Trial, variables_in, with_typed
-from fsdp_lab.config.conf import OPEN_GROUPS
+from fsdp_lab.config.options import OPEN_GROUPS
 from fsdp_lab.storage.files import write_text
 
 # Each of Hydra's files has this key near its end, whatever version wrote it: a file that was cut short lacks it.

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from fsdp_lab.config import ConfigError, SweepConfig, objectives
 from fsdp_lab.config.checks import check, check_hydra
 from fsdp_lab.config.compose import Trial, cell_trial
-from fsdp_lab.config.key_value_args import with_overrides
+from fsdp_lab.config.words import with_overrides
 from fsdp_lab.machine.hardware import num_gpus
 from fsdp_lab.record.sweep_json import SweepStart, read_start
 from fsdp_lab.record.trials_jsonl import changes_of_resumes, lines_of, read_trials

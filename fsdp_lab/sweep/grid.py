@@ -21,8 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_lab.config import ConfigError, SweepConfig, all_keys, conf_dir
 from fsdp_lab.config.compose import register_schema
-from fsdp_lab.config.key_value_args import key_of
 from fsdp_lab.config.overrides import value_word
+from fsdp_lab.config.words import key_of
 
 _KEYS = frozenset(all_keys())
 

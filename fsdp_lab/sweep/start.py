@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from fsdp_lab.config import is_address
-from fsdp_lab.config.key_value_args import unused_variables
 from fsdp_lab.config.machine import check_open_files, ray_folder
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.config.wording import count
+from fsdp_lab.config.words import unused_variables
 from fsdp_lab.engine.cluster import start_ray
 from fsdp_lab.engine.ray_job import check_job
 from fsdp_lab.forecast.devices import check_sweep

@@ -20,8 +20,8 @@ from typing import Any
 import fsdp_lab
 from fsdp_lab.config import code, compare, metrics
 from fsdp_lab.config.convert import value_text
+from fsdp_lab.config.describe import values_implied_by_option
 from fsdp_lab.config.metrics import PREDICTED_BY
-from fsdp_lab.config.options import values_implied_by_option
 from fsdp_lab.config.sweep import SweepConfig
 
 _FOR_SAMPLERS = ("search.num_trials", "search.seed")  # a grid has all its cells

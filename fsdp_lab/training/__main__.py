@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from fsdp_lab.config import ConfigError, NightlyConfig, TrialConfig, UserError, conf_dir, from_dict, part, to_dict
 from fsdp_lab.config.closeness import gaps_to_plain, why_other_weights
-from fsdp_lab.config.conf import OPEN_GROUPS, group_dirs
 from fsdp_lab.config.describe import docstring
 from fsdp_lab.config.metrics import FIRST_LOSS
-from fsdp_lab.config.options import with_custom
+from fsdp_lab.config.options import OPEN_GROUPS, group_dirs
 from fsdp_lab.config.ranks import Ranks
+from fsdp_lab.config.words import with_custom
 from fsdp_lab.config.workload import known_vocab_size
 from fsdp_lab.machine.output import outlast_reader
 from fsdp_lab.training.checkpoint import Metrics

@@ -7,7 +7,7 @@ import pytest
 
 from fsdp_lab.config import NightlyConfig, all_keys, forecast_settings, settings
 from fsdp_lab.config.compare import CELLS, CHECKPOINT, NIGHTS, PARAMS, STARTS, STEP
-from fsdp_lab.config.conf import known_devices, options_of
+from fsdp_lab.config.options import known_devices, options_of
 from fsdp_lab.config.suggest import closest
 
 # Another value makes another trial of a grid (cells), is refused by a resume (starts) and by the trial's own checkpoint

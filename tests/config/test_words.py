@@ -11,8 +11,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from fsdp_lab.config.key_value_args import quoted, store_named, unused_variables, with_environment
 from fsdp_lab.config.overrides import read_overrides
+from fsdp_lab.config.words import quoted, store_named, unused_variables, with_environment
 
 SPELLINGS = {
     "sharding=root": [

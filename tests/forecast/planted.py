@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fsdp_lab.config.conf import device_file
+from fsdp_lab.config.options import device_file
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.speed.device import (
     Basis,

@@ -15,8 +15,8 @@ import yaml
 
 from benchmarks import first_trial
 from fsdp_lab.config import ConfigError
-from fsdp_lab.config.conf import conf_dir, device_file, known_devices
 from fsdp_lab.config.machine import RunningCluster
+from fsdp_lab.config.options import conf_dir, device_file, known_devices
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.forecast import devices
 from fsdp_lab.forecast.capacity import Host

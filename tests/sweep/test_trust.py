@@ -17,8 +17,8 @@ import pytest
 
 from fsdp_lab.config import ConfigError
 from fsdp_lab.config.address import check_credentials
-from fsdp_lab.config.options import CODE_KEYS
 from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.config.words import CODE_KEYS
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder
 from fsdp_lab.record.trials_jsonl import add_trial

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError
-from fsdp_lab.config.conf import OPEN_GROUPS, groups
 from fsdp_lab.config.key import keys_of
-from fsdp_lab.config.key_value_args import key_of
+from fsdp_lab.config.options import OPEN_GROUPS, groups
+from fsdp_lab.config.words import key_of
 from fsdp_lab.record.trials_jsonl import lines_of
 from fsdp_lab.storage.files import write_text
 

@@ -17,8 +17,8 @@ from fsdp_lab.config.checks import check
 from fsdp_lab.config.code import code_digest, commit
 from fsdp_lab.config.compare import RESUMED, STARTS, counts
 from fsdp_lab.config.compose import Trial, with_variables
-from fsdp_lab.config.key_value_args import key_of, quoted, with_overrides
 from fsdp_lab.config.status import TrialStatus
+from fsdp_lab.config.words import key_of, quoted, with_overrides
 from fsdp_lab.engine.ray_job import COPIES, is_rays_copy
 from fsdp_lab.record.hydra_folder import read_hydra_file, saved_choices, saved_config
 from fsdp_lab.record.paths import storage
