@@ -15,7 +15,7 @@ from itertools import count
 from typing import NamedTuple
 
 from fsdp_lab.machine.hardware import allocator_settings
-from fsdp_lab.training.profile import Profile
+from fsdp_lab.memory.profile import Profile
 
 MIN_BLOCK = 512  # every request is rounded up to a multiple
 SMALL_SIZE = 2**20  # the largest request that shares segments of `SMALL_SEGMENT`

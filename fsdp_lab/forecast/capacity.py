@@ -15,8 +15,8 @@ from fsdp_lab.config.axes.sharding import Granularity
 from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.forecast.allocator import FLAT_STREAMS, STREAMS, allocator_peaks, expands
 from fsdp_lab.forecast.speed.predict import Speed
+from fsdp_lab.memory.profile import Profile
 from fsdp_lab.training.layout import Layout
-from fsdp_lab.training.profile import Profile
 
 GIB = 2**30
 
@@ -71,7 +71,7 @@ class Forecast:
     """The memory of one worker, in bytes, and its speed.
 
     Attributes:
-        peaks: place -> category -> bytes, with `total`, as in `fsdp_lab.training.profile`.
+        peaks: place -> category -> bytes, with `total`, as in `fsdp_lab.memory.profile`.
         active_bytes: the peak in the allocator's blocks on a GPU; None for a CPU.
         reserved_bytes: what the allocator takes from the GPU; None for a CPU.
         expandable: whether its segments are expandable.

@@ -21,12 +21,12 @@ from fsdp_lab.forecast.torch_private import (
     FakeTensorMode,
     peers_not_asked,
 )
-from fsdp_lab.training.distributed import DistributedContext, leave_process_group
-from fsdp_lab.training.torch_private import (
+from fsdp_lab.memory.torch_private import (
     DEVICE,
     TorchDispatchMode,
     without_modes,
 )
+from fsdp_lab.training.distributed import DistributedContext, leave_process_group
 from fsdp_lab.workloads.base import map_tensors, tensors_of
 
 HOST = torch.device("cpu")

@@ -40,6 +40,10 @@ from fsdp_lab.forecast.torch_private import (
     kernels_planned,
 )
 from fsdp_lab.forecast.trace import StepTrace
+from fsdp_lab.memory.profile import Profile
+from fsdp_lab.memory.recorder import record_step
+from fsdp_lab.memory.timeline import write_timeline
+from fsdp_lab.memory.torch_private import replace_tensors, without_modes
 from fsdp_lab.training.build import build
 from fsdp_lab.training.data import microbatch_size
 from fsdp_lab.training.distributed import ParallelDims
@@ -50,10 +54,6 @@ from fsdp_lab.training.parallel import build_parallel, way_of
 from fsdp_lab.training.parallel.base import Parallel, local
 from fsdp_lab.training.parallel.sharded import held_parameters
 from fsdp_lab.training.parallel.tensor import parameter_holders, tie_again
-from fsdp_lab.training.profile import Profile
-from fsdp_lab.training.recorder import record_step
-from fsdp_lab.training.timeline import write_timeline
-from fsdp_lab.training.torch_private import replace_tensors, without_modes
 from fsdp_lab.workloads.base import Batch, Workload, tensors_of
 from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.construct import without_values

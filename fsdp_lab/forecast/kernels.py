@@ -27,7 +27,7 @@ from fsdp_lab.forecast.torch_private import (
     flash_attention_backward,
     plain_attention,
 )
-from fsdp_lab.training.torch_private import TorchDispatchMode
+from fsdp_lab.memory.torch_private import TorchDispatchMode
 
 _HALVES = (torch.float16, torch.bfloat16)
 _AGGREGATES_IN = torch.float32  # of a GPU's kernels, whose input is in a half

@@ -11,9 +11,9 @@ from fsdp_lab.config.wording import four_digits
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.speed.predict import BOUNDS
 from fsdp_lab.forecast.words import no_forecast_text
+from fsdp_lab.memory.profile import CATEGORIES
 from fsdp_lab.report.terminal import Column, FittingTable
 from fsdp_lab.storage.files import whole
-from fsdp_lab.training.profile import CATEGORIES
 
 if TYPE_CHECKING:
     import pandas as pd

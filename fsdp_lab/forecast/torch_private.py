@@ -1,4 +1,4 @@
-"""The private names of PyTorch that only forecasts use, under names of our own; see `training/torch_private.py`."""
+"""The private names of PyTorch that only forecasts use, under names of our own; see `memory/torch_private.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.nn.parallel import distributed as ddp
 
 from fsdp_lab.forecast.speed.program import FUSED, Stream
 from fsdp_lab.machine.private import Name
-from fsdp_lab.training.torch_private import ITEM, compiled_code_runs
+from fsdp_lab.memory.torch_private import ITEM, compiled_code_runs
 
 __all__ = ["ITEM", "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensorMode"]
 

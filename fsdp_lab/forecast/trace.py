@@ -25,7 +25,7 @@ from fsdp_lab.forecast.torch_private import (
     process_group,
     written_arguments,
 )
-from fsdp_lab.training.torch_private import (
+from fsdp_lab.memory.torch_private import (
     FSDP_COPIES_OUT,
     FSDP_GATHERS,
     FSDP_REDUCES,

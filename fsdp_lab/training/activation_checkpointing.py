@@ -15,7 +15,7 @@ from fsdp_lab.config.axes.checkpointing import ActivationCheckpointing
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.training import MATRIX_PRODUCTS, SAVED_OPERATORS
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.training.torch_private import version_of, without_modes
+from fsdp_lab.memory.torch_private import version_of, without_modes
 from fsdp_lab.workloads.generators import PROCESS, Access, access, generators_of, has_state, in_bytes
 
 Key = tuple[nn.Module, str]  # a module and the name of what it has

@@ -14,8 +14,8 @@ from fsdp_lab.config.axes.sharding import Granularity
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.wording import count
+from fsdp_lab.memory.torch_private import unsplit_classes
 from fsdp_lab.training.activation_checkpointing import check_no_unit_inside, checkpoint_blocks
-from fsdp_lab.training.torch_private import unsplit_classes
 
 _METHOD = "_fsdp_lab_method"  # an argument, so that a recomputation chooses the same
 BlockClasses = tuple[type[nn.Module], ...]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_lab.config.axes.offload import OffloadConfig, OffloadTarget
-from fsdp_lab.training.torch_private import forget_meshes
+from fsdp_lab.memory.torch_private import forget_meshes
 
 T = TypeVar("T")
 

@@ -73,8 +73,6 @@ def load_exported(path: Path) -> nn.Module:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path} was not exported by this version, which reads format {FORMAT}.")
     model = ModelConfig.of_keys(content["model"], "model.")
-    # of earlier versions
-    model.target = str(model.target).replace("fsdp_lab.workloads.vision.", "fsdp_lab.workloads.examples.vision.")
     function = model.function()
     is_model = source_of(model) is not None or (isinstance(function, type) and issubclass(function, nn.Module))
     if not is_model or model.paths() != [model.target]:

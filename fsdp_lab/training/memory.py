@@ -14,14 +14,11 @@ from torch import Tensor
 
 from fsdp_lab.config.training import MemoryProfile as Detail
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.storage.files import write_json
-from fsdp_lab.training.allocator_profile import AllocatorRecorder
-from fsdp_lab.training.distributed import DistributedContext, gather
-from fsdp_lab.training.gloo import SynchronousGlooMode
-from fsdp_lab.training.parallel.base import Parallel
-from fsdp_lab.training.profile import CATEGORIES, Profile
-from fsdp_lab.training.recorder import StepRecorder, record_step
-from fsdp_lab.training.torch_private import (
+from fsdp_lab.memory.allocator_profile import AllocatorRecorder
+from fsdp_lab.memory.gloo import SynchronousGlooMode
+from fsdp_lab.memory.profile import CATEGORIES, Profile
+from fsdp_lab.memory.recorder import StepRecorder, record_step
+from fsdp_lab.memory.torch_private import (
     AccumulatesInPlace,
     compiled_code_runs,
     free_cublas_workspaces,
@@ -29,6 +26,9 @@ from fsdp_lab.training.torch_private import (
     stop_allocator_history,
     write_allocator_history,
 )
+from fsdp_lab.storage.files import write_json
+from fsdp_lab.training.distributed import DistributedContext, gather
+from fsdp_lab.training.parallel.base import Parallel
 
 # Of this process. The first has no optimizer state yet: its profile is kept only until the second has one,
 # for a trial that dies of memory at once.
@@ -147,7 +147,7 @@ class MemoryProfiler:
             return
         self._write_peaks(profile)
         if self.detail is Detail.timeline:
-            from fsdp_lab.training.timeline import write_timeline
+            from fsdp_lab.memory.timeline import write_timeline
 
             facts = {"rank": f"{self.ranks.rank} of {self.ranks.world_size}", **main_settings(self.config, self.model)}
             title = f"Optimizer step {self._tracked}, measured"

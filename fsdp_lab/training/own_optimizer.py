@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.target import import_callable, in_words, instantiate, parameters
+from fsdp_lab.memory.torch_private import FakeTensorMode
 from fsdp_lab.training.own_step import reads_refused
 from fsdp_lab.training.parallel.base import Parallel
-from fsdp_lab.training.torch_private import FakeTensorMode
 from fsdp_lab.workloads.base import original_name, unwrapped
 from fsdp_lab.workloads.construct import seeded
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.target import user_line
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.memory.torch_private import ITEM, TorchDispatchMode, compiled_code_runs
 from fsdp_lab.training.distributed import gather
 from fsdp_lab.training.parallel.base import MIXED, Parallel, at
-from fsdp_lab.training.torch_private import ITEM, TorchDispatchMode, compiled_code_runs
 from fsdp_lab.workloads.base import original_name, tensors_of, unwrapped
 
 _NO_RULE = ("Sharding propagation failed", "sharding strategy")  # of DTensor

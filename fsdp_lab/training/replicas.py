@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_lab.config.errors import UserError
+from fsdp_lab.memory.torch_private import norms_of
 from fsdp_lab.training.parallel.base import local
-from fsdp_lab.training.torch_private import norms_of
 
 _ROUNDING = 1e-4  # of a norm in float32: a thousand roundings
 

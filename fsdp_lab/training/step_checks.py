@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.training.allocator_profile import not_reported
-from fsdp_lab.training.distributed import gather
-from fsdp_lab.training.parallel.base import Parallel
-from fsdp_lab.training.replicas import check_replicas
-from fsdp_lab.training.torch_private import (
+from fsdp_lab.memory.allocator_profile import not_reported
+from fsdp_lab.memory.torch_private import (
     collectives_announced,
     flat_units,
     unsharded_parameters,
     version_of,
     without_modes,
 )
+from fsdp_lab.training.distributed import gather
+from fsdp_lab.training.parallel.base import Parallel
+from fsdp_lab.training.replicas import check_replicas
 from fsdp_lab.workloads.base import Loss, describe, original_name, unwrapped
 
 FIRST_STEPS = 2  # in which ranks compare before each collective; they are not timed

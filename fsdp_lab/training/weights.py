@@ -24,10 +24,10 @@ from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.machine.hardware import free_memory
+from fsdp_lab.memory.torch_private import replace_tensors
 from fsdp_lab.training.distributed import gather, own_node, together
 from fsdp_lab.training.parallel.base import Parallel, local
 from fsdp_lab.training.parallel.sharded import check_hooks
-from fsdp_lab.training.torch_private import replace_tensors
 from fsdp_lab.workloads.base import ModelSpec, plain_class
 from fsdp_lab.workloads.construct import TooLarge, construct, seeded, without_values
 

@@ -23,7 +23,7 @@ from fsdp_lab.forecast.fake import ACCELERATOR, HOST, fake_tensors, fake_world
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.kernels import buffer_bytes, cuda_kernels
 from fsdp_lab.machine.hardware import ALLOCATOR_VARIABLES
-from fsdp_lab.training.profile import Event, Profile
+from fsdp_lab.memory.profile import Event, Profile
 from tests.forecast.planted import kept
 from tests.operators import Operators
 from tests.ranks import config

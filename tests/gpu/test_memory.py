@@ -16,7 +16,7 @@ import torch
 
 from fsdp_lab.forecast.devices import sheet_of
 from fsdp_lab.forecast.run import Request, forecast_all
-from fsdp_lab.training.profile import CATEGORIES
+from fsdp_lab.memory.profile import CATEGORIES
 from tests.gpu.conftest import Machine
 from tests.gpu.ranks import Ranks
 from tests.ranks import config, train_all

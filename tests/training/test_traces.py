@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.training.profile import Event, Profile
-from fsdp_lab.training.timeline import COLOURS, HEIGHT, write_timeline
+from fsdp_lab.memory.profile import Event, Profile
+from fsdp_lab.memory.timeline import COLOURS, HEIGHT, write_timeline
 from tests.conftest import INLINE, run_cli
 from tests.folders import Store
 from tests.ranks import run_ranks, train_leaving

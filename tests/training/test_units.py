@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast import torch_private as of_forecasts
-from fsdp_lab.training import torch_private
+from fsdp_lab.memory import torch_private
 from fsdp_lab.training.blocks import check_blocks, find_block_classes
 from fsdp_lab.training.layout import Layout, unit_notes
 from fsdp_lab.training.parallel import fsdp2
@@ -230,4 +230,4 @@ def test_rotary_tables_are_used_in_float32_under_half_precision() -> None:
 def test_pytorch_has_the_names_as_we_use_them():
     names = (*torch_private.NAMES, *of_forecasts.NAMES)
     lacks = [f"{name.module}: {name.lacks()}" for name in names if name.lacks() is not None]
-    assert lacks == [], "see fsdp_lab/training/torch_private.py and fsdp_lab/forecast/torch_private.py"
+    assert lacks == [], "see fsdp_lab/memory/torch_private.py and fsdp_lab/forecast/torch_private.py"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from linecache import getline
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +21,14 @@ from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.target import user_line
 from fsdp_lab.config.training import OptimizerImplementation, OptimizerName
 from fsdp_lab.config.trial import ShardingConfig, TrialConfig
+from fsdp_lab.memory.recorder import StepRecorder
+from fsdp_lab.memory.torch_private import GATHER
 from fsdp_lab.training.distributed import ParallelDims
 from fsdp_lab.training.layout import DividedLayers
-from fsdp_lab.training.torch_private import GATHER
 from fsdp_lab.workloads.base import Workload
 
 MIXED = "mixed torch.Tensor and DTensor"
 _NO_KERNEL = re.compile("(not implemented for '|Unsupported dtype )(B?Float16|Half)")
-
-
-class Seen(Protocol):
-    """What a recorder has seen of a step: what a tensor is for, if it is known, and the modules that are at work."""
-
-    def known_as(self, tensor: Any) -> str: ...
-    def at_work(self) -> list[str]: ...
 
 
 class Parallel:
@@ -243,11 +237,11 @@ class Parallel:
     def check_gradients(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Raise a UserError if ranks that share samples have other gradients of what is not divided among them."""
 
-    def sent(self, func: Any, output: Any, given: Any, seen: Seen) -> Iterator[tuple[Any, str]]:
+    def sent(self, func: Any, output: Any, given: Any, seen: StepRecorder) -> Iterator[tuple[Any, str]]:
         """Yield what a collective gathers or scatters, each with what it is for, of a step that is recorded."""
         yield (output, "all_gather") if func is GATHER else (given, "reduce_scatter")
 
-    def made_for(self, func: Any, args: Any, kwargs: dict[str, Any], seen: Seen) -> str:
+    def made_for(self, func: Any, args: Any, kwargs: dict[str, Any], seen: StepRecorder) -> str:
         """Return what an operator's results are for, of a step that is recorded; "": nothing of this way's own."""
         return ""
 

@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.config.axes.precision import Dtype
 from fsdp_lab.config.errors import ModelError, UserError
-from fsdp_lab.training.parallel.base import Parallel, Seen
-from fsdp_lab.training.torch_private import in_backward
+from fsdp_lab.memory.recorder import StepRecorder
+from fsdp_lab.memory.torch_private import in_backward
+from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.workloads.base import Workload
 
 # PyTorch has another name for it since 2.15.
@@ -76,7 +77,7 @@ class DDP(Parallel):
             self.model.require_backward_grad_sync = is_last or self.config.training.sync_each_microbatch
         yield
 
-    def made_for(self, func: Any, args: Any, kwargs: dict[str, Any], seen: Seen) -> str:
+    def made_for(self, func: Any, args: Any, kwargs: dict[str, Any], seen: StepRecorder) -> str:
         if func is not torch.ops.aten.empty.memory_format or in_backward() or len(seen.at_work()) != 1:
             return ""
         # a bucket of gradients, which DDP makes before its module is entered

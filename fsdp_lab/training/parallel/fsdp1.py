@@ -22,10 +22,11 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from fsdp_lab.config.axes.api import fsdp1_strategy
 from fsdp_lab.config.axes.offload import OffloadTarget
 from fsdp_lab.config.errors import ModelError, UserError
-from fsdp_lab.training.parallel.base import Seen, at, type_of
+from fsdp_lab.memory.recorder import StepRecorder
+from fsdp_lab.memory.torch_private import CAST, DEVICE, SCATTER, TorchDispatchMode, flat_parameters, reshard_flat
+from fsdp_lab.training.parallel.base import at, type_of
 from fsdp_lab.training.parallel.fsdp2 import mp_policy
 from fsdp_lab.training.parallel.sharded import FREED, Sharded
-from fsdp_lab.training.torch_private import CAST, DEVICE, SCATTER, TorchDispatchMode, flat_parameters, reshard_flat
 from fsdp_lab.workloads.base import tensors_of
 
 _OF_ITS_TYPE = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
@@ -116,7 +117,7 @@ class FSDP1(Sharded):
             )
         return super().explain(text, cause, forward)
 
-    def sent(self, func: Any, output: Any, given: Any, seen: Seen) -> Iterator[tuple[Any, str]]:
+    def sent(self, func: Any, output: Any, given: Any, seen: StepRecorder) -> Iterator[tuple[Any, str]]:
         """Yield the tensors themselves, where FSDP2 makes copies."""
         gathers = func is not SCATTER
         yield output, "unsharded_param" if gathers else "grad"
@@ -124,7 +125,7 @@ class FSDP1(Sharded):
             if seen.known_as(tensor) not in ("param", "unsharded_grad"):  # it was cast, moved or padded
                 yield tensor, "all_gather" if gathers else "reduce_scatter"
 
-    def made_for(self, func: Any, args: Any, kwargs: dict[str, Any], seen: Seen) -> str:
+    def made_for(self, func: Any, args: Any, kwargs: dict[str, Any], seen: StepRecorder) -> str:
         return "grad" if func is CAST and seen.known_as(args[0]) == "grad" else ""  # FSDP1 casts what it has reduced
 
     def reshard(self) -> None:

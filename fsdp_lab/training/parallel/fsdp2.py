@@ -20,9 +20,9 @@ from fsdp_lab.config.axes.precision import Dtype, PrecisionConfig
 from fsdp_lab.config.axes.reshard import ReshardPolicy
 from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.memory.torch_private import REBUILDS_INPUTS, gather_before_gradient_of, one_post_forward_mesh
 from fsdp_lab.training.parallel.base import MIXED, at
 from fsdp_lab.training.parallel.sharded import ContainerHooks, Sharded, tensors_inside
-from fsdp_lab.training.torch_private import REBUILDS_INPUTS, gather_before_gradient_of, one_post_forward_mesh
 from fsdp_lab.workloads.base import original_name
 
 # To free the blocks and keep the root is None.

@@ -15,9 +15,9 @@ from fsdp_lab.config.axes.precision import Dtype
 from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.config.trial import ShardingConfig, TrialConfig
+from fsdp_lab.memory.torch_private import Place, has_hooks, has_own_parameter, places_of_parameters
 from fsdp_lab.training.parallel.base import MIXED, Parallel, at, type_of
 from fsdp_lab.training.parallel.units import in_groups
-from fsdp_lab.training.torch_private import Place, has_hooks, has_own_parameter, places_of_parameters
 from fsdp_lab.workloads.base import original_name, parts_of
 from fsdp_lab.workloads.generators import reached
 

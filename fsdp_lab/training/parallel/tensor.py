@@ -42,13 +42,13 @@ from fsdp_lab.config.key import divisors
 from fsdp_lab.config.suggest import did_you_mean
 from fsdp_lab.config.trial import ShardingConfig, TrialConfig
 from fsdp_lab.config.workload import TP_WORDS
-from fsdp_lab.training.allocator_profile import not_reported
+from fsdp_lab.memory.allocator_profile import not_reported
+from fsdp_lab.memory.torch_private import own_plan, wait_for, without_modes
 from fsdp_lab.training.distributed import ParallelDims
 from fsdp_lab.training.layout import DividedLayers, matches
 from fsdp_lab.training.parallel.base import MIXED, at
 from fsdp_lab.training.parallel.fsdp2 import FSDP2
 from fsdp_lab.training.parallel.sharded import FREED
-from fsdp_lab.training.torch_private import own_plan, wait_for, without_modes
 
 _SIZES = (
     "invalid for input of size",

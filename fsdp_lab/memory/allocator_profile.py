@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.profiler import profile
 
-from fsdp_lab.training.profile import Event, Profile
+from fsdp_lab.memory.profile import Event, Profile
 
 _FORWARD = "fsdp_lab: a forward pass begins"
 # How PyTorch's profiler names what begins a phase.

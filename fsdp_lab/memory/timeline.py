@@ -11,8 +11,8 @@ from typing import Any
 
 from jinja2 import Environment
 
+from fsdp_lab.memory.profile import CATEGORIES, PLACES, Peak, Profile
 from fsdp_lab.storage.files import write_text
-from fsdp_lab.training.profile import CATEGORIES, PLACES, Peak, Profile
 
 # Neighbours in the stack differ in lightness, so that they stay apart without colour vision.
 COLOURS = {
@@ -32,7 +32,7 @@ def write_timeline(profile: Profile, path: Path, title: str, facts: Mapping[str,
     """
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["size"] = _size
-    template = resources.files("fsdp_lab.training").joinpath("timeline.html").read_text(encoding="utf-8")
+    template = resources.files("fsdp_lab.memory").joinpath("timeline.html").read_text(encoding="utf-8")
     charts = [_chart(profile, place, peak) for place in PLACES if (peak := profile.peak(place)) is not None]
     page = environment.from_string(template).render(
         title=title, facts=facts, charts=charts, colours=COLOURS, width=WIDTH, height=HEIGHT

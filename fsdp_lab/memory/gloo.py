@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_lab.training.allocator_profile import not_reported
-from fsdp_lab.training.torch_private import (
+from fsdp_lab.memory.allocator_profile import not_reported
+from fsdp_lab.memory.torch_private import (
     FUNCTIONAL_COLLECTIVES,
     GATHER,
     SCATTER,

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -24,10 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_lab.training.gloo import SynchronousGlooMode
-from fsdp_lab.training.parallel.base import Parallel
-from fsdp_lab.training.profile import Event, Profile
-from fsdp_lab.training.torch_private import (
+from fsdp_lab.memory.gloo import SynchronousGlooMode
+from fsdp_lab.memory.profile import Event, Profile
+from fsdp_lab.memory.torch_private import (
     DEVICE,
     FLAT_GATHER,
     FSDP_COPIES_OUT,
@@ -125,6 +124,17 @@ class _Storage:
     dies: weakref.ref[torch.UntypedStorage] | None = None
 
 
+class Recorded(Protocol):
+    """A model whose step is recorded: see `fsdp_lab.training.parallel.base.Parallel`."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def model(self) -> nn.Module: ...
+    def sent(self, func: Any, output: Any, given: Any, seen: StepRecorder) -> Iterator[tuple[Any, str]]: ...
+    def made_for(self, func: Any, args: Any, kwargs: dict[str, Any], seen: StepRecorder) -> str: ...
+
+
 class StepRecorder(TorchDispatchMode):
     """Records each change of a step until it is `over`: a model that is freed later is no change of it.
 
@@ -136,7 +146,7 @@ class StepRecorder(TorchDispatchMode):
         failed_at: where an operator raised an error: "backward of blocks.3".
     """
 
-    def __init__(self, parallel: Parallel, buffer_bytes: Callable[[Any, Any], int] | None = None) -> None:
+    def __init__(self, parallel: Recorded, buffer_bytes: Callable[[Any, Any], int] | None = None) -> None:
         super().__init__()
         self.over = False
         self.failed_at = ""
@@ -299,7 +309,7 @@ class StepRecorder(TorchDispatchMode):
 
 @contextmanager
 def record_step(
-    parallel: Parallel,
+    parallel: Recorded,
     optimizer: torch.optim.Optimizer,
     batch: Sequence[Tensor],
     buffer_bytes: Callable[[Any, Any], int] | None = None,
