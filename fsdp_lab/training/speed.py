@@ -15,10 +15,11 @@ import torch
 
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics
-from fsdp_lab.training.distributed import DistributedContext
+from fsdp_lab.training.distributed import DistributedContext, largest
 
 if TYPE_CHECKING:
     from fsdp_lab.machine.cpu_contention import Window
+    from fsdp_lab.training.parallel.base import Parallel
 
 
 # Dense matrix peaks in FLOP/s by the device's whole name. `conf/device` owns those of its GPUs; a GPU machine may have
@@ -172,6 +173,45 @@ def watch_cores() -> Window | None:
     except ImportError:
         return None
     return Window(*launchers())
+
+
+class RunSpeed:
+    """The speed of a run after each of its epochs.
+
+    Args:
+        flops_per_sample: None: not known.
+        tokens_per_sample: None: samples are counted, or they have others each.
+        before: what an earlier start has timed.
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel,
+        ranks: DistributedContext,
+        flops_per_sample: float | None,
+        tokens_per_sample: int | None,
+        before: Timed,
+    ) -> None:
+        self._parallel, self._ranks, self._timed = parallel, ranks, before
+        self._flops, self._tokens = flops_per_sample, tokens_per_sample
+        self._cores: Window | None = None
+
+    def epoch_begins(self) -> None:
+        self._cores = watch_cores() if self._ranks.local_rank == 0 else None
+
+    def figures(self, timer: StepTimer, tokens_per_step: float | None) -> Metrics:
+        """Return `perf/*` of an epoch that has ended. Every rank calls this.
+
+        Args:
+            tokens_per_step: the mean of the epoch's steps, if tokens were counted.
+        """
+        config, dims, times = self._parallel.config, self._parallel.dims, timer.take()
+        waited = dims.sum(torch.tensor(timer.waited_s, device=self._ranks.device)).item() / dims.dp_degree
+        self._timed = self._timed.plus(times, largest(self._cores.share() if self._cores else 0.0), waited)
+        tokens: float | None = self._tokens
+        if tokens is None and tokens_per_step is not None:
+            tokens = tokens_per_step / config.training.global_batch_size
+        return speed_metrics(times, config, self._ranks, self._flops, tokens, self._timed)
 
 
 def speed_metrics(

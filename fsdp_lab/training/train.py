@@ -40,10 +40,10 @@ from fsdp_lab.training.export import export_model
 from fsdp_lab.training.first_steps import FirstSteps
 from fsdp_lab.training.layout import unit_notes
 from fsdp_lab.training.loop import Watch, evaluate, mean_metrics, token_metrics, train_epoch
-from fsdp_lab.training.memory import MemoryProfiler, start_clean
+from fsdp_lab.training.memory_profiler import MemoryProfiler, start_clean
 from fsdp_lab.training.parallel import build_parallel
 from fsdp_lab.training.profiler_trace import ProfilerTrace
-from fsdp_lab.training.speed import StepTimer, Timed, device_peak_flops, speed_metrics, watch_cores
+from fsdp_lab.training.speed import RunSpeed, StepTimer, Timed, device_peak_flops
 from fsdp_lab.training.step_checks import StepChecks
 from fsdp_lab.training.weights import build_model, fill
 from fsdp_lab.workloads.base import Batch, Data
@@ -160,10 +160,8 @@ def _train(
     reporter.phase("loading a checkpoint")
     checkpoints = Checkpoints(f"{storage or folder}/checkpoints", config, ranks)
     resumed_from = checkpoints.load(state)
-    facts = _facts(config, ranks, state, data, resumed_from, nodes)
-    steps = min(steps_per_epoch * config.training.epochs, config.training.max_steps or math.inf)
-    said = [*first.notes, *checkpoints.notes, *unused_notes, *facts["notes"]]
-    facts |= {"data": config.data.name, "num_steps": int(steps), "notes": said}
+    earlier_notes = [*first.notes, *checkpoints.notes, *unused_notes]
+    facts = _facts(config, ranks, state, data, steps_per_epoch, resumed_from, nodes, earlier_notes)
     reporter.facts(facts)
     for metrics in state.history:
         reporter.epoch(metrics)
@@ -180,22 +178,18 @@ def _train(
         FirstSteps(state, loaders, data.val, checks, mean_loss, resumed_from is not None),
         reporter.step,
     )
-    timed = Timed.before(state.history) if checkpoints.times_count else Timed()
+    before = Timed.before(state.history) if checkpoints.times_count else Timed()
+    speed = RunSpeed(parallel, ranks, flops, tokens, before)
     first_epoch = state.epoch
     while not config.training.is_through(state.epoch, state.step):
         loaders.order.go_to(state.epoch, state.epoch_step)
-        cores = watch_cores() if ranks.local_rank == 0 else None
+        speed.epoch_begins()
         watch.memory.epoch_begins()
         metrics, losses = train_epoch(state, workload.task, loaders.train, watch)
         on_step_losses(losses)
-        times = watch.timer.take()
-        waited = dims.sum(torch.tensor(watch.timer.waited_s, device=ranks.device)).item() / dims.dp_degree
-        timed = timed.plus(times, largest(cores.share() if cores else 0.0), waited)
-        counted = metrics[LABELS] / config.training.global_batch_size if in_tokens and LABELS in metrics else None
-        per_sample = counted if tokens is None else tokens
-        metrics.update(speed_metrics(times, config, ranks, flops, per_sample, timed))
+        metrics.update(speed.figures(watch.timer, metrics.get(LABELS) if in_tokens else None))
         if state.epoch == first_epoch and (late := buffer_notes(state.model, dims.dp_degree)):
-            reporter.facts({**facts, "dp_degree_of_losses": dims.dp_degree, "notes": [*said, *late]})
+            reporter.facts({**facts, "dp_degree_of_losses": dims.dp_degree, "notes": [*facts["notes"], *late]})
         metrics.update(watch.memory.figures())
         watch.checks.evaluation()
         metrics.update(evaluate(state, workload.task, loaders.val))
@@ -240,8 +234,10 @@ def _facts(
     ranks: DistributedContext,
     state: TrainState,
     data: Data,
+    steps_per_epoch: int,
     resumed_from: str | None,
     nodes: list[str],
+    earlier_notes: list[str],
 ) -> dict[str, Any]:
     on_cpu = ranks.device.type == "cpu"
     dp_degree = Ranks.of(config.sharding, ranks.world_size).dp
@@ -260,7 +256,10 @@ def _facts(
         "data_num_train": len(data.train),
         "data_num_val": len(data.val),
         "resumed_from": resumed_from,
+        "data": config.data.name,
+        "num_steps": int(min(steps_per_epoch * config.training.epochs, config.training.max_steps or math.inf)),
         "notes": [
+            *earlier_notes,
             *notes(config, where),
             *batch_norm_notes(state.model, dp_degree),
             *unit_notes(state.layout, config),
