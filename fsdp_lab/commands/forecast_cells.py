@@ -79,7 +79,7 @@ def arguments(trial: Trial) -> dict[str, object]:
     of_option = option_values("model", trial.choices["model"])
     theirs = {key: value for key, value in trial.values.items() if key.startswith("model.")}
     values = {key: value for key, value in theirs.items() if of_option.get(key.partition(".")[2]) != value}
-    if trial.config.data.sizes_from(trial.config.model):
+    if trial.choices["data"] != "custom" and trial.config.data.sizes_from(trial.config.model):
         return values
     values |= {"data": trial.choices["data"]}
     return values | {f"data.{name}": value for name, value in trial.config.data.arguments.items() if value is not None}

@@ -168,7 +168,7 @@ def check_pytorch(config: TrialConfig) -> None:
     """Raise UserError if the installed PyTorch lacks what the settings need."""
     known = flatten(config)
     for name, (method, since) in {name: needs for axis in AXES for name, needs in axis.since.items()}.items():
-        asked = known[name] and config.sharding.granularity.name != "ddp"
+        asked = known[name] and config.sharding.kind != "ddp"
         if asked and (version := hardware.pytorch_version()) < since:
             raise UserError(
                 f"{name}=true needs FSDPModule.{method}, which PyTorch {version[0]}.{version[1]} does not "

@@ -1,4 +1,4 @@
-"""Every key, and what it means: for the reference read from the docstrings below the fields."""
+"""Lists every key, and reads its meaning from the docstring below the field."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def check_classes(model: ModelConfig, data: DataConfig) -> None:
     """Check that a model of images has enough classes."""
     has, needed = model.sizes().get("num_classes"), data.ask("least_num_classes", model)
     if has is not None and needed is not None and has < needed:
-        name = "num_classes" if "num_classes" in model.arguments else "num_labels"
+        name = "num_labels" if "config" in model.arguments else "num_classes"
         raise CombinationError(
             f"model.{name}={has} is less than the {needed} classes of data={data.name}; use model.{name}={needed}.",
         )

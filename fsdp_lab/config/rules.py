@@ -155,7 +155,7 @@ def _check_export(checkpoint: CheckpointConfig) -> None:
 def _check_fused(trial: TrialConfig) -> None:
     if trial.optimizer.implementation is not OptimizerImplementation.fused:
         return
-    if trial.optimizer.name is OptimizerName.sgd and trial.sharding.granularity.name != "ddp":
+    if trial.optimizer.name is OptimizerName.sgd and trial.sharding.kind != "ddp":
         raise CombinationError(
             "optimizer.implementation=fused with optimizer=sgd: PyTorch has no fused SGD for sharded parameters; "
             "use optimizer.implementation=auto or foreach.",

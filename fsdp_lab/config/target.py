@@ -140,7 +140,8 @@ def check_arguments(
                 meant = did_you_mean(name, [*takes, "_target_"])
                 raise ConfigError(f"{group}.{name}={value}: {path} has no parameter {name}. {meant}{valid}.")
     for name, value in arguments.items():
-        kind, _, other = str(named[name].annotation if name in named else "").partition(" | ")
+        annotation = named[name].annotation if name in named else ""  # text, if its file postpones annotations
+        kind, _, other = (annotation.__name__ if isinstance(annotation, type) else str(annotation)).partition(" | ")
         if kind in _PLAIN and other in ("", "None") and not (value is None and (other or named[name].default is None)):
             if value is None:
                 raise ConfigError(f"{group}.{name}=null: {path} needs it; set {group}.{name} to a value.")

@@ -38,9 +38,7 @@ class ShardingConfig(PrefetchKeys, EmbeddingsKeys, TensorParallelKeys, Granulari
 
 
 @dataclass
-class TrialConfig(CompileKeys, CheckpointingKeys):
-    """Everything that determines the training of one setting."""
-
+class _Groups:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -51,6 +49,12 @@ class TrialConfig(CompileKeys, CheckpointingKeys):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+
+
+@dataclass
+class TrialConfig(CompileKeys, CheckpointingKeys, _Groups):
+    """Everything that determines the training of one setting."""
+
     repeat: int = key(0, not_negative)
     """Number of this run of a setting; `-m repeats=3` sets it."""
     init: Init = key(Init.plain)

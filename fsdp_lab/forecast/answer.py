@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import may_change_speed
-from fsdp_lab.config.axes.sharding import Granularity
 from fsdp_lab.config.metrics import MEMORY
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.forecast.capacity import GIB
@@ -74,7 +73,7 @@ class ForecastAnswer(Answer):
         sharding = request.config.sharding
         nodes, left_over = divmod(request.num_workers, request.sheet.node_size)
         whole_node = request.sheet.node_size == sharding.tp  # which then leaves nothing to shard within it
-        if sharding.granularity is Granularity.ddp or sharding.dp_replicate > 1 or left_over or whole_node:
+        if sharding.kind == "ddp" or sharding.dp_replicate > 1 or left_over or whole_node:
             return None
         return nodes if speed.shares.get("gather", 0.0) + speed.shares.get("scatter", 0.0) >= _WAITS else None
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fsdp_lab.config import TrialConfig
-from fsdp_lab.config.axes.api import Api
 from fsdp_lab.config.axes.offload import OffloadTarget
 from fsdp_lab.config.axes.precision import Dtype
 from fsdp_lab.config.axes.reshard import ReshardPolicy
-from fsdp_lab.config.axes.sharding import Granularity
 from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.forecast.allocator import FLAT_STREAMS, STREAMS, allocator_peaks, expands
 from fsdp_lab.forecast.speed.predict import Speed
@@ -216,9 +214,9 @@ def weigh(
     """
     if not cuda:
         return Forecast(False, num_workers, profile.peaks, capacity_bytes=capacity)
-    sharded, peak = config.sharding.granularity is not Granularity.ddp, profile.peaks["device"]
+    sharded, peak = config.sharding.kind != "ddp", profile.peaks["device"]
     expandable = expands() if expandable is None else expandable
-    flat = config.sharding.api is Api.fsdp1
+    flat = config.sharding.kind == "fsdp1"
     streams = FLAT_STREAMS if flat else streams
     taken = allocator_peaks(profile, sharded, [WORKSPACE_BYTES], streams, expandable, flat)
     allowances = {
@@ -268,7 +266,7 @@ def communicators(config: TrialConfig, num_workers: int) -> int:
     if num_workers == 1:
         return 1  # its group is bound to its GPU
     sharding, reshard = config.sharding, config.reshard_after_forward
-    if sharding.granularity is Granularity.ddp:
+    if sharding.kind == "ddp":
         return 1
     smaller = reshard.policy is ReshardPolicy.to_size and reshard.size not in (1, Ranks.of(sharding, num_workers).shard)
     meshes = (sharding.dp_replicate > 1) + (sharding.tp > 1)

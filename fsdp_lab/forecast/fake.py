@@ -58,7 +58,7 @@ def fake_world(world_size: int, device: torch.device, rank: int = 0) -> Iterator
 def _all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return the fake work of a reduction for DDP's hooks, which use its result.
 
-    It does not hold tensors that were compressed for the wire, as `training.memory` ensures in a measured step.
+    It does not hold tensors that were compressed for the wire, as `memory_profiler` ensures in a measured step.
     """
     if tensor.dtype is not torch.float32:
         with without_modes():

@@ -49,8 +49,8 @@ from fsdp_lab.training.data import microbatch_size
 from fsdp_lab.training.distributed import ParallelDims
 from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.loop import train_step
-from fsdp_lab.training.memory import TRACKED_STEPS, main_settings
-from fsdp_lab.training.parallel import build_parallel, way_of
+from fsdp_lab.training.memory_profiler import TRACKED_STEPS, main_settings
+from fsdp_lab.training.parallel import build_parallel
 from fsdp_lab.training.parallel.base import Parallel, local
 from fsdp_lab.training.parallel.sharded import held_parameters
 from fsdp_lab.training.parallel.tensor import parameter_holders, tie_again
@@ -210,7 +210,7 @@ def forecast_step(
         NotFollowedError: with what only training does.
     """
     check_trial(config, num_workers)
-    if cuda and way_of(config).fills_on_host and config.offload.target is not OffloadTarget.none:
+    if cuda and config.sharding.kind == "fsdp1" and config.offload.target is not OffloadTarget.none:
         raise NotFollowedError(
             "sharding.api=fsdp1 with offload=cpu has no forecast for a GPU: FSDP1 moves parameters between devices in "
             "place, which tensors without memory cannot; measure this trial with memory_profile=peaks."

@@ -63,16 +63,16 @@ def _fewest(rows: Sequence[Row], swept: Sequence[str]) -> dict[str, list[str]]:
 
 def request_notes(requests: Sequence[Request]) -> list[str]:
     """Return notes about what these forecasts assume or do not include; each note once."""
-    said = [note for r in requests for note in _notes(r)]
+    all_notes = [note for r in requests for note in _notes(r)]
     sizes = sorted({r.samples_per_worker for r in requests})
     if len({r.config.training.global_batch_size for r in requests}) == 1 and len(sizes) > 1:
         same_tp = len({r.config.sharding.tp for r in requests}) == 1
         fewest, most = ("fewest workers", "most") if same_tp else ("lowest data-parallel degree", "highest")
-        said.append(
+        all_notes.append(
             f"the global batch is the same, so a worker has {sizes[-1]:,} items with the {fewest} and {sizes[0]:,} "
             f"with the {most}; training.global_batch_size='${{per_worker:{sizes[-1]}}}' keeps {sizes[-1]:,}."
         )
-    return list(dict.fromkeys(said))
+    return list(dict.fromkeys(all_notes))
 
 
 def _notes(request: Request) -> Iterator[str]:
@@ -82,7 +82,7 @@ def _notes(request: Request) -> Iterator[str]:
             "times the memory of its forecast; what is known of float8 is known of compiled steps."
         )
     # of a GPU without a data sheet no speed is known, and its products are
-    has_tf32 = "tfloat32" in request.sheet.peak_flops if request.sheet is not None else None
+    has_tf32 = True if request.sheet is not None and "tfloat32" in request.sheet.peak_flops else None
     yield from notes(request.config, Where(request.cuda, has_tf32))
 
 

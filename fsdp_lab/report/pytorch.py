@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import resources
 
 from fsdp_lab.config import TrialConfig, part
 from fsdp_lab.config.axes.api import fsdp1_strategy
@@ -66,9 +67,11 @@ def to_pytorch(
         allocator: the settings of PyTorch's allocator in the trial's environment.
         notes: what the trial's ranks noted.
     """
-    from jinja2 import ChoiceLoader, Environment, PackageLoader
+    from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader
 
-    loader = ChoiceLoader([PackageLoader("fsdp_lab.report"), PackageLoader("fsdp_lab.training.parallel", "")])
+    # by its folder: to import the package is to import PyTorch
+    fragments = FileSystemLoader(str(resources.files("fsdp_lab.training") / "parallel"))
+    loader = ChoiceLoader([PackageLoader("fsdp_lab.report"), fragments])
     templates = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     version = tuple(int(number) for number in torch_version.split("+")[0].split(".")[:2] if number.isdigit())
     schedule, objects = config.lr_schedule, [key for key, _ in nested(config.optimizer.arguments, "optimizer")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def export_model(
 
 
 def load_exported(path: Path) -> nn.Module:
-    """See `fsdp_lab.api.load_exported`."""
+    """Return the model of an exported file; see `fsdp_lab.api.load_exported`."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the path of a model.pt that a trial exported.")
     try:
@@ -72,7 +73,7 @@ def load_exported(path: Path) -> nn.Module:
         raise UserError(f"{path} is not an exported model, which has only tensors and plain values.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{path} was not exported by this version, which reads format {FORMAT}.")
-    model = ModelConfig.of_keys(content["model"], "model.")
+    model = replace(ModelConfig.of_keys(content["model"], "model."), block_classes=None)  # which training alone needs
     function = model.function()
     is_model = source_of(model) is not None or (isinstance(function, type) and issubclass(function, nn.Module))
     if not is_model or model.paths() != [model.target]:

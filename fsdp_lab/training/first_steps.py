@@ -15,7 +15,7 @@ from fsdp_lab.config.metrics import CHANGE_NORM, CHECK_SAMPLES, CHECK_STEPS, CHE
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.data import Loaders, build_loader, microbatch_size, val_order
 from fsdp_lab.training.distributed import largest
-from fsdp_lab.training.memory import start_clean
+from fsdp_lab.training.memory_profiler import start_clean
 from fsdp_lab.training.parallel.base import local
 from fsdp_lab.training.plain_state import put_back, state_of
 from fsdp_lab.training.step_checks import StepChecks

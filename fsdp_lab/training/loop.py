@@ -22,7 +22,7 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
-from fsdp_lab.training.memory import MemoryProfiler
+from fsdp_lab.training.memory_profiler import MemoryProfiler
 from fsdp_lab.training.own_step import OwnStep, optimizer_explained
 from fsdp_lab.training.parallel.base import whole
 from fsdp_lab.training.profiler_trace import ProfilerTrace

@@ -32,10 +32,10 @@ def build_optimizer(parallel: Parallel) -> torch.optim.Optimizer:
     if optimizer.target is not None:
         made = build_own(parallel, optimizer.target, params, lr)
         is_fused = any(group.get("fused") for group in made.param_groups) and not isinstance(made, torch.optim.SGD)
-        if is_fused and config.precision.loss_scaling and parallel.asks_all:  # whose overflow has another shape
+        if is_fused and config.precision.loss_scaling and parallel.asks_all_for:  # whose overflow has another shape
             raise UserError(
                 f"optimizer._target_={optimizer.target} is fused, with precision.loss_scaling=true and "
-                f"{parallel.asks_all}: fused optimizers do not work with PyTorch's loss scaler for these; use "
+                f"{parallel.asks_all_for}: fused optimizers do not work with PyTorch's loss scaler for these; use "
                 "optimizer.fused=false, or precision=bf16_mixed."
             )
         return made

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from fsdp_lab.config import ModelError
 from fsdp_lab.forecast.capacity import CONTEXT_BYTES, NCCL_BYTES, communicators
 from fsdp_lab.forecast.forecast import NotFollowedError, forecast, forecast_profile
+from fsdp_lab.memory import timeline
 from fsdp_lab.memory.allocator_profile import Change, allocator_changes
 from fsdp_lab.memory.gloo import SynchronousGlooMode
 from fsdp_lab.memory.profile import Profile
-from fsdp_lab.training import loop, timeline
+from fsdp_lab.training import loop
 from fsdp_lab.training.train import train
 from fsdp_lab.workloads.base import tensors_of
 from tests.forecast.planted import num_bytes

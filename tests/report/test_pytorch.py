@@ -6,6 +6,8 @@ import ast
 import os
 import re
 import runpy
+import subprocess
+import sys
 import tempfile
 import textwrap
 from dataclasses import replace
@@ -299,3 +301,14 @@ def test_a_model_with_other_names_is_refused(words: str) -> None:
     parallelize = pasted(to_pytorch("Trial 0", trial_of(words), LAYOUT, 4, "2.15.0"))
     with pytest.raises(ValueError, match=r"no module's name matches is_(unit|block); use names of model"):
         parallelize(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+
+
+def test_it_is_written_without_pytorch():
+    """Reports and nights write it, in processes that import no PyTorch."""
+    code = (
+        "import sys; from fsdp_lab.config import TrialConfig; from fsdp_lab.report.pytorch import to_pytorch; "
+        "from fsdp_lab.training.layout import Layout; "
+        "assert 'def parallelize' in to_pytorch('t', TrialConfig(), Layout(), 2, '2.13'); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

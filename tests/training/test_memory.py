@@ -20,9 +20,9 @@ from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.memory.allocator_profile import Change, allocator_changes
 from fsdp_lab.memory.profile import CATEGORIES, Event, Profile
 from fsdp_lab.memory.recorder import record_step
-from fsdp_lab.training import memory as module
+from fsdp_lab.training import memory_profiler as module
 from fsdp_lab.training.distributed import DistributedContext
-from fsdp_lab.training.memory import MemoryProfiler, metrics_of_ranks
+from fsdp_lab.training.memory_profiler import MemoryProfiler, metrics_of_ranks
 from tests.ranks import Memo, config, parallel_of, run_ranks, train_all, train_leaving
 
 CPU = torch.device("cpu")

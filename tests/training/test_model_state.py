@@ -110,8 +110,9 @@ def test_an_exported_file_names_no_code_that_is_called_but_a_module(tmp_path: Pa
     file = tmp_path / "model.pt"
     linear = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 1}
     content = {"format": 1, "model": linear, "state_dict": nn.Linear(2, 1).state_dict()}
-    torch.save(content, file)
-    assert torch.equal(load_exported(file).weight, content["state_dict"]["weight"])  # type: ignore[arg-type,index]
+    for model in (linear, {**linear, "block_classes": ["torch.nn.Linear"]}):
+        torch.save({**content, "model": model}, file)
+        assert torch.equal(load_exported(file).weight, content["state_dict"]["weight"])  # type: ignore[arg-type,index]
     command = {"_target_": "os.system", "command": f"touch {tmp_path}/called"}
     for model in (command, {**linear, "bias": command}):
         torch.save({**content, "model": model}, file)

@@ -231,7 +231,7 @@ class Model(nn.Module):
 
 def words(kind: str, *more: str) -> list[str]:
     return [
-        f"model._target_={__name__}.Model", f"model.kind={kind}", f"data._target_={__name__}.Rows",
+        f"model._target_={__name__}.Model", f"model.kind='{kind}'", f"data._target_={__name__}.Rows",
         f"task.loss={__name__}.loss", "data.num_train=64", "data.num_val=8", "training.global_batch_size=4",
         "training.epochs=2", *more,
     ]  # fmt: skip

@@ -116,4 +116,4 @@ def test_the_preset_trains_keeps_the_best_epoch_and_summarises(tmp_path: Path) -
     assert loss == pytest.approx(min(losses), abs=0.02), "of the best epoch; in float32, where the trial has bf16"
     (code,) = python_blocks("docs/summaries.md", "out")
     written = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert len(written.stdout.splitlines()) == 1
+    assert len(written.stdout.splitlines()) == 1 and written.stdout.strip()

@@ -1,4 +1,4 @@
-"""What one axis of a sweep is. `AXES` lists all; whoever asks about axes iterates over it and names none."""
+"""What one axis of a sweep is. `AXES` lists all; rules, notes, comparisons and choices iterate over it."""
 
 from __future__ import annotations
 
@@ -32,18 +32,6 @@ class Where:
     nodes: Sequence[str] = ()
 
 
-def _unchecked(trial: TrialConfig, ranks: Ranks) -> None:
-    pass
-
-
-def _without_notes(trial: TrialConfig, where: Where) -> Iterator[str]:
-    yield from ()
-
-
-def _as_typed(trial: TrialConfig, ranks: Ranks) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Axis:
     """One thing that is varied.
@@ -69,10 +57,10 @@ class Axis:
     is_layout: bool = True
     divides: bool = False
     since: Mapping[str, tuple[str, tuple[int, int]]] = field(default_factory=dict)
-    check: Callable[[TrialConfig, Ranks], None] = _unchecked
+    check: Callable[[TrialConfig, Ranks], None] = lambda trial, ranks: None
     check_machine: Callable[[TrialConfig, bool], None] = lambda trial, is_here: None
-    effective: Callable[[TrialConfig, Ranks], dict[str, Any]] = _as_typed
-    notes: Callable[[TrialConfig, Where], Iterator[str]] = _without_notes
+    effective: Callable[[TrialConfig, Ranks], dict[str, Any]] = lambda trial, ranks: {}
+    notes: Callable[[TrialConfig, Where], Iterator[str]] = lambda trial, where: iter(())
 
 
 def refuse(setting: str, others: Mapping[str, tuple[bool, str]], instead: str) -> None:

@@ -51,7 +51,7 @@ class Parallel:
     keeps_shapes: ClassVar[str] = "sharding=ddp"
     # The setting for which a loss scaler asks all ranks for overflows. A rank sees those of its own part, and PyTorch's
     # plain scaler asks at most the ranks that share the first parameter.
-    asks_all: str = ""
+    asks_all_for: str = ""
     model: nn.Module  # as ranks train it; since `wrap`
 
     def __init__(self, config: TrialConfig, dims: ParallelDims, device: torch.device) -> None:
@@ -255,7 +255,7 @@ class Parallel:
         read them before they arrive.
         """
         precision = self.config.precision
-        scaler = (ShardedGradScaler if self.asks_all else torch.amp.GradScaler)(
+        scaler = (ShardedGradScaler if self.asks_all_for else torch.amp.GradScaler)(
             self.home.type,
             init_scale=precision.init_scale,
             growth_interval=precision.growth_interval,

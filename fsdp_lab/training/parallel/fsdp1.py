@@ -46,7 +46,7 @@ class FSDP1(Sharded):
     keeps_shapes: ClassVar[str] = "sharding.api=fsdp2"
     one_type: ClassVar[str] = "FSDP1 makes one tensor of a unit"
     types_of_all: ClassVar[bool] = True
-    asks_all = "sharding.api=fsdp1"
+    asks_all_for = "sharding.api=fsdp1"
     model: FullyShardedDataParallel
 
     def wrap(self, model: nn.Module, find_unused: bool) -> None:

@@ -98,6 +98,7 @@ class FSDP2(Sharded):
     """`fully_shard`."""
 
     hooks: ClassVar[type[ContainerHooks]] = UnitHooks
+    one_type: ClassVar[str] = "FSDP2 reduces the gradients of a unit"
     model: Any  # an `FSDPModule`
 
     def divide(self, model: nn.Module, units: Sequence[nn.Module], last: Sequence[nn.Module]) -> None:

@@ -69,7 +69,7 @@ class Sharded(Parallel):
     """Each rank has a part of each parameter, and units of the model are gathered when they are used."""
 
     is_sharded: ClassVar[bool] = True
-    one_type: ClassVar[str] = "FSDP2 reduces the gradients of a unit"  # for which they have one type
+    one_type: ClassVar[str]  # why the parameters of a unit have one type
     types_of_all: ClassVar[bool] = False  # without a gradient, too
     hooks: ClassVar[type[ContainerHooks]] = ContainerHooks
     _groups: Sequence[Sequence[nn.Module]]  # what shares a unit, without the root

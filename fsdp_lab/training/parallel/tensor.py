@@ -76,7 +76,7 @@ class TensorParallel(FSDP2):
 
     def __init__(self, config: TrialConfig, dims: ParallelDims, device: torch.device) -> None:
         super().__init__(config, dims, device)
-        self.asks_all = f"sharding.tp={dims.tp}"
+        self.asks_all_for = f"sharding.tp={dims.tp}"
 
     @staticmethod
     def axes(sharding: ShardingConfig, world_size: int) -> dict[str, int]:

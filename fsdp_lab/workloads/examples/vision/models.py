@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.key import at_least_one, divisors
 from fsdp_lab.config.source import ModelSource
+from fsdp_lab.workloads.examples.vision import VIT_TP_PLAN
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,9 +67,7 @@ class Vit(ImageClassifier):
         return model
 
     def tp_plan(self, **_: Any) -> dict[str, str]:
-        from fsdp_lab.workloads.examples.vision.vit import TP_PLAN
-
-        return TP_PLAN
+        return VIT_TP_PLAN
 
     def tp_sizes(self, **sizes: int) -> dict[str, int]:
         return {"mlp_dim": sizes["mlp_dim"]}
