@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib import resources
 
 from fsdp_lab.config import TrialConfig, part
-from fsdp_lab.config.axes.api import fsdp1_strategy
+from fsdp_lab.config.axes.api import strategy_of
 from fsdp_lab.config.axes.compile import compiles_loss
 from fsdp_lab.config.axes.precision import Dtype, PrecisionConfig
 from fsdp_lab.config.metrics import LABELS
@@ -87,7 +87,7 @@ def to_pytorch(
         world_size=world_size,
         allocator=_in_docstring(allocator),
         compiles_loss=compiles_loss(config),
-        strategy=fsdp1_strategy(config),
+        strategy=strategy_of(config),
         kind=config.sharding.kind,
         pattern=_pattern,
         products=[f"torch.ops.{name}" for name in MATRIX_PRODUCTS],

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.axes import Where, notes
-from fsdp_lab.config.axes.api import fsdp1_strategy
+from fsdp_lab.config.axes.api import strategy_of
 from fsdp_lab.config.compare import effective_settings
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.forecast.forecast import forecast_profile
@@ -88,7 +88,7 @@ def test_units_are_those_of_pytorchs_policies() -> None:
     ],
 )
 def test_what_fsdp1_calls_it(words: str, expected: ShardingStrategy) -> None:
-    assert ShardingStrategy[fsdp1_strategy(config(FSDP1, *words.split()))] is expected
+    assert ShardingStrategy[strategy_of(config(FSDP1, *words.split()))] is expected
 
 
 @pytest.mark.parametrize(

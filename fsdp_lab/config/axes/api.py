@@ -116,7 +116,7 @@ def kind_of(granularity: Granularity, api: Api, tp: int) -> str:
     return "tensor" if tp > 1 else "fsdp2"
 
 
-def fsdp1_strategy(trial: TrialConfig) -> str:
+def strategy_of(trial: TrialConfig) -> str:
     """Return FSDP1's word for `reshard_after_forward` and `sharding.dp_replicate`, a name of `ShardingStrategy`."""
     keeps = trial.reshard_after_forward.policy.name == "never"
     if trial.sharding.dp_replicate > 1:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from fsdp_lab.config.axes.api import fsdp1_strategy
+from fsdp_lab.config.axes.api import strategy_of
 from fsdp_lab.config.axes.offload import OffloadTarget
 from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.memory.recorder import StepRecorder
@@ -58,7 +58,7 @@ class FSDP1(Sharded):
             wrapped = FullyShardedDataParallel(
                 model,
                 device_mesh=self.dims.mesh,
-                sharding_strategy=ShardingStrategy[fsdp1_strategy(config)],
+                sharding_strategy=ShardingStrategy[strategy_of(config)],
                 cpu_offload=CPUOffload(offload_params=offloads),
                 auto_wrap_policy=CustomPolicy(lambda module: module in own),
                 backward_prefetch=BackwardPrefetch.BACKWARD_PRE if sharding.backward_prefetch != 0 else None,
