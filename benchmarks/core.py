@@ -11,9 +11,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fsdp_lab.config import TrialConfig, part
+from fsdp_lab.config.without_hydra import read_config
 from fsdp_lab.engine.rank import RankReporter
 from fsdp_lab.record.trial_files import TrialWriter
-from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.training.train import train
 
 if __name__ == "__main__":

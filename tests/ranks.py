@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fsdp_lab.config import NightlyConfig, UserError
-from fsdp_lab.training.__main__ import read_config
+from fsdp_lab.config.without_hydra import read_config
 from tests import forked
 
 _LIMIT_S = 3600  # ends ranks that hang; a test has a limit of its own

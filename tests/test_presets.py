@@ -15,7 +15,7 @@ from fsdp_lab.config import SweepConfig, conf_dir, from_dict, part, to_dict, wit
 from fsdp_lab.config.checks import check_keys
 from fsdp_lab.config.compose import register_schema, typed_config
 from fsdp_lab.config.options import group_dirs
-from fsdp_lab.training.__main__ import read_config
+from fsdp_lab.config.without_hydra import read_config
 from tests.conftest import FASHION_MNIST, ROOT
 from tests.ranks import Memo, run_ranks
 from tests.workloads.hf.cases import WORDS as HF

@@ -174,9 +174,9 @@ def _answer(asked: Asked) -> object:
 
 
 def _follow(asked: Asked) -> tuple[dict[int, Step], Forecast | None]:
+    from fsdp_lab.config.without_hydra import read_config
     from fsdp_lab.forecast.forecast import Step as ForecastStep
     from fsdp_lab.forecast.forecast import forecast_step
-    from fsdp_lab.training.__main__ import read_config
 
     capacity = asked.sheet.memory_bytes
 

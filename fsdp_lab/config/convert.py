@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import types
 import typing
@@ -62,6 +63,15 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def merge(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` with `over` on top, merged key by key in nested dictionaries."""
+    merged = copy.deepcopy(dict(values))
+    for name, value in over.items():
+        inner = merged.get(name)
+        merged[name] = merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def part(config: Any, config_class: type[T]) -> T:

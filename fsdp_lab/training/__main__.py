@@ -20,18 +20,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_lab.config import ConfigError, NightlyConfig, TrialConfig, UserError, conf_dir, from_dict, part, to_dict
+from fsdp_lab.config import TrialConfig, UserError, part, to_dict
 from fsdp_lab.config.closeness import gaps_to_plain, why_other_weights
 from fsdp_lab.config.describe import docstring
 from fsdp_lab.config.metrics import FIRST_LOSS
-from fsdp_lab.config.options import OPEN_GROUPS, group_dirs
 from fsdp_lab.config.ranks import Ranks
-from fsdp_lab.config.words import with_custom
-from fsdp_lab.config.workload import known_vocab_size
+from fsdp_lab.config.without_hydra import read_config
 from fsdp_lab.machine.output import outlast_reader
 from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.train import train
-from fsdp_lab.workloads.hf.configuration import merge
 
 _IMPORTS_S = 30.0  # before a plain loop starts to count its seconds
 
@@ -101,72 +98,6 @@ def plain_loop(config: TrialConfig, dp_degree: int) -> dict[str, Any]:
             return {"missing": str(error)}
         answer: dict[str, Any] = json.loads(told.read_text())
         return answer
-
-
-def read_config(base: Path | None, overrides: list[str]) -> NightlyConfig:
-    """Return the defaults, or a composed config's file, with overrides on top.
-
-    Args:
-        base: a YAML file; None: the defaults.
-        overrides: `group=option` and `key=value`.
-
-    Raises:
-        ConfigError: an unknown key or option, or a value of the wrong type.
-    """
-    import yaml  # `fsdp_lab.training` itself needs only PyTorch and torchvision
-
-    values = to_dict(NightlyConfig())
-    if base is not None:
-        composed = yaml.safe_load(base.read_text()) or {}
-        values = merge(values, composed) | {group: composed[group] for group in OPEN_GROUPS if group in composed}
-    pairs = [override.partition("=")[::2] for override in with_custom(overrides)]
-    for key, text in sorted(pairs, key=lambda pair: conf_dir() / pair[0] not in group_dirs()):  # options first
-        group = conf_dir() / key
-        value = read_option(group, text) if group in group_dirs() else yaml.safe_load(text)
-        if key in OPEN_GROUPS and "_target_" in value:  # the arguments of another callable are none of this one's
-            values = {**values, key: {}}
-        for name in reversed(key.split(".")):
-            value = {name: value}
-        values = merge(values, value)
-    return from_dict(NightlyConfig, resolved(values, values))
-
-
-def read_option(group: Path, option: str) -> Any:
-    """Return the values of a group's option.
-
-    Raises:
-        ConfigError: the group has no such option.
-    """
-    options = {file.stem: file for file in sorted(group.glob("*.yaml"))}
-    if option not in options:
-        raise ConfigError(f"{group.name}={option} is not an option. Choose one of: {', '.join(options)}.")
-    import yaml
-
-    return yaml.safe_load(options[option].read_text())
-
-
-def resolved(value: Any, root: dict[str, Any]) -> Any:
-    """Return `value` with each `${group.key}` replaced by the value of that key, as options of other groups use it.
-
-    Args:
-        value: plain values in any nesting.
-        root: the whole config.
-
-    Raises:
-        ConfigError: there is no such key.
-    """
-    if isinstance(value, dict):
-        return {key: resolved(item, root) for key, item in value.items()}
-    if not isinstance(value, str) or not (named := re.fullmatch(r"\$\{([\w.]+)\}", value)):
-        return value
-    node: Any = root
-    for name in named[1].split("."):
-        if not isinstance(node, dict) or name not in node:
-            if named[1] == "model.vocab_size" and (size := known_vocab_size(root["model"])):
-                return size
-            raise ConfigError(f"{value} refers to {named[1]}, which is not set; give the key that uses it a value.")
-        node = node[name]
-    return node
 
 
 def main() -> int:

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fsdp_lab.config.without_hydra import read_config
 from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.training.__main__ import read_config
 from tests import forked
 from tests.conftest import INLINE, PLAIN, STORE, TINY, command_line, run_cli, without
 from tests.folders import Store, SweepFolder

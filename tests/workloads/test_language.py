@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_lab.config import to_dict
+from fsdp_lab.config.without_hydra import read_config
 from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.training.__main__ import read_config
 from fsdp_lab.workloads.build import build_model_spec, build_workload
 from fsdp_lab.workloads.examples.language import pydoc
 from fsdp_lab.workloads.examples.language.llama import Llama

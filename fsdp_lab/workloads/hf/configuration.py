@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.config.convert import merge
 from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.suggest import closest
 from fsdp_lab.workloads.hf.library import transformers
@@ -173,15 +174,6 @@ def _check_keys(config: Any, overrides: Mapping[str, Any], typed: Config | None)
             + (f"Did you mean model.{meant}? " if meant else "")
             + f"Its keys are: {', '.join(sorted(known))}."
         )
-
-
-def merge(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with `over` on top, merged key by key in nested dictionaries."""
-    merged = copy.deepcopy(dict(values))
-    for name, value in over.items():
-        inner = merged.get(name)
-        merged[name] = merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    return merged
 
 
 def with_layers(merged: dict[str, Any], typed: Collection[str]) -> dict[str, Any]:
