@@ -125,6 +125,7 @@ RESUMES = "sweep/test_resume.py::test_exactly_what_has_no_result_goes_on_into_th
 SIGTERM = "sweep/test_resume.py::test_sigterm_prints_the_command_that_goes_on"
 TOKEN = "engine/test_ray.py::test_nobody_runs_a_task_on_a_local_ray_without_its_token"
 SAYS_WHY = "training/test_units.py::test_ddp_that_looks_for_unused_parameters_says_why"
+RELABELS = "sweep/test_resume.py::test_a_resume_relabels_no_trial_that_has_a_result"
 CALLED = "training/test_model_state.py::test_an_exported_file_names_no_code_that_is_called_but_a_module"
 OTHER_HEADS = f"{CHECKPOINT}::test_a_checkpoint_of_other_heads_or_another_optimizer_is_refused"
 RESUMABLE = f"{CHECKPOINT}::test_what_cannot_be_resumed_is_refused_on_every_rank"
@@ -940,6 +941,10 @@ FAULTS = (
           "forecast/test_choice.py::test_keep_ranks_no_repeat_and_nothing_without_a_prediction"),
     Fault("the largest microbatch is one that does not fit", "fsdp_lab/forecast/forecast.py",
           "        most += 1\n", "        most += 1\n    most += 1\n", LARGEST),
+    Fault("a resume fails a trial whose checkpoint has other settings", "fsdp_lab/sweep/store/resume.py",
+          "            _check_goes_on(state, changes, folder)\n", "", RELABELS),
+    Fault("what a resume cannot change is ignored in silence", "fsdp_lab/sweep/store/resume.py",
+          "    if not typed or not all(state.ended for state in states):", "    if True:", RELABELS),
     Fault("the largest microbatch is one too small", "fsdp_lab/forecast/forecast.py",
           "        most += 1\n    return most", "        most += 1\n    return most - 1", LARGEST),
     Fault("the largest microbatch is that of all ranks", "fsdp_lab/forecast/forecast.py",
@@ -1204,10 +1209,10 @@ FAULTS = (
           "workloads/test_user.py::test_the_digest_is_of_the_files_of_the_users_packages"),
     Fault("what is typed for a resume relabels trials with a result", "fsdp_lab/sweep/store/resume.py",
           "        elif changes and _UNREADABLE not in changes:\n            _keep_saved(state)", "",
-          "sweep/test_resume.py::test_a_resume_relabels_no_trial_that_has_a_result"),
+          RELABELS),
     Fault("an axis is typed for a resume", "fsdp_lab/sweep/store/resume.py",
           "if key_of(word) in axes), None):", "if word is None), None):",
-          "sweep/test_resume.py::test_a_resume_relabels_no_trial_that_has_a_result"),
+          RELABELS),
     Fault("changed data are not noticed", "fsdp_lab/sweep/store/resume.py",
           "        if now != before:", "        if now is None:",
           "sweep/test_resume.py::test_other_settings_data_and_code_are_refused_by_name"),

@@ -26,7 +26,7 @@ from fsdp_lab.sweep.names import preset_of
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.folder import check_trial_folders
-from fsdp_lab.sweep.store.resume import changes_since, resumed_states, settings_typed, typed_since
+from fsdp_lab.sweep.store.resume import changes_since, resumed_states, settings_typed, typed_since, without_effect
 from fsdp_lab.sweep.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class Alone:
             trial = replace(trial, overrides=words, **changes_of_resumes(next(lines_of(self.folder), {})))
             typed = settings_typed(typed_since(self.hydra.overrides.task), [], record, self.folder)
             states = resumed_states([trial], record, self.folder, config, typed)
+            notes += without_effect(states, typed)
             return Sweep(states, config, self.folder, [], record, resumed=True), notes
         record = SweepStart.of(sys.argv[1:], False, config)
         return Sweep([TrialState(trial)], config, self.folder, [], record), notes
@@ -115,7 +116,7 @@ class Multirun:
                 holds no sweep, or one of other settings, code or data.
         """
         if self.config.resume is not None:
-            return self._resumed(), []
+            return self._resumed()
         record = SweepStart.of(sys.argv[1:], True, self.config)
         return self._search(record) if self.config.search.samples else self._grid(record)
 
@@ -144,7 +145,7 @@ class Multirun:
         record = record.with_code(search.code())
         return Sweep(states, self.config, self.folder, swept, record, search), search.notes()
 
-    def _resumed(self) -> Sweep:
+    def _resumed(self) -> tuple[Sweep, list[str]]:
         record = read_start(self.folder)
         typed_now = [
             word
@@ -172,7 +173,8 @@ class Multirun:
         states = resumed_states(trials, record, self.folder, config, typed)
         if search is not None:
             search.resume([(state.trial, state.status, state.figures) for state in states])
-        return Sweep(states, config, self.folder, swept, record, search, resumed=True, later=later)
+        notes = [] if search is not None else without_effect(states, typed)
+        return Sweep(states, config, self.folder, swept, record, search, resumed=True, later=later), notes
 
     def _later(self, words: list[str], record: SweepStart) -> dict[str, Any]:
         """Return `Trial.resumed` and `changed` of the trials that a resumed search will suggest.

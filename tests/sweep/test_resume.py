@@ -96,8 +96,11 @@ def test_a_resume_relabels_no_trial_that_has_a_result(folder: Path):
     forget(folder, 2)
     refused = run_cli(folder, "resume=out", "++optimizer.lr=0.5", "resume_anyway=true")
     assert refused.returncode == 2 and "optimizer.lr=0.5 is an axis of this sweep" in refused.stderr
-    shutil.rmtree(folder / "out" / "2" / "checkpoints")  # of other settings
     words = ["training.epochs=3", "optimizer.weight_decay=0.5"]
+    refused = run_cli(folder, "resume=out", *words, "resume_anyway=true")
+    assert refused.returncode == 2 and "trial 2 goes on from its checkpoint" in refused.stderr
+    assert "optimizer.weight_decay was 0.0 and is 0.5. Leave that out" in refused.stderr and "Ray" not in refused.stdout
+    shutil.rmtree(folder / "out" / "2" / "checkpoints")
     done = run_cli(folder, "resume=out", *words, "resume_anyway=true")
     assert done.returncode == 0 and begun(done) == [2], output_of(done)
     assert [row["precision"] for row in SweepFolder(folder / "out").rows] == ["fp32", "fp32", "bf16", "bf16"]
@@ -111,6 +114,8 @@ def test_a_resume_relabels_no_trial_that_has_a_result(folder: Path):
     (line,) = [json.loads(line) for line in (folder / "out" / "trials.jsonl").read_text().splitlines()][2:3]
     assert sorted(line["resumed"]) == sorted(line["changed"]) == sorted(words)
     assert SweepFolder(folder / "out").trials[2].epochs[-1]["epoch"] == 3
+    done = run_cli(folder, "resume=out", "optimizer.weight_decay=0.1", "resume_anyway=true")
+    assert "optimizer.weight_decay=0.1 changes nothing: every trial has a result" in done.stdout
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:

@@ -111,9 +111,7 @@ def kind_of(granularity: Granularity, api: Api, tp: int) -> str:
     """Return the way in which ranks train, by the name of its file in `fsdp_lab/training/parallel`."""
     if granularity is Granularity.ddp:
         return "ddp"
-    if api is Api.fsdp1:
-        return "fsdp1"
-    return "tensor" if tp > 1 else "fsdp2"
+    return "tensor" if tp > 1 else api.name
 
 
 def strategy_of(trial: TrialConfig) -> str:

@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, settings, to_dict, workers_of
 from fsdp_lab.config.checks import check
 from fsdp_lab.config.code import code_digest, commit
-from fsdp_lab.config.compare import RESUMED, STARTS, counts
+from fsdp_lab.config.compare import CHECKPOINT, RESUMED, STARTS, counts
 from fsdp_lab.config.compose import Trial, with_variables
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.words import key_of, quoted, with_overrides
@@ -26,6 +26,7 @@ from fsdp_lab.record.sweep_json import SweepStart, read_start, versions
 from fsdp_lab.record.trial_files import read_metrics
 from fsdp_lab.record.trial_json import read_trial
 from fsdp_lab.record.trials_jsonl import lines_of
+from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.find import check_keys, find_trusted, read_trust
 
@@ -136,6 +137,7 @@ def resumed_states(
     for state, changes in zip(states, own, strict=True):
         if not state.ended:  # it reports its epochs again
             check(state.trial.config)
+            _check_goes_on(state, changes, folder)
             state.recorded([], state.forecast_figures, state.forecast_words)
             state.facts = {}
             kept = {key: change for key, change in changes.items() if counts(key, RESUMED)}
@@ -143,6 +145,24 @@ def resumed_states(
         elif changes and _UNREADABLE not in changes:
             _keep_saved(state)
     return states
+
+
+def _check_goes_on(state: TrialState, changes: Changes, folder: Path) -> None:
+    """Check that a trial with a checkpoint has the settings that this is loaded for: it would fail as it starts."""
+    fixed = [text for key, (text, _) in changes.items() if key != _UNREADABLE and counts(key, CHECKPOINT)]
+    if fixed and any(storage(state.trial, folder).glob("checkpoints/*")):  # not of one in object storage
+        raise UserError(
+            f"resume={folder}: {label(state.trial)} goes on from its checkpoint, which has other settings: "
+            f"{'; '.join(fixed)}. Leave that out, or start a new sweep with it; checkpoint.resume_from takes over "
+            "weights."
+        )
+
+
+def without_effect(states: Sequence[TrialState], typed: Sequence[str]) -> list[str]:
+    """Return a note if what was typed for a resume changes no trial, since all have a result."""
+    if not typed or not all(state.ended for state in states):
+        return []
+    return [f"{' '.join(typed)} changes nothing: every trial has a result, and keeps what it was trained with"]
 
 
 def changes_since(record: SweepStart, start: SweepConfig, now: SweepConfig) -> list[str]:
