@@ -137,10 +137,10 @@ def run_night(study: Study, now: Callable[[], float] = time.time) -> int:
     log_dates(nights)
     if nights and nights[-1].verdict is Verdict.incomplete:
         log(f"night {nights[-1].id} was interrupted, and stays incomplete")
-        _write_page(study, nights)
     moment, number = now(), nights[-1].number + 1 if nights else 1
     night = Night(night_id(moment), moment, study=study.settings, origin=_origin(study), number=number)
     write_night(study.folder, night)
+    _write_page(study, [*nights, night])  # as incomplete, which it stays if it is interrupted
     log(f"night {night.id} begins")
     return _end(study, [*nights, night], past, run_sweep(study.arguments, _sweep_of(study, night)))
 

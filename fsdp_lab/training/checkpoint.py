@@ -171,6 +171,10 @@ class TrainState(Stateful):
 class Checkpoints:
     """The checkpoints of one trial.
 
+    DCP saves each rank's parts of whole tensors, under FSDP2 and tensor parallelism of DTensors, so that any sharding,
+    degree or number of ranks can read them (`checkpoint.resume_from`). In its own folder a trial keeps its settings:
+    `CHECKPOINT` in `config/compare.py`.
+
     Attributes:
         notes: sentences about the checkpoint that was loaded.
         times_count: whether the steps that its history timed were this run's: on as many workers, and on such devices.
