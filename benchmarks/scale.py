@@ -103,16 +103,15 @@ class Marks:
 def run(folder: Path, cpus: int, arguments: list[str]) -> None:
     """A sweep in this process whose trials pretend; leaves `marks.json`."""
     from fsdp_lab.commands.main import main
-    from fsdp_lab.sweep import runner
-    from fsdp_lab.sweep.executors import tuner
+    from fsdp_lab.sweep import runner, tuner
 
     run_sweep = runner.run_sweep
 
-    def watched(sweep: Any, executor: Any, outputs: Any) -> Any:
+    def watched(sweep: Any, execute: Any, outputs: Any) -> Any:
         marks = Marks(sweep, folder / "marks.json")
         for event in ("opened", "ended", "closed"):
             setattr(outputs, event, after(getattr(outputs, event), getattr(marks, event)))
-        return run_sweep(sweep, executor, outputs)
+        return run_sweep(sweep, execute, outputs)
 
     def after(first: Any, then: Any) -> Any:
         return lambda *details: (first(*details), then(*details))

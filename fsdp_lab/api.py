@@ -19,7 +19,9 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,19 +30,43 @@ from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.words import quoted
+from fsdp_lab.record.sweep import SweepRecord
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fsdp_lab.forecast.answer import ForecastResult
-    from fsdp_lab.report.data import SweepData
+    from fsdp_lab.report.answer import Answer
 
 _END_S = 60.0  # for a command to end by itself after an interrupt
 
 __all__ = ["UserError", "forecast", "load_exported", "report", "sweep"]
 
 
-def sweep(*overrides: Any, folder: Path | str | None = None, quiet: bool = False) -> SweepData:
+@dataclass(frozen=True, repr=False)
+class SweepResult(SweepRecord):
+    """The record of a sweep, with its answer. It is shown as the lines that its command ends with."""
+
+    @cached_property
+    def recommendation(self) -> Answer:
+        from fsdp_lab.report.answer import answer
+
+        return answer(self)
+
+    def plot(self) -> Any:
+        """Return the report's main chart, speed against peak memory, as a Plotly figure; None without such figures."""
+        from fsdp_lab.report.plots import main_chart
+
+        main = main_chart(self, self.recommendation)
+        return main.figure if main else None
+
+    def __repr__(self) -> str:
+        from fsdp_lab.report.answer import plain_text
+
+        return "\n".join(plain_text(self.recommendation))
+
+
+def sweep(*overrides: Any, folder: Path | str | None = None, quiet: bool = False) -> SweepResult:
     """Run a sweep as `python -m fsdp_lab -m <overrides>` does, and return its record.
 
     Args:
@@ -96,7 +122,7 @@ def forecast(*overrides: Any, folder: Path | str | None = None, quiet: bool = Fa
     return result
 
 
-def report(which: Path | str = "last", *, trust: bool = False) -> SweepData:
+def report(which: Path | str = "last", *, trust: bool = False) -> SweepResult:
     """Read the record of a sweep. Writes nothing.
 
     Args:
@@ -106,13 +132,13 @@ def report(which: Path | str = "last", *, trust: bool = False) -> SweepData:
     Raises:
         UserError: there is no such sweep, or none of its trials has finished.
     """
+    from fsdp_lab.sweep.record import record_of, require_results, sweep_in
     from fsdp_lab.sweep.store.find import find_trusted
-    from fsdp_lab.sweep.sweep_data import require_results, sweep_in
 
     folder, _ = find_trusted(str(which), "sweep", trust)
-    read, _, _ = sweep_in(folder)
-    require_results(read, str(which))
-    return read
+    record = record_of(sweep_in(folder))
+    require_results(record, str(which))
+    return SweepResult(**vars(record))
 
 
 def load_exported(path: Path | str) -> nn.Module:

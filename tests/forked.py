@@ -32,7 +32,7 @@ _FORKS = multiprocessing.get_context("forkserver")
 # What commands and ranks import while they run. Not Ray, which reads its environment as it is imported.
 _FORKS.set_forkserver_preload([
     "fsdp_lab.commands.main", "fsdp_lab.commands.report", "fsdp_lab.commands.forecast", "fsdp_lab.sweep.command",
-    "fsdp_lab.sweep.executors.inline", "fsdp_lab.sweep.start", "fsdp_lab.training.__main__",
+    "fsdp_lab.sweep.runner", "fsdp_lab.sweep.start", "fsdp_lab.training.__main__",
     "fsdp_lab.workloads.examples.vision.digits", "fsdp_lab.workloads.examples.vision.mlp",
     "fsdp_lab.workloads.examples.vision.models",
     "hydra_plugins.fsdp_lab_sweeper.sweeper", "mlflow.store.tracking.sqlalchemy_store", "plotly.graph_objects",

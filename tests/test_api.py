@@ -69,7 +69,7 @@ def test_a_command_that_crashes_returns_no_record(tmp_path: Path, monkeypatch: p
 
 
 def test_a_sweep_has_its_answer_and_its_chart():
-    result = sweep()
+    result = api.SweepResult(**vars(sweep()))
     assert "sharding=root precision=bf16" in result.recommendation.sentence and len(result.plot().data) > 0
     assert repr(result).startswith("Recommended: sharding=root precision=bf16") and "Compared with it" in repr(result)
     assert set(result.frame()["sharding"]) == {"ddp", "root", "per_block"}

@@ -27,7 +27,7 @@ MAY_IMPORT = {
 # What lies beside the rooms: the Python API, Hydra's plugin, and the files by which `python -m` starts a command.
 BESIDE = {
     "__init__": set[str](),
-    "api": {"config", "training", "report", "forecast", "sweep", "commands"},
+    "api": {"config", "training", "record", "report", "forecast", "sweep", "commands"},
     "hydra_plugins": {"config", "sweep"},
     "python -m": {"commands"},
 }

@@ -25,8 +25,8 @@ from fsdp_lab.config import ConfigError, SweepConfig, UserError, check_ranges, r
 from fsdp_lab.config.describe import docstring
 from fsdp_lab.config.sweep import ReportConfig
 from fsdp_lab.machine.output import outlast_reader
+from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.report.answer import answer, plain_text
-from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import FILES, write_report
 from fsdp_lab.report.pytorch import setting_of
 
@@ -73,17 +73,17 @@ def run(options: dict[str, str]) -> None:
     Raises:
         UserError: there is no such sweep, or none of its trials has finished.
     """
+    from fsdp_lab.sweep.record import record_of, require_results, sweep_in
     from fsdp_lab.sweep.store.find import find_trusted, read_trust
-    from fsdp_lab.sweep.sweep_data import require_results, sweep_in
     from fsdp_lab.tracking import annotate_answer, runs_url
     from fsdp_lab.tracking.tags import SweepAnswer
 
     which = options["sweep"].strip("'\"")
     folder, own = find_trusted(which, "sweep", read_trust(options.get("trust")))
-    recorded, record, config = sweep_in(folder)
-    ui = options.get("tracking.ui", config.tracking.ui)
-    tracking = dataclasses.replace(config.tracking, uri=options.get("tracking.uri", config.tracking.uri), ui=ui)
-    sweep = dataclasses.replace(with_tolerances(recorded, options), runs_url=runs_url(tracking))
+    read = sweep_in(folder)
+    given: dict[str, Any] = {key: options[f"tracking.{key}"] for key in ("uri", "ui") if f"tracking.{key}" in options}
+    tracking = dataclasses.replace(read.config.tracking, **given)
+    sweep = dataclasses.replace(with_tolerances(record_of(read), options), runs_url=runs_url(tracking))
     require_results(sweep, which)
     if "use" in options:
         print(script(sweep, options.get("trial")), end="")
@@ -93,9 +93,9 @@ def run(options: dict[str, str]) -> None:
     recommendation = write_report(sweep, out)
     try:
         if "tracking.uri" not in options:
-            tracking = dataclasses.replace(tracking, uri=store_of(record, config, own))
+            tracking = dataclasses.replace(tracking, uri=store_of(read.started, read.config, own))
         files = [out / name for name in FILES if (out / name).exists()]
-        if not annotate_answer(tracking, record.id, SweepAnswer(**recommendation.as_data), files):
+        if not annotate_answer(tracking, read.started.id, SweepAnswer(**recommendation.as_data), files):
             print("fsdp_lab.report: the store has no run of this sweep, so the report is only in its folder")
     except UserError as error:
         print(f"fsdp_lab.report: the report is not in MLflow: {error}", file=sys.stderr)
@@ -103,7 +103,7 @@ def run(options: dict[str, str]) -> None:
     print(f"report: {out}/report.html")
 
 
-def script(sweep: SweepData, number: str | None = None) -> str:
+def script(sweep: SweepRecord, number: str | None = None) -> str:
     """Return a trial's setting as Python code.
 
     Args:
@@ -152,7 +152,7 @@ def seen_from(uri: str, folder: str) -> str:
     return uri if place == uri or place.startswith("/") else f"sqlite:///{Path(folder, place)}"
 
 
-def with_tolerances(sweep: SweepData, options: dict[str, str]) -> SweepData:
+def with_tolerances(sweep: SweepRecord, options: dict[str, str]) -> SweepRecord:
     """Return the sweep with the tolerances of the command line.
 
     Raises:

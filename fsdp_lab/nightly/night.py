@@ -230,10 +230,10 @@ def _frame_of(folder: Path) -> pd.DataFrame:
     import pandas as pd
 
     from fsdp_lab.report.answer import settings_of
-    from fsdp_lab.sweep.sweep_data import sweep_in
+    from fsdp_lab.sweep.record import record_of, sweep_in
 
     try:
-        sweep = sweep_in(folder)[0]
+        sweep = record_of(sweep_in(folder))
     except UserError:
         return pd.DataFrame(columns=[STATUS])
     settings, frame = settings_of(sweep), sweep.frame()

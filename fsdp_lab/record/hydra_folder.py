@@ -16,7 +16,7 @@ from fsdp_lab.storage.files import write_text
 _LAST_KEYS = {"config.yaml": "report", "hydra.yaml": "verbose"}
 
 
-def read_hydra_file(trial_folder: Path, name: str) -> dict[str, Any]:
+def _read(trial_folder: Path, name: str) -> dict[str, Any]:
     """Return the content of `.hydra/config.yaml`, or of `hydra.yaml` below its only key.
 
     Raises:
@@ -38,18 +38,18 @@ def read_hydra_file(trial_folder: Path, name: str) -> dict[str, Any]:
     return values
 
 
-def saved_config(values: dict[str, Any]) -> SweepConfig:
+def saved_config(trial_folder: Path) -> SweepConfig:
     """Read a trial's `.hydra/config.yaml`, in which Hydra leaves the keys of the nights too.
 
     Raises:
-        ConfigError: a key or a value that is none any more.
+        UserError: the file cannot be read, or a key or a value is none any more.
     """
-    return part(from_dict(NightlyConfig, values), SweepConfig)
+    return part(from_dict(NightlyConfig, _read(trial_folder, "config.yaml")), SweepConfig)
 
 
-def saved_choices(hydra: dict[str, Any]) -> dict[str, str]:
-    """Return group -> option of a trial's `.hydra/hydra.yaml`, without Hydra's own groups."""
-    options = hydra["runtime"]["choices"].items()
+def saved_choices(trial_folder: Path) -> dict[str, str]:
+    """Return group -> option of a trial's `.hydra/hydra.yaml`, without Hydra's own groups. Raises UserError."""
+    options = _read(trial_folder, "hydra.yaml")["runtime"]["choices"].items()
     return {key: str(option) for key, option in options if option and not key.startswith("hydra/")}
 
 

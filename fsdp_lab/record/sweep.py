@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,12 +51,15 @@ class SweepRecord:
     def statuses(self) -> list[TrialStatus]:
         return [trial.status for trial in self.trials]
 
-    def frame(self) -> pd.DataFrame:
+    def frame(self, as_typed: bool = False) -> pd.DataFrame:
         """Return a row a trial, indexed by its number: what it was, how it ended, its latest metrics.
 
         The columns are `status`, `reason` (its code), `run_id`, `seconds`, `device`, `predicted_by` and `beside` (how
-        many others ran meanwhile), then the axes as typed, then the metrics under their keys, as float64; NaN where a
-        trial has none.
+        many others ran meanwhile), then the axes, then the metrics under their keys, as float64; NaN where a trial has
+        none.
+
+        Args:
+            as_typed: axes of numbers are text, too.
         """
         import pandas as pd
 
@@ -73,6 +77,9 @@ class SweepRecord:
         ]
         metrics = sorted({key for trial in self.trials for key in trial.figures})
         frame = pd.DataFrame(rows, columns=["trial", *head, "beside", *self.axes, *metrics])
+        for axis in self.axes if not as_typed else ():
+            with suppress(ValueError):
+                frame[axis] = pd.to_numeric(frame[axis])
         return frame.astype(dict.fromkeys(["seconds", *metrics], "float64")).set_index("trial")
 
 

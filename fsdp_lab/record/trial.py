@@ -15,7 +15,7 @@ from fsdp_lab.record.reasons import Reason
 
 @dataclass
 class TrialRecord:
-    """A trial as recorded. The driver's own (`fsdp_lab.sweep.state.TrialState`) changes until the trial has ended.
+    """A trial as recorded. The driver's own (`fsdp_lab.sweep.trial.TrialState`) changes until the trial has ended.
 
     Attributes:
         number: of the trial in its sweep, from 0.

@@ -108,11 +108,10 @@ def settings_of(sweep: SweepRecord) -> Settings:
         trivial.pop() if len(trivial) == 1 else None,
     )
     plain = check_against_plain(sweep.trials, sweep.plain_loops)
-    # the record's own frame, in which axes are as typed
     apart = {trial.number for trial in sweep.trials if trial.setting.get(CHANGED, "no") != "no"}
     checked = check_itself(sweep.trials, sweep.axes, apart | plain.different.keys())
     reasons = {trial.number: reason_text(trial.reason) for trial in sweep.trials}
-    return Settings(SweepRecord.frame(sweep), rules, checked, plain, reasons)
+    return Settings(sweep.frame(as_typed=True), rules, checked, plain, reasons)
 
 
 def _guessing_loss(config: SweepConfig) -> float | None:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.config.metrics import FORECAST, MEMORY, table_columns
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.sweep import SweepRecord
-from fsdp_lab.report.answer import Answer, with_a_line
-from fsdp_lab.report.data import SweepData
+from fsdp_lab.report.answer import Answer, answer, with_a_line
 from fsdp_lab.report.plots import MOST, figures, shown_trials, url_of
 from fsdp_lab.report.pytorch import SCRIPT, setting_of
 from fsdp_lab.report.recommend import Recommendation
@@ -28,7 +27,7 @@ _REPORT = "report.html"
 FILES = (_REPORT, SCRIPT)
 
 
-def write_report(sweep: SweepData, folder: Path) -> Answer:
+def write_report(sweep: SweepRecord, folder: Path) -> Answer:
     """Write `report.html`, and the recommended setting as code.
 
     Each file is written under a temporary name first.
@@ -39,18 +38,17 @@ def write_report(sweep: SweepData, folder: Path) -> Answer:
     Raises:
         OSError: the folder cannot be written.
     """
-    made = sweep.recommendation
+    made = answer(sweep)
     (folder / SCRIPT).unlink(missing_ok=True)
     setting = setting_of(made.trial) if made.trial is not None else None
     if setting is not None:
         write_text(folder / SCRIPT, setting, parents=False)
-    write_text(folder / _REPORT, to_html(sweep, setting is not None), parents=False)
+    write_text(folder / _REPORT, to_html(sweep, made, setting is not None), parents=False)
     return made
 
 
-def to_html(sweep: SweepData, script: bool = False) -> str:
+def to_html(sweep: SweepRecord, answer: Answer, script: bool = False) -> str:
     """Return the page; `script`: its folder has the setting as `use_pytorch.py`."""
-    answer = sweep.recommendation
     charts = figures(sweep, answer)
     kept = (TrialStatus.finished, TrialStatus.stopped)
     described = {other.setting.name for other in with_a_line(answer.recommendation)}

@@ -24,10 +24,10 @@ from fsdp_lab.record.trials_jsonl import changes_of_resumes, lines_of, read_tria
 from fsdp_lab.sweep.grid import Cells, enumerate_grid, fixed_words, repeat_axis, swept_keys
 from fsdp_lab.sweep.names import preset_of
 from fsdp_lab.sweep.plan import plan_sweep
-from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.folder import check_trial_folders
 from fsdp_lab.sweep.store.resume import changes_since, resumed_states, settings_typed, typed_since, without_effect
 from fsdp_lab.sweep.sweep import Sweep
+from fsdp_lab.sweep.trial import TrialState
 
 if TYPE_CHECKING:
     from fsdp_lab.sweep.search import OptunaSearch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -28,9 +27,6 @@ from fsdp_lab.sweep.store.find import remember_last
 from fsdp_lab.sweep.store.folder import new_folder
 from fsdp_lab.sweep.sweep import Sweep
 
-if TYPE_CHECKING:
-    from fsdp_lab.sweep.runner import Executor
-
 
 def run(command: Alone | Multirun) -> ExitCode:
     """Run the sweep of a command, or list its trials with `dry_run`, and return the exit status.
@@ -43,7 +39,8 @@ def run(command: Alone | Multirun) -> ExitCode:
         if config.resume is not None and not config.dry_run:
             held.enter_context(locked(command.folder, "resume"))  # first: another resume may be at work
         sweep, notes = command.sweep()
-        check_start(sweep)
+        check_job(sweep.config, sweep.folder, folder_key(sweep.started.multirun))
+        check_sweep(sweep.config)  # each of its trials was checked when it was composed
         if config.dry_run:
             print(*_head(sweep), *notes, *_listed(sweep), sep="\n", flush=True)
             _remove_empty(command.folder)
@@ -59,16 +56,6 @@ def run(command: Alone | Multirun) -> ExitCode:
         for line in [*_head(sweep), *notes, *unused_variables()]:
             print(line)
         return start_sweep(sweep)
-
-
-def check_start(sweep: Sweep) -> None:
-    """Check what decides about a sweep as a whole: each of its trials was checked when it was composed.
-
-    Raises:
-        ConfigError: a job of Ray's would lose its results; or `forecast.keep` has nothing to choose by.
-    """
-    check_job(sweep.config, sweep.folder, folder_key(sweep.started.multirun))
-    check_sweep(sweep.config)
 
 
 def reach(sweep: Sweep) -> None:
@@ -107,10 +94,10 @@ def start_sweep(sweep: Sweep) -> ExitCode:
     """Run a sweep and print the result. Raises as `run_sweep`."""
     # what these import takes seconds: refusals come before
     from fsdp_lab.sweep.outputs.outputs import Outputs
-    from fsdp_lab.sweep.runner import run_sweep
+    from fsdp_lab.sweep.runner import EXECUTORS, run_sweep
 
     outputs = Outputs(sweep)
-    code = run_sweep(sweep, _executor(sweep.config.engine), outputs)
+    code = run_sweep(sweep, EXECUTORS[sweep.config.engine], outputs)
     outputs.console.final(outputs.answer)
     runs, where = outputs.mlflow.projection, relative(sweep.folder)
     shown = [f"report: {where}/report.html"] if outputs.answer else []
@@ -119,16 +106,6 @@ def start_sweep(sweep: Sweep) -> ExitCode:
     shown += resume_lines(sweep.folder) if code is ExitCode.interrupted else []
     outputs.console.rich.print(*shown, sep="\n", highlight=False, soft_wrap=True)
     return code
-
-
-def _executor(engine: Engine) -> Executor:
-    if engine is Engine.inline:  # imports no Ray
-        from fsdp_lab.sweep.executors.inline import InlineExecutor
-
-        return InlineExecutor()
-    from fsdp_lab.sweep.executors.ray_tune import RayTuneExecutor
-
-    return RayTuneExecutor()
 
 
 def _head(sweep: Sweep) -> list[str]:

@@ -26,7 +26,7 @@ from fsdp_lab.record.trials_jsonl import add_trial, write_trials
 from fsdp_lab.report.choice import pareto_front
 from fsdp_lab.report.plain_check import check_against_plain
 from fsdp_lab.storage.files import sync
-from fsdp_lab.sweep.state import Ending, Events, TrialState, in_rounds
+from fsdp_lab.sweep.trial import Events, TrialState, in_rounds
 
 if TYPE_CHECKING:
     from fsdp_lab.sweep.search import OptunaSearch
@@ -44,14 +44,20 @@ class Sweep:
         resumed: whether the folder has trials of an earlier start; `config` is then that of the resume.
         objectives: `(metric, "min" or "max")` of each.
         plain_loops: with which its trials are compared.
+        run_id: of its MLflow run; "": it has none.
         outputs: where each change is shown; set before it runs.
-        ending: None while it runs.
+        ending: the exit status that it ends with; None while it runs.
+        error: that ended it early, other than an interrupt; None: none did.
+        interrupted_by: Ray's server that ended and so interrupted it; None: none did.
         ends_by: when all waits of its end are over, on the monotonic clock; None: it was not interrupted.
     """
 
     outputs: Events
-    ending: Ending | None = None
+    ending: ExitCode | None = None
+    error: BaseException | None = None
     ends_by: float | None = None
+    run_id = ""
+    interrupted_by: str | None = None
 
     def __init__(
         self,
@@ -78,6 +84,11 @@ class Sweep:
         for state in self.trials:
             state.trial = replace(state.trial, folder=folder / os.path.relpath(state.trial.folder, self.folder))
         self.folder = folder
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether it ends before its trials."""
+        return self.ending is ExitCode.interrupted or self.error is not None
 
     def has_more(self) -> bool:
         """Return whether a trial has not ended, or more may be suggested."""
@@ -141,15 +152,11 @@ class Sweep:
             OSError: the sweep's folder was removed.
         """
         self._check_folder()
-        while True:
-            number = self.next_waiting()
-            if number is None:
-                number = self._suggested()
-            if number is None:
-                return None
+        while (number := self.next_waiting()) is not None or (number := self._suggested()) is not None:
             if not self.trials[number].ended:  # what was just suggested may be skipped by its forecast
                 self.trials[number].status = TrialStatus.starting
                 return number
+        return None
 
     def next_waiting(self) -> int | None:
         """Return the known trial to begin next; None without one."""
@@ -202,7 +209,7 @@ class Sweep:
         state = self.trials[number]
         before = list(read_metrics(self.folder_of(number)))
         state.epochs_before = int(before[-1]["epoch"]) if before else 0
-        state.begin(time.time())
+        state.status, state.begun = TrialStatus.running, state.begun or time.time()
         self._write_forecast(number)
         self.outputs.began(number)
         for metrics in before:
@@ -295,8 +302,10 @@ class Sweep:
         self._end(number, Outcome(TrialStatus.failed, reason))
 
     def _end(self, number: int, outcome: Outcome) -> None:
-        state = self.trials[number]
-        state.end(outcome, time.time())
+        state, now = self.trials[number], time.time()
+        state.status, state.reason = outcome.status, outcome.reason
+        if state.begun:
+            state.seconds, state.span = now - state.begun, (state.begun, now)
         if outcome.status.is_result:
             self._write_outcome(number, outcome)
         self.outputs.ended(number)
@@ -316,8 +325,8 @@ class Sweep:
         code = self.exit_code(interrupted, error)
         if self.ending is not None or not self._is_open:
             return code
-        self.ending = Ending(code, error, self.ends_by)
-        self.outputs.closing(self.ending)
+        self.ending, self.error = code, error
+        self.outputs.closing()
         reason = Reason.of(Code.sweep_failed, text=str(error)) if error else None
         for number, state in enumerate(self.trials):
             if state.status is TrialStatus.running:
@@ -327,7 +336,7 @@ class Sweep:
                 except (OSError, UserError) as problem:  # a damaged file: it keeps no other trial from its end
                     self.log_once(str(problem))
                     self._end(number, outcome)
-        self.outputs.closed(self.ending)
+        self.outputs.closed()
         return code
 
     def exit_code(self, interrupted: bool, error: BaseException | None) -> ExitCode:

@@ -10,8 +10,8 @@ from fsdp_lab.config.metrics import MIB, OTHERS_CPU, SPEED
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.plain_loops import PlainLoop
 from fsdp_lab.record.reasons import Code, Reason
+from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord
-from fsdp_lab.report.data import SweepData
 
 # sharding, precision, status, MiB, samples/s, val loss
 ROWS = (
@@ -40,11 +40,11 @@ def trial(number: int, row: Sequence[object] = ROWS[0], **figures: float) -> Tri
     )  # fmt: skip
 
 
-def sweep(trials: Sequence[TrialRecord] | None = None, **changed: object) -> SweepData:
+def sweep(trials: Sequence[TrialRecord] | None = None, **changed: object) -> SweepRecord:
     trials = [trial(i, row) for i, row in enumerate(ROWS)] if trials is None else trials
     given = {"loss_tolerance": 0.02, "speed_tolerance": 0.03, "axes": ["sharding", "precision"]}
     given |= {"command": "python -m fsdp_lab -m", **changed}
-    return SweepData(name="a/sweep", trials=list(trials), **given)  # type: ignore[arg-type]
+    return SweepRecord(name="a/sweep", trials=list(trials), **given)  # type: ignore[arg-type]
 
 
 def on_cpu(number: int, row: int, others: float, speed: float) -> TrialRecord:

@@ -22,12 +22,12 @@ from fsdp_lab.config.metrics import MEDIAN_STEP, MEMORY, MIB, SPEED
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.results_csv import write_results
+from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import answer, plain_text
-from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html
 from fsdp_lab.sweep.outputs.results_csv import rows_of
-from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.trial import TrialState
 from tests.report.sweeps import (
     REPEATED,
     ROWS,
@@ -46,7 +46,7 @@ from tests.sweep.planted import sweep_of
 FOLDER = Path(__file__).parent / "golden"
 
 
-def nearly_full() -> SweepData:
+def nearly_full() -> SweepRecord:
     """The fastest needs 95 of 100 MiB, so the smaller of two as fast is taken."""
     capacity = 100.0 * MIB
     needs = {3: 95.0 * MIB, 5: 60.0 * MIB}
@@ -54,7 +54,7 @@ def nearly_full() -> SweepData:
     return sweep([trial(n, ROWS[n], **figures[n]) for n in needs])
 
 
-def rates() -> SweepData:
+def rates() -> SweepRecord:
     """Learning rates, which cannot change the speed: compared by the loss alone, which is no better than guessing."""
     figures = {"0.1": (2.31, 1000.0), "0.01": (2.29, 950.0), "0.001": (2.302, 1020.0)}
     rows = [
@@ -64,14 +64,14 @@ def rates() -> SweepData:
     return sweep(rows, axes=["optimizer.lr"])
 
 
-def rounded() -> SweepData:
+def rounded() -> SweepRecord:
     """4.03 is 0.75 % above 4, and less than a step of bfloat16."""
     narrow = {"train/loss_eps": 2.0**-7}
     rows = [("ddp", "fp32", "finished", 100, 1000.0, 4.0), ("root", "fp32", "finished", 100, 1500.0, 4.03)]
     return sweep([trial(n, row, **narrow) for n, row in enumerate(rows)], loss_tolerance=0.001)
 
 
-def next_to_zero() -> SweepData:
+def next_to_zero() -> SweepRecord:
     """Losses of 0, within its rounding, and 0.5. By their median steps the second is 1.14 times as slow, not 1.35."""
     rows = [("fp32", 1350.0, 0.0, 0.010), ("bf16", 1000.0, 1e-7, 0.0114), ("fp16", 900.0, 0.5, 0.020)]
     return sweep([
@@ -80,14 +80,14 @@ def next_to_zero() -> SweepData:
     ])  # fmt: skip
 
 
-def many_settings() -> SweepData:
+def many_settings() -> SweepRecord:
     """Nine settings, the later the slower; the last one learned less. Lines are of those that differ in one value."""
     pairs = product(("ddp", "root", "per_block"), ("fp32", "bf16", "fp16"))
     rows = [(*pair, "finished", 10 + n, 100.0 - 9 * n, 2.0 if n == 8 else 1.0) for n, pair in enumerate(pairs)]
     return sweep([trial(n, row) for n, row in enumerate(rows)])
 
 
-def against_plain(*trials: TrialRecord) -> SweepData:
+def against_plain(*trials: TrialRecord) -> SweepRecord:
     return sweep(trials, axes=["sharding"], plain_loops=[plain_loop()])
 
 
@@ -128,13 +128,13 @@ CASES = {
 }
 
 
-def written(made: SweepData) -> str:
+def written(made: SweepRecord) -> str:
     return "\n".join([*plain_text(answer(made)), "", "=" * 80, "", page_words(made)])
 
 
-def page_words(made: SweepData) -> str:
+def page_words(made: SweepRecord) -> str:
     """The page as text: a line for each paragraph, item and row; `> ` stands before what is folded."""
-    body = to_html(made).partition("<body>")[2].partition("<script>")[0].replace("<summary>", "&gt; ")
+    body = to_html(made, answer(made)).partition("<body>")[2].partition("<script>")[0].replace("<summary>", "&gt; ")
     lines = re.sub(r"</(p|h1|h2|li|tr|pre|div|summary|details)>|<br>", "\n", re.sub("</t[dh]>", " | ", body))
     text = html.unescape(re.sub("<[^>]+>", "", lines))
     return "".join(f"{line.strip()}\n" for line in text.split("\n") if line.strip())
@@ -158,6 +158,7 @@ def results() -> str:
         config.optimizer.lr = 10.0**-number
         values = {"optimizer": {"lr": config.optimizer.lr}}
         states.append(TrialState(Trial(number, config, choices, [], Path("outputs", str(number)), values), status))
+        states[-1].run_id = f"run{number}"
         if status.ended:
             states[-1].figures, states[-1].seconds = dict(figures), number + 0.126
             states[-1].facts = {"notes": ["One is noted.", "And another."]}
@@ -166,7 +167,7 @@ def results() -> str:
     planned = sweep_of(states, swept=["sharding", "model", "optimizer.lr"])
     planned.front = lambda: {2}  # type: ignore[method-assign]
     with TemporaryDirectory() as folder:
-        write_results(Path(folder), planned.swept, rows_of(planned, lambda n: f"run{n}"))
+        write_results(Path(folder), planned.swept, rows_of(planned))
         return Path(folder, "results.csv").read_text()
 
 

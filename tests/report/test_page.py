@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fsdp_lab.config import SweepConfig
+from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.report.answer import answer
-from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.page import to_html, write_report
 from fsdp_lab.report.plots import figures
 from tests.report.sweeps import REPEATED, ROWS, rounds, sweep, trial
@@ -21,7 +21,7 @@ from tests.report.sweeps import REPEATED, ROWS, rounds, sweep, trial
 RUNS = "http://127.0.0.1:5000/#/runs"
 
 
-def charts_of(made: SweepData) -> dict[str, dict[str, Any]]:
+def charts_of(made: SweepRecord) -> dict[str, dict[str, Any]]:
     """By the name of each chart: its traces by their names, of which the last one counts."""
     charts = figures(made, answer(made))
     return {chart.name: {trace.name: trace for trace in chart.figure.data} for chart in charts}
@@ -64,7 +64,7 @@ def test_the_page_needs_no_network_and_its_texts_are_no_html():
     script = "</script><img src=x onerror=alert(1)>"
     hostile = dataclasses.replace(trial(0), setting={"sharding": script, "precision": "a|b @PLOTLY@ \\1"})
     made = sweep([hostile, *[trial(i, row) for i, row in enumerate(ROWS) if i]])
-    page = to_html(made)
+    page = to_html(made, answer(made))
     assert not re.search(r"<(script|img|link|iframe)[^>]*\b(src|href)=", page.replace("src=x", ""))
     assert "<img" not in page.partition("plotly.js v")[0] and page.count("plotly.js v") == 1
     own = re.sub(r"plotly\.js v.*?</script>", "", page, flags=re.DOTALL)  # all but the library

@@ -15,7 +15,6 @@ from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.sweep import SweepRecord
 from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import answer, settings_of
-from fsdp_lab.report.data import SweepData
 from fsdp_lab.report.recommend import Recommendation, recommend
 from fsdp_lab.report.settings import Coded, Settings
 from tests.report.sweeps import REPEATED, ROWS, on_cpu, rounds, sweep, trial
@@ -23,11 +22,11 @@ from tests.report.sweeps import REPEATED, ROWS, on_cpu, rounds, sweep, trial
 ROUNDED = {"train/loss_eps": 2.0**-7}  # near 4, bfloat16 has 4, 4.03125, 4.0625 above, and 3.984375 below
 
 
-def of(made: SweepData) -> Recommendation:
-    return recommend(Settings(SweepRecord.frame(made), settings_of(made).rules))
+def of(made: SweepRecord) -> Recommendation:
+    return recommend(Settings(made.frame(as_typed=True), settings_of(made).rules))
 
 
-def chosen(made: SweepData) -> dict[str, str]:
+def chosen(made: SweepRecord) -> dict[str, str]:
     setting = of(made).setting
     assert setting is not None
     return setting.values

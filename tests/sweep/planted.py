@@ -19,9 +19,8 @@ from fsdp_lab.record.sweep_json import SweepStart
 from fsdp_lab.record.trial_json import Outcome
 from fsdp_lab.sweep.forecasts import Forecasts
 from fsdp_lab.sweep.outputs.outputs import Outputs
-from fsdp_lab.sweep.outputs.results_csv import ResultsCsv
-from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.sweep import Sweep
+from fsdp_lab.sweep.trial import TrialState
 from tests.conftest import ROOT
 
 Compose = Callable[[Sequence[str], int], Trial]
@@ -58,20 +57,17 @@ def plan_of(
 
 
 class Acts:
-    """An executor that trains nothing.
+    """An executor that trains nothing: call it with the sweep.
 
     Args:
         reasons: why each trial ends, by its number; those beyond the end of the list finish.
     """
 
-    interrupted_by: str | None = None
-
     def __init__(self, reasons: Sequence[Reason | None] = ()) -> None:
         self._reasons = reasons
 
-    def start(self, sweep: Sweep) -> None: ...
-
-    def run(self, sweep: Sweep) -> None:
+    def __call__(self, sweep: Sweep) -> None:
+        sweep.outputs.ready()
         while (number := sweep.next()) is not None:
             self.act(sweep, number)
 
@@ -81,17 +77,15 @@ class Acts:
         reason = self._reasons[number] if number < len(self._reasons) else None
         sweep.end(number, Outcome(reason.status if reason else TrialStatus.finished, reason))
 
-    def stop(self) -> None: ...
-
 
 class Hears(Outputs):
     """Records which trials begin, the epochs, and what is logged; writes nothing but `results.csv` on request."""
 
     def __init__(self, sweep: Sweep, forecasts: Forecasts | None = None, writes: bool = False) -> None:
-        self.sweep, self.console, self.mlflow = sweep, Mock(), Mock()
+        self.sweep, self.console, self.mlflow = sweep, MagicMock(), Mock()
         self.forecasts: Any = forecasts or MagicMock()
         self.plain_loops: Any = MagicMock()
-        self.results: Any = ResultsCsv(sweep, lambda number: "") if writes else Mock()
+        self._writes, self._stale, self._due_at = writes, False, 0.0
         self.begun: list[int] = []
         self.epochs: list[dict[str, float]] = []
         self.logged: list[str] = []
@@ -103,6 +97,10 @@ class Hears(Outputs):
     def epoch(self, number: int, metrics: dict[str, float]) -> None:
         super().epoch(number, metrics)
         self.epochs.append(metrics)
+
+    def write_results(self) -> None:
+        if self._writes:
+            super().write_results()
 
     def log(self, text: str) -> None:
         self.logged.append(text)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.config import UserError
+from fsdp_lab.sweep.record import sweep_in
 from fsdp_lab.sweep.store.find import find_trusted
-from fsdp_lab.sweep.sweep_data import sweep_in
 from tests import forked, trained
 from tests.conftest import INLINE, run_cli, without
 from tests.folders import Store, SweepFolder
@@ -85,7 +85,7 @@ DAMAGE: tuple[tuple[str, bytes | None, str | tuple[str, int]], ...] = (
 
 def read(folder: Path) -> str | tuple[str, int]:
     try:
-        first, *_ = sweep_in(find_trusted(str(folder), "sweep", trust=False)[0])[0].trials
+        first, *_ = sweep_in(find_trusted(str(folder), "sweep", trust=False)[0]).trials
     except UserError as error:
         return str(error)
     return first.status.value, len(first.epochs)

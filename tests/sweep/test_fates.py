@@ -19,7 +19,7 @@ import torch
 from mlflow.entities import Run
 
 from fsdp_lab.config.metrics import METRICS, declared
-from fsdp_lab.sweep.sweep_data import sweep_in
+from fsdp_lab.sweep.record import record_of, sweep_in
 from tests import forked
 from tests.conftest import PLAIN, TINY
 from tests.folders import Store, SweepFolder, TrialFolder
@@ -168,7 +168,7 @@ def test_trials_end_the_same_without_the_shortcut(sweep_of: Callable[..., Swept]
 
 def test_when_trials_ran_is_known_from_the_folder(swept: Swept):
     """Two at a time: by the clock of the trial's own process or the driver's."""
-    data, _, _ = sweep_in(swept.folder / "out")
+    data = record_of(sweep_in(swept.folder / "out"))
     spans = [trial.span for trial in data.trials]
     assert all(span is not None and 0 < span[1] - span[0] < 390 for span in spans)
     assert sum(data.frame()["beside"] > 0) >= 2

@@ -21,8 +21,8 @@ from fsdp_lab.sweep.names import setting_text, short_name, sweep_name
 from fsdp_lab.sweep.outputs.results_csv import rows_of
 from fsdp_lab.sweep.plan import plan_sweep
 from fsdp_lab.sweep.start import run
-from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.folder import Occupied, check_trial_folders, new_folder
+from fsdp_lab.sweep.trial import TrialState
 from tests.conftest import INLINE, run_cli, without
 from tests.folders import Store, SweepFolder
 from tests.sweep import fates
@@ -62,7 +62,7 @@ def test_values_of_the_users_own_are_shown_as_typed(parser: OverridesParser, com
     assert [short_name(trial, ["model.table"]) for trial in plan.trials] == [f"table={value}" for value in values]
     states = [TrialState(trial) for trial in plan.trials]
     planned = planned_sweep(states, swept=["model.table"])
-    assert [row["model.table"] for row in rows_of(planned, lambda number: "")] == values
+    assert [row["model.table"] for row in rows_of(planned)] == values
 
 
 STRANGE = ("a b", "介绍 é", "x=1", "a/b/../c", "long" * 75)

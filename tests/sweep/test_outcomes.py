@@ -99,7 +99,7 @@ from fsdp_lab.engine.cluster import set_environment
 
 set_environment()
 from fsdp_lab.engine.job import note_process
-from fsdp_lab.sweep.executors import tuner
+from fsdp_lab.sweep import tuner
 
 here, trial_function = Path.cwd(), tuner.trial_function
 

@@ -34,14 +34,14 @@ from fsdp_lab.record.trial_files import read_metrics
 from fsdp_lab.record.trial_json import Outcome, changing, read_trial, write_outcome
 from fsdp_lab.report.render import reason_text
 from fsdp_lab.storage.files import append_line
-from fsdp_lab.sweep.executors.tuner import Deaths, ResourceCatalog, TuneCallback
 from fsdp_lab.sweep.forecasts import Forecasts
 from fsdp_lab.sweep.names import OF_A_NIGHT
 from fsdp_lab.sweep.runner import run_sweep
 from fsdp_lab.sweep.schedulers import build_scheduler
 from fsdp_lab.sweep.shutdown import interruptible
-from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.sweep import Sweep
+from fsdp_lab.sweep.trial import TrialState
+from fsdp_lab.sweep.tuner import Deaths, ResourceCatalog, TuneCallback
 from tests.forecast.planted import operator
 from tests.sweep.planted import CPU, Acts, Compose, Hears, heard, plan_of, sweep_of, trial_by_hand
 

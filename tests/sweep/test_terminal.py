@@ -14,8 +14,8 @@ from rich.console import Console as RichConsole
 
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.sweep.outputs.table import epoch_line, how_far, trial_table
-from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.sweep import Sweep
+from fsdp_lab.sweep.trial import TrialState
 from tests.conftest import INLINE, ROOT
 from tests.folders import SweepFolder
 from tests.sweep.planted import sweep_of

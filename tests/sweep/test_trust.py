@@ -22,10 +22,10 @@ from fsdp_lab.config.words import CODE_KEYS
 from fsdp_lab.record.hydra_folder import write_hydra_folder
 from fsdp_lab.record.sweep_json import SweepStart, begin_folder
 from fsdp_lab.record.trials_jsonl import add_trial
-from fsdp_lab.sweep.state import TrialState
+from fsdp_lab.sweep.record import record_of, sweep_in
 from fsdp_lab.sweep.store import find as trust
 from fsdp_lab.sweep.store.resume import changes_of_config, resume_arguments
-from fsdp_lab.sweep.sweep_data import sweep_in
+from fsdp_lab.sweep.trial import TrialState
 from fsdp_lab.tracking.tags import trial_params
 from tests import forked, trained
 from tests.conftest import INLINE, STORE, run_cli, without
@@ -133,7 +133,7 @@ def test_what_another_user_wrote_on_the_shared_disk_is_refused(tmp_path: Path, m
     assert done.returncode == 0, done.stdout + done.stderr
     monkeypatch.chdir("/")
     folder = tmp_path / "out"
-    assert sweep_in(folder)[0].statuses == [TrialStatus.finished]
+    assert record_of(sweep_in(folder)).statuses == [TrialStatus.finished]
     (shared,) = (tmp_path / "disk").iterdir()
     assert stat.S_IMODE(shared.stat().st_mode) == 0o700
     assert trust.why_foreign(folder) is None

@@ -19,9 +19,9 @@ from fsdp_lab.record.trial_json import Outcome, changing, read_trial
 from fsdp_lab.storage.files import append_line
 from fsdp_lab.sweep.outputs.mlflow import MlflowRuns
 from fsdp_lab.sweep.runner import run_sweep
-from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.resume import resumed_states
 from fsdp_lab.sweep.sweep import Sweep
+from fsdp_lab.sweep.trial import TrialState
 from fsdp_lab.tracking import annotate_answer
 from fsdp_lab.tracking.tags import FINDING_TAG, RECOMMENDED_TAG, RECORDED_TAG, SweepAnswer
 from tests.folders import Store

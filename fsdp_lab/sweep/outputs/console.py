@@ -12,14 +12,11 @@ from rich.text import Text
 from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.config.wording import duration
-from fsdp_lab.report.answer import Answer, plain_loop_lines, plain_text
-from fsdp_lab.report.data import SweepData
+from fsdp_lab.report.answer import Answer, plain_text
 from fsdp_lab.report.render import reason_text
 from fsdp_lab.report.terminal import open_console
 from fsdp_lab.sweep.names import label, relative, resume_command, resume_lines, run_name
-from fsdp_lab.sweep.outputs.pace import Pace
 from fsdp_lab.sweep.outputs.table import epoch_line, how_far, trial_table
-from fsdp_lab.sweep.state import Ending
 from fsdp_lab.sweep.sweep import Sweep
 
 MOST_ROWS = 500  # of the last table; of more trials it has a few
@@ -40,7 +37,7 @@ class Console:
     def __init__(self, sweep: Sweep, rich: RichConsole | None = None) -> None:
         self._sweep = sweep
         self.rich = rich or open_console()
-        self._begun, self._pace = time.time(), Pace()
+        self._begun = time.time()
         self.bar = Progress(
             TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=self.rich,
             auto_refresh=sweep.config.engine is not Engine.inline, refresh_per_second=1, transient=True,
@@ -56,13 +53,11 @@ class Console:
             print(f"[{time.time() - self._begun:6.1f} s] {text}")
 
     def draw(self) -> None:
-        """Draw the bar, unless that was done just now."""
-        if self._pace.is_due:
-            with self._pace.kept():
-                sweep, search = self._sweep, self._sweep.config.search
-                total = max(len(sweep.trials), search.num_trials if search.samples else 0)
-                done = sum(state.share_done for state in sweep.trials)
-                self.bar.update(self._task, description=how_far(sweep), completed=done, total=total, refresh=True)
+        """Draw the bar."""
+        sweep, search = self._sweep, self._sweep.config.search
+        total = max(len(sweep.trials), search.num_trials if search.samples else 0)
+        done = sum(state.share_done for state in sweep.trials)
+        self.bar.update(self._task, description=how_far(sweep), completed=done, total=total, refresh=True)
 
     def final(self, answer: Answer | None = None) -> None:
         """Print the table of all trials that began, best values marked, and below it the report's recommendation."""
@@ -103,23 +98,19 @@ class Console:
             why += _where_traced(self._sweep.folder_of(number))
         self.log(f"{label(state.trial)} {state.status}{took}{why}")
 
-    def compared(self, trial: SweepData) -> None:
-        """Log how a single trial compares with a plain loop."""
-        for line in plain_loop_lines(trial.recommendation):
-            self.log(line)
-
-    def closing(self, ending: Ending) -> None:
+    def closing(self) -> None:
         """Log how to resume an interrupted sweep, before anything that may hang."""
-        if ending.early:
+        if self._sweep.ends_early:
             for line in resume_lines(self._sweep.folder):
                 self.log(line)
 
-    def closed(self, ending: Ending) -> None:
+    def closed(self) -> None:
         """Log how to repeat failed trials."""
-        failed = any(state.status is TrialStatus.failed for state in self._sweep.trials)
-        if failed and ending.code is ExitCode.failed and not ending.early:
-            theirs = " (if your code changed, also resume_anyway=true)" if self._sweep.started.user_packages else ""
-            again = resume_command(self._sweep.folder)
+        sweep = self._sweep
+        failed = any(state.status is TrialStatus.failed for state in sweep.trials)
+        if failed and sweep.ending is ExitCode.failed and not sweep.ends_early:
+            theirs = " (if your code changed, also resume_anyway=true)" if sweep.started.user_packages else ""
+            again = resume_command(sweep.folder)
             self.log(f"to retry failed trials: {again} resume_failed=true{theirs}")
 
 

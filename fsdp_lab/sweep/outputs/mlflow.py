@@ -15,8 +15,8 @@ from fsdp_lab.report.page import FILES
 from fsdp_lab.report.render import reason_text
 from fsdp_lab.sweep.grid import unescaped
 from fsdp_lab.sweep.names import command_line, config_dir_words, resume_command, short_name, sweep_name
-from fsdp_lab.sweep.state import Ending, TrialState
 from fsdp_lab.sweep.sweep import Sweep
+from fsdp_lab.sweep.trial import TrialState
 from fsdp_lab.tracking import Projection, WantedRun
 from fsdp_lab.tracking.tags import RECOMMENDED_TAG, RECORDED_TAG, SweepAnswer, sweep_tags, trial_params, trial_tags
 
@@ -30,8 +30,7 @@ class MlflowRuns:
         self._sweep, self._tracking = sweep, sweep.config.tracking
         self.projection = Projection(self._tracking, sweep.started.id, self._wanted, sweep.log)
         self._ended: dict[int, int] = {}  # number of a trial -> milliseconds since 1970
-        self._ending: Ending | None = None
-        self._with_files = self._gave_up = False
+        self._is_ending = self._with_files = self._gave_up = False
         self._until: float | None = None  # of all waits at an early end, on the monotonic clock
         self._answer: SweepAnswer | None = None
 
@@ -50,6 +49,12 @@ class MlflowRuns:
         ended_before = own is not None and own.ended is not None and not self._sweep.has_more()
         self.change(*([] if ended_before else [None]), *ended)
 
+    def note_ids(self) -> None:
+        """Set the ids of the runs that the store has."""
+        self._sweep.run_id = self.projection.run_id(None)
+        for number, state in enumerate(self._sweep.trials):
+            state.run_id = self.projection.run_id(number)
+
     def change(self, *numbers: int | None) -> None:
         """Send what is new of these trials, or with None of the sweep, if it has a run of its own."""
         multirun = self._sweep.started.multirun
@@ -66,24 +71,24 @@ class MlflowRuns:
         if self._sweep.config.engine is Engine.inline and self._sweep.ending is None:
             self.projection.settle(0.0)  # before this process trains on: a step shares no core
 
-    def settle(self, ending: Ending) -> None:
+    def settle(self) -> None:
         """End the sweep's run, and wait for the store: the report names the runs."""
-        self._ending = ending
+        self._is_ending = True
         of_earlier_start = [
             n for n, state in enumerate(self._sweep.trials) if not state.ended and self.projection.run_id(n)
         ]
         self.change(None, *of_earlier_start)
-        self._settle(ending)
+        self._settle()
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self) -> None:
         """Send the sweep's files, and log how many runs the store lacks something of."""
         self._with_files = True
         if self._sweep.started.multirun:
             self.change(None)
         elif self.projection.run_id(0):
             self.change(0)
-        unsent = self._settle(ending)
-        self.projection.stop(self._left_s(ending))
+        unsent = self._settle()
+        self.projection.stop(self._left_s())
         if unsent:
             self._sweep.log(
                 f"{count(unsent, 'run')} did not reach the MLflow store as a whole; the trials' folders have the rest; "
@@ -100,27 +105,28 @@ class MlflowRuns:
         run = self.projection.stored(number)
         return run.tags if run is not None else {}
 
-    def _settle(self, ending: Ending) -> int:
+    def _settle(self) -> int:
         patience_s = 0.0 if self._gave_up else self._tracking.patience_s
-        unsent = self.projection.settle(patience_s, self._left_s(ending))
+        unsent = self.projection.settle(patience_s, self._left_s())
         self._gave_up = unsent > 0
         return unsent
 
-    def _left_s(self, ending: Ending) -> float | None:
+    def _left_s(self) -> float | None:
         """Return how long an end may still wait for the store, in all; None: without a limit."""
-        if not ending.early:
+        if not self._sweep.ends_early:
             return None
         if self._until is None:
-            self._until = min(time.monotonic() + _EARLY_LIMIT_S, ending.by or math.inf)
+            self._until = min(time.monotonic() + _EARLY_LIMIT_S, self._sweep.ends_by or math.inf)
         return max(0.0, self._until - time.monotonic())
 
     def _wanted(self, number: int | None) -> WantedRun:
         return self._of_sweep() if number is None else self._of_trial(number, self._sweep.trials[number])
 
     def _of_sweep(self) -> WantedRun:
-        sweep, ending, answer = self._sweep, self._ending, self._answer
+        sweep, answer = self._sweep, self._answer
+        ending = sweep.ending if self._is_ending else None
         names: tuple[str, ...] = ("results.csv", "multirun.yaml")
-        if ending is not None and not ending.early:
+        if ending is not None and not sweep.ends_early:
             names = (*names, *FILES)
         own = self.projection.stored(None)
         return WantedRun(
@@ -130,8 +136,8 @@ class MlflowRuns:
             figures=answer.metrics(own.figures if own else {}) if answer else {},
             files=[(sweep.folder / name, "") for name in names] if self._with_files else (),
             answer=answer.sentence if answer else "",
-            status=TrialStatus[ending.code.name] if ending else None,
-            error=str(ending.error) if ending and ending.error else None,
+            status=TrialStatus[ending.name] if ending is not None else None,
+            error=str(sweep.error) if ending is not None and sweep.error else None,
         )
 
     def _of_trial(self, number: int, state: TrialState) -> WantedRun:
@@ -151,7 +157,7 @@ class MlflowRuns:
             epochs,
             facts={**state.facts, **state.forecast_words},
             files=list(_files(trial.folder, self._sweep.folder_of(number), state.ended)),
-            status=state.status if state.ended else TrialStatus.interrupted if self._ending else None,
+            status=state.status if state.ended else TrialStatus.interrupted if self._is_ending else None,
             error=reason_text(state.reason),
             ended=self._ended.get(number),
         )

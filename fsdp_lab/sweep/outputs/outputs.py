@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from fsdp_lab.report.answer import Answer
+import time
+
+from fsdp_lab.report.answer import Answer, answer, plain_loop_lines
 from fsdp_lab.report.page import FILES, write_report
 from fsdp_lab.sweep.forecasts import Forecasts
 from fsdp_lab.sweep.names import report_command
 from fsdp_lab.sweep.outputs.console import Console
 from fsdp_lab.sweep.outputs.mlflow import MlflowRuns
-from fsdp_lab.sweep.outputs.results_csv import ResultsCsv
+from fsdp_lab.sweep.outputs.results_csv import write_results_csv
 from fsdp_lab.sweep.plain_loops import PlainLoops
-from fsdp_lab.sweep.state import Ending
+from fsdp_lab.sweep.record import record_of
 from fsdp_lab.sweep.sweep import Sweep
-from fsdp_lab.sweep.sweep_data import sweep_of
 from fsdp_lab.tracking.tags import SweepAnswer
+
+_EVERY_S = 1.0
+_SHARE = 0.02  # of the driver's time, at most
 
 
 class Outputs:
     """Shows each change of a sweep, after its state and its folder have it. Only `opened` may raise.
-
-    Use it as a context, entered before anything starts and left after everything has ended.
 
     Attributes:
         answer: the report's recommendation; None: no report was written.
@@ -29,21 +31,10 @@ class Outputs:
         self.sweep = sweep
         self.console = Console(sweep)
         self.mlflow = MlflowRuns(sweep)
-        self.results = ResultsCsv(sweep, self.mlflow.projection.run_id)
         self.plain_loops = PlainLoops(sweep)
         self.forecasts = Forecasts(sweep)  # always last: they may skip a trial
         self.answer: Answer | None = None
-
-    def __enter__(self) -> Outputs:
-        self.console.bar.start()
-        self.plain_loops.__enter__()
-        self.forecasts.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.forecasts.__exit__()
-        self.plain_loops.__exit__()
-        self.console.bar.stop()
+        self._stale, self._due_at = False, 0.0
 
     def log(self, text: str) -> None:
         """Show a message for the user."""
@@ -56,7 +47,7 @@ class Outputs:
             TrackingError: the store cannot be reached.
         """
         self.mlflow.open()
-        self.results.write()  # after MLflow: it has the runs' ids
+        self.write_results()
 
     def ready(self) -> None:
         """Wait for forecasts and plain loops: the executor is ready, and has begun no trial."""
@@ -96,33 +87,47 @@ class Outputs:
     def changed(self, number: int) -> None:
         """Publish a change of a trial: after the event's own line."""
         self.mlflow.changed(number)
-        self.console.draw()
-        self.results.stale = True
-        self.results.update()
+        self._stale = True
+        self._catch_up()
 
     def tick(self) -> None:
-        """Catch up with changes: called several times a second while trials run."""
-        self.console.draw()
-        self.results.update()
+        """Let time pass: called several times a second while trials run."""
+        self._catch_up()
         self.forecasts.tick()
 
-    def closing(self, ending: Ending) -> None:
+    def _catch_up(self) -> None:
+        """Draw the bar and write `results.csv`: rarely with thousands of trials, for which both take long."""
+        if (begun := time.monotonic()) < self._due_at:
+            return
+        self.console.draw()
+        if self._stale:
+            self.write_results()
+        took = time.monotonic() - begun
+        self._due_at = begun + max(_EVERY_S, took / _SHARE)
+
+    def write_results(self) -> None:
+        self._stale = False
+        self.mlflow.note_ids()
+        write_results_csv(self.sweep)
+
+    def closing(self) -> None:
         """Show that the sweep ends; trials that still run are ended after this."""
-        self.console.closing(ending)
-        self.results.write()
+        self.console.closing()
+        self.write_results()
         self.forecasts.end()
 
-    def closed(self, ending: Ending) -> None:
+    def closed(self) -> None:
         """Write what needs the end of every trial that ran."""
-        self.mlflow.settle(ending)  # first: the table and the report name the runs
-        self.console.closed(ending)
-        self.results.write()
-        if self.sweep.trials and not ending.early:
+        self.mlflow.settle()  # first: the table and the report name the runs
+        self.console.closed()
+        self.write_results()
+        if self.sweep.trials and not self.sweep.ends_early:
             if self.sweep.started.multirun:
                 self.answer = self.report()
             else:
-                self.console.compared(sweep_of(self.sweep, self.mlflow.projection.run_id))
-        self.mlflow.finish(ending)  # last: it sends the other files
+                for line in plain_loop_lines(answer(record_of(self.sweep))):
+                    self.log(line)
+        self.mlflow.finish()  # last: it sends the other files
 
     def report(self) -> Answer | None:
         """Write the report, and its answer to MLflow. An error is logged with the command to try again."""
@@ -130,9 +135,9 @@ class Outputs:
         try:
             for name in FILES:  # of an earlier start: MLflow would get them as this one's
                 (sweep.folder / name).unlink(missing_ok=True)
-            answer = write_report(sweep_of(sweep, self.mlflow.projection.run_id), sweep.folder)
-            self.mlflow.describe(SweepAnswer(**answer.as_data))
+            made = write_report(record_of(sweep), sweep.folder)
+            self.mlflow.describe(SweepAnswer(**made.as_data))
         except Exception as error:  # noqa: BLE001 - the results are there, and the report can be written again
             self.log(f"the report could not be written ({error}); to try again: {report_command(sweep.folder)}")
             return None
-        return answer
+        return made

@@ -12,8 +12,8 @@ from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.wording import count
 from fsdp_lab.report.terminal import Column, FittingTable
 from fsdp_lab.sweep.names import label, setting_text
-from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.sweep import Sweep
+from fsdp_lab.sweep.trial import TrialState
 
 _STYLE = {
     TrialStatus.finished: "green",

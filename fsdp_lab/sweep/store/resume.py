@@ -20,15 +20,15 @@ from fsdp_lab.config.compose import Trial, with_variables
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.words import key_of, quoted, with_overrides
 from fsdp_lab.engine.ray_job import COPIES, is_rays_copy
-from fsdp_lab.record.hydra_folder import read_hydra_file, saved_choices, saved_config
+from fsdp_lab.record.hydra_folder import saved_choices, saved_config
 from fsdp_lab.record.paths import storage
 from fsdp_lab.record.sweep_json import SweepStart, read_start, versions
 from fsdp_lab.record.trial_files import read_metrics
 from fsdp_lab.record.trial_json import read_trial
 from fsdp_lab.record.trials_jsonl import lines_of
 from fsdp_lab.sweep.names import label
-from fsdp_lab.sweep.state import TrialState
 from fsdp_lab.sweep.store.find import check_keys, find_trusted, read_trust
+from fsdp_lab.sweep.trial import TrialState
 
 _UNREADABLE = ".hydra"  # a trial's saved config
 Changes = dict[str, tuple[str, str]]  # key or part -> the difference in words, and its value now
@@ -182,9 +182,9 @@ def _note_changes(state: TrialState, changed: list[str], typed: Sequence[str]) -
 
 def _keep_saved(state: TrialState) -> None:
     """Give a trial with a result the settings that it was trained with."""
-    values, hydra = (read_hydra_file(state.trial.folder, name) for name in ("config.yaml", "hydra.yaml"))
-    state.config = with_variables(saved_config(values))
-    state.trial = replace(state.trial, config=state.config, choices=saved_choices(hydra))
+    folder = state.trial.folder
+    state.config = with_variables(saved_config(folder))
+    state.trial = replace(state.trial, config=state.config, choices=saved_choices(folder))
 
 
 def read_state(state: TrialState, folder: Path) -> TrialState:
@@ -265,7 +265,7 @@ def changes_of_workers(record: SweepStart, config: SweepConfig) -> Changes:
 def changes_of_config(trial_folder: Path, config: SweepConfig) -> Changes:
     """Return the differences between a trial's saved config and `config`, in words."""
     try:
-        before = with_variables(saved_config(read_hydra_file(trial_folder, "config.yaml")))
+        before = with_variables(saved_config(trial_folder))
     except UserError as error:
         return {_UNREADABLE: (f"{trial_folder / '.hydra/config.yaml'}: {error}", "")}
     return _differences(before, config)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from fsdp_lab.config.compose import Trial, variables_in
 from fsdp_lab.config.metrics import PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
-from fsdp_lab.config.status import ExitCode, TrialStatus
+from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.record.trial import TrialRecord, with_forecast
-from fsdp_lab.record.trial_json import Outcome
 
 
 class TrialState(TrialRecord):
@@ -68,17 +66,6 @@ class TrialState(TrialRecord):
         trained = self.epochs[-1]["epoch"] if self.epochs else 0
         return 1.0 if self.ended else min(1.0, trained / self.trial.config.training.epochs)
 
-    def begin(self, now: float) -> None:
-        """Record that the trial runs; again after its process was killed."""
-        self.status = TrialStatus.running
-        self.begun = self.begun or now
-
-    def end(self, outcome: Outcome, now: float) -> None:
-        """Record the end of the trial, by its status and its reason. `now`: in seconds since 1970."""
-        self.status, self.reason = outcome.status, outcome.reason
-        if self.begun:
-            self.seconds, self.span = now - self.begun, (self.begun, now)
-
 
 def figures_of(forecast: Forecast) -> dict[str, float]:
     """Return a forecast in bytes, seconds and samples/s, by the keys of metrics."""
@@ -114,31 +101,12 @@ def in_rounds(trials: Sequence[TrialState]) -> list[int]:
     return [number for i, mine in enumerate(rounds.values()) for number in (mine[::-1] if i % 2 else mine)]
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How a sweep ends.
-
-    Attributes:
-        code: its exit status.
-        error: that ended it early, other than an interrupt; None: none did.
-        by: when all waits are over, on the monotonic clock, after an interrupt; None: there is no hurry.
-    """
-
-    code: ExitCode
-    error: BaseException | None = None
-    by: float | None = None
-
-    @property
-    def early(self) -> bool:
-        """Whether it ends before its trials."""
-        return self.code is ExitCode.interrupted or self.error is not None
-
-
 class Events(Protocol):
     """The events of a sweep, which `outputs.Outputs` explains, each after the sweep's state and folder have it."""
 
     def log(self, text: str) -> None: ...
     def opened(self) -> None: ...
+    def ready(self) -> None: ...
     def added(self, number: int) -> None: ...
     def began(self, number: int) -> None: ...
     def facts(self, number: int) -> None: ...
@@ -146,5 +114,5 @@ class Events(Protocol):
     def changed(self, number: int) -> None: ...
     def ended(self, number: int) -> None: ...
     def tick(self) -> None: ...
-    def closing(self, ending: Ending) -> None: ...
-    def closed(self, ending: Ending) -> None: ...
+    def closing(self) -> None: ...
+    def closed(self) -> None: ...

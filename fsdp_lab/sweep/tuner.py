@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import math
 import re
 import threading
@@ -15,6 +17,7 @@ from typing import Any
 
 import ray
 from ray import tune
+from ray.exceptions import OutOfMemoryError
 from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.search import Searcher
 
@@ -119,6 +122,33 @@ class Deaths:
             again = self._by_memory[number] and victims == [number]
             put_back(sweep, number, Reason.of(Code.host_out_of_memory) if again else None)
         self._by_memory.update(victims)
+
+
+def run_trials(sweep: Sweep) -> None:
+    """Run the trials of a sweep; again with fewer side by side if Ray kills processes of trials for lack of memory.
+
+    Raises:
+        ConfigError: the cluster cannot hold a trial.
+    """
+    # Of Tune's own state on disk, which nothing here reads, it need not tell that it could not be written.
+    logging.getLogger("ray.tune.execution.experiment_state").setLevel(logging.CRITICAL)
+    if why := shortcut.unusable():
+        sweep.log(f"trials take seconds longer to start: {why}")
+    elif sweep.config.cluster.address is None:
+        shortcut.keep_ready_processes()
+    deaths = Deaths()
+    try:
+        while sweep.has_more():
+            try:
+                build_tuner(sweep, deaths).fit()
+                return
+            except Exception as error:
+                if not any(isinstance(each, OutOfMemoryError) for each in (error, error.__cause__)):
+                    raise
+                deaths.by_memory(sweep, str(error))
+    except KeyboardInterrupt:
+        gc.disable()  # Tune's destructors ask Ray, which may not answer any more; this process ends soon
+        raise
 
 
 def build_tuner(sweep: Sweep, deaths: Deaths) -> tune.Tuner:

@@ -1,1 +1,0 @@
-"""Executors of a sweep's trials: Ray Tune, or this process."""
