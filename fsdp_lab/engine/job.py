@@ -26,7 +26,7 @@ from fsdp_lab.engine.resources import mark_of, release_placement_group, worker_r
 from fsdp_lab.engine.worker import train_worker
 from fsdp_lab.record.trial_files import ENDED, TrialWriter, read_metrics, read_progress, wait_until_alone
 from fsdp_lab.record.trial_json import changing, read_trial, set_aside_failures
-from fsdp_lab.storage.objects import Storage, StorageAway, StorageRefused
+from fsdp_lab.storage.objects import Storage, StorageRefused
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
 _LOOK_S = 0.1  # between two looks for another epoch
@@ -146,7 +146,7 @@ def train_with_retries(job: Job, epochs: Epochs) -> None:
             return
         except TrainingFailedError as error:
             if job.storage:  # for the logs
-                with suppress(StorageRefused, StorageAway, OSError):
+                with suppress(StorageRefused, OSError):
                     receive(Storage(job.storage), folder, patience_s=0.0)
             here = ray.get_runtime_context().get_node_id()
             errors = getattr(error, "worker_failures", {})

@@ -68,34 +68,47 @@ def note_deaths(
         if timeout and rank == timeout.rank:
             continue
         node, address = (nodes[rank]["node"], nodes[rank]["address"]) if nodes else (None, None)
+        is_here = node == here
         if isinstance(error, RankFailure):
-            lost = _LOADER_LOST.search(error.traceback) and not _OTHER_SIGNAL.search(error.traceback)
-            if kernel_killed and node == here and lost:
-                known = {"rank": rank, "at": error.reason.values.get("at"), "loader": True}
-                error = replace(error, reason=Reason.of(Code.host_out_of_memory, **known))
-            failures.append(error)
+            failures.append(_of_lost_loader(error) if kernel_killed and is_here else error)
             continue
         log = folder / "logs" / f"rank{rank}.log"
-        written = _written(log, before or {})
-        values: dict[str, Any] = {"rank": rank, "at": f"step {progress['step']}" if "step" in progress else None}
-        causes = (error, getattr(error, "health_check_failure", None), error.__cause__)
-        if any(type(cause).__name__ == "OutOfMemoryError" for cause in causes):
-            code = Code.host_out_of_memory
-        elif crashes := _CRASH.findall(written):
-            code = Code.crashed
-            values |= {"signal": crashes[-1], "log": str(log), "sizes_differ": _SIZES_DIFFER in written or None}
-        elif kernel_killed and node == here:
-            code = Code.host_out_of_memory
-        elif "node has died" in str(error):
-            code = Code.node_lost
-            values |= {"node": address or "unknown"}
-        else:
-            code = Code.killed
-            values |= {"node": address if node != here else None}
-        failures.append(RankFailure(Reason.of(code, **values), "".join(traceback.format_exception(error))))
+        code, values = _why_ended(error, log, _written(log, before or {}), address, is_here, kernel_killed)
+        step = f"step {progress['step']}" if "step" in progress else None
+        trace = "".join(traceback.format_exception(error))
+        failures.append(RankFailure(Reason.of(code, rank=rank, at=step, **values), trace))
     # its outcome cannot be written either then, and the driver logs why
     with suppress(OSError, UserError), changing(folder) as trial:
         trial.failures += failures
+
+
+def _of_lost_loader(failure: RankFailure) -> RankFailure:
+    """Return the failure of a rank on a host that is out of memory; if it lost the process of its data, that is why."""
+    if not _LOADER_LOST.search(failure.traceback) or _OTHER_SIGNAL.search(failure.traceback):
+        return failure
+    known = {"rank": failure.rank, "at": failure.reason.values.get("at"), "loader": True}
+    return replace(failure, reason=Reason.of(Code.host_out_of_memory, **known))
+
+
+def _why_ended(
+    error: Exception, log: Path, written: str, address: str | None, is_here: bool, kernel_killed: bool
+) -> tuple[Code, dict[str, Any]]:
+    """Return why the process of a rank ended that raised nothing itself, with the values of the reason.
+
+    Args:
+        written: what it has written into its log in this attempt.
+        address: of its node; None: not known.
+    """
+    causes = (error, getattr(error, "health_check_failure", None), error.__cause__)
+    if any(type(cause).__name__ == "OutOfMemoryError" for cause in causes):
+        return Code.host_out_of_memory, {}
+    if crashes := _CRASH.findall(written):
+        return Code.crashed, {"signal": crashes[-1], "log": str(log), "sizes_differ": _SIZES_DIFFER in written or None}
+    if kernel_killed and is_here:
+        return Code.host_out_of_memory, {}
+    if "node has died" in str(error):
+        return Code.node_lost, {"node": address or "unknown"}
+    return Code.killed, {} if is_here else {"node": address}
 
 
 def _written(log: Path, before: Mapping[str, int]) -> str:
