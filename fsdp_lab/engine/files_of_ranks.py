@@ -105,6 +105,12 @@ def receive(storage: Storage, folder: Path, patience_s: float = _PATIENCE_S) -> 
             time.sleep(_PAUSE_S)
 
 
+def receive_now(address: str, folder: Path) -> None:
+    """Get what the store at an address gives at once: the rest comes with the trial's end, or with a resume."""
+    with suppress(StorageRefused, OSError):
+        receive(Storage(address), folder, patience_s=0.0)
+
+
 def _is_of_ranks(name: str) -> bool:
     hidden = any(part.startswith(".") for part in name.split("/"))
     return not hidden and any(fnmatch(name, kind.pattern) for kind in TRIAL_FILES if kind.of_ranks)

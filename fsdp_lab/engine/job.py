@@ -19,14 +19,14 @@ from fsdp_lab.config.sweep import Placement
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.engine import shortcut
 from fsdp_lab.engine.cluster import set_environment
-from fsdp_lab.engine.files_of_ranks import at_end, receive
+from fsdp_lab.engine.files_of_ranks import at_end, receive, receive_now
 from fsdp_lab.engine.outcome import end_trial, is_final, log_sizes, note_deaths, why
 from fsdp_lab.engine.rendezvous import backend_config
 from fsdp_lab.engine.resources import mark_of, release_placement_group, worker_resources
 from fsdp_lab.engine.worker import train_worker
 from fsdp_lab.record.trial_files import ENDED, TrialWriter, read_metrics, read_progress, wait_until_alone
 from fsdp_lab.record.trial_json import changing, read_trial, set_aside_failures
-from fsdp_lab.storage.objects import Storage, StorageRefused
+from fsdp_lab.storage.objects import Storage
 
 _ALONE_LIMIT_S = 60.0  # for the processes of a run that was killed: Ray takes some seconds to see that it died
 _LOOK_S = 0.1  # between two looks for another epoch
@@ -145,9 +145,8 @@ def train_with_retries(job: Job, epochs: Epochs) -> None:
             train_once(job, epochs, kills)
             return
         except TrainingFailedError as error:
-            if job.storage:  # for the logs
-                with suppress(StorageRefused, OSError):
-                    receive(Storage(job.storage), folder, patience_s=0.0)
+            if job.storage:
+                receive_now(job.storage, folder)  # for the logs
             here = ray.get_runtime_context().get_node_id()
             errors = getattr(error, "worker_failures", {})
             note_deaths(folder, errors, job.timeout_s, before, here, kernel_kills() > kills[0])

@@ -6,6 +6,7 @@ import copy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,10 +50,6 @@ class Alone:
     def __init__(self, trial: Trial) -> None:
         self._trial, self.config, self.folder = trial, trial.config, trial.folder
         self.hydra = trial.hydra_config.hydra
-
-    def move(self, folder: Path) -> None:
-        """Take another folder. Its sweep is to be moved, too."""
-        self.folder = folder
 
     def sweep(self) -> tuple[Sweep, list[str]]:
         """Return the sweep, new or resumed, and notes about what looks like several trials.
@@ -103,10 +100,6 @@ class Multirun:
     def _compose(self, overrides: Sequence[str], number: int) -> Trial:
         """Return the trial of a cell. Raises what Hydra raises for an invalid override."""
         return cell_trial(self._cells.config(overrides), overrides, number, self.folder)
-
-    def move(self, folder: Path) -> None:
-        """Take another folder. Its sweep is to be moved, too."""
-        self.folder, self.hydra.sweep.dir = folder, str(folder)
 
     def sweep(self) -> tuple[Sweep, list[str]]:
         """Return the sweep, new or resumed, and notes about what was left out of its grid.
@@ -195,9 +188,7 @@ class Multirun:
         """
         from fsdp_lab.sweep.search import OptunaSearch, read_space  # imports Optuna
 
-        def compose(overrides: Sequence[str], number: int) -> Trial:
-            return self._compose_with(typed_now, overrides, number)
-
+        compose = partial(self._compose_with, typed_now)
         space = read_space(self._parser, self._defaults, started or self._arguments)
         return OptunaSearch(self.config.search, space, objectives(self.config.objective), compose), list(
             space.dimensions

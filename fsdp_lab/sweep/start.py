@@ -49,7 +49,9 @@ def run(command: Alone | Multirun) -> ExitCode:
         if config.resume is None:
             folder = held.enter_context(new_folder(command.folder, command.key, command.hydra))
             if folder != command.folder:
-                command.move(folder)
+                command.folder = folder  # of what a search composes
+                if command.multirun is not None:
+                    command.multirun.hydra.sweep.dir = str(folder)
                 sweep.move(folder)
             _record(sweep, command.multirun)
         remember_last(sweep.folder)

@@ -228,12 +228,8 @@ class Sweep:
         with suppress(OSError, UserError), changing(self.folder_of(number)) as trial:
             trial.forecast, trial.forecast_words = state.forecast_figures, state.forecast_words
 
-    def has_facts(self, number: int) -> bool:
-        """Return whether a trial has written its facts, which are read and shown."""
-        return bool(self.trials[number].facts) or self._read_facts(number)
-
-    def _read_facts(self, number: int) -> bool:
-        """Read and show the facts of a trial if they are new: its first epoch may have shown more."""
+    def read_facts(self, number: int) -> bool:
+        """Read the facts of a trial, show them if they are new, and return whether there are any."""
         state, facts = self.trials[number], read_trial(self.folder_of(number)).facts
         if facts and facts != state.facts:
             state.facts = facts
@@ -242,7 +238,7 @@ class Sweep:
 
     def epoch(self, number: int, report: Mapping[str, Any]) -> None:
         """Take the metrics of an epoch, which the trial's folder has too, from a report that may have Tune's names."""
-        self._read_facts(number)
+        self.read_facts(number)
         metrics = {name: float(value) for name, value in report.items() if "/" in name or name == "step"}
         self._record_epoch(number, {"epoch": report["epoch"], **metrics})
 
@@ -277,7 +273,7 @@ class Sweep:
         state, folder = self.trials[number], self.folder_of(number)
         if state.ended:
             return
-        self._read_facts(number)
+        self.read_facts(number)
         recorded = read_trial(folder)
         outcome = outcome or recorded.outcome or Outcome(TrialStatus.failed, Reason.of(Code.no_outcome))
         for metrics in read_metrics(folder):  # its process may have been killed before it reported one

@@ -25,12 +25,11 @@ from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, part, to_dict
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.wording import count, resources_text
 from fsdp_lab.engine import resources, shortcut
-from fsdp_lab.engine.files_of_ranks import receive
+from fsdp_lab.engine.files_of_ranks import receive_now
 from fsdp_lab.engine.job import Job, trial_function
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.record.trial_files import read_progress
 from fsdp_lab.record.trial_json import Outcome, read_trial
-from fsdp_lab.storage.objects import Storage, StorageRefused
 from fsdp_lab.sweep.names import label
 from fsdp_lab.sweep.schedulers import build_scheduler
 from fsdp_lab.sweep.sweep import Sweep
@@ -39,25 +38,25 @@ _QUIET_S = 20.0  # a start takes about ten seconds; who waits longer is told wha
 _MOST_STARTS = 5  # of a trial whose own processes end without a new epoch
 _ROUNDING = 1e-6  # of sums of shares of a core
 _KILLED = re.compile(r"Selected to kill: .*\bworker ID=(\w+)")  # in the report of Ray's memory monitor
-_STORE_S = 5.0  # for the files of a stopped trial, while every other trial waits to be heard
+_STORE_S = 5.0  # for the files of a stopped trial
 
 
-class ResourceCatalog:
-    """The resources that trials need, and those of the cluster, which change with its nodes.
-
-    Args:
-        most: trials side by side, whatever their resources.
+class Places:
+    """The places of a sweep's trials on the cluster, and the deaths of their own processes, through all starts of Tune.
 
     Attributes:
+        most: trials side by side: fewer after each death for lack of memory.
         taken: Tune's name of a running trial -> its resources.
     """
 
-    def __init__(self, most: float = math.inf) -> None:
-        self._most = most
-        self._needs: dict[str, dict[str, float]] = {}
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep, self.most = sweep, math.inf
         self.taken: dict[str, dict[str, float]] = {}
+        self._needs: dict[str, dict[str, float]] = {}
+        self._at_starts = Counter[tuple[int, int]]()
+        self._by_memory = Counter[int]()
 
-    def of(self, config: SweepConfig) -> dict[str, float]:
+    def needed(self, config: SweepConfig) -> dict[str, float]:
         """Return the resources of a trial's workers together.
 
         Raises:
@@ -73,34 +72,25 @@ class ResourceCatalog:
         """Return whether a trial fits beside the running ones. The first always does: it waits for nodes that died."""
         if not self.taken:
             return True
-        if len(self.taken) >= self._most:
+        if len(self.taken) >= self.most:
             return False
         total, all_taken = ray.cluster_resources(), self.taken.values()
         return all(
             amount + sum(taken.get(name, 0.0) for taken in all_taken) <= total.get(name, 0.0) + _ROUNDING
-            for name, amount in self.of(config).items()
+            for name, amount in self.needed(config).items()
         )
 
+    def free(self, number: int) -> None:
+        """End the workers of a trial, whose own process was killed or is to be stopped, and free their places."""
+        resources.release_placement_group(self.sweep.folder_of(number))
 
-class Deaths:
-    """The deaths of trials' own processes, through all starts of Tune.
-
-    Attributes:
-        most: trials side by side: fewer after each death for lack of memory.
-    """
-
-    def __init__(self) -> None:
-        self.most = math.inf
-        self._at_starts = Counter[tuple[int, int]]()
-        self._by_memory = Counter[int]()
-
-    def at_start(self, sweep: Sweep, number: int) -> None:
+    def died_at_start(self, number: int) -> None:
         """Let a trial begin again whose process ended before it began; it fails if that happens often."""
-        key = number, len(sweep.trials[number].epochs)
+        key = number, len(self.sweep.trials[number].epochs)
         self._at_starts[key] += 1
-        put_back(sweep, number, Reason.of(Code.no_outcome) if self._at_starts[key] > _MOST_STARTS else None)
+        self._begin_again(number, Reason.of(Code.no_outcome) if self._at_starts[key] > _MOST_STARTS else None)
 
-    def by_memory(self, sweep: Sweep, report: str) -> None:
+    def died_for_memory(self, report: str) -> None:
         """Let the trials begin again that ran when Ray's memory monitor killed processes of trials, fewer side by side.
 
         The monitor kills them for what ranks hold. One that it has killed before is out of memory if it is the only one
@@ -109,7 +99,7 @@ class Deaths:
         Args:
             report: Ray's, which names the processes that it killed.
         """
-        running, killed = sweep.running(), _KILLED.findall(report)
+        sweep, running, killed = self.sweep, self.sweep.running(), _KILLED.findall(report)
         victims = [n for n in running if read_trial(sweep.folder_of(n)).process in killed] or running
         if not running:
             return
@@ -120,8 +110,20 @@ class Deaths:
         )
         for number in running:
             again = self._by_memory[number] and victims == [number]
-            put_back(sweep, number, Reason.of(Code.host_out_of_memory) if again else None)
+            self._begin_again(number, Reason.of(Code.host_out_of_memory) if again else None)
         self._by_memory.update(victims)
+
+    def _begin_again(self, number: int, reason: Reason | None) -> None:
+        """Let a trial begin again, unless it has an outcome, or a reason why it ends."""
+        state = self.sweep.trials[number]
+        if state.status is TrialStatus.running:
+            state.resuming = True
+            self.free(number)
+        outcome = Outcome(reason.status, reason) if reason else None
+        if outcome := read_trial(self.sweep.folder_of(number)).outcome or outcome:
+            self.sweep.end(number, outcome)
+        else:
+            self.sweep.put_back(number)
 
 
 def run_trials(sweep: Sweep) -> None:
@@ -136,35 +138,36 @@ def run_trials(sweep: Sweep) -> None:
         sweep.log(f"trials take seconds longer to start: {why}")
     elif sweep.config.cluster.address is None:
         shortcut.keep_ready_processes()
-    deaths = Deaths()
+    places = Places(sweep)
     try:
         while sweep.has_more():
             try:
-                build_tuner(sweep, deaths).fit()
+                build_tuner(places).fit()
                 return
             except Exception as error:
                 if not any(isinstance(each, OutOfMemoryError) for each in (error, error.__cause__)):
                     raise
-                deaths.by_memory(sweep, str(error))
+                places.died_for_memory(str(error))
     except KeyboardInterrupt:
         gc.disable()  # Tune's destructors ask Ray, which may not answer any more; this process ends soon
         raise
 
 
-def build_tuner(sweep: Sweep, deaths: Deaths) -> tune.Tuner:
+def build_tuner(places: Places) -> tune.Tuner:
     """Return a tuner for the sweep. Checks first that the cluster can hold each known trial.
 
     Raises:
         ConfigError: the cluster cannot hold a trial.
     """
-    catalog = ResourceCatalog(deaths.most)
+    sweep = places.sweep
+    places.taken.clear()  # of a start before this one
     for config in [state.trial.config for state in sweep.trials if not state.ended] or [sweep.config]:
-        catalog.of(config)  # told before the first begins
+        places.needed(config)  # told before the first begins
     # Tune's process for a trial only waits: it takes a byte, since it must take something, and no core.
     return tune.Tuner(
         tune.with_resources(trial_function, {"memory": 1, **resources.driver_node()}),
         tune_config=tune.TuneConfig(
-            search_alg=NextTrial(sweep, catalog),
+            search_alg=NextTrial(places),
             scheduler=build_scheduler(sweep.config),
             num_samples=-1,
             reuse_actors=True,
@@ -175,36 +178,19 @@ def build_tuner(sweep: Sweep, deaths: Deaths) -> tune.Tuner:
             name=".ray_tune",
             storage_path=str(sweep.folder),
             verbose=0,
-            callbacks=[TuneCallback(sweep, catalog, deaths)],
+            callbacks=[TuneCallback(places)],
             # a trial whose own process was killed; what goes wrong in it is the job's to try again
             failure_config=tune.FailureConfig(max_failures=sweep.config.cluster.max_failures),
         ),
     )
 
 
-def put_back(sweep: Sweep, number: int, reason: Reason | None) -> None:
-    """Let a trial begin again whose own process has ended, unless it has an outcome.
-
-    Args:
-        reason: why it does not begin again; None: it may.
-    """
-    state = sweep.trials[number]
-    if state.status is TrialStatus.running:
-        state.resuming = True
-        resources.release_placement_group(sweep.folder_of(number))
-    outcome = read_trial(sweep.folder_of(number)).outcome or (Outcome(reason.status, reason) if reason else None)
-    if outcome:
-        sweep.end(number, outcome)
-    else:
-        sweep.put_back(number)
-
-
 class NextTrial(Searcher):
     """Gives Tune the sweep's next trial when it has a place for one."""
 
-    def __init__(self, sweep: Sweep, catalog: ResourceCatalog) -> None:
+    def __init__(self, places: Places) -> None:
         super().__init__()
-        self._sweep, self._catalog = sweep, catalog
+        self._sweep, self._places = places.sweep, places
 
     def __getstate__(self) -> dict[str, Any]:
         """Return nothing: Tune keeps a copy on disk, which is never read. A resume reads the sweep's folder."""
@@ -218,16 +204,16 @@ class NextTrial(Searcher):
                 return None if self._sweep.has_more() else Searcher.FINISHED
             config = self._sweep.config_of(number)
             try:
-                needed = self._catalog.of(config)
+                needed = self._places.needed(config)
             except ConfigError as error:
                 if not self._sweep.config.search.samples:
                     raise
                 self._sweep.fail(number, Reason.of(Code.user_error, text=str(error)))
                 continue
-            if not self._catalog.has_room(config):
+            if not self._places.has_room(config):
                 self._sweep.put_back(number)
                 return None
-            self._catalog.taken[trial_id] = needed
+            self._places.taken[trial_id] = needed
             self._sweep.prepare(number)
             job = job_of(config, str(self._sweep.folder_of(number)), self._sweep.address_of(number))
             return {"number": number, "job": json.dumps(asdict(job))}
@@ -237,11 +223,11 @@ class NextTrial(Searcher):
         """Return whether the next trial fits. A search suggests late, so the resources that its trials share decide."""
         number = self._sweep.next_waiting()
         with suppress(ConfigError):  # what is suggested may be smaller
-            return self._catalog.has_room(self._sweep.config_of(number) if number is not None else self._sweep.config)
+            return self._places.has_room(self._sweep.config_of(number) if number is not None else self._sweep.config)
         return True
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
-        self._catalog.taken.pop(trial_id, None)
+        self._places.taken.pop(trial_id, None)
 
 
 def job_of(config: SweepConfig, folder: str, address: str | None) -> Job:
@@ -269,9 +255,9 @@ class TuneCallback(TrialProgressCallback):
     Tune adds no `TrialProgressCallback` of its own then, which would print a line for a trial that reported nothing.
     """
 
-    def __init__(self, sweep: Sweep, catalog: ResourceCatalog, deaths: Deaths) -> None:
+    def __init__(self, places: Places) -> None:
         super().__init__()
-        self._sweep, self._catalog, self._deaths = sweep, catalog, deaths
+        self._sweep, self._places = places.sweep, places
         self._speak_at: dict[int, float] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -289,26 +275,28 @@ class TuneCallback(TrialProgressCallback):
         if result.get("done"):
             # In this order: that its workers are gone is no failure, and the next trial waits for their places.
             self._sweep.write_stop(number, result)
-            resources.release_placement_group(folder := self._sweep.folder_of(number))
+            self._places.free(number)
             if address := self._sweep.address_of(number):
-                _get_files(address, folder)
+                # every other trial waits to be heard
+                get = threading.Thread(target=receive_now, args=(address, self._sweep.folder_of(number)), daemon=True)
+                get.start()
+                get.join(_STORE_S)
         self._sweep.epoch(number, result)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """End a trial; begin it again if its process ended before the trial began."""
         number = trial.config["number"]
         self._speak_at.pop(number, None)
-        self._catalog.taken.pop(trial.trial_id, None)
+        self._places.taken.pop(trial.trial_id, None)
         if self._sweep.trials[number].status is TrialStatus.starting:
             self._log(number, ": its own process ended before it began; it starts in a new one")
             for other, state in enumerate(self._sweep.trials):  # it was one's that ended and may hold its places still
                 if state.ended:
-                    resources.release_placement_group(self._sweep.folder_of(other))
-            self._deaths.at_start(self._sweep, number)
+                    self._places.free(other)
+            self._places.died_at_start(number)
             return
-        folder = self._sweep.folder_of(number)
-        if read_trial(folder).outcome is None:  # its process was killed, and cannot free their places
-            resources.release_placement_group(folder)
+        if read_trial(self._sweep.folder_of(number)).outcome is None:  # its process was killed: it frees no places
+            self._places.free(number)
         self._sweep.end(number)
 
     on_trial_error = on_trial_complete
@@ -316,37 +304,25 @@ class TuneCallback(TrialProgressCallback):
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Begin a trial again: its own process was killed, and Tune starts another."""
         number = trial.config["number"]
-        resources.release_placement_group(self._sweep.folder_of(number))
+        self._places.free(number)
         self._log(number, ": its own process was killed; it resumes in a new one")
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Log what a trial is waiting for whose workers do not report yet."""
         self._sweep.tick()
-        for trial in trials if self._catalog.taken else ():
+        for trial in trials if self._places.taken else ():
             # Tune reports no error of a trial whose process would not leave the one before, and would wait for others
-            if trial.status == "ERROR" and trial.trial_id in self._catalog.taken:
+            if trial.status == "ERROR" and trial.trial_id in self._places.taken:
                 self.on_trial_complete(iteration, trials, trial)
         for number, speak_at in list(self._speak_at.items()):
-            if self._sweep.has_facts(number):
+            if self._sweep.read_facts(number):
                 del self._speak_at[number]
             elif time.monotonic() > speak_at and not read_progress(self._sweep.folder_of(number)):
                 self._speak_at[number] = math.inf
                 config = self._sweep.config_of(number)
-                needed = resources_text(self._catalog.of(config))
+                needed = resources_text(self._places.needed(config))
                 limit = f"cluster.wait_timeout_s={config.cluster.wait_timeout_s:g}"
                 self._log(number, f" waits for {needed}; it gives up after {limit} s")
 
     def _log(self, number: int, what: str) -> None:
         self._sweep.log(f"{label(self._sweep.trials[number].trial)}{what}")
-
-
-def _get_files(address: str, folder: Path) -> None:
-    """Get the files of a stopped trial's ranks. What does not come in time comes later, or with a resume."""
-
-    def get() -> None:
-        with suppress(StorageRefused, OSError):
-            receive(Storage(address), folder, patience_s=0.0)
-
-    thread = threading.Thread(target=get, name="files of a stopped trial", daemon=True)
-    thread.start()
-    thread.join(_STORE_S)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 from unittest.mock import MagicMock, Mock
 
 import pytest
@@ -41,7 +40,7 @@ from fsdp_lab.sweep.schedulers import build_scheduler
 from fsdp_lab.sweep.shutdown import interruptible
 from fsdp_lab.sweep.sweep import Sweep
 from fsdp_lab.sweep.trial import TrialState
-from fsdp_lab.sweep.tuner import Deaths, ResourceCatalog, TuneCallback
+from fsdp_lab.sweep.tuner import Places, TuneCallback
 from tests.forecast.planted import operator
 from tests.sweep.planted import CPU, Acts, Compose, Hears, heard, plan_of, sweep_of, trial_by_hand
 
@@ -258,7 +257,7 @@ def freed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, bool]]:
 
 
 def callback_of(sweep: Sweep) -> TuneCallback:
-    return TuneCallback(sweep, cast("ResourceCatalog", SimpleNamespace(taken={})), Deaths())
+    return TuneCallback(Places(sweep))
 
 
 def prepared(sweep: Sweep, count: int) -> None:
@@ -344,7 +343,7 @@ def test_a_process_that_cannot_be_used_again_holds_no_places(three: Sweep, freed
 
 def test_only_the_victim_of_memory_kills_ends_and_the_others_resume(three: Sweep, freed: list[tuple[Path, bool]]):
     """Ray kills the processes of trials 0 and 1 together, twice, then that of 1, which has an epoch; 2 has ended."""
-    deaths, epoch = Deaths(), {"epoch": 1, "train/loss": 2.0}
+    places, epoch = Places(three), {"epoch": 1, "train/loss": 2.0}
     both = "Selected to kill: (Actor(f0): job ID=01, worker ID=p0)\nSelected to kill: (Actor(f1): worker ID=p1)\n"
     one = "Selected to kill: (Actor(f1): job ID=01, worker ID=p1)\n(Actor(f0): job ID=01, worker ID=p0)\n"
 
@@ -358,37 +357,38 @@ def test_only_the_victim_of_memory_kills_ends_and_the_others_resume(three: Sweep
     begin(0, 1, 2)
     append_line(three.folder_of(1) / "metrics.jsonl", json.dumps(epoch))
     write_outcome(three.folder_of(2), Outcome(TrialStatus.finished))
-    deaths.by_memory(three, both)
-    assert [state.status.name for state in three.trials] == ["waiting", "waiting", "finished"] and deaths.most == 1
+    places.died_for_memory(both)
+    assert [state.status.name for state in three.trials] == ["waiting", "waiting", "finished"] and places.most == 1
     begin(0, 1)
     assert heard(three).epochs == [epoch], "its folder is as it was"
-    deaths.by_memory(three, both)
+    places.died_for_memory(both)
     assert [state.status.name for state in three.trials] == ["waiting", "waiting", "finished"]
     begin(0, 1)
-    deaths.by_memory(three, one)
+    places.died_for_memory(one)
     assert [state.status.name for state in three.trials] == ["waiting", "oom", "finished"]
     outcome = read_trial(three.folder_of(1)).outcome
     assert outcome is not None and outcome.reason == three.trials[1].reason == Reason.of(Code.host_out_of_memory)
     assert reason_text(outcome.reason) == "Ray killed its own process twice: the host is out of memory"
     begin(0)
-    deaths.by_memory(three, "a report of another form: the only trial that ran is meant")
+    places.died_for_memory("a report of another form: the only trial that ran is meant")
     assert three.trials[0].status.name == "oom"
 
 
 def test_a_first_memory_kill_ends_no_trial(three: Sweep, freed: list[tuple[Path, bool]]):
     prepared(three, 1)
-    Deaths().by_memory(three, "")
+    Places(three).died_for_memory("")
     assert three.trials[0].status.name == "waiting"
 
 
 def test_fewer_trials_run_side_by_side_after_a_memory_kill(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 8.0})
     for most, fits in (math.inf, True), (2, True), (1, False):
-        catalog = ResourceCatalog(most)
-        monkeypatch.setattr(catalog, "of", lambda config: {"CPU": 1.0})
-        assert catalog.has_room(TRIAL.config), "the first always"
-        catalog.taken["0"] = {"CPU": 1.0}
-        assert catalog.has_room(TRIAL.config) is fits
+        places = Places(in_status())
+        places.most = most
+        monkeypatch.setattr(places, "needed", lambda config: {"CPU": 1.0})
+        assert places.has_room(TRIAL.config), "the first always"
+        places.taken["0"] = {"CPU": 1.0}
+        assert places.has_room(TRIAL.config) is fits
 
 
 def test_a_process_that_never_begins_its_trial_is_started_six_times(three: Sweep, freed: list[tuple[Path, bool]]):

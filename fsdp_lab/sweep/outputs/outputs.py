@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 
+from fsdp_lab.record.results_csv import write_results
 from fsdp_lab.report.answer import Answer, answer, plain_loop_lines
 from fsdp_lab.report.page import FILES, write_report
 from fsdp_lab.sweep.forecasts import Forecasts
 from fsdp_lab.sweep.names import report_command
 from fsdp_lab.sweep.outputs.console import Console
 from fsdp_lab.sweep.outputs.mlflow import MlflowRuns
-from fsdp_lab.sweep.outputs.results_csv import write_results_csv
+from fsdp_lab.sweep.outputs.results_csv import rows_of
 from fsdp_lab.sweep.plain_loops import PlainLoops
 from fsdp_lab.sweep.record import record_of
 from fsdp_lab.sweep.sweep import Sweep
@@ -106,9 +107,13 @@ class Outputs:
         self._due_at = begun + max(_EVERY_S, took / _SHARE)
 
     def write_results(self) -> None:
-        self._stale = False
+        """Write `results.csv`. An error is logged once: MLflow may go on, and a resume writes the file again."""
+        sweep, self._stale = self.sweep, False
         self.mlflow.note_ids()
-        write_results_csv(self.sweep)
+        try:
+            write_results(sweep.folder, sweep.swept, rows_of(sweep))
+        except OSError as error:
+            sweep.log_once(f"{error.filename} is not up to date: {error.strerror}")
 
     def closing(self) -> None:
         """Show that the sweep ends; trials that still run are ended after this."""

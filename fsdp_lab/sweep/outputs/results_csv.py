@@ -7,19 +7,10 @@ from typing import Any
 
 from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.status import TrialStatus
-from fsdp_lab.record.results_csv import write_results
 from fsdp_lab.report.plain_check import check_against_plain
 from fsdp_lab.report.render import reason_text
 from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.sweep import Sweep
-
-
-def write_results_csv(sweep: Sweep) -> None:
-    """Write the file. An error is logged once: MLflow may go on, and a resume writes the file again."""
-    try:
-        write_results(sweep.folder, sweep.swept, rows_of(sweep))
-    except OSError as error:
-        sweep.log_once(f"{error.filename} is not up to date: {error.strerror}")
 
 
 def rows_of(sweep: Sweep) -> Iterator[dict[str, Any]]:
