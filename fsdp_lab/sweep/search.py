@@ -50,12 +50,9 @@ class Space:
     dimensions: dict[str, BaseDistribution]
 
     def overrides(self, params: Mapping[str, Any]) -> list[str]:
-        made = [f"{key}={value!r}" if _is_number(value) else str(value) for key, value in params.items()]
+        numbers = (int, float)
+        made = [f"{key}={value!r}" if isinstance(value, numbers) else str(value) for key, value in params.items()]
         return [*self.fixed, *made]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
 
 
 def read_space(parser: OverridesParser, defaults: Mapping[str, str | None], arguments: Sequence[str]) -> Space:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -94,8 +93,9 @@ class Console:
         state = self._sweep.trials[number]
         took = f" after {duration(state.seconds)}" if state.seconds is not None else ""
         why = f": {reason_text(state.reason)}" if state.reason else ""
-        if state.status is TrialStatus.failed:
-            why += _where_traced(self._sweep.folder_of(number))
+        path = self._sweep.folder_of(number) / "error.txt"  # not there if the message is enough
+        if state.status is TrialStatus.failed and path.exists():
+            why += f" [traceback: {relative(path)}]"
         self.log(f"{label(state.trial)} {state.status}{took}{why}")
 
     def closing(self) -> None:
@@ -112,9 +112,3 @@ class Console:
             theirs = " (if your code changed, also resume_anyway=true)" if sweep.started.user_packages else ""
             again = resume_command(sweep.folder)
             self.log(f"to retry failed trials: {again} resume_failed=true{theirs}")
-
-
-def _where_traced(folder: Path) -> str:
-    """Return where the traceback of a failed trial is; "" without one, or if its message is enough."""
-    path = folder / "error.txt"
-    return f" [traceback: {relative(path)}]" if path.exists() else ""
