@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import ConfigError, UserError
-from fsdp_lab.config.convert import value_text
+from fsdp_lab.config.serialize import value_text
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.words import quoted
 from fsdp_lab.record.sweep import SweepRecord

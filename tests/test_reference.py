@@ -13,10 +13,10 @@ import yaml
 from fsdp_lab import __version__
 from fsdp_lab.commands import reference
 from fsdp_lab.config import ConfigError, all_keys
-from fsdp_lab.config.convert import leaves
 from fsdp_lab.config.describe import describe_keys
 from fsdp_lab.config.metrics import METRICS, declared
 from fsdp_lab.config.options import data_sheets, group_dirs
+from fsdp_lab.config.serialize import leaves
 from tests.conftest import ROOT
 
 tables = SimpleNamespace(**run_path(str(ROOT / "docs" / "tables.py")))

@@ -57,10 +57,10 @@ from fsdp_lab.commands.explain import explain
 from fsdp_lab.commands.forecast_cells import arguments, plan_forecasts
 from fsdp_lab.config import UserError, workers_of
 from fsdp_lab.config.compose import Trial
-from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.describe import docstring
 from fsdp_lab.config.launcher import leave_launcher
 from fsdp_lab.config.options import DEVICE_KINDS
+from fsdp_lab.config.serialize import value_text
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.wording import count, time_left
 from fsdp_lab.forecast.capacity import Forecast, NoForecast

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import fsdp_lab
 from fsdp_lab.config import ConfigError, all_keys
-from fsdp_lab.config.convert import leaves, value_text
 from fsdp_lab.config.describe import KeyDescription, describe_keys
 from fsdp_lab.config.options import groups, option_values, options_of
+from fsdp_lab.config.serialize import leaves, value_text
 from fsdp_lab.config.suggest import did_you_mean
 
 _LIBRARIES = ("torch", "ray", "mlflow", "hydra-core")  # what a report of a bug should name

@@ -9,13 +9,13 @@ from typing import Any
 
 from fsdp_lab.config.address import SCHEMES, check_address, is_address, scheme_of
 from fsdp_lab.config.axes import AXES
+from fsdp_lab.config.axes.base import refuse
 from fsdp_lab.config.axes.tensor_parallel import check_placement
-from fsdp_lab.config.convert import flatten
 from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.machine import check_gpus, cpus_per_worker_of, gpus_are_here, workers_of
-from fsdp_lab.config.options import device_file, known_devices
-from fsdp_lab.config.registry import path_of
+from fsdp_lab.config.options import device_file, known_devices, path_of
 from fsdp_lab.config.rules import check_epoch, check_files, check_trial
+from fsdp_lab.config.serialize import flatten
 from fsdp_lab.config.sweep import ClusterConfig, Engine, Placement, SweepConfig, objectives, stops_on
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.machine import hardware
@@ -116,22 +116,26 @@ def check_cluster(cluster: ClusterConfig) -> None:
 
 
 def _check_inline(config: SweepConfig, num_workers: int) -> None:
-    if num_workers != 1:
-        raise CombinationError(
-            f"engine=inline with cluster.num_workers={num_workers}: a trial in this process has one worker; "
-            "use cluster.num_workers=1, or engine=ray.",
-        )
-    for name, value in (("prune", "true" if config.forecast.prune else None), ("keep", config.forecast.keep)):
-        if value is not None:
-            raise CombinationError(
-                f"engine=inline with forecast.{name}={value}: a trial in this process has no forecast; use "
-                f"forecast.{name}={'false' if name == 'prune' else 'null'}, or engine=ray.",
-            )
-    if config.scheduler.stops_early:
-        raise CombinationError(
-            f"engine=inline with scheduler={config.scheduler.name}: trials in this process run one after the other, "
-            "and a scheduler cannot stop them; use scheduler=fifo, or engine=ray.",
-        )
+    forecast, scheduler = config.forecast, config.scheduler
+    lacks = {
+        f"cluster.num_workers={num_workers}": (
+            num_workers != 1,
+            "a trial in this process has one worker; use cluster.num_workers=1",
+        ),
+        "forecast.prune=true": (
+            forecast.prune,
+            "a trial in this process has no forecast; use forecast.prune=false",
+        ),
+        f"forecast.keep={forecast.keep}": (
+            forecast.keep is not None,
+            "a trial in this process has no forecast; use forecast.keep=null",
+        ),
+        f"scheduler={scheduler.name}": (
+            scheduler.stops_early,
+            "trials in this process run one after the other, and a scheduler cannot stop them; use scheduler=fifo",
+        ),
+    }
+    refuse("engine=inline", lacks, ", or engine=ray.")
 
 
 def check_local_capacity(cluster: ClusterConfig, num_workers: int) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from typing import Any
 
 from fsdp_lab.config.axes import AXES, effective
-from fsdp_lab.config.convert import flatten, part
 from fsdp_lab.config.ranks import Ranks
+from fsdp_lab.config.serialize import flatten, part
 from fsdp_lab.config.trial import TrialConfig
 
 # In each list a group stands for all its keys.

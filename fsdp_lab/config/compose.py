@@ -27,9 +27,9 @@ from fsdp_lab.config import (
 )
 from fsdp_lab.config.address import check_credentials
 from fsdp_lab.config.checks import check_hydra
-from fsdp_lab.config.convert import leaves
 from fsdp_lab.config.describe import valid_keys
 from fsdp_lab.config.options import OPEN_GROUPS
+from fsdp_lab.config.serialize import leaves
 from fsdp_lab.config.training import OptimizerConfig
 from fsdp_lab.config.words import with_overrides
 from fsdp_lab.config.workload import DataConfig, ModelConfig, known_vocab_size

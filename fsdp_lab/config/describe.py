@@ -14,11 +14,10 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from fsdp_lab.config.convert import flatten, to_dict, value_text
 from fsdp_lab.config.key import Key, keys_of
 from fsdp_lab.config.nightly import NightlyConfig
-from fsdp_lab.config.options import OPEN_GROUPS, groups, option_values
-from fsdp_lab.config.registry import REGISTRY
+from fsdp_lab.config.options import OPEN_GROUPS, REGISTRY, groups, option_values
+from fsdp_lab.config.serialize import flatten, to_dict, value_text
 from fsdp_lab.config.suggest import did_you_mean
 from fsdp_lab.config.target import import_callable
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from fsdp_lab.config.convert import flatten
 from fsdp_lab.config.errors import ConfigError
+from fsdp_lab.config.serialize import flatten
 
 LARGEST_INTEGER = 2**53  # what JSON and every database keep exactly
 

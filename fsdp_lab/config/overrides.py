@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -56,24 +57,19 @@ def read_overrides(words: Sequence[str], config_dir: str | None = None) -> list[
     for word in words:
         if "=" not in word and not word.startswith("~"):
             raise ConfigError(_no_override(word))
-    parsed = _PARSER.parse_overrides(list(words))
+    parsed = _PARSER.parse_overrides(words)
     read = [_spelt(override, config_dir) for override in parsed]
-    keys = [override.key_or_group for override in parsed]
+    times, last = Counter(override.key_or_group for override in parsed), {key_of(word): word for word in read}
     for override, word in zip(parsed, read, strict=True):
-        if keys.count(override.key_or_group) > 1 and _PARSER.parse_override(word).is_sweep_override():
+        if (count := times[override.key_or_group]) > 1 and _PARSER.parse_override(word).is_sweep_override():
             raise ConfigError(
-                f"{override.input_line}: {override.key_or_group} is there {keys.count(override.key_or_group)} times, "
-                "and the last would replace the values to sweep; leave one."
+                f"{override.input_line}: {override.key_or_group} is there {count} times, and the last would replace "
+                "the values to sweep; leave one."
             )
-    _print_replaced(read)
-    return read
-
-
-def _print_replaced(words: Sequence[str]) -> None:
-    last = {key_of(word): word for word in words}
-    for word in words:
+    for word in read:
         if last[key_of(word)] != word:
             print(f"note: {word} is replaced by {last[key_of(word)]}", file=sys.stderr)
+    return read
 
 
 def _with_quotes(word: str) -> str:

@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.config.convert import typed
 from fsdp_lab.config.errors import ConfigError
+from fsdp_lab.config.serialize import typed
 from fsdp_lab.config.suggest import did_you_mean
 
 _PLAIN = {"int": int, "float": float, "bool": bool, "str": str}  # annotations that are checked

@@ -8,7 +8,7 @@ from typing import Any, List, Optional, Self  # OmegaConf reads this on every Py
 
 from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.key import at_least_one, below_one, key, not_negative, positive
-from fsdp_lab.config.open import OpenGroup
+from fsdp_lab.config.serialize import OpenGroup
 from fsdp_lab.config.target import nested
 
 

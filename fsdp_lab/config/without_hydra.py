@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from fsdp_lab.config.convert import from_dict, merge, to_dict
 from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.nightly import NightlyConfig
 from fsdp_lab.config.options import OPEN_GROUPS, conf_dir, group_dirs
+from fsdp_lab.config.serialize import from_dict, merge, to_dict
 from fsdp_lab.config.words import with_custom
 from fsdp_lab.config.workload import known_vocab_size
 

@@ -100,15 +100,18 @@ def with_custom(words: Sequence[str]) -> list[str]:
 
     Without it the sizes of the default model would become arguments of the user's callable.
     """
-    typed = [word.partition("=")[0].lstrip("+") if not word.endswith("=null") else "" for word in words]
-    implied = [(typed.index(key), group) for key, group in _CUSTOM.items() if key in typed and group not in typed]
-    first = [f"{group}=custom" for _, group in implied if group == "optimizer"]  # before an `optimizer.lr`
-    others = {at: group for at, group in implied if group != "optimizer"}
-    rest = [[f"{others[i]}=custom", word] if i in others else [word] for i, word in enumerate(words)]
-    return with_task([*first, *(each for some in rest for each in some)])
+    rest: list[str] = []
+    chosen = {key_of(word) for word in words}
+    for word in words:
+        group = _CUSTOM.get(word.partition("=")[0].lstrip("+"))
+        if group and group not in chosen and not word.endswith("=null"):
+            chosen.add(group)
+            rest.append(f"{group}=custom")
+        rest.append(word)
+    return _with_task(rest)
 
 
-def with_task(words: Sequence[str]) -> list[str]:
+def _with_task(words: Sequence[str]) -> list[str]:
     """Return a command line with the task, model and data that the typed ones imply.
 
     - A language model or token data implies `task=language`, which implies `model=lm_tiny` and `data=pydoc`.
@@ -143,7 +146,7 @@ def _is_of(task: str, group: str, option: str) -> bool:
 
 def names_code(words: Sequence[str]) -> bool:
     """Return whether any argument of a command line names the user's code."""
-    return any(word.partition("=")[0].lstrip("+") in CODE_KEYS or "_target_" in word for word in words)
+    return any(key_of(word) in CODE_KEYS or "_target_" in word for word in words)
 
 
 def may_name_code(key: str) -> bool:

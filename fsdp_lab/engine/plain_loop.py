@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_lab.config import TrialConfig, from_dict
-from fsdp_lab.config.code import loaded_files
 from fsdp_lab.config.ranks import Ranks
+from fsdp_lab.config.source_code import loaded_files
 
 # What a smaller trial leaves out.
 _SHORT = {

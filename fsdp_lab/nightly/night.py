@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import ConfigError, NightlyConfig, UserError, from_dict
-from fsdp_lab.config.code import code_digest, user_digest
-from fsdp_lab.config.convert import value_text
+from fsdp_lab.config.serialize import value_text
+from fsdp_lab.config.source_code import code_digest, user_digest
 from fsdp_lab.config.status import ExitCode, TrialStatus
 from fsdp_lab.config.wording import count
 from fsdp_lab.config.words import quoted

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from fsdp_lab.config import SweepConfig, UserError, from_dict, is_address, workers_of
-from fsdp_lab.config.code import code_digest, commit, user_packages
 from fsdp_lab.config.compose import Trial
+from fsdp_lab.config.source_code import code_digest, commit, user_packages
 from fsdp_lab.config.words import key_of
 from fsdp_lab.record.paths import make_storage, name_storage
 from fsdp_lab.record.trial_files import clear_left_over

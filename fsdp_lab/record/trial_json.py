@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import UserError, from_dict
-from fsdp_lab.config.convert import typed
+from fsdp_lab.config.serialize import typed
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.storage.files import RESTORE, sync, write_json

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config import UserError
-from fsdp_lab.config.convert import typed
+from fsdp_lab.config.serialize import typed
 
 RESTORE = "restore it from a copy, or remove it"  # a message that ends with it says what is lost then
 _REMOVE = "remove it: the next start writes a new one"

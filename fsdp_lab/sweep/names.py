@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.config.compose import Trial
-from fsdp_lab.config.convert import value_text
 from fsdp_lab.config.options import OPEN_GROUPS
+from fsdp_lab.config.serialize import value_text
 from fsdp_lab.config.words import key_of, quoted
 from fsdp_lab.sweep.grid import unescaped
 

@@ -21,9 +21,9 @@ from typing import Any
 
 from fsdp_lab.config import SweepConfig, TrialConfig, UserError, from_dict, part, to_dict, workers_of
 from fsdp_lab.config.closeness import why_other_weights
-from fsdp_lab.config.code import code_digest, same_files
 from fsdp_lab.config.compare import layout_settings, plain_kind, plain_settings
 from fsdp_lab.config.ranks import Ranks
+from fsdp_lab.config.source_code import code_digest, same_files
 from fsdp_lab.engine.plain_loop import Question, run_plain_loop
 from fsdp_lab.forecast.devices import torch_version
 from fsdp_lab.forecast.pool import NoAnswerError, Pool

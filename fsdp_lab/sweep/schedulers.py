@@ -8,7 +8,7 @@ from hydra.utils import get_method
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
 
 from fsdp_lab.config import SweepConfig, stops_on
-from fsdp_lab.config.registry import path_of
+from fsdp_lab.config.options import path_of
 
 
 def build_scheduler(config: SweepConfig) -> TrialScheduler:

@@ -25,7 +25,7 @@ from fsdp_lab.config import CombinationError, ConfigError, SweepConfig, flatten,
 from fsdp_lab.config.checks import check as check_here
 from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.key import check_range, keys_of
-from fsdp_lab.config.registry import path_of
+from fsdp_lab.config.options import path_of
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import SearchConfig
 from fsdp_lab.config.words import may_name_code

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import fsdp_lab
-from fsdp_lab.config import code, compare, metrics
-from fsdp_lab.config.convert import value_text
+from fsdp_lab.config import compare, metrics, source_code
 from fsdp_lab.config.describe import values_implied_by_option
 from fsdp_lab.config.metrics import PREDICTED_BY
+from fsdp_lab.config.serialize import value_text
 from fsdp_lab.config.sweep import SweepConfig
 
 _FOR_SAMPLERS = ("search.num_trials", "search.seed")  # a grid has all its cells
@@ -210,11 +210,11 @@ def _cut(tags: Mapping[str, Any]) -> dict[str, str]:
 @cache
 def machine_tags() -> dict[str, str]:
     """Return tags for the user, the machine, the code and the libraries, as this process first found them."""
-    tool = fsdp_lab.__version__ + (f" (commit {of_tool[:10]})" if (of_tool := code.commit()) else "")
+    tool = fsdp_lab.__version__ + (f" (commit {of_tool[:10]})" if (of_tool := source_code.commit()) else "")
     tags = {"mlflow.user": _user(), "host": platform.node(), "version.fsdp_lab": tool}
     tags["version.python"] = platform.python_version()
     tags |= {f"version.{name}": importlib.metadata.version(name) for name in _LIBRARIES}
-    commit, is_dirty = code.users_commit()
+    commit, is_dirty = source_code.users_commit()
     return tags | ({"mlflow.source.git.commit": commit, "git.dirty": value_text(is_dirty)} if commit else {})
 
 

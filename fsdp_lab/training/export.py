@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from fsdp_lab.config.convert import to_dict
 from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.serialize import to_dict
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import ModelConfig, source_of
 from fsdp_lab.storage.files import whole, whole_folder, write_json

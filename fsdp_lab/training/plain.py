@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from fsdp_lab.config import TrialConfig, from_dict, metrics
-from fsdp_lab.config.source import ModelSource
 from fsdp_lab.config.target import import_callable, import_from, in_words, instantiate
+from fsdp_lab.config.workload import ModelSource
 from fsdp_lab.training.plain_data import Batches, Part
 from fsdp_lab.training.plain_limits import Deadline, Late, Stopped, free_memory, limited
 from fsdp_lab.training.plain_losses import count_of, loss_of, val_loss_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 
-from fsdp_lab.config.parts import check_classes, check_vocab_size
-from fsdp_lab.config.registry import path_of
+from fsdp_lab.config.options import path_of
+from fsdp_lab.config.rules import check_classes, check_vocab_size
 from fsdp_lab.config.workload import DataConfig, ModelConfig, TaskConfig, may_lack_labels
 from fsdp_lab.workloads.base import Data, DataSpec, Task, Workload
 from fsdp_lab.workloads.user.data import build_data

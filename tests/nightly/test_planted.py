@@ -20,8 +20,8 @@ import pytest
 
 from fsdp_lab.commands import nightly as command
 from fsdp_lab.config import ConfigError
-from fsdp_lab.config.code import code_digest
 from fsdp_lab.config.nightly import ToleranceConfig
+from fsdp_lab.config.source_code import code_digest
 from fsdp_lab.nightly import night as night_module
 from fsdp_lab.nightly import texts
 from fsdp_lab.nightly.gate import Night, Verdict

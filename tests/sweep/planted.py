@@ -120,7 +120,7 @@ def registering(key: str, name: str) -> str:
 import sys
 sys.path.append({str(ROOT)!r})
 from fsdp_lab.commands.main import main
-from fsdp_lab.config.registry import register
+from fsdp_lab.config.options import register
 register({key!r}, {name!r}, "tests.sweep.planted.build_{key.partition(".")[0].replace("search", "sampler")}")
 main()
 """

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from fsdp_lab.config import TrialConfig, conf_dir
-from fsdp_lab.config.convert import flatten
 from fsdp_lab.config.metrics import CHANGE_NORM
 from fsdp_lab.config.options import option_values
+from fsdp_lab.config.serialize import flatten
 from tests.parity import (
     FIRST_STEPS_TOLERANCE,
     FP32_TOLERANCE,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_lab.config import UserError
-from fsdp_lab.config.code import code_digest, user_packages
 from fsdp_lab.config.errors import ModelError
+from fsdp_lab.config.source_code import code_digest, user_packages
 from fsdp_lab.config.target import user_root
 from fsdp_lab.engine.failures import failure_of
 from fsdp_lab.record.reasons import Code

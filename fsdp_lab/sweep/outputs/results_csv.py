@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fsdp_lab.config.convert import value_text
+from fsdp_lab.config.serialize import value_text
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.report.plain_check import check_against_plain
 from fsdp_lab.report.render import reason_text

@@ -14,9 +14,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fsdp_lab.config import ConfigError, SweepConfig, UserError, settings, to_dict, workers_of
 from fsdp_lab.config.checks import check
-from fsdp_lab.config.code import code_digest, commit
 from fsdp_lab.config.compare import CHECKPOINT, RESUMED, STARTS, counts
 from fsdp_lab.config.compose import Trial, with_variables
+from fsdp_lab.config.source_code import code_digest, commit
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.words import key_of, quoted, with_overrides
 from fsdp_lab.engine.ray_job import COPIES, is_rays_copy

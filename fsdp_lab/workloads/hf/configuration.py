@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.config.convert import merge
 from fsdp_lab.config.errors import ConfigError, UserError
+from fsdp_lab.config.serialize import merge
 from fsdp_lab.config.suggest import closest
 from fsdp_lab.workloads.hf.library import transformers
 

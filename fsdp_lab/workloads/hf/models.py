@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_lab.config.errors import CombinationError, ConfigError
-from fsdp_lab.config.source import ModelSource
+from fsdp_lab.config.workload import ModelSource
 from fsdp_lab.workloads.hf import attention, weights
 from fsdp_lab.workloads.hf.configuration import Config, folder_of, named, read_config, translated
 from fsdp_lab.workloads.hf.library import transformers

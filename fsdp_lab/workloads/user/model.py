@@ -8,9 +8,8 @@ from typing import Any
 from torch import nn
 
 from fsdp_lab.config.errors import UserError
-from fsdp_lab.config.source import ModelSource
 from fsdp_lab.config.target import import_callable, import_object, in_words, instantiate
-from fsdp_lab.config.workload import ModelConfig, needed_target
+from fsdp_lab.config.workload import ModelConfig, ModelSource, needed_target
 from fsdp_lab.workloads.base import ModelSpec
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.key import at_least_one, divisors
-from fsdp_lab.config.source import ModelSource
+from fsdp_lab.config.workload import ModelSource
 from fsdp_lab.workloads.examples.vision import VIT_TP_PLAN
 
 if TYPE_CHECKING:

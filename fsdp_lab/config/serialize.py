@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, TypeVar, Union
+from typing import Any, Self, TypeVar, Union
 
 from fsdp_lab.config.errors import ConfigError
 
@@ -133,3 +133,36 @@ def typed(hint: Any, value: Any, key: str) -> Any:
         is_now, wanted = (_WORDS.get(each, f"a {getattr(each, '__name__', each)}") for each in (type(value), hint))
         raise ConfigError(f"{key}={value_text(value)} is {is_now}; use {wanted}.")
     return value
+
+
+@dataclasses.dataclass
+class OpenGroup:
+    """A group with a field `arguments`, whose items appear among the group's own keys: typed, in YAML and in MLflow."""
+
+    @classmethod
+    def of_keys(cls, values: dict[str, Any], prefix: str) -> Self:
+        """Build the group from the values typed below it.
+
+        Args:
+            values: key -> value; unknown keys become arguments, without `_target_` of the default one.
+            prefix: the group's dotted path, such as `model.`, for messages.
+
+        Raises:
+            ConfigError: an own key has a value of another type.
+        """
+        names = _typed_names(cls)
+        own = {names[name]: value for name, value in values.items() if name in names}
+        arguments = {str(name): value for name, value in values.items() if name not in names}
+        made: Any = from_dict(cls, own, prefix)
+        made.arguments = arguments if "_target_" in values else {**made.arguments, **arguments}
+        return made  # type: ignore[no-any-return]
+
+    def to_keys(self) -> dict[str, Any]:
+        own = {typed: getattr(self, name) for typed, name in _typed_names(type(self)).items()}
+        return {"_target_": own.pop("_target_"), **typing.cast(Any, self).arguments, **own}
+
+
+def _typed_names(cls: type) -> dict[str, str]:
+    """Return the name that is typed -> the field, without `arguments`."""
+    fields = (f for f in dataclasses.fields(cls) if f.name != "arguments")  # type: ignore[arg-type]
+    return {f.metadata["key"].named or f.name: f.name for f in fields}
