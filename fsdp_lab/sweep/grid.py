@@ -55,8 +55,9 @@ def composer(overrides: Sequence[str], search_words: Sequence[str]) -> Iterator[
         def composed(words: Sequence[str]) -> DictConfig:
             return compose("config", [*words, *search_words], return_hydra_config=True)
 
-        shared = composed(fixed_words(parser, {}, overrides))
-        yield Composer(parser, dict(shared.hydra.sweeper.params), Cells(parser, composed).config)
+        cells = Cells(parser, composed)
+        shared = cells.config(fixed_words(parser, {}, overrides))
+        yield Composer(parser, dict(shared.hydra.sweeper.params), cells.config)
 
 
 class Cells:
