@@ -181,6 +181,7 @@ def _answer(words: str, command: str) -> dict[str, Any]:
     Its message is without the name of the command, and without what differs between machines. `left` is what a sweep
     or a forecast left in its folder; Hydra makes that of a trial.
     """
+    from hydra._internal.hydra import Hydra
     from hydra.core.global_hydra import GlobalHydra
 
     from fsdp_lab.commands import forecast as forecast_command
@@ -195,6 +196,7 @@ def _answer(words: str, command: str) -> dict[str, Any]:
         mock.patch.dict(os.environ, variables),
         mock.patch("fsdp_lab.sweep.start.start_sweep", return_value=0),
         mock.patch.object(forecast_command, "run", return_value=0),
+        mock.patch.object(Hydra, "get_mode", return_value=None),  # it composes all, to see that no row has hydra.mode
         redirect_stdout(out),
         redirect_stderr(err),
         chdir(folder),
