@@ -162,5 +162,5 @@ def _asking() -> tuple[str, Any]:
 def fake_tensors() -> Iterator[ValuesOnRequest]:
     """Give every tensor made inside a shape, a type and a device, and no memory."""
     values = ValuesOnRequest()
-    with FakeTensorMode(), values:
+    with FakeTensorMode(allow_non_fake_inputs=True), values:
         yield values

@@ -60,6 +60,11 @@ from fsdp_lab.workloads.construct import without_values
 
 # Pageable memory is copied through pinned buffers first. An assumption: no measurement on a current GPU was found.
 PAGEABLE = 2.0
+# Of an error that only a forecast ends with -> what it is about.
+_NOT_FOLLOWED = {
+    "FlexAttention": "flex_attention has no forecast: on a CPU, where forecasts are made, it has no backward pass",
+    "SparseTensorImpl": "sparse gradients have no forecast: their size depends on the values of a batch",
+}
 _MICROBATCH_LIMIT, _STEP_UP = 2**20, 2**4  # where memory does not stop it, the search does
 
 
@@ -108,7 +113,16 @@ def forecast(
 
 
 def _price(step: Step, config: TrialConfig, num_workers: int, sheet: Device) -> Speed:
-    """Return the speed of a step, with the model's MFU."""
+    """Return the speed of a step, with the model's MFU.
+
+    Raises:
+        ConfigError: the device has no figure for it, or it runs operators whose arithmetic nobody knows.
+    """
+    if step.uncounted:
+        raise ConfigError(
+            f"PyTorch has no formula for the FLOPs of {', '.join(sorted(step.uncounted))}; register one by "
+            "torch.utils.flop_counter.register_flop_formula (0 where it only moves data)."
+        )
     differs = unlike(config, sheet)
     kinds = [OTHER] if differs else kinds_of(config, num_workers, sheet)
     program = in_tf32(step.program, sheet, config.precision.tf32)
@@ -181,6 +195,7 @@ class Step(NamedTuple):
         workload: what was trained.
         num_params: of the whole model, and of the rank's part.
         layout: how the model was divided.
+        uncounted: the operators that were traced and have no known FLOPs.
     """
 
     profile: Profile
@@ -188,6 +203,7 @@ class Step(NamedTuple):
     workload: Workload
     num_params: tuple[int, int]
     layout: Layout
+    uncounted: set[str]
 
 
 def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0) -> Profile:
@@ -230,6 +246,11 @@ def forecast_step(
         parallel = build_parallel(as_forecast(config), ranks)
         try:
             return _follow(workload, parallel, sheet, traced)
+        except NotImplementedError as error:
+            why = next((why for part, why in _NOT_FOLLOWED.items() if part in str(error)), None)
+            if why is None:
+                raise
+            raise NotFollowedError(f"{why}; measure this trial with memory_profile=peaks.") from error
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             line, part = user_line(error), "the forward pass of the model"
             if any(isinstance(f.f_locals.get("self"), torch.optim.Optimizer) for f, _ in walk_tb(error.__traceback__)):
@@ -281,7 +302,7 @@ def _follow(workload: Workload, parallel: Parallel, sheet: Device | None, traced
             _held = train_step(state, workload.task, microbatches)  # after the batch, as in training
         own = sum(local(p).numel() for p in state.model.parameters())
         layout = replace(state.layout, counts=state.num_labels is not None)
-        return Step(recorder.finish(), trace.program, workload, (state.num_params, own), layout)
+        return Step(recorder.finish(), trace.program, workload, (state.num_params, own), layout, trace.uncounted)
 
 
 def as_forecast(config: TrialConfig) -> TrialConfig:

@@ -16,8 +16,10 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends import cuda as backends
 from torch.distributed.tensor import DTensor, Partial
 
+from fsdp_lab.forecast.dispatch import dispatched_as_on_cuda
 from fsdp_lab.forecast.fake import ACCELERATOR
 from fsdp_lab.forecast.speed.device import Device
 from fsdp_lab.forecast.torch_private import (
@@ -42,7 +44,7 @@ _EFFICIENT_ALIGNMENT = 4  # of the head size in float32; others take the plain p
 
 @contextmanager
 def cuda_kernels(sheet: Device | None = None, on_kernel: OnKernel = lambda name, reads, writes: None) -> Iterator[None]:
-    """Let `F.scaled_dot_product_attention`, `F.rms_norm` and `F.layer_norm` keep the tensors that they keep on a GPU.
+    """Let operators keep the tensors that they keep on a GPU, and `"cuda"` be the GPU that is forecast.
 
     Args:
         sheet: of the GPU; None: an H100.
@@ -67,6 +69,7 @@ def cuda_kernels(sheet: Device | None = None, on_kernel: OnKernel = lambda name,
         for original, ours in ((F.scaled_dot_product_attention, _attention), (rms_norm, fused_rms_norm)):
             for module, name in _names_of(original):
                 patched.enter_context(mock.patch.object(module, name, ours))
+        patched.enter_context(dispatched_as_on_cuda())
         patched.enter_context(_ResultsOfGpu(sheet is None or sheet.reached.cudnn_attention is not None))
         yield
 
@@ -90,6 +93,8 @@ def _attention(
 ) -> Tensor:
     """Compute attention with the kernel that a GPU would choose.
 
+    A kernel that `torch.nn.attention.sdpa_kernel` excludes is passed over.
+
     - Flash attention: half precision without a mask, with an output in the layout of the query. cuDNN's attention,
       which some versions prefer, keeps the same tensors.
     - Memory-efficient attention: its output lies in memory as (batch, sequence, heads, head size). A model that
@@ -101,14 +106,15 @@ def _attention(
         numbers = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = numbers.masked_fill_(attn_mask.logical_not(), float("-inf"))
     whole = query.dim() == 4 and size == value.shape[-1]
-    if whole and attn_mask is None and query.dtype in _HALVES and size <= _FLASH_HEAD_DIM:
+    fused = backends.flash_sdp_enabled() or backends.cudnn_sdp_enabled()
+    if fused and whole and attn_mask is None and query.dtype in _HALVES and size <= _FLASH_HEAD_DIM:
         scale = size**-0.5 if scale is None else scale
         pad = -size % _FLASH_ALIGNMENT
         padded = [F.pad(tensor, (0, pad)) if pad else tensor for tensor in (query, key, value)]
         out = flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :size] if pad else out
     aligned = size % (_FLASH_ALIGNMENT if query.dtype in _HALVES else _EFFICIENT_ALIGNMENT) == 0
-    if whole and aligned and query.shape[1] == key.shape[1]:
+    if backends.mem_efficient_sdp_enabled() and whole and aligned and query.shape[1] == key.shape[1]:
         keeps = any(tensor.requires_grad for tensor in (query, key, value))
         return efficient_attention(query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale)[0]
     return plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
@@ -148,7 +154,10 @@ class _ResultsOfGpu(TorchDispatchMode):
         self._cudnn_attention = cudnn_attention
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        results = func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        if getattr(kwargs.get("device"), "type", None) == "cuda":  # a model that names its device
+            kwargs["device"] = ACCELERATOR
+        results = func(*args, **kwargs)
         if self.ignore_compile_internals():  # compiled code checks what it gets
             return results
         if func is _LAYER_NORM and results[0].dtype in _HALVES:

@@ -18,13 +18,14 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param
 from torch.distributed.fsdp import _fully_shard as fsdp_package
 from torch.distributed.tensor import _sharding_prop
+from torch.library import _scoped_library as scoped_library
 from torch.nn.parallel import distributed as ddp
 
 from fsdp_lab.forecast.speed.program import FUSED, Stream
 from fsdp_lab.machine.private import Name
 from fsdp_lab.memory.torch_private import ITEM, compiled_code_runs
 
-__all__ = ["ITEM", "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensorMode"]
+__all__ = ["ITEM", "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensorMode", "scoped_library"]
 
 _HAS_ADDRESS = "_data_ptr_allocated"
 _DEVICE_OF_MESH = "_get_device_from_mesh"
@@ -42,6 +43,7 @@ NAMES = (
     Name("torch._inductor.config", "fx_graph_cache"),
     Name("torch._inductor.config", "compile_threads"),
     Name("torch.amp", "GradScaler._maybe_opt_step", ("optimizer",)),
+    Name("torch.library", "_scoped_library"),
 )
 
 STEP_IF_FINITE = "_maybe_opt_step"  # the method of a GradScaler that asks whether a gradient was infinite
@@ -50,6 +52,8 @@ flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 plain_attention = torch.ops.aten._scaled_dot_product_attention_math
+# Kernels of a GPU that read float16 and write float32.
+FROM_HALF = {"softmax.int": torch.ops.aten._softmax, "log_softmax.int": torch.ops.aten._log_softmax}
 # Collectives as a trace finds them.
 FLAT_GATHER = "c10d.allgather_"  # FSDP1's on a CPU; on a GPU it is the next one
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "c10d._allgather_base_", "c10d._reduce_scatter_base_", "c10d.allreduce_"

@@ -34,6 +34,7 @@ from fsdp_lab.memory.torch_private import (
     active_fake_mode,
 )
 from fsdp_lab.workloads.base import tensors_of
+from fsdp_lab.workloads.flops import is_uncounted
 
 _COLLECTIVES = {
     ALL_GATHER: Kind.gather,
@@ -66,6 +67,7 @@ class StepTrace(TorchDispatchMode):
     def __init__(self, host: torch.device | None) -> None:
         super().__init__()
         self.program: list[Operator] = []
+        self.uncounted = set[str]()  # operators whose arithmetic nobody knows
         self.flat_streams: dict[Any, Stream] = {}
         self._host = host
         self._where: Callable[[], tuple[str, str]] | None = None
@@ -112,6 +114,8 @@ class StepTrace(TorchDispatchMode):
         elif name in _OF_DTENSOR:
             self._functional(name, args, result)
         elif not name.startswith(_NO_WORK):
+            if is_uncounted(func):
+                self.uncounted.add(name)
             self._record(name, func, args, kwargs, result)
         return result
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_lab.workloads.construct import seeded, without_values
+from fsdp_lab.workloads.flops import Uncounted
 from fsdp_lab.workloads.generators import PROCESS, generators_of, in_bytes
 
 # Tensors in any nesting of tuples, lists, mappings, dataclasses and objects that have a method `to`. Only the task and
@@ -130,7 +131,9 @@ class Workload:
     flops_per_unit: float | None = None
 
     def train_flops_per_sample(self, on_meta: nn.Module | None = None) -> float | None:
-        """Return the FLOPs of forward and backward for one sample; None if the model cannot compute without values.
+        """Return the FLOPs of forward and backward for one sample.
+
+        None if the model cannot compute without values, or calls an operator whose FLOPs nobody knows.
 
         They come from `flops_per_unit`, else for tokens from the model's own method `flops_per_token(batch)`. Else the
         matrix FLOPs of a step are counted on `meta`: gradients that frozen weights and inputs do not need are none.
@@ -151,9 +154,9 @@ class Workload:
         if self.task.unit == "tokens" and callable(own := getattr(model, "flops_per_token", None)):
             units = self.task.units(batch)
             return None if units is None else float(own(batch)) * units
-        with FlopCounterMode(display=False) as counter:
+        with Uncounted() as unknown, FlopCounterMode(display=False) as counter:
             self._backward(model.eval(), batch)
-        return float(counter.get_total_flops())
+        return None if unknown.names else float(counter.get_total_flops())
 
     def _backward(self, model: nn.Module, batch: Batch) -> None:
         loss = self.task.loss(self.task.forward(model, batch), batch)

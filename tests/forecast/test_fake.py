@@ -6,6 +6,7 @@ import csv
 import gc
 import re
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from fsdp_lab.forecast import allocator as rules
 from fsdp_lab.forecast.allocator import CachingAllocator, allocator_peaks
 from fsdp_lab.forecast.capacity import weigh
+from fsdp_lab.forecast.dispatch import FLOAT32, FLOAT32_RESULTS
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, fake_tensors, fake_world
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.kernels import buffer_bytes, cuda_kernels
 from fsdp_lab.machine.hardware import ALLOCATOR_VARIABLES
 from fsdp_lab.memory.profile import Event, Profile
-from tests.forecast.planted import kept
+from tests.forecast.planted import kept, num_bytes
 from tests.operators import Operators
 from tests.ranks import config
 
@@ -129,6 +132,74 @@ def test_attention_that_a_model_imports_by_its_name_is_a_gpus() -> None:
     with cuda_kernels():
         assert attend is not theirs and attend is F.scaled_dot_product_attention and F.rms_norm is not norm
     assert attend is theirs is F.scaled_dot_product_attention and F.rms_norm is norm
+
+
+def test_autocast_computes_in_the_types_of_a_gpu():
+    """The list is that of the header which PyTorch's CUDA kernels are built from, without what a CPU's autocast has."""
+    header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
+    for macro, ours in (("FP32", FLOAT32), ("FP32_SET_OPT_DTYPE", FLOAT32_RESULTS)):
+        body = header.partition(f"#define AT_FORALL_{macro}(_)")[2].partition("\n\n")[0]
+        theirs = [".".join(filter(None, found)) for found in re.findall(r"_\((\w+)(?:, (\w+))?\)", body)]
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        assert {name for name in theirs if not has(f"aten::{name}", "AutocastCPU")} == set(ours)
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
+        for on_gpu, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+            with cuda_kernels() if on_gpu else nullcontext():
+                half = torch.empty(4, 8, dtype=torch.bfloat16, device=ACCELERATOR)
+                results = F.softmax(half, -1), F.layer_norm(half, (8,)), F.softplus(half), half.sum(), half.rsqrt()
+            assert {result.dtype for result in results} == {dtype}
+
+
+def test_attention_by_hand_keeps_its_probabilities_in_both_types_on_a_gpu():
+    """Under autocast: of n scores 4 n bytes for the gradient of softmax, 2 n for the product; a CPU keeps 2 n in all.
+
+    In float16 CUDA's softmax reads halves and writes float32, so no copy of the scores is made before it."""
+
+    def attention() -> None:
+        scores = torch.empty(2, 4, 16, 16, dtype=dtype, device=ACCELERATOR, requires_grad=True)
+        value = torch.empty(2, 4, 16, 8, dtype=dtype, device=ACCELERATOR, requires_grad=True)
+        with torch.autocast("cpu", dtype):
+            F.softmax(scores, -1) @ value
+
+    scores, value = 2 * 4 * 16 * 16, 2 * 4 * 16 * 8
+    for dtype in (torch.bfloat16, torch.float16):
+        with FakeTensorMode():
+            assert num_bytes(kept(attention)) == 2 * scores + 2 * value
+            with cuda_kernels(), Operators() as called:
+                assert num_bytes(kept(attention)) == (4 + 2) * scores + 2 * value
+        copies = sum(name.endswith("_to_copy") for name in called.names)
+        assert copies == (2 if dtype is torch.bfloat16 else 1), "of the probabilities, and of the scores"
+
+
+def test_dropout_is_one_kernel_with_a_mask_of_bytes():
+    with FakeTensorMode(), cuda_kernels(), Operators() as called:
+        hidden = torch.empty(3, 10, dtype=torch.bfloat16, device=ACCELERATOR, requires_grad=True)
+        tensors = kept(lambda: F.dropout(hidden, 0.1))
+        assert num_bytes(tensors) == 30 and F.dropout(hidden, 0.1, training=False) is hidden
+    assert [name for name in called.names if "dropout" in name or "bernoulli" in name] == ["aten::native_dropout"]
+
+
+def test_a_kernel_that_a_model_excludes_is_not_taken():
+    with FakeTensorMode(), cuda_kernels():
+        query = torch.empty(3, 4, 10, 16, dtype=torch.bfloat16, device=ACCELERATOR)
+        for backends, kernel in (
+            ([SDPBackend.MATH], "softmax"),
+            ([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], "_efficient_attention"),
+            ([SDPBackend.CUDNN_ATTENTION], "_flash_attention"),  # which keeps the same tensors
+        ):
+            with sdpa_kernel(backends), Operators() as called:
+                F.scaled_dot_product_attention(query, query, query)
+            assert any(name.endswith(kernel) for name in called.names), kernel
+
+
+def test_a_model_that_names_its_gpu_is_followed():
+    with fake_tensors(), cuda_kernels():
+        made = torch.arange(4, device="cuda"), torch.ones(2).to("cuda:0"), torch.ones(2).cuda()
+        assert {one.device for one in made} == {ACCELERATOR}
+        assert made[0].is_cuda and not torch.ones(2).is_cuda
+        with torch.autocast("cuda"):
+            assert F.linear(made[1][None], made[2][None]).dtype is torch.float16, "the default on a GPU"
+    assert not torch.ones(2).is_cuda
 
 
 MIB = 2**20

@@ -115,6 +115,24 @@ def test_three_peaks_by_hand_and_by_the_allocator_are_forecast():
     assert run_ranks(2, allocated, cases) == [forecasts] * 2
 
 
+MODELS = ["data._target_=tests.forecast.models.Rows", "training.global_batch_size=16", "sharding=root"]
+
+
+def of_model(name: str, *words: str) -> list[str]:
+    task = [] if any(word.startswith("task.loss") for word in words) else ["task=classification"]
+    return [f"model._target_=tests.forecast.models.{name}", *MODELS, *task, *words]
+
+
+def test_tensors_that_are_no_parameters_are_followed():
+    """A module that holds one, and a loss with weights of classes: both take as much more as by the allocator."""
+    cases = [of_model("Mean"), of_model("Held"), of_model("Mean", "task.loss=tests.forecast.models.weighted")]
+    plain, *forecasts = [forecast_profile(config(*words), 2, cuda=False).peaks["device"]["total"] for words in cases]
+    for without, *measured in run_ranks(2, allocated, cases):
+        assert [one - without for one in measured] == [one - plain for one in forecasts]
+    for words in cases:
+        assert forecast_profile(config(*words), 2, cuda=True).peaks, "the tensors go to the GPU"
+
+
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
@@ -291,5 +309,7 @@ def test_what_only_training_does_has_no_forecast():
     for words in (["sharding.limit_all_gathers=false"], ["offload=cpu"]):
         with pytest.raises(NotFollowedError, match="has no forecast for a GPU"):
             forecast_profile(config("model=mlp", "sharding.api=fsdp1", *words), 2, cuda=True)
+    with pytest.raises(NotFollowedError, match=r"flex_attention has no forecast: on a CPU.*; measure this trial"):
+        forecast_profile(config(*of_model("Flex")), 2, cuda=True)
     with pytest.raises(ModelError, match=r"the model's clipped holds the parameter head\.weight, but FSDP2 puts"):
         forecast_profile(config(*holds, "sharding=root"), 2, cuda=False)

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.hub import tqdm
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp_lab.forecast.forecast import forecast_profile, forecast_step
+from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.forecast import NotFollowedError, forecast, forecast_profile, forecast_step
+from fsdp_lab.forecast.speed.device import load_device
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
 from fsdp_lab.forecast.torch_private import kernels_planned
 from fsdp_lab.workloads.build import build_workload
@@ -54,6 +57,37 @@ def test_the_matrix_products_are_those_of_a_real_step(words: list[str]):
     operators = program(*words, "training.global_batch_size=16", "precision=bf16_mixed")
     assert total(operators, Kind.matmul) == sum(by_name.values()) - attention
     assert total(operators, Kind.attention) == attention / 2, "half of the scores are masked"
+
+
+def of_model(name: str, *words: str) -> Forecast:
+    named = [f"model._target_=tests.forecast.models.{name}", "data._target_=tests.forecast.models.Rows"]
+    trial = config(*named, "task=classification", "sharding=root", "training.global_batch_size=16", *words)
+    return forecast(trial, 2, cuda=True, sheet=load_device(Path("conf/device/h100_sxm.yaml")))
+
+
+def test_products_of_groups_are_counted():
+    """Of a rank's 8 x 16 rows of 64 numbers, each with its expert's 64 x 32: forwards, and twice backwards."""
+    words = ["model._target_=tests.forecast.models.Grouped", "data._target_=tests.forecast.models.Rows"]
+    trial = config(*words, "task=classification", "sharding=root", "training.global_batch_size=16")
+    program = forecast_step(trial, 2, cuda=True, traced=True).program
+    grouped = [operator for operator in program if "grouped_mm" in operator.name]
+    assert [operator.flops for operator in grouped] == [2 * 8 * 16 * 64 * 32] * 3
+    assert {operator.kind for operator in grouped} == {Kind.matmul}
+    speed = of_model("Grouped").speed
+    assert speed is not None and speed.mfu is not None
+
+
+@pytest.mark.parametrize(("model", "operator"), [("Own", "fsdp_lab_tests.attend"), ("Fourier", "aten._fft_c2c")])
+def test_a_step_with_arithmetic_that_nobody_knows_has_no_speed(model: str, operator: str):
+    """Its memory is known."""
+    result = of_model(model)
+    assert result.speed is None and result.peaks
+    assert f"no formula for the FLOPs of {operator}" in (result.no_speed or "")
+
+
+def test_sparse_gradients_have_no_forecast():
+    with pytest.raises(NotFollowedError, match=r"sparse gradients have no forecast: .*; measure this trial"):
+        of_model("Bag", "sharding=ddp", "optimizer=sgd")
 
 
 def test_each_unit_is_gathered_twice_and_scattered_once():
