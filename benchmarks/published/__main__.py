@@ -26,7 +26,7 @@ from benchmarks.published.summary import (
     table,
     write_rows,
 )
-from fsdp_lab.forecast.capacity import GIB, NEARLY_FULL_ERROR
+from fsdp_lab.forecast.capacity import FULL_ERROR, GIB
 from fsdp_lab.forecast.speed.device import Errors, on_network
 from fsdp_lab.forecast.speed.predict import NETWORKS
 from fsdp_lab.forecast.speed.refine import pair_error
@@ -84,7 +84,7 @@ def _result(one: Traced, fitted: Fit) -> Result:
     if memory is None:
         return Result(one.row, step_s, None, None, "yes")
     assert memory.reserved_bytes is not None and memory.capacity_bytes is not None
-    fits = "yes" if memory.fits else "tight" if memory.tight else "no"
+    fits = "yes" if memory.fits else "unsure" if memory.unsure else "no"
     return Result(one.row, step_s, memory.reserved_bytes / GIB, memory.needed_bytes / memory.capacity_bytes, fits)
 
 
@@ -98,7 +98,7 @@ def _ranged(one: Traced, result: Result, fitted: Fit, errors: Errors) -> Result:
     most = errors.of([one.row.kind, *(["several_nodes"] * one.row.several_nodes)]).p90
     low, high = min(steps) / (1 + most), max(steps) / (1 - most)
     if one.memory is not None and one.memory.nearly_full:
-        high = max(high, step_s / (1 - NEARLY_FULL_ERROR))
+        high = max(high, step_s / (1 - FULL_ERROR))
     return replace(result, low_s=low, high_s=high)
 
 

@@ -184,7 +184,9 @@ def _follow(asked: Asked) -> tuple[dict[int, Step], Forecast | None]:
         config = read_config(None, [*asked.words, f"model.num_layers={blocks}"])
         step = forecast_step(config, asked.workers, cuda=True, sheet=asked.sheet, traced=traced)
         streams = STREAMS_BEFORE_129721 if asked.early else STREAMS
-        return step, weigh(step.profile, config, asked.workers, True, capacity, streams, asked.expandable)
+        return step, weigh(
+            step.profile, step.num_trained, config, asked.workers, True, capacity, streams, asked.expandable
+        )
 
     few = {blocks: followed(blocks, traced=True) for blocks in DEPTHS}
     least = along_depth({blocks: memory.least_bytes for blocks, (_, memory) in few.items()}, asked.blocks)

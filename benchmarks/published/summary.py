@@ -34,7 +34,7 @@ class Result:
         step_s: predicted.
         reserved_gib: forecast; None: the step has so much room that it was not followed.
         share: of the GPU's memory that the step needs; None: little.
-        fits: `yes`, `tight` or `no`.
+        fits: `yes`, `unsure` or `no`.
         alone: no other source has its device, so the efficiencies are those of another.
         low_s: the lower end of its range.
         high_s: the upper end.

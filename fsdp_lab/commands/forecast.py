@@ -24,13 +24,13 @@ fastest, comes first:
   gathered     gathered parameters, and the buffers of their all-gather
   activations  what the forward pass keeps, and the batch on a GPU
   rest         temporaries, reduce buffers, the batch
-  needs        GPUs: what the allocator reserves for these tensors, the CUDA context and NCCL's buffers. For a tight
-               setting a range: its lower end is without the allocator's cache. More samples may need less, if
+  needs        GPUs: what the allocator reserves for these tensors, the CUDA context and NCCL's buffers. If unsure to
+               fit, a range: its lower end is without the allocator's cache. More samples may need less, if
                cached blocks fit them better
   host         host memory in use while a GPU computes
-  fits         yes: `needs` is within the capacity; tight: only without the allocator's cache, so it may run slower or
-               run out of memory; no: not even then. The recommendation and the largest microbatch use `yes` (unsure:
-               of one sample it is `tight`); forecast.prune skips `no`
+  fits         yes: `needs` is within the capacity, and of a GPU 10 % are left if the allocator returns its cache: more
+               than forecasts err; unsure: it may fit, but may run slower or run out of memory; no: not even without
+               the cache. The recommendation and the largest microbatch use `yes`; forecast.prune skips `no`
   step ms      with a device: the predicted optimizer step, and tokens/s or samples/s per device
   MFU          the model's FLOPs divided by those that the device could do in that time
   bound        the resource that limits the step most: compute, gather, scatter, tp (what tensor-parallel layers send),

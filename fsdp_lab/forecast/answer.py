@@ -37,7 +37,7 @@ class ForecastAnswer(Answer):
     Attributes:
         where: the swept values of these.
         rows: of the settings, by the numbers of their trials in the recommendation.
-        remedies: overrides that leave more room on a GPU, to try first if one is nearly full.
+        remedies: overrides that leave more room on a GPU, to try if nothing fits.
     """
 
     where: dict[str, str] = field(default_factory=dict)
@@ -56,13 +56,6 @@ class ForecastAnswer(Answer):
     @property
     def least(self) -> Row:
         return min(self.rows, key=lambda row: row.forecast.needed_bytes)
-
-    @property
-    def roomy(self) -> Setting | None:
-        """The fastest other setting that leaves room on its GPU; None without one."""
-        r = self.recommendation
-        able = [s for s in r.able if s is not r.setting and not self.row(s).forecast.nearly_full]
-        return max(able, key=lambda s: samples_per_s(self.row(s)), default=None)
 
     @property
     def num_replicas(self) -> int | None:
@@ -123,7 +116,7 @@ def _frame(rows: Sequence[Row], swept: Sequence[str]) -> pd.DataFrame:
     figures = {
         MEMORY: frame["needed_bytes"],
         "forecast/needed_bytes": frame["needed_bytes"].mask(short, [r.forecast.host_needed_bytes for r in rows]),
-        LEAST: frame["least_bytes"].where(frame["fits"] == "tight"),
+        LEAST: frame["least_bytes"].where(frame["fits"] == "unsure"),
         "forecast/capacity_bytes": frame["capacity_bytes"].mask(short, host),
     }
     speeds = [predicted(row.forecast.speed) if row.forecast.speed else None for row in rows]

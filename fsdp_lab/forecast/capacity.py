@@ -18,17 +18,19 @@ from fsdp_lab.training.layout import Layout
 
 GIB = 2**30
 
-# What no tensor shows, on CUDA. Assumptions: on an H200 the context and NCCL of one worker took 1.3 GiB together, and
-# the workspaces 64 to 66 MiB (experiments/gpu).
-CONTEXT_BYTES = 600 * 2**20
+# What no tensor shows, on CUDA: on an H200 the context and NCCL of one worker took 1.3 GiB together, and the workspaces
+# 64 to 66 MiB (experiments/gpu).
+CONTEXT_BYTES = 820 * 2**20
 NCCL_BYTES = 512 * 2**20  # of one communicator
 COMPRESSED = "compressed gradients"
 WORKSPACE_BYTES = 64 * 2**20  # cuBLAS and cuBLASLt, 32 MiB each on Hopper
 
-# Of 110 published steps (experiments/published) 39 were forecast to need more than this share of their GPU.
-# Four of these were predicted 14 to 25 % too fast, of the other 71 three were off by more than 8 %.
-NEARLY_FULL = 0.9
-NEARLY_FULL_ERROR = 0.107  # nine of ten of them were less too fast, as with every other error here
+# The share of a GPU that a forecast may need, without what the allocator could return, and fit for sure. On an H200
+# (experiments/gpu) 11 of 12 settings reserved more than forecast, by up to 8.4 %. Of 110 published steps
+# (experiments/published) 39 were forecast to need more than this share, and ran; four of these were predicted 14 to
+# 25 % too fast, of the other 71 three were off by more than 8 %.
+SURE = 0.9
+FULL_ERROR = 0.107  # nine of ten of the 39 were less too fast, as with every other error here
 
 
 @dataclass(frozen=True)
@@ -144,18 +146,19 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits its device and its host; None without a forecast or a capacity."""
+        """Whether it is sure to fit its device and its host; None without a forecast or a capacity."""
         if self.host_is_short:
             return False
         if self.capacity_bytes is None or self.error:
             return None
-        return self.needed_bytes <= self.capacity_bytes
+        sure = SURE * self.capacity_bytes if self.cuda else self.capacity_bytes
+        return self.needed_bytes <= self.capacity_bytes and self.least_bytes <= sure
 
     @property
-    def tight(self) -> bool:
-        """Whether it does not fit, but would if the allocator returned its cache to the device.
+    def unsure(self) -> bool:
+        """Whether it may fit: by less than the error of forecasts, or if the allocator returns its cache to the device.
 
-        The allocator does that when the device is full. Such a setting may run slower, or still run out of memory.
+        The allocator does that when the device is full. Such a setting may run slower, or run out of memory.
         """
         if self.fits is not False or self.host_is_short or self.capacity_bytes is None:
             return False
@@ -166,7 +169,7 @@ class Forecast:
         """A GPU on which the allocator may have to free and retry, which makes a step slower than any prediction."""
         if not self.cuda or self.error or self.capacity_bytes is None:
             return False
-        return self.needed_bytes > NEARLY_FULL * self.capacity_bytes
+        return self.needed_bytes > SURE * self.capacity_bytes
 
     @property
     def shortage(self) -> dict[str, int]:
@@ -182,7 +185,7 @@ class Forecast:
 def on_capacity(forecast: Forecast, capacity_bytes: int | None, host: Host = Host()) -> Forecast:
     """Return the forecast for a device of this capacity.
 
-    On a device that it nearly fills, the speed has a wider range, and the error of ratios to others is not known.
+    On a GPU that it nearly fills, the speed has a wider range, and the error of ratios to others is not known.
 
     Args:
         forecast: with the range of its speed as `predict` returns it.
@@ -192,12 +195,13 @@ def on_capacity(forecast: Forecast, capacity_bytes: int | None, host: Host = Hos
     forecast = replace(forecast, capacity_bytes=capacity_bytes, host=host)
     if forecast.speed is None or not forecast.nearly_full:
         return forecast
-    slowest = forecast.speed.step_s / (1 - NEARLY_FULL_ERROR)
+    slowest = forecast.speed.step_s / (1 - FULL_ERROR)
     return replace(forecast, speed=replace(forecast.speed, high_s=max(forecast.speed.high_s, slowest), relative=None))
 
 
 def weigh(
     profile: Profile,
+    num_trained: int,
     config: TrialConfig,
     num_workers: int,
     cuda: bool,
@@ -208,6 +212,7 @@ def weigh(
     """Return what the device needs for a profile. A CPU's allocator is the system's: nothing is set aside.
 
     Args:
+        num_trained: parameters of the rank that get gradients.
         capacity: of the device, in bytes; None: not known.
         streams: see `allocator_peaks`.
         expandable: see `CachingAllocator`; None: as the environment says.
@@ -228,7 +233,7 @@ def weigh(
     if not sharded and config.precision.reduce_dtype is not Dtype.float32:
         # PyTorch frees what NCCL has sent when its watchdog looks, every 0.1 s: two copies, as on an H200 with steps of
         # 0.05 s
-        allowances[COMPRESSED] = 2 * (peak["param"] // 2)
+        allowances[COMPRESSED] = 2 * 2 * num_trained
     pinned = ("input", *(("param", "grad") if config.offload.target is OffloadTarget.cpu else ()))
     return Forecast(
         True,

@@ -24,7 +24,7 @@ from fsdp_lab.config.axes.offload import OffloadConfig, OffloadTarget
 from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.target import user_line
-from fsdp_lab.forecast.capacity import Forecast, weigh
+from fsdp_lab.forecast.capacity import SURE, Forecast, weigh
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.forecast.keep import ratio_group, unlike
@@ -93,7 +93,7 @@ def forecast(
         UserError: see `forecast_profile`.
     """
     step = forecast_step(config, num_workers, cuda, sheet=sheet, traced=sheet is not None)
-    result = weigh(step.profile, config, num_workers, cuda, capacity_bytes)
+    result = weigh(step.profile, step.num_trained, config, num_workers, cuda, capacity_bytes)
     result = replace(result, num_params=step.num_params, layout=step.layout)
     if sheet is not None:
         result = replace(result, data_sheet=sheet.name)
@@ -169,8 +169,10 @@ def largest_microbatch(
     def room(size: int) -> int:
         batch = size * Ranks.of(config.sharding, num_workers).dp * config.training.grad_accum_steps
         trial = replace(config, training=replace(config.training, global_batch_size=batch))
-        profile = forecast_step(trial, num_workers, cuda, sheet=sheet).profile
-        return capacity_bytes - weigh(profile, trial, num_workers, cuda, None).needed_bytes
+        step = forecast_step(trial, num_workers, cuda, sheet=sheet)
+        weighed = weigh(step.profile, step.num_trained, trial, num_workers, cuda, None)
+        sure = int(SURE * capacity_bytes) if cuda else capacity_bytes
+        return min(capacity_bytes - weighed.needed_bytes, sure - weighed.least_bytes)
 
     if room(1) < 0:
         return 0
@@ -194,6 +196,7 @@ class Step(NamedTuple):
         program: its operators, if it was traced.
         workload: what was trained.
         num_params: of the whole model, and of the rank's part.
+        num_trained: of the rank's part, those that get gradients.
         layout: how the model was divided.
         uncounted: the operators that were traced and have no known FLOPs.
     """
@@ -202,6 +205,7 @@ class Step(NamedTuple):
     program: list[Operator]
     workload: Workload
     num_params: tuple[int, int]
+    num_trained: int
     layout: Layout
     uncounted: set[str]
 
@@ -300,9 +304,13 @@ def _follow(workload: Workload, parallel: Parallel, sheet: Device | None, traced
         with record_step(parallel, state.optimizer, batch, buffers, inside) as recorder:
             trace.program.clear()
             _held = train_step(state, workload.task, microbatches)  # after the batch, as in training
-        own = sum(local(p).numel() for p in state.model.parameters())
+        own, trained = (
+            sum(local(p).numel() for p in state.model.parameters() if p.requires_grad or not only_trained)
+            for only_trained in (False, True)
+        )
         layout = replace(state.layout, counts=state.num_labels is not None)
-        return Step(recorder.finish(), trace.program, workload, (state.num_params, own), layout, trace.uncounted)
+        sizes = (state.num_params, own), trained
+        return Step(recorder.finish(), trace.program, workload, *sizes, layout, trace.uncounted)
 
 
 def as_forecast(config: TrialConfig) -> TrialConfig:

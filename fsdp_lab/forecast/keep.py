@@ -66,8 +66,8 @@ def passed_over(
     - the setting that a forecast recommends, which may be slower but smaller
     - settings without a prediction
 
-    A setting that is tight does not count towards the number if another fits; it is kept in addition if it may be as
-    fast.
+    A setting that is unsure to fit does not count towards the number if another fits; it is kept in addition if it may
+    be as fast.
 
     Args:
         forecasts: by the number of a trial.
@@ -75,10 +75,10 @@ def passed_over(
         keep: a number of settings, such as `5`, or a share of those that fit, such as `20%`.
         recommended: the identifiers that a forecast recommends.
     """
-    able = {n: f for n, f in forecasts.items() if f.fits is not False or f.tight}
+    able = {n: f for n, f in forecasts.items() if f.fits is not False or f.unsure}
     known = {n: predicted(f.speed) for n, f in able.items() if f.speed is not None}
     counted = {n: one for n, one in known.items() if forecasts[n].fits is not False} or known
-    # one of each setting, the fastest first; where nothing fits, of what is tight
+    # one of each setting, the fastest first; where nothing fits, of what is unsure
     ranked = sorted({settings[n]: one for n, one in counted.items()}.values(), key=lambda one: -one.interval.value)
     wanted = number_kept(keep, len(ranked))
     of_batch = {one.samples: one.interval.value for one in reversed(ranked)}

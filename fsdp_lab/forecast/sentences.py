@@ -55,9 +55,9 @@ def _fewest(rows: Sequence[Row], swept: Sequence[str]) -> dict[str, list[str]]:
     fewest: dict[float, list[str]] = {}
     for name, forecasts in by_setting.items():
         holding = [forecast.num_workers for forecast in forecasts if forecast.fits]
-        unsure = any(forecast.tight for forecast in forecasts)
+        unsure = any(forecast.unsure for forecast in forecasts)
         fewest.setdefault(min(holding, default=_UNSURE if unsure else math.inf), []).append(name)
-    texts = {_UNSURE: "tight, or not known", math.inf: "none of these"}
+    texts = {_UNSURE: "not sure, or not known", math.inf: "none of these"}
     return {texts.get(number, f"{number:.0f}"): names for number, names in sorted(fewest.items())}
 
 

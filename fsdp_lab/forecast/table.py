@@ -70,7 +70,7 @@ class Row:
 def in_order(rows: Sequence[Row]) -> list[Row]:
     """Return the rows in the order of the table; rows without a forecast come last.
 
-    With speeds, each number of workers forms a group: what fits comes before what is tight, then what does not
+    With speeds, each number of workers forms a group: what fits comes before what may fit, then what does not
     fit, the fastest first. Without speeds the smallest peak comes first.
     """
 
@@ -79,7 +79,7 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
         if forecast.error:
             return (1,)
         if forecast.speed is not None:
-            room = (forecast.fits is False) + (forecast.fits is False and not forecast.tight)
+            room = (forecast.fits is False) + (forecast.fits is False and not forecast.unsure)
             return (0, forecast.num_workers, room, -forecast.speed.samples_per_s)
         return (0, 0, 0, forecast.peak_bytes)
 
@@ -125,8 +125,9 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
     for name, parts in COLUMNS.items():
         add_bytes(name, frame[[f"{part}_bytes" for part in parts]].sum(axis=1, skipna=False))
     if any(row.forecast.allowances for row in rows):
-        needs, tight = frame["needed_bytes"].map(size, "ignore").astype(object), frame["fits"] == "tight"
-        needs[tight] = frame["least_bytes"][tight].map(size).astype(object) + " to " + needs[tight]
+        needs = frame["needed_bytes"].map(size, "ignore").astype(object)
+        caches = (frame["fits"] == "unsure") & (frame["least_bytes"] < frame["needed_bytes"])
+        needs[caches] = frame["least_bytes"][caches].map(size).astype(object) + " to " + needs[caches]
         add("needs", needs, str)
     add_bytes("host", frame["host_bytes"])
     if len(capacities) > 1:
@@ -144,7 +145,7 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
         add("bound", frame["bound"], str)
     if frame["largest_microbatch"].notna().any():
         largest = frame["largest_microbatch"].astype(object)
-        largest[(frame["largest_microbatch"] == 0) & (frame["fits"] == "tight")] = "unsure"
+        largest[(frame["largest_microbatch"] == 0) & (frame["fits"] == "unsure")] = "unsure"
         add("largest microbatch", largest, lambda value: value if value == "unsure" else f"{value:,}")
     of = f"one of {max(workers):,} workers" if len(workers) == 1 and max(workers) > 1 else "one worker"
     return FittingTable(columns, f"forecast peak of {of}, {unit}", "forecast.csv")
@@ -205,4 +206,4 @@ def _figures(row: Row) -> dict[str, Any]:
 
 def _whether(forecast: Forecast) -> str | None:
     """Return whether it fits, in the words of the CSV; None: the capacity is not known."""
-    return None if forecast.fits is None else "true" if forecast.fits else "tight" if forecast.tight else "false"
+    return None if forecast.fits is None else "true" if forecast.fits else "unsure" if forecast.unsure else "false"

@@ -21,7 +21,7 @@ _RECOMPUTED = "activation_checkpointing"
 _FEW_STEPS, _SHORT_S = 10, 1.0  # fewer steps, in less time, are too few for an order of speeds
 _BUSY = 0.25  # of the cores: the share from which other processes are named
 
-LEAST = "least_bytes"  # a column of forecasts: the bytes without which a trial cannot run, its allowance aside
+LEAST = "least_bytes"  # a column of forecasts that may fit: the bytes without which a trial cannot run
 
 
 def qualify(settings: Settings) -> dict[str, Coded]:
@@ -63,9 +63,10 @@ def does_not_fit(setting: Setting, reasons: Mapping[int, str] = MappingProxyType
         of = {"count": count, "of": len(setting.trials), "text": reasons.get(first, "")}
         return Coded(status if status.ended else "no_result", of)
     needed, capacity = (setting.figure(f"forecast/{key}_bytes") for key in ("needed", "capacity"))
+    if LEAST in setting.figures:
+        return Coded("unsure", {})
     if needed > capacity:
-        is_tight = setting.figure(LEAST) <= capacity
-        return Coded("tight" if is_tight else "too_large", {"needed": needed, "capacity": capacity})
+        return Coded("too_large", {"needed": needed, "capacity": capacity})
     return None
 
 

@@ -222,8 +222,8 @@ class Forecasts:
         if not prune or forecast.fits is not False:
             return
         needs = needs_text(**forecast.shortage)
-        if forecast.tight:
-            sweep.log(f"{label(trial)} starts, but memory is tight: {needs}; it may be slow, or run out of memory")
+        if forecast.unsure:
+            sweep.log(f"{label(trial)} starts, but is not sure to fit: {needs}; it may be slow, or run out of memory")
         else:
             sweep.skip(number, Reason.of(Code.does_not_fit, **forecast.shortage))
 

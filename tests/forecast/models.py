@@ -37,6 +37,14 @@ class Mean(nn.Module):
         return self.head(self.mix(self.embed(rows)).mean(1))
 
 
+class Tuned(Mean):
+    """Only the head is trained."""
+
+    def __init__(self, frozen: bool = True) -> None:
+        super().__init__()
+        self.embed.requires_grad_(not frozen)
+
+
 class Held(Mean):
     """Has a tensor that is neither a parameter nor a buffer."""
 

@@ -67,10 +67,10 @@ def observations(count: int, factors: Factors, spread: float = 0.0) -> list[Obse
     return collected
 
 
-CONTEXT = 100  # bytes, of what is tight or fits
+CONTEXT = 100  # bytes, of what may fit or fits
 PEAK = 700
-NEEDS = {"yes": 900, "tight": 1001, "no": 1001}
-ACTIVE = {"yes": 750, "tight": 900, "no": 901}
+NEEDS = {"yes": 900, "unsure": 1001, "no": 1001}
+ACTIVE = {"yes": 750, "unsure": 900, "no": 901}
 
 
 def speed_of(step_s: float, error: float = 0.1, **changed: object) -> Speed:
@@ -89,7 +89,7 @@ def row(setting: str, step_s: float, peak: int = 100, fits: bool = True, **chang
 
 
 def forecast_of(verdict: str, step_s: float = 1.0, capacity: int | None = 1000) -> Forecast:
-    """Return one whose allocator caches: it fits ("yes"), fits without what is cached ("tight"), or does not ("no")."""
+    """Return one whose allocator caches: it fits ("yes"), or without what is cached ("unsure"), or does not ("no")."""
     reserved = NEEDS[verdict] - CONTEXT
     allowances = {"CUDA context": CONTEXT, "fragmentation": reserved - PEAK}
     return Forecast(

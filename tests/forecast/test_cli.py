@@ -32,7 +32,7 @@ def test_a_grid_is_sorted_by_peak_and_says_what_fits(tmp_path: Path):
     """Without speeds, as here, forecast.keep is no error."""
     done = forecast_here(
         tmp_path, "sharding=ddp,per_block", "precision=fp32", "model=mlp", "optimizer.lr=0.1,0.2", "-m",
-        "forecast.device=cuda", "forecast.capacity_gib=1.2", "forecast.folder=here", "forecast.keep=2",
+        "forecast.device=cuda", "forecast.capacity_gib=1.533", "forecast.folder=here", "forecast.keep=2",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "for GPUs" in done.stdout and "left out" in done.stdout
@@ -40,9 +40,10 @@ def test_a_grid_is_sorted_by_peak_and_says_what_fits(tmp_path: Path):
     rows = written(tmp_path / "here")
     assert len(rows) == 2 * 2 * 2 + 2 * 2  # per_block: offload x reshard x lr; ddp: reshard x lr
     peaks = [int(row["peak_bytes"]) for row in rows]
-    assert peaks == sorted(peaks) and {row["fits"] for row in rows} == {"true", "tight"}
+    assert peaks == sorted(peaks) and {row["fits"] for row in rows} == {"true", "unsure"}
     for row in rows:
-        assert (row["fits"] == "true") == (int(row["needed_bytes"]) <= int(row["capacity_bytes"]))
+        assert (row["fits"] == "true") == (int(row["least_bytes"]) <= 0.9 * int(row["capacity_bytes"]))
+        assert int(row["needed_bytes"]) < int(row["capacity_bytes"])
     offloaded = [row for row in rows if row["offload"] == "cpu"]
     assert all(int(row["host_param_bytes"]) > 0 and int(row["param_bytes"]) == 0 for row in offloaded)
     pages = {row["timeline"] for row in rows}

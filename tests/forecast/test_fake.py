@@ -289,7 +289,7 @@ def test_segments_grow_where_the_environment_says_so(
     events = [Event(storage, "device", "activation", mib * MIB, "", "forward") for storage, mib in steps]
     profile = Profile(events, 0, {"device": {"total": 50 * MIB}})
     assert allocator_peaks(profile, True).reserved == (60 if expandable else 80) * MIB
-    assert weigh(profile, config("sharding=per_block"), 2, True, None).expandable == expandable
+    assert weigh(profile, 0, config("sharding=per_block"), 2, True, None).expandable == expandable
 
 
 Step = list[tuple[int, str, int]]  # storage, category, MiB from now on

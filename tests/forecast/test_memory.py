@@ -243,6 +243,9 @@ def test_what_a_gpu_needs_beside_its_tensors_is_named():
     assert plain.needed_bytes == plain.reserved_bytes + CONTEXT_BYTES + NCCL_BYTES
     narrow = forecast(config("model=mlp", "sharding=ddp", "precision=bf16"), 2, cuda=True)
     assert narrow.allowances["compressed gradients"] == WHOLE // 4 * 2 * 2
+    frozen = ("model.frozen=true", "sharding=ddp", "precision=bf16", "optimizer=sgd")
+    head = forecast(config(*of_model("Tuned", *frozen)), 2, cuda=True)
+    assert head.allowances["compressed gradients"] == (64 * 10 + 10) * 2 * 2, "not the frozen weights"
     assert narrow.reserved_bytes and narrow.active_bytes and narrow.peak_bytes < narrow.active_bytes
     beside = narrow.needed_bytes - narrow.reserved_bytes - narrow.allowances["compressed gradients"]
     assert narrow.least_bytes == beside + narrow.active_bytes < narrow.needed_bytes

@@ -164,17 +164,15 @@ def run_with(forecasts: list[Forecast], plan: Sweep, monkeypatch: pytest.MonkeyP
     return hears
 
 
-def test_prune_starts_what_is_tight_and_says_so(
-    compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Of a GPU's 1024 MiB, which one trial fills except for a byte, and the other one all; with CPUs none is tight."""
+def test_prune_starts_what_may_fit_and_says_so(compose_trial: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a GPU's 1024 MiB, which one trial fills except for a byte, and the other one all; with CPUs none is unsure."""
     plan = plan_of(compose_trial, tmp_path, [[], []], ["forecast.prune=true", "forecast.capacity_gib=1"])
     full = Forecast(
         True, 1, {"device": {"total": GIB}}, {"all": 1}, capacity_bytes=GIB, active_bytes=GIB, reserved_bytes=GIB
     )
     hears = run_with([replace(full, active_bytes=GIB - 1), full], plan, monkeypatch)
     assert hears.begun == [0]
-    (told,) = (text for text in hears.logged if "tight" in text)
+    (told,) = (text for text in hears.logged if "not sure to fit" in text)
     assert told.startswith("trial 0 ") and "1024.00 MiB of 1024.00 MiB" in told
 
 
