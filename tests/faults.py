@@ -101,6 +101,13 @@ UNFINISHED = f"{GATE}::test_a_setting_that_no_longer_finishes_is_a_regression"
 WEBHOOK_DOWN = "nightly/test_planted.py::test_a_webhook_that_is_down_is_a_note_and_changes_no_verdict"
 V2_LIMITS = "test_machine.py::test_limits_of_version_2_hold_in_the_groups_below"
 GROUP_LIMITS = "test_machine.py::test_cores_and_memory_are_those_of_the_control_group"
+ONE_TRIAL = "forecast/test_devices.py::test_one_trial_corrects_the_other_forecasts"
+FAKE = "forecast/test_fake.py"
+AUTOCAST = f"{FAKE}::test_autocast_computes_in_the_types_of_a_gpu"
+DROPOUT = f"{FAKE}::test_dropout_is_one_kernel_with_a_mask_of_bytes"
+EXCLUDES = f"{FAKE}::test_a_kernel_that_a_model_excludes_is_not_taken"
+NAMES_GPU = f"{FAKE}::test_a_model_that_names_its_gpu_is_followed"
+BY_HAND = f"{FAKE}::test_attention_by_hand_keeps_its_probabilities_in_both_types_on_a_gpu"
 VERDICTS = "forecast/test_choice.py::test_what_may_fit_is_unsure"
 KEEPS = "forecast/test_choice.py::test_keep_keeps_what_may_be_as_fast_as_the_last_asked_for"
 KEPT_ONE = "forecast/test_choice.py::test_one_is_kept_of_those_whose_order_is_known"
@@ -1005,6 +1012,15 @@ FAULTS = (
           "if valid and (one.torch, one.device) == (torch, digest):", "if valid and one.device == digest:", CORRECTS),
     Fault("trials that other figures predicted correct forecasts", "fsdp_lab/forecast/observations.py",
           "if valid and (one.torch, one.device) == (torch, digest):", "if valid and one.torch == torch:", CORRECTS),
+    Fault("one trial that is far off corrects every model", "fsdp_lab/forecast/speed/refine.py",
+          " and is_near(one.measured_s / step_s)", "", ONE_TRIAL),
+    Fault("one trial corrects other models in full", "fsdp_lab/forecast/speed/refine.py",
+          "min(len(settings) if agree else 1, _CONVINCE) / _CONVINCE", "1", ONE_TRIAL),
+    Fault("one trial that is far off narrows a range", "fsdp_lab/forecast/speed/predict.py",
+          "(factors.agree or is_near(correction))", "True", ONE_TRIAL),
+    Fault("an uneven trial weighs as an even one", "fsdp_lab/forecast/speed/refine.py",
+          "max(one.noise, _NOISE) for one in", "_NOISE for one in",
+          "forecast/test_devices.py::test_a_trial_of_few_uneven_steps_weighs_less"),
     Fault("a trial beside other processes corrects forecasts", "fsdp_lab/sweep/forecasts.py",
           "or metrics.get(OTHERS_CPU, 0.0) > MAX_OTHERS_CPU or", "or",
           "forecast/test_devices.py::test_a_trial_that_ends_is_kept_beside_its_prediction"),
@@ -1012,6 +1028,32 @@ FAULTS = (
           'return ("expandable_segments", ":", "True") in options', "return True", SEGMENTS),
     Fault("expandable segments of the environment are not followed", "fsdp_lab/forecast/allocator.py",
           'return ("expandable_segments", ":", "True") in options', "return False", SEGMENTS),
+    Fault("autocast on a GPU has a CPU's types", "fsdp_lab/forecast/dispatch.py",
+          "tensor.float() if tensor.dtype in _HALVES else tensor", "tensor", AUTOCAST),
+    Fault("softmax on a GPU has a CPU's type", "fsdp_lab/forecast/dispatch.py",
+          "operator(input, *args, dtype=torch.float32, **kwargs)", "operator(input, *args, **kwargs)", BY_HAND),
+    Fault("softmax copies float16 on a GPU", "fsdp_lab/forecast/dispatch.py",
+          "if from_half is not None and", "if False and", BY_HAND),
+    Fault("dropout on a GPU keeps a mask of the input's type", "fsdp_lab/forecast/dispatch.py",
+          '        autograd.impl("dropout", _dropout)\n', "", DROPOUT),
+    Fault("attention that a model excludes is taken", "fsdp_lab/forecast/kernels.py",
+          "    if fused and whole and", "    if whole and", EXCLUDES),
+    Fault("a model that names its GPU is not followed", "fsdp_lab/forecast/kernels.py",
+          '            kwargs["device"] = ACCELERATOR\n', "            pass\n", NAMES_GPU),
+    Fault("a model's own autocast for CUDA is ignored", "fsdp_lab/forecast/dispatch.py",
+          '        if device_type == "cuda":', "        if False:", NAMES_GPU),
+    Fault("a plain tensor in a module ends a forecast", "fsdp_lab/forecast/fake.py",
+          "FakeTensorMode(allow_non_fake_inputs=True)", "FakeTensorMode()",
+          "forecast/test_memory.py::test_tensors_that_are_no_parameters_are_followed"),
+    Fault("products of groups take no time", "fsdp_lab/workloads/flops.py",
+          "        register_flop_formula(_packet)(_grouped_flops)", "        pass",
+          "forecast/test_program.py::test_products_of_groups_are_counted"),
+    Fault("an operator that nobody knows takes no time", "fsdp_lab/forecast/trace.py",
+          "            if is_uncounted(func):", "            if False:",
+          "forecast/test_program.py::test_a_step_with_arithmetic_that_nobody_knows_has_no_speed"),
+    Fault("sparse gradients end a forecast without a word", "fsdp_lab/forecast/forecast.py",
+          "            if why is None:", "            if True:",
+          "forecast/test_program.py::test_sparse_gradients_have_no_forecast"),
     Fault("the largest free block is taken", "fsdp_lab/forecast/allocator.py",
           "index = bisect_left(blocks, size, key=lambda entry: entry[0])",
           "index = len(blocks) - 1 if blocks and blocks[-1][0] >= size else len(blocks)",

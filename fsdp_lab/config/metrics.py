@@ -17,7 +17,8 @@ PREDICTED_SPEED, RATIO_ERROR = "forecast/samples_per_s", "forecast/ratio_error"
 PREDICTED_BY = "predicted_by"  # a trial's tag: the basis of its predicted speed
 RATIO_GROUP = "ratio_group"  # of the predictions that its own is compared with by the error of their ratio
 FORECAST_WORDS = (PREDICTED_BY, RATIO_GROUP)  # what of a forecast is no number
-OTHERS_CPU, MEDIAN_STEP = "perf/others_cpu", "perf/step_time_p50_s"
+OTHERS_CPU, TIMED_STEPS = "perf/others_cpu", "perf/timed_steps"
+MEDIAN_STEP, SLOW_STEP = "perf/step_time_p50_s", "perf/step_time_p95_s"
 FORECAST = "forecast/peak_bytes"
 DATA_WAIT = "perf/data_wait_share"
 TRAIN_LOSS, VAL_LOSS = "train/loss", "val/loss"
@@ -237,7 +238,7 @@ METRICS = (
         gate=Gate("data_wait_share", kind="rise"),
     ),
     Metric(
-        "perf/timed_steps", "timed steps", "steps", "the steps behind the speed", form="{:.0f}", objective=False,
+        TIMED_STEPS, "timed steps", "steps", "the steps behind the speed", form="{:.0f}", objective=False,
         csv=Column(last=True),
     ),
     Metric("perf/timed_s", "timed s", "s", "how long they took", form="{:.2f}", objective=False, csv=Column(last=True)),
@@ -254,7 +255,7 @@ METRICS = (
         better="min", is_speed=True, form="{:.2f}", scale=1e-3, csv=_SHOWN, report=_SHOWN,
     ),
     Metric(
-        "perf/step_time_p95_s", "step p95 ms", "s", "95 % of the steps took no longer",
+        SLOW_STEP, "step p95 ms", "s", "95 % of the steps took no longer",
         better="min", is_speed=True, form="{:.2f}", scale=1e-3, csv=_SHOWN,
     ),
     Metric(

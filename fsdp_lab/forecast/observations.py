@@ -46,7 +46,13 @@ def read_observations(device: str, torch: str, digest: str) -> list[Observation]
         try:
             one = Observation(**{**row, "parts": Parts(**row["parts"]), "measured_s": float(row["measured_s"])})
             hash(one)
-            numbers = [one.measured_s, one.at, one.parts.step_s(), *map(float, vars(one.parts).values())]
+            numbers = [
+                one.measured_s,
+                one.at,
+                float(one.noise),
+                one.parts.step_s(),
+                *map(float, vars(one.parts).values()),
+            ]
             valid = all(map(math.isfinite, numbers)) and min(one.measured_s, one.parts.step_s()) > 0
         except (KeyError, TypeError, ValueError, OverflowError):
             continue  # of another version of fsdp_lab

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from hashlib import sha256
+from statistics import NormalDist
 
 from fsdp_lab.config import SweepConfig, UserError, workers_of
 from fsdp_lab.config.machine import gpus_are_here
-from fsdp_lab.config.metrics import DATA_WAIT, MIB, OTHERS_CPU, SPEED
+from fsdp_lab.config.metrics import DATA_WAIT, MEDIAN_STEP, MIB, OTHERS_CPU, SLOW_STEP, SPEED, TIMED_STEPS
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.config.wording import count, significant, time_left
@@ -173,9 +175,8 @@ class Forecasts:
         if step_s is None:
             return
         setting = sha256(request.key.encode()).hexdigest()[:16]
-        one = Observation(
-            setting, speed.parts, step_s, torch_version(), digest(request.sheet), speed.group, time.time()
-        )
+        device, noise = digest(request.sheet), noise_of(state.figures)
+        one = Observation(setting, speed.parts, step_s, torch_version(), device, speed.group, time.time(), noise)
         try:
             record_observation(speed.device, f"{sweep.folder.absolute()}/{number}", one)
         except (OSError, UserError) as error:
@@ -254,6 +255,15 @@ def reliable_step_s(metrics: Mapping[str, float], samples: int, cuda: bool) -> f
     if not speed or metrics.get(OTHERS_CPU, 0.0) > MAX_OTHERS_CPU or (cuda and waited > _WAITED):
         return None
     return samples / speed * (1.0 if cuda else 1 - waited)
+
+
+def noise_of(metrics: Mapping[str, float]) -> float:
+    """Return the standard error of a trial's mean step as a share of it, from how widely its steps differ."""
+    middle, slow, steps = (metrics.get(key, 0.0) for key in (MEDIAN_STEP, SLOW_STEP, TIMED_STEPS))
+    if not middle or not steps:
+        return 0.0
+    deviation = (slow - middle) / NormalDist().inv_cdf(0.95)
+    return deviation / middle / math.sqrt(steps)
 
 
 def _cannot_train(forecast: Forecast) -> bool:

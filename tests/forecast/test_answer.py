@@ -67,9 +67,11 @@ def fast(row: Row, step_s: float, workers: int = 8, **changed: object) -> Row:
     return replace(row, forecast=sized)
 
 
-def corrected(settings: int, alike: bool) -> dict[str, object]:
-    factors = Factors(1.15, 1.15, settings=settings, alike=alike)
-    return {"basis": Basis.trials, "factors": factors, "parts": Parts(0.9, 0.1, 0.0, 0.0)}
+def corrected(settings: int, alike: bool, by: float = 1.15) -> dict[str, object]:
+    """By so many settings; the error is that of ratios where these have corrected, of 0.1, unless by much."""
+    factors = Factors(by, by, settings=settings, alike=alike)
+    relative = 0.1 if alike and by == 1.15 else 0.08
+    return {"basis": Basis.trials, "factors": factors, "parts": Parts(0.9, 0.1, 0.0, 0.0), "relative": relative}
 
 
 def two(first: Row, second: Row) -> tuple[list[Row], list[str]]:
@@ -120,6 +122,7 @@ CASES: dict[str, tuple[list[Row], list[str]]] = {
     "unsure_and_faster": two(fast(row([], 27, **UNSURE), 1.0), fast(row([], 9), 1.2)),
     "data_sheet": ([fast(row([], 9.9), 0.1, basis=Basis.data_sheet)], []),
     "corrected_by_a_trial": ([fast(row([], 9.9), 1.15, **corrected(1, True))], []),
+    "corrected_by_a_trial_that_is_far_off": ([fast(row([], 9.9), 3.3, **corrected(1, True, 3.3))], []),
     "corrected_by_trials_of_another_model": ([fast(row([], 9.9), 1.15, **corrected(2, False))], []),
     "corrected_by_eight": ([fast(row([], 9.9), 1.0, unlike=("sharding=root",), **corrected(8, True))], []),
     "unlike_what_was_published": ([fast(row([], 9.9), 1.0, unlike=("sharding=root", "offload=cpu"))], []),

@@ -126,6 +126,7 @@ class Factors:
         overlap: the share that was hidden of the time that the streams could hide.
         settings: how many settings have run.
         alike: they are of the group of the step that is predicted (`fsdp_lab.forecast.keep.ratio_group`).
+        agree: there are several, and with these corrections they took as long as predicted, to 10 %.
     """
 
     compute: float = 1.0
@@ -133,6 +134,7 @@ class Factors:
     overlap: float = 1.0
     settings: int = 0
     alike: bool = False
+    agree: bool = False
 
     @property
     def know_errors(self) -> bool:

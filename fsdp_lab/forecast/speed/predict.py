@@ -20,6 +20,9 @@ _STEP = 1e-3  # the relative change of a bound's duration from which its share i
 NETWORKS = [2 ** (quarter / 4) for quarter in range(-4, 5)]  # half to twice of one that is assumed
 
 
+_OFF = 1.5  # a trial that is off by more says nothing of other groups, and one alone little of its own
+
+
 @dataclass(frozen=True)
 class Parts:
     """Seconds that make up a step by the device's file, before trials correct them.
@@ -159,10 +162,10 @@ def predict(
     kinds = (OTHER,) if bound_unseen else tuple(kinds)
     relative = device.relative if factors.know_errors or OTHER not in kinds else None
     known = device.errors.of(kinds)
-    if relative and factors.alike and not factors.know_errors:  # a ratio to trials is left
-        known = relative
-    most = known.p90
     correction = step_s / plain if plain else 1.0
+    if relative and factors.alike and not factors.know_errors and (factors.agree or is_near(correction)):
+        known = relative  # a ratio to trials is left
+    most = known.p90
     network = _network(program, device, separate_scatter, correction)
     possible = [step_s, *network.steps.values()] if network else [step_s]
     if bound_unseen:
@@ -229,3 +232,8 @@ def _bound_of(operator: Operator) -> str:
     if operator.kind.is_collective:
         return "scatter"
     return "transfer" if operator.kind is Kind.transfer or operator.stream is Stream.host else "compute"
+
+
+def is_near(ratio: float) -> bool:
+    """Return whether a measured step is as predicted, but for what hosts differ by."""
+    return 1 / _OFF <= ratio <= _OFF

@@ -10,9 +10,11 @@ from math import ceil, exp, log
 from statistics import median
 
 from fsdp_lab.forecast.speed.device import Basis, Device, Errors, Factors, KnownError
-from fsdp_lab.forecast.speed.predict import Parts
+from fsdp_lab.forecast.speed.predict import LAUNCHES, Parts, is_near
 
-_NOISE = 0.05  # of a trial, as a relative error
+_NOISE = 0.05  # of a trial, as a relative error; the least
+_AGREE = 0.1  # settings agree whose ratios differ less, once corrected
+_CONVINCE = 3  # so many settings of other groups that agree correct in full, fewer by their share of it
 _APART = 0.5  # how far the two factors may be from each other, and the overlap from 1, before trials tell them apart
 _COMPUTE = 0.95  # the share of a trial's step that compute bounds, from which it corrects other groups
 _PAIRS = 20  # the fewest for a 90th percentile
@@ -29,6 +31,7 @@ class Observation:
         device: the digest of the figures that it was predicted by.
         group: see `fsdp_lab.forecast.keep.ratio_group`.
         at: when it ended, in seconds since 1970.
+        noise: the standard error of `measured_s`, as a share of it; what is below 5 % counts as 5 %.
     """
 
     setting: str
@@ -38,24 +41,34 @@ class Observation:
     device: str
     group: str
     at: float
+    noise: float = _NOISE
 
 
 def refine(device: Device, observations: Iterable[Observation], group: str) -> Device:
     """Return the device as finished trials correct it for the steps of a group, or unchanged without trials.
 
-    The trials are those of the group. Without any, they are all others that compute bound: the host and the network
-    need not bound other steps. Of one trial both factors are its measured time over the predicted one; several tell
-    compute from communication. The factors minimise the squares of the relative errors.
+    The trials are those of the group. Without any, they are all others that compute bound and that took up to 1.5 times
+    as long as predicted, or as short: what delays other steps, such as the host and the network, need not delay this
+    one. Of these, one setting corrects by a third (of the logarithm), two by two thirds, and three in full, if they
+    agree.
+
+    Of one trial both factors are its measured time over the predicted one; several tell compute from communication. The
+    factors minimise the squares of the relative errors, each over the noise of its trial.
 
     With eight settings of the group or more, the errors come from leaving one setting out at a time, and are at least
     half of that of ratios before.
     """
     some = list(observations)
     alike = [one for one in some if one.group == group]
-    settings = _settings(alike or [one for one in some if one.parts.compute >= _COMPUTE * one.parts.step_s()])
+    settings = _settings(alike or [one for one in some if _says_something_of_others(one)])
     if not settings:
         return device
-    refined = replace(device, basis=Basis.trials, factors=replace(_fit(settings), alike=bool(alike)))
+    factors = _fit(settings)
+    left = [log(one.measured_s / one.parts.step_s(factors)) for one in settings]
+    agree = len(settings) > 1 and max(left) - min(left) <= log(1 + _AGREE)
+    if not alike:
+        factors = _shrunk(factors, min(len(settings) if agree else 1, _CONVINCE) / _CONVINCE)
+    refined = replace(device, basis=Basis.trials, factors=replace(factors, alike=bool(alike), agree=agree))
     if not refined.factors.know_errors:
         return refined
     ratios = [
@@ -87,6 +100,17 @@ def pair_error(groups: Iterable[Sequence[float]]) -> KnownError | None:
     return KnownError(_within(median(errors)), _within(p90))
 
 
+def _says_something_of_others(one: Observation) -> bool:
+    step_s = one.parts.step_s()
+    is_host_idle = one.parts.host <= LAUNCHES * step_s
+    return is_host_idle and one.parts.compute >= _COMPUTE * step_s and is_near(one.measured_s / step_s)
+
+
+def _shrunk(factors: Factors, share: float) -> Factors:
+    overlap = 1 - (1 - factors.overlap) * share
+    return replace(factors, compute=factors.compute**share, communication=factors.communication**share, overlap=overlap)
+
+
 def _within(error: float) -> float:
     return min(max(error, 0.01), 0.9)  # what a device's file allows
 
@@ -103,9 +127,10 @@ def _fit(observations: Sequence[Observation]) -> Factors:
     from scipy.optimize import lsq_linear
 
     parts = np.array([[p.compute + p.host, p.communication, p.hidden] for p in (one.parts for one in observations)])
-    scale = np.array([_NOISE * one.measured_s for one in observations])
+    noise = np.array([max(one.noise, _NOISE) for one in observations])
+    scale = noise * np.array([one.measured_s for one in observations])
     prior = np.array([[1.0, -1.0, 0.0], [0.0, 0.0, 1.0]]) / _APART  # for the level there is none
     table = np.vstack([parts / scale[:, None], prior])
-    target = np.array([1 / _NOISE] * len(observations) + [0.0, 0.0])
+    target = np.concatenate([1 / noise, [0.0, 0.0]])
     compute, communication, shown = lsq_linear(table, target, bounds=([0.05, 0.05, 0.0], [20.0, 20.0, 1.0])).x
     return Factors(float(compute), float(communication), 1 - float(shown), len(observations))
