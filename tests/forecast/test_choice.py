@@ -40,9 +40,12 @@ def test_what_may_fit_is_unsure(forecast: Forecast, fits: bool, unsure: bool):
 def test_only_what_fits_is_recommended():
     made = (("ddp", "no", 0.5), ("root", "unsure", 1.0), ("per_layer", "unsure", 2.5), ("per_block", "yes", 2.0))
     rows = [Row([name], forecast_of(verdict, step_s), None, 64) for name, verdict, step_s in made]
-    (answer,) = answers(rows, ["sharding"], 0.0)
+    full = Row(["size_based"], forecast_of("yes", 0.5, capacity=944), None, 64)  # but for less than 10 %
+    (answer,) = answers([*rows, full], ["sharding"], 0.0)
     assert answer.best and answer.best.settings == ["per_block"]
-    assert set(answer.recommendation.why_not) == {"sharding=ddp", "sharding=root", "sharding=per_layer"}
+    assert set(answer.recommendation.why_not) == {
+        f"sharding={name}" for name in ("ddp", "root", "per_layer", "size_based")
+    }
     rows = in_order(rows)
     assert [r.settings[0] for r in rows] == ["per_block", "root", "per_layer", "ddp"]
     (fits,) = [column.cells for column in forecast_table(rows, ["sharding"]).columns if column.name == "fits"]
