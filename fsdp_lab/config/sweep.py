@@ -118,6 +118,8 @@ class ClusterConfig:
     """Workers (ranks) of a trial; null: the node's GPUs, or 2 on a CPU."""
     cpus_per_worker: Optional[float] = key(None, positive, example=1)
     """Cores of a worker; null: 1 on a CPU, on GPU nodes the node's cores / its GPUs, 1 to 16."""
+    gpus_per_node: Optional[int] = key(None, at_least_one, example=8)
+    """GPUs of a node, for forecasts; null: what the device's file says."""
     placement: Placement = key(Placement.pack)
     """Put workers on few nodes, on many, or on one node only."""
     address: Optional[str] = key(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.metadata import version
 from math import inf
@@ -37,7 +38,8 @@ def for_cuda(config: SweepConfig) -> bool:
 def data_sheet(config: SweepConfig) -> Device | None:
     """Return the device that `forecast.device` names; None without a data sheet.
 
-    `auto` is this machine's GPU if that has a data sheet. With `forecast.network_gbit` its nodes have that network.
+    `auto` is this machine's GPU if that has a data sheet. With `forecast.network_gbit` its nodes have that network, and
+    with `cluster.gpus_per_node` that many GPUs.
 
     Raises:
         ConfigError: its file is no data sheet.
@@ -49,6 +51,8 @@ def data_sheet(config: SweepConfig) -> Device | None:
         here = config.forecast.device == "auto" and gpus_are_here(config.cluster)
         names = {gpu.name for gpu in gpus()} if here else set()
         device = sheet_of(names.pop()) if len(names) == 1 else None
+    if device is not None and config.cluster.gpus_per_node is not None:
+        device = replace(device, node_size=config.cluster.gpus_per_node)
     return device if device is None or gbit is None else on_network(device, gbit)
 
 

@@ -58,7 +58,7 @@ COUNTS = {
         check.name check.limit_s check.keys
     """,
     "cells starts param": """
-        cluster.num_workers cluster.cpus_per_worker cluster.placement cluster.storage_path tracking.uri
+        cluster.num_workers cluster.cpus_per_worker cluster.placement cluster.gpus_per_node cluster.storage_path tracking.uri
         tracking.experiment
     """,
     "cells param": """

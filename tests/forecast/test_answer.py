@@ -126,6 +126,7 @@ CASES: dict[str, tuple[list[Row], list[str]]] = {
     "corrected_by_trials_of_another_model": ([fast(row([], 9.9), 1.15, **corrected(2, False))], []),
     "corrected_by_eight": ([fast(row([], 9.9), 1.0, unlike=("sharding=root",), **corrected(8, True))], []),
     "unlike_what_was_published": ([fast(row([], 9.9), 1.0, unlike=("sharding=root", "offload=cpu"))], []),
+    "later_publishers": ([fast(row([], 9.9), 1.0, of_sources=0.04)], []),
     "few_sources": ([fast(row([], 9.9), 1.0, kinds=("float8", "several_nodes"), sources=2)], []),
     "workers": (over_workers(), ["activation_checkpointing", "cluster.num_workers"]),
     "more_than_linear": (

@@ -131,6 +131,14 @@ def test_a_sweep_has_the_memory_and_speed_of_its_own_gpus(fake_gpus: FakeGpus, m
     assert not Request.of(auto, 8).cuda and Request.of(ours, 8).host == Host(None, 8)
 
 
+def test_nodes_have_the_gpus_that_the_key_says():
+    assert devices.data_sheet(config("forecast.device=h100_sxm")) == sheet("h100_sxm")
+    fewer = config("forecast.device=h100_sxm", "cluster.gpus_per_node=4", "sharding.tp=8")
+    assert devices.data_sheet(fewer) == replace(sheet("h100_sxm"), node_size=4)
+    with pytest.raises(ConfigError, match=r"sharding\.tp=8 .* does not divide the 4 devices of one"):
+        devices.check_device(fewer, 8)
+
+
 def test_many_trials_report_the_factors():
     true = Factors(compute=1.3, communication=0.8, overlap=0.6)
     refined = refine(ROUND, observations(40, true), "one")

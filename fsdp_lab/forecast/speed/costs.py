@@ -154,6 +154,11 @@ def collective_seconds(operator: Operator, device: Device) -> float:
     return min(paths)
 
 
+def reduces_at(device: Device) -> float:
+    """Return the share of the network between nodes that an all-reduce reaches."""
+    return min(1.0, _ALL_REDUCE * device.efficiency.network)
+
+
 def _bandwidth(operator: Operator, device: Device, nodes: int) -> float:
     """Return the bytes/s of a group. Layers wait for what they send, and leave it the links.
 
@@ -164,5 +169,5 @@ def _bandwidth(operator: Operator, device: Device, nodes: int) -> float:
     if nodes == 1:
         return within
     share = min(1.0, len(operator.group) / nodes / device.node_size)
-    reached = min(1.0, device.efficiency.network * (_ALL_REDUCE if operator.kind is Kind.reduce else 1.0))
+    reached = reduces_at(device) if operator.kind is Kind.reduce else device.efficiency.network
     return min(within, device.network_bandwidth * reached * share)

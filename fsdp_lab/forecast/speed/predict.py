@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fsdp_lab.forecast.speed.costs import seconds
-from fsdp_lab.forecast.speed.device import OTHER, Basis, Device, DeviceKind, Factors, on_network
+from fsdp_lab.forecast.speed.costs import reduces_at, seconds
+from fsdp_lab.forecast.speed.device import OTHER, UNSEEN, Basis, Device, DeviceKind, Factors, on_network
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream, num_nodes
 from fsdp_lab.forecast.speed.streams import schedule
 
@@ -56,11 +56,13 @@ class Network:
             where it is known.
         reached: the share of it that gathers and scatters are assumed to reach; None: eight trials of the group
             know the errors with it.
+        reduced: the same of all-reduces.
     """
 
     gbit: float
     steps: Mapping[float, float] = field(default_factory=dict)
     reached: float | None = None
+    reduced: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,11 @@ class Speed:
     Attributes:
         shares: each of `BOUNDS` -> how much shorter the step would be, as a share of it, if the bound took no time,
             extrapolated from a small change. They add up to 1.
-        low_s: the lower end of a 90 % range of the measured step, by the errors of predictions on this basis. Where the
+        low_s: the lower end of the range of the measured step, by the errors of predictions on this basis. Where the
             network is assumed, the range covers half and twice of it.
         high_s: its upper end. Where trials of another group have corrected the step, the range also covers that of the
             uncorrected one.
-        error: of such a prediction, as a share of the measured time; nine of ten do not exceed it.
+        error: of such a prediction, as a share of the measured time.
         samples: that all workers train on in the step.
         tokens: of a sample; None: samples are counted.
         mfu: the model's FLOPs over the device's peak during the step; None: one of them is not known.
@@ -85,7 +87,9 @@ class Speed:
         bound_unseen: launches bound more of it than of any validated step: its error is not known.
         unlike: how it differs from the steps that an error is known for, in words; then the range is the widest.
         kinds: of the step, see `Errors`.
-        sources: that `error` was measured on; 0: it is not known of how many.
+        sources: that `of_sources` was measured on; 0: it is not known of how many.
+        of_sources: the error that nine of ten of their steps do not exceed; `error` is larger where steps of publishers
+            that came later were further off.
         network: between the nodes of the step; None: it has one node.
     """
 
@@ -107,6 +111,7 @@ class Speed:
     unlike: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     sources: int = 0
+    of_sources: float = 0.0
     network: Network | None = None
 
     @property
@@ -165,7 +170,8 @@ def predict(
     correction = step_s / plain if plain else 1.0
     if relative and factors.alike and not factors.know_errors and (factors.agree or is_near(correction)):
         known = relative  # a ratio to trials is left
-    most = known.p90
+    is_measured = known is relative or factors.know_errors or device.kind is DeviceKind.cpu
+    most = known.p90 if is_measured else max(known.p90, *(_unseen(kind) for kind in kinds))
     network = _network(program, device, separate_scatter, correction)
     possible = [step_s, *network.steps.values()] if network else [step_s]
     if bound_unseen:
@@ -185,6 +191,7 @@ def predict(
         relative=relative.p90 if relative else None,
         kinds=kinds,
         sources=known.sources,
+        of_sources=known.p90,
         bound_unseen=bound_unseen,
         network=network,
     )
@@ -196,11 +203,12 @@ def _network(program: Sequence[Operator], device: Device, separate_scatter: bool
     if device.kind is DeviceKind.cpu or not any(num_nodes(group, device.node_size) > 1 for group in groups):
         return None
     gbit, reached = device.network_gbit, None if device.factors.know_errors else device.efficiency.network
+    reduced = reduces_at(device)
     if device.network_known or device.factors.know_errors:
-        return Network(gbit, reached=reached)
+        return Network(gbit, reached=reached, reduced=reduced)
     others = [on_network(device, gbit * factor) for factor in NETWORKS]
     steps = {one.network_gbit: correction * step_seconds(program, one, separate_scatter) for one in others}
-    return Network(gbit, steps, reached)
+    return Network(gbit, steps, reached, reduced)
 
 
 def step_seconds(program: Sequence[Operator], device: Device, separate_scatter: bool = False) -> float:
@@ -232,6 +240,10 @@ def _bound_of(operator: Operator) -> str:
     if operator.kind.is_collective:
         return "scatter"
     return "transfer" if operator.kind is Kind.transfer or operator.stream is Stream.host else "compute"
+
+
+def _unseen(kind: str) -> float:
+    return max(UNSEEN.values()) if kind == OTHER else UNSEEN.get(kind, 0.0)
 
 
 def is_near(ratio: float) -> bool:
