@@ -58,8 +58,8 @@ COUNTS = {
         check.name check.limit_s check.keys
     """,
     "cells starts param": """
-        cluster.num_workers cluster.cpus_per_worker cluster.placement cluster.gpus_per_node cluster.storage_path tracking.uri
-        tracking.experiment
+        cluster.num_workers cluster.cpus_per_worker cluster.placement cluster.gpus_per_node cluster.storage_path
+        tracking.uri tracking.experiment
     """,
     "cells param": """
         cluster.address cluster.max_failures cluster.wait_timeout_s tracking.patience_s tracking.ui
