@@ -101,6 +101,8 @@ UNFINISHED = f"{GATE}::test_a_setting_that_no_longer_finishes_is_a_regression"
 WEBHOOK_DOWN = "nightly/test_planted.py::test_a_webhook_that_is_down_is_a_note_and_changes_no_verdict"
 V2_LIMITS = "test_machine.py::test_limits_of_version_2_hold_in_the_groups_below"
 GROUP_LIMITS = "test_machine.py::test_cores_and_memory_are_those_of_the_control_group"
+SHAPES = "workloads/test_user.py::test_a_forecasts_batch_has_the_shape_of_a_batch"
+PROPORTION = "workloads/test_user.py::test_a_batch_of_more_items_than_are_read_is_as_long_in_proportion"
 ONE_TRIAL = "forecast/test_devices.py::test_one_trial_corrects_the_other_forecasts"
 FAKE = "forecast/test_fake.py"
 AUTOCAST = f"{FAKE}::test_autocast_computes_in_the_types_of_a_gpu"
@@ -657,6 +659,12 @@ FAULTS = (
     Fault("a trial starts although its forecast found a model that cannot be trained",
           "fsdp_lab/sweep/forecasts.py", 'forecast.error.code == "model_error"',
           'forecast.error.code == "no_error"', "sweep/test_other_words.py"),
+    Fault("a batch of items together is frozen at a few", "fsdp_lab/workloads/user/data.py",
+          "    batch, times = read(min(size, _READ)), max(size / _READ, 1.0)", "    batch, times = more, 1.0", SHAPES),
+    Fault("a batch of more items than are read is no longer", "fsdp_lab/workloads/user/data.py",
+          "max(size / _READ, 1.0)", "1.0", PROPORTION),
+    Fault("the first items stand for the longest", "fsdp_lab/workloads/user/data.py",
+          "places * (len(self) - 1) // max(size - 1, 1)", "places", SHAPES),
     Fault("a value of a sparse item does not count in the digest", "fsdp_lab/workloads/user/data.py",
           "return [tensor.indices(), tensor.values()]", "return [tensor.indices()]", BATCHES),
     Fault("an iterable data set with a length is read by index", "fsdp_lab/workloads/user/data.py",

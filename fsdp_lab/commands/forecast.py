@@ -32,7 +32,8 @@ fastest, comes first:
                than forecasts err; unsure: it may fit, but may run slower or run out of memory; no: not even without
                the cache. The recommendation and the largest microbatch use `yes`; forecast.prune skips `no`
   step ms      with a device: the predicted optimizer step, and tokens/s or samples/s per device
-  MFU          the model's FLOPs divided by those that the device could do in that time
+  MFU          the model's FLOPs divided by those that the device could do in that time; causal attention counts whole,
+               as is usual, though half of it is computed and takes time
   bound        the resource that limits the step most: compute, gather, scatter, tp (what tensor-parallel layers send),
                transfer (offload), launch
 use=pytorch prints the recommended setting as a function of plain PyTorch instead.

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from fsdp_lab.config import UserError
 from fsdp_lab.config.errors import ModelError
@@ -25,7 +26,7 @@ from fsdp_lab.engine.failures import failure_of
 from fsdp_lab.record.reasons import Code
 from fsdp_lab.workloads.base import tensors_of, to_device
 from fsdp_lab.workloads.build import build_workload
-from fsdp_lab.workloads.user.data import Collated, digest_of
+from fsdp_lab.workloads.user.data import Collated, digest_of, like
 from fsdp_lab.workloads.user.loss_form import LossForm
 from fsdp_lab.workloads.user.task import UserLoss
 from fsdp_lab.workloads.user.units import num_tokens
@@ -287,6 +288,42 @@ def test_a_batch_keeps_its_class_and_counts_in_the_digest() -> None:
     for made in (collate, *(partial(in_layout, i) for i in range(6))):
         one, same, other = (digest_of([Collated(each, made, None)]) for each in (items, [*items], changed))
         assert one == same != other
+
+
+ROWS = [torch.zeros(1 + number // 10) for number in range(2000)]
+
+
+def places(size: int) -> list[int]:
+    return [number * 1999 // max(size - 1, 1) for number in range(size)]
+
+
+def pairs(items: list[Tensor]) -> Tensor:
+    return torch.zeros(len(items) * (len(items) - 1) // 2)
+
+
+@pytest.mark.parametrize(
+    ("collate", "expected"),
+    [
+        (torch.stack, None),  # of items that are alike no more are needed
+        (torch.cat, lambda size: (sum(len(ROWS[place]) for place in places(size)),)),
+        (partial(pad_sequence, batch_first=True), lambda size: (size, 200)),  # the longest is the last
+        (pairs, lambda size: (size * (size - 1) // 2,)),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 200, 1000])
+def test_a_forecasts_batch_has_the_shape_of_a_batch(collate: Any, expected: Any, size: int) -> None:
+    """Of 2,000 items of 1 to 200 numbers, sorted by length."""
+    alike = expected is None
+    data = Collated([torch.zeros(7)] * 2000 if alike else ROWS, collate, None)
+    batch = like(data.spread, size)
+    assert batch.shape == ((size, 7) if alike else expected(size))
+
+
+def test_a_batch_of_more_items_than_are_read_is_as_long_in_proportion() -> None:
+    """2,000 items have 10 x (1 + ... + 200) numbers, 4,000 twice as many; of 1,024 the sum is 0.1 % off."""
+    cat, padded = (like(Collated(ROWS, each, None).spread, 4000) for each in (torch.cat, pad_sequence))
+    assert cat.shape[0] == pytest.approx(2 * 10 * 200 * 201 / 2, rel=0.002)
+    assert padded.shape == (200, 4000)
 
 
 def test_tokens_are_counted_where_the_user_says_so(trained: dict[str, Any]) -> None:

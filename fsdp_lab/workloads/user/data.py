@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,9 @@ from fsdp_lab.workloads.base import Batch, Data, Dataset, DataSpec, describe, ma
 from fsdp_lab.workloads.construct import seeded, without_values
 
 _ENDS = 4  # items at each end of a split, by which its states are told apart
-_MEASURED = 32  # items of a batch of which the shape of a larger one is known
+_MEASURED = 32  # items of a batch of which the shape of a larger one is known, where items are alike
+_TOGETHER = 1.5  # what grows so much for twice the items is as long as all together, not as the longest
+_READ = 1024  # the most items that are read for a batch's shape where they are not
 
 
 class Marked(NamedTuple):
@@ -82,9 +86,13 @@ class Collated:
                 items.append(self.items[i])
         return items
 
-    def first(self, size: int) -> Batch:
-        """Return the batch of the first so many items, repeated if there are too few; errors as for any batch."""
-        return self[torch.arange(size) % len(self)]
+    def spread(self, size: int) -> Batch:
+        """Return a batch of so many items from the first to the last, repeated if there are too few.
+
+        Items may be sorted by their length, so the first ones stand for no others. Errors as for any batch.
+        """
+        places = torch.arange(size)
+        return self[places % len(self) if size > len(self) else places * (len(self) - 1) // max(size - 1, 1)]
 
 
 @contextmanager
@@ -162,11 +170,11 @@ def build_data(config: DataConfig, model: ModelConfig, build_model: Callable[[],
         text, vocab_size = (getattr(val.items, name, None) for name in ("bytes_per_token", "vocab_size"))
         return Data(train, WithoutPadding(val), digest_of([train, val]), text, vocab_size)
 
-    def first(size: int) -> Batch:
-        return split("train").first(size)
+    def spread(size: int) -> Batch:
+        return split("train").spread(size)
 
     without_reading = None if config.collate_fn else getattr(function, "example_batch", None)
-    example = partial(without_reading, **instantiate(arguments, "data")) if without_reading else example_of(first)
+    example = partial(without_reading, **instantiate(arguments, "data")) if without_reading else example_of(spread)
     return DataSpec(prepare, load, example)
 
 
@@ -253,24 +261,36 @@ def example_of(read: Callable[[int], Batch]) -> Callable[[int], Batch]:
 
 
 def like(read: Callable[[int], Batch], size: int) -> Batch:
-    """Return a batch with the shapes and types of one of that size, from few items.
+    """Return a batch with the shapes and types of one of that size, from few items if these are alike.
+
+    Items of different lengths are read, up to 1,024 of them. A dimension is then as long as the longest of these and of
+    33 others, or as long as all together.
 
     Args:
-        read: returns a batch of the first items.
+        read: returns a batch of so many items.
     """
-    if size <= _MEASURED:
-        return read(size)
     less, more = read(_MEASURED), read(_MEASURED + 1)
-    bigger = iter(tensors_of(more))
-    return map_tensors(lambda t: torch.empty(_scaled(t, next(bigger), size), dtype=t.dtype, device="meta"), less)
+    if all(_grows_in_step(*dims) for dims in zip(_dims(less), _dims(more), strict=True)):
+        dims = iter([a if a == b else a // _MEASURED * size for a, b in zip(_dims(less), _dims(more), strict=True)])
+        return _shaped(less, dims)
+    batch, times = read(min(size, _READ)), max(size / _READ, 1.0)
+    known = zip(_dims(batch), _dims(read(_MEASURED // 2)), _dims(more), strict=True)
+    dims = iter([math.ceil(dim * times) if many >= _TOGETHER * few else max(dim, many) for dim, few, many in known])
+    return _shaped(batch, dims)
 
 
-def _scaled(less: Tensor, more: Tensor, size: int) -> list[int]:
-    """Return the shape at `size` items, given those at `_MEASURED` and at one more: what grows in step is scaled."""
-    return [
-        a // _MEASURED * size if a % _MEASURED == 0 and b == a // _MEASURED * (_MEASURED + 1) else max(a, b)
-        for a, b in zip(less.shape, more.shape, strict=True)
-    ]
+def _dims(batch: Batch) -> list[int]:
+    return [dim for tensor in tensors_of(batch) for dim in tensor.shape]
+
+
+def _shaped(batch: Batch, dims: Iterator[int]) -> Batch:
+    return map_tensors(
+        lambda tensor: torch.empty(list(islice(dims, tensor.dim())), dtype=tensor.dtype, device="meta"), batch
+    )
+
+
+def _grows_in_step(a: int, b: int) -> bool:
+    return a == b or (a % _MEASURED == 0 and b == a // _MEASURED * (_MEASURED + 1))
 
 
 def _example_data(config: DataConfig, build_model: Callable[[], nn.Module]) -> DataSpec:
