@@ -119,7 +119,8 @@ def _head(sweep: Sweep) -> list[str]:
         number, up_to = max(number, sweep.config.search.num_trials), "up to "
     how_many = f"{up_to}{count(number, 'trial')}"
     if sweep.resumed:
-        how_many = f"the sweep resumes: {number - sum(state.ended for state in sweep.trials)} of {how_many} left"
+        left = number - sum(state.ended for state in sweep.trials)
+        how_many = f"the sweep {'would resume' if sweep.config.dry_run else 'resumes'}: {left} of {how_many} left"
     return [f"{how_many}: {' × '.join(sweep.swept) or 'nothing is swept'}"]
 
 
