@@ -13,7 +13,7 @@ import yaml
 
 from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.nightly import NightlyConfig
-from fsdp_lab.config.options import OPEN_GROUPS, groups, option_values, options_of
+from fsdp_lab.config.options import OPEN_GROUPS, conf_dir, group_dirs
 from fsdp_lab.config.serialize import from_dict, merge, to_dict
 from fsdp_lab.config.words import with_custom
 from fsdp_lab.config.workload import known_vocab_size
@@ -34,9 +34,9 @@ def read_config(base: Path | None, overrides: list[str]) -> NightlyConfig:
         composed = yaml.safe_load(base.read_text()) or {}
         values = merge(values, composed) | {group: composed[group] for group in OPEN_GROUPS if group in composed}
     pairs = [override.partition("=")[::2] for override in with_custom(overrides)]
-    known = groups()
-    for key, text in sorted(pairs, key=lambda pair: pair[0] not in known):  # options first
-        value: Any = _read_option(key, text) if key in known else yaml.safe_load(text)
+    for key, text in sorted(pairs, key=lambda pair: conf_dir() / pair[0] not in group_dirs()):  # options first
+        group = conf_dir() / key
+        value = _read_option(group, text) if group in group_dirs() else yaml.safe_load(text)
         if key in OPEN_GROUPS and "_target_" in value:  # the arguments of another callable are none of this one's
             values = {**values, key: {}}
         for name in reversed(key.split(".")):
@@ -45,10 +45,16 @@ def read_config(base: Path | None, overrides: list[str]) -> NightlyConfig:
     return from_dict(NightlyConfig, _resolved(values, values))
 
 
-def _read_option(group: str, option: str) -> dict[str, Any]:
-    if option not in (options := options_of(group)):
-        raise ConfigError(f"{group}={option} is not an option. Choose one of: {', '.join(options)}.")
-    return option_values(group, option)
+def _read_option(group: Path, option: str) -> Any:
+    """Return the values of a group's option.
+
+    Raises:
+        ConfigError: the group has no such option.
+    """
+    options = {file.stem: file for file in sorted(group.glob("*.yaml"))}
+    if option not in options:
+        raise ConfigError(f"{group.name}={option} is not an option. Choose one of: {', '.join(options)}.")
+    return yaml.safe_load(options[option].read_text())
 
 
 def _resolved(value: Any, root: dict[str, Any]) -> Any:
