@@ -1030,7 +1030,7 @@ FAULTS = (
           "    reduced = reduces_at(device)", "    reduced = device.efficiency.network",
           "forecast/test_cli.py::test_the_command_names_the_network_that_it_assumed"),
     Fault("one trial that is far off corrects every model", "fsdp_lab/forecast/speed/refine.py",
-          " and is_near(one.measured_s / step_s)", "", ONE_TRIAL),
+          "if is_near(one.measured_s / one.parts.step_s())]", "]", ONE_TRIAL),
     Fault("one trial corrects other models in full", "fsdp_lab/forecast/speed/refine.py",
           "min(len(settings) if agree else 1, _CONVINCE) / _CONVINCE", "1", ONE_TRIAL),
     Fault("one trial that is far off narrows a range", "fsdp_lab/forecast/speed/predict.py",

@@ -119,8 +119,10 @@ def _price(step: Step, config: TrialConfig, num_workers: int, sheet: Device) -> 
         ConfigError: the device has no figure for it, or it runs operators whose arithmetic nobody knows.
     """
     if step.uncounted:
+        on_gpu = {"aten.mkldnn_rnn_layer": "torch.nn.LSTM on a GPU"}
+        named = ", ".join(sorted(on_gpu.get(name, name) for name in step.uncounted))
         raise ConfigError(
-            f"PyTorch has no formula for the FLOPs of {', '.join(sorted(step.uncounted))}; register one by "
+            f"PyTorch has no formula for the FLOPs of {named}; register one by "
             "torch.utils.flop_counter.register_flop_formula (0 where it only moves data)."
         )
     differs = unlike(config, sheet)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.backends import cuda as backends
 from torch.distributed.tensor import DTensor, Partial
 
-from fsdp_lab.forecast.dispatch import dispatched_as_on_cuda
+from fsdp_lab.forecast.dispatch import HALVES, dispatched_as_on_cuda
 from fsdp_lab.forecast.fake import ACCELERATOR
 from fsdp_lab.forecast.speed.device import Device
 from fsdp_lab.forecast.torch_private import (
@@ -27,11 +27,11 @@ from fsdp_lab.forecast.torch_private import (
     efficient_attention,
     flash_attention,
     flash_attention_backward,
+    is_autocast_on_cuda,
     plain_attention,
 )
 from fsdp_lab.memory.torch_private import TorchDispatchMode
 
-_HALVES = (torch.float16, torch.bfloat16)
 _AGGREGATES_IN = torch.float32  # of a GPU's kernels, whose input is in a half
 _FLASH_SEED = 6  # which of the results of flash attention
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default
@@ -55,6 +55,8 @@ def cuda_kernels(sheet: Device | None = None, on_kernel: OnKernel = lambda name,
     def fused_rms_norm(
         input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
+        if torch.is_autocast_enabled("cpu") and is_autocast_on_cuda("rms_norm") and not torch.compiler.is_compiling():
+            input, weight = input.float(), None if weight is None else weight.float()
         # the fused kernel takes one type only, and the compiler makes its own
         if torch.compiler.is_compiling() or (weight is not None and weight.dtype is not input.dtype):
             return rms_norm(input, list(normalized_shape), weight, eps)
@@ -106,18 +108,24 @@ def _attention(
         numbers = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = numbers.masked_fill_(attn_mask.logical_not(), float("-inf"))
     whole = query.dim() == 4 and size == value.shape[-1]
-    fused = backends.flash_sdp_enabled() or backends.cudnn_sdp_enabled()
-    if fused and whole and attn_mask is None and query.dtype in _HALVES and size <= _FLASH_HEAD_DIM:
+    fused, efficient = _allowed()
+    if fused and whole and attn_mask is None and query.dtype in HALVES and size <= _FLASH_HEAD_DIM:
         scale = size**-0.5 if scale is None else scale
         pad = -size % _FLASH_ALIGNMENT
         padded = [F.pad(tensor, (0, pad)) if pad else tensor for tensor in (query, key, value)]
         out = flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
         return out[..., :size] if pad else out
-    aligned = size % (_FLASH_ALIGNMENT if query.dtype in _HALVES else _EFFICIENT_ALIGNMENT) == 0
-    if backends.mem_efficient_sdp_enabled() and whole and aligned and query.shape[1] == key.shape[1]:
+    aligned = size % (_FLASH_ALIGNMENT if query.dtype in HALVES else _EFFICIENT_ALIGNMENT) == 0
+    if efficient and whole and aligned and query.shape[1] == key.shape[1]:
         keeps = any(tensor.requires_grad for tensor in (query, key, value))
         return efficient_attention(query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale)[0]
     return plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+
+
+@torch.compiler.assume_constant_result
+def _allowed() -> tuple[bool, bool]:
+    """Return whether flash attention, or cuDNN's, and memory-efficient attention are not excluded."""
+    return backends.flash_sdp_enabled() or backends.cudnn_sdp_enabled(), backends.mem_efficient_sdp_enabled()
 
 
 class _FusedRmsNorm(torch.autograd.Function):
@@ -160,7 +168,7 @@ class _ResultsOfGpu(TorchDispatchMode):
         results = func(*args, **kwargs)
         if self.ignore_compile_internals():  # compiled code checks what it gets
             return results
-        if func is _LAYER_NORM and results[0].dtype in _HALVES:
+        if func is _LAYER_NORM and results[0].dtype in HALVES:
             return (results[0], *(statistic.to(_AGGREGATES_IN) for statistic in results[1:]))
         if func is flash_attention.default and self._cudnn_attention:
             seed = torch.empty((), dtype=torch.int64, device=results[0].device)

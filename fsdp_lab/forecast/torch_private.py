@@ -149,6 +149,15 @@ def flat_streams(model: nn.Module) -> dict[Any, Stream]:
     return {stream: is_for for stream, is_for in streams.items() if stream is not model._default_stream}
 
 
+def is_autocast_on_cuda(name: str) -> bool:
+    """Return whether autocast of this PyTorch has a rule for an operator of ATen on a GPU."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
+
+
+def place_of(func: Any, name: str) -> int:
+    return [one.name for one in func._schema.arguments].index(name)
+
+
 def argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the value that an operator got for an argument of its schema; None if it got none."""
     names = [one.name for one in func._schema.arguments]

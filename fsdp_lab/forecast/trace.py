@@ -129,7 +129,7 @@ class StepTrace(TorchDispatchMode):
         written, others = tensors_of(args[0]), tensors_of(args[1:])
         stream = Stream.gather if kind is Kind.gather else Stream.scatter
         self._reducing = stream
-        num_bytes = max(sum(map(_bytes, written)), *map(_bytes, others))
+        num_bytes = max([sum(map(_bytes, written)), *map(_bytes, others)])
         self.add(name, kind, stream, others or written, written, num_bytes, dtype=_dtype(written), group=_ranks(args))
 
     def _functional(self, name: str, args: Any, result: Tensor) -> None:
@@ -163,7 +163,7 @@ class StepTrace(TorchDispatchMode):
         flops, kind = 0.0, Kind.memory
         shape = _product_shape(args, name in _WITH_BIAS) if name in _PRODUCTS else None
         if func.overloadpacket in flop_registry:
-            kind = Kind.attention if "attention" in name else Kind.matmul
+            kind = Kind.attention if name.startswith("aten.") and "attention" in name else Kind.matmul
             if kind is Kind.attention:
                 shape = _attention_shape(args, name.endswith("_backward"))
             if kind is Kind.attention and shape is not None:  # PyTorch 2.11 counts none with fewer heads of keys

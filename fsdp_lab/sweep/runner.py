@@ -1,4 +1,4 @@
-"""A sweep from its first trial to its last: an executor runs the trials, the outputs show them."""
+"""A sweep from its first trial to its last: a function runs the trials, the outputs show them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def run_sweep(sweep: Sweep, execute: Callable[[Sweep], None], outputs: Outputs) 
             try:
                 code = sweep.close(interrupted, error)
             finally:
-                stop_ray()
+                if sweep.config.engine is Engine.ray:
+                    stop_ray()
     return code
 
 

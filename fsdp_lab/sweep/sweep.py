@@ -165,12 +165,12 @@ class Sweep:
         return self._queue[0] if self._queue else None
 
     def put_back(self, number: int) -> None:
-        """Let a trial begin next that was given to the executor, and has not ended."""
+        """Let a trial begin next that was given out to be run, and has not ended."""
         self.trials[number].status = TrialStatus.waiting
         self._queue.appendleft(number)
 
     def running(self) -> list[int]:
-        """Return the trials that were given to the executor and have not ended; the last one first."""
+        """Return the trials that were given out to be run and have not ended; the last one first."""
         begun = (TrialStatus.starting, TrialStatus.running)
         return [number for number, state in enumerate(self.trials) if state.status in begun][::-1]
 

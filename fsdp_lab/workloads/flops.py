@@ -11,9 +11,13 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 # Operators that compute more than they move, which the counter has no formula for.
 _HEAVY = (
     *("linalg_", "_linalg_", "_fft_", "_cdist_", "_pdist_", "lu_", "_lu_", "cholesky", "geqrf", "ormqr", "orgqr"),
-    *("triangular_solve", "_ctc_loss", "_thnn_fused", "_cudnn_rnn", "mkldnn_rnn", "_trilinear"),
+    *("triangular_solve", "_ctc_loss", "_thnn_fused", "_cudnn_rnn", "mkldnn_rnn", "_trilinear", "conv_tbc", "_int_mm"),
+    *("_scaled_mm_v2", "_scaled_grouped_mm_v2"),
 )
-_LIGHT = ("linalg_vector_norm", "linalg_vecdot", "linalg_cross")
+_LIGHT = ("linalg_vector_norm", "linalg_vecdot", "linalg_cross", "_linalg_check_errors")
+# How a model calls these from Python, where they are not operators yet; and what of these is counted or light.
+_CALLED = ("fft_", "linalg_", "bilinear", "conv_tbc", "cdist", "pdist", "ctc_loss", "cholesky", "triangular_solve")
+_COUNTED = ("linalg_matmul", "linalg_multi_dot", "linalg_norm", *_LIGHT)
 # Whose operators either are counted, or move data only.
 _OF_PYTORCH = ("aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "inductor", "profiler", "_dtensor")
 
@@ -42,13 +46,14 @@ def is_uncounted(operator: Any) -> bool:
 
 
 class Uncounted(TorchFunctionMode):
-    """Collects the names of the operators of other libraries that a model calls and that have no formula."""
+    """Collects the names of what a model calls that may compute much and has no formula."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names = set[str]()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if is_uncounted(func):
-            self.names.add(str(func))
+        name = getattr(func, "__name__", "")
+        if is_uncounted(func) or (name.startswith(_CALLED) and name not in _COUNTED):
+            self.names.add(name)
         return func(*args, **(kwargs or {}))

@@ -70,8 +70,8 @@ def fast(row: Row, step_s: float, workers: int = 8, **changed: object) -> Row:
 def corrected(settings: int, alike: bool, by: float = 1.15) -> dict[str, object]:
     """By so many settings; the error is that of ratios where these have corrected, of 0.1, unless by much."""
     factors = Factors(by, by, settings=settings, alike=alike)
-    relative = 0.1 if alike and by == 1.15 else 0.08
-    return {"basis": Basis.trials, "factors": factors, "parts": Parts(0.9, 0.1, 0.0, 0.0), "relative": relative}
+    by_ratio = alike and by == 1.15 and settings < 8
+    return {"basis": Basis.trials, "factors": factors, "parts": Parts(0.9, 0.1, 0.0, 0.0), "by_ratio": by_ratio}
 
 
 def two(first: Row, second: Row) -> tuple[list[Row], list[str]]:

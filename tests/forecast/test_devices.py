@@ -197,7 +197,9 @@ def test_trials_scale_compute_and_communication_apart():
         ([("two", 1.15)], 0.08, 1.15 ** (1 / 3) * 0.14, 0.2),
         ([("two", 1.15), ("two", 1.15)], 0.08, 1.15 ** (2 / 3) * 0.14, 0.2),
         ([("two", 1.15)] * 3, 0.08, 1.15 * 0.14, 0.2),
-        ([("two", 3.3)], 0.08, 0.14, 0.2),  # off by more than 1.5: of its own group only
+        ([("two", 3.3)], 0.08, 0.14, 0.2),  # off by more than 1.5: of its own group only, but where three agree
+        ([("two", 3.3)] * 2, 0.08, 0.14, 0.2),
+        ([("two", 3.3)] * 3, 0.08, 3.3 * 0.14, 0.2),
         ([("network", 3.0), ("host", 3.0)], 0.08, 0.14, 0.2),  # which say nothing of other steps
     ],
 )

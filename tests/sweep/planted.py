@@ -1,4 +1,4 @@
-"""What stands in for the parts of a sweep: trials made by hand, an executor that trains nothing, another package."""
+"""What stands in for the parts of a sweep: trials made by hand that train nothing, another package."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def plan_of(
 
 
 class Acts:
-    """An executor that trains nothing: call it with the sweep.
+    """Runs trials that train nothing: call it with the sweep.
 
     Args:
         reasons: why each trial ends, by its number; those beyond the end of the list finish.

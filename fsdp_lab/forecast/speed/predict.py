@@ -90,6 +90,7 @@ class Speed:
         sources: that `of_sources` was measured on; 0: it is not known of how many.
         of_sources: the error that nine of ten of their steps do not exceed; `error` is larger where steps of publishers
             that came later were further off.
+        by_ratio: `error` is that of ratios to the trials that have corrected the step.
         network: between the nodes of the step; None: it has one node.
     """
 
@@ -112,6 +113,7 @@ class Speed:
     kinds: tuple[str, ...] = ()
     sources: int = 0
     of_sources: float = 0.0
+    by_ratio: bool = False
     network: Network | None = None
 
     @property
@@ -168,8 +170,8 @@ def predict(
     relative = device.relative if factors.know_errors or OTHER not in kinds else None
     known = device.errors.of(kinds)
     correction = step_s / plain if plain else 1.0
-    if relative and factors.alike and not factors.know_errors and (factors.agree or is_near(correction)):
-        known = relative  # a ratio to trials is left
+    by_ratio = factors.alike and not factors.know_errors and (factors.agree or is_near(correction))
+    known = relative if relative and by_ratio else known  # a ratio to trials is left
     is_measured = known is relative or factors.know_errors or device.kind is DeviceKind.cpu
     most = known.p90 if is_measured else max(known.p90, *(_unseen(kind) for kind in kinds))
     network = _network(program, device, separate_scatter, correction)
@@ -192,6 +194,7 @@ def predict(
         kinds=kinds,
         sources=known.sources,
         of_sources=known.p90,
+        by_ratio=known is relative,
         bound_unseen=bound_unseen,
         network=network,
     )

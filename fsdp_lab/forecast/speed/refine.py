@@ -47,10 +47,10 @@ class Observation:
 def refine(device: Device, observations: Iterable[Observation], group: str) -> Device:
     """Return the device as finished trials correct it for the steps of a group, or unchanged without trials.
 
-    The trials are those of the group. Without any, they are all others that compute bound and that took up to 1.5 times
-    as long as predicted, or as short: what delays other steps, such as the host and the network, need not delay this
-    one. Of these, one setting corrects by a third (of the logarithm), two by two thirds, and three in full, if they
-    agree.
+    The trials are those of the group. Without any, they are all others that compute bound: what delays other steps,
+    such as the host and the network, need not delay this one. Of these, one setting corrects by a third (of the
+    logarithm), two that agree by two thirds, and three in full. Until three agree, those that took over 1.5 times as
+    long as predicted, or as short, do not count.
 
     Of one trial both factors are its measured time over the predicted one; several tell compute from communication. The
     factors minimise the squares of the relative errors, each over the noise of its trial.
@@ -61,11 +61,11 @@ def refine(device: Device, observations: Iterable[Observation], group: str) -> D
     some = list(observations)
     alike = [one for one in some if one.group == group]
     settings = _settings(alike or [one for one in some if _says_something_of_others(one)])
+    if not alike and not (len(settings) >= _CONVINCE and _agree(settings)):
+        settings = [one for one in settings if is_near(one.measured_s / one.parts.step_s())]
     if not settings:
         return device
-    factors = _fit(settings)
-    left = [log(one.measured_s / one.parts.step_s(factors)) for one in settings]
-    agree = len(settings) > 1 and max(left) - min(left) <= log(1 + _AGREE)
+    factors, agree = _fit(settings), _agree(settings)
     if not alike:
         factors = _shrunk(factors, min(len(settings) if agree else 1, _CONVINCE) / _CONVINCE)
     refined = replace(device, basis=Basis.trials, factors=replace(factors, alike=bool(alike), agree=agree))
@@ -102,8 +102,16 @@ def pair_error(groups: Iterable[Sequence[float]]) -> KnownError | None:
 
 def _says_something_of_others(one: Observation) -> bool:
     step_s = one.parts.step_s()
-    is_host_idle = one.parts.host <= LAUNCHES * step_s
-    return is_host_idle and one.parts.compute >= _COMPUTE * step_s and is_near(one.measured_s / step_s)
+    return one.parts.host <= LAUNCHES * step_s and one.parts.compute >= _COMPUTE * step_s
+
+
+def _agree(settings: Sequence[Observation]) -> bool:
+    """Return whether there are several, which took as long as predicted when they have corrected it."""
+    if len(settings) < 2:
+        return False
+    factors = _fit(settings)
+    left = [log(one.measured_s / one.parts.step_s(factors)) for one in settings]
+    return max(left) - min(left) <= log(1 + _AGREE)
 
 
 def _shrunk(factors: Factors, share: float) -> Factors:
@@ -119,7 +127,10 @@ def _settings(observations: Iterable[Observation]) -> list[Observation]:
     runs: dict[str, list[Observation]] = defaultdict(list)
     for one in observations:
         runs[one.setting].append(one)
-    return [replace(some[-1], measured_s=median(one.measured_s for one in some)) for some in runs.values()]
+    return [
+        replace(some[-1], **{name: median(getattr(one, name) for one in some) for name in ("measured_s", "noise")})
+        for some in runs.values()
+    ]
 
 
 def _fit(observations: Sequence[Observation]) -> Factors:

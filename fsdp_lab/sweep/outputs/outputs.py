@@ -51,7 +51,7 @@ class Outputs:
         self.write_results()
 
     def ready(self) -> None:
-        """Wait for forecasts and plain loops: the executor is ready, and has begun no trial."""
+        """Wait for forecasts and plain loops: what runs trials is ready, and has begun none."""
         self.forecasts.ready()
         if self.sweep.has_more():
             self.plain_loops.ready()
@@ -103,17 +103,20 @@ class Outputs:
         self.console.draw()
         if self._stale:
             self.write_results()
-        took = time.monotonic() - begun
-        self._due_at = begun + max(_EVERY_S, took / _SHARE)
+        self._rest(begun)
 
     def write_results(self) -> None:
         """Write `results.csv`. An error is logged once: MLflow may go on, and a resume writes the file again."""
-        sweep, self._stale = self.sweep, False
+        sweep, self._stale, begun = self.sweep, False, time.monotonic()
         self.mlflow.note_ids()
         try:
             write_results(sweep.folder, sweep.swept, rows_of(sweep))
         except OSError as error:
             sweep.log_once(f"{error.filename} is not up to date: {error.strerror}")
+        self._rest(begun)
+
+    def _rest(self, begun: float) -> None:
+        self._due_at = begun + max(_EVERY_S, (time.monotonic() - begun) / _SHARE)
 
     def closing(self) -> None:
         """Show that the sweep ends; trials that still run are ended after this."""
