@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.flop_counter import register_flop_formula
 
 WEIGHT = torch.linspace(0.5, 1.5, 10)
 
@@ -82,6 +83,28 @@ def attend(rows: Tensor) -> Tensor:
 
 attend.register_fake(torch.empty_like)
 attend.register_autograd(lambda context, gradient: gradient.clone())
+
+
+@torch.library.custom_op("fsdp_lab_tests::own_attention", mutates_args=())
+def own_attention(rows: Tensor) -> Tensor:
+    """In the layout (batch, rows, heads, size), which is not PyTorch's."""
+    return rows.clone()
+
+
+own_attention.register_fake(torch.empty_like)
+own_attention.register_autograd(lambda context, gradient: gradient.clone())
+register_flop_formula(torch.ops.fsdp_lab_tests.own_attention)(lambda shape, **_: 1000 * shape[0])
+
+
+class Priced(Mean):
+    def mix(self, hidden: Tensor) -> Tensor:
+        return torch.ops.fsdp_lab_tests.own_attention(hidden.unflatten(-1, (4, 16))).flatten(-2)
+
+
+class Unused(Mean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(64, 64)
 
 
 class Own(Mean):

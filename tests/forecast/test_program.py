@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.hub import tqdm
 from torch.utils.flop_counter import FlopCounterMode
 
+from fsdp_lab.config import TrialConfig
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.forecast import NotFollowedError, forecast, forecast_profile, forecast_step
 from fsdp_lab.forecast.speed.device import load_device
@@ -59,17 +60,18 @@ def test_the_matrix_products_are_those_of_a_real_step(words: list[str]):
     assert total(operators, Kind.attention) == attention / 2, "half of the scores are masked"
 
 
-def of_model(name: str, *words: str) -> Forecast:
+def trial_of(name: str, *words: str) -> TrialConfig:
     named = [f"model._target_=tests.forecast.models.{name}", "data._target_=tests.forecast.models.Rows"]
-    trial = config(*named, "task=classification", "sharding=root", "training.global_batch_size=16", *words)
-    return forecast(trial, 2, cuda=True, sheet=load_device(Path("conf/device/h100_sxm.yaml")))
+    return config(*named, "task=classification", "sharding=root", "training.global_batch_size=16", *words)
+
+
+def of_model(name: str, *words: str) -> Forecast:
+    return forecast(trial_of(name, *words), 2, cuda=True, sheet=load_device(Path("conf/device/h100_sxm.yaml")))
 
 
 def test_products_of_groups_are_counted():
     """Of a rank's 8 x 16 rows of 64 numbers, each with its expert's 64 x 32: forwards, and twice backwards."""
-    words = ["model._target_=tests.forecast.models.Grouped", "data._target_=tests.forecast.models.Rows"]
-    trial = config(*words, "task=classification", "sharding=root", "training.global_batch_size=16")
-    program = forecast_step(trial, 2, cuda=True, traced=True).program
+    program = forecast_step(trial_of("Grouped"), 2, cuda=True, traced=True).program
     grouped = [operator for operator in program if "grouped_mm" in operator.name]
     assert [operator.flops for operator in grouped] == [2 * 8 * 16 * 64 * 32] * 3
     assert {operator.kind for operator in grouped} == {Kind.matmul}
@@ -79,10 +81,22 @@ def test_products_of_groups_are_counted():
 
 @pytest.mark.parametrize(("model", "operator"), [("Own", "fsdp_lab_tests.attend"), ("Fourier", "aten._fft_c2c")])
 def test_a_step_with_arithmetic_that_nobody_knows_has_no_speed(model: str, operator: str):
-    """Its memory is known."""
-    result = of_model(model)
+    """Its memory is known. A trial has no MFU."""
+    result, trial = of_model(model), trial_of(model)
+    assert build_workload(trial.model, trial.data, trial.task).train_flops_per_sample() is None
     assert result.speed is None and result.peaks
     assert f"no formula for the FLOPs of {operator}" in (result.no_speed or "")
+
+
+def test_an_operator_has_the_flops_of_its_formula():
+    """Of a rank's 8 samples, though its name is that of attention, which we price by PyTorch's shapes."""
+    program = forecast_step(trial_of("Priced"), 2, cuda=True, traced=True).program
+    assert [(o.kind, o.flops) for o in program if "own_attention" in o.name] == [(Kind.matmul, 8000)]
+
+
+def test_ddp_with_an_unused_parameter_has_a_speed():
+    """DDP then reduces which parameters were used, a tensor that it reads itself."""
+    assert of_model("Unused", "sharding=ddp").speed is not None
 
 
 def test_sparse_gradients_have_no_forecast():
