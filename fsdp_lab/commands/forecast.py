@@ -32,8 +32,8 @@ fastest, comes first:
                than forecasts err; unsure: it may fit, but may run slower or run out of memory; no: not even without
                the cache. The recommendation and the largest microbatch use `yes`; forecast.prune skips `no`
   step ms      with a device: the predicted optimizer step, and tokens/s or samples/s per device
-  MFU          the model's FLOPs divided by those that the device could do in that time; causal attention counts whole,
-               as is usual, though half of it is computed and takes time
+  MFU          the model's FLOPs divided by those that the device could do in that time, in the type that the step
+               computes in; causal attention counts whole, as is usual, though half of it is computed and takes time
   bound        the resource that limits the step most: compute, gather, scatter, tp (what tensor-parallel layers send),
                transfer (offload), launch
 use=pytorch prints the recommended setting as a function of plain PyTorch instead.
@@ -188,6 +188,9 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
 def _print(console: Console, result: ForecastResult, items: str, tolerance: float) -> None:
     from fsdp_lab.forecast.sentences import allowances_note, sentences
 
+    if result.missing:
+        made = f"{len(result.rows)} of {count(len(result.rows) + result.missing, 'setting')}"
+        console.print(f"Interrupted after {made}: what follows knows nothing of the others.", style="bold")
     for line in sentences(result.shown, result.axes, items, result.answers, tolerance):
         console.print(Text(line, style="bold" if "Recommended: " in line else ""))
     forecasts, best = [row.forecast for row in result.rows], best_rows(result.shown)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 WORKERS, BATCH = "cluster.num_workers", "training.global_batch_size"
 CONDITIONS = (WORKERS, "forecast.device", BATCH)  # each value has its own answer
-_WAITS = 0.5  # the share of a step that gathers and scatters bound, from which hybrid sharding is named
+_WAITS = 0.25  # the share of a step that gathers and scatters bound, from which hybrid sharding is named
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,8 @@ def _price(step: Step, config: TrialConfig, num_workers: int, sheet: Device) -> 
         on_gpu = {"aten.mkldnn_rnn_layer": "torch.nn.LSTM on a GPU"}
         named = ", ".join(sorted(on_gpu.get(name, name) for name in step.uncounted))
         raise ConfigError(
-            f"PyTorch has no formula for the FLOPs of {named}; register one by "
-            "torch.utils.flop_counter.register_flop_formula (0 where it only moves data)."
+            f"PyTorch has no formula for the FLOPs of {named}, so the speed is not known; register one where you "
+            "define it, by torch.utils.flop_counter.register_flop_formula (0 where it only moves data)."
         )
     differs = unlike(config, sheet)
     kinds = [OTHER] if differs else kinds_of(config, num_workers, sheet)
@@ -252,20 +252,30 @@ def forecast_step(
         parallel = build_parallel(as_forecast(config), ranks)
         try:
             return _follow(workload, parallel, sheet, traced)
-        except NotImplementedError as error:
-            why = next((why for part, why in _NOT_FOLLOWED.items() if part in str(error)), None)
-            if why is None:
-                raise
-            raise NotFollowedError(f"{why}; measure this trial with memory_profile=peaks.") from error
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            line, part = user_line(error), "the forward pass of the model"
+            part = "the forward pass of the model"
             if any(isinstance(f.f_locals.get("self"), torch.optim.Optimizer) for f, _ in walk_tb(error.__traceback__)):
                 part = f"the step of optimizer={config.optimizer.kind}"
             raise NotFollowedError(
                 f"a forecast runs on tensors without values, but {error.func} needs one in {part}"
-                f"{f', at {line}' if line else ''}; measure this trial with memory_profile=peaks, or remove the "
+                f"{_at(error)}; measure this trial with memory_profile=peaks, or remove the "
                 "decision that depends on a value (.item(), if tensor:, nonzero)."
             ) from error
+        except RuntimeError as error:
+            if "found at least two devices" in str(error):
+                raise NotFollowedError(
+                    f"a tensor on the CPU meets one on the GPU{_at(error)}, which ends training there; move it, as in "
+                    "mask.to(x.device), or make it there."
+                ) from error
+            why = next((why for part, why in _NOT_FOLLOWED.items() if part in str(error)), None)
+            if why is None:
+                raise
+            raise NotFollowedError(f"{why}; measure this trial with memory_profile=peaks.") from error
+
+
+def _at(error: BaseException) -> str:
+    line = user_line(error)
+    return f", at {line}" if line else ""
 
 
 def _follow(workload: Workload, parallel: Parallel, sheet: Device | None, traced: bool) -> Step:

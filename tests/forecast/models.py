@@ -117,6 +117,11 @@ class Fourier(Mean):
         return torch.fft.fft(hidden, dim=1).real
 
 
+class Mask(Mean):
+    def mix(self, hidden: Tensor) -> Tensor:
+        return hidden * torch.ones(16, 64)
+
+
 class Flex(Mean):
     def mix(self, hidden: Tensor) -> Tensor:
         return flex_attention(hidden[:, None], hidden[:, None], hidden[:, None])[:, 0]

@@ -99,6 +99,7 @@ def test_an_interrupt_keeps_the_forecasts_that_are_made(tmp_path: Path):
     words = ("-m", "model=mlp", "sharding=ddp,root,per_block", "precision=fp32", "reshard_after_forward=always")
     done = forecast_here(tmp_path, *words, "offload=none", interrupt_after=2)
     assert done.returncode == 130 and len(written(tmp_path)) == 2
+    assert "Interrupted after 2 of 3 settings: what follows" in done.stdout
     assert "interrupted after 2 of 3 settings" in done.stderr and "forecast peak of" in done.stdout
     done = forecast_here(tmp_path, *words, "offload=none", interrupt_after=0)
     assert done.returncode == 130 and "interrupted before a forecast was made" in done.stderr

@@ -314,5 +314,7 @@ def test_what_only_training_does_has_no_forecast():
             forecast_profile(config("model=mlp", "sharding.api=fsdp1", *words), 2, cuda=True)
     with pytest.raises(NotFollowedError, match=r"flex_attention has no forecast: on a CPU.*; measure this trial"):
         forecast_profile(config(*of_model("Flex")), 2, cuda=True)
+    with pytest.raises(NotFollowedError, match=r"a tensor on the CPU meets one on the GPU, at .*models.py:\d+, which"):
+        forecast_profile(config(*of_model("Mask")), 2, cuda=True)
     with pytest.raises(ModelError, match=r"the model's clipped holds the parameter head\.weight, but FSDP2 puts"):
         forecast_profile(config(*holds, "sharding=root"), 2, cuda=False)
