@@ -11,12 +11,14 @@ from fsdp_lab.config.axes.offload import OffloadTarget
 from fsdp_lab.config.axes.precision import Dtype
 from fsdp_lab.config.axes.reshard import ReshardPolicy
 from fsdp_lab.config.ranks import Ranks
+from fsdp_lab.config.training import CheckpointMode
 from fsdp_lab.forecast.allocator import FLAT_STREAMS, STREAMS, allocator_peaks, expands
 from fsdp_lab.forecast.speed.predict import Speed
 from fsdp_lab.memory.profile import Profile
 from fsdp_lab.training.layout import Layout
 
 GIB = 2**30
+_EXPORTED = 4  # bytes of a parameter: rank 0 gathers the whole model in float32
 
 # What no tensor shows, on CUDA: on an H200 the context and NCCL of one worker took 1.3 GiB together, and the workspaces
 # 64 to 66 MiB (experiments/gpu).
@@ -77,6 +79,7 @@ class Forecast:
         expandable: whether its segments are expandable.
         allowances: what the device holds outside of tensors, by name.
         host_allowances: the same for the host.
+        host_once: what one worker alone holds on its host at the end, by name: the model that it exports.
         capacity_bytes: of the device; None: not known.
         largest_microbatch: the most samples that a worker can take at once, 0: not even one; None: not requested.
         data_sheet: the name of the device that is forecast; None: it has no data sheet.
@@ -106,6 +109,7 @@ class Forecast:
     num_params: tuple[int, int] = (0, 0)
     host: Host = field(default_factory=Host)
     layout: Layout | None = None
+    host_once: dict[str, int] = field(default_factory=dict)
     expandable: bool = False
 
     @property
@@ -119,8 +123,8 @@ class Forecast:
 
     @property
     def host_needed_bytes(self) -> int:
-        """The same of all workers of a host."""
-        return self.host_bytes * self.host.num_workers
+        """The same of all workers of a host, with what one of them holds alone."""
+        return self.host_bytes * self.host.num_workers + sum(self.host_once.values())
 
     @property
     def host_is_short(self) -> bool:
@@ -197,6 +201,21 @@ def on_capacity(forecast: Forecast, capacity_bytes: int | None, host: Host = Hos
         return forecast
     slowest = forecast.speed.step_s / (1 - FULL_ERROR)
     return replace(forecast, speed=replace(forecast.speed, high_s=max(forecast.speed.high_s, slowest), relative=None))
+
+
+def on_host(forecast: Forecast, config: TrialConfig) -> Forecast:
+    """Return the forecast for a GPU with what a trial holds on the host beside its steps; others as they are."""
+    if not forecast.cuda or forecast.error:
+        return forecast
+    held, allowances = forecast.peaks, dict(forecast.host_allowances)
+    if config.data.loader_workers:  # PyTorch's loader has two batches ready for each of its processes
+        allowances["prefetched batches"] = 2 * config.data.loader_workers * held.get("host", {}).get("input", 0)
+    if config.checkpoint.mode is CheckpointMode["async"]:
+        allowances["staged checkpoint"] = sum(
+            of.get(name, 0) for of in held.values() for name in ("param", "optimizer")
+        )
+    exported = {"exported model": _EXPORTED * forecast.num_params[0]} if config.export else {}
+    return replace(forecast, host_allowances=allowances, host_once=exported)
 
 
 def weigh(

@@ -16,7 +16,7 @@ from fsdp_lab.config import ModelError, SweepConfig, UserError, forecast_setting
 from fsdp_lab.config.axes.offload import OffloadConfig
 from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.config.target import user_line
-from fsdp_lab.forecast.capacity import Forecast, Host, NoForecast, on_capacity
+from fsdp_lab.forecast.capacity import Forecast, Host, NoForecast, on_capacity, on_host
 from fsdp_lab.forecast.devices import capacity_bytes, data_sheet, for_cuda, host_of, is_here, refined
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
 from fsdp_lab.forecast.speed.device import Device
@@ -62,7 +62,7 @@ class Request:
 
     def weigh(self, forecast: Forecast) -> Forecast:
         """Return a forecast that this request may share with others, on its own device."""
-        return on_capacity(forecast, self.capacity_bytes, self.host)
+        return on_capacity(on_host(forecast, self.config), self.capacity_bytes, self.host)
 
     @property
     def key(self) -> str:

@@ -178,9 +178,9 @@ def collectives_announced(model: nn.Module, comes: Callable[[str], None]) -> int
     units = _units_of(model)
     for state in units:
         unit = ", ".join(names[module] or "the root" for module in state._modules)
-        if (group := state._fsdp_param_group) is not None:
-            group._all_gather_comm = announcing(DefaultAllGather, f"gathers the weights of {unit}")
-            group._reduce_scatter_comm = announcing(DefaultReduceScatter, f"reduces {{size}} gradients of {unit}")
+        module = state._modules[0]
+        module.set_custom_all_gather(announcing(DefaultAllGather, f"gathers the weights of {unit}"))
+        module.set_custom_reduce_scatter(announcing(DefaultReduceScatter, f"reduces {{size}} gradients of {unit}"))
     return len(units) + len(flat)
 
 

@@ -14,8 +14,9 @@ import pytest
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab.config import ModelError
-from fsdp_lab.forecast.capacity import CONTEXT_BYTES, NCCL_BYTES, communicators
+from fsdp_lab.forecast.capacity import CONTEXT_BYTES, GIB, NCCL_BYTES, Host, communicators, on_host
 from fsdp_lab.forecast.forecast import NotFollowedError, forecast, forecast_profile
+from fsdp_lab.forecast.run import Request
 from fsdp_lab.memory import timeline
 from fsdp_lab.memory.allocator_profile import Change, allocator_changes
 from fsdp_lab.memory.gloo import SynchronousGlooMode
@@ -260,6 +261,25 @@ def test_what_a_gpu_needs_beside_its_tensors_is_named():
         3,
         5,
     )
+
+
+def test_what_a_trial_holds_on_its_host_beside_its_steps_is_counted():
+    """Two batches for each process of the loader, an asynchronous checkpoint's copy, and the model that rank 0 exports.
+
+    The mlp's rank has half of the parameters and of two averages, and 4 counts of steps, on its GPU.
+    """
+    plain = forecast(config("model=mlp"), 2, cuda=True)
+    words = ("data.loader_workers=3", "checkpoint.mode=async", "export=true")
+    held = on_host(plain, config("model=mlp", *words))
+    assert held.host_bytes - plain.host_bytes == 2 * 3 * BATCH + 3 * WHOLE // 2 + 4 * 4
+    two = replace(held, host=Host(GIB, 2))
+    assert two.host_needed_bytes == 2 * held.host_bytes + WHOLE and not two.host_is_short
+    assert replace(two, host=Host(two.host_needed_bytes - 1, 2)).fits is False
+    assert (
+        on_host(plain, config("model=mlp", "export=false", "checkpoint.mode=sync")).host_needed_bytes
+        == plain.host_bytes
+    )
+    assert Request(config("model=mlp", *words), 2, True, None).weigh(plain).host_once == {"exported model": WHOLE}
 
 
 @pytest.mark.parametrize(
