@@ -36,7 +36,7 @@ PEAK_FLOPS = {
     "NVIDIA H100 80GB HBM3": _peaks(989e12, 494.5e12, 67e12),
     "NVIDIA H100 PCIe": _peaks(756e12, 378e12, 51e12),
     "NVIDIA H200": _peaks(989e12, 494.5e12, 67e12),
-    "NVIDIA B200": _peaks(2.25e15, 1.125e15, 80e12),
+    "NVIDIA B200": _peaks(2.25e15, 1.125e15, 75e12),
     "NVIDIA L40S": _peaks(362e12, 183e12, 91.6e12),
     "AMD Instinct MI300X": _peaks(1.3074e15, 653.7e12, 163.4e12),
     "NVIDIA A100-PCIE-40GB": _peaks(312e12, 156e12, 19.5e12),
