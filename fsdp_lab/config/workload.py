@@ -156,7 +156,8 @@ class DataConfig(OpenGroup):
 
     The target may have static methods. An error that `check_files(**arguments)` raises is reported before Ray starts;
     `least_vocab_size(**arguments)` and `least_num_classes(**arguments)` return what a model must know;
-    `example_batch(size, **arguments)` returns a batch of that size without reading.
+    `example_batch(size, **arguments)` returns a batch of that size without reading, the largest that may come; beside a
+    `collate_fn` it counts if both are of one package.
     """
 
     target: Optional[str] = key(

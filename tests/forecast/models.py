@@ -24,6 +24,19 @@ class Rows(torch.utils.data.Dataset[Any]):
         return self.items[index], index % 10
 
 
+def padded(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    rows = nn.utils.rnn.pad_sequence([rows for rows, _ in items], batch_first=True)
+    return rows, torch.tensor([label for _, label in items])
+
+
+class Worst(Rows):
+    """No batch has more than 99 rows an item, of which few come."""
+
+    @staticmethod
+    def example_batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(size, 99, 16), torch.zeros(size, dtype=torch.int64)
+
+
 class Mean(nn.Module):
     """Rows of 16 -> ten classes, from the mean of what `mix` makes of 64 numbers a row."""
 

@@ -263,6 +263,16 @@ def test_what_a_gpu_needs_beside_its_tensors_is_named():
     )
 
 
+def test_the_largest_batch_is_the_users_own_example():
+    """8 items of 99 rows of 16 numbers and a label on a rank, also beside a collate_fn of the same package."""
+    for words in ([], ["data.collate_fn=tests.forecast.models.padded"]):
+        worst = of_model("Mean", *words, "data._target_=tests.forecast.models.Worst")
+        assert forecast_profile(config(*worst), 2, cuda=False).peaks["device"]["input"] == 8 * (99 * 16 * 4 + 8)
+    other = of_model("Mean", "data.collate_fn=torch.utils.data.default_collate")
+    other.append("data._target_=tests.forecast.models.Worst")
+    assert forecast_profile(config(*other), 2, cuda=False).peaks["device"]["input"] == 8 * (16 * 16 * 4 + 8)
+
+
 def test_what_a_trial_holds_on_its_host_beside_its_steps_is_counted():
     """Two batches for each process of the loader, an asynchronous checkpoint's copy, and the model that rank 0 exports.
 

@@ -173,9 +173,14 @@ def build_data(config: DataConfig, model: ModelConfig, build_model: Callable[[],
     def spread(size: int) -> Batch:
         return split("train").spread(size)
 
-    without_reading = None if config.collate_fn else getattr(function, "example_batch", None)
+    knows_collate = not config.collate_fn or _package_of(collate) == _package_of(function)
+    without_reading = getattr(function, "example_batch", None) if knows_collate else None
     example = partial(without_reading, **instantiate(arguments, "data")) if without_reading else example_of(spread)
     return DataSpec(prepare, load, example)
+
+
+def _package_of(callable: Any) -> str:
+    return str(getattr(callable, "__module__", "")).partition(".")[0]
 
 
 def digest_of(splits: Sequence[Collated]) -> str:
