@@ -234,7 +234,7 @@ _ANSWER = (
     r"val/loss 1\.608\.",
     r"(?:It|Tied) .*",
     r"Compared with it, changing:",
-    *3 * [r"  .* the speed, .* the same val/loss"],
+    *3 * [r"  .* the speed(?: \(tied\))?, .* the same val/loss"],
     r"4 settings have the losses of a plain loop of your model \(3 steps, (?:to \d+e-\d+|exactly)\)\.",
     r"One run each: the spread between runs is not known; repeats=3 measures it\.",
     r"  python -m fsdp_lab sharding=\w+ precision=fp32 offload=none reshard_after_",

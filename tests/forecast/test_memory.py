@@ -308,11 +308,13 @@ def test_the_largest_microbatch_fits_and_the_next_does_not(words: str, workers: 
     most = forecast(trial, workers, cuda, capacity, largest=True).largest_microbatch
     assert most
 
-    def needs(size: int) -> int:
+    def fits(size: int) -> bool:
+        """Of a GPU 10 % are left without what the allocator caches."""
         batch = replace(trial.training, global_batch_size=size * 2 * 2)
-        return forecast(replace(trial, training=batch), workers, cuda).needed_bytes
+        made = forecast(replace(trial, training=batch), workers, cuda)
+        return made.needed_bytes <= capacity and made.least_bytes <= (0.9 if cuda else 1) * capacity
 
-    assert needs(most) <= capacity < needs(most + 1)
+    assert fits(most) and not fits(most + 1)
     assert forecast(trial, workers, cuda, 1000, largest=True).largest_microbatch == 0, "not even the parameters fit"
 
 
