@@ -16,7 +16,7 @@ from tests.parity import OF_TRANSFORMERS, PRECISIONS, SHARDINGS, Row
 
 AXES: dict[str, Sequence[str]] = {
     "sharding": ("ddp", "root", "per_block", "per_layer", "size_based"),
-    "precision": ("fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed", "grad_bf16"),
+    "precision": ("fp32", "bf16", "bf16_mixed", "bf16_pure", "fp16", "fp16_mixed", "grad_bf16"),
     "offload": ("none", "cpu"),
     "reshard_after_forward": ("always", "never", "default", "to_size"),
     "optimizer": ("adam", "adamw", "sgd", "custom"),
@@ -115,6 +115,7 @@ SGD = "optimizer=sgd optimizer.weight_decay=0"
 CLIP = "training.max_grad_norm=0.1"
 ACCUMULATE = "training.grad_accum_steps=2"
 TP = "sharding.tp="
+PURE = "precision=bf16_pure precision.reduce_dtype=float32 optimizer.lr=0.001"
 TO_SIZE = "reshard_after_forward=to_size reshard_after_forward.size="
 RESHARDS = (*(f"reshard_after_forward={p}" for p in ("always", "never", "default")), f"{TO_SIZE}1", f"{TO_SIZE}2")
 GRID = [DDP, *(f"{' '.join(SHARDINGS[s])} {r}" for s, r in product(SHARDINGS, RESHARDS) if s != "ddp")]
@@ -133,6 +134,7 @@ IN_HALF = (
     f"{DDP} precision=bf16_mixed {CLIP}",
     f"{PER_BLOCK} precision=bf16 offload=cpu {FULL}",
     f"{ROOT} precision=fp16_mixed precision.init_scale=8 {ACCUMULATE}",
+    f"{PER_BLOCK} {PURE} offload=cpu {FULL}",
 )
 PLANNED = 'model.tp_plan={"blocks.0.0":colwise,"blocks.1.0":rowwise}'
 Cells = dict[str, Sequence[str]]  # workload, or "workload on ranks" -> settings
@@ -168,9 +170,14 @@ IN_MAKE_TEST: Cells = {
         "sharding.separate_reduce_scatter_group=true",
         f"{FSDP1} {PER_BLOCK} sharding.dp_replicate=2 {NEVER} {ACCUMULATE} {CLIP}",
     ),
-    "wide mlp": (*HALF["per_block"], *(f"{FSDP1} {cell}" for cell in HALF["per_block"])),
+    "wide mlp": (
+        *HALF["per_block"],
+        *(f"{FSDP1} {cell}" for cell in HALF["per_block"]),
+        f"{DDP} precision=bf16_pure {SGD}",
+    ),
     "vit": (f"{PER_BLOCK} {EVERY_ONE} sharding.blocks_per_unit=2",),
     "language": (f"{PER_BLOCK} {SELECTIVE} {IN_CHUNKS}", f"{OWN_UNITS} {ACCUMULATE} {CLIP}"),
+    "language, tied on 4": (f"{PER_BLOCK} {TP}2 {PURE} {ACCUMULATE} {CLIP} init=rank0",),
     "language on 4": (f"{PER_BLOCK} {TP}2 {ALWAYS} {FULL} {ACCUMULATE}",),
     "language, 4 kv heads on 4": (f"{ROOT} {TP}4 init=rank0 {CLIP}",),
     "language, tied": (f"{ROOT} {ALWAYS} {FULL} {IN_CHUNKS}",),

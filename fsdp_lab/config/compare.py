@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import fields
 from typing import Any
 
 from fsdp_lab.config.axes import AXES, effective
+from fsdp_lab.config.axes.precision import PrecisionConfig
 from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.config.serialize import flatten, part
 from fsdp_lab.config.trial import TrialConfig
@@ -46,13 +48,18 @@ LAYOUT = (
     *("init", "training.sync_each_microbatch", "optimizer.implementation"),
     *("model.block_classes", "model.forward_methods", "model.tp_plan", "task.loss_chunks"),
 )
+# A plain loop stores its model as the trial does, and computes in that type.
+_COMPUTES = tuple(f"precision.{one.name}" for one in fields(PrecisionConfig) if one.name != "storage_dtype")
 # A trial and the plain loop of its values: the losses of its first steps.
 PLAIN = (
-    *(*CELLS, *_RECORDS, *LAYOUT, "precision", "repeat", "cluster", "tracking"),
+    *(*CELLS, *_RECORDS, *LAYOUT, *_COMPUTES, "repeat", "cluster", "tracking"),
     *("model.flops_per_unit", "training.timing_warmup_steps"),
 )
 # What of these values every plain loop of a sweep has another of: the first of all others are enough.
-_KINDS = ("model", "data", "task", "optimizer.name", "optimizer._target_", "training.grad_accum_steps", "batch_parts")
+_KINDS = (
+    *("model", "data", "task", "optimizer.name", "optimizer._target_", "training.grad_accum_steps", "batch_parts"),
+    "precision.storage_dtype",
+)
 # To a forecast it matters only whether these are set: neither null nor zero.
 _WHETHER = ("optimizer.weight_decay", "optimizer.momentum", "training.max_grad_norm")
 

@@ -18,7 +18,7 @@ from fsdp_lab.memory.profile import Profile
 from fsdp_lab.training.layout import Layout
 
 GIB = 2**30
-_EXPORTED = 4  # bytes of a parameter: rank 0 gathers the whole model in float32
+_EXPORTED = {True: 2, False: 4}  # bytes of a parameter: rank 0 gathers the whole model as it is stored
 
 # What no tensor shows, on CUDA: on an H200 the context and NCCL of one worker took 1.3 GiB together, and the workspaces
 # 64 to 66 MiB (experiments/gpu).
@@ -214,7 +214,8 @@ def on_host(forecast: Forecast, config: TrialConfig) -> Forecast:
         allowances["staged checkpoint"] = sum(
             of.get(name, 0) for of in held.values() for name in ("param", "optimizer")
         )
-    exported = {"exported model": _EXPORTED * forecast.num_params[0]} if config.export else {}
+    size = _EXPORTED[config.precision.is_narrow] * forecast.num_params[0]
+    exported = {"exported model": size} if config.export else {}
     return replace(forecast, host_allowances=allowances, host_once=exported)
 
 
@@ -249,7 +250,8 @@ def weigh(
         "kernel workspaces": WORKSPACE_BYTES,
         "fragmentation": taken.reserved - peak["total"] - WORKSPACE_BYTES,
     }
-    if not sharded and config.precision.reduce_dtype is not Dtype.float32:
+    precision = config.precision
+    if not sharded and precision.reduce_dtype is not Dtype.float32 and not precision.is_narrow:
         # PyTorch frees what NCCL has sent when its watchdog looks, every 0.1 s: two copies, as on an H200 with steps of
         # 0.05 s
         allowances[COMPRESSED] = 2 * 2 * num_trained

@@ -93,7 +93,7 @@ def to_pytorch(
         products=[f"torch.ops.{name}" for name in MATRIX_PRODUCTS],
         saved=[f"torch.ops.{name}" for name in SAVED_OPERATORS if name not in MATRIX_PRODUCTS],
         policy=_policy(config.precision),
-        hook=_HOOKS.get(config.precision.reduce_dtype, ""),
+        hook="" if config.precision.is_narrow else _HOOKS.get(config.precision.reduce_dtype, ""),
         sync_buffers="forward_sync_buffers" if version >= (2, 15) else "broadcast_buffers",  # its name since 2.15
         microbatch=config.training.global_batch_size // dp_degree // config.training.grad_accum_steps,
         optimizer=_optimizer(config, dp_degree, layout.has_complex),

@@ -19,6 +19,7 @@ from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer
 from fsdp_lab.training.own_optimizer import check_settings, unsharded_settings
 from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.training.parallel.units import last_unit, sharding_units
+from fsdp_lab.training.weights import store_in
 from fsdp_lab.workloads.base import Workload
 
 
@@ -50,6 +51,8 @@ def build(
     """
     config = parallel.config
     parallel.check_made(model)
+    if config.precision.is_narrow:
+        store_in(config.precision.storage_dtype, model)
     attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
     settings = unsharded_settings(model, parallel)
     blocks = workload.model.block_classes or find_block_classes(model)

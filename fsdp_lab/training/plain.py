@@ -1,6 +1,7 @@
 """The first three steps of a trial as a tutorial writes them: one process, and nothing of ours but the configuration.
 
-The user's constructor runs once after the seed; its model, the data set and the loss are used as they are, in float32.
+The user's constructor runs once after the seed; its model, the data set and the loss are used as they are, in float32
+or, of a trial that stores its model in 16 bits, after `model.to(torch.bfloat16)`.
 Each step has the trial's samples in the parts that ranks and microbatches make of them: batch norm sees the same rows.
 
     python -m fsdp_lab.training.plain IN.json OUT.json
@@ -17,11 +18,12 @@ import sys
 import time
 import zlib
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_lab.config import TrialConfig, from_dict, metrics
 from fsdp_lab.config.target import import_callable, import_from, in_words, instantiate
@@ -158,7 +160,22 @@ def build_model(config: TrialConfig) -> nn.Module:
     load = function.load_weights(**config.model.arguments) if isinstance(function, ModelSource) else None
     if load is not None:  # pretrained weights, of models of transformers
         load({**dict(model.named_parameters()), **dict(model.named_buffers())})
+    if (dtype := getattr(torch, config.precision.storage_dtype.name)) is not torch.float32:
+        model.to(dtype).register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
     return model
+
+
+def cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return the inputs of a model with its type, as FSDP casts them."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        if isinstance(value, dict):
+            return {name: cast(part) for name, part in value.items()}
+        return type(value)(map(cast, value)) if type(value) in (list, tuple) else value
+
+    return cast(args), cast(kwargs)
 
 
 def build_optimizer(config: TrialConfig, model: nn.Module, parts: int) -> torch.optim.Optimizer:

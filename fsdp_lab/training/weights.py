@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from fsdp_lab.config.axes.precision import Dtype
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
@@ -94,6 +95,21 @@ def _within(build: Callable[[], nn.Module], seed: int, most_bytes: float) -> nn.
         return None
 
 
+def store_in(dtype: Dtype, model: nn.Module) -> None:
+    """Convert a model in place, with or without values, as a script does by `model.to(dtype)`.
+
+    Raises:
+        ModelError: it has complex numbers, of which only the real part would be left.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_complex():
+            raise ModelError(
+                f"precision.storage_dtype={dtype.value}: {name} is complex, and has no such type; register "
+                "torch.view_as_real(x), and view it as complex in forward, or use precision.storage_dtype=float32."
+            )
+    model.to(getattr(torch, dtype.value))
+
+
 def fill(model: nn.Module, first: FirstModel, parallel: Parallel) -> None:
     """Give the parameters of a divided model their first values, where `parallel.fills` says. Every rank calls this.
 
@@ -113,7 +129,7 @@ def fill(model: nn.Module, first: FirstModel, parallel: Parallel) -> None:
         options = StateDictOptions(
             full_state_dict=True, broadcast_from_rank0=True, strict=False, cpu_offload=parallel.fills_on_host
         )  # buffers follow
-        set_model_state_dict(model, first.whole, options=options)
+        set_model_state_dict(model, first.whole, options=options)  # each is cast to the type of its parameter
         first.whole.clear()
     for module in model.modules():
         for name, buffer in [*module.named_buffers(recurse=False)]:

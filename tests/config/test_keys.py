@@ -18,7 +18,8 @@ COUNTS = {
         sharding.blocks_per_unit sharding.embeddings sharding.limit_all_gathers
         sharding.separate_reduce_scatter_group sharding.find_unused_parameters sharding.forward_prefetch
         sharding.backward_prefetch
-        precision.param_dtype precision.reduce_dtype precision.loss_scaling precision.float8 precision.tf32
+        precision.param_dtype precision.reduce_dtype precision.storage_dtype precision.loss_scaling
+        precision.float8 precision.tf32
         offload.target reshard_after_forward.policy reshard_after_forward.size model._target_ model.image_size
         model.num_channels model.patch_size model.num_layers model.num_heads model.hidden_dim model.mlp_dim
         model.num_classes model.block_classes model.forward_methods model.tp_plan data._target_ data.collate_fn

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab.config import ModelError
-from fsdp_lab.forecast.capacity import CONTEXT_BYTES, GIB, NCCL_BYTES, Host, communicators, on_host
+from fsdp_lab.forecast.capacity import COMPRESSED, CONTEXT_BYTES, GIB, NCCL_BYTES, Host, communicators, on_host
 from fsdp_lab.forecast.forecast import NotFollowedError, forecast, forecast_profile
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.memory import timeline
@@ -290,6 +290,28 @@ def test_what_a_trial_holds_on_its_host_beside_its_steps_is_counted():
         == plain.host_bytes
     )
     assert Request(config("model=mlp", *words), 2, True, None).weigh(plain).host_once == {"exported model": WHOLE}
+
+
+def test_a_model_in_bfloat16_holds_half_of_everything():
+    """Parameters, gradients, averages and the exported file. DDP has no copies of gradients: they are as narrow."""
+    words = ("model=mlp", "sharding=ddp", "precision=bf16", "export=true", "reshard_after_forward=default")
+    mixed, pure = (
+        on_host(forecast(config(*words, *more), 2, cuda=True), config(*words, *more))
+        for more in ([], ["precision=bf16_pure"])
+    )
+    held = {name: pure.peaks["device"][name] for name in ("param", "grad", "optimizer")}
+    assert held == {"param": WHOLE // 2, "grad": WHOLE // 2, "optimizer": WHOLE + 4 * 4}
+    assert mixed.peaks["device"]["param"] == WHOLE and pure.host_once == {"exported model": WHOLE // 2}
+    assert COMPRESSED in mixed.allowances and COMPRESSED not in pure.allowances
+
+
+def test_ddp_leaves_the_types_of_a_model_in_bfloat16_alone():
+    """Autocast would keep the results of its layer norms and softmax in float32."""
+    sizes = []
+    for words in (["sharding=ddp"], ["sharding=root", "reshard_after_forward=never"]):
+        step = forecast_profile(config("model=vit_tiny", "precision=bf16_pure", *words), 2, cuda=True)
+        sizes.append(step.peaks["device"]["activation"])
+    assert 0.9 < sizes[0] / sizes[1] < 1
 
 
 @pytest.mark.parametrize(

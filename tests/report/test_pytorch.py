@@ -31,7 +31,7 @@ TRIAL = ("model=vit_tiny", "data.num_train=null", "data.num_val=null", "training
          "training.max_steps=8")  # fmt: skip
 SHARDINGS = ("sharding=root", "sharding=per_block", "sharding=per_layer",
              "sharding=size_based sharding.min_num_params=10000")  # fmt: skip
-PRECISIONS = ("fp32", "bf16", "bf16_mixed", "fp16", "fp16_mixed", "grad_bf16")
+PRECISIONS = ("fp32", "bf16", "bf16_mixed", "bf16_pure", "fp16", "fp16_mixed", "grad_bf16")
 # DDP computes in each precision by other means than FSDP2, whose four shardings take turns.
 OF_PRECISION = [f"{words} precision={precision}" for n, precision in enumerate(PRECISIONS)
                 for words in ("sharding=ddp", SHARDINGS[n % 4])]  # fmt: skip

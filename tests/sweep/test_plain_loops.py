@@ -76,6 +76,14 @@ def test_a_sweep_agrees_with_its_plain_loop_and_keeps_its_figures(mine: Path):
     assert not json.loads((mine / "third/plain_loops.json").read_text())["loops"][0]["kept"]
 
 
+def test_a_model_in_bfloat16_has_a_plain_loop_of_its_own(mine: Path):
+    words = ("sharding=ddp", "precision=fp32,bf16,bf16_pure", *without(WORDS, "sharding=", "precision="))
+    done = run_cli(mine, "-m", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["plain_loop"] for row in rows(mine)] == ["agrees"] * 3
+    assert [loop["eps"] for loop in loops(mine)] == [2**-23, 2**-7]
+
+
 def test_a_model_that_is_another_one_when_it_is_sharded_is_found(mine: Path):
     """By its plain loop: DDP shards nothing. Without a setting that agrees the sweep has failed, and so has a trial."""
     words = without(WORDS, "sharding=", "hydra.")

@@ -51,7 +51,7 @@ class Script:
     accuracy: Callable[[nn.Module, Any], float] | None = None
 
     def train(self, trial: TrialConfig, device: str = "cpu") -> Run:
-        """Train on one process in float32.
+        """Train on one process in float32, or in the type of `precision.storage_dtype` throughout.
 
         Args:
             trial: its optimizer, and which batches of the data are trained; the rest does not count.
@@ -59,11 +59,13 @@ class Script:
         """
         items = self.split("train")
         torch.manual_seed(trial.training.seed)
-        model, losses, norms = self.build().to(device), list[float](), list[float]()
+        dtype = getattr(torch, trial.precision.storage_dtype.name)
+        narrow = {} if dtype is torch.float32 else {"dtype": dtype}
+        model, losses, norms = self.build().to(device, **narrow), list[float](), list[float]()
         optimizer = build_optimizer(model, trial)
         for indices in batches(trial, len(items)):
             optimizer.zero_grad()
-            loss = self.loss(model, _batch(items, indices, device))
+            loss = self.loss(model, _batch(items, indices, device, **narrow))
             loss.backward()
             losses.append(loss.item())
             most = trial.training.max_grad_norm or math.inf
@@ -72,14 +74,19 @@ class Script:
         state = model.state_dict().items()
         weights = {name: value.detach() for name, value in state if isinstance(value, Tensor)}  # no extra state
         items, model = self.split("val"), model.eval()
-        batch = _batch(items, range(min(len(items), trial.data.num_val or len(items))), device)
+        batch = _batch(items, range(min(len(items), trial.data.num_val or len(items))), device, **narrow)
         with torch.no_grad():
             accuracy = self.accuracy(model, batch) if self.accuracy else None
             return Run(losses, norms, weights, self.loss(model, batch).item(), accuracy)
 
 
-def _batch(items: Any, indices: Iterable[int], device: str) -> Any:
-    return tree_map(lambda x: x.to(device), default_collate([items[i] for i in indices]))
+def _batch(items: Any, indices: Iterable[int], device: str, dtype: torch.dtype | None = None) -> Any:
+    """`dtype`: of what is no whole number; None: as it is."""
+
+    def moved(x: Tensor) -> Tensor:
+        return x.to(device, dtype) if dtype and x.is_floating_point() else x.to(device)
+
+    return tree_map(moved, default_collate([items[i] for i in indices]))
 
 
 def batches(trial: TrialConfig, count: int) -> list[list[int]]:
@@ -149,7 +156,7 @@ def build_optimizer(model: nn.Module, config: TrialConfig) -> torch.optim.Optimi
 
 
 def image_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
+    return F.cross_entropy(model(batch[0]).float(), batch[1])
 
 
 def _share_of_right_answers(model: nn.Module, batch: list[Tensor]) -> float:

@@ -29,6 +29,7 @@ SAME_RANKS: dict[str, list[str]] = {
         "optimizer._target_=tests.workloads.user.optim.Lion",
     ],
     "own_with_modes": [SYNC, "optimizer.lr=0.3", "optimizer._target_=tests.workloads.user.optim.ScheduleFree"],
+    "in_bfloat16": [*ADAM, "precision=bf16_pure", "training.max_grad_norm=0.5"],
     "async": [ASYNC, "optimizer=adamw", "lr_schedule=step", "lr_schedule.gamma=0.5"],
     "fp16_mixed_offload": [ASYNC, "precision=fp16_mixed", "offload=cpu", "init=rank0", "sharding=root"],
     "ddp": [*ADAM, "sharding=ddp"],
@@ -47,6 +48,9 @@ FIVE = "training.epochs=5"
 LATE = ["optimizer._target_=tests.workloads.user.optim.Late", "optimizer.lr=0.05"]
 LARGER = [SYNC, "training.global_batch_size=64", "optimizer.lr=0.003", "optimizer.weight_decay=0.1",
           "sharding=per_layer", "training.timing_warmup_steps=0"]  # fmt: skip
+
+NARROWER = [SYNC, "precision=bf16_pure", "optimizer.lr=1e-300", "training.epochs=4",
+            "sharding=per_layer"]  # fmt: skip
 
 
 # What is done to the copy of a trial's folder.
@@ -81,6 +85,7 @@ def later_jobs(folder: Path) -> dict[str, Job]:
         "kept": Job(kept, [*KEEP_TWO, "training.max_steps=4"]),
         "larger batch": Job(f"{folder}/larger batch", [*larger, FIVE]),
         "larger batch, resumed": Job(f"{folder}/larger batch", [*larger, "training.epochs=6"]),
+        "narrower": Job(f"{folder}/narrower", [*NARROWER, f"{source}/adam_whole/checkpoints"]),
         "late": Job(f"{folder}/late", [*LATE, SYNC]),
         "late, larger batch": Job(f"{folder}/late, larger", [*LATE, *LARGER, f"{source}/late/checkpoints", FIVE]),
         "in one": Job(f"{folder}/in one", FOUR_STEPS),
@@ -119,8 +124,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 @pytest.mark.parametrize(
     "same",
-    ["adam", "own_lion_fp16_cosine", "own_with_modes",
-     *(pytest.param(name, marks=pytest.mark.ci) for name in [*SAME_RANKS][3:])],
+    ["adam", "own_lion_fp16_cosine", "own_with_modes", "in_bfloat16",
+     *(pytest.param(name, marks=pytest.mark.ci) for name in [*SAME_RANKS][4:])],
 )  # fmt: skip
 def test_stopped_and_resumed_is_uninterrupted(runs: Runs, same: str) -> None:
     whole, stopped, resumed = (runs[1][f"{same} {part}"] for part in ("whole", "stopped", "resumed"))
@@ -207,6 +212,14 @@ def test_another_run_gives_its_weights_and_optimizer_state(runs: Runs) -> None:
     timed = [each.get("perf/timed_steps", 0) for each in reported.epochs]
     assert timed == [0, 0, 1, 2, 3], "the first two steps are not timed"
     assert [each["epoch"] for each in resumed.epochs] == [1, 2, 3, 4, 5, 6] and resumed.epochs[:5] == reported.epochs
+
+
+def test_weights_in_float32_continue_in_bfloat16(runs: Runs) -> None:
+    """A rate of 1e-300 changes no weight: the loss is that of the float32 weights, rounded."""
+    reported = runs[1]["narrower"]
+    assert not reported.error
+    before, after = (runs[1][name].epochs[-1]["val/loss"] for name in ("adam whole", "narrower"))
+    assert after == pytest.approx(before, rel=0.02) and after != before
 
 
 def test_optimizer_state_of_later_steps_is_loaded_and_the_rate_is_the_trials(runs: Runs) -> None:

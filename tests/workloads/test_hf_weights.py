@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from fsdp_lab.config import UserError
 from fsdp_lab.config.rules import check_files, check_trial
@@ -21,6 +21,7 @@ from tests.ranks import Memo, config, run_ranks
 from tests.workloads.hf.cases import CONFIGS, LEARN, WORDS, plain_model, script
 
 READ = [("gpt2", "root"), ("t5", "per_block"), ("t5", "ddp"), ("vit", "ddp"), ("llama", "per_block")]
+PURE = ("llama", "root")  # which is in bfloat16, and stays so
 EXPORTED = [("gpt2", "ddp"), ("llama", "root"), ("qwen3", "per_block"), ("t5", "ddp"), ("vit", "root")]
 
 
@@ -94,7 +95,12 @@ def test_ranks_read_what_transformers_wrote_to_the_bit(tmp_path: Path) -> None:
     for name in models:
         check(name, tmp_path / name)
     still = ("optimizer=sgd", "optimizer.lr=1e-300", "training.max_steps=1")
-    run_ranks(2, export_all, READ, [[*from_folder(name, tmp_path / name), *still] for name, _ in READ], str(tmp_path))
+    words = [[*from_folder(name, tmp_path / name), *still] for name, _ in READ]
+    words.append([*from_folder("llama", tmp_path / "llama"), *still, "precision=bf16_pure"])
+    run_ranks(2, export_all, [*READ, PURE], words, str(tmp_path))
+    kept = load_file(tmp_path / "llama_root" / "model" / "model.safetensors")
+    assert all(torch.equal(values, models["llama"].state_dict()[name]) for name, values in kept.items())
+    assert {values.dtype for values in kept.values()} == {torch.bfloat16}
     for name, sharding in READ:
         got = read_by_transformers(name, tmp_path / f"{name}_{sharding}" / "model").state_dict()
         expected = models[name].state_dict()

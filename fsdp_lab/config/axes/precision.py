@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from fsdp_lab.config.axes.base import Axis, Where
-from fsdp_lab.config.errors import CombinationError, UserError
+from fsdp_lab.config.axes.base import Axis, Where, refuse
+from fsdp_lab.config.errors import CombinationError, ConfigError, UserError
 from fsdp_lab.config.key import at_least_one, key, positive
 from fsdp_lab.machine import hardware
 
@@ -30,12 +30,14 @@ class Dtype(Enum):
 
 @dataclass
 class PrecisionConfig:
-    """The types of computation and communication; sharded parameters stay float32."""
+    """The types of computation, communication and storage."""
 
     param_dtype: Dtype = key(Dtype.float32, named_by_option=True)
     """Type of gathered parameters and of computation."""
     reduce_dtype: Dtype = key(Dtype.float32, named_by_option=True)
     """Type in which gradients are reduced."""
+    storage_dtype: Dtype = key(Dtype.float32, named_by_option=True)
+    """Type of parameters, gradients and optimizer states; bfloat16: as after `model.to(torch.bfloat16)`."""
     loss_scaling: bool = key(False, named_by_option=True)
     """Scale the loss dynamically, as float16 needs."""
     float8: bool = key(False, named_by_option=True)
@@ -51,6 +53,11 @@ class PrecisionConfig:
     def multiplied_in(self) -> str:
         """The type in which a GPU multiplies matrices, as data sheets name it."""
         return "tfloat32" if self.tf32 else self.param_dtype.value
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the model is converted, so that nothing of it is kept in float32."""
+        return self.storage_dtype is not Dtype.float32
 
 
 def _check(trial: TrialConfig, ranks: Ranks) -> None:
@@ -70,6 +77,35 @@ def _check(trial: TrialConfig, ranks: Ranks) -> None:
             "precision.loss_scaling=true with precision.param_dtype=bfloat16: bfloat16 has float32's range and "
             "needs no scaling; use precision.loss_scaling=false or precision=fp16.",
         )
+    if precision.is_narrow:
+        _check_storage(trial)
+
+
+def _check_storage(trial: TrialConfig) -> None:
+    precision = trial.precision
+    if precision.storage_dtype is Dtype.float16:
+        raise ConfigError(
+            "precision.storage_dtype=float16: parameters in float16 lose most updates, and loss scaling needs them in "
+            "float32; use precision=fp16, which computes in float16, or precision=bf16_pure."
+        )
+    refuse(
+        "precision.storage_dtype=bfloat16",
+        {
+            f"precision.param_dtype={precision.param_dtype.name}": (
+                precision.param_dtype is not Dtype.bfloat16,
+                "a model in bfloat16 computes in it; use precision.param_dtype=bfloat16",
+            ),
+            f"precision.reduce_dtype={precision.reduce_dtype.name}": (
+                precision.reduce_dtype is Dtype.float16,
+                "float16 has not the range of these gradients; use precision.reduce_dtype=bfloat16",
+            ),
+            f"precision.reduce_dtype={precision.reduce_dtype.name} and sharding=ddp": (
+                precision.reduce_dtype is Dtype.float32 and trial.sharding.kind == "ddp",
+                "DDP reduces gradients in the type that they have; use precision.reduce_dtype=bfloat16",
+            ),
+        },
+        ", or precision.storage_dtype=float32.",
+    )
 
 
 def check_float8(trial: TrialConfig, is_here: bool) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
     bf16_compress_hook,
@@ -21,7 +22,7 @@ from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.memory.recorder import StepRecorder
 from fsdp_lab.memory.torch_private import in_backward
 from fsdp_lab.training.parallel.base import Parallel
-from fsdp_lab.workloads.base import Workload
+from fsdp_lab.workloads.base import Workload, map_tensors
 
 # PyTorch has another name for it since 2.15.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -38,6 +39,7 @@ class DDP(Parallel):
     """
 
     model: DistributedDataParallel
+    _hook: Callable[..., Any] | None  # that reduces a bucket; None: as DDP does by itself
 
     def leaves_some_unused(self, workload: Workload, on_meta: nn.Module | None = None) -> tuple[bool, list[str]]:
         """Return what a step on `meta` shows, or `sharding.find_unused_parameters`; True if it cannot be computed."""
@@ -61,13 +63,18 @@ class DDP(Parallel):
             find_unused_parameters=find_unused,
             **_SYNC_BUFFERS,  # FSDP2 does not either: every sharding computes the same
         )
+        precision = self.config.precision
         hooks = {Dtype.bfloat16: bf16_compress_hook, Dtype.float16: fp16_compress_hook}
-        if (hook := hooks.get(self.config.precision.reduce_dtype)) is not None:
-            self.model.register_comm_hook(None, hook)
+        self._hook = None if precision.is_narrow else hooks.get(precision.reduce_dtype)
+        if self._hook is not None:
+            self.model.register_comm_hook(None, self._hook)
+        if precision.is_narrow:
+            cast = partial(_cast, getattr(torch, precision.storage_dtype.value))
+            model.register_forward_pre_hook(cast, with_kwargs=True)
 
     def reduce_in_python(self) -> None:
         """Reduce as DDP does in C++, where a fake group has no result."""
-        if self.config.precision.reduce_dtype is Dtype.float32:  # else `wrap` has done so
+        if self._hook is None:  # else `wrap` has done so
             self.model.register_comm_hook(None, allreduce_hook)
 
     @contextmanager
@@ -100,8 +107,18 @@ class DDP(Parallel):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Let autocast choose the types."""
-        dtype = getattr(torch, self.config.precision.param_dtype.value)
-        casts = dtype is not torch.float32
+        """Let autocast choose the types, but for a model that is converted."""
+        precision = self.config.precision
+        dtype = getattr(torch, precision.param_dtype.value)
+        casts = dtype is not torch.float32 and not precision.is_narrow
         with super().forward(), torch.autocast(self.device.type, dtype=dtype) if casts else nullcontext():
             yield
+
+
+def _cast(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the inputs of a model as FSDP casts them."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(cast, args), map_tensors(cast, kwargs)
