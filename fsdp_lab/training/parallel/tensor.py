@@ -18,7 +18,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -169,7 +169,7 @@ def apply_tensor_parallel(
     for name, word in words.items():
         module = model.get_submodule(name)
         if between == Shard(1) and (word.startswith("rowwise") or isinstance(module, nn.Embedding)):
-            module.register_forward_pre_hook(partial(_check_length, mesh.size(), name))
+            module.register_forward_pre_hook(_length_check(mesh.size(), name))
         module.register_forward_hook(_arrived)
     tie_again(holders)
     for name, parameter in model.named_parameters():
@@ -286,13 +286,20 @@ def _parents_that_gather(model: nn.Module, words: Mapping[str, str]) -> set[str]
     return {name for name, inside in of_parent.items() if name and "colwise" in inside and "sequence" not in inside}
 
 
-def _check_length(tp: int, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-    """Check that ranks get equal parts of a whole sequence: gloo and NCCL end otherwise, or wait, without a word."""
-    if args and args[0].shape[1] % tp:
-        raise ModelError(
-            f"sharding.tp={tp} does not divide the {args[0].shape[1]} positions that {name} gets, and the plan divides "
-            "them by `sequence`; pad them to a multiple, or use a plan without `sequence`."
-        )
+def _length_check(tp: int, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    """Return a check that ranks get equal parts of a whole sequence: gloo and NCCL end otherwise, or wait, silently.
+
+    Code that is compiled for a block would not be used for others if it got the name as an argument.
+    """
+
+    def check(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if args and args[0].shape[1] % tp:
+            raise ModelError(
+                f"sharding.tp={tp} does not divide the {args[0].shape[1]} positions that {name} gets, and the plan "
+                "divides them by `sequence`; pad them to a multiple, or use a plan without `sequence`."
+            )
+
+    return check
 
 
 def _gather_first(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> Any:
