@@ -16,7 +16,7 @@ _SYNONYMS = {
     "learning_rate": "lr", "rate": "lr", "wd": "weight_decay", "steps": "max_steps", "path": "root", "dir": "root",
     "gpus": "num_workers", "num_gpus": "num_workers", "world_size": "num_workers", "nproc_per_node": "num_workers",
     "num_samples": "num_trials", "n_trials": "num_trials",
-    "bfloat16": "bf16", "bf16_true": "bf16", "float16": "fp16", "half": "fp16", "16_mixed": "fp16_mixed",
+    "bfloat16": "bf16", "bf16_true": "bf16_pure", "float16": "fp16", "half": "fp16", "16_mixed": "fp16_mixed",
     "float32": "fp32", "full": "fp32", "32_true": "fp32", "fp8": "float8",
     "bf16": "bfloat16", "fp16": "float16", "fp32": "float32",
     "a100": "a100_80gb", "h100": "h100_sxm", "h100_80gb": "h100_sxm",
@@ -27,13 +27,13 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that `name` most likely means; None if nothing is close.
 
     The last parts of dotted names are compared, whatever their case: by the names that other trainers use, then by what
-    continues with an underscore, by the nearest number, letter by letter.
+    continues with an underscore, or after a number with anything, by the nearest number, letter by letter.
     """
     names = list(known)
     leaf = _leaf(name)
     if meant := [each for each in names if _leaf(each) in (leaf, _SYNONYMS.get(leaf))]:
         return _most_alike(name, meant)
-    if longer := [each for each in names if each.startswith(f"{name}_")]:
+    if longer := [each for each in names if each.startswith(name if name[-1:].isdigit() else f"{name}_")]:
         return longer[0]
     if numbered := [each for each in names if _shape(_leaf(each)) == _shape(leaf) != leaf]:
         return min(numbered, key=lambda each: _apart(_leaf(each), leaf))

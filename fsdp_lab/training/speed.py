@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 # Dense matrix peaks in FLOP/s by the device's whole name. `conf/device` owns those of its GPUs; a GPU machine may have
 # no YAML reader, so they are here again, and a test compares the two. The others are from NVIDIA's data sheets. Other
 # variants of a chip have other peaks: what is not here has no MFU. float32 is without TF32, which has its own.
-def _peaks(half: float, tf32: float, single: float) -> dict[str, float]:
-    return {"bfloat16": half, "float16": half, "tfloat32": tf32, "float32": single}
+def _peaks(half: float, tf32: float | None, single: float) -> dict[str, float]:
+    return {"bfloat16": half, "float16": half, **({"tfloat32": tf32} if tf32 else {}), "float32": single}
 
 
 PEAK_FLOPS = {
@@ -45,6 +45,11 @@ PEAK_FLOPS = {
     "NVIDIA GH200 480GB": _peaks(989e12, 494.5e12, 67e12),
     "NVIDIA H100 NVL": _peaks(835.5e12, 417.5e12, 60e12),
     "NVIDIA L4": _peaks(121e12, 60e12, 30.3e12),
+    "NVIDIA GeForce RTX 3090": _peaks(71e12, 35.6e12, 35.6e12),
+    "NVIDIA GeForce RTX 4090": _peaks(165.2e12, 82.6e12, 82.6e12),
+    "NVIDIA RTX 6000 Ada Generation": _peaks(364.2e12, 182.1e12, 91.1e12),
+    "Tesla V100-SXM2-32GB": {"float16": 125e12, "float32": 15.7e12},
+    "AMD Instinct MI250": _peaks(181.05e12, None, 45.25e12),  # one of its two dies
 }
 
 
