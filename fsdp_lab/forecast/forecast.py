@@ -244,7 +244,7 @@ def forecast_step(
             "sharding.limit_all_gathers=true."
         )
     device = ACCELERATOR if cuda else HOST
-    for name in ("torch._subclasses.fake_tensor", "torch.utils.cpp_extension"):
+    for name in ("torch._subclasses.fake_tensor", "torch._higher_order_ops.wrap", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they tell is raised, too, or is of no GPU here
     with fake_world(num_workers, device, rank) as ranks, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about speed and strides, of a step that does not run

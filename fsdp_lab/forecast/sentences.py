@@ -72,6 +72,16 @@ def request_notes(requests: Sequence[Request]) -> list[str]:
             f"the global batch is the same, so a worker has {sizes[-1]:,} items with the {fewest} and {sizes[0]:,} "
             f"with the {most}; training.global_batch_size='${{per_worker:{sizes[-1]}}}' keeps {sizes[-1]:,}."
         )
+    gbit, widest = requests[0].config.forecast.network_gbit, max(requests, key=lambda r: r.num_workers)
+    if gbit is not None and widest.sheet is None:
+        all_notes.append(
+            f"forecast.network_gbit={gbit:g} has no effect: no device is known, so no speed is; use forecast.device."
+        )
+    elif gbit is not None and widest.sheet is not None and widest.num_workers <= widest.sheet.node_size:
+        all_notes.append(
+            f"forecast.network_gbit={gbit:g} has no effect on {widest.num_workers} workers: its nodes have "
+            f"{widest.sheet.node_size} devices; use more workers, or cluster.gpus_per_node for smaller nodes."
+        )
     return list(dict.fromkeys(all_notes))
 
 

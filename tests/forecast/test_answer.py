@@ -311,3 +311,14 @@ if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for case, planted in CASES.items():
         (FOLDER / f"{case}.txt").write_text(said(*planted, case) + "\n")
+
+
+def test_a_network_that_no_step_uses_is_named():
+    def notes(*words: str, workers: int = 8) -> str:
+        return " ".join(request_notes([Request.of(config("forecast.network_gbit=400", *words), workers)]))
+
+    on_h100 = "forecast.device=h100_sxm"
+    assert "network_gbit=400 has no effect on 8 workers: its nodes have 8 devices" in notes(on_h100)
+    assert "network_gbit=400 has no effect: no device is known" in notes("forecast.device=cuda")
+    for several in (notes(on_h100, workers=16), notes(on_h100, "cluster.gpus_per_node=4")):
+        assert "network_gbit" not in several
