@@ -1055,7 +1055,7 @@ FAULTS = (
           "replace(device, node_size=config.cluster.gpus_per_node)", "device",
           "forecast/test_devices.py::test_nodes_have_the_gpus_that_the_key_says"),
     Fault("all-reduces have the share of gathers, in words", "fsdp_lab/forecast/speed/predict.py",
-          "    reduced = reduces_at(device)", "    reduced = device.efficiency.network",
+          "    reduced = reduces_at(device)", "    reduced = gathers_at(device)",
           "forecast/test_cli.py::test_the_command_names_the_network_that_it_assumed"),
     Fault("one trial that is far off corrects every model", "fsdp_lab/forecast/speed/refine.py",
           "if is_near(one.measured_s / one.parts.step_s())]", "]", ONE_TRIAL),

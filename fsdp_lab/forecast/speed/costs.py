@@ -22,6 +22,10 @@ _HALVES = ("bfloat16", "float16")
 # What an all-reduce reaches of a network, relative to gathers and scatters: 340 and 200 GB/s between 32 nodes with 8
 # H100s each (github.com/NVIDIA/nccl, issue 1218).
 _ALL_REDUCE = 1.7
+# What gathers reach of a network, which is less the more adapters a node has: 24 of the 25 GB/s of one of 200 Gbit/s
+# (github.com/NVIDIA/nccl-tests, issue 119), three quarters of eight of 100 (NVIDIA/nccl, issue 495), 216 of 400 GB/s of
+# eight of 400 (NVIDIA/nccl, issue 2409). All three lie on one line over the logarithm.
+_ONE_ADAPTER, _GBIT, _LESS_BY_DOUBLING = 0.96, 200.0, 0.105
 # What a collective that nothing runs beside reaches of the links within a node. NCCL counts on 20.0 and 20.6 of the 25
 # GB/s of a link of A100s and H100s, and on 40.1 of the 50 of B200s (`src/graph/topo.h`).
 _ALONE = 0.8
@@ -154,9 +158,17 @@ def collective_seconds(operator: Operator, device: Device) -> float:
     return min(paths)
 
 
+def gathers_at(device: Device) -> float:
+    """Return the share of the network between nodes that gathers and scatters reach."""
+    alone = device.reached.network
+    if alone is None and device.kind is DeviceKind.cuda:
+        alone = _ONE_ADAPTER - _LESS_BY_DOUBLING * max(0.0, math.log2(device.network_gbit / _GBIT))
+    return max(alone or 1.0, _LESS_BY_DOUBLING) * device.efficiency.network
+
+
 def reduces_at(device: Device) -> float:
     """Return the share of the network between nodes that an all-reduce reaches."""
-    return min(1.0, _ALL_REDUCE * device.efficiency.network)
+    return min(1.0, _ALL_REDUCE * gathers_at(device))
 
 
 def _bandwidth(operator: Operator, device: Device, nodes: int) -> float:
@@ -169,5 +181,5 @@ def _bandwidth(operator: Operator, device: Device, nodes: int) -> float:
     if nodes == 1:
         return within
     share = min(1.0, len(operator.group) / nodes / device.node_size)
-    reached = reduces_at(device) if operator.kind is Kind.reduce else device.efficiency.network
+    reached = reduces_at(device) if operator.kind is Kind.reduce else gathers_at(device)
     return min(within, device.network_bandwidth * reached * share)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fsdp_lab.forecast.speed.costs import reduces_at, seconds
+from fsdp_lab.forecast.speed.costs import gathers_at, reduces_at, seconds
 from fsdp_lab.forecast.speed.device import OTHER, UNSEEN, Basis, Device, DeviceKind, Factors, on_network
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream, num_nodes
 from fsdp_lab.forecast.speed.streams import schedule
@@ -205,7 +205,7 @@ def _network(program: Sequence[Operator], device: Device, separate_scatter: bool
     groups = {operator.group for operator in program if operator.kind.is_collective}
     if device.kind is DeviceKind.cpu or not any(num_nodes(group, device.node_size) > 1 for group in groups):
         return None
-    gbit, reached = device.network_gbit, None if device.factors.know_errors else device.efficiency.network
+    gbit, reached = device.network_gbit, None if device.factors.know_errors else gathers_at(device)
     reduced = reduces_at(device)
     if device.network_known or device.factors.know_errors:
         return Network(gbit, reached=reached, reduced=reduced)
