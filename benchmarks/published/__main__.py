@@ -4,7 +4,8 @@ make published
 
 Forecasts the time, the range and the memory of every row in `data/` that has one. Each source is left out in turn: its
 rows are forecast by efficiencies that were fitted to the others. Writes `experiments/published/results/`, and exits
-with 1 where a target is missed.
+with 1 where a target is missed. `python -m benchmarks.published t0` forecasts the rows whose names begin so by the
+figures of the devices' files, and writes `results/unseen.csv`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from benchmarks.published.fit import FAMILIES, Fit, families, fits, fits_without
 from benchmarks.published.rows import Row, read_rows
@@ -26,8 +28,9 @@ from benchmarks.published.summary import (
     table,
     write_rows,
 )
+from fsdp_lab.config.options import device_file
 from fsdp_lab.forecast.capacity import FULL_ERROR, GIB
-from fsdp_lab.forecast.speed.device import Errors, on_network
+from fsdp_lab.forecast.speed.device import Errors, load_device, on_network
 from fsdp_lab.forecast.speed.predict import NETWORKS
 from fsdp_lab.forecast.speed.refine import pair_error
 
@@ -38,6 +41,8 @@ def main() -> int:
     """Print a line for each row and the summary, and return the exit status."""
     started = time.monotonic()
     rows, left_out = read_rows()
+    if asked := sys.argv[1:]:
+        return by_the_files([row for row in rows if row.name.startswith(tuple(asked))])
     traced = families(trace(rows, _progress))
     print(f"{time.monotonic() - started:.0f} s", flush=True)
     whole = fits(traced)
@@ -48,7 +53,8 @@ def main() -> int:
         for family, one in _of_source(traced, source):
             alone = {each.row.source for each in traced[family]} == {source}
             results[one.row.name] = result = replace(_result(one, without[family]), alone=alone)
-            ratios.setdefault(one.group, []).append(1 + result.error)
+            if one.row.measured_s:
+                ratios.setdefault(one.group, []).append(1 + result.error)
     errors = errors_of([one for one in results.values() if not one.row.unscored])
     ranged = [_ranged(one, results[one.row.name], whole[family], errors[family]) for family, one in _all(traced)]
     text, good = summary(ranged)
@@ -59,6 +65,18 @@ def main() -> int:
     write_rows(RESULTS / "rows.csv", ranged)
     (RESULTS / "summary.md").write_text(f"{summed}\n")
     return 0 if good else 1
+
+
+def by_the_files(rows: Sequence[Row]) -> int:
+    """Print some rows as the devices' files forecast them, and write them: of rows that came after the fit."""
+    files = {row.gpu: load_device(device_file(row.gpu) or Path()) for row in rows}
+    traced = trace(rows, _progress)
+    fitted = {gpu: Fit(device.efficiency, limited=1.0) for gpu, device in files.items()}
+    results = [_ranged(one, _result(one, fit), fit, files[one.row.gpu].errors)
+               for one in traced for fit in [fitted[one.row.gpu]]]  # fmt: skip
+    write_rows(RESULTS / "unseen.csv", results)
+    print(f"\n{table(COLUMNS, [one.cells() for one in results])}\n\n{summary(results)[0]}")
+    return 0
 
 
 def _sources(rows: Sequence[Row]) -> dict[str, bool]:
@@ -85,7 +103,8 @@ def _result(one: Traced, fitted: Fit) -> Result:
         return Result(one.row, step_s, None, None, "yes")
     assert memory.reserved_bytes is not None and memory.capacity_bytes is not None
     fits = "yes" if memory.fits else "unsure" if memory.unsure else "no"
-    return Result(one.row, step_s, memory.reserved_bytes / GIB, memory.needed_bytes / memory.capacity_bytes, fits)
+    published = memory.reserved_bytes if one.row.allocated_gib is None else memory.active_bytes
+    return Result(one.row, step_s, published / GIB, memory.needed_bytes / memory.capacity_bytes, fits)
 
 
 def _ranged(one: Traced, result: Result, fitted: Fit, errors: Errors) -> Result:
@@ -107,9 +126,9 @@ def _figures(fitted: Mapping[str, Fit], errors: Mapping[str, Errors], ratios: It
     pairs, lines = pair_error(ratios), []
     assert pairs is not None
     relative = _flow({"median": round(pairs.median, 3), "p90": round(pairs.p90, 3)})
-    for family, one in fitted.items():
-        lines += [f"\n{', '.join(FAMILIES[family])}:", "```yaml"]
-        lines += [f"efficiency: {_flow(asdict(one.efficiency))}", "errors:"]
+    for family, gpu in [(name, gpu) for name in fitted for gpu in FAMILIES[name]]:
+        shares = {name: round(share, 3) for name, share in asdict(fitted[family].on(gpu)).items()}
+        lines += [f"\n{gpu}:", "```yaml", f"efficiency: {_flow(shares)}", "errors:"]
         for kind, known in vars(errors[family]).items():
             lines += [f"  {kind}: {_flow({name: v for name, v in vars(known).items() if v})}"] if known else []
         lines += [f"relative: {relative}", "```"]

@@ -139,6 +139,29 @@ class EarlyTorchtitan(Torchtitan):
         return logits
 
 
+class LitGpt(Llama):
+    """Llama as LitGPT's benchmark trains it: norms of single operators, and logits that live until the next ones."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.norm = _Norm(sizes["dim"])
+        for block in self.blocks:
+            block.attention_norm, block.ffn_norm = _Norm(sizes["dim"]), _Norm(sizes["dim"])
+        self.logits: Tensor | None = None
+
+    def forward(self, tokens: Tensor) -> Any:  # type: ignore[override]
+        """Return the logits."""
+        logits = super().forward(tokens)
+        self.logits = logits.detach()
+        return logits
+
+
+def loss_in_bfloat16(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the loss as LitGPT's benchmark computes it, of logits that nothing has made float32."""
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=-1)
+
+
 class _ComplexRotary(nn.Module):
     def __init__(self, head_dim: int, max_seq_len: int) -> None:
         super().__init__()

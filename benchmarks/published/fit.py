@@ -21,6 +21,8 @@ FAMILIES = {
     "b200": ("b200",),
 }
 _NAMES = [each.name for each in fields(Efficiency)]
+# Their hosts limit them, to 500 of 700 W in torchtitan's: products and attention run at lower clocks.
+_LIMITED = "h100_96gb"
 # MPT called kernels of attention of 2022 and 2023, whose share is fitted to its rows alone.
 _OLD_KERNELS = "MPT"
 _PRIOR = 0.05  # what a factor of e away from the start weighs, as a relative error
@@ -34,14 +36,25 @@ class Fit:
     Attributes:
         efficiency: of a family of devices.
         old_attention: the same as its `attention`, for MPT.
+        limited: of the rates of products and attention, where a host limits the power.
     """
 
     efficiency: Efficiency
     old_attention: float = 0.6
+    limited: float = 0.85
+
+    def on(self, gpu: str) -> Efficiency:
+        """Return the efficiencies of a GPU of the family."""
+        one = self.efficiency
+        if gpu != _LIMITED:
+            return one
+        of_products = {name: round(getattr(one, name) * self.limited, 9) for name in ("matmul", "float8", "attention")}
+        return replace(one, **of_products)
 
     def of(self, row: Row) -> Efficiency:
         """Return the efficiencies of a row."""
-        return replace(self.efficiency, attention=self.old_attention) if row.source == _OLD_KERNELS else self.efficiency
+        one = self.on(row.gpu)
+        return replace(one, attention=self.old_attention) if row.source == _OLD_KERNELS else one
 
     def seconds(self, one: Traced) -> float:
         """Return the predicted seconds of a row's step."""
@@ -49,31 +62,31 @@ class Fit:
 
     def logs(self) -> np.ndarray:
         """Return the logarithms of all figures."""
-        return np.log([*vars(self.efficiency).values(), self.old_attention])
+        return np.log([*vars(self.efficiency).values(), self.old_attention, self.limited])
 
     @classmethod
     def at(cls, logs: np.ndarray, digits: int = 9) -> Fit:
         """Return the figures with these logarithms."""
-        *shares, old = (round(float(share), digits) for share in np.exp(logs))
-        return cls(Efficiency(**dict(zip(_NAMES, shares, strict=True))), old)
+        *shares, old, limited = (round(float(share), digits) for share in np.exp(logs))
+        return cls(Efficiency(**dict(zip(_NAMES, shares, strict=True))), old, limited)
 
 
 START = Fit(
-    Efficiency(matmul=0.85, float8=0.7, attention=0.8, memory=0.7, fused=0.5, link=0.5, network=0.4, overlap=0.85)
+    Efficiency(matmul=0.85, float8=0.7, attention=0.8, memory=0.7, fused=0.8, link=0.5, network=0.8, overlap=0.85)
 )
 
 
 def fit(rows: Sequence[Traced], start: Fit = START, prior: Fit = START) -> Fit:
     """Return the efficiencies with the least errors; each source weighs the same, whatever its number of rows.
 
-    Rows over several nodes whose network is not stated do not count, nor two of three rows of MPT.
+    Rows without a speed, or over several nodes whose network is not stated, do not count, nor two of three rows of MPT.
 
     Args:
         rows: of one family of devices.
         start: where the search begins.
         prior: what the rows leave open stays near this.
     """
-    known = [one for one in rows if one.row.network_known and not _passed_over(one)]
+    known = [one for one in rows if one.row.has_speed and not _passed_over(one)]
     if not known:
         return prior
     of_source = Counter(one.row.source for one in known)
@@ -81,7 +94,7 @@ def fit(rows: Sequence[Traced], start: Fit = START, prior: Fit = START) -> Fit:
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         tried = Fit.at(logs)
-        errors = np.log([tried.seconds(one) / one.row.measured_s for one in known])
+        errors = np.log([tried.seconds(one) / (one.row.measured_s or 1) for one in known])
         return np.concatenate([weights * errors, _PRIOR * (logs - prior.logs())])
 
     found = least_squares(

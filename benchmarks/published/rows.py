@@ -19,9 +19,16 @@ _CHECKPOINTING = {
     "every_n": ("every_n", "activation_checkpointing_every=2"),
 }
 _DECODERS = "benchmarks.published.decoders"
+_LOSSES = {
+    "language": ("task=language", "training.max_grad_norm=1.0"),
+    "custom": ("task=custom", f"task.loss={_DECODERS}.loss_in_bfloat16"),
+}
+_PRECISIONS = {"float8_pure": ("precision=bf16_pure", "precision.float8=true")}
 # What the product does not train, so that a row's step has no forecast.
 _UNKNOWN = {
     "act_offload": "activations are not offloaded",
+    "neox_blocks": "no decoder here has the blocks of GPT-NeoX",
+    "gemma_blocks": "no decoder here has the blocks of Gemma 2",
     "mxfp8": "mxfp8 is no precision here",
     "mxfp8_rceil": "mxfp8 is no precision here",
     "ac_misses_scaled_mm": "its checkpointing saved every float8 product, which was a fault",
@@ -42,8 +49,10 @@ class Row:
         words: overrides, without the number of blocks.
         blocks: of the model.
         microbatches: of an optimizer step.
-        measured_s: seconds of the step; of published rates the middle.
+        measured_s: seconds of the step; of published rates the middle; None: not published.
         reserved_gib: the allocator's peak of a step; None: not published.
+        allocated_gib: the same without what it caches.
+        ran: it did not run out of memory.
         marks: of `compiled`, `float8`, `hybrid`, `tensor_parallel` and what is unusual.
         unscored: why its errors do not count; "" if they do. Efficiencies are fitted to it all the same.
         early: its FSDP2 is from before pytorch#129721.
@@ -59,8 +68,10 @@ class Row:
     words: tuple[str, ...]
     blocks: int
     microbatches: int
-    measured_s: float
+    measured_s: float | None
     reserved_gib: float | None = None
+    allocated_gib: float | None = None
+    ran: bool = True
     marks: tuple[str, ...] = ()
     unscored: str = ""
     early: bool = False
@@ -75,6 +86,11 @@ class Row:
     def network_known(self) -> bool:
         """Whether the network is stated, or there is one node."""
         return self.device.network_known or not self.several_nodes
+
+    @property
+    def has_speed(self) -> bool:
+        """Whether its speed was published, and the forecast knows all that it depends on."""
+        return self.measured_s is not None and self.network_known
 
     @property
     def kind(self) -> str:
@@ -129,7 +145,8 @@ def _no_forecast(facts: Mapping[str, str]) -> str:
         return "context and pipeline parallelism have no forecast"
     if facts["gpu"] not in {sheet.stem for sheet in data_sheets()}:
         return f"conf/device has no {facts['gpu']}"
-    if not facts["precision"] or not (facts["tok_s_gpu"] or facts["step_s"]):
+    found = [facts[name] for name in ("tok_s_gpu", "step_s", "allocated_gib")]
+    if not facts["precision"] or not (any(found) or facts["fits"] == "false"):
         return "its tokens/s or its precision are not stated"
     return next((_UNKNOWN[one] for one in facts["features"].split() if one in _UNKNOWN), "")
 
@@ -144,19 +161,24 @@ def _step(facts: Mapping[str, str]) -> Row:
     reshard = {"true": "always", "false": "never"}.get(
         facts["reshard"], "always" if facts["impl"] == "fsdp1" else "default"
     )
+    loss = "custom" if facts["decoder"] == "litgpt" else "language"
     words = (
         "model=custom", *_decoder(facts), f"model.vocab_size={facts['vocab']}", f"model.dim={facts['dim']}",
         f"model.num_heads={facts['heads']}", f"model.num_kv_heads={facts['kv_heads']}", f"model.ffn_dim={facts['ffn']}",
-        f"model.max_seq_len={length}", f"model.tied={facts['tied']}", "task=language", "data=synthetic_tokens",
+        f"model.max_seq_len={length}", f"model.tied={facts['tied']}", *_LOSSES[loss], "data=synthetic_tokens",
         f"data.vocab_size={facts['vocab']}", f"data.seq_len={length}",
         f"training.global_batch_size={gpus // tp * local * parts}", f"training.grad_accum_steps={parts}",
-        "training.max_grad_norm=1.0", "optimizer=adamw", f"optimizer.implementation={facts['optimizer']}",
+        "optimizer=adamw", f"optimizer.implementation={facts['optimizer']}",
         "sharding=per_block", f"sharding.api={facts['impl']}", f"sharding.dp_replicate={facts['dp_replicate']}",
         *([f"sharding.tp={tp}"] * (tp > 1)), *(["sharding.embeddings=own"] * ("own_embeddings" in features)),
-        f"reshard_after_forward={reshard}", f"precision={facts['precision']}",
+        f"reshard_after_forward={reshard}", *_PRECISIONS.get(facts["precision"], (f"precision={facts['precision']}",)),
         f"activation_checkpointing={checkpointing}", *more, f"compile={str(compiled).lower()}",
     )  # fmt: skip
-    marks = {"compiled": compiled, "float8": facts["precision"] == "float8", "hybrid": facts["dp_replicate"] != "1"}
+    marks = {
+        "compiled": compiled,
+        "float8": facts["precision"].startswith("float8"),
+        "hybrid": facts["dp_replicate"] != "1",
+    }
     marks["tensor_parallel"] = tp > 1
     unscored = "its source leaves open what ran" if facts["quality"] == "C" else ""
     gbit, reserved = facts["gbit_per_node"], facts["reserved_gib"]
@@ -165,6 +187,8 @@ def _step(facts: Mapping[str, str]) -> Row:
         facts["id"], facts["source"], facts["model"], device, facts["gpu"], gpus, words, int(facts["layers"]), accum,
         _seconds(facts, length * local * accum / tp),
         float(reserved) if reserved else None,
+        float(facts["allocated_gib"]) if facts["allocated_gib"] else None,
+        facts["fits"] != "false",
         (*(mark for mark, has in marks.items() if has), *features), unscored,
         early="before_129721" in features, expandable=facts["expandable"] == "true",
     )  # fmt: skip
@@ -173,6 +197,8 @@ def _step(facts: Mapping[str, str]) -> Row:
 def _decoder(facts: Mapping[str, str]) -> tuple[str, ...]:
     """Return the class of a row's model, and overrides for it."""
     match facts["decoder"]:
+        case "litgpt":
+            return (f"model._target_={_DECODERS}.LitGpt",)
         case "torchtitan_2024_03":
             return (f"model._target_={_DECODERS}.EarlyTorchtitan",)
         case "torchtitan" | "torchtitan_fused_norm":
@@ -181,10 +207,10 @@ def _decoder(facts: Mapping[str, str]) -> tuple[str, ...]:
     return ("model._target_=fsdp_lab.workloads.examples.language.llama.Llama",)
 
 
-def _seconds(facts: Mapping[str, str], tokens: float) -> float:
+def _seconds(facts: Mapping[str, str], tokens: float) -> float | None:
     """Return the seconds of a step of so many tokens a GPU; of a range of rates its middle."""
-    if facts["step_s"]:
-        return float(facts["step_s"])
+    if facts["step_s"] or not facts["tok_s_gpu"]:
+        return float(facts["step_s"]) if facts["step_s"] else None
     low, high = float(facts["tok_s_gpu"]), float(facts["tok_s_gpu_high"] or facts["tok_s_gpu"])
     return tokens / ((low + high) / 2)
 

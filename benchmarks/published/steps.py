@@ -98,7 +98,7 @@ class Asked:
             row.device, efficiency=Efficiency(1, 1, 1, 1, 1, 1, 1, 1), errors=Errors(KnownError(0.0, 0.0)),
             relative=None, network_bandwidth=1.0, launch_s=1.0, source="",
         )  # fmt: skip
-        memory = row.reserved_gib is not None
+        memory = row.reserved_gib is not None or row.allocated_gib is not None or not row.ran
         return cls(row.words, row.workers, row.blocks, sheet, row.early, row.expandable, memory, _code())
 
 

@@ -20,7 +20,7 @@ MOST_MEMORY = {"eager": 0.06, "compiled": 0.10, "float8": 0.10}
 MOST_OF_DEVICE, LEAST_INSIDE, WIDEST = 0.25, 0.9, 0.30
 COLUMNS = (
     "row", "source", "model", "gpu", "gpus", "gbit", "kinds", "marks", "unscored", "measured_s", "forecast_s", "error",
-    "low_s", "high_s", "inside", "reserved_gib", "forecast_gib", "memory_error", "share", "fits",
+    "low_s", "high_s", "inside", "measured_gib", "forecast_gib", "memory_error", "share", "fits",
 )  # fmt: skip
 Table = list[tuple[str, str, str, bool | None]]  # what, its target, what was found, and whether that is good enough
 
@@ -32,7 +32,7 @@ class Result:
     Attributes:
         row: as published.
         step_s: predicted.
-        reserved_gib: forecast; None: the step has so much room that it was not followed.
+        memory_gib: forecast, of what was published; None: the step has so much room that it was not followed.
         share: of the GPU's memory that the step needs; None: little.
         fits: `yes`, `unsure` or `no`.
         alone: no other source has its device, so the efficiencies are those of another.
@@ -42,7 +42,7 @@ class Result:
 
     row: Row
     step_s: float
-    reserved_gib: float | None
+    memory_gib: float | None
     share: float | None
     fits: str
     alone: bool = False
@@ -52,17 +52,17 @@ class Result:
     @property
     def kinds(self) -> list[str]:
         """As of `Errors`; none of a row whose network is not stated: its range covers half and twice of a guess."""
-        return [self.row.kind, *(["several_nodes"] * self.row.several_nodes)] if self.row.network_known else []
+        return [self.row.kind, *(["several_nodes"] * self.row.several_nodes)] if self.row.has_speed else []
 
     @property
     def error(self) -> float:
-        """Of the predicted time, relative to the measured one."""
-        return self.step_s / self.row.measured_s - 1
+        """Of the predicted time, relative to the measured one; NaN: it was not published."""
+        return self.step_s / (self.row.measured_s or math.nan) - 1
 
     @property
     def inside(self) -> bool:
-        """Whether the measured time is within the range."""
-        return self.low_s <= self.row.measured_s <= self.high_s
+        """Whether the measured time is within the range, or was not published."""
+        return self.row.measured_s is None or self.low_s <= self.row.measured_s <= self.high_s
 
     @property
     def width(self) -> float:
@@ -71,10 +71,15 @@ class Result:
 
     @property
     def memory_error(self) -> float | None:
-        """Of the forecast reserved memory; None: it was not published."""
-        if self.row.reserved_gib is None or self.reserved_gib is None:
+        """Of the forecast reserved or allocated memory; None: neither was published."""
+        if self.measured_gib is None or self.memory_gib is None:
             return None
-        return self.reserved_gib / self.row.reserved_gib - 1
+        return self.memory_gib / self.measured_gib - 1
+
+    @property
+    def measured_gib(self) -> float | None:
+        """Reserved memory as published, or allocated memory."""
+        return self.row.allocated_gib if self.row.reserved_gib is None else self.row.reserved_gib
 
     def cells(self) -> list[str]:
         """Return the values of `COLUMNS`."""
@@ -82,9 +87,10 @@ class Result:
         gbit = "" if not row.several_nodes else f"{row.device.network_gbit:g}" if row.network_known else "?"
         return [
             row.name, row.source, row.model, row.gpu, str(row.workers), gbit, " ".join(self.kinds), " ".join(row.marks),
-            row.unscored, f"{row.measured_s:.4g}", f"{self.step_s:.4g}", f"{self.error:+.1%}", f"{self.low_s:.4g}",
-            f"{self.high_s:.4g}", "yes" if self.inside else "no", "" if memory is None else f"{row.reserved_gib:.1f}",
-            "" if self.reserved_gib is None else f"{self.reserved_gib:.1f}", "" if memory is None else f"{memory:+.1%}",
+            row.unscored, *([f"{row.measured_s:.4g}", f"{self.step_s:.4g}", f"{self.error:+.1%}", f"{self.low_s:.4g}",
+            f"{self.high_s:.4g}", "yes" if self.inside else "no"] if row.measured_s else [""] * 6),
+            "" if self.measured_gib is None else f"{self.measured_gib:.1f}",
+            "" if self.memory_gib is None else f"{self.memory_gib:.1f}", "" if memory is None else f"{memory:+.1%}",
             "" if self.share is None else f"{self.share:.3f}", self.fits,
         ]  # fmt: skip
 
@@ -115,7 +121,7 @@ def speed_error(results: Sequence[Result], kind: str = "", gpus: Sequence[str] =
 
 
 def memory_error(results: Sequence[Result], kind: str) -> KnownError | None:
-    """Return the error of reserved memory."""
+    """Return the error of memory, reserved or allocated."""
     some = [(one.row.source, one.memory_error) for one in results if one.row.kind == kind]
     return known_error((source, error) for source, error in some if error is not None)
 
@@ -166,10 +172,10 @@ def summary(results: Sequence[Result]) -> tuple[str, bool]:
         alone = ", which no other source has" * any(one.alone for one in scored if one.row.gpu == gpu)
         judged.append(_error(f"speed, {gpu}{alone}", speed_error(scored, gpus=[gpu]), MOST_OF_DEVICE))
     for kind, most in MOST_MEMORY.items():
-        judged.append(_error(f"reserved memory, {kind}", memory_error(scored, kind), most))
-    other = [one for one in scored if not one.alone]
+        judged.append(_error(f"memory, {kind}", memory_error(scored, kind), most))
+    other = [one for one in scored if not one.alone and one.row.measured_s]
     outside = [one.row.name for one in other if not one.inside]
-    widest = max((one for one in other if one.row.network_known), key=lambda one: one.width)
+    widest = max((one for one in other if one.row.has_speed), key=lambda one: one.width)
     inside, missed = len(other) - len(outside), ", ".join(outside) or "none"
     found = f"{inside} of {len(other)}; outside: {missed}"
     judged.append(("rows inside their range", "9 of 10", found, inside >= LEAST_INSIDE * len(other)))
@@ -181,8 +187,11 @@ def summary(results: Sequence[Result]) -> tuple[str, bool]:
             widest.width <= WIDEST + 5e-3,
         )
     )
-    refused = ", ".join(one.row.name for one in results if one.fits == "no")
-    judged.append(("rows that ran and are forecast not to fit", "none", refused or "none", not refused))
+    for what, wrong in {
+        "rows that ran and are forecast not to fit": [one for one in results if one.row.ran and one.fits == "no"],
+        "rows out of memory that are forecast to fit": [o for o in results if not o.row.ran and o.fits == "yes"],
+    }.items():
+        judged.append((what, "none", ", ".join(one.row.name for one in wrong) or "none", not wrong))
     lines = [[what, target, found, _verdict(good)] for what, target, found, good in judged]
     return table(["", "target", "found", "met"], lines), all(good is not False for *_, good in judged)
 
