@@ -35,7 +35,10 @@ _LINT = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["li
 _BANNED = _LINT["flake8-tidy-imports"]["banned-api"]
 # Library -> its rooms: those of the messages of the linter, and PyTorch's.
 OWNERS = {name: set(re.findall(r"(?<=fsdp_lab/)\w+|hydra_plugins", rule["msg"])) for name, rule in _BANNED.items()}
-OWNERS |= {"torch": {"workloads", "memory", "training", "forecast", "commands", "api"}, "torchvision": {"workloads"}}
+OWNERS |= {
+    "torch": {"workloads", "memory", "training", "forecast", "probe", "commands", "api"},
+    "torchvision": {"workloads"},
+}
 FILES = [*sorted((ROOT / "fsdp_lab").rglob("*.py")), *sorted((ROOT / "hydra_plugins").rglob("*.py"))]
 
 

@@ -16,6 +16,7 @@ from fsdp_lab.config.suggest import did_you_mean
 DEVICE_KINDS = ("auto", "cpu", "cuda")
 OPEN_GROUPS = ("model", "data", "optimizer")  # they take a user's class, and with it any key
 _DEVICES = "device"  # the folder of data sheets
+_own: list[Path] = []  # the folder that `--config-dir` names
 # The key that names an entry -> its entries: name -> module.
 REGISTRY: dict[str, dict[str, str]] = {
     # a module with `build_task(TaskConfig, ModelConfig) -> Task`
@@ -58,7 +59,18 @@ def device_file(name: str) -> Path | None:
         return None
     if _is_path(name):
         return Path(name).expanduser()
-    return conf_dir() / _DEVICES / f"{name}.yaml"
+    files = [folder / _DEVICES / f"{name}.yaml" for folder in (conf_dir(), *_own)]
+    return next((file for file in files if file.is_file()), files[0])
+
+
+def use_devices_of(config_dir: str | None) -> None:
+    """Let names of devices be those of a user's folder, too, which `--config-dir` names."""
+    _own[:] = [] if config_dir is None else [Path(config_dir).absolute()]
+
+
+def own_devices() -> list[Path]:
+    """Return the device files of the user's folder."""
+    return sorted(file for folder in _own for file in (folder / _DEVICES).glob("*.yaml"))
 
 
 def data_sheets() -> list[Path]:
@@ -67,7 +79,7 @@ def data_sheets() -> list[Path]:
 
 
 def known_devices() -> list[str]:
-    return [file.stem for file in data_sheets()]
+    return [file.stem for file in (*data_sheets(), *own_devices())]
 
 
 def is_device(name: str) -> str | None:

@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 
 from fsdp_lab.config import ConfigError, all_keys
 from fsdp_lab.config.describe import text_keys
-from fsdp_lab.config.options import OPEN_GROUPS, conf_dir, groups, options_of
+from fsdp_lab.config.options import OPEN_GROUPS, conf_dir, groups, options_of, use_devices_of
 from fsdp_lab.config.suggest import closest
 from fsdp_lab.config.words import check_words, key_of
 
@@ -194,12 +194,13 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def search_path(config_dir: str | None) -> list[str]:
-    """Return the overrides by which Hydra finds the user's options in addition to ours.
+    """Return the overrides by which Hydra finds the user's options in addition to ours, and let its devices have names.
 
     Raises:
         ConfigError: there is no such folder; or a file in it would be ignored, because of its suffix or since one of
             ours has its name.
     """
+    use_devices_of(config_dir)
     if config_dir is None:
         return []
     folder = Path(config_dir).absolute()

@@ -131,11 +131,10 @@ def _price(step: Step, config: TrialConfig, num_workers: int, sheet: Device) -> 
     separate = config.sharding.separate_reduce_scatter_group
     speed = predict(program, sheet, separate, kinds)
     if config.offload.target is OffloadTarget.cpu_unpinned:
-        paged, slowest = (
-            predict(program, replace(sheet, host_bandwidth=sheet.host_bandwidth / by), separate, kinds)
-            for by in (PAGEABLE, PAGEABLE**2)
-        )
-        speed = replace(paged, low_s=speed.low_s, high_s=slowest.high_s)
+        known = sheet.pageable_bandwidth
+        rates = [known] if known else [sheet.host_bandwidth / by for by in (PAGEABLE, PAGEABLE**2)]
+        paged = [predict(program, replace(sheet, host_bandwidth=rate), separate, kinds) for rate in rates]
+        speed = replace(paged[0], low_s=paged[0].low_s if known else speed.low_s, high_s=paged[-1].high_s)
     samples = config.training.global_batch_size
     flops = step.workload.train_flops_per_sample()
     peak = sheet.peak_flops.get(config.precision.multiplied_in) if flops else None
@@ -290,7 +289,7 @@ def _follow(workload: Workload, parallel: Parallel, sheet: Device | None, traced
         def make_fake(model: nn.Module) -> None:
             """Make every new tensor a fake one, from here to the end of the step."""
             if config.compile:
-                fake.enter_context(kernels_planned(device, trace.kernel))
+                fake.enter_context(kernels_planned(device, trace.kernel, trace.in_compiled))
             values = fake.enter_context(fake_tensors())
             if cuda:
                 fake.enter_context(cuda_kernels(sheet, trace.kernel))

@@ -39,8 +39,9 @@ def ratio_group(config: TrialConfig, num_workers: int, device: Device) -> str:
 def unlike(config: TrialConfig, sheet: Device) -> tuple[str, ...]:
     """Return how a step differs from those that an error is known for, in words.
 
-    Those are the steps of experiments/published.
+    Those are the steps of experiments/published, and on a CPU those of its probe.
     """
+    known = Dtype.float32 if sheet.kind is DeviceKind.cpu else Dtype.bfloat16
     offload, sharding, dtype = config.offload.target, config.sharding.granularity, config.precision.param_dtype
     differences = {
         "offload=cpu": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu,
@@ -48,7 +49,7 @@ def unlike(config: TrialConfig, sheet: Device) -> tuple[str, ...]:
         "to a quarter)": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu_unpinned,
         f"sharding={sharding.value}": sharding is not Granularity.per_block,
         f"sharding.tp={config.sharding.tp}": config.sharding.tp > 1,
-        f"parameters in {dtype.value}": dtype is not Dtype.bfloat16,
+        f"parameters in {dtype.value}": dtype is not known,
     }
     return tuple(name for name, differs in differences.items() if differs)
 

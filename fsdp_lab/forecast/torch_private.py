@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 from unittest import mock
 
@@ -63,13 +63,16 @@ OnKernel = Callable[[str, Sequence[Tensor], Sequence[Tensor]], None]
 
 
 @contextmanager
-def kernels_planned(device: torch.device, on_kernel: OnKernel) -> Iterator[None]:
+def kernels_planned(
+    device: torch.device, on_kernel: OnKernel, in_compiled: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Iterator[None]:
     """Let blocks be compiled for fake tensors, by PyTorch's compiler but for the machine code.
 
     Compiled code then allocates and frees the tensors that it does in training, and calls kernels that do nothing.
 
     Args:
         on_kernel: called with the name, the inputs and the outputs of each fused kernel.
+        in_compiled: makes the context in which compiled code runs.
     """
     from torch._dynamo import config as dynamo_config
     from torch._inductor import config
@@ -99,6 +102,13 @@ def kernels_planned(device: torch.device, on_kernel: OnKernel) -> Iterator[None]
         module.empty_strided_cpu = allocate
         module.reinterpret_tensor = torch.as_strided
         module.assert_alignment = lambda *_: None  # it asks for a tensor's address
+        call = module.call
+
+        def run(args: Any) -> Any:
+            with in_compiled():
+                return call(args)
+
+        module.call = run
         return module
 
     try:

@@ -75,6 +75,7 @@ class StepTrace(TorchDispatchMode):
         self._numbers: Any = WeakIdKeyDictionary()
         self._next = 0
         self._ranges = Ranges()
+        self._compiled = False  # compiled code runs
         self._reducing: Stream | None = None  # of the last collective that the reduction of this unit has issued
 
     @contextmanager
@@ -118,6 +119,15 @@ class StepTrace(TorchDispatchMode):
                 self.uncounted.add(name)
             self._record(name, func, args, kwargs, result)
         return result
+
+    @contextmanager
+    def in_compiled(self) -> Iterator[None]:
+        """Record the operators inside as those of compiled code."""
+        self._compiled = True
+        try:
+            yield
+        finally:
+            self._compiled = False
 
     def kernel(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Record a fused kernel that PyTorch does not call here, but on a GPU."""
@@ -207,7 +217,11 @@ class StepTrace(TorchDispatchMode):
         assert self._where is not None
         read, written = (tuple(dict.fromkeys(map(self._number, tensors))) for tensors in (reads, writes))
         where = self._where()
-        self.program.append(Operator(name, kind, stream, *where, flops, num_bytes, dtype, group, shape, read, written))
+        self.program.append(
+            Operator(
+                name, kind, stream, *where, flops, num_bytes, dtype, group, shape, read, written, self._compiled
+            )
+        )  # fmt: skip
 
     def _number(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()

@@ -17,6 +17,7 @@ from fsdp_lab.config.axes.offload import OffloadConfig, OffloadTarget
 from fsdp_lab.memory.torch_private import forget_meshes
 
 T = TypeVar("T")
+_TIMEOUT = timedelta(minutes=30)  # of collectives
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def free_on_gpu() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def setup_distributed(offload: OffloadConfig | None = None) -> DistributedContext:
+def setup_distributed(offload: OffloadConfig | None = None, timeout: timedelta = _TIMEOUT) -> DistributedContext:
     """Join the process group that torchrun's variables describe, or the one that a launcher made already.
 
     Without such variables this is a group of one, so a plain `python -m fsdp_lab.training` works. A group of one uses a
@@ -53,13 +54,14 @@ def setup_distributed(offload: OffloadConfig | None = None) -> DistributedContex
 
     Args:
         offload: of the trial, which decides the backends; None: those of any trial.
+        timeout: of each collective.
     """
     cuda = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in str(dist.get_backend_config()))
     if not dist.is_initialized():
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         offload = offload or OffloadConfig(OffloadTarget.cpu)
-        join_process_group(offload.backend(cuda))
+        join_process_group(offload.backend(cuda), timeout)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     return DistributedContext(dist.get_rank(), int(os.environ.get("LOCAL_RANK", 0)), dist.get_world_size(), device)
 
@@ -75,7 +77,7 @@ def keep_threads() -> None:
         torch.set_num_threads(int(threads))
 
 
-def join_process_group(backend: str) -> None:
+def join_process_group(backend: str, timeout: timedelta = _TIMEOUT) -> None:
     """Make the default process group by the variables of launchers; with NCCL it is bound to this process's GPU.
 
     Without a device, NCCL in PyTorch 2.15 takes the GPU `LOCAL_RANK % device_count` and rejects tensors on another. Ray
@@ -83,11 +85,12 @@ def join_process_group(backend: str) -> None:
 
     Args:
         backend: see `OffloadConfig.backend`.
+        timeout: of each collective.
     """
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     by: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else None
-    dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=30), **by)  # and of collectives
+    dist.init_process_group(backend, device_id=device, timeout=timeout, **by)
 
 
 def leave_process_group() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fsdp_lab.forecast.speed.device import Device, DeviceKind, Efficiency, Reached
+from fsdp_lab.forecast.speed.device import Device, DeviceKind, Reached
 from fsdp_lab.forecast.speed.program import FUSED, Kind, Operator, Stream, num_nodes
 
 _TILE = (128, 128)  # of a matrix product's result, which one core computes
@@ -28,7 +28,7 @@ _ALL_REDUCE = 1.7
 _ONE_ADAPTER, _GBIT, _LESS_BY_DOUBLING = 0.96, 200.0, 0.105
 # What a collective that nothing runs beside reaches of the links within a node. NCCL counts on 20.0 and 20.6 of the 25
 # GB/s of a link of A100s and H100s, and on 40.1 of the 50 of B200s (`src/graph/topo.h`).
-_ALONE = 0.8
+ALONE = 0.8
 
 
 class _Path(NamedTuple):
@@ -91,17 +91,20 @@ def _work_seconds(operator: Operator, device: Device) -> float:
     if operator.kind is Kind.attention:
         reached = _attention_reaches(operator, most) * efficiency.attention
     else:
-        reached = _product_reaches(operator, most, efficiency, device.kind)
-    if operator.shape is not None and operator.kind is Kind.matmul:
+        reached = _product_reaches(operator, device)
+    if operator.shape is not None and operator.kind is Kind.matmul and device.kind is DeviceKind.cuda:
         reached *= occupied(operator.shape, device.num_cores)
     return max(operator.flops / (device.peak(operator.dtype) * reached), memory)
 
 
-def _product_reaches(operator: Operator, most: Reached, efficiency: Efficiency, kind: DeviceKind) -> float:
+def _product_reaches(operator: Operator, device: Device) -> float:
     """Return the share of the peak that a product reaches, without what its tiles leave idle."""
-    if operator.dtype == "float32" and kind is DeviceKind.cuda:
+    dtype, efficiency = operator.dtype, device.efficiency
+    if device.product_shares and dtype in device.product_shares:
+        return device.product_shares[dtype] * efficiency.matmul
+    if dtype == "float32" and device.kind is DeviceKind.cuda:
         return _FLOAT32
-    return most.matmul * (efficiency.float8 if operator.dtype.startswith("float8") else efficiency.matmul)
+    return device.reached.matmul * (efficiency.float8 if dtype.startswith("float8") else efficiency.matmul)
 
 
 def _attention_reaches(operator: Operator, most: Reached) -> float:
@@ -177,7 +180,7 @@ def _bandwidth(operator: Operator, device: Device, nodes: int) -> float:
     Its rings cross between nodes side by side and have the node's network together. They share it with the groups of
     the node's other devices, which send at the same time.
     """
-    within = device.link_bandwidth * (_ALONE if operator.stream is Stream.layers else device.efficiency.link)
+    within = device.link_bandwidth * (ALONE if operator.stream is Stream.layers else device.efficiency.link)
     if nodes == 1:
         return within
     share = min(1.0, len(operator.group) / nodes / device.node_size)

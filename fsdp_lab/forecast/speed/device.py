@@ -27,11 +27,13 @@ class Basis(StrEnum):
 
     - `data sheet`: another device, because none were measured on this one
     - `fitted`: published steps of this device
+    - `probed`: `python -m fsdp_lab.probe`, which measured this very machine
     - `trials`: either of these, corrected by trials that ran on the device
     """
 
     data_sheet = "data sheet"
     fitted = "fitted"
+    probed = "probed"
     trials = "trials"
 
 
@@ -105,6 +107,7 @@ class Errors:
         compiled: not in float8.
         float8: compiled or not.
         several_nodes: of any of these over several nodes.
+        probed: of any step on a device that a probe measured; None: not known.
     """
 
     other: KnownError
@@ -112,6 +115,7 @@ class Errors:
     compiled: KnownError | None = None
     float8: KnownError | None = None
     several_nodes: KnownError | None = None
+    probed: KnownError | None = None
 
     def of(self, kinds: Iterable[str]) -> KnownError:
         """Return the widest error of a step's kinds: names of attributes; of equals that of fewer sources."""
@@ -163,6 +167,10 @@ class Device:
         latency_s: seconds before a collective sends.
         link_latency_s: seconds of a message from device to device within a node.
         network_latency_s: the same between nodes.
+        compiled_launch_s: seconds from one launch of compiled code to the next, with its wrapper, as a probe measures
+            it with `launch_s`; None: `launch_s`, and of neither is known what it is on this host.
+        pageable_bandwidth: as `host_bandwidth`, of memory that is not pinned; None: not known.
+        product_shares: dtype -> the share of its peak that matrix products reach, where it is not that of `reached`.
         errors: of its predictions.
         relative: of the ratio of two predictions of validated steps, for one model on this device. An error common to
             all of them, such as the level of a machine, cancels. None: not known.
@@ -190,6 +198,9 @@ class Device:
     efficiency: Efficiency
     errors: Errors
     relative: KnownError | None = None
+    compiled_launch_s: float | None = None
+    pageable_bandwidth: float | None = None
+    product_shares: Mapping[str, float] | None = field(default=None, hash=False)
     source: str = field(default="", compare=False)
     factors: Factors = Factors()
     network_known: bool = False
@@ -197,6 +208,11 @@ class Device:
     @property
     def memory_bytes(self) -> int:
         return int(self.memory_gib * 2**30)
+
+    @property
+    def knows_host(self) -> bool:
+        """Whether launches were measured on its own host."""
+        return self.compiled_launch_s is not None
 
     @property
     def network_gbit(self) -> float:
@@ -218,14 +234,14 @@ class Device:
             ) from None
 
 
-OTHER = "other"  # of `Errors`
+OTHER, PROBED = "other", "probed"  # of `Errors`
 # By how much predictions were off on steps of publishers that came after the fits, by November 2026: 18 steps of 12
 # publishers, on A100s and H100s. Of 40 speeds of 17 publishers 17 lay outside of ranges for nine of ten.
 UNSEEN = {"eager": 0.13, "compiled": 0.22, "float8": 0.155}
 _BYTES_OF_GBIT = 1e9 / 8
 SETTINGS_FOR_ERRORS = 8  # finished settings from which their own errors are known
-_NOT_IN_FILES = ("factors", "network_known")
-_NOT_IN_DIGEST = ("basis", "errors", "relative", "network_bandwidth", *_NOT_IN_FILES)
+NOT_IN_FILES = ("factors", "network_known")
+_NOT_IN_DIGEST = ("basis", "errors", "relative", "network_bandwidth", *NOT_IN_FILES)
 
 
 def on_network(device: Device, gbit: float) -> Device:
@@ -258,13 +274,18 @@ def load_device(path: Path) -> Device:
         raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path.name} cannot be read as YAML: {' '.join(str(error).split())}") from error
-    device: Device = _part(Device, content, f"{path.name}: ")
+    return read_device(content, path.name)
+
+
+def read_device(content: Any, name: str) -> Device:
+    """Return the content of a data sheet as a device; `name` is that of its file, for an error. Raises ConfigError."""
+    device: Device = _part(Device, content, f"{name}: ")
     return device
 
 
 def _part(of: type[Any], content: Any, prefix: str) -> Any:
     """Return a mapping of a data sheet as the dataclass that it stands for; `prefix` names it in an error."""
-    known = {each.name: each for each in fields(of) if each.name not in _NOT_IN_FILES}
+    known = {each.name: each for each in fields(of) if each.name not in NOT_IN_FILES}
     given = content if isinstance(content, dict) else {}
     missing = sorted(name for name, each in known.items() if each.default is MISSING and name not in given)
     unknown = sorted(str(name) for name in given if name not in known)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp_lab.forecast.speed.costs import gathers_at, reduces_at, seconds
-from fsdp_lab.forecast.speed.device import OTHER, UNSEEN, Basis, Device, DeviceKind, Factors, on_network
+from fsdp_lab.forecast.speed.device import OTHER, PROBED, UNSEEN, Basis, Device, DeviceKind, Factors, on_network
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream, num_nodes
 from fsdp_lab.forecast.speed.streams import schedule
 
@@ -153,8 +153,8 @@ def predict(
 
     def run(slower: str = "", factor: float = 1.0) -> float:
         scaled = [d * factor if b == slower else d for d, b in zip(durations, bounds, strict=True)]
-        launch_s = device.launch_s * (factor if slower == "launch" else 1.0)
-        return _run(program, scaled, replace(device, launch_s=launch_s), separate_scatter)
+        of = _launching(device, factor) if slower == "launch" else device
+        return _run(program, scaled, of, separate_scatter)
 
     plain = run()
     exposed = {name: max(plain - run(name, 1 - _STEP), 0.0) / _STEP for name in {*bounds, "launch"}}
@@ -162,11 +162,13 @@ def predict(
     of = {name: plain * exposed.get(name, 0.0) / total for name in BOUNDS}
     waits = sum(of[name] for name in _WAITS)
     host = of["transfer"] + of["launch"]
-    parts = Parts(plain - waits - host, waits, host, _hidden(durations, device, plain))
-    bound_unseen = of["launch"] > LAUNCHES * plain and not device.factors.know_errors
+    parts = Parts(plain - waits - host, waits, host, _hidden(program, durations, device, plain))
+    bound_unseen = of["launch"] > LAUNCHES * plain and not (device.factors.know_errors or device.knows_host)
     factors, step_s = device.factors, parts.step_s(device.factors)
     of = {name: s * (factors.communication if name in _WAITS else factors.compute) for name, s in of.items()}
     kinds = (OTHER,) if bound_unseen else tuple(kinds)
+    if device.knows_host:  # what is known of devices whose hosts nobody measured is not known of this one
+        kinds = (PROBED,) if device.errors.probed and OTHER not in kinds else (OTHER,)
     relative = device.relative if factors.know_errors or OTHER not in kinds else None
     known = device.errors.of(kinds)
     correction = step_s / plain if plain else 1.0
@@ -222,17 +224,28 @@ def step_seconds(program: Sequence[Operator], device: Device, separate_scatter: 
 def _run(program: Sequence[Operator], durations: Sequence[float], device: Device, separate_scatter: bool) -> float:
     """Return the seconds until the last operator ends, with what is lost where collectives run beside other work."""
     synchronous = device.kind is DeviceKind.cpu
-    slots = schedule(program, durations, device.launch_s, separate_scatter, synchronous, device.node_size)
+    slots = schedule(
+        program, durations, device.launch_s, separate_scatter, synchronous, device.node_size, device.compiled_launch_s
+    )
     end = max((slot.end for slot in slots), default=0.0)
     hideable = [op.kind.is_collective and op.stream is not Stream.layers for op in program]  # layers wait for theirs
     sent = sum(d for d, hides in zip(durations, hideable, strict=True) if hides)
-    return end + (1 - device.efficiency.overlap) * min(sent, _hidden(durations, device, end))
+    return end + (1 - device.efficiency.overlap) * min(sent, _hidden(program, durations, device, end))
 
 
-def _hidden(durations: Sequence[float], device: Device, step_s: float) -> float:
+def _hidden(program: Sequence[Operator], durations: Sequence[float], device: Device, step_s: float) -> float:
     """Return the seconds by which a step is shorter than all its operators in sequence."""
-    launches = device.launch_s * len(durations) if device.kind is DeviceKind.cpu else 0.0
-    return max(sum(durations) + launches - step_s, 0.0)
+    compiled = device.launch_s if device.compiled_launch_s is None else device.compiled_launch_s
+    launches = sum(compiled if one.compiled else device.launch_s for one in program)
+    return max(sum(durations) + (launches if device.kind is DeviceKind.cpu else 0.0) - step_s, 0.0)
+
+
+def _launching(device: Device, factor: float) -> Device:
+    """Return the device with a host that takes so many times as long to launch."""
+    compiled = device.compiled_launch_s
+    return replace(
+        device, launch_s=device.launch_s * factor, compiled_launch_s=None if compiled is None else compiled * factor
+    )
 
 
 def _bound_of(operator: Operator) -> str:

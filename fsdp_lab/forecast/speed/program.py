@@ -60,6 +60,7 @@ class Operator:
         group: the ranks of a collective.
         shape: of a matrix product, (batch, rows, columns, inner size); of attention, (heads of all samples, queries,
             keys, size of a head).
+        compiled: compiled code issues it.
         reads: storages that it reads, as numbers. The schedule derives dependencies from them.
     """
 
@@ -75,6 +76,7 @@ class Operator:
     shape: tuple[int, int, int, int] | None = None
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
+    compiled: bool = False
 
 
 def num_nodes(group: Sequence[int], node_size: int) -> int:

@@ -26,6 +26,7 @@ def schedule(
     separate_scatter: bool = False,
     synchronous: bool = False,
     node_size: int = 0,
+    compiled_launch_s: float | None = None,
 ) -> list[Slot]:
     """Return when each operator runs: after its launch, its stream's previous operator, and its data dependencies.
 
@@ -42,6 +43,7 @@ def schedule(
         separate_scatter: reductions have a communicator of their own.
         synchronous: the host waits for each operator, as on a CPU; a thread of gloo's sends DDP's reductions.
         node_size: devices of a node; 0: there is one node.
+        compiled_launch_s: the same as `launch_s` for compiled code; None: `launch_s`.
     """
     free: dict[Stream, float] = defaultdict(float)
     written: dict[int, float] = defaultdict(float)
@@ -51,8 +53,9 @@ def schedule(
     copied_out: list[float] = []
     scattered = issued = 0.0
     slots = []
+    compiled_s = launch_s if compiled_launch_s is None else compiled_launch_s
     for operator, duration in zip(program, durations, strict=True):
-        issued += launch_s
+        issued += compiled_s if operator.compiled else launch_s
         stream, reads, writes = operator.stream, operator.reads, operator.writes
         waits = [issued, free[stream]]
         waits += [written[storage] for storage in (*reads, *writes)]

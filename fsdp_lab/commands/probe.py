@@ -1,0 +1,176 @@
+"""Measure this machine for forecasts, in a minute and a half at most.
+
+python -m fsdp_lab.probe --out conf_of_mine/device/mine.yaml
+torchrun --nproc-per-node 8 -m fsdp_lab.probe --out conf_of_mine/device/mine.yaml    what its ranks send, too
+python -m fsdp_lab.forecast --config-dir conf_of_mine forecast.device=mine           uses the file
+
+Prints each figure beside what it was before, and changes no clock, power limit or mode of the device. Options:
+  --out FILE   where to write the device file; without it the figures are only printed
+  --force      overwrite a file that is there
+  --steps      also run eight steps of a ViT and a Llama, print forecast against measured, and let the ranges for this
+               device rest on these errors; some minutes more
+  nccl=FILE    read the table that a program of nccl-tests printed, such as all_gather_perf; may be given several times
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_lab.config import ConfigError, UserError
+from fsdp_lab.config.describe import docstring
+from fsdp_lab.config.status import ExitCode
+from fsdp_lab.forecast.speed.device import NOT_IN_FILES, Device
+from fsdp_lab.machine.output import outlast_reader
+from fsdp_lab.storage.files import write_text
+
+if TYPE_CHECKING:
+    from fsdp_lab.probe.figures import Measurement
+    from fsdp_lab.probe.measure import Checked
+
+_WAIT = timedelta(seconds=300)  # of a collective for the other ranks
+_FLAGS = ("--force", "--steps")
+
+
+def main() -> int:
+    """Measure, print and write, and return the exit status: 0, or 2 for bad input."""
+    outlast_reader()
+    try:
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            print(docstring(sys.modules[__name__]))
+            return ExitCode.finished
+        out, flags, logs = read_arguments(sys.argv[1:])
+        run(out, "--steps" in flags, logs)
+    except UserError as error:
+        print(f"fsdp_lab.probe: {error}", file=sys.stderr)
+        return ExitCode.refused
+    except KeyboardInterrupt:
+        print("fsdp_lab.probe: interrupted; nothing was written", file=sys.stderr)
+        return ExitCode.interrupted
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ExitCode.finished)  # gloo's threads may outlive the interpreter, and then abort a process that is done
+
+
+def read_arguments(words: Sequence[str]) -> tuple[Path | None, set[str], list[Path]]:
+    """Return the file to write, the flags, and the logs of nccl-tests.
+
+    Raises:
+        ConfigError: an unknown argument; or the file is there already, or does not end in .yaml.
+    """
+    out, flags, logs, left = None, set[str](), list[Path](), iter(words)
+    for word in left:
+        name, has_value, value = word.partition("=")
+        if name == "--out":
+            value = value if has_value else next(left, "")
+            if not value.endswith(".yaml"):
+                raise ConfigError(
+                    f"--out={value} is not the name of a device file; use --out conf_of_mine/device/mine.yaml."
+                )
+            out = Path(value).expanduser()
+        elif name == "nccl" and value:
+            logs.append(Path(value).expanduser())
+        elif word in _FLAGS:
+            flags.add(word)
+        else:
+            raise ConfigError(f"{word} is not an option; use --out FILE, {', '.join(_FLAGS)} or nccl=FILE.")
+    if out is not None and out.exists() and "--force" not in flags:
+        raise ConfigError(f"--out={out} is there already; name another file, or overwrite it with --force.")
+    return out, flags, logs
+
+
+def run(out: Path | None, steps: bool, logs: Sequence[Path]) -> None:
+    """Measure on this rank; the first one prints and writes.
+
+    Raises:
+        UserError: a log cannot be read, or the file cannot be written.
+    """
+    from fsdp_lab.config.machine import check_gpus
+    from fsdp_lab.forecast.devices import sheet_of
+    from fsdp_lab.probe.measure import check_steps, device_here, measure
+    from fsdp_lab.training.distributed import setup_distributed
+
+    check_gpus()
+    began = time.monotonic()
+    ranks = setup_distributed(timeout=_WAIT)
+
+    def say(what: str) -> None:
+        if ranks.is_first:
+            print(f"{time.monotonic() - began:4.0f} s  {what}", flush=True)
+
+    begun, known = device_here(ranks, sheet_of)
+    measured = measure(ranks, begun, known, logs, say)
+    checked = check_steps(measured, ranks, say) if steps else []
+    if not ranks.is_first:
+        return
+    print(*lines(measured), *step_lines(checked), sep="\n")
+    if out is not None:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write_text(out, device_text(measured.device, source(measured, ranks.world_size)))
+        except OSError as error:
+            raise UserError(f"--out={out} cannot be written: {error.strerror}; name another file.") from error
+        print(f"written: {out}; use it with --config-dir {out.parent.parent} forecast.device={out.stem}")
+
+
+def lines(measured: Measurement) -> Iterator[str]:
+    """Yield each figure beside what it was before, what was left, and whether the device was busy."""
+    yield f"{'figure':<26}{'before':>11}{'measured':>11}"
+    for name, before, value, spread in measured.figures:
+        was = "-" if before is None else f"{before:.3g}"
+        yield f"{name:<26}{was:>11}{value:>11.3g}" + (f"   spread {spread:.0%}" if spread > 0.05 else "")
+    for name, why in measured.left.items():
+        yield f"not measured: {name}: {why}; it stays as before"
+    if busy := [figure.name for figure in measured.figures if figure.is_busy]:
+        yield (
+            f"The medians of {len(busy)} of {len(measured.figures)} figures are more than 5 % apart: something else "
+            "uses the device or its host. Measure again when it is idle."
+        )
+
+
+def step_lines(checked: Sequence[Checked]) -> Iterator[str]:
+    """Yield the steps, forecast and measured."""
+    if checked:
+        yield f"{'step':<46}{'forecast ms':>13}{'measured ms':>13}{'error':>8}"
+    for one in checked:
+        yield f"{one.name:<46}{one.forecast_s * 1e3:>13.2f}{one.measured_s * 1e3:>13.2f}{one.error:>+8.0%}"
+
+
+def source(measured: Measurement, ranks: int) -> str:
+    """Return where the figures come from: host, driver, versions, and what was left."""
+    import torch
+
+    parts = [f"python -m fsdp_lab.probe on {platform.node()}, {time.strftime('%Y-%m-%d')}, {ranks} rank(s)"]
+    parts += [f"PyTorch {torch.__version__}, Python {platform.python_version()}, Linux {platform.release()}"]
+    parts += [f"driver {file.read_text().strip()}" for file in Path("/sys/module/nvidia").glob("version")]
+    if torch.version.cuda and torch.cuda.is_available():
+        cudnn = torch.backends.cudnn.version()
+        parts += [f"CUDA {torch.version.cuda}, cuDNN {cudnn}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
+    text = "; ".join(parts) + ". Efficiencies are 1.0 where operators were timed as a step runs them."
+    text += "".join(f" Not measured: {name}." for name in measured.left)
+    busy = [figure.name for figure in measured.figures if figure.is_busy]
+    return text + (f" The device was busy: {', '.join(busy)}." if busy else "")
+
+
+def device_text(device: Device, source: str) -> str:
+    """Return a device file, as `load_device` reads it."""
+    names = [each.name for each in fields(device) if each.name not in NOT_IN_FILES]
+    content = {name: getattr(device, name) for name in names}
+    content |= {name: asdict(content[name]) for name in ("reached", "efficiency", "errors")} | {"source": source}
+    return "".join(f"{name}: {_yaml(value)}\n" for name, value in content.items() if value is not None)
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_yaml(one)}" for name, one in value.items() if one) + "}"
+    if isinstance(value, float):
+        return f"{value:.4e}"
+    return json.dumps(value)  # of text and whole numbers; JSON is YAML

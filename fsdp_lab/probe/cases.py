@@ -1,0 +1,177 @@
+"""What is timed on one device: operators of transformers in the sizes of a step, on random data in buffers that rotate.
+
+Of a CPU the sizes are smaller, and what only a GPU has is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fsdp_lab.forecast.speed.program import FUSED, Kind, Operator, Stream
+from fsdp_lab.forecast.torch_private import float8_product
+from fsdp_lab.probe.timer import Case
+
+_TURNS = 4  # buffers of a case
+# (rows, columns, inner size): projections and feed-forward layers of ViT-B, ViT-L and Llama 1B, 3B and 8B
+_PRODUCTS = {
+    "cuda": ((12608, 3072, 768), (12608, 1024, 4096), (8192, 8192, 2048), (8192, 3072, 8192), (8192, 4096, 4096)),
+    "cpu": ((512, 576, 192), (512, 768, 192), (512, 192, 768), (256, 704, 256), (256, 256, 704)),
+}
+# (samples, heads, tokens, size of a head), and whether it is causal: of ViT and of Llama
+_ATTENTION = {
+    "cuda": (((32, 12, 197, 64), False), ((4, 32, 2048, 64), True), ((2, 32, 4096, 128), True)),
+    "cpu": (((8, 3, 65, 64), False), ((2, 4, 128, 64), True)),
+}
+_ROWS = {"cuda": (8192, 4096), "cpu": (512, 384)}  # of element-wise operators
+_COPIED = {"cuda": 2**28, "cpu": 2**21}  # bytes
+_FLASH, _EFFICIENT = (f"aten._scaled_dot_product_{kernel}_attention" for kernel in ("flash", "efficient"))
+
+
+def operator(name: str, kind: Kind, stream: Stream = Stream.compute, **facts: Any) -> Operator:
+    return Operator(name, kind, stream, "forward", "", **facts)
+
+
+def product_cases(device: torch.device) -> dict[str, list[Case]]:
+    """Return the matrix products by the dtype that they are priced in; one that this device lacks raises when timed."""
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    if device.type == "cuda":
+        dtypes |= {"float16": torch.float16}
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            dtypes |= {"tfloat32": torch.float32}
+        if torch.cuda.get_device_capability(device) >= (8, 9):
+            dtypes |= {"float8_e4m3fn": torch.float8_e4m3fn}
+    return {name: [_product(name, *shape, dtype, device) for shape in _PRODUCTS[device.type]]
+            for name, dtype in dtypes.items()}  # fmt: skip
+
+
+def _product(name: str, rows: int, columns: int, inner: int, dtype: torch.dtype, device: torch.device) -> Case:
+    facts: dict[str, Any] = {"flops": 2.0 * rows * columns * inner, "dtype": name, "shape": (1, rows, columns, inner)}
+    num_bytes = dtype.itemsize * (rows * inner + inner * columns) + 2 * rows * columns
+
+    def make() -> Callable[[int], object]:
+        a, b = (_random((size, inner), device, dtype) for size in (rows, columns))
+        if name.startswith("float8"):
+            scales = (torch.ones(rows, 1, device=device), torch.ones(1, columns, device=device))
+            return lambda n: float8_product(a[n % _TURNS], b[n % _TURNS].t(), *scales, torch.bfloat16)
+        torch.set_float32_matmul_precision("high" if name == "tfloat32" else "highest")
+        return lambda n: a[n % _TURNS] @ b[n % _TURNS].t()
+
+    return Case([operator("aten.mm", Kind.matmul, num_bytes=num_bytes, **facts)], make)
+
+
+def attention_cases(device: torch.device, kernel: SDPBackend | None) -> list[Case]:
+    """Return attentions forwards, and forwards and backwards, by a kernel; None: by that which PyTorch prefers."""
+    name = _FLASH if kernel is None else _EFFICIENT  # the second is never priced as cuDNN's
+    return [_attention(name, *shape, back, device, kernel)
+            for shape in _ATTENTION[device.type] for back in (False, True)]  # fmt: skip
+
+
+def _attention(
+    name: str, shape: tuple[int, ...], causal: bool, back: bool, device: torch.device, kernel: SDPBackend | None
+) -> Case:
+    samples, heads, tokens, size = shape
+    flops = 4.0 * samples * heads * tokens * tokens * size / (2 if causal else 1)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    facts: dict[str, Any] = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "shape": (samples * heads, tokens, tokens, size),
+    }
+    program = [operator(name, Kind.attention, flops=flops, **facts)]
+    if back:
+        program.append(operator(f"{name}_backward", Kind.attention, flops=2.5 * flops, **facts))
+
+    def make() -> Callable[[int], object]:
+        inputs = [[t.requires_grad_(back) for t in three.unbind()] for three in _random((3, *shape), device, dtype)]
+        gradient = _random(shape, device, dtype)[0]
+
+        def run(n: int) -> None:
+            query, key, value = inputs[n % _TURNS]
+            with nullcontext() if kernel is None else sdpa_kernel(kernel):
+                out = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+            if back:
+                torch.autograd.grad(out, inputs[n % _TURNS], gradient)
+
+        return run
+
+    return Case(program, make)
+
+
+def memory_cases(device: torch.device) -> dict[str, list[Case]]:
+    """Return copies, chains of element-wise operators and reductions forwards and backwards, and compiled ones."""
+    shape, dtype = _ROWS[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
+    whole, copied = math.prod(shape) * dtype.itemsize, _COPIED[device.type]
+
+    def passes(name: str, count: int) -> Operator:
+        return operator(name, Kind.memory, num_bytes=count * whole)
+
+    def copies() -> Callable[[int], object]:
+        buffers = _random((2, copied // 4), device, torch.float32)
+        return lambda n: buffers[n % _TURNS][0].copy_(buffers[n % _TURNS][1])
+
+    def eager() -> Callable[[int], object]:
+        inputs = [[x.requires_grad_() for x in pair.unbind()] for pair in _random((2, *shape), device, dtype)]
+        norm, gradient = torch.nn.LayerNorm(shape[1], device=device, dtype=dtype), _random(shape, device, dtype)[0]
+
+        def run(n: int) -> None:
+            x, y = inputs[n % _TURNS]
+            out = F.softmax(norm(F.gelu(x + y)), -1)
+            torch.autograd.grad(out, (x, y), gradient)
+            out.detach().sum(0)
+
+        return run
+
+    def compiled() -> Callable[[int], object]:
+        inputs = _random((2, *shape), device, dtype)
+        chain = torch.compile(lambda x, y: F.gelu((x + y) * y) + x)
+        return lambda n: chain(*inputs[n % _TURNS].unbind())
+
+    forward = [passes(f"aten.{name}", count) for name, count in
+               (("add", 3), ("gelu", 2), ("native_layer_norm", 2), ("_softmax", 2), ("sum", 1))]  # fmt: skip
+    backward = [passes(f"aten.{name}", 3) for name in
+                ("_softmax_backward_data", "native_layer_norm_backward", "gelu_backward")]  # fmt: skip
+    return {
+        "copies": [Case([operator("aten.copy_", Kind.memory, num_bytes=2 * copied)], copies)],
+        "eager": [Case([*forward, *backward], eager)],
+        "compiled": [Case([passes(FUSED, 3)], compiled)],
+    }
+
+
+def transfer_cases(device: torch.device) -> dict[str, list[Case]]:
+    """Return copies to the device from pinned and from pageable memory, and an operator of the host."""
+    size = 2**26
+
+    def copies(pinned: bool) -> Callable[[int], object]:
+        there = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        here = torch.empty(size, dtype=torch.uint8, device=device)
+        return lambda n: here.copy_(there[n % 2], non_blocking=pinned)
+
+    def adds() -> Callable[[int], object]:
+        a, b, c = torch.zeros(3, size // 4).unbind()
+        return lambda n: torch.add(a, b, out=c)
+
+    moved, paged = (operator(name, Kind.transfer, Stream.copy_in, num_bytes=size) for name in ("pinned", "pageable"))
+    on_host = operator("aten.add", Kind.memory, Stream.host, num_bytes=3 * size)
+    return {
+        "pinned": [Case([moved], partial(copies, True))], "pageable": [Case([paged], partial(copies, False))],
+        "host": [Case([on_host], adds)],
+    }  # fmt: skip
+
+
+def prefers_cudnn(device: torch.device) -> bool:
+    """Return whether PyTorch prefers cuDNN's attention on this GPU, by the name of what it records."""
+    query = torch.zeros(1, 1, 128, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    recorded = F.scaled_dot_product_attention(query, query, query).grad_fn
+    return recorded is not None and "cudnn" in recorded.name().lower()
+
+
+def _random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(shape, device=device).to(dtype) for _ in range(_TURNS)]

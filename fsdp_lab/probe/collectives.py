@@ -1,0 +1,181 @@
+"""What is timed between ranks, and what nccl-tests printed: latencies and bandwidths by least squares."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fsdp_lab.config import ConfigError
+from fsdp_lab.forecast.speed.costs import ALONE, collective_seconds
+from fsdp_lab.forecast.speed.device import Device
+from fsdp_lab.forecast.speed.program import Kind, Operator, Stream, num_nodes
+from fsdp_lab.probe.cases import operator
+from fsdp_lab.probe.figures import Measurement
+from fsdp_lab.probe.timer import Case
+
+_SIZES = {"cuda": tuple(2**n for n in range(20, 31, 2)), "cpu": tuple(2**n for n in range(20, 27, 2))}  # bytes
+_SENT = {"all_gather": Kind.gather, "reduce_scatter": Kind.scatter, "all_reduce": Kind.reduce}
+_BESIDE = 8  # products beside a gather
+# size, count, type, operation, root; then out of place: microseconds, and two bandwidths
+_ROW = re.compile(r"^ *(\d+) +\d+ +\w+ +\w+ +-?\d+ +([\d.]+) +[\d.]+ +[\d.]+ ", re.MULTILINE)
+_RANK = re.compile(r"^# +Rank +(\d+) .*? on +(\S+) +device", re.MULTILINE)
+
+
+class Sent(NamedTuple):
+    """A collective that was measured."""
+
+    operator: Operator
+    seconds: float
+    spread: float = 0.0
+
+
+def collective_cases(device: torch.device, ranks: Sequence[int], group: dist.ProcessGroup | None) -> list[Case]:
+    """Return the collectives of some ranks, of which this is one, at all sizes."""
+    return [_collective(kind, size, device, ranks, group) for kind in _SENT.values() for size in _SIZES[device.type]]
+
+
+def _collective(
+    kind: Kind, size: int, device: torch.device, ranks: Sequence[int], group: dist.ProcessGroup | None
+) -> Case:
+    def make() -> Callable[[int], object]:
+        start = _starts(kind, size, device, len(ranks), group)
+        return lambda _: start().wait()
+
+    return Case([_sent(kind, size, tuple(ranks))], make, together=True)
+
+
+def _sent(kind: Kind, size: int, ranks: tuple[int, ...]) -> Operator:
+    stream = Stream.gather if kind is Kind.gather else Stream.scatter
+    return operator(f"c10d.{kind}", kind, stream, num_bytes=size, group=ranks)
+
+
+def _starts(kind: Kind, size: int, device: torch.device, ranks: int, group: Any) -> Callable[[], Any]:
+    part = torch.zeros(size // 4 // ranks, device=device)
+    whole, rest = torch.zeros(part.numel() * ranks, device=device), {"group": group, "async_op": True}
+    return {
+        Kind.gather: lambda: dist.all_gather_into_tensor(whole, part, **rest),
+        Kind.scatter: lambda: dist.reduce_scatter_tensor(part, whole, **rest),
+        Kind.reduce: lambda: dist.all_reduce(whole, **rest),
+    }[kind]
+
+
+def measure_links(measured: Measurement, cases: Sequence[Case]) -> None:
+    """Set the latencies and the bandwidth of the links of a node, or of the network between nodes, by what was sent."""
+    if times := measured.timed("collectives", cases):
+        fit_links(measured, [Sent(case.program[0], *t) for case, t in zip(cases, times, strict=True)])
+
+
+def fit_links(measured: Measurement, sent: Sequence[Sent]) -> None:
+    """Set the figures by which a forecast predicts these collectives of one group.
+
+    The bandwidth is the slope of a line through the larger half of the messages, by least squares of relative errors.
+    The latencies have the factor with which a forecast predicts the smaller half.
+    """
+    device, group = measured.device, sent[0].operator.group
+    within = num_nodes(group, device.node_size) == 1
+    if not within:  # of all-reduces the share is known by those of gathers
+        sent = [one for one in sent if one.operator.kind is not Kind.reduce]
+    ordered = sorted(sent, key=lambda one: one.operator.num_bytes)
+    middle = math.sqrt(ordered[0].operator.num_bytes * ordered[-1].operator.num_bytes)
+    small = [one for one in ordered if one.operator.num_bytes <= middle]
+    large = [one for one in ordered if one.operator.num_bytes > middle] or small
+    spread = max(one.spread for one in sent)
+    rate = 1 / _slope([(_passed(one.operator), one.seconds) for one in large])
+    if within:
+        measured.put("link_bandwidth", rate / ALONE, spread)  # what layers send has this share of it
+        measured.put("efficiency.link", ALONE, spread)
+    else:
+        measured.put("efficiency.network", min(1.0, rate / device.network_bandwidth), spread)
+    names = ("latency_s", "link_latency_s") if within else ("network_latency_s",)
+    factor = _latency_factor(measured.device, names, small)
+    for name in names:
+        measured.put(name, getattr(measured.device, name) * factor, spread)
+
+
+def _passed(one: Operator) -> float:
+    """Return the bytes that pass over each link."""
+    ranks = len(one.group)
+    return (2 if one.kind is Kind.reduce else 1) * one.num_bytes * (ranks - 1) / ranks
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float:
+    """Return the slope of the line through points whose squared relative errors are the least."""
+    weights = [1 / y**2 for _, y in points]
+    total = sum(weights)
+    x0, y0 = (sum(w * point[at] for w, point in zip(weights, points, strict=True)) / total for at in (0, 1))
+    over = sum(w * (x - x0) * (y - y0) for w, (x, y) in zip(weights, points, strict=True))
+    under = sum(w * (x - x0) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    return over / under if under and over > 0 else y0 / x0
+
+
+def _latency_factor(device: Device, names: Sequence[str], small: Sequence[Sent]) -> float:
+    def ratio(factor: float) -> float:
+        slower = replace(device, **{name: getattr(device, name) * factor for name in names})  # type: ignore[arg-type]
+        return median(collective_seconds(one.operator, slower) / one.seconds for one in small)
+
+    low, high = 1e-3, 1e4
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if ratio(middle) > 1 else (middle, high)
+    return high
+
+
+def measure_overlap(measured: Measurement, product: Case, device: torch.device, ranks: Sequence[int]) -> None:
+    """Set the share that is not lost of the time of products and a gather side by side: each is timed alone, too."""
+    size = _SIZES[device.type][-2]
+    gather = _collective(Kind.gather, size, device, ranks, None)
+
+    def products() -> Callable[[int], object]:
+        compute = product.make()
+        return lambda n: [compute(n) for _ in range(_BESIDE)]
+
+    def both() -> Callable[[int], object]:
+        compute, start = products(), _starts(Kind.gather, size, device, len(ranks), None)
+
+        def run(n: int) -> None:
+            work = start()
+            compute(n)
+            work.wait()
+
+        return run
+
+    computed = Case([*product.program] * _BESIDE, products, True)
+    together = Case([*gather.program, *computed.program], both, True)
+    if times := measured.timed("efficiency.overlap", [computed, gather, together]):
+        one, other, side_by_side = (t.seconds for t in times)
+        hidden = 1 - (side_by_side - max(one, other)) / min(one, other)
+        measured.put("efficiency.overlap", min(max(hidden, 0.01), 1.0), max(t.spread for t in times))
+
+
+def read_nccl_log(file: Path, node_size: int) -> list[Sent]:
+    """Return the collectives in the table of a program of nccl-tests, out of place, from 1 MiB.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no such table.
+    """
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"nccl={file} cannot be read: {error}; name the output of all_gather_perf.") from error
+    hosts = dict(_RANK.findall(text))
+    named = [name for name in _SENT if name in text or name in file.name]
+    if not (rows := _ROW.findall(text)) or len(hosts) < 2 or len(named) != 1:
+        raise ConfigError(
+            f"nccl={file} is no table of nccl-tests with two ranks or more, whose name or text names one of "
+            f"{', '.join(_SENT)}; save what all_gather_perf prints, as in mpirun ... all_gather_perf > all_gather.log."
+        )
+    places = list(dict.fromkeys(hosts.values()))
+    counts, group = dict.fromkeys(places, 0), []
+    for host in hosts.values():
+        group.append(places.index(host) * node_size + counts[host])
+        counts[host] += 1
+    sizes = [(int(size), float(us) / 1e6) for size, us in rows if int(size) >= _SIZES["cuda"][0]]
+    return [Sent(_sent(_SENT[named[0]], size, tuple(group)), seconds) for size, seconds in sizes]

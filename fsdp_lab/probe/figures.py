@@ -1,0 +1,174 @@
+"""The figures of a device, chosen so that a forecast's formulas return the measured seconds of what was timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
+
+from fsdp_lab.config import UserError
+from fsdp_lab.forecast.speed.costs import occupied
+from fsdp_lab.forecast.speed.device import (
+    Basis,
+    Device,
+    DeviceKind,
+    Efficiency,
+    Errors,
+    KnownError,
+    Reached,
+)
+from fsdp_lab.forecast.speed.predict import step_seconds
+from fsdp_lab.forecast.speed.program import Operator
+from fsdp_lab.probe.timer import BUSY, Case, Timed
+
+T = TypeVar("T")
+# What is raised for want of a kernel, a compiler or memory, and by a step that cannot run here.
+_CANNOT = (RuntimeError, TypeError, ValueError, LookupError, ImportError, OSError, UserError)
+# Of an other step on a device without a data sheet: assumed, until a probe has measured steps (`--steps`).
+_ASSUMED = Errors(KnownError(0.15, 0.3))
+_MOST_S = 1.0  # of a launch
+
+
+class Figure(NamedTuple):
+    """A figure of a device: its name in the file, what it was, what it is, and the spread of its medians."""
+
+    name: str
+    before: float | None
+    value: float
+    spread: float
+
+    @property
+    def is_busy(self) -> bool:
+        return self.spread > BUSY
+
+
+def blank(name: str, kind: DeviceKind, memory_gib: float, num_cores: int, node_size: int) -> Device:
+    """Return a device without a data sheet: what a probe does not measure stays at these figures, which are assumed."""
+    return Device(
+        name, kind, Basis.data_sheet, memory_gib, {}, 1e12, num_cores, 1e11, node_size, 5e10, 5e10, 3e10, 5e-5, 8.4e-6,
+        3.4e-6, 14e-6, Reached(1.0, 0.5, 1.0), Efficiency(1.0, 1.0, 1.0, 0.7, 0.7, 0.8, 0.5, 0.8), _ASSUMED,
+    )  # fmt: skip
+
+
+@dataclass
+class Measurement:
+    """A device as it is measured, figure by figure.
+
+    Attributes:
+        device: with the figures so far.
+        before: the device as its data sheet has it; None: it has none.
+        time: times a case; a test puts the rates of a known device here.
+        is_late: whether there is no time for a further figure, which takes so many seconds.
+        figures: the measured ones.
+        left: what was not measured, and why.
+    """
+
+    device: Device
+    before: Device | None
+    time: Callable[[Case], Timed]
+    is_late: Callable[[float], bool] = lambda needs_s: False
+    figures: list[Figure] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        old = self.device.efficiency
+        own = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, old.link, old.network, old.overlap)
+        reached = replace(self.device.reached, memory=1.0)
+        errors = Errors(self.device.errors.other)
+        self.device = replace(
+            self.device, basis=Basis.probed, efficiency=own, reached=reached, errors=errors, relative=None
+        )
+
+    def timed(self, name: str, cases: Sequence[Case], needs_s: float = 0.0) -> list[Timed]:
+        """Return the seconds of some cases; empty, with the reason in `left`, if they cannot run or time is short."""
+        return self.attempt(name, lambda: [self.time(case) for case in cases], needs_s) or []
+
+    def attempt(self, name: str, call: Callable[[], T], needs_s: float = 0.0) -> T | None:
+        """Return what a call returns; None, with the reason in `left`, if it cannot run or time is short."""
+        if self.is_late(needs_s):
+            self.left[name] = "no time was left"
+            return None
+        try:
+            return call()
+        except _CANNOT as error:
+            self.left[name] = " ".join(str(error).split())[:100] or type(error).__name__
+            return None
+
+    def has(self, name: str) -> bool:
+        """Return whether a figure was measured."""
+        return any(figure.name == name for figure in self.figures)
+
+    def put(self, name: str, value: float, spread: float) -> None:
+        """Set a figure, by its dotted name in the file."""
+        self.figures.append(Figure(name, _value(self.before, name), value, spread))
+        self.device = _with(self.device, name, value)
+
+    def share(self, name: str, cases: Sequence[Case], needs_s: float = 0.0) -> None:
+        """Multiply a share or a rate by the median of the predicted over the measured seconds of the cases."""
+        if times := self.timed(name, cases, needs_s):
+            without = replace(self.device, launch_s=0.0, compiled_launch_s=None)
+            ratio = median(step_seconds(c.program, without) / t.seconds for c, t in zip(cases, times, strict=True))
+            self.put(name, (_value(self.device, name) or 1.0) * ratio, max(t.spread for t in times))
+
+    def products(self, by_dtype: dict[str, list[Case]]) -> None:
+        """Set what matrix products reach by dtype. Without a peak of a data sheet, that is the best of the cases."""
+        main, shares = "bfloat16" if "bfloat16" in by_dtype else next(iter(by_dtype)), dict[str, float]()
+        for dtype, cases in by_dtype.items():
+            if not (times := self.timed(f"products in {dtype}", cases)):
+                continue
+            rates = [sum(o.flops / self._occupied(o) for o in case.program) / t.seconds
+                     for case, t in zip(cases, times, strict=True)]  # fmt: skip
+            spread = max(t.spread for t in times)
+            if dtype not in self.device.peak_flops:
+                self.device = replace(self.device, peak_flops={**self.device.peak_flops, dtype: max(rates)})
+            shares[dtype] = median(rates) / self.device.peak(dtype)
+            if dtype == main:
+                self.put("reached.matmul", shares.pop(dtype), spread)
+            elif dtype.startswith("float8"):
+                self.put("efficiency.float8", shares.pop(dtype) / self.device.reached.matmul, spread)
+            else:
+                self.put(f"product_shares.{dtype}", shares[dtype], spread)
+
+    def _occupied(self, operator: Operator) -> float:
+        if operator.shape is None or self.device.kind is DeviceKind.cpu:
+            return 1.0
+        return occupied(operator.shape, self.device.num_cores)
+
+    def launches(
+        self, name: str, program: list[Operator] | str, run: Callable[[], Timed], needs_s: float = 0.0
+    ) -> None:
+        """Set the seconds of a launch by a small step: with them the forecast of the step is what it took.
+
+        Args:
+            program: of the step; empty on ranks that only take part in it; or why a forecast cannot follow it.
+            run: returns the seconds of the step.
+        """
+        step = self.attempt(name, run, needs_s)
+        if isinstance(program, str):
+            self.left[name] = program
+        if isinstance(program, str) or step is None or not program:
+            return
+        low, high = 0.0, _MOST_S
+        for _ in range(60):  # a longer launch makes a longer step
+            middle = (low + high) / 2
+            is_longer = step_seconds(program, _with(self.device, name, middle)) > step.seconds
+            low, high = (low, middle) if is_longer else (middle, high)
+        self.put(name, max(high, 1e-9), step.spread)
+
+
+def _value(device: Device | None, name: str) -> float | None:
+    value: Any = device
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+    return value
+
+
+def _with(device: Device, name: str, value: float) -> Device:
+    top, _, rest = name.partition(".")
+    old: Any = getattr(device, top)
+    new: Any = value
+    if rest:
+        new = {**(old or {}), rest: value} if isinstance(old, dict | None) else replace(old, **{rest: value})
+    changed: dict[str, Any] = {top: new}
+    return replace(device, **changed)

@@ -1,0 +1,79 @@
+"""Seconds of a call on this process's device: medians, while nothing else waits for the device."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp_lab.forecast.speed.program import Operator
+
+BUSY = 0.05  # the spread of medians above which something else uses the device
+_MEDIANS = 3
+_MEDIAN_S = 0.04  # of calls for a median
+_CALLS = (5, 50)  # the fewest and the most of them
+
+
+@dataclass(frozen=True)
+class Case:
+    """A thing to time.
+
+    Attributes:
+        program: its operators, as a forecast prices them.
+        make: makes its buffers, and returns what runs it; called with the number of the turn, for buffers that rotate.
+        together: every rank times it, with as many calls.
+    """
+
+    program: Sequence[Operator]
+    make: Callable[[], Callable[[int], object]]
+    together: bool = False
+
+
+class Timed(NamedTuple):
+    """The median of some medians, and how far these are apart, as a share of it.
+
+    On a CPU the least of them: other processes only make them longer.
+    """
+
+    seconds: float
+    spread: float
+
+
+class Timer:
+    """Times cases on a device: by events on a GPU, by the clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def time(self, case: Case) -> Timed:
+        """Return the seconds of one call. What its operators raise is raised, for example for want of a kernel."""
+        call = case.make()
+        self._calls(call, 2)  # kernels are chosen, and compiled
+        calls = _CALLS[0]
+        if not case.together:
+            calls = min(max(int(_MEDIAN_S / median(self._calls(call, 3))), _CALLS[0]), _CALLS[1])
+        medians = sorted(median(self._calls(call, calls)) for _ in range(_MEDIANS))
+        spread = (medians[-1] - medians[0]) / median(medians)
+        return Timed(medians[0] if self._device.type == "cpu" else median(medians), spread)
+
+    def _calls(self, call: Callable[[int], object], count: int) -> list[float]:
+        marks = [self._mark()]
+        for turn in range(count):
+            call(turn)
+            marks.append(self._mark())
+        if self._device.type == "cpu":
+            return [end - begin for begin, end in itertools.pairwise(marks)]
+        torch.cuda.synchronize(self._device)
+        return [begin.elapsed_time(end) / 1000 for begin, end in itertools.pairwise(marks)]
+
+    def _mark(self) -> Any:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
