@@ -2,7 +2,8 @@
 
 python -m fsdp_lab.doctor [tracking.uri=http://127.0.0.1:5000] [folder=/data/outputs]
 
-Looks at Python, PyTorch, GPUs, cores, memory, shared memory, disk, and MLflow's store; changes nothing. Keys:
+Looks at Python, PyTorch, GPUs, cores, memory, shared memory, disk, MLflow's store, and for a device file of this
+machine in conf_of_mine or the folder of --config-dir; changes nothing. Keys:
   tracking.uri   the store of your sweeps (sqlite:///outputs/mlflow.db)
   folder         where sweeps write (outputs)
 
@@ -21,8 +22,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdp_lab.config import UserError, read_words
+from fsdp_lab.config import UserError, read_words, split_config_dir
 from fsdp_lab.config.describe import docstring
+from fsdp_lab.config.options import PROBE, use_devices_of
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.sweep import TrackingConfig
 from fsdp_lab.config.wording import count
@@ -116,6 +118,13 @@ def _store(remedy: str, uri: str) -> Finding:
     return Finding(f"{uri} answers")
 
 
+def _device_file(remedy: str) -> Finding:
+    from fsdp_lab.forecast.devices import file_here
+
+    file = file_here()
+    return Finding("none, so forecasts predict no speed here", remedy) if file is None else Finding(f"{file}")
+
+
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / _GIB:.1f} GiB"
 
@@ -125,6 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outlast_reader()
     words = sys.argv[1:] if arguments is None else arguments
     try:
+        config_dir, words = split_config_dir(words)
+        use_devices_of(config_dir)
         options = read_words(words, ("tracking.uri", "folder"), docstring(sys.modules[__name__])) if words else {}
     except UserError as error:
         print(f"fsdp_lab.doctor: {error}", file=sys.stderr)
@@ -139,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("shared memory", _shared_memory, "docker run --shm-size=8g; below 1 GiB data.loader_workers is 0"),
         ("disk", lambda remedy: _disk(remedy, folder), "remove old sweeps, or set hydra.sweep.dir"),
         ("Ray's files", _ray_files, "set RAY_TMPDIR to another folder"),
+        ("device file", _device_file, f"{PROBE} measures one in a minute"),
         ("MLflow store", lambda remedy: _store(remedy, uri), "close what holds it, restore it, or name another"),
     ):
         try:

@@ -5,6 +5,7 @@ Names and paths only: nothing is imported here, so a misspelled name fails witho
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from fsdp_lab.config.suggest import did_you_mean
 DEVICE_KINDS = ("auto", "cpu", "cuda")
 OPEN_GROUPS = ("model", "data", "optimizer")  # they take a user's class, and with it any key
 _DEVICES = "device"  # the folder of data sheets
-_own: list[Path] = []  # the folder that `--config-dir` names
+OWN_FOLDER = "conf_of_mine"  # as the pages name the user's folder
+PROBE = f"python -m fsdp_lab.probe --out {OWN_FOLDER}/device/mine.yaml"
+_OWN = "FSDP_LAB_CONFIG_DIR"  # the folder that `--config-dir` names, for processes that forecast, too
 # The key that names an entry -> its entries: name -> module.
 REGISTRY: dict[str, dict[str, str]] = {
     # a module with `build_task(TaskConfig, ModelConfig) -> Task`
@@ -59,18 +62,25 @@ def device_file(name: str) -> Path | None:
         return None
     if _is_path(name):
         return Path(name).expanduser()
-    files = [folder / _DEVICES / f"{name}.yaml" for folder in (conf_dir(), *_own)]
+    files = [folder / _DEVICES / f"{name}.yaml" for folder in (conf_dir(), *_own_folders())]
     return next((file for file in files if file.is_file()), files[0])
 
 
 def use_devices_of(config_dir: str | None) -> None:
     """Let names of devices be those of a user's folder, too, which `--config-dir` names."""
-    _own[:] = [] if config_dir is None else [Path(config_dir).absolute()]
+    os.environ.pop(_OWN, None)
+    if config_dir is not None:
+        os.environ[_OWN] = str(Path(config_dir).absolute())
+
+
+def _own_folders() -> list[Path]:
+    return [Path(os.environ[_OWN])] if _OWN in os.environ else []
 
 
 def own_devices() -> list[Path]:
-    """Return the device files of the user's folder."""
-    return sorted(file for folder in _own for file in (folder / _DEVICES).glob("*.yaml"))
+    """Return the device files of the user's folder; without one, of that which the pages name."""
+    folders = _own_folders() or [Path(OWN_FOLDER)]
+    return sorted(file for folder in folders for file in (folder / _DEVICES).glob("*.yaml"))
 
 
 def data_sheets() -> list[Path]:
@@ -79,7 +89,7 @@ def data_sheets() -> list[Path]:
 
 
 def known_devices() -> list[str]:
-    return [file.stem for file in (*data_sheets(), *own_devices())]
+    return [file.stem for file in (*data_sheets(), *(own_devices() if _own_folders() else []))]
 
 
 def is_device(name: str) -> str | None:

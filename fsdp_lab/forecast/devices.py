@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.metadata import version
@@ -11,14 +12,14 @@ from pathlib import Path
 from fsdp_lab.config import ConfigError, SweepConfig, TrialConfig, workers_of
 from fsdp_lab.config.key import divisors
 from fsdp_lab.config.machine import check_gpus, gpus_are_here
-from fsdp_lab.config.options import DEVICE_KINDS, data_sheets, device_file
+from fsdp_lab.config.options import DEVICE_KINDS, PROBE, data_sheets, device_file, own_devices
 from fsdp_lab.config.sweep import Engine
 from fsdp_lab.forecast.capacity import GIB, Host
 from fsdp_lab.forecast.keep import ratio_group
 from fsdp_lab.forecast.observations import read_observations
 from fsdp_lab.forecast.speed.device import Device, digest, load_device, on_network
 from fsdp_lab.forecast.speed.refine import refine
-from fsdp_lab.machine.hardware import gpus, host_memory, num_gpus
+from fsdp_lab.machine.hardware import cpu_name, gpus, host_memory, num_gpus
 
 
 def for_cuda(config: SweepConfig) -> bool:
@@ -81,6 +82,27 @@ def sheet_of(gpu: str) -> Device | None:
     """Return the data sheet of a GPU, by the driver's name for it; None without one."""
     sheets = (_load(file) for file in data_sheets())
     return next((sheet for sheet in sheets if sheet.name == gpu), None)
+
+
+def file_here() -> Path | None:
+    """Return the device file of this machine, by the name of its device: the user's, else a data sheet of ours.
+
+    None: it has none, or several kinds of GPUs.
+    """
+    names = {gpu.name for gpu in gpus()} or {cpu_name()}
+    for file in (*own_devices(), *data_sheets()):
+        with suppress(ConfigError):  # a file of the user's that no forecast has read
+            if names == {_load(file).name}:
+                return file
+    return None
+
+
+def no_file_note(config: SweepConfig) -> list[str]:
+    """Return a line for a sweep whose speeds nothing predicts, though a probe of this machine would; else nothing."""
+    asked = config.forecast
+    if not asked.enabled or asked.device not in DEVICE_KINDS or not config.cluster.is_here or file_here() is not None:
+        return []
+    return [f"this machine has no device file, so speeds are not predicted: {PROBE} measures one in a minute"]
 
 
 # Of a grid, each cell asks for both.

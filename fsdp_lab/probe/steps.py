@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp_lab.config import TrialConfig, UserError, part
-from fsdp_lab.config.without_hydra import read_config
 from fsdp_lab.forecast.forecast import forecast_step
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
 from fsdp_lab.forecast.speed.costs import in_tf32
@@ -56,6 +55,8 @@ class Step(NamedTuple):
     def config(self, ranks: int) -> TrialConfig:
         batch = self.microbatch * ranks
         sizes = (f"training.global_batch_size={batch}", f"data.num_train={batch * _STEPS}", f"data.num_val={ranks}")
+        from fsdp_lab.config.without_hydra import read_config  # needs a reader of YAML, as processes that follow do not
+
         return part(read_config(None, [*_QUIET, *self.words, *sizes]), TrialConfig)
 
 
@@ -83,7 +84,7 @@ def programs(steps: Sequence[Step], device: Device, ranks: DistributedContext) -
 
 def _follow_all(steps: Sequence[Step], device: Device, ranks: int) -> list[Program]:
     with Pool(_follow, max(1, min(len(steps), (os.cpu_count() or 2) // 2)), _LIMIT_S) as pool:
-        futures = [pool.submit((step, ranks, device)) for step in steps]
+        futures = [pool.submit((step.config(ranks), ranks, device)) for step in steps]
         answers: list[Program] = []
         for future in futures:
             try:
@@ -93,12 +94,12 @@ def _follow_all(steps: Sequence[Step], device: Device, ranks: int) -> list[Progr
     return answers
 
 
-def _follow(question: tuple[Step, int, Device]) -> Program:
+def _follow(question: tuple[TrialConfig, int, Device]) -> Program:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
-    step, ranks, device = question
+    config, ranks, device = question
+    cuda = device.kind is DeviceKind.cuda
     try:
-        config, cuda = step.config(ranks), device.kind is DeviceKind.cuda
         program = forecast_step(config, ranks, cuda, sheet=device if cuda else None, traced=True).program
         return in_tf32(program, device, config.precision.tf32)
     except UserError as error:

@@ -15,7 +15,7 @@ from fsdp_lab.config.wording import count
 from fsdp_lab.config.words import unused_variables
 from fsdp_lab.engine.cluster import start_ray
 from fsdp_lab.engine.ray_job import check_job
-from fsdp_lab.forecast.devices import check_sweep
+from fsdp_lab.forecast.devices import check_sweep, no_file_note
 from fsdp_lab.record.hydra_folder import write_hydra_folder, write_yaml
 from fsdp_lab.record.sweep_json import begin_folder
 from fsdp_lab.record.trials_jsonl import add_trial
@@ -55,7 +55,8 @@ def run(command: Alone | Multirun) -> ExitCode:
                 sweep.move(folder)
             _record(sweep, command.multirun)
         remember_last(sweep.folder)
-        for line in [*_head(sweep), *notes, *unused_variables()]:
+        unmeasured = no_file_note(sweep.config) if sweep.started.multirun else []
+        for line in [*_head(sweep), *notes, *unused_variables(), *unmeasured]:
             print(line)
         return start_sweep(sweep)
 

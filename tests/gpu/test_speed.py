@@ -1,4 +1,4 @@
-"""A trial's step beside the same step as a bare script, in turn."""
+"""A probe, which has to predict eight steps; and a trial's step beside the same step as a bare script, in turn."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, Subset
 
+from fsdp_lab.forecast.devices import sheet_of
+from fsdp_lab.probe.measure import Checked, check_steps, device_here, measure
+from fsdp_lab.training.distributed import setup_distributed
 from fsdp_lab.workloads.build import build_workload
 from tests.gpu.conftest import Machine
 from tests.gpu.ranks import Ranks
@@ -30,6 +33,28 @@ SETTINGS = {  # models, with words and samples of a rank
     "cuda": {"vit_l_16": ("data=synthetic", 64), "llama3_1b": ("data.seq_len=2048", 2)},
     "cpu": {"vit_tiny": ("data=synthetic", 8), "lm_tiny": ("data.seq_len=32 data=synthetic_tokens", 4)},
 }
+
+
+MOST_OFF = {"compiled": 0.2, "": 0.15}  # of a forecast by the figures of a probe, by the name of a step
+
+
+def probed() -> tuple[dict[str, float], dict[str, str], list[Checked]]:
+    """Return the figures that a probe measures here, what it leaves, and the eight steps that it runs beside."""
+    ranks = setup_distributed()
+    measured = measure(ranks, *device_here(ranks, sheet_of))
+    checked = check_steps(measured, ranks, lambda _: None)
+    return {figure.name: figure.value for figure in measured.figures}, measured.left, checked
+
+
+def test_a_probe_predicts_steps(machine: Machine, ranks: Ranks, figures: Callable[..., None]) -> None:
+    """On a CPU, whose cores are shared, it is only reported."""
+    found, left, checked = ranks.run(probed, seconds=420)[0]
+    figures(**{name.replace(".", "_"): f"{value:.3g}" for name, value in found.items()}, left="; ".join(left))
+    figures(**{one.name: f"{one.forecast_s:.4g}/{one.measured_s:.4g}" for one in checked})
+    assert {"reached.matmul", "efficiency.memory", "launch_s", "compiled_launch_s"} <= set(found) and len(checked) == 8
+    off = {one.name: one.error for one in checked}
+    wrong = {name: e for name, e in off.items() if abs(e) > MOST_OFF["compiled" if "compiled" in name else ""]}
+    assert not (machine.cuda and wrong), wrong
 
 
 def trial_of(name: str, device: str) -> list[str]:

@@ -1,0 +1,95 @@
+"""A probe of this CPU: what it times runs, it writes a file that forecasts use, and its order of steps is right."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_lab.config.options import PROBE
+from fsdp_lab.forecast.devices import file_here, no_file_note
+from fsdp_lab.forecast.speed.device import DeviceKind, load_device
+from fsdp_lab.machine.hardware import cpu_name
+from fsdp_lab.probe.cases import attention_cases, memory_cases, product_cases
+from fsdp_lab.probe.collectives import collective_cases
+from fsdp_lab.probe.figures import Measurement, blank
+from fsdp_lab.probe.timer import Timer
+from fsdp_lab.training.distributed import setup_distributed
+from tests.conftest import ROOT
+from tests.ranks import config, run_ranks
+
+CPU = torch.device("cpu")
+APART = 1.3  # how far two measured steps are apart whose order a forecast has to know
+_STEP = re.compile(r"^(.+?microbatch \d) +([\d.]+) +([\d.]+) +[+-]\d+%$", re.MULTILINE)
+
+
+def test_what_is_timed_on_a_cpu_runs():
+    """But for what is compiled."""
+    measured = Measurement(blank("a CPU", DeviceKind.cpu, 8.0, 1, 4096), None, Timer(CPU).time)
+    measured.products(product_cases(CPU))
+    measured.share("memory_bandwidth", memory_cases(CPU)["copies"])
+    measured.share("efficiency.memory", memory_cases(CPU)["eager"])
+    measured.share("reached.attention", attention_cases(CPU, None))
+    assert not measured.left and all(figure.value > 0 for figure in measured.figures)
+    assert set(measured.device.peak_flops) == {"bfloat16", "float32"}
+
+
+def sends() -> list[float]:
+    ranks = setup_distributed()
+    cases = [case for case in collective_cases(CPU, range(ranks.world_size), None) if case.program[0].num_bytes < 2**21]
+    return [Timer(CPU).time(case).seconds for case in cases]
+
+
+def test_collectives_of_two_ranks_are_timed():
+    (first, second) = run_ranks(2, sends)
+    assert len(first) == len(second) == 3 and min(*first, *second) > 0
+
+
+def test_a_machine_without_a_file_is_told_of_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    asked = config("forecast.device=auto")
+    assert file_here() is None and no_file_note(asked) == [
+        f"this machine has no device file, so speeds are not predicted: {PROBE} measures one in a minute"
+    ]
+    assert no_file_note(config("forecast.device=h100_sxm")) == no_file_note(config("forecast.enabled=false")) == []
+    own = tmp_path / "conf_of_mine" / "device" / "mine.yaml"
+    own.parent.mkdir(parents=True)
+    text = (ROOT / "conf/device/l40s.yaml").read_text()
+    own.write_text(re.sub(r"(?m)^name: .*", f'name: "{cpu_name()}"', text))
+    (own.parent / "broken.yaml").write_text("name: [")
+    found = file_here()
+    assert found is not None and found.name == "mine.yaml" and no_file_note(asked) == []
+
+
+@pytest.mark.ci
+def test_a_probed_cpu_knows_the_order_of_steps(tmp_path: Path):
+    """Two gloo ranks, whose cores others may use: of two steps that took 1.3 times as long as each other, nine in ten
+    are in the right order."""
+    out = tmp_path / "own" / "device" / "mine.yaml"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    command = [*launch, "-m", "fsdp_lab.probe", "--steps", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0 and f"written: {out}" in done.stdout, done.stdout + done.stderr[-3000:]
+    steps = [(float(forecast), float(measured)) for _, forecast, measured in _STEP.findall(done.stdout)]
+    assert len(steps) == 8, done.stdout
+    pairs = [(a, b) for a, b in combinations(steps, 2) if not 1 / APART < a[1] / b[1] < APART]
+    right = [(a, b) for a, b in pairs if (a[0] < b[0]) == (a[1] < b[1])]
+    assert pairs and len(right) >= 0.9 * len(pairs), done.stdout
+    device = load_device(out)
+    assert device.knows_host and device.errors.probed is not None and device.kind is DeviceKind.cpu
+    ask = [sys.executable, "-m", "fsdp_lab.forecast", "--config-dir", "own", "forecast.device=mine", "precision=fp32"]
+    forecast = subprocess.run(
+        [*ask, "sharding=per_block", "cluster.num_workers=2"], cwd=tmp_path, env=environment, capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    told = " ".join(forecast.stdout.split())
+    assert "with the figures that a probe measured on it: nine of ten steps" in told, forecast.stdout + forecast.stderr
