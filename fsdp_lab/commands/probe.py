@@ -10,6 +10,7 @@ Prints each figure beside what it was before, and changes no clock, power limit 
   --steps      also run eight steps of a ViT and a Llama, print forecast against measured, and let the ranges for this
                device rest on these errors; some minutes more
   nccl=FILE    read the table that a program of nccl-tests printed, such as all_gather_perf; may be given several times
+  cluster.address=HOST:PORT   measure on all GPUs of a running Ray cluster, between its nodes, too
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.describe import docstring
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     from fsdp_lab.probe.measure import Checked
 
 _WAIT = timedelta(seconds=300)  # of a collective for the other ranks
-_FLAGS = ("--force", "--steps")
 
 
 def main() -> int:
@@ -47,8 +48,7 @@ def main() -> int:
         if {"-h", "--help"} & set(sys.argv[1:]):
             print(docstring(sys.modules[__name__]))
             return ExitCode.finished
-        out, flags, logs = read_arguments(sys.argv[1:])
-        run(out, "--steps" in flags, logs)
+        run(read_arguments(sys.argv[1:]))
     except UserError as error:
         print(f"fsdp_lab.probe: {error}", file=sys.stderr)
         return ExitCode.refused
@@ -60,13 +60,23 @@ def main() -> int:
     os._exit(ExitCode.finished)  # gloo's threads may outlive the interpreter, and then abort a process that is done
 
 
-def read_arguments(words: Sequence[str]) -> tuple[Path | None, set[str], list[Path]]:
-    """Return the file to write, the flags, and the logs of nccl-tests.
+class Asked(NamedTuple):
+    """What the arguments ask for."""
+
+    out: Path | None = None
+    force: bool = False
+    steps: bool = False
+    logs: tuple[Path, ...] = ()
+    address: str | None = None
+
+
+def read_arguments(words: Sequence[str]) -> Asked:
+    """Return what the arguments ask for.
 
     Raises:
         ConfigError: an unknown argument; or the file is there already, or does not end in .yaml.
     """
-    out, flags, logs, left = None, set[str](), list[Path](), iter(words)
+    asked, left = Asked(), iter(words)
     for word in left:
         name, has_value, value = word.partition("=")
         if name == "--out":
@@ -75,24 +85,48 @@ def read_arguments(words: Sequence[str]) -> tuple[Path | None, set[str], list[Pa
                 raise ConfigError(
                     f"--out={value} is not the name of a device file; use --out conf_of_mine/device/mine.yaml."
                 )
-            out = Path(value).expanduser()
+            asked = asked._replace(out=Path(value).expanduser())
         elif name == "nccl" and value:
-            logs.append(Path(value).expanduser())
-        elif word in _FLAGS:
-            flags.add(word)
+            asked = asked._replace(logs=(*asked.logs, Path(value).expanduser().absolute()))
+        elif name == "cluster.address" and value:
+            asked = asked._replace(address=value)
+        elif word in ("--force", "--steps"):
+            asked = asked._replace(force=asked.force or word == "--force", steps=asked.steps or word == "--steps")
         else:
-            raise ConfigError(f"{word} is not an option; use --out FILE, {', '.join(_FLAGS)} or nccl=FILE.")
-    if out is not None and out.exists() and "--force" not in flags:
-        raise ConfigError(f"--out={out} is there already; name another file, or overwrite it with --force.")
-    return out, flags, logs
+            raise ConfigError(
+                f"{word} is not an option; use --out FILE, --force, --steps, nccl=FILE or cluster.address=HOST:PORT."
+            )
+    if asked.out is not None and asked.out.exists() and not asked.force:
+        raise ConfigError(f"--out={asked.out} is there already; name another file, or overwrite it with --force.")
+    return asked
 
 
-def run(out: Path | None, steps: bool, logs: Sequence[Path]) -> None:
-    """Measure on this rank; the first one prints and writes.
+def run(asked: Asked) -> None:
+    """Measure on this rank, or on those of a cluster; the first one prints and writes.
 
     Raises:
-        UserError: a log cannot be read, or the file cannot be written.
+        UserError: a log cannot be read, the cluster does not answer, or the file cannot be written.
     """
+    if asked.address is not None:
+        from fsdp_lab.engine.everywhere import on_all_ranks
+
+        shown, text = on_all_ranks(asked.address, partial(probed, asked), int(_WAIT.total_seconds()))
+    else:
+        shown, text = probed(asked)
+    if not text:
+        return  # not the first rank
+    print(*shown, sep="\n")
+    if (out := asked.out) is not None:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write_text(out, text)
+        except OSError as error:
+            raise UserError(f"--out={out} cannot be written: {error.strerror}; name another file.") from error
+        print(f"written: {out}; use it with --config-dir {out.parent.parent} forecast.device={out.stem}")
+
+
+def probed(asked: Asked) -> tuple[list[str], str]:
+    """Measure on this rank, and return what to print, and the device file; empty but on the first."""
     from fsdp_lab.config.machine import check_gpus
     from fsdp_lab.forecast.devices import sheet_of
     from fsdp_lab.probe.measure import check_steps, device_here, measure
@@ -106,19 +140,12 @@ def run(out: Path | None, steps: bool, logs: Sequence[Path]) -> None:
         if ranks.is_first:
             print(f"{time.monotonic() - began:4.0f} s  {what}", flush=True)
 
-    begun, known = device_here(ranks, sheet_of)
-    measured = measure(ranks, begun, known, logs, say)
-    checked = check_steps(measured, ranks, say) if steps else []
+    measured = measure(ranks, *device_here(ranks, sheet_of), asked.logs, say)
+    checked = check_steps(measured, ranks, say) if asked.steps else []
     if not ranks.is_first:
-        return
-    print(*lines(measured), *step_lines(checked), sep="\n")
-    if out is not None:
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            write_text(out, device_text(measured.device, source(measured, ranks.world_size)))
-        except OSError as error:
-            raise UserError(f"--out={out} cannot be written: {error.strerror}; name another file.") from error
-        print(f"written: {out}; use it with --config-dir {out.parent.parent} forecast.device={out.stem}")
+        return [], ""
+    text = device_text(measured.device, source(measured, ranks.world_size))
+    return [*lines(measured), *step_lines(checked)], text
 
 
 def lines(measured: Measurement) -> Iterator[str]:

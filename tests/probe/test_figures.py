@@ -209,7 +209,7 @@ def test_a_timer_takes_medians_and_says_how_far_they_are_apart():
     [
         ("--out {there}", "is there already; name another file, or overwrite it with --force"),
         ("--out mine", "is not the name of a device file; use --out conf_of_mine/device/mine.yaml"),
-        ("steps", "steps is not an option; use --out FILE, --force, --steps or nccl=FILE"),
+        ("steps", "steps is not an option; use --out FILE, --force, --steps, nccl=FILE or cluster"),
     ],
 )
 def test_bad_arguments_are_refused(tmp_path: Path, words: str, message: str):
@@ -217,7 +217,8 @@ def test_bad_arguments_are_refused(tmp_path: Path, words: str, message: str):
     there.write_text("")
     with pytest.raises(ConfigError, match=message):
         read_arguments(words.format(there=there).split())
-    assert read_arguments(["--out", str(there), "--force", "nccl=a.log"]) == (there, {"--force"}, [Path("a.log")])
+    asked = read_arguments(["--out", str(there), "--force", "nccl=/a.log", "nccl=/b.log", "cluster.address=auto"])
+    assert asked == (there, True, False, (Path("/a.log"), Path("/b.log")), "auto")
 
 
 def test_both_kinds_of_launches_have_a_step():

@@ -1,0 +1,65 @@
+"""A function on all ranks of a running cluster, by Ray Train: one for each GPU, or two on CPUs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_lab.config import UserError
+from fsdp_lab.config.checks import check_cluster
+from fsdp_lab.config.sweep import ClusterConfig
+from fsdp_lab.engine.cluster import start_ray, stop_ray
+
+
+def on_all_ranks(address: str, function: Callable[[], Any], timeout_s: int) -> Any:
+    """Call a function on ranks of one process group, and return what that of the first returns: plain values.
+
+    Args:
+        function: of a module that the nodes have.
+        timeout_s: of each collective.
+
+    Raises:
+        UserError: no Ray answers at the address, or a rank failed.
+    """
+    check_cluster(cluster := ClusterConfig(address=address))
+    start_ray(cluster)
+    import ray.train
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    actor: Any = ray.remote(num_cpus=0)(_Box)
+    gpus, box = int(ray.cluster_resources().get("GPU", 0)), actor.remote()
+
+    def rank(_: Any) -> None:
+        found = function()
+        if ray.train.get_context().get_world_rank() == 0:
+            ray.get(box.put.remote(found))
+
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            TorchTrainer(
+                rank,
+                train_loop_config={},
+                torch_config=TorchConfig("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s=timeout_s),
+                scaling_config=ray.train.ScalingConfig(num_workers=gpus or 2, use_gpu=gpus > 0),
+                run_config=ray.train.RunConfig(storage_path=folder),
+            ).fit()
+        return ray.get(box.get.remote())
+    except ray.exceptions.RayError as error:
+        raise UserError(f"cluster.address={address}: a rank failed: {str(error).partition(chr(10))[0]}") from error
+    except ray.train.TrainingFailedError as error:
+        raise UserError(f"cluster.address={address}: a rank failed: {' '.join(str(error).split())[-300:]}") from error
+    finally:
+        stop_ray()
+
+
+class _Box:
+    """An actor that keeps what the first rank found."""
+
+    found: Any = None
+
+    def put(self, found: Any) -> None:
+        self.found = found
+
+    def get(self) -> Any:
+        return self.found
