@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_lab.commands import doctor, nightly, report
+from fsdp_lab.commands import doctor, nightly, probe, report
 from fsdp_lab.commands import forecast as forecast_command
 from fsdp_lab.commands import main as trial_command
 from fsdp_lab.commands.explain import explain
@@ -114,9 +114,9 @@ def test_a_link_that_leads_nowhere_is_named_with_the_commands_key(
 _HELP = """
 import sys
 from contextlib import suppress
-from fsdp_lab.commands import doctor, forecast, nightly, report
+from fsdp_lab.commands import doctor, forecast, nightly, probe, report
 from fsdp_lab.commands.reference import keys_text
-for module in (doctor, forecast, nightly, report):
+for module in (doctor, forecast, nightly, probe, report):
     sys.argv = [module.__name__, "--help"]
     with suppress(SystemExit):
         module.main()
@@ -128,7 +128,7 @@ def test_help_is_there_without_docstrings(tmp_path: Path):
     command = [sys.executable, "-OO", "-c", _HELP]
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
                           text=True, timeout=100)  # fmt: skip
-    texts = [inspect.getdoc(module) or "" for module in (doctor, forecast_command, nightly, report)]
+    texts = [inspect.getdoc(module) or "" for module in (doctor, forecast_command, nightly, probe, report)]
     assert done.stdout == "\n".join([*texts, keys_text([], 120), ""]), done.stderr
 
 

@@ -7,7 +7,8 @@ Needs no GPU, no Ray and no weights. -m forecasts every cell of a grid, the same
 The default is vit_tiny on digits with a global batch of 64 images; training.global_batch_size='${per_worker:16}'
 gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--keys` every key. Its own keys:
   forecast.device              auto (GPUs if this machine has any), cpu, cuda, or a device: a name in conf/device, such
-                               as h100_sxm, or the path of such a file. A device adds its memory and the speed
+                               as h100_sxm, or in that of --config-dir, or the path of such a file (python -m
+                               fsdp_lab.probe makes one of this machine). A device adds its memory and the speed
   forecast.capacity_gib        memory of one device: adds whether a setting fits
   forecast.network_gbit        Gbit/s of a node, all its adapters together; null: the device file assumes it, and ranges
                                over several nodes cover half and twice of that

@@ -167,9 +167,10 @@ def read_nccl_log(file: Path, node_size: int) -> list[Sent]:
         raise ConfigError(f"nccl={file} cannot be read: {error}; name the output of all_gather_perf.") from error
     hosts = dict(_RANK.findall(text))
     named = [name for name in _SENT if name in text or name in file.name]
-    if not (rows := _ROW.findall(text)) or len(hosts) < 2 or len(named) != 1:
+    rows = [(int(size), float(us) / 1e6) for size, us in _ROW.findall(text) if int(size) >= _SIZES["cuda"][0]]
+    if not rows or len(hosts) < 2 or len(named) != 1:
         raise ConfigError(
-            f"nccl={file} is no table of nccl-tests with two ranks or more, whose name or text names one of "
+            f"nccl={file} is no table of nccl-tests with two ranks and 1 MiB or more, whose name or text names one of "
             f"{', '.join(_SENT)}; save what all_gather_perf prints, as in mpirun ... all_gather_perf > all_gather.log."
         )
     places = list(dict.fromkeys(hosts.values()))
@@ -177,5 +178,4 @@ def read_nccl_log(file: Path, node_size: int) -> list[Sent]:
     for host in hosts.values():
         group.append(places.index(host) * node_size + counts[host])
         counts[host] += 1
-    sizes = [(int(size), float(us) / 1e6) for size, us in rows if int(size) >= _SIZES["cuda"][0]]
-    return [Sent(_sent(_SENT[named[0]], size, tuple(group)), seconds) for size, seconds in sizes]
+    return [Sent(_sent(_SENT[named[0]], size, tuple(group)), seconds) for size, seconds in rows]

@@ -72,13 +72,9 @@ class Measurement:
     left: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        old = self.device.efficiency
-        own = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, old.link, old.network, old.overlap)
-        reached = replace(self.device.reached, memory=1.0)
         errors = Errors(self.device.errors.other)
-        self.device = replace(
-            self.device, basis=Basis.probed, efficiency=own, reached=reached, errors=errors, relative=None
-        )
+        self.device = replace(_as_in_steps(self.device), basis=Basis.probed, errors=errors, relative=None)
+        self.before = None if self.before is None else _as_in_steps(self.before)
 
     def timed(self, name: str, cases: Sequence[Case], needs_s: float = 0.0) -> list[Timed]:
         """Return the seconds of some cases; empty, with the reason in `left`, if they cannot run or time is short."""
@@ -104,11 +100,15 @@ class Measurement:
         self.figures.append(Figure(name, _value(self.before, name), value, spread))
         self.device = _with(self.device, name, value)
 
-    def share(self, name: str, cases: Sequence[Case], needs_s: float = 0.0) -> None:
-        """Multiply a share or a rate by the median of the predicted over the measured seconds of the cases."""
+    def share(self, name: str, cases: Sequence[Case], needs_s: float = 0.0, **without: Any) -> None:
+        """Multiply a share or a rate by the median of the predicted over the measured seconds of the cases.
+
+        Args:
+            without: figures of the device that do not hold for the cases.
+        """
         if times := self.timed(name, cases, needs_s):
-            without = replace(self.device, launch_s=0.0, compiled_launch_s=None)
-            ratio = median(step_seconds(c.program, without) / t.seconds for c, t in zip(cases, times, strict=True))
+            device = replace(self.device, launch_s=0.0, compiled_launch_s=None, **without)
+            ratio = median(step_seconds(c.program, device) / t.seconds for c, t in zip(cases, times, strict=True))
             self.put(name, (_value(self.device, name) or 1.0) * ratio, max(t.spread for t in times))
 
     def products(self, by_dtype: dict[str, list[Case]]) -> None:
@@ -155,6 +155,20 @@ class Measurement:
             is_longer = step_seconds(program, _with(self.device, name, middle)) > step.seconds
             low, high = (low, middle) if is_longer else (middle, high)
         self.put(name, max(high, 1e-9), step.spread)
+
+
+def _as_in_steps(device: Device) -> Device:
+    """Return a device of the same speed whose microbenchmarks are what steps reach: a probe times them as steps run."""
+    reached, share = device.reached, device.efficiency
+    cudnn = reached.cudnn_attention
+    return replace(
+        device,
+        reached=Reached(
+            reached.matmul * share.matmul, reached.attention * share.attention, reached.memory,
+            None if cudnn is None else cudnn * share.attention,
+        ),
+        efficiency=replace(share, matmul=1.0, float8=share.float8 / share.matmul, attention=1.0),
+    )  # fmt: skip
 
 
 def _value(device: Device | None, name: str) -> float | None:

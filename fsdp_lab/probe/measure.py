@@ -39,7 +39,7 @@ from fsdp_lab.probe.timer import Case, Timed, Timer
 from fsdp_lab.training.distributed import DistributedContext, largest
 
 LIMIT_S = 90.0  # of a probe without `--steps`
-_COMPILES_S = 25.0  # what compiling may take
+_COMPILES_S = {"compiled": 40.0, "eager": 0.0}  # what compiling a small step may take
 _GIB = 2**30
 
 
@@ -64,7 +64,7 @@ def device_here(ranks: DistributedContext, sheet: Callable[[str], Device | None]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if ranks.device.type == "cpu":
         known = sheet(cpu_name())
-        return known or blank(cpu_name(), DeviceKind.cpu, host_memory() / local / _GIB, 1, max(local, 4096)), known
+        return known or blank(cpu_name(), DeviceKind.cpu, host_memory() / max(local, 2) / _GIB, 1, 4096), known
     gpu = torch.cuda.get_device_properties(ranks.device)
     known = sheet(gpu.name)
     memory, cores = gpu.total_memory / _GIB, gpu.multi_processor_count
@@ -97,6 +97,7 @@ def measure(
     def is_late(needs_s: float) -> bool:  # all ranks stop together
         return bool(largest(float(time.monotonic() + needs_s > until)))
 
+    sent = [one for log in logs for one in read_nccl_log(log, begun.node_size)] if ranks.is_first else []
     measured = Measurement(begun, known, time_case or Timer(device).time, is_late)
     if device.type == "cpu":
         torch.set_num_threads(1)  # as a worker on a CPU has
@@ -108,18 +109,19 @@ def measure(
     measured.products(products)
     say("memory and attention")
     memory = memory_cases(device)
-    measured.share("reached.memory" if known else "memory_bandwidth", memory["copies"])
+    whole = replace(measured.device.efficiency, memory=1.0)  # a copy reaches more than operators of a step do
+    measured.share("reached.memory" if known else "memory_bandwidth", memory["copies"], efficiency=whole)
     measured.share("efficiency.memory", memory["eager"])
     _attention(measured, device)
     if device.type == "cuda":
         say("transfers")
         _transfers(measured, device)
-    _links(measured, ranks, logs, products, say)  # small steps wait for what they send
+    _links(measured, ranks, sent, products, say)  # small steps wait for what they send
     for (name, step), program in zip(steps.items(), followed, strict=True):
         say(f"launches of {step.name} code")
         run = partial(time_step, step, ranks.world_size, program)
-        measured.launches(name, program, run, _COMPILES_S if step.name == "compiled" else 0.0)
-    measured.share("efficiency.fused", memory["compiled"], _COMPILES_S)
+        measured.launches(name, program, run, _COMPILES_S[step.name])
+    measured.share("efficiency.fused", memory["compiled"], _COMPILES_S["compiled"] / 3)
     if measured.has("launch_s") and not measured.device.knows_host:
         measured.device = replace(measured.device, compiled_launch_s=measured.device.launch_s)
     return measured
@@ -147,19 +149,15 @@ def _transfers(measured: Measurement, device: torch.device) -> None:
 
 
 def _links(
-    measured: Measurement, ranks: DistributedContext, logs: Sequence[Path], products: dict[str, list[Case]],
+    measured: Measurement, ranks: DistributedContext, logged: Sequence[Sent], products: dict[str, list[Case]],
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Measure collectives within a node, and between nodes where the ranks are on several."""
-    by_group: dict[tuple[int, ...], list[Sent]] = {}
-    for log in logs:
-        for one in read_nccl_log(log, measured.device.node_size):
-            by_group.setdefault(one.operator.group, []).append(one)
-    for sent in by_group.values():
-        fit_links(measured, sent)
+    for group in sorted({one.operator.group for one in logged}, key=len):  # links before networks
+        fit_links(measured, [one for one in logged if one.operator.group == group])
     world, local = ranks.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
     if world == 1:
-        if not logs:
+        if not logged:
             measured.left["collectives"] = "one rank sends nothing: use torchrun --nproc-per-node N -m fsdp_lab.probe"
         return
     say("collectives")

@@ -20,7 +20,7 @@ from fsdp_lab.config import TrialConfig
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.forecast import NotFollowedError, forecast, forecast_profile, forecast_step
 from fsdp_lab.forecast.speed.device import load_device
-from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
+from fsdp_lab.forecast.speed.program import FUSED, Kind, Operator, Stream
 from fsdp_lab.forecast.torch_private import kernels_planned
 from fsdp_lab.workloads.build import build_workload
 from tests.forecast.planted import kept, num_bytes
@@ -275,3 +275,14 @@ def test_float8_layers_keep_bfloat16_and_cast_for_each_product():
     again = forecast_step(config(*recomputed), 2, cuda=True, traced=True).program
     more = Counter(o.module for o in again if o.name == products[0].name) - Counter(o.module for o in products)
     assert {name.rpartition(".")[2] for name in more} == {"k_proj", "o_proj", "up_proj"}, "every second of seven"
+
+
+def test_operators_of_compiled_blocks_are_known():
+    """Of a compiled step those of the blocks; not what FSDP2 copies, nor the optimizer."""
+    words = ["model=vit_tiny", "model.num_layers=1", "data=synthetic", "sharding=per_block"]
+    eager, compiled = (
+        forecast_step(config(*words, f"compile={c}"), 2, cuda=False, traced=True).program for c in ("false", "true")
+    )
+    assert not any(one.compiled for one in eager)
+    assert {one.name for one in compiled if one.compiled} >= {FUSED, "aten.mm"}
+    assert not any(one.compiled for one in compiled if one.phase == "optimizer" or one.kind.is_collective)

@@ -12,7 +12,7 @@ import torch
 
 from fsdp_lab.commands.probe import device_text, lines, read_arguments, source
 from fsdp_lab.config import ConfigError
-from fsdp_lab.forecast.speed.costs import ALONE, collective_seconds
+from fsdp_lab.forecast.speed.costs import ALONE, collective_seconds, seconds
 from fsdp_lab.forecast.speed.device import Basis, Device, DeviceKind, KnownError, Reached, load_device
 from fsdp_lab.forecast.speed.predict import predict, step_seconds
 from fsdp_lab.forecast.speed.program import FUSED, Kind, Operator
@@ -111,6 +111,11 @@ def test_a_late_probe_keeps_what_it_has_and_names_the_rest(monkeypatch: pytest.M
     measured = measure(ranks, begun, None, limit_s=0.0, time_case=timed_on(PLANTED))
     assert not measured.figures and {"products in float32", "launch_s"} < set(measured.left)
     assert not measured.device.knows_host and measured.device.launch_s == begun.launch_s
+    unmeasured = Measurement(H100, H100, timed_on(PLANTED)).device
+    for kind, facts in ((Kind.matmul, {"dtype": "bfloat16"}), (Kind.matmul, {"dtype": "float8_e4m3fn"}),
+                        (Kind.attention, {"dtype": "bfloat16"}), (Kind.memory, {"num_bytes": 1e9})):  # fmt: skip
+        one = operator(kind, **({"flops": 1e12} | facts))
+        assert seconds(one, unmeasured) == pytest.approx(seconds(one, H100)), "what is left stays as before"
 
 
 def test_what_has_no_kernel_is_left_with_the_reason(monkeypatch: pytest.MonkeyPatch):
@@ -133,8 +138,8 @@ LINKS = {  # what nccl measures from 1 MiB on, within a node of eight and betwee
 def test_links_and_networks_are_found_by_least_squares(where: str, kind: DeviceKind):
     group, names = LINKS[where]
     planted = replace(PLANTED, kind=kind, link_bandwidth=2e11)
-    own = planted if where == "between" else H100  # links are measured first
-    measured = Measurement(replace(own, kind=kind), H100, timed_on(planted))
+    between = replace(planted, efficiency=replace(planted.efficiency, network=0.9))  # links are measured first
+    measured = Measurement(replace(between if where == "between" else H100, kind=kind), H100, timed_on(planted))
     measure_links(measured, collective_cases(torch.device("cuda"), group, None))
     for name in names:
         assert value(measured.device, name) == pytest.approx(value(planted, name), rel=0.02), name

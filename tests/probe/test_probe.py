@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_lab.config.options import PROBE
+from fsdp_lab.config.options import PROBE, is_device, use_devices_of
 from fsdp_lab.forecast.devices import file_here, no_file_note
 from fsdp_lab.forecast.speed.device import DeviceKind, load_device
 from fsdp_lab.machine.hardware import cpu_name
@@ -65,6 +65,20 @@ def test_a_machine_without_a_file_is_told_of_the_probe(tmp_path: Path, monkeypat
     (own.parent / "broken.yaml").write_text("name: [")
     found = file_here()
     assert found is not None and found.name == "mine.yaml" and no_file_note(asked) == []
+
+
+def test_a_device_of_the_users_folder_has_a_name_in_every_process(tmp_path: Path):
+    (tmp_path / "device").mkdir()
+    (tmp_path / "device" / "mine.yaml").write_text((ROOT / "conf/device/l40s.yaml").read_text())
+    ask = "from fsdp_lab.config.options import device_file, is_device; print(is_device('mine'), device_file('mine'))"
+    try:
+        use_devices_of(str(tmp_path))
+        done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True, cwd=ROOT)
+        assert done.stdout.split() == ["None", str(tmp_path / "device" / "mine.yaml")]
+        assert "Did you mean mine?" in str(is_device("mines"))
+    finally:
+        use_devices_of(None)
+    assert is_device("mine") is not None
 
 
 @pytest.mark.ci
