@@ -1059,7 +1059,7 @@ FAULTS = (
     Fault("one worker of a host has its memory to itself", "fsdp_lab/forecast/capacity.py",
           "return self.host_bytes * self.host.num_workers", "return self.host_bytes", "forecast/test_choice.py"),
     Fault("pageable copies are priced like pinned ones", "fsdp_lab/forecast/forecast.py",
-          "        speed = replace(paged, low_s=speed.low_s, high_s=slowest.high_s)", "        pass",
+          "host_bandwidth=rate)", "host_bandwidth=sheet.host_bandwidth)",
           "forecast/test_speed.py::test_the_range_covers_how_slow_pageable_copies_are_assumed"),
     Fault("a compiled step is measured as if it were eager", "fsdp_lab/training/memory_profiler.py",
           "record_compiled_step if self.config.compile else record_step", "record_step",

@@ -144,6 +144,8 @@ def probed(asked: Asked) -> tuple[list[str], str]:
     checked = check_steps(measured, ranks, say) if asked.steps else []
     if not ranks.is_first:
         return [], ""
+    if not measured.device.peak_flops:
+        raise UserError(f"no product was measured, so there is no device file: {'; '.join(measured.left.values())}")
     text = device_text(measured.device, source(measured, ranks.world_size))
     return [*lines(measured), *step_lines(checked)], text
 

@@ -43,10 +43,11 @@ def unlike(config: TrialConfig, sheet: Device) -> tuple[str, ...]:
     """
     known = Dtype.float32 if sheet.kind is DeviceKind.cpu else Dtype.bfloat16
     offload, sharding, dtype = config.offload.target, config.sharding.granularity, config.precision.param_dtype
+    paged = " (pageable copies are assumed to be half as fast as pinned ones; the range covers as fast to a quarter)"
+    paged = "" if sheet.pageable_bandwidth else paged
     differences = {
         "offload=cpu": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu,
-        "offload=cpu_unpinned (pageable copies are assumed to be half as fast as pinned ones; the range covers as fast "
-        "to a quarter)": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu_unpinned,
+        f"offload=cpu_unpinned{paged}": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu_unpinned,
         f"sharding={sharding.value}": sharding is not Granularity.per_block,
         f"sharding.tp={config.sharding.tp}": config.sharding.tp > 1,
         f"parameters in {dtype.value}": dtype is not known,

@@ -213,6 +213,11 @@ def test_the_range_covers_how_slow_pageable_copies_are_assumed():
     assert pinned is not None and paged is not None
     assert pinned.step_s < paged.step_s < paged.high_s and pinned.low_s == paged.low_s and pinned.high_s < paged.high_s
     assert "assumed to be half as fast" in " ".join(paged.unlike)
+    probed = replace(sheet("h100_sxm"), pageable_bandwidth=2e10)
+    known = forecast(config(*words, "offload=cpu_unpinned"), 2, cuda=True, sheet=probed).speed
+    assert (
+        known is not None and pinned.step_s < known.step_s and known.step_s / known.low_s < paged.step_s / paged.low_s
+    )
 
 
 def test_a_step_is_known_by_how_it_differs_from_those_compared():
