@@ -62,8 +62,16 @@ def _product(name: str, rows: int, columns: int, inner: int, dtype: torch.dtype,
         if name.startswith("float8"):
             scales = (torch.ones(rows, 1, device=device), torch.ones(1, columns, device=device))
             return lambda n: float8_product(a[n % _TURNS], b[n % _TURNS].t(), *scales, torch.bfloat16)
-        torch.set_float32_matmul_precision("high" if name == "tfloat32" else "highest")
-        return lambda n: a[n % _TURNS] @ b[n % _TURNS].t()
+        if name != "tfloat32":
+            return lambda n: a[n % _TURNS] @ b[n % _TURNS].t()
+
+        def in_tf32(n: int) -> None:
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high")
+            torch.mm(a[n % _TURNS], b[n % _TURNS].t())
+            torch.set_float32_matmul_precision(before)
+
+        return in_tf32
 
     return Case([operator("aten.mm", Kind.matmul, num_bytes=num_bytes, **facts)], make)
 

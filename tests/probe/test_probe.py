@@ -86,7 +86,7 @@ def test_a_probed_cpu_knows_the_order_of_steps(tmp_path: Path):
     """Two gloo ranks, whose cores others may use: of two steps that took 1.3 times as long as each other, nine in ten
     are in the right order."""
     out = tmp_path / "own" / "device" / "mine.yaml"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     command = [*launch, "-m", "fsdp_lab.probe", "--steps", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
