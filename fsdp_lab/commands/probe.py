@@ -110,7 +110,7 @@ def run(asked: Asked) -> None:
     if asked.address is not None:
         from fsdp_lab.engine.everywhere import on_all_ranks
 
-        shown, text = on_all_ranks(asked.address, partial(probed, asked), int(_WAIT.total_seconds()))
+        shown, text = on_all_ranks(asked.address, partial(probed, asked))
     else:
         shown, text = probed(asked)
     if not text:

@@ -1,4 +1,4 @@
-"""A function on all ranks of a running cluster, by Ray Train: one for each GPU, or two on CPUs."""
+"""A function on all ranks of a running cluster, by Ray Train: one for each GPU, or two on CPUs, apart."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fsdp_lab.config import UserError
 from fsdp_lab.config.checks import check_cluster
 from fsdp_lab.config.sweep import ClusterConfig
 from fsdp_lab.engine.cluster import start_ray, stop_ray
+from fsdp_lab.engine.rendezvous import backend_config
 
 
-def on_all_ranks(address: str, function: Callable[[], Any], timeout_s: int) -> Any:
-    """Call a function on ranks of one process group, and return what that of the first returns: plain values.
+def on_all_ranks(address: str, function: Callable[[], Any]) -> Any:
+    """Call a function on ranks that have the variables of launchers, and return what the first returns: plain values.
 
     Args:
-        function: of a module that the nodes have.
-        timeout_s: of each collective.
+        function: of a module that the nodes have; it joins the process group.
 
     Raises:
         UserError: no Ray answers at the address, or a rank failed.
@@ -25,7 +25,7 @@ def on_all_ranks(address: str, function: Callable[[], Any], timeout_s: int) -> A
     check_cluster(cluster := ClusterConfig(address=address))
     start_ray(cluster)
     import ray.train
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
 
     actor: Any = ray.remote(num_cpus=0)(_Box)
     gpus, box = int(ray.cluster_resources().get("GPU", 0)), actor.remote()
@@ -40,8 +40,10 @@ def on_all_ranks(address: str, function: Callable[[], Any], timeout_s: int) -> A
             TorchTrainer(
                 rank,
                 train_loop_config={},
-                torch_config=TorchConfig("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s=timeout_s),
-                scaling_config=ray.train.ScalingConfig(num_workers=gpus or 2, use_gpu=gpus > 0),
+                torch_config=backend_config(None),
+                scaling_config=ray.train.ScalingConfig(
+                    num_workers=gpus or 2, use_gpu=gpus > 0, placement_strategy="PACK" if gpus else "SPREAD"
+                ),
                 run_config=ray.train.RunConfig(storage_path=folder),
             ).fit()
         return ray.get(box.get.remote())

@@ -16,11 +16,11 @@ from fsdp_lab.record.trial_json import changing
 _kept: list[socket.socket] = []
 
 
-def backend_config(folder: Path) -> Any:
-    """Return what Ray Train does with the workers of a trial before they train.
+def backend_config(folder: Path | None) -> Any:
+    """Return what Ray Train does with workers before they train.
 
     Args:
-        folder: the trial's, which gets where its workers are.
+        folder: a trial's, which gets where its workers are; None: they train none.
     """
     from ray.train.backend import Backend, BackendConfig
 
@@ -29,8 +29,9 @@ def backend_config(folder: Path) -> Any:
 
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
             places = worker_group.execute(own_node)
-            with changing(folder) as trial:
-                trial.nodes = places
+            if folder is not None:
+                with changing(folder) as trial:
+                    trial.nodes = places
             worker_group.execute(set_variables, places[0]["address"], worker_group.execute_single(0, keep_port))
 
     class Config(BackendConfig):

@@ -61,15 +61,16 @@ def device_here(ranks: DistributedContext, sheet: Callable[[str], Device | None]
     Args:
         sheet: returns the data sheet of a name.
     """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    over = ranks.world_size > local  # nodes
     if ranks.device.type == "cpu":
-        known = sheet(cpu_name())
-        return known or blank(cpu_name(), DeviceKind.cpu, host_memory() / max(local, 2) / _GIB, 1, 4096), known
+        memory, known = host_memory() / max(local, 2) / _GIB, sheet(cpu_name())
+        return known or blank(cpu_name(), DeviceKind.cpu, memory, 1, local if over else 4096), known
     gpu = torch.cuda.get_device_properties(ranks.device)
     known = sheet(gpu.name)
     memory, cores = gpu.total_memory / _GIB, gpu.multi_processor_count
     begun = known or blank(gpu.name, DeviceKind.cuda, memory, cores, torch.cuda.device_count())
-    return replace(begun, node_size=local if local > 1 else begun.node_size), known
+    return replace(begun, node_size=local if over or local > 1 else begun.node_size), known
 
 
 def measure(

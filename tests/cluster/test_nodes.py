@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.forecast.speed.device import load_device
 from tests.cluster.namespaces import (
     ONE_NODE,
     TWO_NODES,
@@ -41,6 +42,17 @@ def test_two_nodes_give_the_losses_of_one(cluster: Cluster, bucket: str, variabl
     assert [len(set(nodes)) for nodes in addresses(tmp_path)] == [2, 1]
     two, one = results(tmp_path)
     assert same_losses(two, one), (two, one)
+
+
+def test_a_probe_measures_the_network_between_nodes(cluster: Cluster, tmp_path: Path):
+    words = (f"cluster.address={cluster.address}", "--out", "device/two.yaml")
+    done = subprocess.run(
+        cluster.nodes[0].command(sys.executable, "-m", "fsdp_lab.probe", *words), cwd=tmp_path,
+        env=cluster.environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "efficiency.network " in done.stdout and "network_latency_s " in done.stdout, done.stdout
+    assert load_device(tmp_path / "device" / "two.yaml").node_size == 1
 
 
 @pytest.mark.full
