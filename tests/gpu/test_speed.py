@@ -38,23 +38,23 @@ SETTINGS = {  # models, with words and samples of a rank
 MOST_OFF = {"compiled": 0.2, "": 0.15}  # of a forecast by the figures of a probe, by the name of a step
 
 
-def probed() -> tuple[dict[str, float], dict[str, str], list[Checked]]:
-    """Return the figures that a probe measures here, what it leaves, and the eight steps that it runs beside."""
+def probed(cuda: bool) -> tuple[dict[str, float], dict[str, str], list[Checked]]:
+    """Return the figures that a probe measures here, what it leaves, and on a GPU the eight steps that it runs."""
     ranks = setup_distributed()
     measured = measure(ranks, *device_here(ranks, sheet_of))
-    checked = check_steps(measured, ranks, lambda _: None)
+    checked = check_steps(measured, ranks, lambda _: None) if cuda else []
     return {figure.name: figure.value for figure in measured.figures}, measured.left, checked
 
 
 def test_a_probe_predicts_steps(machine: Machine, ranks: Ranks, figures: Callable[..., None]) -> None:
-    """On a CPU, whose cores are shared, it is only reported."""
-    found, left, checked = ranks.run(probed, seconds=420)[0]
+    """On a CPU tests/probe/test_probe.py has the steps."""
+    found, left, checked = ranks.run(probed, machine.cuda, seconds=420)[0]
     figures(**{name.replace(".", "_"): f"{value:.3g}" for name, value in found.items()}, left="; ".join(left))
     figures(**{one.name: f"{one.forecast_s:.4g}/{one.measured_s:.4g}" for one in checked})
-    assert {"reached.matmul", "efficiency.memory", "launch_s", "compiled_launch_s"} <= set(found) and len(checked) == 8
+    assert {"reached.matmul", "efficiency.memory", "launch_s", "compiled_launch_s"} <= set(found)
     off = {one.name: one.error for one in checked}
     wrong = {name: e for name, e in off.items() if abs(e) > MOST_OFF["compiled" if "compiled" in name else ""]}
-    assert not (machine.cuda and wrong), wrong
+    assert not wrong and len(checked) == 8 * machine.cuda, wrong
 
 
 def trial_of(name: str, device: str) -> list[str]:
