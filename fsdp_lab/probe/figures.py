@@ -9,15 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast.speed.costs import occupied
-from fsdp_lab.forecast.speed.device import (
-    Basis,
-    Device,
-    DeviceKind,
-    Efficiency,
-    Errors,
-    KnownError,
-    Reached,
-)
+from fsdp_lab.forecast.speed.device import Basis, Device, DeviceKind, Efficiency, Errors, KnownError, Reached
 from fsdp_lab.forecast.speed.predict import step_seconds
 from fsdp_lab.forecast.speed.program import Operator
 from fsdp_lab.probe.timer import BUSY, Case, Timed

@@ -18,21 +18,8 @@ from torch.nn.attention import SDPBackend
 from fsdp_lab.forecast.speed.device import Device, DeviceKind, KnownError
 from fsdp_lab.forecast.speed.predict import step_seconds
 from fsdp_lab.machine.hardware import cpu_name, host_memory
-from fsdp_lab.probe.cases import (
-    attention_cases,
-    memory_cases,
-    prefers_cudnn,
-    product_cases,
-    transfer_cases,
-)
-from fsdp_lab.probe.collectives import (
-    Sent,
-    collective_cases,
-    fit_links,
-    measure_links,
-    measure_overlap,
-    read_nccl_log,
-)
+from fsdp_lab.probe.cases import attention_cases, memory_cases, prefers_cudnn, product_cases, transfer_cases
+from fsdp_lab.probe.collectives import Sent, collective_cases, fit_links, measure_links, measure_overlap, read_nccl_log
 from fsdp_lab.probe.figures import Measurement, blank
 from fsdp_lab.probe.steps import Program, Step, checked_steps, launch_steps, programs, run_step
 from fsdp_lab.probe.timer import Case, Timed, Timer
@@ -129,11 +116,14 @@ def measure(
 
 
 def _attention(measured: Measurement, device: torch.device) -> None:
-    cudnn = device.type == "cuda" and bool(measured.attempt("cuDNN's attention", lambda: prefers_cudnn(device)))
-    before = measured.device.reached
-    measured.device = replace(
-        measured.device, reached=replace(before, cudnn_attention=before.attention if cudnn else None)
-    )
+    cudnn = False
+    if device.type == "cuda":
+        found = measured.attempt("attention", lambda: prefers_cudnn(device))
+        if found is None:  # what the data sheet has stays
+            return
+        cudnn, before = found, measured.device.reached
+        share = (before.cudnn_attention or before.attention) if cudnn else None
+        measured.device = replace(measured.device, reached=replace(before, cudnn_attention=share))
     if cudnn:
         measured.share("reached.cudnn_attention", attention_cases(device, None))
     measured.share("reached.attention", attention_cases(device, SDPBackend.FLASH_ATTENTION if cudnn else None))

@@ -111,7 +111,11 @@ def test_a_late_probe_keeps_what_it_has_and_names_the_rest(monkeypatch: pytest.M
     measured = measure(ranks, begun, None, limit_s=0.0, time_case=timed_on(PLANTED))
     assert not measured.figures and {"products in float32", "launch_s"} < set(measured.left)
     assert not measured.device.knows_host and measured.device.launch_s == begun.launch_s
-    unmeasured = Measurement(H100, H100, timed_on(PLANTED)).device
+    late = Measurement(H100, H100, timed_on(PLANTED), lambda needs_s: True)
+    probe._attention(late, torch.device("cuda"))
+    unmeasured, flash = late.device, operator(Kind.attention, flops=1e12, dtype="bfloat16")
+    flash = replace(flash, name="aten._scaled_dot_product_flash_attention")
+    assert seconds(flash, unmeasured) == pytest.approx(seconds(flash, H100)), "cuDNN's"
     for kind, facts in ((Kind.matmul, {"dtype": "bfloat16"}), (Kind.matmul, {"dtype": "float8_e4m3fn"}),
                         (Kind.attention, {"dtype": "bfloat16"}), (Kind.memory, {"num_bytes": 1e9})):  # fmt: skip
         one = operator(kind, **({"flops": 1e12} | facts))

@@ -83,7 +83,7 @@ def test_a_device_of_the_users_folder_has_a_name_in_every_process(tmp_path: Path
 
 @pytest.mark.ci
 def test_a_probed_cpu_knows_the_order_of_steps(tmp_path: Path):
-    """Two gloo ranks, whose cores others may use: of two steps that took 1.3 times as long as each other, nine in ten
+    """Two gloo ranks, whose cores others may use: of two steps that took 1.3 times as long as each other, four in five
     are in the right order."""
     out = tmp_path / "own" / "device" / "mine.yaml"
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
@@ -97,7 +97,7 @@ def test_a_probed_cpu_knows_the_order_of_steps(tmp_path: Path):
     assert len(steps) == 8, done.stdout
     pairs = [(a, b) for a, b in combinations(steps, 2) if not 1 / APART < a[1] / b[1] < APART]
     right = [(a, b) for a, b in pairs if (a[0] < b[0]) == (a[1] < b[1])]
-    assert pairs and len(right) >= 0.9 * len(pairs), done.stdout
+    assert pairs and len(right) >= 0.8 * len(pairs), done.stdout
     device = load_device(out)
     assert device.knows_host and device.errors.probed is not None and device.kind is DeviceKind.cpu
     ask = [sys.executable, "-m", "fsdp_lab.forecast", "--config-dir", "own", "forecast.device=mine", "precision=fp32"]
