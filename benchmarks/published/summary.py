@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.published.fit import FAMILIES
 from benchmarks.published.rows import Row
-from fsdp_lab.forecast.speed.device import Errors, KnownError
+from fsdp_lab.forecast.speed.device import OTHER, PROBED, Errors, KnownError
 
 FEW = 3  # sources: of fewer, the range is the widest known
 MOST_SPEED = {"eager": 0.08, "compiled": 0.12, "float8": 0.12}  # of the median over sources
@@ -132,7 +132,7 @@ def errors_of(results: Sequence[Result]) -> dict[str, Errors]:
     The rows of a device that one source has alone were forecast by the efficiencies of another, with larger errors:
     nothing else is known of such a device.
     """
-    kinds = [each.name for each in fields(Errors) if each.name != "other"]
+    kinds = [each.name for each in fields(Errors) if each.name not in (OTHER, PROBED)]  # a probe writes its own
     known = [speed_error(results, kind) for kind in kinds]
     widest = max((one for one in known if one and one.sources >= FEW), key=lambda one: one.p90)
     errors = {}
