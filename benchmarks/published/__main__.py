@@ -5,7 +5,7 @@ make published
 Forecasts the time, the range and the memory of every row in `data/` that has one. Each source is left out in turn: its
 rows are forecast by efficiencies that were fitted to the others. Writes `experiments/published/results/`, and exits
 with 1 where a target is missed. `python -m benchmarks.published t0` forecasts the rows whose names begin so by the
-figures of the devices' files, and writes `results/unseen.csv`.
+figures of the devices' files.
 """
 
 from __future__ import annotations
@@ -68,13 +68,12 @@ def main() -> int:
 
 
 def by_the_files(rows: Sequence[Row]) -> int:
-    """Print some rows as the devices' files forecast them, and write them: of rows that came after the fit."""
+    """Print some rows as the devices' files forecast them: of rows that came after the fit."""
     files = {row.gpu: load_device(device_file(row.gpu) or Path()) for row in rows}
     traced = trace(rows, _progress)
     fitted = {gpu: Fit(device.efficiency, limited=1.0) for gpu, device in files.items()}
     results = [_ranged(one, _result(one, fit), fit, files[one.row.gpu].errors)
                for one in traced for fit in [fitted[one.row.gpu]]]  # fmt: skip
-    write_rows(RESULTS / "unseen.csv", results)
     print(f"\n{table(COLUMNS, [one.cells() for one in results])}\n\n{summary(results)[0]}")
     return 0
 

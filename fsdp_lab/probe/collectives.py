@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_lab.config import ConfigError
-from fsdp_lab.forecast.speed.costs import ALONE, collective_seconds
+from fsdp_lab.forecast.speed.costs import ALONE, collective_seconds, network_alone
 from fsdp_lab.forecast.speed.device import Device
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream, num_nodes
 from fsdp_lab.probe.cases import operator
@@ -93,7 +93,8 @@ def fit_links(measured: Measurement, sent: Sequence[Sent]) -> None:
         measured.put("link_bandwidth", rate / ALONE, spread)  # what layers send has this share of it
         measured.put("efficiency.link", ALONE, spread)
     else:
-        measured.put("efficiency.network", min(1.0, rate / device.network_bandwidth), spread)
+        share = min(1.0, rate / device.network_bandwidth) / network_alone(device)
+        measured.put("efficiency.network", share, spread)
     names = ("latency_s", "link_latency_s") if within else ("network_latency_s",)
     factor = _latency_factor(measured.device, names, small)
     for name in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from unittest import mock
 
@@ -14,8 +15,8 @@ from fsdp_lab.forecast.forecast import forecast, kinds_of
 from fsdp_lab.forecast.keep import unlike
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.sentences import request_notes
-from fsdp_lab.forecast.speed.costs import collective_seconds, in_tf32, seconds
-from fsdp_lab.forecast.speed.device import Device, DeviceKind, Errors, Factors, KnownError, Reached
+from fsdp_lab.forecast.speed.costs import collective_seconds, gathers_at, in_tf32, seconds
+from fsdp_lab.forecast.speed.device import Device, DeviceKind, Errors, Factors, KnownError, Reached, on_network
 from fsdp_lab.forecast.speed.predict import BOUNDS, Speed, predict, step_seconds
 from fsdp_lab.forecast.speed.program import FUSED, Kind, Operator, Stream
 from fsdp_lab.forecast.speed.streams import Slot, schedule
@@ -42,11 +43,11 @@ TILED = {"flops": 5e11, "dtype": "bfloat16"}
         (replace(operator(Kind.memory, num_bytes=1e9), name=FUSED), 0.00125),  # four fifths
         (replace(operator(Kind.memory, num_bytes=1e9), stream=Stream.host), 0.05),
         (operator(Kind.transfer, num_bytes=1e9), 0.1),
-        # 7 of 8 parts at 1e11, of an all-reduce twice; between two nodes 15 of 16 parts at 4e10
+        # 7 of 8 parts at 1e11, of an all-reduce twice; between two nodes 15 of 16 parts at 88.88 % of 4e10
         (gather(8e9, 8), 0.07),
         (gather(8e9, 8, Kind.scatter), 0.07),
         (gather(8e9, 8, Kind.reduce), 0.14),
-        (gather(8e9, 16), 8e9 * 15 / 16 / 4e10),
+        (gather(8e9, 16), 8e9 * 15 / 16 / (4e10 * (0.96 - 0.105 * math.log2(320 / 200)))),
         # hybrid sharding: one rank of each of two nodes shares the network with seven more such groups
         (operator(Kind.reduce, num_bytes=8e9, group=(0, 8)), 2 * 8e9 / 2 / (4e10 / 8)),
         (gather(8e9, 1), 0.0),  # alone nothing is sent
@@ -54,6 +55,13 @@ TILED = {"flops": 5e11, "dtype": "bfloat16"}
 )
 def test_arithmetic_or_bytes_bound_an_operator(one: Operator, expected: float):
     assert seconds(one, ROUND) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("gbit", "share"), [(100, 24 / 25), (200, 24 / 25), (800, 0.75), (3200, 216 / 400)])
+def test_more_adapters_reach_a_smaller_share_of_their_network(gbit: float, share: float):
+    """As NCCL's users measured: one of 200 Gbit/s, eight of 100, eight of 400; of a CPU's gloo nothing is known."""
+    assert gathers_at(on_network(ROUND, gbit)) == pytest.approx(share, rel=2e-3)
+    assert gathers_at(on_network(replace(ROUND, kind=DeviceKind.cpu), gbit)) == 1
 
 
 def test_tf32_has_its_own_peak_which_convolutions_have_anyway():

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast import torch_private as of_forecasts
@@ -16,6 +17,7 @@ from fsdp_lab.memory import torch_private
 from fsdp_lab.training.blocks import check_blocks, find_block_classes
 from fsdp_lab.training.layout import Layout, unit_notes
 from fsdp_lab.training.parallel import fsdp2
+from fsdp_lab.training.parallel.tensor import apply_tensor_parallel
 from fsdp_lab.training.parallel.units import in_groups, last_unit, sharding_units
 from fsdp_lab.workloads.build import build_workload
 from fsdp_lab.workloads.construct import without_values
@@ -231,3 +233,31 @@ def test_pytorch_has_the_names_as_we_use_them():
     names = (*torch_private.NAMES, *of_forecasts.NAMES)
     lacks = [f"{name.module}: {name.lacks()}" for name in names if name.lacks() is not None]
     assert lacks == [], "see fsdp_lab/memory/torch_private.py and fsdp_lab/forecast/torch_private.py"
+
+
+def graphs_of(num_layers: int) -> int:
+    """How many graphs are compiled for the blocks of a Llama that two ranks divide."""
+    sizes: dict[str, Any] = {"vocab_size": 32, "dim": 16, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 24}
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    model = Llama(**sizes, num_layers=num_layers, max_seq_len=8)
+    apply_tensor_parallel(model, Llama._tp_plan, init_device_mesh("cpu", (2,)))
+    for block in model.blocks:
+        block.compile(backend=backend)
+    model(torch.zeros(1, 8, dtype=torch.int64))
+    return len(graphs)
+
+
+def compile_one_and_three() -> list[int]:
+    return [graphs_of(1), graphs_of(3)]
+
+
+def test_code_compiled_for_one_block_of_a_divided_model_serves_all():
+    """PyTorch compiles a function eight times, and runs it without the compiler from then on."""
+    one, three = run_ranks(2, compile_one_and_three)[0]
+    assert 0 < one == three

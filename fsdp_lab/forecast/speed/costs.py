@@ -161,12 +161,17 @@ def collective_seconds(operator: Operator, device: Device) -> float:
     return min(paths)
 
 
+def network_alone(device: Device) -> float:
+    """Return the share of the network between nodes that a microbenchmark of gathers reaches."""
+    if device.kind is DeviceKind.cpu:
+        return 1.0
+    doublings = max(0.0, math.log2(device.network_gbit / _GBIT))
+    return max(_ONE_ADAPTER - _LESS_BY_DOUBLING * doublings, _LESS_BY_DOUBLING)
+
+
 def gathers_at(device: Device) -> float:
     """Return the share of the network between nodes that gathers and scatters reach."""
-    alone = device.reached.network
-    if alone is None and device.kind is DeviceKind.cuda:
-        alone = _ONE_ADAPTER - _LESS_BY_DOUBLING * max(0.0, math.log2(device.network_gbit / _GBIT))
-    return max(alone or 1.0, _LESS_BY_DOUBLING) * device.efficiency.network
+    return min(1.0, network_alone(device) * device.efficiency.network)
 
 
 def reduces_at(device: Device) -> float:

@@ -46,14 +46,12 @@ class Reached:
         attention: of arithmetic, by FlashAttention-2.
         memory: of bandwidth, by copies.
         cudnn_attention: of arithmetic, by cuDNN's attention, which PyTorch then prefers; None: FlashAttention-2 runs.
-        network: of the bandwidth between nodes, by gathers; None: by what others measured on such a network.
     """
 
     matmul: float = 1.0
     attention: float = 1.0
     memory: float = 1.0
     cudnn_attention: float | None = None
-    network: float | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Efficiency:
         memory: by everything else that a step runs operator by operator.
         fused: by kernels that the compiler made.
         link: of the links' bandwidth within a node, by collectives.
-        network: by collectives between nodes; an all-reduce reaches more than gathers do.
+        network: by gathers between nodes, of what its adapters reach (`costs.network_alone`).
         overlap: of the time in which collectives and other work run at once; the rest is lost, because they share cores
             and memory.
     """
