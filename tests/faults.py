@@ -862,6 +862,12 @@ FAULTS = (
           "widest.num_workers <= widest.sheet.node_size:", "False:",
           "forecast/test_answer.py::test_a_network_that_no_step_uses_is_named"),
     # a model that is stored in bfloat16
+    Fault("an own optimizer's float32 is rounded by a resume", "fsdp_lab/training/checkpoint.py",
+          'self._keep_types(state["optimizer"]["state"])', "pass",
+          "training/test_checkpoint.py::test_stopped_and_resumed_is_uninterrupted"),
+    Fault("a float32 tensor in a model in bfloat16 ends in PyTorch's words", "fsdp_lab/training/parallel/base.py",
+          "if precision.is_narrow and any(", "if False and any(",
+          "training/test_odd_uses.py::test_odd_uses_train_as_plain_loops_or_are_refused"),
     Fault("bf16_pure keeps parameters in float32", "fsdp_lab/training/build.py",
           "    if config.precision.is_narrow:", "    if False:",
           "forecast/test_memory.py::test_a_model_in_bfloat16_holds_half_of_everything"),

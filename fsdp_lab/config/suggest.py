@@ -34,7 +34,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     if meant := [each for each in names if _leaf(each) in (leaf, _SYNONYMS.get(leaf))]:
         return _most_alike(name, meant)
     if longer := [each for each in names if each.startswith(name if name[-1:].isdigit() else f"{name}_")]:
-        return longer[0]
+        return min(longer, key=len)
     if numbered := [each for each in names if _shape(_leaf(each)) == _shape(leaf) != leaf]:
         return min(numbered, key=lambda each: _apart(_leaf(each), leaf))
     letters = difflib.get_close_matches(leaf, [_leaf(each) for each in names], n=1)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -35,6 +35,7 @@ from fsdp_lab.training.distributed import DistributedContext, together
 from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.model_state import AsSaved, CheckpointError, load_model_state, model_state
 from fsdp_lab.training.parallel.base import Parallel
+from fsdp_lab.workloads.base import original_name, unwrapped
 
 Metrics = dict[str, float]
 
@@ -147,6 +148,21 @@ class TrainState(Stateful):
         options = StateDictOptions(strict=False)
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
 
+    def _keep_types(self, saved: dict[str, Any]) -> None:
+        """Put back what PyTorch has cast to a parameter's type: an own optimizer's float32 for one in bfloat16."""
+        for name, parameter in unwrapped(self.model).named_parameters():
+            held = self.optimizer.state.get(parameter, {})
+            for key, value in saved.get(original_name(name), {}).items():
+                now = held.get(key)
+                if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype is not value.dtype:
+                    if now.shape != value.shape:
+                        raise CheckpointError(
+                            f"the optimizer's {key} of {name} is {value.dtype} in the checkpoint, and PyTorch loads it "
+                            f"as {now.dtype} with {self.parallel.api}; use sharding.api=fsdp2, or "
+                            "precision.storage_dtype=float32."
+                        )
+                    held[key] = value
+
     def state_dict(self) -> dict[str, Any]:
         """Return what DCP saves: the sharded state and the position in the training. The history is not in it."""
         return {
@@ -159,6 +175,7 @@ class TrainState(Stateful):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that `state_dict` returned."""
         self.load_weights(state)
+        self._keep_types(state["optimizer"]["state"])
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
             self.loss_scale = self.scaler.get_scale()

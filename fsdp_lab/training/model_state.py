@@ -45,7 +45,8 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
         path, _, leaf = name.rpartition(".")
         there = None if is_extra_state(name) else getattr(modules[path], leaf)
         if not is_extra_state(name) and not isinstance(there, nn.Parameter) and _size(there) != [*value.shape]:
-            setattr(modules[path], leaf, value)  # a buffer of another size
+            own = there.dtype if isinstance(there, Tensor) and there.is_floating_point() else value.dtype
+            setattr(modules[path], leaf, value.to(own))  # a buffer of another size
     set_model_state_dict(model, {n: _unpack(value) if is_extra_state(n) else value for n, value in state.items()})
 
 

@@ -125,6 +125,8 @@ def fill(model: nn.Module, first: FirstModel, parallel: Parallel) -> None:
     replace_tensors(model, lambda old: torch.empty_like(old, device=home) if _is_parameter(old) else old.to(home))
     if first.init is Init.meta:
         together(lambda: _initialise(model, parallel))
+        if parallel.config.precision.is_narrow:  # modules may have made new buffers
+            store_in(parallel.config.precision.storage_dtype, model)
     elif first.init is Init.rank0:
         options = StateDictOptions(
             full_state_dict=True, broadcast_from_rank0=True, strict=False, cpu_offload=parallel.fills_on_host

@@ -98,7 +98,7 @@ def test_what_cannot_change_the_speed_of_a_step():
         ("model", "llama3_7b=llama3_8b llama3_65b=llama3_70b vit_l_14=vit_l_16 ViT-L-16=vit_l_16 resnet="),
         ("data", "fashion-mnist=fashion_mnist"),
         ("device", "h100=h100_sxm H100_SXM=h100_sxm a100=a100_80gb H100-PCIe=h100_pcie mi300=mi300x l40=l40s h20=h200 "
-                   "v100=v100_32gb rtx4090=rtx_4090 A6000-Ada=rtx_6000_ada"),
+                   "v100=v100_32gb a10=a10g rtx4090=rtx_4090 A6000-Ada=rtx_6000_ada"),
     ],
 )  # fmt: skip
 def test_the_key_option_or_device_that_was_meant_is_suggested(group: str, meant: str):

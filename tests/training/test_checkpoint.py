@@ -30,6 +30,9 @@ SAME_RANKS: dict[str, list[str]] = {
     ],
     "own_with_modes": [SYNC, "optimizer.lr=0.3", "optimizer._target_=tests.workloads.user.optim.ScheduleFree"],
     "in_bfloat16": [*ADAM, "precision=bf16_pure", "training.max_grad_norm=0.5"],
+    "own_master_in_bfloat16": [
+        SYNC, "precision=bf16_pure", "optimizer._target_=tests.workloads.user.optim.Master", "optimizer.lr=0.001",
+    ],
     "async": [ASYNC, "optimizer=adamw", "lr_schedule=step", "lr_schedule.gamma=0.5"],
     "fp16_mixed_offload": [ASYNC, "precision=fp16_mixed", "offload=cpu", "init=rank0", "sharding=root"],
     "ddp": [*ADAM, "sharding=ddp"],
@@ -124,8 +127,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 @pytest.mark.parametrize(
     "same",
-    ["adam", "own_lion_fp16_cosine", "own_with_modes", "in_bfloat16",
-     *(pytest.param(name, marks=pytest.mark.ci) for name in [*SAME_RANKS][4:])],
+    ["adam", "own_lion_fp16_cosine", "own_with_modes", "in_bfloat16", "own_master_in_bfloat16",
+     *(pytest.param(name, marks=pytest.mark.ci) for name in [*SAME_RANKS][5:])],
 )  # fmt: skip
 def test_stopped_and_resumed_is_uninterrupted(runs: Runs, same: str) -> None:
     whole, stopped, resumed = (runs[1][f"{same} {part}"] for part in ("whole", "stopped", "resumed"))

@@ -143,6 +143,13 @@ class Inverts(Net):
         return self.head(torch.linalg.solve(torch.eye(8, dtype=x.dtype), self.blocks[0](x).t()).t())
 
 
+class Widens(Net):
+    """It weighs by a table that it makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[0](x) * torch.linspace(0, 1, 8))
+
+
 class Overflows(Net):
     """Its second step overflows, and the scaler of its loss skips it."""
 
@@ -238,6 +245,7 @@ def outcomes(cases: list[list[str]]) -> list[list[float] | str]:
 FUNCTIONAL = r"blocks\.1{} is called with another tensor as blocks\.1\.inner\.weight.*functional_call, but {}.*ddp"
 OUTSIDE = r"fsdp1: (blocks\.\d\.inner|head)\.\w+ is used outside of its unit \(.*test_odd_uses\.py:\d+: .*\), but"
 IN_16_BITS = r"param_dtype={}: .* \(.*test_odd_uses\.py:\d+: .*\)\. PyTorch does not compute this.*\(x\.float\(\)\)"
+WIDENED = r"storage_dtype=bfloat16: .* \(.*test_odd_uses\.py:\d+: return .*\)\. .* forward makes another: cast it there"
 # A model and a setting: how it is refused; None: it trains as the plain loop.
 CASES: list[tuple[type[nn.Module], str, str | None]] = [
     (Functional, f"{DDP}", None),
@@ -290,6 +298,7 @@ CASES: list[tuple[type[nn.Module], str, str | None]] = [
     ),
     (TwoHeads, f"{BLOCK} {ALWAYS}", None),
     (TwoHeads, f"{BLOCK} {FSDP1}", None),
+    *((Widens, f"{sharding} precision=bf16_pure", WIDENED) for sharding in (DDP, ROOT)),
     (Spectral, f"{ROOT} precision=bf16_mixed", IN_16_BITS.format("bfloat16")),
     (Spectral, f"{BLOCK} precision=fp16", IN_16_BITS.format("float16")),
     (Inverts, f"{BLOCK} {FSDP1} precision=bf16_mixed", IN_16_BITS.format("bfloat16")),

@@ -136,7 +136,8 @@ def _notes(trial: TrialConfig, where: Where) -> Iterator[str]:
     if adds_up and precision.param_dtype is not precision.reduce_dtype:
         yield (
             f"sharding.api=fsdp1 adds up the gradients of microbatches in {precision.param_dtype.value}, FSDP2 in "
-            f"{precision.reduce_dtype.value}. training.sync_each_microbatch=true adds them up in float32."
+            f"{precision.reduce_dtype.value}. training.sync_each_microbatch=true adds them up in "
+            f"{precision.storage_dtype.value}."
         )
     if trial.optimizer.target is not None and not where.groups_compared:
         yield (

@@ -28,6 +28,7 @@ from fsdp_lab.training.layout import DividedLayers
 from fsdp_lab.workloads.base import Workload
 
 MIXED = "mixed torch.Tensor and DTensor"
+TYPES = ("must have the same dtype", "expected scalar type", "should be the same")
 _NO_KERNEL = re.compile("(not implemented for '|Unsupported dtype )(B?Float16|Half)")
 
 
@@ -200,11 +201,17 @@ class Parallel:
         return None
 
     def _in_16_bits(self, cause: BaseException) -> UserError | None:
-        param_dtype = self.config.precision.param_dtype
+        precision = self.config.precision
+        param_dtype, named = precision.param_dtype, f"{str(cause).rstrip('.')}{at(cause)}"
+        if precision.is_narrow and any(words in str(cause) for words in TYPES):
+            return ModelError(
+                f"precision.storage_dtype={precision.storage_dtype.value}: {named}. The whole model is in this type, "
+                "and forward makes another: cast it there, as made.to(x.dtype), or use precision=bf16_mixed."
+            )
         if param_dtype is Dtype.float32 or not _NO_KERNEL.search(str(cause)):
             return None
         return ModelError(
-            f"precision.param_dtype={param_dtype.value}: {str(cause).rstrip('.')}{at(cause)}. PyTorch does not compute "
+            f"precision.param_dtype={param_dtype.value}: {named}. PyTorch does not compute "
             f"this in {param_dtype.value} on this device: do it in float32, as f(x.float()).to(x.dtype), or use "
             "precision=fp32."
         )

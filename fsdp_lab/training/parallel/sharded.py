@@ -16,13 +16,12 @@ from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.config.trial import ShardingConfig, TrialConfig
 from fsdp_lab.memory.torch_private import Place, has_hooks, has_own_parameter, places_of_parameters
-from fsdp_lab.training.parallel.base import MIXED, Parallel, at, type_of
+from fsdp_lab.training.parallel.base import MIXED, TYPES, Parallel, at, type_of
 from fsdp_lab.training.parallel.units import in_groups
 from fsdp_lab.workloads.base import original_name, parts_of
 from fsdp_lab.workloads.generators import reached
 
 FREED = "out of bounds for storage of size 0"
-_TYPES = ("must have the same dtype", "expected scalar type", "should be the same")
 
 
 class ContainerHooks:
@@ -167,7 +166,7 @@ class Sharded(Parallel):
                 f"were freed{at(cause)}. FSDP2 gathers them again for tensors that a forward pass returns: return it "
                 "as a tensor or in a container, .clone() a view, or use reshard_after_forward=never."
             )
-        if param_dtype is not Dtype.float32 and any(words in text for words in _TYPES):
+        if param_dtype is not Dtype.float32 and any(words in text for words in TYPES):
             return ModelError(
                 f"precision.param_dtype={param_dtype.value}: {str(cause).rstrip('.')}{at(cause)}. {self.api} casts "
                 f"parameters and inputs to {param_dtype.value}, and no buffers{_buffers(cause, self.model)} or what "

@@ -55,6 +55,25 @@ class Late(torch.optim.Optimizer):
                     parameter.lerp_(slow["weight"], slow["share"].item())
 
 
+class Master(torch.optim.Optimizer):
+    """Steps of float32 copies of narrower weights, by their momentum."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    momentum = state.setdefault("momentum", torch.zeros_like(parameter, dtype=torch.float32))
+                    master = state.setdefault("master", parameter.float().clone())
+                    momentum.mul_(0.9).add_(parameter.grad.float())
+                    master.add_(momentum, alpha=-group["lr"])
+                    parameter.copy_(master)
+
+
 class Compiled(torch.optim.Optimizer):
     """Compiles its step whole."""
 
