@@ -79,7 +79,7 @@ def test_the_command_names_the_network_that_it_assumed(tmp_path: Path):
         assert done.returncode == 0, done.stderr
         (lines[gbit],), out[gbit] = written(tmp_path / f"{gbit}"), done.stdout
     assert [gbit for gbit, text in out.items() if "No network was given: " in text] == [None]
-    assert " on 2 nodes of 8, " in out[None] and "reach 38 %, and all-reduces 65 %, of the 800 Gbit/s" in out[None]
+    assert " on 2 nodes of 8, " in out[None] and "reach 75 %, and all-reduces 100 %, of the 800 Gbit/s" in out[None]
     assert out[None].index("sharding.dp_replicate=2 would shard within") < out[None].index("forecast peak of")
     assumed = {gbit: (line["network_gbit"], line["network_assumed"]) for gbit, line in lines.items()}
     assert assumed[None] == ("800.0", "true") and assumed[400] == ("400.0", "false")

@@ -73,7 +73,7 @@ def test_files_and_pages_have_the_figures_that_were_found():
         for name in names.split(", "):
             content = yaml.safe_load((conf_dir() / "device" / f"{name}.yaml").read_text())
             assert {key: content[key] for key in yaml.safe_load(block)} == yaml.safe_load(block), name
-    assert len(blocks) == 4
+    assert len(blocks) == 6
     medians = re.findall(r"^\| speed, (\w+) \| .*? \| median ([\d.]+)%", found, re.MULTILINE)
     eager, compiled, float8 = (dict(medians)[kind] for kind in ("eager", "compiled", "float8"))
     page = (conf_dir().parent / "README.md").read_text()
