@@ -28,8 +28,8 @@ COMPRESSED = "compressed gradients"
 WORKSPACE_BYTES = 64 * 2**20  # cuBLAS and cuBLASLt, 32 MiB each on Hopper
 
 # The share of a GPU that a forecast may need, without what the allocator could return, and fit for sure. On an H200
-# (experiments/gpu) 11 of 12 settings reserved more than forecast, by up to 8.4 %. Of 185 published steps
-# (experiments/published) 50 were forecast to need more than this share, and ran; of the 46 of one publisher six took
+# (experiments/gpu) 11 of 12 settings reserved more than forecast, by up to 8.4 %. Of 201 published steps
+# (experiments/published) 55 were forecast to need more than this share, and ran; of the 46 of one publisher six took
 # 20 to 39 % longer than predicted.
 SURE = 0.9
 FULL_ERROR = 0.18  # nine of ten of the 46 were less too fast, as with every other error here

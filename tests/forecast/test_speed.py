@@ -259,7 +259,7 @@ def test_the_widest_error_of_its_kinds_is_that_of_a_step(several_nodes: KnownErr
 )
 def test_the_error_is_that_of_the_steps_that_were_compared(words: str, launch_s: float, known: bool):
     """Of steps that launches bound none were; of trials, if there were any, all were."""
-    device = replace(sheet("h100_sxm"), launch_s=launch_s)
+    device = replace(sheet("a100_80gb"), launch_s=launch_s)
     speed = speed_of(*words.split(), workers=8, device=device)
     assert device.relative is not None and speed.bound_unseen == (speed.shares["launch"] > 0.5) == (launch_s > 1e-6)
     assert speed.of_sources == device.errors.of(["eager" if known else "other"]).p90
