@@ -83,6 +83,9 @@ def fit_links(measured: Measurement, sent: Sequence[Sent]) -> None:
     within = num_nodes(group, device.node_size) == 1
     if not within:  # of all-reduces the share is known by those of gathers
         sent = [one for one in sent if one.operator.kind is not Kind.reduce]
+    if not sent:
+        measured.left["efficiency.network"] = "needs gathers or scatters"
+        return
     ordered = sorted(sent, key=lambda one: one.operator.num_bytes)
     middle = math.sqrt(ordered[0].operator.num_bytes * ordered[-1].operator.num_bytes)
     small = [one for one in ordered if one.operator.num_bytes <= middle]
@@ -93,7 +96,8 @@ def fit_links(measured: Measurement, sent: Sequence[Sent]) -> None:
         measured.put("link_bandwidth", rate / ALONE, spread)  # what layers send has this share of it
         measured.put("efficiency.link", ALONE, spread)
     else:
-        share = min(1.0, rate / device.network_bandwidth) / network_alone(device)
+        part = min(1.0, len(group) / num_nodes(group, device.node_size) / device.node_size)  # of the devices of a node
+        share = min(1.0, rate / device.network_bandwidth / part) / network_alone(device)
         measured.put("efficiency.network", share, spread)
     names = ("latency_s", "link_latency_s") if within else ("network_latency_s",)
     factor = _latency_factor(measured.device, names, small)

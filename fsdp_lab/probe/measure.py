@@ -57,7 +57,7 @@ def device_here(ranks: DistributedContext, sheet: Callable[[str], Device | None]
     known = sheet(gpu.name)
     memory, cores = gpu.total_memory / _GIB, gpu.multi_processor_count
     begun = known or blank(gpu.name, DeviceKind.cuda, memory, cores, torch.cuda.device_count())
-    return replace(begun, node_size=local if over or local > 1 else begun.node_size), known
+    return replace(begun, node_size=local if over else max(local, begun.node_size)), known
 
 
 def measure(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from fsdp_lab.forecast.speed.program import FUSED, Kind, Operator
 from fsdp_lab.probe import measure as probe
 from fsdp_lab.probe.collectives import collective_cases, fit_links, measure_links, measure_overlap, read_nccl_log
 from fsdp_lab.probe.figures import Measurement, blank
-from fsdp_lab.probe.measure import measure
+from fsdp_lab.probe.measure import device_here, measure
 from fsdp_lab.probe.steps import launch_steps
 from fsdp_lab.probe.timer import Case, Timed, Timer
 from fsdp_lab.training.distributed import DistributedContext
@@ -161,12 +162,35 @@ def nccl_log(file: Path, hosts: Sequence[str], planted: Device) -> Path:
     rows += [f"#  Rank {n:2d} Group  0 Pid  {n + 100} on {host} device  {n % 8} [0x1b] NVIDIA H100 80GB HBM3"
              for n, host in enumerate(hosts)]  # fmt: skip
     rows.append("#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw")
+    group = tuple(8 * sorted({*hosts}).index(host) + hosts[:n].count(host) for n, host in enumerate(hosts))
     for size in (2**exponent for exponent in range(10, 31, 2)):
-        one = operator(Kind.gather, num_bytes=size, group=tuple(range(len(hosts))))
+        one = operator(Kind.gather, num_bytes=size, group=group)
         times = f"{collective_seconds(one, planted) * 1e6:>8.2f}    1.00    0.90      0"
         rows.append(f"{size:>12} {size // 32:>12}     float    none      -1 {times} {times}")
     file.write_text("\n".join([*rows, "# Avg bus bandwidth    : 91.5"]))
     return file
+
+
+def test_a_log_of_a_part_of_each_node_tells_the_whole_network(tmp_path: Path):
+    measured = Measurement(replace(PLANTED, efficiency=H100.efficiency), H100, timed_on(PLANTED))
+    fit_links(measured, read_nccl_log(nccl_log(tmp_path / "all_gather.log", ["n1", "n2"], PLANTED), 8))
+    assert measured.device.efficiency.network == pytest.approx(PLANTED.efficiency.network, rel=0.02)
+
+
+def test_all_reduces_alone_tell_nothing_of_a_network(tmp_path: Path):
+    measured = Measurement(H100, H100, timed_on(PLANTED))
+    fit_links(measured, read_nccl_log(nccl_log(tmp_path / "all_reduce.log", ["n1", "n2"], PLANTED), 8))
+    assert measured.left == {"efficiency.network": "needs gathers or scatters"} and not measured.figures
+
+
+def test_some_gpus_of_a_node_do_not_make_it_smaller(monkeypatch: pytest.MonkeyPatch, rank_alone: None):
+    gpu = SimpleNamespace(name="a GPU", total_memory=2**34, multi_processor_count=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    ranks = DistributedContext(0, 0, 2, torch.device("cuda"))
+    for sheet_of, size in ((lambda name: None, 8), (lambda name: replace(H100, node_size=4), 4)):
+        assert device_here(ranks, sheet_of)[0].node_size == size
 
 
 def test_a_log_of_nccl_tests_is_read(tmp_path: Path):
