@@ -991,7 +991,7 @@ FAULTS = (
           "within = num_nodes(group, device.node_size) == 1", "within = True",
           "probe/test_figures.py::test_links_and_networks_are_found_by_least_squares"),
     Fault("two nodes of a log of nccl-tests are one", "fsdp_lab/probe/collectives.py",
-          "places.index(host) * node_size + counts[host]", "counts[host]",
+          "node * node_size + index for", "index for",
           "probe/test_figures.py::test_a_log_of_nccl_tests_is_read"),
     Fault("what overlap loses is what it hides", "fsdp_lab/probe/collectives.py",
           "hidden = 1 - (side_by_side", "hidden = (side_by_side",

@@ -34,6 +34,7 @@ from fsdp_lab.machine.output import outlast_reader
 from fsdp_lab.storage.files import write_text
 
 if TYPE_CHECKING:
+    from fsdp_lab.probe.collectives import Log
     from fsdp_lab.probe.figures import Measurement
     from fsdp_lab.probe.measure import Checked
 
@@ -104,12 +105,17 @@ def run(asked: Asked) -> None:
     Raises:
         UserError: a log cannot be read, the cluster does not answer, or the file cannot be written.
     """
+    logs: list[Log] = []
+    if asked.logs:  # before ranks wait for each other
+        from fsdp_lab.probe.collectives import read_nccl_log
+
+        logs = [read_nccl_log(file) for file in asked.logs]
     if asked.address is not None:
         from fsdp_lab.engine.everywhere import on_all_ranks
 
-        shown, text = on_all_ranks(asked.address, partial(probed, asked))
+        shown, text = on_all_ranks(asked.address, partial(probed, asked, logs))
     else:
-        shown, text = probed(asked)
+        shown, text = probed(asked, logs)
     if not text:
         return  # not the first rank
     print(*shown, sep="\n")
@@ -122,7 +128,7 @@ def run(asked: Asked) -> None:
         print(f"written: {out}; use it with --config-dir {out.parent.parent} forecast.device={out.stem}")
 
 
-def probed(asked: Asked) -> tuple[list[str], str]:
+def probed(asked: Asked, logs: Sequence[Log] = ()) -> tuple[list[str], str]:
     """Measure on this rank, and return what to print, and the device file; empty but on the first."""
     from fsdp_lab.config.machine import check_gpus
     from fsdp_lab.forecast.devices import sheet_of
@@ -137,7 +143,7 @@ def probed(asked: Asked) -> tuple[list[str], str]:
         if ranks.is_first:
             print(f"{time.monotonic() - began:4.0f} s  {what}", flush=True)
 
-    measured = measure(ranks, *device_here(ranks, sheet_of), asked.logs, say)
+    measured = measure(ranks, *device_here(ranks, sheet_of), logs, say)
     checked = check_steps(measured, ranks, say) if asked.steps else []
     if not ranks.is_first:
         return [], ""

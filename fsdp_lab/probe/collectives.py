@@ -37,6 +37,24 @@ class Sent(NamedTuple):
     spread: float = 0.0
 
 
+class Log(NamedTuple):
+    """The table of a program of nccl-tests.
+
+    Attributes:
+        places: of each rank: its node, and its device there.
+        rows: bytes, and the seconds that they took.
+    """
+
+    kind: Kind
+    places: tuple[tuple[int, int], ...]
+    rows: tuple[tuple[int, float], ...]
+
+    def sent(self, node_size: int) -> list[Sent]:
+        """Return the collectives, whose ranks are numbered as on whole nodes."""
+        group = tuple(node * node_size + index for node, index in self.places)
+        return [Sent(_sent(self.kind, size, group), seconds) for size, seconds in self.rows]
+
+
 def collective_cases(device: torch.device, ranks: Sequence[int], group: dist.ProcessGroup | None) -> list[Case]:
     """Return the collectives of some ranks, of which this is one, at all sizes."""
     return [_collective(kind, size, device, ranks, group) for kind in _SENT.values() for size in _SIZES[device.type]]
@@ -160,8 +178,8 @@ def measure_overlap(measured: Measurement, product: Case, device: torch.device, 
         measured.put("efficiency.overlap", min(max(hidden, 0.01), 1.0), max(t.spread for t in times))
 
 
-def read_nccl_log(file: Path, node_size: int) -> list[Sent]:
-    """Return the collectives in the table of a program of nccl-tests, out of place, from 1 MiB.
+def read_nccl_log(file: Path) -> Log:
+    """Return the table of a program of nccl-tests, out of place, from 1 MiB.
 
     Raises:
         ConfigError: the file cannot be read, or is no such table.
@@ -172,15 +190,12 @@ def read_nccl_log(file: Path, node_size: int) -> list[Sent]:
         raise ConfigError(f"nccl={file} cannot be read: {error}; name the output of all_gather_perf.") from error
     hosts = dict(_RANK.findall(text))
     named = [name for name in _SENT if name in text or name in file.name]
-    rows = [(int(size), float(us) / 1e6) for size, us in _ROW.findall(text) if int(size) >= _SIZES["cuda"][0]]
+    rows = tuple((int(size), float(us) / 1e6) for size, us in _ROW.findall(text) if int(size) >= _SIZES["cuda"][0])
     if not rows or len(hosts) < 2 or len(named) != 1:
         raise ConfigError(
             f"nccl={file} is no table of nccl-tests with two ranks and 1 MiB or more, whose name or text names one of "
             f"{', '.join(_SENT)}; save what all_gather_perf prints, as in mpirun ... all_gather_perf > all_gather.log."
         )
-    places = list(dict.fromkeys(hosts.values()))
-    counts, group = dict.fromkeys(places, 0), []
-    for host in hosts.values():
-        group.append(places.index(host) * node_size + counts[host])
-        counts[host] += 1
-    return [Sent(_sent(_SENT[named[0]], size, tuple(group)), seconds) for size, seconds in rows]
+    nodes, of_ranks = list(dict.fromkeys(hosts.values())), [*hosts.values()]
+    places = tuple((nodes.index(host), of_ranks[:n].count(host)) for n, host in enumerate(of_ranks))
+    return Log(_SENT[named[0]], places, rows)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -15,15 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
+from fsdp_lab.config import UserError
 from fsdp_lab.forecast.speed.device import Device, DeviceKind, KnownError
 from fsdp_lab.forecast.speed.predict import step_seconds
 from fsdp_lab.machine.hardware import cpu_name, host_memory
 from fsdp_lab.probe.cases import attention_cases, memory_cases, prefers_cudnn, product_cases, transfer_cases
-from fsdp_lab.probe.collectives import Sent, collective_cases, fit_links, measure_links, measure_overlap, read_nccl_log
+from fsdp_lab.probe.collectives import Log, Sent, collective_cases, fit_links, measure_links, measure_overlap
 from fsdp_lab.probe.figures import Measurement, blank
 from fsdp_lab.probe.steps import Program, Step, checked_steps, launch_steps, programs, run_step
 from fsdp_lab.probe.timer import Case, Timed, Timer
-from fsdp_lab.training.distributed import DistributedContext, largest
+from fsdp_lab.training.distributed import DistributedContext, gather, largest
 
 LIMIT_S = 90.0  # of a probe without `--steps`
 _COMPILES_S = {"compiled": 40.0, "eager": 0.0}  # what compiling a small step may take
@@ -47,8 +47,17 @@ def device_here(ranks: DistributedContext, sheet: Callable[[str], Device | None]
 
     Args:
         sheet: returns the data sheet of a name.
+
+    Raises:
+        UserError: nodes differ in their number of ranks, or ranks in their device; on every rank.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    if len(kinds := {*gather((local, ranks.device_name))}) > 1:
+        told = ", ".join(f"{count} rank(s) on a node with {name}" for count, name in sorted(kinds))
+        raise UserError(
+            f"a probe measures nodes that are alike, and these are not: {told}; start as many ranks on each node, on "
+            "devices of one kind."
+        )
     over = ranks.world_size > local  # nodes
     if ranks.device.type == "cpu":
         memory, known = host_memory() / max(local, 2) / _GIB, sheet(cpu_name())
@@ -64,7 +73,7 @@ def measure(
     ranks: DistributedContext,
     begun: Device,
     known: Device | None,
-    logs: Sequence[Path] = (),
+    logs: Sequence[Log] = (),
     say: Callable[[str], None] = lambda what: None,
     limit_s: float = LIMIT_S,
     time_case: Callable[[Case], Timed] | None = None,
@@ -75,7 +84,7 @@ def measure(
     Args:
         begun: what the device is before: its data sheet, or assumed.
         known: its data sheet; None: it has none.
-        logs: of nccl-tests, which stand for collectives between ranks.
+        logs: of nccl-tests, the same on every rank: they stand for collectives between ranks.
         say: called with what is measured next.
         limit_s: after which nothing further is measured.
         time_case: a test gives both of these a device of known speed.
@@ -85,7 +94,7 @@ def measure(
     def is_late(needs_s: float) -> bool:  # all ranks stop together
         return bool(largest(float(time.monotonic() + needs_s > until)))
 
-    sent = [one for log in logs for one in read_nccl_log(log, begun.node_size)] if ranks.is_first else []
+    sent = [one for log in logs for one in log.sent(begun.node_size)]
     measured = Measurement(begun, known, time_case or Timer(device).time, is_late)
     if device.type == "cpu":
         torch.set_num_threads(1)  # as a worker on a CPU has
@@ -146,10 +155,11 @@ def _links(
     """Measure collectives within a node, and between nodes where the ranks are on several."""
     for group in sorted({one.operator.group for one in logged}, key=len):  # links before networks
         fit_links(measured, [one for one in logged if one.operator.group == group])
+    if logged:
+        return
     world, local = ranks.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
     if world == 1:
-        if not logged:
-            measured.left["collectives"] = "one rank sends nothing: use torchrun --nproc-per-node N -m fsdp_lab.probe"
+        measured.left["collectives"] = "one rank sends nothing: use torchrun --nproc-per-node N -m fsdp_lab.probe"
         return
     say("collectives")
     nodes = [range(first, first + local) for first in range(0, world, local)] if 1 < local < world else []

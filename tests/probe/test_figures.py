@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_lab.commands.probe import device_text, lines, read_arguments, source
-from fsdp_lab.config import ConfigError
+from fsdp_lab.commands.probe import device_text, lines, read_arguments, run, source
+from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.forecast.speed.costs import ALONE, collective_seconds, seconds
 from fsdp_lab.forecast.speed.device import Basis, Device, DeviceKind, KnownError, Reached, load_device
 from fsdp_lab.forecast.speed.predict import predict, step_seconds
@@ -173,18 +173,19 @@ def nccl_log(file: Path, hosts: Sequence[str], planted: Device) -> Path:
 
 def test_a_log_of_a_part_of_each_node_tells_the_whole_network(tmp_path: Path):
     measured = Measurement(replace(PLANTED, efficiency=H100.efficiency), H100, timed_on(PLANTED))
-    fit_links(measured, read_nccl_log(nccl_log(tmp_path / "all_gather.log", ["n1", "n2"], PLANTED), 8))
+    fit_links(measured, read_nccl_log(nccl_log(tmp_path / "all_gather.log", ["n1", "n2"], PLANTED)).sent(8))
     assert measured.device.efficiency.network == pytest.approx(PLANTED.efficiency.network, rel=0.02)
 
 
 def test_all_reduces_alone_tell_nothing_of_a_network(tmp_path: Path):
     measured = Measurement(H100, H100, timed_on(PLANTED))
-    fit_links(measured, read_nccl_log(nccl_log(tmp_path / "all_reduce.log", ["n1", "n2"], PLANTED), 8))
+    fit_links(measured, read_nccl_log(nccl_log(tmp_path / "all_reduce.log", ["n1", "n2"], PLANTED)).sent(8))
     assert measured.left == {"efficiency.network": "needs gathers or scatters"} and not measured.figures
 
 
 def test_some_gpus_of_a_node_do_not_make_it_smaller(monkeypatch: pytest.MonkeyPatch, rank_alone: None):
     gpu = SimpleNamespace(name="a GPU", total_memory=2**34, multi_processor_count=100)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu.name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -193,21 +194,42 @@ def test_some_gpus_of_a_node_do_not_make_it_smaller(monkeypatch: pytest.MonkeyPa
         assert device_here(ranks, sheet_of)[0].node_size == size
 
 
+def test_logs_stand_for_collectives_on_every_rank(tmp_path: Path):
+    log = read_nccl_log(nccl_log(tmp_path / "all_gather.log", ["n1"] * 8, PLANTED))
+    for rank in (0, 1):  # which would fail to make a group
+        measured = Measurement(H100, H100, timed_on(PLANTED))
+        ranks = DistributedContext(rank, rank, 2, torch.device("cpu"))
+        probe._links(measured, ranks, log.sent(8), {}, lambda what: None)
+        assert measured.has("link_bandwidth")
+
+
+def test_a_log_that_cannot_be_read_is_refused_before_ranks_meet(tmp_path: Path):
+    for words in ((), ("cluster.address=10.0.0.1:6379",)):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            run(read_arguments([f"nccl={tmp_path / 'missing.log'}", *words]))
+
+
+def test_nodes_that_differ_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(probe, "gather", lambda mine: [mine, (mine[0] + 1, mine[1])])
+    with pytest.raises(UserError, match=r"nodes that are alike, and these are not: 3 rank\(s\) on a node with cpu, 4"):
+        device_here(DistributedContext(0, 0, 3, torch.device("cpu")), lambda name: None)
+
+
 def test_a_log_of_nccl_tests_is_read(tmp_path: Path):
-    sent = read_nccl_log(nccl_log(tmp_path / "all_gather.log", ["n1"] * 8, PLANTED), 8)
+    sent = read_nccl_log(nccl_log(tmp_path / "all_gather.log", ["n1"] * 8, PLANTED)).sent(8)
     assert [one.operator.num_bytes for one in sent] == [2**n for n in range(20, 31, 2)]
     assert sent[0].operator.kind is Kind.gather and sent[0].operator.group == tuple(range(8))
     measured = Measurement(H100, H100, timed_on(PLANTED))
     fit_links(measured, sent)
     assert measured.device.link_bandwidth == pytest.approx(PLANTED.link_bandwidth, rel=0.02)
-    over = read_nccl_log(nccl_log(tmp_path / "all_gather_2.log", ["n1"] * 8 + ["n2"] * 8, PLANTED), 8)
+    over = read_nccl_log(nccl_log(tmp_path / "all_gather_2.log", ["n1"] * 8 + ["n2"] * 8, PLANTED)).sent(8)
     assert over[0].operator.group == tuple(range(16))
     for name, text in (("all_gather_none.log", "nothing"), ("what.log", (tmp_path / "all_gather.log").read_text())):
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=r"is no table of nccl-tests .* all_gather_perf"):
-            read_nccl_log(tmp_path / name, 8)
+            read_nccl_log(tmp_path / name)
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_nccl_log(tmp_path / "missing.log", 8)
+        read_nccl_log(tmp_path / "missing.log")
 
 
 def test_a_range_rests_on_probed_errors_where_there_are_any():
