@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from fsdp_lab.probe.collectives import Log
     from fsdp_lab.probe.figures import Measurement
     from fsdp_lab.probe.measure import Checked
-
-_WAIT = timedelta(seconds=300)  # of a collective for the other ranks
 
 
 def main() -> int:
@@ -133,11 +130,12 @@ def probed(asked: Asked, logs: Sequence[Log] = ()) -> tuple[list[str], str]:
     from fsdp_lab.config.machine import check_gpus
     from fsdp_lab.forecast.devices import sheet_of
     from fsdp_lab.probe.measure import check_steps, device_here, measure
+    from fsdp_lab.probe.steps import WAIT
     from fsdp_lab.training.distributed import setup_distributed
 
     check_gpus()
     began = time.monotonic()
-    ranks = setup_distributed(timeout=_WAIT)
+    ranks = setup_distributed(timeout=WAIT)
 
     def say(what: str) -> None:
         if ranks.is_first:

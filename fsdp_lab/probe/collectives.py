@@ -22,6 +22,7 @@ from fsdp_lab.probe.figures import Measurement
 from fsdp_lab.probe.timer import Case
 
 _SIZES = {"cuda": tuple(2**n for n in range(20, 31, 2)), "cpu": tuple(2**n for n in range(20, 27, 2))}  # bytes
+_FEWEST = 4  # sizes that tell a bandwidth
 _SENT = {"all_gather": Kind.gather, "reduce_scatter": Kind.scatter, "all_reduce": Kind.reduce}
 _BESIDE = 8  # products beside a gather
 # size, count, type, operation, root; then out of place: microseconds, and two bandwidths
@@ -87,8 +88,17 @@ def _starts(kind: Kind, size: int, device: torch.device, ranks: int, group: Any)
 
 def measure_links(measured: Measurement, cases: Sequence[Case]) -> None:
     """Set the latencies and the bandwidth of the links of a node, or of the network between nodes, by what was sent."""
-    if times := measured.timed("collectives", cases):
-        fit_links(measured, [Sent(case.program[0], *t) for case, t in zip(cases, times, strict=True)])
+    sizes, sent = sorted({case.program[0].num_bytes for case in cases}), list[Sent]()
+    for size in sizes:  # the smallest first, as long as there is time
+        of_size = [case for case in cases if case.program[0].num_bytes == size]
+        enough = size > sizes[_FEWEST - 1]
+        name = f"collectives of {size / 2**20:.0f} MiB" if enough else "collectives"
+        if not (times := measured.timed(name, of_size)):
+            if not enough:
+                return
+            break
+        sent += [Sent(case.program[0], *t) for case, t in zip(of_size, times, strict=True)]
+    fit_links(measured, sent)
 
 
 def fit_links(measured: Measurement, sent: Sequence[Sent]) -> None:

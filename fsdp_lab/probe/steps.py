@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,9 @@ _KINDS = {"eager": (), "compiled": ("compile=true",), "checkpointed": ("activati
 _CHECKED = ((0, "eager", 1), (0, "eager", 8), (0, "compiled", 1), (0, "checkpointed", 8),
             (1, "eager", 1), (1, "eager", 8), (1, "compiled", 8), (1, "checkpointed", 1))  # fmt: skip
 
+
+# For the other ranks, while the first one follows the checked steps, maybe one by one; and for a slower rank.
+WAIT = timedelta(seconds=len(_CHECKED) * _LIMIT_S + 300)
 
 # The operators of a step; empty on ranks that leave that to the first; or why a forecast cannot follow the step.
 Program = list[Operator] | str

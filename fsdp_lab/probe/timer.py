@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_lab.forecast.speed.program import Operator
+from fsdp_lab.training.distributed import together
 
 BUSY = 0.05  # the spread of medians above which something else uses the device
 _MEDIANS = 3
@@ -52,7 +53,7 @@ class Timer:
 
     def time(self, case: Case) -> Timed:
         """Return the seconds of one call. What its operators raise is raised, for example for want of a kernel."""
-        call = case.make()
+        call = together(case.make) if case.together else case.make()  # no rank waits for one without memory
         self._calls(call, 2)  # kernels are chosen, and compiled
         calls = _CALLS[0]
         if not case.together:

@@ -150,6 +150,23 @@ def test_links_and_networks_are_found_by_least_squares(where: str, kind: DeviceK
         assert value(measured.device, name) == pytest.approx(value(planted, name), rel=0.02), name
 
 
+@pytest.mark.parametrize(("until", "left"), [(2, "collectives"), (4, "collectives of 256 MiB")])
+def test_collectives_are_measured_as_long_as_there_is_time(until: int, left: str):
+    """The smallest first; too few of them tell nothing, and fewer than all tell less exactly."""
+    sizes = list[float]()
+
+    def time(case: Case) -> Timed:
+        sizes.append(case.program[0].num_bytes)
+        return timed_on(PLANTED)(case)
+
+    measured = Measurement(H100, H100, time, lambda needs_s: len({*sizes}) >= until)
+    measure_links(measured, collective_cases(torch.device("cuda"), range(8), None))
+    assert sizes == sorted(sizes) and measured.left == {left: "no time was left"}
+    assert measured.has("link_bandwidth") == (until == 4)
+    if until == 4:
+        assert measured.device.link_bandwidth == pytest.approx(PLANTED.link_bandwidth, rel=0.1)
+
+
 def test_what_overlap_loses_is_found():
     measured = Measurement(replace(PLANTED, efficiency=H100.efficiency), H100, timed_on(PLANTED))
     product = Case([operator(Kind.matmul, flops=2e11, dtype="bfloat16")], lambda: lambda n: None)
@@ -253,7 +270,7 @@ def test_compiled_code_has_launches_of_its_own():
     assert step_seconds(compiled, replace(device, compiled_launch_s=None)) == step_seconds(eager, device)
 
 
-def test_a_timer_takes_medians_and_says_how_far_they_are_apart():
+def test_a_timer_takes_medians_and_says_how_far_they_are_apart(rank_alone: None):
     turns: list[int] = []
     timed = Timer(torch.device("cpu")).time(Case([], lambda: turns.append, together=True))
     assert timed.seconds > 0 and timed.spread >= 0 and turns == [0, 1, *[0, 1, 2, 3, 4] * 3]

@@ -6,11 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import barrier
 
 from fsdp_lab.config.options import PROBE, is_device, use_devices_of
 from fsdp_lab.forecast.devices import file_here, no_file_note
@@ -19,7 +22,7 @@ from fsdp_lab.machine.hardware import cpu_name
 from fsdp_lab.probe.cases import attention_cases, memory_cases, product_cases
 from fsdp_lab.probe.collectives import collective_cases
 from fsdp_lab.probe.figures import Measurement, blank
-from fsdp_lab.probe.timer import Timer
+from fsdp_lab.probe.timer import Case, Timer
 from fsdp_lab.training.distributed import setup_distributed
 from tests.conftest import ROOT
 from tests.ranks import config, run_ranks
@@ -44,6 +47,23 @@ def sends() -> list[float]:
     ranks = setup_distributed()
     cases = [case for case in collective_cases(CPU, range(ranks.world_size), None) if case.program[0].num_bytes < 2**21]
     return [Timer(CPU).time(case).seconds for case in cases]
+
+
+def lacks_memory() -> str:
+    ranks = setup_distributed(timeout=timedelta(seconds=20))
+    measured = Measurement(blank("a CPU", DeviceKind.cpu, 8.0, 1, 4096), None, Timer(CPU).time)
+
+    def make() -> Callable[[int], object]:
+        if ranks.is_first:
+            raise torch.OutOfMemoryError("out of memory")
+        return lambda n: barrier()
+
+    measured.timed("collectives", [Case([], make, together=True)])
+    return measured.left["collectives"]
+
+
+def test_no_rank_waits_for_one_without_memory():
+    assert run_ranks(2, lacks_memory) == ["out of memory"] * 2
 
 
 def test_collectives_of_two_ranks_are_timed():
