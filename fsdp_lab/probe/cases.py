@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp_lab.forecast.speed.program import FUSED, Kind, Operator, Stream
 from fsdp_lab.forecast.torch_private import float8_product
+from fsdp_lab.machine.hardware import num_cpus
 from fsdp_lab.probe.timer import Case
 
 _TURNS = 4  # buffers of a case
@@ -164,7 +165,15 @@ def transfer_cases(device: torch.device) -> dict[str, list[Case]]:
 
     def adds() -> Callable[[int], object]:
         a, b, c = torch.zeros(3, size // 4).unbind()
-        return lambda n: torch.add(a, b, out=c)
+        share = max(1, num_cpus() // max(1, torch.cuda.device_count()))  # of the cores, as a rank for each GPU has
+
+        def run(_: int) -> None:
+            before = torch.get_num_threads()
+            torch.set_num_threads(share)
+            torch.add(a, b, out=c)
+            torch.set_num_threads(before)
+
+        return run
 
     moved, paged = (operator(name, Kind.transfer, Stream.copy_in, num_bytes=size) for name in ("pinned", "pageable"))
     on_host = operator("aten.add", Kind.memory, Stream.host, num_bytes=3 * size)

@@ -130,7 +130,10 @@ def fit_links(measured: Measurement, sent: Sequence[Sent]) -> None:
     names = ("latency_s", "link_latency_s") if within else ("network_latency_s",)
     factor = _latency_factor(measured.device, names, small)
     for name in names:
-        measured.put(name, getattr(measured.device, name) * factor, spread)
+        if factor is None:
+            measured.left[name] = "no latency makes a forecast of small messages as long as they took"
+        else:
+            measured.put(name, getattr(measured.device, name) * factor, spread)
 
 
 def _passed(one: Operator) -> float:
@@ -149,12 +152,14 @@ def _slope(points: Sequence[tuple[float, float]]) -> float:
     return over / under if under and over > 0 else y0 / x0
 
 
-def _latency_factor(device: Device, names: Sequence[str], small: Sequence[Sent]) -> float:
+def _latency_factor(device: Device, names: Sequence[str], small: Sequence[Sent]) -> float | None:
     def ratio(factor: float) -> float:
         slower = replace(device, **{name: getattr(device, name) * factor for name in names})  # type: ignore[arg-type]
         return median(collective_seconds(one.operator, slower) / one.seconds for one in small)
 
     low, high = 1e-3, 1e4
+    if not ratio(low) <= 1 <= ratio(high):
+        return None
     for _ in range(60):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if ratio(middle) > 1 else (middle, high)

@@ -16,7 +16,7 @@ from fsdp_lab.probe.timer import BUSY, Case, Timed
 
 T = TypeVar("T")
 # What is raised for want of a kernel, a compiler or memory, and by a step that cannot run here.
-_CANNOT = (RuntimeError, TypeError, ValueError, LookupError, ImportError, OSError, UserError)
+_CANNOT = (RuntimeError, ImportError, OSError, UserError)
 # Of an other step on a device without a data sheet: assumed, until a probe has measured steps (`--steps`).
 _ASSUMED = Errors(KnownError(0.15, 0.3))
 _MOST_S = 1.0  # of a launch
@@ -141,12 +141,15 @@ class Measurement:
             self.left[name] = program
         if isinstance(program, str) or step is None or not program:
             return
+        if step_seconds(program, _with(self.device, name, 0.0)) >= step.seconds:
+            self.left[name] = "the forecast of its step is as long without launches as the step that was measured"
+            return
         low, high = 0.0, _MOST_S
         for _ in range(60):  # a longer launch makes a longer step
             middle = (low + high) / 2
             is_longer = step_seconds(program, _with(self.device, name, middle)) > step.seconds
             low, high = (low, middle) if is_longer else (middle, high)
-        self.put(name, max(high, 1e-9), step.spread)
+        self.put(name, high, step.spread)
 
 
 def _as_in_steps(device: Device) -> Device:

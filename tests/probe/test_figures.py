@@ -17,8 +17,17 @@ from fsdp_lab.forecast.speed.costs import ALONE, collective_seconds, seconds
 from fsdp_lab.forecast.speed.device import Basis, Device, DeviceKind, KnownError, Reached, load_device
 from fsdp_lab.forecast.speed.predict import predict, step_seconds
 from fsdp_lab.forecast.speed.program import FUSED, Kind, Operator
+from fsdp_lab.probe import cases
 from fsdp_lab.probe import measure as probe
-from fsdp_lab.probe.collectives import collective_cases, fit_links, measure_links, measure_overlap, read_nccl_log
+from fsdp_lab.probe.cases import transfer_cases
+from fsdp_lab.probe.collectives import (
+    Sent,
+    collective_cases,
+    fit_links,
+    measure_links,
+    measure_overlap,
+    read_nccl_log,
+)
 from fsdp_lab.probe.figures import Measurement, blank
 from fsdp_lab.probe.measure import device_here, measure
 from fsdp_lab.probe.steps import launch_steps
@@ -130,6 +139,39 @@ def test_what_has_no_kernel_is_left_with_the_reason(monkeypatch: pytest.MonkeyPa
     measured = Measurement(H100, H100, fails)
     measured.share("reached.memory", [Case([operator(Kind.memory, num_bytes=1e6)], lambda: lambda n: None)])
     assert measured.left == {"reached.memory": "no kernel image is available"} and not measured.figures
+
+
+def test_an_error_of_our_own_is_not_taken_for_a_missing_kernel():
+    def fails(_: Case) -> Timed:
+        raise KeyError("a bug")
+
+    with pytest.raises(KeyError, match="a bug"):
+        Measurement(H100, H100, fails).timed("reached.memory", [Case([], lambda: lambda n: None)])
+
+
+def test_launches_that_no_forecast_explains_are_left():
+    measured = Measurement(PLANTED, H100, timed_on(PLANTED))
+    measured.launches("launch_s", [operator(Kind.memory, num_bytes=1e12)], lambda: Timed(1e-3, 0.0))
+    assert not measured.figures and measured.device.launch_s == PLANTED.launch_s
+    assert "without launches" in measured.left["launch_s"]
+
+
+def test_latencies_that_no_forecast_explains_are_left():
+    measured = Measurement(PLANTED, H100, timed_on(PLANTED))
+    sent = [Sent(case.program[0], timed_on(PLANTED)(case).seconds / (50 if case.program[0].num_bytes < 2**25 else 1))
+            for case in collective_cases(torch.device("cuda"), range(8), None)]  # fmt: skip
+    fit_links(measured, sent)
+    assert {*measured.left} == {"latency_s", "link_latency_s"} and measured.has("link_bandwidth")
+    assert measured.device.latency_s == PLANTED.latency_s
+
+
+def test_a_gpus_share_of_its_host_is_measured_with_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch):
+    threads, before, add = list[int](), torch.get_num_threads(), torch.add
+    monkeypatch.setattr(cases, "num_cpus", lambda: 12)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch, "add", lambda *_, **rest: (threads.append(torch.get_num_threads()), add(*_, **rest)))
+    transfer_cases(torch.device("cpu"))["host"][0].make()(0)
+    assert threads == [3] and torch.get_num_threads() == before
 
 
 LINKS = {  # what nccl measures from 1 MiB on, within a node of eight and between two of them
