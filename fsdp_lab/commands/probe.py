@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.describe import docstring
+from fsdp_lab.config.options import DEVICE_KINDS, data_sheets
 from fsdp_lab.config.status import ExitCode
+from fsdp_lab.forecast.devices import words_for
 from fsdp_lab.forecast.speed.device import NOT_IN_FILES, Device
 from fsdp_lab.machine.output import outlast_reader
 from fsdp_lab.storage.files import write_text
@@ -69,7 +71,7 @@ def read_arguments(words: Sequence[str]) -> Asked:
     """Return what the arguments ask for.
 
     Raises:
-        ConfigError: an unknown argument; or the file is there already, or does not end in .yaml.
+        ConfigError: an unknown argument; or a file that is there already, does not end in .yaml, or has a name of ours.
     """
     asked, left = Asked(), iter(words)
     for word in left:
@@ -80,7 +82,11 @@ def read_arguments(words: Sequence[str]) -> Asked:
                 raise ConfigError(
                     f"--out={value} is not the name of a device file; use --out conf_of_mine/device/mine.yaml."
                 )
-            asked = asked._replace(out=Path(value).expanduser())
+            out = Path(value).expanduser()
+            asked = asked._replace(out=out)
+            if out.stem in (*DEVICE_KINDS, *(sheet.stem for sheet in data_sheets())):
+                raise ConfigError(f"--out={value} is not a name of your own, as forecast.device={out.stem} is another "
+                                  "device; use --out conf_of_mine/device/mine.yaml.")  # fmt: skip
         elif name == "nccl" and value:
             asked = asked._replace(logs=(*asked.logs, Path(value).expanduser().absolute()))
         elif name == "cluster.address" and value:
@@ -122,7 +128,7 @@ def run(asked: Asked) -> None:
             write_text(out, text)
         except OSError as error:
             raise UserError(f"--out={out} cannot be written: {error.strerror}; name another file.") from error
-        print(f"written: {out}; use it with --config-dir {out.parent.parent} forecast.device={out.stem}")
+        print(f"written: {out}; use it with {words_for(out)}")
 
 
 def probed(asked: Asked, logs: Sequence[Log] = ()) -> tuple[list[str], str]:

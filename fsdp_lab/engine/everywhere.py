@@ -20,15 +20,26 @@ def on_all_ranks(address: str, function: Callable[[], Any]) -> Any:
         function: of a module that the nodes have; it joins the process group.
 
     Raises:
-        UserError: no Ray answers at the address, or a rank failed.
+        UserError: no Ray answers at the address, some of its GPUs are in use, or a rank failed.
     """
     check_cluster(cluster := ClusterConfig(address=address))
-    start_ray(cluster)
+    try:
+        start_ray(cluster)
+        return _on_all_ranks(address, function)
+    finally:
+        stop_ray()
+
+
+def _on_all_ranks(address: str, function: Callable[[], Any]) -> Any:
     import ray.train
     from ray.train.torch import TorchTrainer
 
-    actor: Any = ray.remote(num_cpus=0)(_Box)
-    gpus, box = int(ray.cluster_resources().get("GPU", 0)), actor.remote()
+    gpus, free = (int(each().get("GPU", 0)) for each in (ray.cluster_resources, ray.available_resources))
+    if free < gpus:
+        raise UserError(
+            f"cluster.address={address}: {free} of its {gpus} GPUs are free, and a probe measures on all of them; try "
+            "again when nothing else runs there (`ray status`)."
+        )
 
     def rank(_: Any) -> None:
         found = function()
@@ -36,6 +47,8 @@ def on_all_ranks(address: str, function: Callable[[], Any]) -> Any:
             ray.get(box.put.remote(found))
 
     try:
+        actor: Any = ray.remote(num_cpus=0)(_Box)
+        box = actor.remote()
         with tempfile.TemporaryDirectory() as folder:
             TorchTrainer(
                 rank,
@@ -51,8 +64,6 @@ def on_all_ranks(address: str, function: Callable[[], Any]) -> Any:
         raise UserError(f"cluster.address={address}: a rank failed: {str(error).partition(chr(10))[0]}") from error
     except ray.train.TrainingFailedError as error:
         raise UserError(f"cluster.address={address}: a rank failed: {' '.join(str(error).split())[-300:]}") from error
-    finally:
-        stop_ray()
 
 
 class _Box:

@@ -97,11 +97,21 @@ def file_here() -> Path | None:
     return None
 
 
+def words_for(file: Path) -> str:
+    """Return the words of a command whose forecast uses a device file of the user's."""
+    if file.parent.name != "device":
+        return f"forecast.device={file}"
+    return f"--config-dir {file.parent.parent} forecast.device={file.stem}"
+
+
 def no_file_note(config: SweepConfig) -> list[str]:
-    """Return a line for a sweep whose speeds nothing predicts, though a probe of this machine would; else nothing."""
+    """Return a line for a sweep that does without what a probe of this machine would find, or found; else nothing."""
     asked = config.forecast
-    if not asked.enabled or asked.device not in DEVICE_KINDS or not config.cluster.is_here or file_here() is not None:
+    if not asked.enabled or asked.device not in DEVICE_KINDS or not config.cluster.is_here:
         return []
+    if (file := file_here()) is not None:
+        unused = f"forecast.device={asked.device} does not use this machine's device file: use it with "
+        return [] if file in data_sheets() else [unused + words_for(file)]
     return [f"this machine has no device file, so speeds are not predicted: {PROBE} measures one in a minute"]
 
 

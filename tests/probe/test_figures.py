@@ -323,6 +323,8 @@ def test_a_timer_takes_medians_and_says_how_far_they_are_apart(rank_alone: None)
     [
         ("--out {there}", "is there already; name another file, or overwrite it with --force"),
         ("--out mine", "is not the name of a device file; use --out conf_of_mine/device/mine.yaml"),
+        ("--out mine/auto.yaml", "is not a name of your own, as forecast.device=auto is another device"),
+        ("--out mine/device/h100_sxm.yaml", "forecast.device=h100_sxm is another device; use --out conf_of_mine"),
         ("steps", "steps is not an option; use --out FILE, --force, --steps, nccl=FILE or cluster"),
     ],
 )

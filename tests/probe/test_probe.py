@@ -10,13 +10,16 @@ from collections.abc import Callable
 from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.distributed import barrier
 
+from fsdp_lab.config import UserError
 from fsdp_lab.config.options import PROBE, is_device, use_devices_of
-from fsdp_lab.forecast.devices import file_here, no_file_note
+from fsdp_lab.engine import everywhere
+from fsdp_lab.forecast.devices import file_here, no_file_note, words_for
 from fsdp_lab.forecast.speed.device import DeviceKind, load_device
 from fsdp_lab.machine.hardware import cpu_name
 from fsdp_lab.probe.cases import attention_cases, memory_cases, product_cases
@@ -84,7 +87,30 @@ def test_a_machine_without_a_file_is_told_of_the_probe(tmp_path: Path, monkeypat
     own.write_text(re.sub(r"(?m)^name: .*", f'name: "{cpu_name()}"', text))
     (own.parent / "broken.yaml").write_text("name: [")
     found = file_here()
-    assert found is not None and found.name == "mine.yaml" and no_file_note(asked) == []
+    assert (
+        found is not None
+        and found.name == "mine.yaml"
+        and no_file_note(asked)
+        == [
+            "forecast.device=auto does not use this machine's device file: use it with --config-dir conf_of_mine "
+            "forecast.device=mine"
+        ]
+    )
+    assert words_for(tmp_path / "mine.yaml") == f"forecast.device={tmp_path / 'mine.yaml'}"
+
+
+def test_a_cluster_in_use_is_refused_and_ray_ends(monkeypatch: pytest.MonkeyPatch):
+    ended = list[bool]()
+    monkeypatch.setattr(everywhere, "start_ray", lambda cluster: None)
+    monkeypatch.setattr(everywhere, "stop_ray", lambda: ended.append(True))
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 8.0})
+    monkeypatch.setattr("ray.available_resources", lambda: {"GPU": 6.0})
+    with pytest.raises(UserError, match="6 of its 8 GPUs are free"):
+        everywhere.on_all_ranks("10.0.0.1:6379", lambda: None)
+    monkeypatch.setattr(everywhere, "start_ray", Mock(side_effect=UserError("no Ray")))
+    with pytest.raises(UserError, match="no Ray"):
+        everywhere.on_all_ranks("10.0.0.1:6379", lambda: None)
+    assert ended == [True, True]
 
 
 def test_a_device_of_the_users_folder_has_a_name_in_every_process(tmp_path: Path):
