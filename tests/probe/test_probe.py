@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -103,6 +104,8 @@ def test_a_cluster_in_use_is_refused_and_ray_ends(monkeypatch: pytest.MonkeyPatc
     ended = list[bool]()
     monkeypatch.setattr(everywhere, "start_ray", lambda cluster: None)
     monkeypatch.setattr(everywhere, "stop_ray", lambda: ended.append(True))
+    importlib.import_module("ray.train.torch")  # which makes actors of its own
+    monkeypatch.setattr("ray.remote", Mock(side_effect=AssertionError("began")))
     monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 8.0})
     monkeypatch.setattr("ray.available_resources", lambda: {"GPU": 6.0})
     with pytest.raises(UserError, match="6 of its 8 GPUs are free"):
