@@ -119,10 +119,12 @@ def _store(remedy: str, uri: str) -> Finding:
 
 
 def _device_file(remedy: str) -> Finding:
-    from fsdp_lab.forecast.devices import file_here
+    from fsdp_lab.config.options import data_sheets
+    from fsdp_lab.forecast.devices import file_here, words_for
 
-    file = file_here()
-    return Finding("none, so forecasts predict no speed here", remedy) if file is None else Finding(f"{file}")
+    if (file := file_here()) is None:
+        return Finding("none, so forecasts predict no speed here", remedy)
+    return Finding(f"{file}" if file in data_sheets() else f"{file}; use it by {words_for(file)}")
 
 
 def _gib(num_bytes: float) -> str:
