@@ -33,6 +33,7 @@ _ON_A_GPU = {
         (VIT_B, "sharding=per_block precision=bf16_mixed offload=cpu"),
         (VIT_B, "sharding=ddp precision=fp16"),
         (LLAMA, "sharding=per_block precision=bf16_mixed compile=true"),
+        (LLAMA, "sharding=per_block precision=bf16_pure"),
         (VIT_L, "sharding=per_block precision=bf16_mixed compile=true"),
         (VIT_L, "sharding=root precision=fp16 activation_checkpointing=full"),
         (LLAMA, "sharding=per_block precision=bf16 activation_checkpointing=selective optimizer=adamw"),
