@@ -51,7 +51,8 @@ def test_a_probe_measures_the_network_between_nodes(cluster: Cluster, tmp_path: 
         env=cluster.environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "efficiency.network " in done.stdout and "network_latency_s " in done.stdout, done.stdout
+    assert "efficiency.network " in done.stdout, done.stdout
+    assert "network_latency_s" in done.stdout, "measured, or named where the bandwidth alone explains small messages"
     assert load_device(tmp_path / "device" / "two.yaml").node_size == 1
 
 
