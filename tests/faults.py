@@ -38,6 +38,7 @@ LEARNS = "training/test_parity.py::test_a_sharded_run_learns_what_one_process_le
 HOLDS = "training/test_parity.py::test_it_holds_what_was_forecast_to_the_byte"
 TRACE = "forecast/test_program.py"
 CHECKPOINT = "training/test_checkpoint.py"
+BLOCKS = "forecast/test_equal_blocks.py"
 ANOTHER = f"{CHECKPOINT}::test_another_run_gives_its_weights_and_optimizer_state"
 KEPT = "training/test_model_state.py::test_it_is_resumed_and_exported_as_plain_pytorch_has_it"
 PLAIN, OWN_BUFFERS = "training/test_plain.py", "::test_each_rank_has_its_own_buffers_and_labels_weigh_alike"
@@ -1145,6 +1146,22 @@ FAULTS = (
           '            kwargs["device"] = ACCELERATOR\n', "            pass\n", NAMES_GPU),
     Fault("a model's own autocast for CUDA is ignored", "fsdp_lab/forecast/dispatch.py",
           '        if device_type == "cuda":', "        if False:", NAMES_GPU),
+    Fault("blocks that a model uses unequally are followed once", "fsdp_lab/forecast/equal_blocks.py",
+          "return stack if all_ == _forward(model, workload, stack) else None", "return stack",
+          f"{BLOCKS}::test_blocks_that_differ_are_all_followed"),
+    Fault("blocks of other widths are followed as one", "fsdp_lab/forecast/equal_blocks.py",
+          "period = next(apart, 0)", "period = 1", f"{BLOCKS}::test_blocks_that_differ_are_all_followed"),
+    Fault("a step of few blocks is repeated without a check", "fsdp_lab/forecast/depth.py",
+          "or not _same_profile(again, more.profile)", "", f"{BLOCKS}::test_blocks_that_differ_are_all_followed"),
+    Fault("backward passes repeat a block in the order of the forward pass", "fsdp_lab/forecast/depth.py",
+          "copies if ways[run.turn] > 0 else reversed(copies)", "copies",
+          f"{BLOCKS}::test_twenty_blocks_are_made_of_six"),
+    Fault("what is for all blocks does not grow with them", "fsdp_lab/forecast/depth.py",
+          "grown = {name: getattr(one, name) + times * (", "grown = {name: getattr(one, name) + (",
+          f"{BLOCKS}::test_twenty_blocks_are_made_of_six"),
+    Fault("gradients of a unit are all the first parameter's", "fsdp_lab/memory/recorder.py",
+          "self._named.get((one.number, int(tensor.storage_offset())), \"\")", "self._named.get((one.number, 0), \"\")",
+          f"{BLOCKS}::test_twenty_blocks_are_made_of_six"),
     Fault("a plain tensor in a module ends a forecast", "fsdp_lab/forecast/fake.py",
           "FakeTensorMode(allow_non_fake_inputs=True)", "FakeTensorMode()",
           "forecast/test_memory.py::test_tensors_that_are_no_parameters_are_followed"),

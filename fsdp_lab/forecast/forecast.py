@@ -25,6 +25,8 @@ from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.target import user_line
 from fsdp_lab.forecast.capacity import SURE, Forecast, weigh
+from fsdp_lab.forecast.depth import Stack
+from fsdp_lab.forecast.equal_blocks import keep_first, step_of_equal_blocks
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
 from fsdp_lab.forecast.float8 import apply_fake_float8
 from fsdp_lab.forecast.keep import ratio_group, unlike
@@ -65,6 +67,7 @@ _NOT_FOLLOWED = {
     "FlexAttention": "flex_attention has no forecast: on a CPU, where forecasts are made, it has no backward pass",
     "SparseTensorImpl": "sparse gradients have no forecast: their size depends on the values of a batch",
 }
+_LAST: dict[str, Step] = {}  # by `Request.step`
 _MICROBATCH_LIMIT, _STEP_UP = 2**20, 2**4  # where memory does not stop it, the search does
 
 
@@ -80,6 +83,7 @@ def forecast(
     largest: bool = False,
     page: Path | None = None,
     sheet: Device | None = None,
+    same: str = "",
 ) -> Forecast:
     """Forecast the memory and speed of one worker. The range of its speed is for a device with room: see `on_capacity`.
 
@@ -88,11 +92,14 @@ def forecast(
         largest: also find the most samples that it can take at once.
         page: where to write the timeline of the step; None: nowhere.
         sheet: the device whose speed to forecast; None: only the memory.
+        same: identifies the step: the last one of this process is followed once; "": any is followed.
 
     Raises:
         UserError: see `forecast_profile`.
     """
-    step = forecast_step(config, num_workers, cuda, sheet=sheet, traced=sheet is not None)
+    step = _LAST.get(same) or forecast_step(config, num_workers, cuda, sheet=sheet, traced=sheet is not None)
+    _LAST.clear()
+    _LAST.update({same: step} if same else {})
     result = weigh(step.profile, step.num_trained, config, num_workers, cuda, capacity_bytes)
     result = replace(result, num_params=step.num_params, layout=step.layout)
     if sheet is not None:
@@ -242,6 +249,21 @@ def forecast_step(
             "depends on how far the host runs ahead; measure this trial with memory_profile=peaks, or forecast "
             "sharding.limit_all_gathers=true."
         )
+    workload = build_workload(config.model, config.data, config.task)
+    # DDP and FSDP1 put parts of several blocks into one buffer; to compile a block takes as long as to follow fifteen
+    equal = config.sharding.kind in ("fsdp2", "tensor") and not config.compile
+
+    def follow(stack: Stack | None, blocks: int) -> Step:
+        return _follow_rank(config, num_workers, cuda, rank, sheet, traced, stack, blocks)
+
+    return step_of_equal_blocks(workload, config, follow) if equal else follow(None, 0)
+
+
+def _follow_rank(
+    config: TrialConfig, num_workers: int, cuda: bool, rank: int, sheet: Device | None, traced: bool,
+    stack: Stack | None, blocks: int,
+) -> Step:  # fmt: skip
+    """Follow a rank, with all blocks of the model, or with so many of a stack."""
     device = ACCELERATOR if cuda else HOST
     for name in ("torch._subclasses.fake_tensor", "torch._higher_order_ops.wrap", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they tell is raised, too, or is of no GPU here
@@ -250,7 +272,7 @@ def forecast_step(
         workload = build_workload(config.model, config.data, config.task)
         parallel = build_parallel(as_forecast(config), ranks)
         try:
-            return _follow(workload, parallel, sheet, traced)
+            return _follow(workload, parallel, sheet, traced, stack, blocks)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             part = "the forward pass of the model"
             if any(isinstance(f.f_locals.get("self"), torch.optim.Optimizer) for f, _ in walk_tb(error.__traceback__)):
@@ -277,7 +299,9 @@ def _at(error: BaseException) -> str:
     return f", at {line}" if line else ""
 
 
-def _follow(workload: Workload, parallel: Parallel, sheet: Device | None, traced: bool) -> Step:
+def _follow(
+    workload: Workload, parallel: Parallel, sheet: Device | None, traced: bool, stack: Stack | None, blocks: int
+) -> Step:
     config, dims, device = parallel.config, parallel.dims, parallel.device
     cuda = device == ACCELERATOR
     trace = StepTrace(HOST if cuda else None)
@@ -297,6 +321,8 @@ def _follow(workload: Workload, parallel: Parallel, sheet: Device | None, traced
             _mark_forward(model, values)
 
         model = without_values(workload.model.build, config.training.seed)
+        if stack is not None:
+            keep_first(model, stack, blocks)
         held = () if parallel.is_sharded else held_parameters(model)  # else refused below
         for name, holder in held:
             raise NotFollowedError(

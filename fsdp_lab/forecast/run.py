@@ -65,13 +65,17 @@ class Request:
         return on_capacity(on_host(forecast, self.config), self.capacity_bytes, self.host)
 
     @property
+    def step(self) -> str:
+        """An identifier that is equal for requests with the same step, which devices with the same kernels share."""
+        config = self.config if self.cuda else replace(self.config, offload=OffloadConfig())
+        kernels = self.sheet.kernels if self.sheet else None
+        return json.dumps([forecast_settings(config, self.num_workers), self.cuda, kernels], sort_keys=True)
+
+    @property
     def key(self) -> str:
         """An identifier that is equal for requests with the same answer. On a CPU offloading makes no difference."""
-        asks = self.config.forecast.largest_microbatch
-        config = self.config if self.cuda else replace(self.config, offload=OffloadConfig())
-        capacity = self.capacity_bytes if asks else None
-        settings = [forecast_settings(config, self.num_workers), self.cuda, capacity, repr(self.sheet)]
-        return json.dumps(settings, sort_keys=True)
+        capacity = self.capacity_bytes if self.config.forecast.largest_microbatch else None
+        return json.dumps([self.step, capacity, repr(self.sheet)])
 
 
 def forecast_one(request: Request) -> Forecast:
@@ -94,6 +98,7 @@ def _forecast(request: Request) -> Forecast:
         request.config.forecast.largest_microbatch,
         request.page,
         request.sheet,
+        request.step,
     )
 
 
@@ -143,13 +148,26 @@ def _in_pool(
     """Forecast in so many processes; each request is noted when it is done, with an answer or without."""
     if not requests or (stop and stop.is_set()):
         return
-    with Pool(_answer, processes, LIMIT_S) as pool:
-        futures = {pool.submit(request): key for key, request in requests.items()}
+    alike: dict[str, list[str]] = {}
+    for key, request in requests.items():
+        alike.setdefault(request.step, []).append(key)
+    with Pool(_answer_all, processes, LIMIT_S) as pool:
+        futures = {pool.submit([requests[key] for key in keys]): keys for keys in alike.values()}
         waiting = set(futures)
         while waiting and not (stop and stop.is_set()):
             done, waiting = wait(waiting, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
             for future in done:
-                note(futures[future], future)
+                for place, key in enumerate(futures[future]):
+                    note(key, _one_of(future, place))
+
+
+def _one_of(answers: Future[list[Forecast]], place: int) -> Future[Forecast]:
+    one: Future[Forecast] = Future()
+    if error := answers.exception():
+        one.set_exception(error)
+    else:
+        one.set_result(answers.result()[place])
+    return one
 
 
 def _result(request: Request, answer: Future[Forecast]) -> Forecast:
@@ -217,6 +235,11 @@ class Forecaster(Pool):
     def result(future: Future[Forecast], request: Request) -> Forecast:
         """Wait for a forecast. One that is late, or whose process dies, has `error`."""
         return request.weigh(_result(request, future))
+
+
+def _answer_all(requests: Sequence[Request]) -> list[Forecast]:
+    """Answer requests with the same step."""
+    return [_answer(request) for request in requests]
 
 
 def _answer(request: Request) -> Forecast:

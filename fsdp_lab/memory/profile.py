@@ -81,11 +81,13 @@ class Profile:
         events: in order.
         begun: the number of events before the step began.
         peaks: for each place, the bytes of each category at its peak; `total` is their sum.
+        owners: storage -> the names of the parameters or buffers that it is, or was made for outside of all modules.
     """
 
     events: list[Event] = field(default_factory=list)
     begun: int = 0
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)
+    owners: dict[int, list[str]] = field(default_factory=dict)
 
     def states(self, place: str = "device") -> Iterator[tuple[dict[str, int], dict[int, Held]]]:
         """Yield what a place holds after each event: the bytes of each category, and the storages by their number.

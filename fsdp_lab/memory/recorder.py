@@ -158,6 +158,7 @@ class StepRecorder(TorchDispatchMode):
         self._phase = "forward"
         self._in_optimizer = False
         self._storages: dict[int, _Storage] = {}
+        self._named: dict[tuple[int, int], str] = {}  # storage and place in it -> the parameter that it is for
         self._numbers = count()
         # by parameter: `reshard_after_forward=to_size` makes some and frees them
         self._hooks: Any = WeakIdKeyDictionary()
@@ -191,11 +192,12 @@ class StepRecorder(TorchDispatchMode):
         yield
         self.over, self._phase = False, "forward"
 
-    def hold(self, tensor: Tensor, category: str, known_too: bool = True) -> None:
+    def hold(self, tensor: Tensor, category: str, known_too: bool = True, name: str = "") -> None:
         """Note a tensor's storages, with a category.
 
         Args:
             known_too: also change the category of those that were noted before.
+            name: of the parameter or buffer that they are for; "": not known.
         """
         for storage in storages_of(tensor):
             known = self._storages.get(id(storage))
@@ -208,6 +210,35 @@ class StepRecorder(TorchDispatchMode):
                 if known.num_bytes:
                     self._record(known)
             self._has_size(known, storage)
+        self._own(name, tensor)
+
+    def _owners(self, args: Any, made: Sequence[Tensor]) -> list[str]:
+        """Return for which parameters an operator outside of all modules has made tensors; "": not known.
+
+        Those of a list are for the owners of a list of arguments, others for the only owner of all arguments.
+        """
+        if not made or self._modules.names():
+            return [""] * len(made)
+        lists = [tensors_of(one) for one in args if isinstance(one, list | tuple)]
+        if alike := next((one for one in lists if len(one) == len(made)), None):
+            return [self._owner(tensor) for tensor in alike]
+        owners = {self._owner(tensor) for tensor in tensors_of(args)} - {""}
+        return [owners.pop() if len(owners) == 1 else ""] * len(made)
+
+    def _own(self, name: str, tensor: Tensor) -> None:
+        """Note for which parameter a tensor is, by its place in the storage: FSDP2 reduces a unit into one."""
+        if not name:
+            return
+        with torch.no_grad():  # so that this makes no view
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for storage in storages_of(local):
+            known = self._storages.get(id(storage))
+            if known and self._named.setdefault((known.number, int(local.storage_offset())), name) == name:
+                self.profile.owners.setdefault(known.number, []).append(name)
+
+    def _owner(self, tensor: Tensor) -> str:
+        known = (self._storages.get(id(storage)) for storage in storages_of(tensor))
+        return next((self._named.get((one.number, int(tensor.storage_offset())), "") for one in known if one), "")
 
     def place(self) -> tuple[str, str]:
         """Return the phase and the innermost active module; "" outside of all modules."""
@@ -248,8 +279,9 @@ class StepRecorder(TorchDispatchMode):
                 for tensor in tensors_of(sent):
                     self.hold(tensor, category)
         category = self._category(func, args, kwargs)
-        for tensor in tensors_of((result, kwargs.get("out"))):
-            self.hold(tensor, category, known_too=False)
+        made = tensors_of((result, kwargs.get("out")))
+        for tensor, name in zip(made, self._owners(args, made), strict=True):
+            self.hold(tensor, category, known_too=False, name=name)
         if self._buffer_bytes is not None and (num_bytes := self._buffer_bytes(func, args)):
             number = next(self._numbers)
             for size in (num_bytes, 0):
@@ -277,18 +309,20 @@ class StepRecorder(TorchDispatchMode):
 
     def _hook_gradients(self, category: str) -> None:
         """Let parameters note their gradients: once FSDP2 has gathered some, their copies, too."""
-        flat = [(handle.flat_param, "unsharded_grad") for _, handle in flat_units(self._parallel.model)]
-        for parameter, what in (*((parameter, category) for parameter in self._parallel.model.parameters()), *flat):
+        named = [(parameter, category, name) for name, parameter in self._parallel.model.named_parameters()]
+        flat = [(handle.flat_param, "unsharded_grad", "") for _, handle in flat_units(self._parallel.model)]
+        for parameter, what, name in (*named, *flat):
             if parameter.requires_grad and parameter not in self._hooks:
-                note = partial(self._has_gradient, what)
+                self._own(name, parameter)
+                note = partial(self._has_gradient, what, name)
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(note)
 
     def _optimizer_steps(self, begins: bool, *_: Any) -> None:
         self._in_optimizer = begins
 
-    def _has_gradient(self, category: str, parameter: Tensor) -> None:
+    def _has_gradient(self, category: str, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self.hold(parameter.grad, category)
+            self.hold(parameter.grad, category, name=name)
 
     def _has_size(self, known: _Storage, storage: torch.UntypedStorage) -> None:
         if known.num_bytes != storage.nbytes():
@@ -324,15 +358,19 @@ def record_step(
         inside: a context that is entered last.
     """
     recorder, model = StepRecorder(parallel, buffer_bytes), parallel.model
-    for parameter in model.parameters():
-        recorder.hold(parameter, "param")
+    named = [*model.named_parameters()]
+    for name, parameter in named:
+        recorder.hold(parameter, "param", name=name)
         if parameter.grad is not None:
-            recorder.hold(parameter.grad, "grad")
-    for category, tensors in {
-        "buffer": model.buffers(), "optimizer": tensors_of(optimizer.state), "input": batch,
-    }.items():  # fmt: skip
-        for tensor in tensors:
-            recorder.hold(tensor, category)
+            recorder.hold(parameter.grad, "grad", name=name)
+    names: dict[Tensor, str] = {parameter: name for name, parameter in named}
+    for name, buffer in model.named_buffers():
+        recorder.hold(buffer, "buffer", name=name)
+    for of, state in optimizer.state.items():
+        for tensor in tensors_of(state):
+            recorder.hold(tensor, "optimizer", name=names.get(of, ""))
+    for tensor in batch:
+        recorder.hold(tensor, "input")
     accumulates = AccumulatesInPlace()
     with SynchronousGlooMode(), recorder.following(), inside(recorder), accumulates:
         with recorder.paused():

@@ -213,6 +213,11 @@ class Device:
         return self.compiled_launch_s is not None
 
     @property
+    def kernels(self) -> tuple[int, bool]:
+        """What decides which kernels a step calls, and what buffers they take."""
+        return self.num_cores, self.reached.cudnn_attention is not None
+
+    @property
     def network_gbit(self) -> float:
         return self.network_bandwidth / _BYTES_OF_GBIT
 

@@ -1,0 +1,266 @@
+"""The step of a model with many equal blocks, from the steps of a few: change by change, operator by operator."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from math import isclose
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fsdp_lab.forecast.speed.program import Operator
+from fsdp_lab.forecast.speed.streams import schedule
+from fsdp_lab.memory.profile import Event, Profile
+
+if TYPE_CHECKING:
+    from fsdp_lab.forecast.forecast import Step
+
+NONE = -1  # the label of what belongs to no block
+REPEATED = 2  # the period that is repeated: the first and the last two may differ from it
+_FIRST = 5  # periods of the smaller step
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A list of blocks in a model, equal with a period.
+
+    Attributes:
+        name: of the list.
+        count: of the blocks.
+        period: how many blocks it takes until an equal one follows.
+    """
+
+    name: str
+    count: int
+    period: int
+
+    @property
+    def few(self) -> int:
+        """Return how many blocks the smaller of two steps has."""
+        return _FIRST * self.period + self.count % self.period
+
+    @property
+    def more(self) -> int:
+        """Return how many periods all blocks have in addition."""
+        return (self.count - self.few) // self.period
+
+    def label(self, module: str) -> int:
+        """Return the period of the block that a module is in."""
+        inside = re.match(rf"{re.escape(self.name)}\.(\d+)(?:\.|$)", module)
+        return int(inside[1]) // self.period if inside else NONE
+
+    def moved(self, module: str, periods: int) -> str:
+        """Return the name of a module's like so many periods later."""
+        if not periods or self.label(module) == NONE:
+            return module
+        at, _, rest = module[len(self.name) + 1 :].partition(".")
+        return ".".join(filter(None, (self.name, str(int(at) + periods * self.period), rest)))
+
+
+def deepened(few: Step, more: Step, stack: Stack) -> Step | None:
+    """Return the step of all blocks of a stack; None if it does not follow from those of a few.
+
+    Args:
+        few: of `stack.few` blocks.
+        more: of one period more: what `few` with a period more has to be.
+    """
+    named = (*few.layout.units, *few.layout.blocks, *few.layout.last)
+    if few.layout != more.layout or any(stack.label(name) != NONE for name in named):
+        return None
+    profile, again = (_profile(few.profile, more.profile, stack, times) for times in (stack.more, 1))
+    if profile is None or again is None or not _same_profile(again, more.profile):
+        return None
+    program, once = (_program(few.program, more.program, stack, times) for times in (stack.more, 1))
+    if program is None or once is None or not _same_program(once, more.program):
+        return None
+    sizes = [
+        low + stack.more * (high - low)
+        for low, high in zip((*few.num_params, few.num_trained), (*more.num_params, more.num_trained), strict=True)
+    ]
+    whole, own, trained = sizes
+    return few._replace(profile=profile, program=program, num_params=(whole, own), num_trained=trained)
+
+
+def _profile(few: Profile, more: Profile, stack: Stack, times: int) -> Profile | None:
+    owners: dict[int, list[str]] = {}
+
+    def made(event: Event, later: int, refer: Refer) -> Event:
+        (storage,) = refer(event.storage)
+        if owner := few.owners.get(event.storage):
+            owners.setdefault(storage, [stack.moved(name, later) for name in owner])
+        return replace(event, storage=storage, module=stack.moved(event.module, later))
+
+    def sequence(profile: Profile) -> _Sequence:
+        labels, known = [], dict[int, int]()
+        for event in profile.events:
+            label, owners = stack.label(event.module), {*map(stack.label, profile.owners.get(event.storage, ()))}
+            label = owners.pop() if label == NONE and len(owners) == 1 else label
+            known.setdefault(event.storage, label)
+            labels.append(known[event.storage] if label == NONE else label)
+        begun = profile.begun
+        labels = [*_between(labels[:begun]), *_between(labels[begun:])]
+        return _Sequence(profile.events, labels, lambda event: [event.storage], begun)
+
+    short = _grown(sequence(few), sequence(more), times, ("place", "category", "module", "phase"))
+    if short is None:
+        return None
+    events = short.repeated(times, made)
+    begun = len(_Sequence(short.items[: short.cut], short.labels[: short.cut], short.storages, 0).repeated(times, made))
+    return Profile(events, begun, owners=owners).with_peaks()
+
+
+def _program(few: Sequence[Operator], more: Sequence[Operator], stack: Stack, times: int) -> list[Operator] | None:
+    def made(operator: Operator, later: int, refer: Refer) -> Operator:
+        reads, writes = (tuple(one for s in some for one in refer(s)) for some in (operator.reads, operator.writes))
+        return replace(operator, module=stack.moved(operator.module, later), reads=reads, writes=writes)
+
+    def sequence(program: Sequence[Operator]) -> _Sequence:
+        labels, known = [], dict[int, int]()
+        for operator in program:
+            label, storages = stack.label(operator.module), (*operator.reads, *operator.writes)
+            if label == NONE and operator.phase == "optimizer":  # of one parameter
+                of = {known.get(storage, NONE) for storage in storages} - {NONE}
+                label = of.pop() if len(of) == 1 else NONE
+            known |= {storage: label for storage in storages if storage not in known}
+            labels.append(label)
+        return _Sequence(program, _between(labels), lambda one: [*one.reads, *one.writes], 0)
+
+    short = _grown(
+        sequence(few), sequence(more), times, ("name", "kind", "stream", "phase", "module", "dtype", "group", "shape")
+    )
+    return None if short is None else short.repeated(times, made)
+
+
+def _same_profile(one: Profile, other: Profile) -> bool:
+    """Return whether two profiles are equal, whatever the numbers of their storages."""
+    numbers: dict[int, int] = {}
+    renamed = [replace(e, storage=numbers.setdefault(e.storage, len(numbers))) for e in other.events]
+    return one.begun == other.begun and one.events == renamed
+
+
+def _same_program(one: Sequence[Operator], other: Sequence[Operator]) -> bool:
+    """Return whether two programs have equal operators, which wait for each other alike."""
+    bare = [[replace(operator, reads=(), writes=()) for operator in program] for program in (one, other)]
+    if bare[0] != bare[1]:
+        return False
+    slots = [schedule(program, [1 + op.num_bytes % 97 for op in program], 0.1) for program in (one, other)]
+    return all(isclose(a.begin, b.begin) for a, b in zip(*slots, strict=True))
+
+
+Refer = Callable[[int], list[int]]  # from a storage to what it is in the longer sequence
+
+
+class _Run(NamedTuple):
+    """Items in sequence, of one period or of none.
+
+    Attributes:
+        label: the period.
+        turn: the number of the pass over the periods, up or down, that it is part of.
+    """
+
+    label: int
+    begin: int
+    end: int
+    turn: int
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """Changes or operators in order.
+
+    Attributes:
+        labels: the period of each item, or `NONE`.
+        storages: returns those of an item.
+        cut: between which items nothing goes on.
+    """
+
+    items: Sequence[Any]
+    labels: Sequence[int]
+    storages: Callable[[Any], Sequence[int]]
+    cut: int
+
+    def repeated(self, times: int, made: Callable[[Any, int, Refer], Any]) -> list[Any]:
+        """Return the items with so many more of the period that is repeated.
+
+        Args:
+            made: makes an item from one, by how many periods later it is.
+        """
+        runs, ways = self._runs()
+        homes: dict[int, tuple[int, int, int]] = {}  # storage -> where it comes first: turn, period, place there
+        for run in runs:
+            count = 0
+            for storage in (storage for item in self.items[run.begin : run.end] for storage in self.storages(item)):
+                if storage not in homes:
+                    homes[storage] = (NONE, NONE, storage) if run.label == NONE else (run.turn, run.label, count)
+                    count += 1
+        numbers: dict[tuple[int, int, int], int] = {}
+
+        def refer(storage: int, later: int, label: int) -> list[int]:
+            turn, home, place = homes[storage]
+            homes_now = [home + later if home != NONE else NONE]
+            if label == NONE and home >= REPEATED:  # what is of no period works for all of them
+                homes_now = [home + one for one in range(times + 1)] if home == REPEATED else [home + times]
+            return [numbers.setdefault((turn, one, place), len(numbers)) for one in homes_now]
+
+        result = []
+        for run in runs:
+            copies = range(times + 1) if run.label == REPEATED else [times * (run.label > REPEATED)]
+            for later in copies if ways[run.turn] > 0 else reversed(copies):
+                of = partial(refer, later=later, label=run.label)
+                result += [made(item, later, of) for item in self.items[run.begin : run.end]]
+        return result
+
+    def _runs(self) -> tuple[list[_Run], dict[int, int]]:
+        """Return the runs, and for each turn whether it goes up or down: 1 or -1."""
+        runs, ways = list[_Run](), {0: 1}
+        known = False  # whether the turn has two runs
+        for begin, end in pairwise(_ends(self.labels, self.cut)):
+            label, turn = self.labels[begin], runs[-1].turn if runs else 0
+            step = label - runs[-1].label if runs and NONE not in (label, runs[-1].label) else 0
+            if abs(step) == 1 and begin != self.cut and (not known or ways[turn] == step):
+                ways[turn], known = step, True
+            else:
+                turn, known = turn + 1, False
+                ways[turn] = 1
+            runs.append(_Run(label, begin, end, turn))
+        return runs, ways
+
+
+def _ends(labels: Sequence[int], cut: int) -> list[int]:
+    changes = [at for at in range(1, len(labels)) if labels[at] != labels[at - 1] or at == cut]
+    return [0, *changes, len(labels)]
+
+
+def _between(labels: list[int]) -> list[int]:
+    """Return the labels; what has none between two neighbours, or inside of a period, has that of the one before."""
+    result, ends = list(labels), _ends(labels, 0)
+    inner = range(1, max(labels, default=NONE))
+    for begin, end in pairwise(ends[1:-1]):
+        before, after = labels[begin - 1], labels[end]
+        if labels[begin] == NONE and (abs(before - after) == 1 or (before == after and before in inner)):
+            result[begin:end] = [before] * (end - begin)
+    return result
+
+
+def _grown(few: _Sequence, more: _Sequence, times: int, alike: Sequence[str]) -> _Sequence | None:
+    """Return the smaller sequence, in which what is of no period has the sizes of so many periods more.
+
+    None if the sequences differ in what is of no period.
+
+    Args:
+        alike: the fields that have to be equal.
+    """
+    of_few, of_more = ([at for at, label in enumerate(sequence.labels) if label == NONE] for sequence in (few, more))
+    if len(of_few) != len(of_more):
+        return None
+    items = list(few.items)
+    for at, other in zip(of_few, of_more, strict=True):
+        one, two = few.items[at], more.items[other]
+        if any(getattr(one, name) != getattr(two, name) for name in alike):
+            return None
+        sizes = [name for name in ("num_bytes", "flops") if getattr(one, name, 0) != getattr(two, name, 0)]
+        grown = {name: getattr(one, name) + times * (getattr(two, name) - getattr(one, name)) for name in sizes}
+        items[at] = replace(one, **grown)
+    return replace(few, items=items)

@@ -1,0 +1,157 @@
+"""Equal blocks of a model, followed once: the step of many is made from those of a few.
+
+Two steps are followed, of a few blocks and of one period more. One period of the first is repeated: the result must be
+the second, if it is repeated once. Otherwise, and where blocks differ, the whole model is followed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, device, nn, no_grad
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp_lab.config import TrialConfig
+from fsdp_lab.config.axes.checkpointing import ActivationCheckpointing
+from fsdp_lab.forecast.depth import NONE, REPEATED, Stack, deepened
+from fsdp_lab.memory.torch_private import TorchDispatchMode
+from fsdp_lab.training.blocks import find_block_classes
+from fsdp_lab.workloads.base import Workload, map_tensors, tensors_of
+from fsdp_lab.workloads.construct import copy_on_meta, without_values
+
+if TYPE_CHECKING:
+    from fsdp_lab.forecast.forecast import Step
+
+_LONGEST = 4  # period of blocks that is looked for
+
+
+def step_of_equal_blocks(workload: Workload, config: TrialConfig, follow: Callable[[Stack | None, int], Step]) -> Step:
+    """Return the step of a model; of equal blocks only a few are followed.
+
+    Args:
+        follow: returns the step with so many blocks of a stack; None: of the whole model.
+    """
+    stack = None
+    with suppress(Exception):  # whatever a model without values raises
+        stack = _equal_blocks(workload, config)
+    if stack is not None:
+        with suppress(Exception):  # the whole model then says it with its own names
+            few, more = follow(stack, stack.few), follow(stack, stack.few + stack.period)
+            if (step := deepened(few, more, stack)) is not None:
+                return step
+    return follow(None, 0)
+
+
+def keep_first(model: nn.Module, stack: Stack, count: int) -> None:
+    """Remove all but the first blocks of a stack from a model, in place."""
+    blocks: Any = model.get_submodule(stack.name)
+    del blocks[count:]
+
+
+def _equal_blocks(workload: Workload, config: TrialConfig) -> Stack | None:
+    """Return the longest stack of a model whose blocks are equal and used equally; None if it is too short to gain."""
+    model = without_values(workload.model.build, config.training.seed)
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
+    name = max(lists, key=lambda name: len(lists[name]), default="")
+    if not name or _shares(model, lists[name]):
+        return None
+    looks = [_look(block) for block in lists[name]]
+    apart = (p for p in range(1, _LONGEST + 1) if all(map(partial(_alike, apart=p), looks, looks[p:])))
+    period = next(apart, 0)
+    every = config.activation_checkpointing is ActivationCheckpointing.every_n
+    period = lcm(period, config.sharding.blocks_per_unit or 1, config.activation_checkpointing_every if every else 1)
+    stack = Stack(name, len(looks), period)
+    if not period or stack.count <= 3 * stack.few:  # both are followed, and this takes time, too
+        return None
+    short = copy_on_meta(model)
+    keep_first(short, stack, stack.few)
+    if workload.model.block_classes is None and find_block_classes(short) != find_block_classes(model):
+        return None
+    few = _forward(short, workload, stack)
+    all_ = {label + stack.more if label > REPEATED else label: seen for label, seen in few.items()}
+    all_ |= {REPEATED + later: few[REPEATED] for later in range(1, stack.more + 1)}
+    return stack if all_ == _forward(model, workload, stack) else None
+
+
+def _look(block: nn.Module) -> dict[str, object]:
+    """Return all that equal blocks have in common: classes, shapes and plain attributes of their modules."""
+    look: dict[str, object] = {}
+    for name, module in block.named_modules():
+        look[name] = type(module)
+        for key, value in vars(module).items():
+            if key in ("_parameters", "_buffers"):
+                look |= {f"{name}.{leaf}": _tensor_look(tensor) for leaf, tensor in value.items()}
+            elif key != "_modules":
+                look[f"{name}.{key}"] = _tensor_look(value)
+    return look
+
+
+def _tensor_look(value: object) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    return type(value), value.shape, value.stride(), value.dtype, value.requires_grad, [*vars(value)]
+
+
+def _alike(one: dict[str, object], other: dict[str, object], apart: int) -> bool:
+    """Return whether two blocks look alike, but for whole numbers that may be their places in the stack."""
+    return one.keys() == other.keys() and all(
+        a is b or (type(a) is type(b) and (a == b or (type(a) is int and b - a == apart)))  # type: ignore[operator]
+        for a, b in zip(one.values(), other.values(), strict=True)
+    )
+
+
+def _shares(model: nn.Module, blocks: nn.Module) -> bool:
+    """Return whether a parameter of a block is used elsewhere, too."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return any(uses[id(parameter)] > 1 for parameter in blocks.parameters())
+
+
+class _Operators(TorchDispatchMode):
+    """Notes the operators of a forward pass, by the period of the block that was entered last, and what stays of each.
+
+    Of an argument it notes which operator has made it: one inside of the blocks by how many before, others by number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at, self.count, self.seen = NONE, 0, defaultdict[int, list[Any]](list)
+        self._made: Any = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        self.count += 1
+        made = tensors_of(result)
+        look = f"{func} {map_tensors(self._look, [list(args), kwargs or {}])}"
+        self.seen[self.at].append((look, [weakref.ref(tensor) for tensor in made]))
+        for tensor in made:
+            self._made.setdefault(tensor, (self.count, self.at))
+        return result
+
+    def _look(self, tensor: Tensor) -> str:
+        number, at = self._made.get(tensor, (0, NONE))
+        return f"{tensor.dtype}{[*tensor.shape]}{number if at == NONE else number - self.count}"
+
+    def summary(self) -> dict[int, list[tuple[str, bool]]]:
+        """Return each operator, and whether what it made is there still."""
+        return {
+            at: [(look, any(one() is not None for one in made)) for look, made in some]
+            for at, some in self.seen.items()
+        }
+
+
+def _forward(model: nn.Module, workload: Workload, stack: Stack) -> dict[int, list[tuple[str, bool]]]:
+    mode, model = _Operators(), model.to("meta")
+    for place, block in enumerate(model.get_submodule(stack.name).children()):
+        block.register_forward_pre_hook(lambda *_, at=place // stack.period: setattr(mode, "at", at))
+    with device("meta"):
+        batch = workload.data.example_batch(2)
+    with no_grad(), mode:
+        outputs = workload.task.forward(model, batch)
+        workload.task.loss(outputs, batch)
+    return mode.summary()
