@@ -99,9 +99,9 @@ def forecast(*overrides: Any, folder: Path | str | None = None, quiet: bool = Fa
         UserError: the overrides are refused, with the message of the command; or no forecast can be made.
         KeyboardInterrupt: it was interrupted. The folder has the forecasts that were made.
     """
-    from fsdp_lab.commands.explain import explain
     from fsdp_lab.commands.forecast import forecast_grid
     from fsdp_lab.commands.forecast_cells import hydra_as_it_was, plan_forecasts
+    from fsdp_lab.commands.messages import explain
     from fsdp_lab.report.terminal import open_console
 
     chosen = Path(folder) if folder is not None else _new_folder("outputs/forecast")

@@ -38,7 +38,7 @@ LEARNS = "training/test_parity.py::test_a_sharded_run_learns_what_one_process_le
 HOLDS = "training/test_parity.py::test_it_holds_what_was_forecast_to_the_byte"
 TRACE = "forecast/test_program.py"
 CHECKPOINT = "training/test_checkpoint.py"
-BLOCKS = "forecast/test_equal_blocks.py"
+BLOCKS, SHORT = "forecast/test_equal_blocks.py", "forecast/test_out_of_memory.py"
 ANOTHER = f"{CHECKPOINT}::test_another_run_gives_its_weights_and_optimizer_state"
 KEPT = "training/test_model_state.py::test_it_is_resumed_and_exported_as_plain_pytorch_has_it"
 PLAIN, OWN_BUFFERS = "training/test_plain.py", "::test_each_rank_has_its_own_buffers_and_labels_weigh_alike"
@@ -189,7 +189,7 @@ FAULTS = (
           "Path(os.path.realpath(sweep_folder))", "sweep_folder.resolve()", NOWHERE),
     Fault("the doctor takes a link that leads nowhere for a missing folder", "fsdp_lab/commands/doctor.py",
           "os.path.lexists(path)", "os.path.exists(path)", NOWHERE),
-    Fault("letters that a locale lacks are a traceback", "fsdp_lab/commands/explain.py",
+    Fault("letters that a locale lacks are a traceback", "fsdp_lab/commands/messages.py",
           'and error.encoding == "utf-8":', 'and error.encoding == "utf-7":',
           "test_cli.py::test_letters_that_the_locale_lacks_are_named"),
     Fault("output goes into a file where the streams were closed", "fsdp_lab/machine/output.py",
@@ -216,9 +216,9 @@ FAULTS = (
           "test_cli.py::test_help_is_there_without_docstrings"),
     Fault("an optional dependency that is missing has no command to install it", "fsdp_lab/config/target.py",
           "if extra else", "if False else", REFUSES),
-    Fault("a preset without a package is refused in Hydra's words", "fsdp_lab/commands/explain.py",
+    Fault("a preset without a package is refused in Hydra's words", "fsdp_lab/commands/messages.py",
           '"In \'experiment/([^\']+)\': .* Key \'experiment\' not in"', '"nothing"', REFUSES),
-    Fault("a preset's list of values is refused in Hydra's words", "fsdp_lab/commands/explain.py",
+    Fault("a preset's list of values is refused in Hydra's words", "fsdp_lab/commands/messages.py",
           "'ListConfig' to string", "'DictConfig' to string", REFUSES),
     Fault("presets in subfolders are not listed", "fsdp_lab/config/options.py",
           'for file in folder.rglob("*.yaml")}\n    return', 'for file in folder.glob("*.yaml")}\n    return', REFUSES),
@@ -1146,6 +1146,18 @@ FAULTS = (
           '            kwargs["device"] = ACCELERATOR\n', "            pass\n", NAMES_GPU),
     Fault("a model's own autocast for CUDA is ignored", "fsdp_lab/forecast/dispatch.py",
           '        if device_type == "cuda":', "        if False:", NAMES_GPU),
+    Fault("a snapshot of memory runs what it names", "fsdp_lab/forecast/out_of_memory.py",
+          "raise pickle.UnpicklingError(f\"it names {module}.{name}, and a snapshot has numbers and text only\")",
+          "return super().find_class(module, name)",
+          f"{SHORT}::test_a_hostile_or_damaged_snapshot_is_refused"),
+    Fault("the size in a message is taken for a tensor's", "fsdp_lab/forecast/out_of_memory.py",
+          "segment_bytes(event.num_bytes) if shortage.is_segment else", "event.num_bytes if shortage.is_segment else",
+          f"{SHORT}::test_the_command_names_the_tensor_and_settings_that_fit"),
+    Fault("what is reserved counts as cached", "fsdp_lab/forecast/out_of_memory.py",
+          "cached = sizes[\"reserved\"] - allocated", "cached = sizes[\"reserved\"]",
+          f"{SHORT}::test_public_messages_are_read"),
+    Fault("settings that do not fit are told to fit", "fsdp_lab/commands/explain.py",
+          "if typed and one.fits]", "if typed]", f"{SHORT}::test_the_command_names_the_tensor_and_settings_that_fit"),
     Fault("blocks that a model uses unequally are followed once", "fsdp_lab/forecast/equal_blocks.py",
           "return stack if all_ == _forward(model, workload, stack) else None", "return stack",
           f"{BLOCKS}::test_blocks_that_differ_are_all_followed"),

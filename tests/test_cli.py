@@ -18,7 +18,7 @@ import yaml
 from fsdp_lab.commands import doctor, nightly, probe, report
 from fsdp_lab.commands import forecast as forecast_command
 from fsdp_lab.commands import main as trial_command
-from fsdp_lab.commands.explain import explain
+from fsdp_lab.commands.messages import explain
 from fsdp_lab.commands.reference import keys_text
 from fsdp_lab.config import all_keys, conf_dir
 from fsdp_lab.config.options import group_dirs, groups

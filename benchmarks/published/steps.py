@@ -175,8 +175,8 @@ def _answer(asked: Asked) -> object:
 
 def _follow(asked: Asked) -> tuple[dict[int, Step], Forecast | None]:
     from fsdp_lab.config.without_hydra import read_config
-    from fsdp_lab.forecast.forecast import Step as ForecastStep
     from fsdp_lab.forecast.forecast import forecast_step
+    from fsdp_lab.forecast.step import Step as ForecastStep
 
     capacity = asked.sheet.memory_bytes
 

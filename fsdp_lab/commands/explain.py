@@ -1,171 +1,179 @@
-"""Errors that the command line caused -> messages for users."""
+"""Why a GPU's memory ran out: which tensor asked, what was held, and the cheapest settings that fit.
+
+python -m fsdp_lab.explain train.log model=llama3_8b sharding=root cluster.num_workers=8    a log with PyTorch's message
+python -m fsdp_lab.explain memory_snapshot.pickle model=llama3_8b cluster.num_workers=8     the allocator's snapshot
+python -m fsdp_lab.explain outputs/sweep/2026-11-30/10-00-00/3                              the folder of a trial
+
+Beside a log or a snapshot type the overrides of the setting; what is typed beside a folder replaces its own. With
+forecast.device=<a device> the settings that fit have their predicted time, else the memory that they need. A snapshot
+is read as numbers and text: a file that would run something is refused.
+Exits with 0, 1 if the setting has no forecast, 2 for bad input, 130 if interrupted.
+"""
 
 from __future__ import annotations
 
-import errno
-import re
+import signal
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf.errors import OmegaConfBaseException
-from yaml import MarkedYAMLError
+import yaml
 
-from fsdp_lab.config import NightlyConfig, UserError, flatten
-from fsdp_lab.config.describe import valid_keys
-from fsdp_lab.config.key import keys_of
-from fsdp_lab.config.options import options_of
-from fsdp_lab.config.suggest import did_you_mean
-from fsdp_lab.config.words import split_config_dir
+from fsdp_lab.commands.forecast_cells import plan_forecasts
+from fsdp_lab.commands.messages import explain
+from fsdp_lab.config import UserError, workers_of
+from fsdp_lab.config.describe import docstring
+from fsdp_lab.config.launcher import leave_launcher
+from fsdp_lab.config.status import ExitCode
+from fsdp_lab.config.words import with_overrides
+from fsdp_lab.forecast.capacity import GIB, Forecast
+from fsdp_lab.forecast.out_of_memory import Shortage, read_message, read_snapshot, smaller_settings, who_asked
+from fsdp_lab.forecast.run import Request, forecast_all
+from fsdp_lab.machine.output import outlast_reader
+from fsdp_lab.machine.signals import on_end
+from fsdp_lab.memory.profile import Profile
+from fsdp_lab.report.texts import change, memory
 
-_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
-_HYBRID = "any of them but ddp with sharding.dp_replicate=<number of replicas>"
-_SHARDINGS = {  # what PyTorch and DeepSpeed call them
-    "fsdp": "any of them but ddp",
-    "fsdp1": "any of them but ddp with sharding.api=fsdp1",
-    "fsdp2": "any of them but ddp",
-    "full_shard": "sharding=per_block reshard_after_forward=always",
-    "zero3": "sharding=per_block reshard_after_forward=always",
-    "shard_grad_op": "sharding=per_block reshard_after_forward=never",
-    "zero2": "sharding=per_block reshard_after_forward=never",
-    "no_shard": "sharding=ddp",
-    **dict.fromkeys(("hybrid", "hybrid_shard", "hsdp"), _HYBRID),
-}
-_REMEDIES = {
-    "to Float": "; use a number such as {example}",
-    "to Integer": "; use a whole number",
-    "bool": "; use true or false",
-}
+_ANSWERS = 3
+_LOGS = ("error.txt", "logs/rank*.log")  # of a trial's folder
 
 
-def explain(error: BaseException, folder_key: str = "hydra.run.dir (hydra.sweep.dir with -m)") -> str | None:
-    """Return the message for an error that the command line caused; None for any other error.
+def main() -> int:
+    """Explain what the command line names, and return the exit status; see the module."""
+    outlast_reader()
+    words = sys.argv[1:]
+    if {"-h", "--help"} & set(words) or not words:
+        print(docstring(sys.modules[__name__]))
+        return ExitCode.finished if words else ExitCode.refused
+    on_end(signal.default_int_handler)  # as Ctrl-C
+    try:
+        leave_launcher()
+        return run(Path(words[0]), words[1:])
+    except KeyboardInterrupt:
+        print("fsdp_lab.explain: interrupted", file=sys.stderr)
+        return ExitCode.interrupted
+    except Exception as error:
+        message = explain(error)
+        if message is None:
+            raise
+        print(f"fsdp_lab.explain: {message}", file=sys.stderr)
+        return ExitCode.refused
 
-    Args:
-        folder_key: sets the folder that the command writes to.
+
+def run(source: Path, typed: list[str]) -> int:
+    """Explain a log, a snapshot or a trial's folder.
+
+    Raises:
+        UserError: the source tells of no failed allocation, or the overrides are refused.
     """
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error.__cause__, UserError):  # OmegaConf's words around ours
-        return str(error.__cause__)
-    if isinstance(error, MissingConfigException):
-        return _missing_option(error)
-    if isinstance(error, OverrideParseException):
-        reason = re.sub(r"See https.*", "", one_line(str(error))).strip()
-        key = str(error.override).partition("=")[0]
-        if not re.fullmatch(r"[!-~]+", key):
-            return f"{error.override}: what is before the = is no key; write key=value, without spaces."
-        if refused := re.search(r"LexerNoViableAltException: (.*)\n( *)\^", str(error)):
-            unread = refused[0][len(refused[2])] if len(refused[2]) < len(refused[0]) else ""
-            if unread.strip() and unread not in "=()[]{},'\"":
-                return f"{error.override}: Hydra reads no {unread} without quotes; write '{key}=\"...\"'."
-        if str(error.override).endswith(","):
-            return (
-                f"{error.override} ends with a comma: the shell cut it at a space. Remove the spaces, or put the whole "
-                "override in quotes."
-            )
-        return (
-            f"{error.override}: {reason}. Quote a value that contains =, commas or brackets, as in '{key}=\"...\"', "
-            f"and close every bracket, as in '{key}=choice(1,2)'."
+    shortage, overrides = _read(source)
+    overrides = with_overrides(overrides, typed)
+    if shortage.capacity is not None and not any(word.startswith("forecast.capacity_gib=") for word in overrides):
+        overrides.append(f"forecast.capacity_gib={shortage.capacity / GIB:.4g}")
+    if not any(word.startswith("forecast.device=") for word in overrides):
+        overrides.append("forecast.device=cuda")
+    request = _request(overrides)
+    print(*_said(shortage), sep="\n")
+    from fsdp_lab.forecast.forecast import forecast_profile  # which imports PyTorch: refusals come before
+
+    print(*_asked(shortage, forecast_profile(request.config, request.num_workers, request.cuda)), sep="\n", flush=True)
+    return _remedies(request, overrides)
+
+
+def _read(source: Path) -> tuple[Shortage, list[str]]:
+    """Return the failed allocation of a log, a snapshot or a trial's folder, and the overrides that are known of it."""
+    if source.is_dir():
+        overrides = source / ".hydra" / "overrides.yaml"
+        try:
+            known = [str(word) for word in yaml.safe_load(overrides.read_text(encoding="utf-8"))]
+        except (OSError, ValueError, TypeError, yaml.YAMLError):
+            raise UserError(f"{source} is no trial's folder: {overrides} cannot be read.") from None
+        logs = [log for pattern in _LOGS for log in sorted(source.glob(pattern))]
+        found = (read_message(log.read_text(encoding="utf-8", errors="replace")) for log in logs)
+        shortage, where = next((one for one in found if one is not None), None), f"{source}/{', '.join(_LOGS)}"
+    elif source.suffix == ".pickle":
+        return read_snapshot(source), []
+    else:
+        shortage, known, where = read_message(source.read_text(encoding="utf-8", errors="replace")), [], str(source)
+    if shortage is None:
+        raise UserError(f"{where}: no message of a GPU whose memory ran out (out of memory. Tried to allocate ...).")
+    return shortage, known
+
+
+def _request(overrides: list[str]) -> Request:
+    config = plan_forecasts(overrides, multirun=False)[0].trials[0].config
+    return Request.of(config, workers_of(config))
+
+
+def _said(shortage: Shortage) -> Iterator[str]:
+    known = {
+        "free": shortage.free,
+        "in tensors of PyTorch": shortage.allocated,
+        "cached by PyTorch": shortage.cached,
+        "of others, with the CUDA context": shortage.others,
+    }
+    held = ", ".join(f"{memory(max(size, 0))} {name}" for name, size in known.items() if size is not None)
+    of = f" of {memory(shortage.capacity)}" if shortage.capacity is not None else ""
+    yield f"asked for {memory(shortage.asked.num_bytes)}{of}: {held}"
+    if shortage.largest:
+        yield f"largest tensors: {', '.join(map(memory, shortage.largest))}"
+    if shortage.pages_would_do is not None:
+        would = "most likely suffices" if shortage.pages_would_do else "does not suffice"
+        what = "what is free and cached is" if shortage.pages_would_do else "even what is free and cached is not"
+        yield f"PYTORCH_ALLOC_CONF=expandable_segments:True {would}: {what} enough"
+
+
+def _asked(shortage: Shortage, profile: Profile) -> Iterator[str]:
+    asking = who_asked(profile, shortage)
+    if asking is None:
+        yield (
+            "no tensor of the forecast step has this size: another setting ran, or it was asked for outside of a step, "
+            "as in a validation or by another library"
         )
-    if isinstance(error, OSError) and error.filename:
-        if error.errno in _NO_FILE:
-            return f"{error.filename}: {error.strerror}."
-        if error.errno in _UNWRITABLE:
-            return (
-                f"{error.filename}: {error.strerror}. Nothing can be written there: free the disk, or set {folder_key} "
-                "to a folder that can be written."
-            )
-    if isinstance(error, UnicodeEncodeError) and error.encoding == "utf-8":
-        return (
-            f"{error.object[:200].encode(errors='backslashreplace').decode()} has letters that this locale does not "
-            "have, so no file can hold it; rename that folder, or set LC_ALL=C.UTF-8."
-        )
-    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
-        where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}"
-        return f"{where} is not valid YAML: {error.problem}. Indent with spaces, and quote special characters."
-    if isinstance(error, HydraException | OmegaConfBaseException):
-        return _composition(error)
-    return None
+        return
+    event, alike = asking.event, f", one of {asking.alike} of this size" if asking.alike > 1 else ""
+    where = f"{event.phase} of {event.module}" if event.module else f"{event.phase}, outside of all modules"
+    owners = ", ".join(profile.owners.get(event.storage, ())[:_ANSWERS])
+    for_ = f" for {owners}" if owners else ""
+    yield f"by the forecast that is {event.category} of {event.num_bytes:,} bytes{for_} in the {where}{alike}"
+    held = sorted(asking.held.items(), key=lambda one: -one[1])
+    yield f"held then, with it: {memory(sum(asking.held.values()))}: {', '.join(f'{k} {memory(v)}' for k, v in held)}"
 
 
-def _missing_option(error: MissingConfigException) -> str:
-    missing = error.missing_cfg_file or ""
-    group, _, option = missing.rpartition("/") if missing.startswith("hydra/") else missing.partition("/")
-    options = options_of(group, split_config_dir(sys.argv[1:])[0]) or list(error.options or ())
-    if not options:
-        return one_line(str(error))
-    choose = f"{did_you_mean(option, options)}Choose one of: {', '.join(options)}"
-    if group == "sharding" and (meant := _SHARDINGS.get(option.lower().replace("-", "_"))):
-        choose += f"; {option} is {meant}"
-    return f"{group}={option} is not an option. {choose}."
+def _remedies(request: Request, overrides: list[str]) -> int:
+    """Print the cheapest settings that fit, each as it is forecast, and return the exit status."""
+    if request.capacity_bytes is None:
+        print("what would fit is not known without the GPU's memory: set forecast.capacity_gib")
+        return ExitCode.finished
+    changes, requests = [list[str]()], [request]
+    for typed in smaller_settings(request.config, request.samples_per_worker):
+        with suppress(UserError):  # what excludes each other
+            requests.append(_request(with_overrides(overrides, typed)))
+            changes.append(typed)
+    print(f"forecasting {len(requests) - 1} settings that need less", flush=True)
+    made = forecast_all(requests)
+    if made[0].error is not None:
+        print(f"fsdp_lab.explain: {made[0].error.text}", file=sys.stderr)
+        return ExitCode.failed
+    fitting = [(typed, one) for typed, one in zip(changes, made, strict=True) if typed and one.fits]
+    fitting.sort(key=lambda one: (_seconds(one[1]), len(one[0]), one[1].needed_bytes))
+    fitting = [(typed, one) for at, (typed, one) in enumerate(fitting) if not _is_more(typed, fitting[:at])]
+    print(f"it needs {memory(made[0].needed_bytes)} of {memory(request.capacity_bytes)}")
+    for typed, one in fitting[:_ANSWERS]:
+        slower = f", a step {change(_seconds(one) / _seconds(made[0]) - 1)}" if one.speed and made[0].speed else ""
+        print(f"fits with {' '.join(typed)}: needs {memory(one.needed_bytes)}{slower}")
+    if not fitting:
+        least = min(made, key=lambda one: one.least_bytes if not one.error else sys.maxsize)
+        typed = changes[made.index(least)]
+        print(f"none of them fits; the least is {memory(least.least_bytes)} with {' '.join(typed) or 'no change'}")
+    return ExitCode.finished
 
 
-def _composition(error: BaseException) -> str:
-    text = one_line(str(error))
-    cause = one_line(str(error.__cause__)) if error.__cause__ else ""
-    if match := re.search(r"Environment variable '([^']+)' not found", text + cause):
-        return f"the environment variable {match[1]} is not set where this runs; export it first."
-    if match := re.search(r"Could not override '(\w+)@experiment\.", text):
-        return (
-            f"the preset sets {match[1]} inside its own group: start it with `# @package _global_`, and write "
-            f"`override /{match[1]}: ...` in its defaults."
-        )
-    if match := re.search(r"In 'experiment/([^']+)': .* Key 'experiment' not in", text):
-        return f"experiment={match[1]}: the preset sets keys inside its own group; start it with `# @package _global_`."
-    if match := re.search(r"In 'experiment/([^']+)': .*'ListConfig' to string: '\[(.*)\]' full_key: (\S+)", text):
-        values = match[2].replace("'", "").replace(", ", ",")
-        return f"experiment={match[1]}: {match[3]} is a list, and an axis is text; write {values} without brackets."
-    if match := re.search(r"Could not override '([^']+)'", text):
-        key = match[1]
-        if "No match in the defaults list" in text:
-            return f"{key} is not a key or a group. {valid_keys(key)}"
-        if "not in" in cause or "Key" in cause:
-            return f"{key} is not a key. {valid_keys(key)}"
-    if match := re.search(r"Error merging override ([^=]+)=(\S*)", text):
-        return wrong_value(match[1], match[2], cause)
-    if "Ambiguous value for argument" in text and any(word.startswith("resume=") for word in sys.argv):
-        given = re.search(r"argument '([^']+)'", text)
-        return (
-            f"{given[1] if given else 'an override'} has several values; a resumed sweep keeps its axes, so leave it "
-            "out."
-        )
-    if "Ambiguous value for argument" in text or "requires --multirun" in text:
-        given = re.search(r"(?:argument|parameters) '([^']+)'", text)
-        return (
-            f"{given[1] if given else 'an override'} has several values, which needs a sweep: add -m to run one trial "
-            "for each, or give one value; --cfg and --info show one trial."
-        )
-    return _cut(f"{text} {cause}".strip())
+def _is_more(typed: list[str], cheaper: Sequence[tuple[list[str], Forecast]]) -> bool:
+    """Return whether a part of these changes is cheaper."""
+    return any(set(part) < set(typed) for part, _ in cheaper)
 
 
-def wrong_value(key: str, value: str, cause: str) -> str:
-    """Return the message for a value that OmegaConf refused.
-
-    Args:
-        value: as typed.
-        cause: OmegaConf's message.
-    """
-    if match := re.search(r"expected one of \[(.*?)\]", cause):
-        values = match[1].split(", ")
-        return f"{key}={value} is not one of its values. {did_you_mean(value, values)}Use one of: {', '.join(values)}."
-    remedy = next((r for kind, r in _REMEDIES.items() if kind in cause), "").format(example=_example(key))
-    if not value:
-        remedy += "; it is empty: put a value with a $ into single quotes, or the shell expands it"
-    return f"{key}={value}: {_cut(cause).rstrip('.')}{remedy}."
-
-
-def _example(key: str) -> str:
-    """Return a number that is valid for a key: its default, or the example of its field."""
-    known, default = keys_of(NightlyConfig).get(key), flatten(NightlyConfig()).get(key)
-    value = default if default is not None or known is None else known.example
-    return f"{value:g}" if isinstance(value, int | float) else "0.001"
-
-
-def one_line(text: str) -> str:
-    """Return a text with each run of white space as one space."""
-    return " ".join(text.split())
-
-
-def _cut(text: str) -> str:
-    return re.sub(r"\s*(full_key|reference_type|object_type)[:=].*", "", text)
+def _seconds(forecast: Forecast) -> float:
+    return forecast.speed.step_s if forecast.speed is not None else 0.0

@@ -55,8 +55,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from fsdp_lab.commands.explain import explain
 from fsdp_lab.commands.forecast_cells import arguments, plan_forecasts
+from fsdp_lab.commands.messages import explain
 from fsdp_lab.config import UserError, workers_of
 from fsdp_lab.config.compose import Trial
 from fsdp_lab.config.describe import docstring

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import hydra
 from hydra.core.utils import run_job
 
-from fsdp_lab.commands.explain import explain
+from fsdp_lab.commands.messages import explain
 from fsdp_lab.commands.reference import keys_text, versions
 from fsdp_lab.config import ConfigError, all_keys, conf_dir, split_config_dir, with_custom
 from fsdp_lab.config.compose import register_schema, single_trial

@@ -37,7 +37,7 @@ from zoneinfo import ZoneInfo
 from apscheduler.triggers.cron import CronTrigger
 from tzlocal import get_localzone
 
-from fsdp_lab.commands.explain import explain
+from fsdp_lab.commands.messages import explain
 from fsdp_lab.config import (
     ConfigError,
     NightlyConfig,

@@ -39,6 +39,13 @@ def expands() -> bool:
     return ("expandable_segments", ":", "True") in options
 
 
+def segment_bytes(num_bytes: int) -> int:
+    """Return the size of the segment that a request takes from the device if no free block is large enough."""
+    if num_bytes <= SMALL_SIZE:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if num_bytes < MIN_OWN_SEGMENT else -(-num_bytes // ROUND_LARGE) * ROUND_LARGE
+
+
 @dataclass(eq=False)
 class _Block:
     """A part of a segment; `before` and `after` are its neighbours in it."""
@@ -113,12 +120,7 @@ class CachingAllocator:
     def _reserve(self, size: int, stream: str) -> _Block:
         if self._expandable:
             return self._extend(size, (stream, size <= SMALL_SIZE))
-        if size <= SMALL_SIZE:
-            segment = SMALL_SEGMENT
-        elif size < MIN_OWN_SEGMENT:
-            segment = LARGE_SEGMENT
-        else:
-            segment = -(-size // ROUND_LARGE) * ROUND_LARGE
+        segment = segment_bytes(size)
         block = _Block(segment, (stream, size <= SMALL_SIZE), self._end)
         self._end += segment
         self._grow(segment)

@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from math import isclose
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fsdp_lab.forecast.speed.program import Operator
 from fsdp_lab.forecast.speed.streams import schedule
+from fsdp_lab.forecast.step import Step
 from fsdp_lab.memory.profile import Event, Profile
-
-if TYPE_CHECKING:
-    from fsdp_lab.forecast.forecast import Step
 
 NONE = -1  # the label of what belongs to no block
 REPEATED = 2  # the period that is repeated: the first and the last two may differ from it

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, device, nn, no_grad
 from torch.utils.weak import WeakIdKeyDictionary
@@ -20,13 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.config.axes.checkpointing import ActivationCheckpointing
 from fsdp_lab.forecast.depth import NONE, REPEATED, Stack, deepened
+from fsdp_lab.forecast.step import Step
 from fsdp_lab.memory.torch_private import TorchDispatchMode
 from fsdp_lab.training.blocks import find_block_classes
 from fsdp_lab.workloads.base import Workload, map_tensors, tensors_of
 from fsdp_lab.workloads.construct import copy_on_meta, without_values
-
-if TYPE_CHECKING:
-    from fsdp_lab.forecast.forecast import Step
 
 _LONGEST = 4  # period of blocks that is looked for
 

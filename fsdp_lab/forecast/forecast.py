@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from traceback import walk_tb
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ from fsdp_lab.forecast.kernels import buffer_bytes, cuda_kernels
 from fsdp_lab.forecast.speed.costs import in_tf32
 from fsdp_lab.forecast.speed.device import OTHER, Device
 from fsdp_lab.forecast.speed.predict import Speed, predict
-from fsdp_lab.forecast.speed.program import Operator
+from fsdp_lab.forecast.step import Step
 from fsdp_lab.forecast.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -49,7 +48,6 @@ from fsdp_lab.memory.torch_private import replace_tensors, without_modes
 from fsdp_lab.training.build import build
 from fsdp_lab.training.data import microbatch_size
 from fsdp_lab.training.distributed import ParallelDims
-from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.loop import train_step
 from fsdp_lab.training.memory_profiler import TRACKED_STEPS, main_settings
 from fsdp_lab.training.parallel import build_parallel
@@ -195,27 +193,6 @@ def largest_microbatch(
     while room(most + 1) >= 0:
         most += 1
     return most
-
-
-class Step(NamedTuple):
-    """The second optimizer step of one rank.
-
-    Attributes:
-        program: its operators, if it was traced.
-        workload: what was trained.
-        num_params: of the whole model, and of the rank's part.
-        num_trained: of the rank's part, those that get gradients.
-        layout: how the model was divided.
-        uncounted: the operators that were traced and have no known FLOPs.
-    """
-
-    profile: Profile
-    program: list[Operator]
-    workload: Workload
-    num_params: tuple[int, int]
-    num_trained: int
-    layout: Layout
-    uncounted: set[str]
 
 
 def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0) -> Profile:

@@ -1,0 +1,195 @@
+"""What PyTorch says when a GPU's memory ran out, and what a forecast knows of it. Imports no torch."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdp_lab.config import SweepConfig, UserError
+from fsdp_lab.config.axes.checkpointing import ActivationCheckpointing
+from fsdp_lab.config.axes.offload import OffloadTarget
+from fsdp_lab.config.axes.reshard import ReshardPolicy
+from fsdp_lab.config.axes.sharding import Granularity
+from fsdp_lab.forecast.allocator import MIN_BLOCK, segment_bytes
+from fsdp_lab.memory.profile import Event, Profile
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SIZE = r"(\d+(?:\.\d+)? (?:bytes|[KMGT]iB))"
+# Of PyTorch 0.4 to 2.0, and from 2.1 on; what one lacks is None.
+_FORMS = {
+    "asked": rf"Tried to allocate {_SIZE}",
+    "capacity": rf"{_SIZE} total capacity|total capac?i?ty of {_SIZE}",
+    "free": rf"{_SIZE} free[;)]|of which {_SIZE} is free",
+    "allocated": rf"{_SIZE} already allocated|Of the allocated memory {_SIZE} is allocated by PyTorch",
+    "reserved": rf"{_SIZE} reserved in total by PyTorch",
+    "cached": rf"{_SIZE} cached|{_SIZE} is reserved by PyTorch but unallocated",
+}
+_BEGINS = "out of memory. Tried to allocate"
+_LONGEST = 800  # characters of a message, without the advice at its end
+
+
+class Printed(NamedTuple):
+    """A size as PyTorch prints it, to two decimals; bytes."""
+
+    num_bytes: float
+    error: float
+
+    def may_be(self, num_bytes: int) -> bool:
+        return abs(num_bytes - self.num_bytes) <= self.error
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """An allocation that failed.
+
+    Attributes:
+        asked: bytes; by a message those of the segment that the allocator wanted, by a snapshot those of the tensor.
+        capacity: of the GPU; None: not known, as of each that follows.
+        free: of the GPU.
+        allocated: by PyTorch, in tensors.
+        cached: by PyTorch, reserved and in no tensor.
+        others: taken on the GPU by all but PyTorch.
+        is_segment: whether `asked` is of a segment.
+        largest: of a snapshot the sizes of the largest tensors.
+    """
+
+    asked: Printed
+    capacity: float | None = None
+    free: float | None = None
+    allocated: float | None = None
+    cached: float | None = None
+    others: float | None = None
+    is_segment: bool = True
+    largest: tuple[int, ...] = ()
+
+    @property
+    def pages_would_do(self) -> bool | None:
+        """Whether what is free and cached is enough, had the allocator cut it into pages; None: not known."""
+        if self.free is None or self.cached is None:
+            return None
+        return self.free + self.cached >= self.asked.num_bytes
+
+
+def read_message(text: str) -> Shortage | None:
+    """Return the last failed allocation in a log, by any version of PyTorch since 0.4; None: there is none."""
+    begin = text.rfind(_BEGINS)
+    if begin < 0:
+        return None
+    message = " ".join(text[begin : begin + _LONGEST].split())
+    found: dict[str, Printed] = {}
+    for name, form in _FORMS.items():
+        if match := re.search(form, message):
+            found[name] = _printed(next(group for group in match.groups() if group))
+    if "asked" not in found:
+        return None
+    sizes = {name: one.num_bytes for name, one in found.items()}
+    allocated, cached = sizes.get("allocated"), sizes.get("cached")
+    if "reserved" in sizes and allocated is not None:
+        cached = sizes["reserved"] - allocated
+    capacity, free = sizes.get("capacity"), sizes.get("free")
+    known = [one for one in (capacity, free, allocated, cached) if one is not None]
+    others = known[0] - sum(known[1:]) if len(known) == 4 else None
+    return Shortage(found["asked"], capacity, free, allocated, cached, others)
+
+
+def _printed(text: str) -> Printed:
+    number, unit = text.split()
+    return Printed(float(number) * _UNITS[unit], 0.0 if unit == "bytes" else 0.0051 * _UNITS[unit])
+
+
+class _Plain(pickle.Unpickler):
+    """Reads lists, dictionaries, numbers and text: whatever else a file names is refused before it is called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}, and a snapshot has numbers and text only")
+
+
+def read_snapshot(path: Path) -> Shortage:
+    """Return the last failed allocation of a file that `torch.cuda.memory._dump_snapshot` wrote.
+
+    Raises:
+        UserError: it cannot be read, is no snapshot, or has no failed allocation.
+    """
+    try:
+        with path.open("rb") as file:
+            content = _Plain(file).load()
+        traces = [(at, entry) for at, trace in enumerate(content["device_traces"]) for entry in trace]
+        failed = [(at, entry) for at, entry in traces if entry["action"] == "oom"]
+        segments = [(int(one["device"]), one) for one in content["segments"]]
+    except Exception as error:  # noqa: BLE001 (a damaged pickle raises whatever its bytes lead to)
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"{path} is no snapshot of PyTorch's allocator ({why}).") from None
+    if not failed:
+        raise UserError(f"{path} has no allocation that failed; record the history until the error, then write it.")
+    device, entry = failed[-1]
+    own = [segment for at, segment in segments if at == device]
+    blocks = [block for segment in own for block in segment["blocks"] if block["state"] == "active_allocated"]
+    sizes = sorted((int(block.get("requested_size", block["size"])) for block in blocks), reverse=True)
+    allocated = sum(int(segment["allocated_size"]) for segment in own)
+    reserved = sum(int(segment["total_size"]) for segment in own)
+    asked, free = Printed(float(entry["size"]), 0.0), float(entry.get("device_free", entry.get("addr", 0)))
+    return Shortage(
+        asked, None, free, allocated, reserved - allocated, is_segment=False, largest=tuple(sizes[:5])
+    )  # fmt: skip
+
+
+class Asking(NamedTuple):
+    """A tensor of a forecast step that takes as much as was asked for.
+
+    Attributes:
+        held: category -> bytes of the device at that moment, with the tensor.
+        alike: how many such tensors the step allocates.
+    """
+
+    event: Event
+    held: dict[str, int]
+    alike: int
+
+
+def who_asked(profile: Profile, shortage: Shortage) -> Asking | None:
+    """Return the allocation of a step that failed, as far as its size tells; None: no tensor has it.
+
+    Of several it is the one at which the step holds nearest to what PyTorch held; if that is not known, the most.
+    """
+    known, found = dict[int, int](), list[tuple[float, Event, dict[str, int]]]()
+    for place, (event, (sums, _)) in enumerate(zip(profile.events, profile.states(), strict=True)):
+        grows = event.num_bytes > known.get(event.storage, 0)
+        known[event.storage] = event.num_bytes
+        if event.place != "device" or place < profile.begun or not grows:
+            continue
+        size = segment_bytes(event.num_bytes) if shortage.is_segment else -(-event.num_bytes // MIN_BLOCK) * MIN_BLOCK
+        if shortage.asked.may_be(size) or (not shortage.is_segment and shortage.asked.may_be(event.num_bytes)):
+            before = sum(sums.values()) - event.num_bytes
+            off = abs(before - shortage.allocated) if shortage.allocated is not None else -before
+            found.append((off, event, dict(sums)))
+    if not found:
+        return None
+    _, event, held = min(found, key=lambda one: one[0])
+    return Asking(event, {name: size for name, size in held.items() if size}, len(found))
+
+
+def smaller_settings(config: SweepConfig, samples_per_worker: int) -> Iterator[list[str]]:
+    """Yield overrides that need less memory and train the same, one change or two at a time.
+
+    Args:
+        samples_per_worker: in a step.
+    """
+    sharding, steps = config.sharding, config.training.grad_accum_steps
+    single = {
+        "sharding=per_block": sharding.granularity in (Granularity.ddp, Granularity.root),
+        "reshard_after_forward=always": config.reshard_after_forward.policy is not ReshardPolicy.always,
+        "activation_checkpointing=selective": config.activation_checkpointing is ActivationCheckpointing.none,
+        "activation_checkpointing=full": config.activation_checkpointing is not ActivationCheckpointing.full,
+        f"training.grad_accum_steps={2 * steps}": samples_per_worker % (2 * steps) == 0,
+        "offload=cpu": config.offload.target is OffloadTarget.none,
+    }
+    able = [change for change, helps in single.items() if helps]
+    yield from ([change] for change in able)
+    for place, first in enumerate(able):
+        for second in able[place + 1 :]:
+            if first.partition("=")[0] != second.partition("=")[0]:
+                yield [first, second]
