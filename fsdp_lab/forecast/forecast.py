@@ -44,7 +44,7 @@ from fsdp_lab.forecast.trace import StepTrace
 from fsdp_lab.memory.profile import Profile
 from fsdp_lab.memory.recorder import record_step
 from fsdp_lab.memory.timeline import write_timeline
-from fsdp_lab.memory.torch_private import replace_tensors, without_modes
+from fsdp_lab.memory.torch_private import collectives_announced, replace_tensors, without_modes
 from fsdp_lab.training.build import build
 from fsdp_lab.training.data import microbatch_size
 from fsdp_lab.training.distributed import ParallelDims
@@ -103,7 +103,7 @@ def forecast(
     if sheet is not None:
         result = replace(result, data_sheet=sheet.name)
         try:
-            result = replace(result, speed=_price(step, config, num_workers, sheet))
+            result = replace(result, speed=price(step, config, num_workers, sheet))
         except ConfigError as error:  # the memory is still known
             result = replace(result, no_speed=str(error))
     if page is not None:
@@ -117,7 +117,7 @@ def forecast(
     return result
 
 
-def _price(step: Step, config: TrialConfig, num_workers: int, sheet: Device) -> Speed:
+def price(step: Step, config: TrialConfig, num_workers: int, sheet: Device) -> Speed:
     """Return the speed of a step, with the model's MFU.
 
     Raises:
@@ -309,6 +309,8 @@ def _follow(
         unused, _ = parallel.leaves_some_unused(workload)
         state = build(workload, model, parallel, fill=make_fake, find_unused=unused, to_float8=apply_fake_float8)
         parallel.reduce_in_python()
+        if traced:
+            collectives_announced(state.model, trace.comes)
         for _ in range(TRACKED_STEPS - 1):
             train_step(state, workload.task, fake_microbatches(workload, config, dims))
         trace.flat_streams = flat_streams(state.model)
@@ -324,7 +326,7 @@ def _follow(
         )
         layout = replace(state.layout, counts=state.num_labels is not None)
         sizes = (state.num_params, own), trained
-        return Step(recorder.finish(), trace.program, workload, *sizes, layout, trace.uncounted)
+        return Step(recorder.finish(), trace.program, workload, *sizes, layout, trace.uncounted, parallel.units)
 
 
 def as_forecast(config: TrialConfig) -> TrialConfig:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fsdp_lab.forecast.speed.program import Operator
 from fsdp_lab.memory.profile import Profile
-from fsdp_lab.training.layout import Layout
+from fsdp_lab.training.layout import Layout, Unit
 from fsdp_lab.workloads.base import Workload
 
 
@@ -20,6 +20,7 @@ class Step(NamedTuple):
         num_trained: of the rank's part, those that get gradients.
         layout: how the model was divided.
         uncounted: the operators that were traced and have no known FLOPs.
+        units: what is gathered and reduced together, the root last.
     """
 
     profile: Profile
@@ -29,3 +30,4 @@ class Step(NamedTuple):
     num_trained: int
     layout: Layout
     uncounted: set[str]
+    units: list[Unit]

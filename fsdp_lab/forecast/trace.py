@@ -76,6 +76,7 @@ class StepTrace(TorchDispatchMode):
         self._next = 0
         self._ranges = Ranges()
         self._compiled = False  # compiled code runs
+        self._unit = ""  # of FSDP, whose collective comes next
         self._reducing: Stream | None = None  # of the last collective that the reduction of this unit has issued
 
     @contextmanager
@@ -129,6 +130,10 @@ class StepTrace(TorchDispatchMode):
         finally:
             self._compiled = False
 
+    def comes(self, does: str, unit: str) -> None:
+        """Note the unit of the next collective; see `collectives_announced`."""
+        self._unit = unit
+
     def kernel(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Record a fused kernel that PyTorch does not call here, but on a GPU."""
         if self._where is not None:
@@ -140,7 +145,8 @@ class StepTrace(TorchDispatchMode):
         stream = Stream.gather if kind is Kind.gather else Stream.scatter
         self._reducing = stream
         num_bytes = max([sum(map(_bytes, written)), *map(_bytes, others)])
-        self.add(name, kind, stream, others or written, written, num_bytes, dtype=_dtype(written), group=_ranks(args))
+        self.add(name, kind, stream, others or written, written, num_bytes, dtype=_dtype(written), group=_ranks(args),
+                 unit=self._unit)  # fmt: skip
 
     def _functional(self, name: str, args: Any, result: Tensor) -> None:
         assert self._where is not None
@@ -153,9 +159,9 @@ class StepTrace(TorchDispatchMode):
         in_fsdp2 = self._ranges.innermost.startswith(FSDP_REDUCES)
         stream = self._flat_stream() or (Stream.all_reduce if in_fsdp2 else Stream.scatter)
         self._reducing = stream
-        self.add(
-            ALL_REDUCE, Kind.reduce, stream, [tensor], [tensor], _bytes(tensor), dtype=_dtype([tensor]), group=group
-        )
+        unit = self._unit if stream is Stream.all_reduce else None
+        self.add(ALL_REDUCE, Kind.reduce, stream, [tensor], [tensor], _bytes(tensor), dtype=_dtype([tensor]),
+                 group=group, unit=unit)  # fmt: skip
 
     def _record(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         given = tensors_of((args, kwargs))
@@ -212,6 +218,7 @@ class StepTrace(TorchDispatchMode):
     def add(
         self, name: str, kind: Kind, stream: Stream, reads: Sequence[Tensor], writes: Sequence[Tensor],
         num_bytes: float, flops: float = 0.0, dtype: str = "", shape: Any = None, group: tuple[int, ...] = (),
+        unit: str | None = None,
     ) -> None:  # fmt: skip
         """Record an operator, with the host's current phase and module."""
         assert self._where is not None
@@ -219,7 +226,7 @@ class StepTrace(TorchDispatchMode):
         where = self._where()
         self.program.append(
             Operator(
-                name, kind, stream, *where, flops, num_bytes, dtype, group, shape, read, written, self._compiled
+                name, kind, stream, *where, flops, num_bytes, dtype, group, shape, read, written, self._compiled, unit
             )
         )  # fmt: skip
 

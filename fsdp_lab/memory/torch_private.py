@@ -157,44 +157,45 @@ def _units_of(model: nn.Module) -> list[Any]:
     return list({id(state): state for state in states}.values())
 
 
-def collectives_announced(model: nn.Module, comes: Callable[[str], None]) -> int:
-    """Call `comes` before a unit gathers or reduces, with what it does in words; return the number of units.
+def collectives_announced(model: nn.Module, comes: Callable[[str, str], None]) -> int:
+    """Call `comes` before a unit gathers or reduces, with what it does in words and the names of the unit's modules.
 
-    FSDP2's reduction is announced once for what goes in, and once for what comes out.
+    Return the number of units. The root has no name. FSDP2's reduction is announced once for what goes in, and once for
+    what comes out.
     """
 
-    def announcing(base: Any, does: str) -> Any:
+    def announcing(base: Any, does: str, unit: str) -> Any:
         class Announcing(base):  # type: ignore[misc]
             def allocate(self, size: Sequence[int], **kwargs: Any) -> Tensor:
-                comes(does.format(size=size[0]))
+                comes(does.format(size=size[0]), unit)
                 return super().allocate(size, **kwargs)  # type: ignore[no-any-return]
 
         return Announcing()
 
     flat = flat_units(model)
     for name, handle in flat:
-        _announce_flat(name or "the root", handle, comes)
+        _announce_flat(name, handle, comes)
     names = {module: name for name, module in model.named_modules()}
     units = _units_of(model)
     for state in units:
-        unit = ", ".join(names[module] or "the root" for module in state._modules)
+        unit = ", ".join(original_name(names[module]) for module in state._modules)
         module = state._modules[0]
-        module.set_custom_all_gather(announcing(DefaultAllGather, f"gathers the weights of {unit}"))
-        module.set_custom_reduce_scatter(announcing(DefaultReduceScatter, f"reduces {{size}} gradients of {unit}"))
+        module.set_custom_all_gather(announcing(DefaultAllGather, "gathers the weights", unit))
+        module.set_custom_reduce_scatter(announcing(DefaultReduceScatter, "reduces {size} gradients", unit))
     return len(units) + len(flat)
 
 
-def _announce_flat(unit: str, handle: Any, comes: Callable[[str], None]) -> None:
+def _announce_flat(unit: str, handle: Any, comes: Callable[[str, str], None]) -> None:
     """Announce the collectives of one of FSDP1's units; see `collectives_announced`."""
     gather = handle._all_gather_flat_param
 
     def announced(whole: Tensor) -> Tensor:
-        comes(f"gathers the weights of {unit}")
+        comes("gathers the weights", unit)
         return gather(whole)  # type: ignore[no-any-return]
 
     handle._all_gather_flat_param = announced
     if handle.flat_param.requires_grad:
-        handle.flat_param.register_post_accumulate_grad_hook(lambda _: comes(f"has the gradients of {unit}"))
+        handle.flat_param.register_post_accumulate_grad_hook(lambda _: comes("has the gradients", unit))
 
 
 def unsharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, nn.Parameter]]:

@@ -30,6 +30,30 @@ class DividedLayers(NamedTuple):
     loss: bool
 
 
+class Unit(NamedTuple):
+    """What is gathered and reduced together, of the part of a rank that shares its layers.
+
+    Attributes:
+        names: of its modules; "": the root.
+        kind: the class of the first.
+        weights: the names of its parameters, the largest first.
+        num_params: elements of all.
+        sharded_bytes: what a rank stores of them, with padding.
+        gathered_bytes: of all, in the type that they are gathered in; 0: each rank has them whole.
+        stored: the type that they are stored in.
+        dtype: the type that they are gathered in.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    weights: tuple[str, ...]
+    num_params: int
+    sharded_bytes: int
+    gathered_bytes: int
+    stored: str
+    dtype: str
+
+
 @dataclass(frozen=True)
 class Layout:
     """The sharding units of a model and its blocks, by name.

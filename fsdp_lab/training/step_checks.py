@@ -196,7 +196,8 @@ class StepChecks:
                         self._refuse(f"{name} has a gradient on rank {has} and none on rank {lacks}")
         self._refuse("ranks use modules in another order")
 
-    def _collective(self, does: str) -> None:
+    def _collective(self, does: str, unit: str) -> None:
+        does = f"{does} of {unit or 'the root'}"
         self._collectives[does] += 1
         self._comes(does)
 

@@ -61,6 +61,7 @@ class Operator:
         shape: of a matrix product, (batch, rows, columns, inner size); of attention, (heads of all samples, queries,
             keys, size of a head).
         compiled: compiled code issues it.
+        unit: of a collective of FSDP, the names of the modules that it gathers or reduces; "": the root; None: another.
         reads: storages that it reads, as numbers. The schedule derives dependencies from them.
     """
 
@@ -77,6 +78,7 @@ class Operator:
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     compiled: bool = False
+    unit: str | None = None
 
 
 def num_nodes(group: Sequence[int], node_size: int) -> int:

@@ -24,8 +24,8 @@ from fsdp_lab.config.trial import ShardingConfig, TrialConfig
 from fsdp_lab.memory.recorder import StepRecorder
 from fsdp_lab.memory.torch_private import GATHER
 from fsdp_lab.training.distributed import ParallelDims
-from fsdp_lab.training.layout import DividedLayers
-from fsdp_lab.workloads.base import Workload
+from fsdp_lab.training.layout import DividedLayers, Unit
+from fsdp_lab.workloads.base import Workload, plain_class
 
 MIXED = "mixed torch.Tensor and DTensor"
 TYPES = ("must have the same dtype", "expected scalar type", "should be the same")
@@ -54,6 +54,7 @@ class Parallel:
     # plain scaler asks at most the ranks that share the first parameter.
     asks_all_for: str = ""
     model: nn.Module  # as ranks train it; since `wrap`
+    units: list[Unit]  # since `divide`
 
     def __init__(self, config: TrialConfig, dims: ParallelDims, device: torch.device) -> None:
         self.config, self.dims, self.device = config, dims, device
@@ -122,6 +123,35 @@ class Parallel:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for parameter in model.parameters():
             self._check_parameter(parameter, names[id(parameter)])
+        self.units = [self.unit([""], model, list(model.named_parameters()))]
+
+    def unit(self, names: Sequence[str], module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> Unit:
+        """Describe what is gathered together, before it is sharded.
+
+        Args:
+            names: of its modules.
+            module: the first of them.
+            named: its parameters, without those of inner units.
+        """
+        parts = {name: local(parameter) for name, parameter in named}
+        kept, gathered = self.config.precision.param_dtype is Dtype.float32, self.config.precision.param_dtype.value
+        stored = {type_of(part): None for part in parts.values()}
+        dtypes = stored if kept or not self.is_sharded else {gathered: None}
+        widths = [getattr(torch, type_of(part) if kept else gathered).itemsize for part in parts.values()]
+        return Unit(
+            names=tuple(names),
+            kind=plain_class(module).__name__,
+            weights=tuple(sorted(parts, key=lambda name: -parts[name].numel())),
+            num_params=sum(part.numel() for part in parts.values()),
+            sharded_bytes=self.stored_bytes([*parts.values()]),
+            gathered_bytes=sum(p.numel() * w for p, w in zip(parts.values(), widths, strict=True)) * self.is_sharded,
+            stored="/".join(stored),
+            dtype="/".join(dtypes),
+        )
+
+    def stored_bytes(self, parts: Sequence[Tensor]) -> int:
+        """Return the bytes that a rank stores of the parameters of a unit."""
+        return sum(part.nbytes for part in parts)
 
     def _check_parameter(self, parameter: nn.Parameter, name: str) -> None:
         precision, optimizer = self.config.precision, self.config.optimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -91,6 +91,10 @@ class FSDP1(Sharded):
         reduces = is_last or self.config.training.sync_each_microbatch
         with super().backward(is_last), nullcontext() if reduces else self.model.no_sync():
             yield
+
+    def stored_bytes(self, parts: Sequence[Tensor]) -> int:
+        size = sum(part.numel() for part in parts)
+        return -(-size // self.dims.dp_shard) * parts[0].itemsize if parts else 0
 
     def _check_parameter(self, parameter: nn.Parameter, name: str) -> None:
         if parameter.is_complex():

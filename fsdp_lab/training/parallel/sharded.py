@@ -16,6 +16,7 @@ from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.config.trial import ShardingConfig, TrialConfig
 from fsdp_lab.memory.torch_private import Place, has_hooks, has_own_parameter, places_of_parameters
+from fsdp_lab.training.layout import Unit
 from fsdp_lab.training.parallel.base import MIXED, TYPES, Parallel, at, type_of
 from fsdp_lab.training.parallel.units import in_groups
 from fsdp_lab.workloads.base import original_name, parts_of
@@ -93,11 +94,22 @@ class Sharded(Parallel):
         self._groups = [*groups, [*last]] if last else groups
         names = {id(module): name for name, module in model.named_modules()}
         self._check_units(model, names)
+        self.units = [*self._describe(model, names)]
         for parameter in model.parameters():  # transposed, expanded, or in `channels_last`: their values stay
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()  # in place: ties stay
         for unit in units:
             self.hooks(unit, names[id(unit)], self.config)  # before FSDP2's own hooks, which run after these
+
+    def _describe(self, model: nn.Module, names: dict[int, str]) -> Iterator[Unit]:
+        left = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
+        for group in (*self._groups, [model]):
+            inside = dict.fromkeys(id(parameter) for module in group for parameter in module.parameters())
+            own = [left.pop(number) for number in inside if number in left]
+            yield self.unit([names[id(module)] for module in group], group[0], own)
+
+    def stored_bytes(self, parts: Sequence[Tensor]) -> int:
+        return sum(-(-len(p) // self.dims.dp_shard) * p[0].nbytes for p in parts if len(p))
 
     def _check_parameter(self, parameter: nn.Parameter, name: str) -> None:
         super()._check_parameter(parameter, name)
