@@ -30,28 +30,31 @@ class DividedLayers(NamedTuple):
     loss: bool
 
 
-class Unit(NamedTuple):
+@dataclass(frozen=True)
+class Unit:
     """What is gathered and reduced together, of the part of a rank that shares its layers.
 
     Attributes:
-        names: of its modules; "": the root.
-        kind: the class of the first.
-        weights: the names of its parameters, the largest first.
-        num_params: elements of all.
-        sharded_bytes: what a rank stores of them, with padding.
-        gathered_bytes: of all, in the type that they are gathered in; 0: each rank has them whole.
+        unit: the names of its modules; "": the root.
+        count: of equal ones, if they are one row.
+        module: the class of the first.
+        parameters: elements of all.
         stored: the type that they are stored in.
+        sharded: bytes that a rank stores of them, with padding.
         dtype: the type that they are gathered in.
+        gathered: bytes of all in that type; 0: each rank has them whole.
+        weights: the names of the largest parameters.
     """
 
-    names: tuple[str, ...]
-    kind: str
-    weights: tuple[str, ...]
-    num_params: int
-    sharded_bytes: int
-    gathered_bytes: int
+    unit: str
+    count: int
+    module: str
+    parameters: int
     stored: str
+    sharded: int
     dtype: str
+    gathered: int
+    weights: str
 
 
 @dataclass(frozen=True)

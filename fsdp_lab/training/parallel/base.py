@@ -28,6 +28,7 @@ from fsdp_lab.training.layout import DividedLayers, Unit
 from fsdp_lab.workloads.base import Workload, plain_class
 
 MIXED = "mixed torch.Tensor and DTensor"
+_NAMED = 2  # parameters of a unit
 TYPES = ("must have the same dtype", "expected scalar type", "should be the same")
 _NO_KERNEL = re.compile("(not implemented for '|Unsupported dtype )(B?Float16|Half)")
 
@@ -134,19 +135,20 @@ class Parallel:
             named: its parameters, without those of inner units.
         """
         parts = {name: local(parameter) for name, parameter in named}
-        kept, gathered = self.config.precision.param_dtype is Dtype.float32, self.config.precision.param_dtype.value
-        stored = {type_of(part): None for part in parts.values()}
-        dtypes = stored if kept or not self.is_sharded else {gathered: None}
-        widths = [getattr(torch, type_of(part) if kept else gathered).itemsize for part in parts.values()]
+        kept, param_dtype = self.config.precision.param_dtype is Dtype.float32, self.config.precision.param_dtype.value
+        stored = dict.fromkeys(type_of(part) for part in parts.values())
+        widths = [part.itemsize if kept else getattr(torch, param_dtype).itemsize for part in parts.values()]
+        largest = sorted(parts, key=lambda name: -parts[name].numel())[:_NAMED]
         return Unit(
-            names=tuple(names),
-            kind=plain_class(module).__name__,
-            weights=tuple(sorted(parts, key=lambda name: -parts[name].numel())),
-            num_params=sum(part.numel() for part in parts.values()),
-            sharded_bytes=self.stored_bytes([*parts.values()]),
-            gathered_bytes=sum(p.numel() * w for p, w in zip(parts.values(), widths, strict=True)) * self.is_sharded,
+            unit=", ".join(names),
+            count=1,
+            module=plain_class(module).__name__,
+            parameters=sum(part.numel() for part in parts.values()),
             stored="/".join(stored),
-            dtype="/".join(dtypes),
+            sharded=self.stored_bytes([*parts.values()]),
+            dtype="/".join(stored) if kept or not self.is_sharded else param_dtype,
+            gathered=sum(p.numel() * w for p, w in zip(parts.values(), widths, strict=True)) * self.is_sharded,
+            weights=", ".join(largest),
         )
 
     def stored_bytes(self, parts: Sequence[Tensor]) -> int:
