@@ -29,7 +29,6 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from fsdp_lab import __version__
 from fsdp_lab.commands.explain import explain
 from fsdp_lab.commands.forecast_cells import plan_forecasts
 from fsdp_lab.config import ConfigError, UserError
@@ -39,7 +38,6 @@ from fsdp_lab.config.serialize import value_text
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.words import with_overrides
 from fsdp_lab.forecast import plan_lock
-from fsdp_lab.forecast.devices import torch_version
 from fsdp_lab.forecast.plan import StepPlan, answer, make_plan, request_of
 from fsdp_lab.forecast.plan_lock import TOLERANCES, Lock, figures, size_text
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
@@ -103,6 +101,8 @@ def run(own: Mapping[str, str], overrides: list[str], multirun: bool) -> int:
     Raises:
         Exception: bad input, as `explain` knows it.
     """
+    if empty := [key for key, text in own.items() if not text]:
+        raise ConfigError(f"{empty[0]}= is empty; leave it out, or give a file or a share, such as 1%.")
     file, before = own.get("lock"), plan_lock.read_lock(Path(own["check"])) if "check" in own else None
     if before is None and (useless := [key for key in own if key in TOLERANCES]):
         raise ConfigError(f"{useless[0]}={own[useless[0]]} has an effect with check=<a lock> only; leave it out.")
@@ -131,7 +131,7 @@ def run(own: Mapping[str, str], overrides: list[str], multirun: bool) -> int:
         print(*(f"fsdp_lab.plan: {text}" for text in failed), sep="\n", file=sys.stderr)
         return ExitCode.failed
     made = [one for one in plans.values() if isinstance(one, StepPlan)]
-    after = Lock(plan_lock.SCHEMA, __version__, torch_version(), multirun, overrides, made)
+    after = plan_lock.lock_of(made, overrides, multirun)
     if before is not None:
         return show_changes(own["check"], before, after, allowed)
     for one in made:

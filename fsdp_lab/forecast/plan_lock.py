@@ -9,11 +9,12 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp_lab import __version__
+import fsdp_lab
 from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.serialize import from_dict
 from fsdp_lab.config.wording import count, four_digits, significant
 from fsdp_lab.config.words import key_of
+from fsdp_lab.forecast.devices import torch_version
 from fsdp_lab.forecast.plan import OPERATIONS, ROOT, Sent, StepPlan, pattern
 from fsdp_lab.storage.files import read_object, write_text
 from fsdp_lab.training.layout import Unit
@@ -37,6 +38,11 @@ class Lock:
     multirun: bool
     overrides: list[str]
     plans: list[StepPlan]
+
+
+def lock_of(plans: list[StepPlan], overrides: list[str], multirun: bool) -> Lock:
+    """Return the lock of plans that were made now."""
+    return Lock(SCHEMA, fsdp_lab.__version__, torch_version(), multirun, overrides, plans)
 
 
 class Change(NamedTuple):
@@ -74,10 +80,10 @@ def read_lock(file: Path) -> Lock:
     if content is None:
         raise UserError(f"{file}: there is no such file; write it with lock={file}.")
     schema, by = content.get("schema"), str(content.get("fsdp_lab"))
-    if schema != SCHEMA or _version(by) > _version(__version__):
+    if schema != SCHEMA or _version(by) > _version(fsdp_lab.__version__):
         raise UserError(
-            f"{file} has schema {schema} of fsdp_lab {by}, and this is schema {SCHEMA} of fsdp_lab {__version__}; use "
-            f"that version, or write the file again with lock={file}."
+            f"{file} has schema {schema} of fsdp_lab {by}, and this is schema {SCHEMA} of fsdp_lab "
+            f"{fsdp_lab.__version__}; use that version, or write the file again with lock={file}."
         )
     try:
         return from_dict(Lock, content)
@@ -231,11 +237,12 @@ def _peak_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterator
             continue
         a, b = ({c.category: c.bytes for c in plan.categories if c.place == place} for plan in (before, after))
         moved = {name: b.get(name, 0) - a.get(name, 0) for name in (*a, *b)}
-        category = (max if now > was else min)(moved, key=lambda name: moved[name])
+        first, second, *_ = [*sorted(moved, key=lambda name: moved[name], reverse=now > was), ""]
         larger, row = (after, new[place]) if now > was else (before, old[place])
-        unit = next((c.unit for c in larger.categories if (c.place, c.category) == (place, category)), "")
+        unit = next((c.unit for c in larger.categories if (c.place, c.category) == (place, first)), "")
         weights = next((f" ({row.weights})" for row in larger.units if row.unit == unit and row.weights), "")
-        by = f"{category} {'+' if now > was else '−'}{size_text(abs(moved[category]))}"
+        some = [first, second] if second and 2 * moved[second] / moved[first] > 1 else [first]
+        by = " and ".join(f"{name} {'+' if now > was else '−'}{size_text(abs(moved[name]))}" for name in some)
         text = (
             f"{'' if place == 'device' else f'{place} '}peak {_pair(was, now)}: {by} {row.where}, unit {unit}{weights}"
         )

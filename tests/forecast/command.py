@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from fsdp_lab.commands import plan
 from fsdp_lab.commands.forecast import main
 from fsdp_lab.forecast import run
 from tests.workloads.user.project import importable
@@ -39,7 +40,14 @@ def answered_here(interrupt_after: int | None = None, by_signal: bool = False) -
         yield
 
 
-def forecast_here(folder: Path, *words: str, interrupt_after: int | None = None) -> subprocess.CompletedProcess[str]:
+def plan_here(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m fsdp_lab.plan` so; a grid of it has real processes."""
+    return forecast_here(folder, *words, command=plan.main)
+
+
+def forecast_here(
+    folder: Path, *words: str, interrupt_after: int | None = None, command: Callable[[], int] = main
+) -> subprocess.CompletedProcess[str]:
     """Run the command in a folder, where a user's modules are importable."""
     out, err = io.StringIO(), io.StringIO()
     on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -51,7 +59,7 @@ def forecast_here(folder: Path, *words: str, interrupt_after: int | None = None)
             answered_here(interrupt_after, by_signal=True),
             mock.patch.object(sys, "argv", ["fsdp_lab.forecast", *words]),
         ):
-            code = main()
+            code = command()
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
