@@ -37,6 +37,7 @@ class Fault:
 LEARNS = "training/test_parity.py::test_a_sharded_run_learns_what_one_process_learns"
 HOLDS = "training/test_parity.py::test_it_holds_what_was_forecast_to_the_byte"
 TRACE = "forecast/test_program.py"
+PLAN = "forecast/test_plan.py"
 CHECKPOINT = "training/test_checkpoint.py"
 BLOCKS, SHORT = "forecast/test_equal_blocks.py", "forecast/test_out_of_memory.py"
 ANOTHER = f"{CHECKPOINT}::test_another_run_gives_its_weights_and_optimizer_state"
@@ -975,6 +976,26 @@ FAULTS = (
           "training/test_checkpoint_files.py::test_what_a_kill_left_goes_when_the_next_is_begun"),
     Fault("a replaced checkpoint leaves its data", "fsdp_lab/training/checkpoint_place.py",
           "if each.startswith(f\"{name}.\") and each != data)", "if False)", EQUALLY_GOOD),
+    # the plan of a step
+    Fault("a plan counts equal collectives once", "fsdp_lab/forecast/plan.py",
+          "one.dtype, group)] += 1", "one.dtype, group)] = 1", f"{PLAN}::test_units_and_what_they_send_by_hand"),
+    Fault("a collective counts as that of the module that is at work", "fsdp_lab/forecast/trace.py",
+          "        self._unit = unit\n", "", f"{PLAN}::test_units_and_what_they_send_by_hand"),
+    Fault("a rank's part of a parameter has no padding", "fsdp_lab/training/parallel/sharded.py",
+          "-(-len(p) // self.dims.dp_shard) * p[0].nbytes", "p.nbytes // self.dims.dp_shard",
+          f"{PLAN}::test_a_rank_stores_padded_parts"),
+    Fault("a buffer of a reduction is a temporary of the peak", "fsdp_lab/forecast/plan.py",
+          'alive[event.storage].category == "temp"', "False",
+          f"{PLAN}::test_an_untied_vocabulary_in_the_root_is_named_as_the_cause_of_a_peak"),
+    Fault("a check passes whatever has changed", "fsdp_lab/commands/plan.py",
+          "return CHANGED if found else", "return ExitCode.finished if found else",
+          f"{PLAN}::test_another_type_is_named_with_what_it_was"),
+    Fault("a lock of a newer version is read", "fsdp_lab/forecast/plan_lock.py",
+          " or _version(by) > _version(fsdp_lab.__version__)", "",
+          f"{PLAN}::test_a_lock_that_cannot_be_checked_is_refused"),
+    Fault("a lock has as many workers as the machine that wrote it has GPUs", "fsdp_lab/commands/plan.py",
+          "if file is not None and any(", "if file is None and any(",
+          f"{PLAN}::test_what_cannot_be_written_is_refused_and_leaves_nothing"),
     # the probe
     Fault("what a probe has no time for is as fast as a microbenchmark", "fsdp_lab/probe/figures.py",
           "reached.matmul * share.matmul, reached.attention", "reached.matmul, reached.attention",

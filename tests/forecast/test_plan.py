@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_lab.forecast.plan import Part, StepPlan, group_text, make_plan, request_of
 from fsdp_lab.forecast.plan_lock import Lock, changes, lock_of, markdown, read_lock, write_lock
 from tests import forked
+from tests.conftest import ROOT
 from tests.forecast.command import plan_here
 from tests.ranks import config, run_ranks, train_all
 from tests.workloads.hf.cases import plain_model
@@ -27,7 +28,7 @@ from tests.workloads.hf.cases import plain_model
 LM = ("task=language", "model=lm_tiny", "data=synthetic_tokens", "data.vocab_size=256", "data.seq_len=64")
 FOUR = (*LM, "training.global_batch_size=16", "cluster.num_workers=4")
 BLOCK = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64  # parameters: q and o, k and v, feed-forward, norms
-ROOT = 2 * 256 * 64 + 64  # embedding, head, norm
+OUTER = 2 * 256 * 64 + 64  # embedding, head, norm
 
 
 def plan_of(*words: str) -> StepPlan:
@@ -49,12 +50,12 @@ def test_units_and_what_they_send_by_hand(policy: str, again: list[str]):
     rows = [(u.unit, u.count, u.module, u.parameters, u.stored, u.sharded, u.dtype, u.gathered) for u in plan.units]
     assert rows == [
         ("blocks.*", 2, "Block", BLOCK, "float32", BLOCK, "bfloat16", 2 * BLOCK),
-        ("<root>", 1, "Llama", ROOT, "float32", ROOT, "bfloat16", 2 * ROOT),
+        ("<root>", 1, "Llama", OUTER, "float32", OUTER, "bfloat16", 2 * OUTER),
     ]
-    gathers = {"<root>": (1, 2 * ROOT), "blocks.*": (2, 2 * BLOCK)}
+    gathers = {"<root>": (1, 2 * OUTER), "blocks.*": (2, 2 * BLOCK)}
     assert calls(plan, "forward", "all_gather") == gathers
     assert calls(plan, "backward", "all_gather") == {unit: gathers[unit] for unit in again}
-    assert calls(plan, "backward", "reduce_scatter") == {"blocks.*": (2, 4 * BLOCK), "<root>": (1, 4 * ROOT)}
+    assert calls(plan, "backward", "reduce_scatter") == {"blocks.*": (2, 4 * BLOCK), "<root>": (1, 4 * OUTER)}
     assert {(one.dtype, one.group) for one in plan.collectives if one.unit != "-"} == {
         ("bfloat16", "0-3"), ("float32", "0-3"),
     }  # fmt: skip
@@ -369,9 +370,37 @@ def test_a_model_of_transformers_by_its_config(tmp_path: Path):
     assert "model.layers.*" in units and "<root>" in units
 
 
-@pytest.mark.documents("python -m fsdp_lab.plan check=plan.lock.json")
 def test_the_command_in_a_process_of_its_own(locked: Path):
     done = forked.run(locked, "fsdp_lab.plan", "check=plan.lock.json", "precision=bf16_mixed", seconds=200)
-    assert isinstance(done, subprocess.CompletedProcess) and done.returncode == 3, done.stderr
+    assert done.returncode == 3, done.stderr
     assert done.stdout.startswith("differs: precision=bf16_mixed was (default)\n")
     assert done.stdout.endswith("plan.lock.json: changed\n") and not done.stderr
+
+
+@pytest.mark.ci
+@pytest.mark.documents(
+    "python -m fsdp_lab.plan model=llama3_8b ... lock=plan.lock.json",
+    "python -m fsdp_lab.plan check=plan.lock.json",
+    "python -m fsdp_lab.plan check=plan.lock.json sharding.embeddings=root",
+    "python -m fsdp_lab.plan diff old.lock.json plan.lock.json",
+    "python -m fsdp_lab.plan diff old.lock.json plan.lock.json --markdown",
+)
+def test_the_page_shows_what_its_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    page = (ROOT / "docs/plan.md").read_text()
+    writes = re.search(
+        r"^python -m fsdp_lab\.plan (model=.* lock=plan.lock.json)$", page.replace("\\\n", ""), re.MULTILINE
+    )
+    shown = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    monkeypatch.setenv("COLUMNS", "100")
+    assert writes is not None
+    made = plan_here(tmp_path, *writes[1].split())
+    checked = plan_here(tmp_path, "check=plan.lock.json")
+    changed = plan_here(tmp_path, "check=plan.lock.json", "sharding.embeddings=root")
+    assert [done.returncode for done in (made, checked, changed)] == [0, 0, 3]
+    for text, done in zip(shown, (made, changed), strict=True):
+        lines = [".*" if line == "..." else re.escape(line.rstrip()) + " *\n" for line in text.splitlines()]
+        assert re.search("".join(lines), done.stdout, re.DOTALL), done.stdout
+    shutil.copy(tmp_path / "plan.lock.json", tmp_path / "old.lock.json")
+    for more, end in ((["--markdown"], "Nothing has changed.\n"), ([], "plan.lock.json: nothing has changed\n")):
+        done = plan_here(tmp_path, "diff", "old.lock.json", "plan.lock.json", *more)
+        assert done.returncode == 0 and done.stdout.endswith(end)
