@@ -29,8 +29,8 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from fsdp_lab.commands.explain import explain
 from fsdp_lab.commands.forecast_cells import plan_forecasts
+from fsdp_lab.commands.messages import explain
 from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.describe import docstring
 from fsdp_lab.config.launcher import leave_launcher

@@ -14,9 +14,11 @@ from fsdp_lab.forecast.speed.program import Operator
 from fsdp_lab.forecast.speed.streams import schedule
 from fsdp_lab.forecast.step import Step
 from fsdp_lab.memory.profile import Event, Profile
+from fsdp_lab.training.layout import Unit
 
 NONE = -1  # the label of what belongs to no block
 REPEATED = 2  # the period that is repeated: the first and the last two may differ from it
+_SIZES = ("num_bytes", "flops", "parameters", "sharded", "gathered")  # of an item, that may grow with the blocks
 _FIRST = 5  # periods of the smaller step
 
 
@@ -50,7 +52,9 @@ class Stack:
         return int(inside[1]) // self.period if inside else NONE
 
     def moved(self, module: str, periods: int) -> str:
-        """Return the name of a module's like so many periods later."""
+        """Return the name of a module's like so many periods later; of several modules, with commas between them."""
+        if "," in module:
+            return ", ".join(self.moved(name, periods) for name in module.split(", "))
         if not periods or self.label(module) == NONE:
             return module
         at, _, rest = module[len(self.name) + 1 :].partition(".")
@@ -73,18 +77,21 @@ def deepened(few: Step, more: Step, stack: Stack) -> Step | None:
     program, once = (_program(few.program, more.program, stack, times) for times in (stack.more, 1))
     if program is None or once is None or not _same_program(once, more.program):
         return None
+    units, one_more = (_units(few.units, more.units, stack, times) for times in (stack.more, 1))
+    if units is None or one_more != more.units:
+        return None
     sizes = [
         low + stack.more * (high - low)
         for low, high in zip((*few.num_params, few.num_trained), (*more.num_params, more.num_trained), strict=True)
     ]
     whole, own, trained = sizes
-    return few._replace(profile=profile, program=program, num_params=(whole, own), num_trained=trained)
+    return few._replace(profile=profile, program=program, num_params=(whole, own), num_trained=trained, units=units)
 
 
 def _profile(few: Profile, more: Profile, stack: Stack, times: int) -> Profile | None:
     owners: dict[int, list[str]] = {}
 
-    def made(event: Event, later: int, refer: Refer) -> Event:
+    def made(event: Event, label: int, later: int, refer: Refer) -> Event:
         (storage,) = refer(event.storage)
         if owner := few.owners.get(event.storage):
             owners.setdefault(storage, [stack.moved(name, later) for name in owner])
@@ -110,9 +117,13 @@ def _profile(few: Profile, more: Profile, stack: Stack, times: int) -> Profile |
 
 
 def _program(few: Sequence[Operator], more: Sequence[Operator], stack: Stack, times: int) -> list[Operator] | None:
-    def made(operator: Operator, later: int, refer: Refer) -> Operator:
+    def made(operator: Operator, label: int, later: int, refer: Refer) -> Operator:
         reads, writes = (tuple(one for s in some for one in refer(s)) for some in (operator.reads, operator.writes))
-        return replace(operator, module=stack.moved(operator.module, later), reads=reads, writes=writes)
+        unit = operator.unit
+        if unit is not None:  # an operator of no period may gather that of a late one
+            late = label == NONE and stack.label(unit.partition(",")[0]) > REPEATED
+            unit = stack.moved(unit, times if late else later)
+        return replace(operator, module=stack.moved(operator.module, later), unit=unit, reads=reads, writes=writes)
 
     def sequence(program: Sequence[Operator]) -> _Sequence:
         labels, known = [], dict[int, int]()
@@ -129,6 +140,22 @@ def _program(few: Sequence[Operator], more: Sequence[Operator], stack: Stack, ti
         sequence(few), sequence(more), times, ("name", "kind", "stream", "phase", "module", "dtype", "group", "shape")
     )
     return None if short is None else short.repeated(times, made)
+
+
+def _units(few: Sequence[Unit], more: Sequence[Unit], stack: Stack, times: int) -> list[Unit] | None:
+    labels, other = ([stack.label(unit.unit.partition(",")[0]) for unit in some] for some in (few, more))
+    short, longer = (_Sequence(some, of, lambda unit: (), 0) for some, of in ((few, labels), (more, other)))
+    grown = _grown(short, longer, times, ("unit", "module", "stored", "dtype", "weights"))
+
+    def made(unit: Unit, label: int, later: int, refer: Refer) -> Unit:
+        return replace(unit, unit=stack.moved(unit.unit, later), weights=stack.moved(unit.weights, later))
+
+    return None if grown is None else grown.repeated(times, made)
+
+
+def _copies(label: int, times: int) -> Sequence[int]:
+    """Return by how many periods later a stretch of one comes."""
+    return range(times + 1) if label == REPEATED else [times * (label > REPEATED)]
 
 
 def _same_profile(one: Profile, other: Profile) -> bool:
@@ -179,11 +206,11 @@ class _Sequence:
     storages: Callable[[Any], Sequence[int]]
     cut: int
 
-    def repeated(self, times: int, made: Callable[[Any, int, Refer], Any]) -> list[Any]:
+    def repeated(self, times: int, made: Callable[[Any, int, int, Refer], Any]) -> list[Any]:
         """Return the items with so many more of the period that is repeated.
 
         Args:
-            made: makes an item from one, by how many periods later it is.
+            made: makes an item from one, by its label and by how many periods later it is.
         """
         runs, ways = self._runs()
         homes: dict[int, tuple[int, int, int]] = {}  # storage -> where it comes first: turn, period, place there
@@ -204,10 +231,10 @@ class _Sequence:
 
         result = []
         for run in runs:
-            copies = range(times + 1) if run.label == REPEATED else [times * (run.label > REPEATED)]
+            copies = _copies(run.label, times)
             for later in copies if ways[run.turn] > 0 else reversed(copies):
                 of = partial(refer, later=later, label=run.label)
-                result += [made(item, later, of) for item in self.items[run.begin : run.end]]
+                result += [made(item, run.label, later, of) for item in self.items[run.begin : run.end]]
         return result
 
     def _runs(self) -> tuple[list[_Run], dict[int, int]]:
@@ -258,7 +285,7 @@ def _grown(few: _Sequence, more: _Sequence, times: int, alike: Sequence[str]) ->
         one, two = few.items[at], more.items[other]
         if any(getattr(one, name) != getattr(two, name) for name in alike):
             return None
-        sizes = [name for name in ("num_bytes", "flops") if getattr(one, name, 0) != getattr(two, name, 0)]
+        sizes = [name for name in _SIZES if getattr(one, name, 0) != getattr(two, name, 0)]
         grown = {name: getattr(one, name) + times * (getattr(two, name) - getattr(one, name)) for name in sizes}
         items[at] = replace(one, **grown)
     return replace(few, items=items)

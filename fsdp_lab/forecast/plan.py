@@ -19,7 +19,7 @@ from fsdp_lab.memory.profile import CATEGORIES, PLACES, Held, Peak, Profile
 from fsdp_lab.training.layout import Unit, shortened
 
 if TYPE_CHECKING:
-    from fsdp_lab.forecast.forecast import Step
+    from fsdp_lab.forecast.step import Step
 
 ROOT, NO_UNIT = "<root>", "-"
 OPERATIONS = {Kind.gather: "all_gather", Kind.scatter: "reduce_scatter", Kind.reduce: "all_reduce"}

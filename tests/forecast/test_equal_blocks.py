@@ -44,6 +44,7 @@ def assert_equal(step: Step, whole: Step, trial: TrialConfig, ranks: int, cuda: 
     figures = [weigh(one.profile, one.num_trained, trial, ranks, cuda, None) for one in (step, whole)]
     assert figures[0] == figures[1], "peaks by category, active and reserved bytes"
     assert (step.num_params, step.num_trained, step.layout) == (whole.num_params, whole.num_trained, whole.layout)
+    assert step.units == whole.units
     assert (step.profile.begun, len(step.profile.events)) == (whole.profile.begun, len(whole.profile.events))
     programs = [[replace(op, reads=(), writes=()) for op in one.program] for one in (step, whole)]
     assert programs[0] == programs[1]
