@@ -98,13 +98,13 @@ def _profile(few: Profile, more: Profile, stack: Stack, times: int) -> Profile |
         return replace(event, storage=storage, module=stack.moved(event.module, later))
 
     def sequence(profile: Profile) -> _Sequence:
-        labels, known = [], dict[int, int]()
-        for event in profile.events:
-            label, owners = stack.label(event.module), {*map(stack.label, profile.owners.get(event.storage, ()))}
-            label = owners.pop() if label == NONE and len(owners) == 1 else label
-            known.setdefault(event.storage, label)
-            labels.append(known[event.storage] if label == NONE else label)
-        begun = profile.begun
+        begun, known = profile.begun, dict[int, int]()
+        labels = [NONE] * begun + _between([stack.label(event.module) for event in profile.events[begun:]])
+        for place, event in enumerate(profile.events):  # outside of blocks, by the parameter or by where it came from
+            owners = {*map(stack.label, profile.owners.get(event.storage, ()))}
+            if labels[place] == NONE:
+                labels[place] = owners.pop() if len(owners) == 1 else known.get(event.storage, NONE)
+            known.setdefault(event.storage, labels[place])
         labels = [*_between(labels[:begun]), *_between(labels[begun:])]
         return _Sequence(profile.events, labels, lambda event: [event.storage], begun)
 

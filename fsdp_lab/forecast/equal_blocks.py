@@ -84,13 +84,15 @@ def _look(block: nn.Module) -> dict[str, object]:
         look[name] = type(module)
         for key, value in vars(module).items():
             if key in ("_parameters", "_buffers"):
-                look |= {f"{name}.{leaf}": _tensor_look(tensor) for leaf, tensor in value.items()}
+                look |= {f"{name}.{leaf}": _plain_look(tensor) for leaf, tensor in value.items()}
             elif key != "_modules":
-                look[f"{name}.{key}"] = _tensor_look(value)
+                look[f"{name}.{key}"] = _plain_look(value)
     return look
 
 
-def _tensor_look(value: object) -> object:
+def _plain_look(value: object) -> object:
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
     if not isinstance(value, Tensor):
         return value
     return type(value), value.shape, value.stride(), value.dtype, value.requires_grad, [*vars(value)]

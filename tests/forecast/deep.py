@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ class Block(nn.Module):
         super().__init__()
         self.place = place
         self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, wide), nn.Linear(wide, 64)
+        self.act = partial(torch.nn.functional.gelu, approximate="tanh")  # equal, but another object in each block
 
     def forward(self, rows: Tensor) -> Tensor:
-        return rows + self.down(torch.nn.functional.gelu(self.up(self.norm(rows))))
+        return rows + self.down(self.act(self.up(self.norm(rows))))
 
 
 class Equal(nn.Module):
@@ -151,6 +153,17 @@ class Hooked(Equal):
             if place == 3 and rows.requires_grad:
                 rows.register_hook(self.kept.append)
         return self.head(rows.mean(1))
+
+
+class Nested(nn.Module):
+    """The blocks are called by a module inside, as in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = Equal()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.trunk(rows) * 2
 
 
 class TwoStacks(nn.Module):

@@ -83,6 +83,7 @@ def test_units_of_two_blocks_and_one_that_is_left():
     ("model", "expected"),
     [
         ("Equal", [5, 6]),
+        ("Nested", [5, 6]),
         ("OneWider", [0]),
         ("OneScaled", [0]),
         ("Tied", [0]),
