@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from itertools import starmap
 from pathlib import Path
 from typing import NoReturn
@@ -39,7 +40,7 @@ from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.words import with_overrides
 from fsdp_lab.forecast import plan_lock
 from fsdp_lab.forecast.plan import StepPlan, answer, make_plan, request_of
-from fsdp_lab.forecast.plan_lock import TOLERANCES, Lock, figures, size_text
+from fsdp_lab.forecast.plan_lock import TOLERANCES, Lock, compared, figures, size_text
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
 from fsdp_lab.forecast.run import LIMIT_S
 from fsdp_lab.machine.hardware import num_cpus
@@ -49,6 +50,7 @@ from fsdp_lab.sweep.names import setting
 from fsdp_lab.sweep.plan import Plan
 
 CHANGED = 3
+_BYTES, _FIGURES = ("sharded", "gathered", "bytes"), ("before", "after", "change")  # columns
 _FEW = 4  # settings that share a process, which first imports PyTorch
 
 
@@ -172,37 +174,36 @@ def _result(made: Future[StepPlan | UserError]) -> StepPlan | UserError:
 
 def show(console: Console, plan: StepPlan) -> None:
     """Print a plan."""
-    title = f"{plan.setting or 'the second step'}, rank 0 of {plan.workers:,}, for {plan.device}"
-    console.print(title, style="bold", highlight=False, markup=False)
-    units = ((u.unit, u.module, u.count, f"{u.parameters:,}", size_text(u.sharded), u.stored,
-              size_text(u.gathered), u.dtype)
-             for u in plan.units)  # fmt: skip
-    sent = ((c.phase, c.operation, c.unit, c.calls, size_text(c.bytes), c.dtype, c.group) for c in plan.collectives)
-    largest = ((t.place, t.category, size_text(t.bytes), t.module, t.unit) for t in plan.largest)
-    console.print(_table("units", _UNITS, units))
-    console.print(_table("collectives", _COLLECTIVES, sent))
-    console.print(_table("largest at the peak", _LARGEST, largest))
+    lines = [f"{plan.setting or 'the second step'}, rank 0 of {plan.workers:,}, for {plan.device}"]
+    for title, rows in (
+        ("units", plan.units),
+        ("collectives", plan.collectives),
+        ("largest at the peak", plan.largest),
+    ):
+        console.print(*lines, table(title, [asdict(row) for row in rows]), sep="\n", highlight=False, markup=False)
+        lines = []
     for peak in plan.peaks:
         parts = (f"{c.category} {size_text(c.bytes)}" for c in plan.categories if c.place == peak.place)
-        line = f"peak of the {peak.place}: {size_text(peak.bytes)} {peak.where}: {', '.join(parts)}"
-        console.print(line, highlight=False, markup=False)
-    for name, (_, text) in figures(plan).items():
-        if not name.startswith("peak"):
-            console.print(f"{name}: {text}", highlight=False, markup=False)
-    if plan.no_time:
-        console.print(f"no predicted time: {plan.no_time}", highlight=False, markup=False)
+        lines.append(f"peak of the {peak.place}: {size_text(peak.bytes)} {peak.where}: {', '.join(parts)}")
+    lines += [f"{name}: {text}" for name, (_, text) in figures(plan).items() if not name.startswith("peak")]
+    lines += [f"no predicted time: {plan.no_time}"] if plan.no_time else []
+    console.print(*lines, sep="\n", highlight=False, markup=False)
 
 
-_UNITS = ("unit", "class", "count", "parameters", "sharded", "as", "gathered", "in")
-_COLLECTIVES = ("phase", "operation", "unit", "calls", "each", "dtype", "ranks")
-_LARGEST = ("place", "category", "size", "allocated by", "unit")
-_NUMBERS = {"count", "parameters", "sharded", "gathered", "calls", "each", "size", "before", "after", "change"}
-
-
-def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> FittingTable:
-    cells = [*map(list, zip(*(map(str, row) for row in rows), strict=True))] or [[]] * len(heads)
-    columns = [Column(h, c, justify="right" if h in _NUMBERS else "left") for h, c in zip(heads, cells, strict=True)]
+def table(title: str, rows: Sequence[Mapping[str, object]]) -> FittingTable:
+    """Return rows as a table, without the weights of units."""
+    columns = []
+    for name in [name for name in rows[0] if name != "weights"] if rows else ():
+        cells = [_cell(name, row[name]) for row in rows]
+        is_text = isinstance(rows[0][name], str) and name not in _FIGURES
+        columns.append(Column(name, cells, justify="left" if is_text else "right"))
     return FittingTable(columns, title)
+
+
+def _cell(name: str, value: object) -> str:
+    if not isinstance(value, int):
+        return str(value)
+    return size_text(value) if name in _BYTES else f"{value:,}"
 
 
 def show_changes(file: str, before: Lock, after: Lock, allowed: Mapping[str, float] = TOLERANCES) -> int:
@@ -226,5 +227,5 @@ def show_difference(files: Sequence[Path], as_markdown: bool) -> int:
     if as_markdown:
         print(plan_lock.markdown([file.name for file in files], before, after))
         return ExitCode.finished
-    open_console().print(_table("", ("", "before", "after", "change"), plan_lock.compared(before, after)))
+    open_console().print(table("", [dict(zip(("", *_FIGURES), row, strict=True)) for row in compared(before, after)]))
     return show_changes(str(files[1]), before, after) and ExitCode.finished

@@ -186,7 +186,7 @@ def _collectives(program: Sequence[Operator], labels: Mapping[str, str]) -> list
         if one.kind.is_collective:
             in_ddp = one.kind is Kind.reduce and one.stream is Stream.scatter and one.phase == "backward"
             of_unit = one.unit is not None or in_ddp
-            unit = labels[one.unit or ROOT] if of_unit else pattern(one.module) or NO_UNIT
+            unit = labels.get(name := one.unit or ROOT, name) if of_unit else pattern(one.module) or NO_UNIT
             operation, group = OPERATIONS[one.kind], group_text(one.group)
             calls[Sent(one.phase, operation, unit, 0, int(one.num_bytes), one.dtype, group)] += 1
     return [replace(sent, calls=count) for sent, count in calls.items()]
