@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,7 +115,10 @@ def changes(before: Lock, after: Lock, allowed: Mapping[str, float] = TOLERANCES
     for setting in dict.fromkeys([*old, *new]):
         start = f"{setting}: " if setting else ""
         if setting in old and setting in new:
-            found += [one._replace(text=start + one.text) for one in _changes(old[setting], new[setting], allowed)]
+            some = [*_changes(old[setting], new[setting], allowed)]
+            if not some and allowed == TOLERANCES:  # else what is left may be of what is allowed
+                some = [*_details(old[setting], new[setting])]
+            found += [one._replace(text=start + one.text) for one in some]
         else:
             found.append(Change(inf, inf, f"{start}{'is new' if setting in new else 'is no longer planned'}"))
     return [change.text for change in sorted(found, key=lambda change: (-change.bytes, -change.relative))]
@@ -134,6 +137,12 @@ def _changes(before: StepPlan, after: StepPlan, allowed: Mapping[str, float]) ->
         why = f": {after.no_time}" if after.no_time else ""
         old, new = (f"{four_digits(ms)} ms" if ms else "unknown" for ms in (was, now))
         yield Change(0, _relative(was, now), f"predicted step {old} → {new}{why}")
+
+
+def _details(before: StepPlan, after: StepPlan) -> Iterator[Change]:
+    names = [each.name for each in fields(StepPlan) if each.name not in ("time", "no_time")]
+    if other := [name for name in names if getattr(before, name) != getattr(after, name)]:
+        yield Change(0, 0, f"lines of {', '.join(other)} differ, and no sum does")
 
 
 def _unit_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterator[Change]:
@@ -183,10 +192,10 @@ def _sent_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterator
     for phase, operation in dict.fromkeys([*old, *new]):
         was, now = (one.get((phase, operation), []) for one in (old, new))
         (calls, a), (more, b) = _total(was), _total(now)
-        groups = was and now and {one.group for one in was} != {one.group for one in now}
-        if groups or _relative(a, b) > allowed or (a == b and calls != more):
+        groups, causes = [{one.group for one in some} for some in (was, now) if some], _causes(was, now)
+        if groups[0] != groups[-1] or _relative(a, b) > allowed or (a == b and causes):
             times = f"{calls} → {more} calls" if calls != more else count(calls, "call")
-            text = f"{operation} in {phase}: {times}, {_pair(a, b)}: {_listed(_causes(was, now))}"
+            text = f"{operation} in {phase}: {times}, {_pair(a, b)}: {_listed(causes)}"
             yield Change(abs(b - a), max(_relative(a, b), _relative(calls, more)), text)
 
 
@@ -237,15 +246,15 @@ def _peak_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterator
             continue
         a, b = ({c.category: c.bytes for c in plan.categories if c.place == place} for plan in (before, after))
         moved = {name: b.get(name, 0) - a.get(name, 0) for name in (*a, *b)}
-        first, second, *_ = [*sorted(moved, key=lambda name: moved[name], reverse=now > was), ""]
-        larger, row = (after, new[place]) if now > was else (before, old[place])
+        up = 1 if now > was else -1
+        first, *others = sorted(moved, key=lambda name: -up * moved[name])
+        some = [first, *(name for name in others[:1] if 2 * up * moved[name] > up * moved[first])]
+        by = " and ".join(f"{name} {'+' if up > 0 else '−'}{size_text(abs(moved[name]))}" for name in some)
+        larger, row = (after, new[place]) if up > 0 else (before, old[place])
         unit = next((c.unit for c in larger.categories if (c.place, c.category) == (place, first)), "")
         weights = next((f" ({row.weights})" for row in larger.units if row.unit == unit and row.weights), "")
-        some = [first, second] if second and 2 * moved[second] / moved[first] > 1 else [first]
-        by = " and ".join(f"{name} {'+' if now > was else '−'}{size_text(abs(moved[name]))}" for name in some)
-        text = (
-            f"{'' if place == 'device' else f'{place} '}peak {_pair(was, now)}: {by} {row.where}, unit {unit}{weights}"
-        )
+        name = "peak" if place == "device" else f"{place} peak"
+        text = f"{name} {_pair(was, now)}: {by} {row.where}, unit {unit}{weights}"
         yield Change(abs(now - was), _relative(was, now), text)
 
 

@@ -240,6 +240,26 @@ def test_an_unchanged_plan_passes_and_a_change_within_its_tolerance_too(locked: 
     assert plan_here(locked, "check=more.json", "plan.peak=2%").returncode == 0
 
 
+def lock_by(torch_version: str, plan: StepPlan, *overrides: str) -> Lock:
+    return replace(lock_of([plan], [*overrides], False), torch=torch_version)
+
+
+def test_what_no_sum_shows_is_a_change_too(tmp_path: Path):
+    """One unit of two with equal bytes is gathered twice, the other not; another class; another order."""
+    plan = plan_of(*FOUR, "sharding=per_layer")
+    sent = {(one.phase, one.operation, one.unit): one for one in plan.collectives}
+    head, embedding = (sent["forward", "all_gather", unit] for unit in ("head", "embedding"))
+    assert head.bytes == embedding.bytes
+    swapped = [replace(one, calls=2) if one == head else one for one in plan.collectives if one != embedding]
+    (line,) = changes(lock_by("2", plan), lock_by("2", replace(plan, collectives=swapped)))
+    assert line.startswith("all_gather in forward: 21 calls, 513 KiB: ")
+    assert "head 1 → 2 calls" in line and "embedding 1 → 0 calls" in line
+    classes = [replace(plan.units[0], module="Other"), *plan.units[1:]]
+    for other, name in ((replace(plan, units=classes), "units"),
+                        (replace(plan, collectives=plan.collectives[::-1]), "collectives")):  # fmt: skip
+        assert changes(lock_by("2", plan), lock_by("2", other)) == [f"lines of {name} differ, and no sum does"]
+
+
 def check(folder: Path, made: Sequence[str], changed: Sequence[str]) -> list[str]:
     """Write a lock, check it with other words, and return what is said to have changed, the largest first."""
     assert plan_here(folder, *made, "lock=plan.lock.json").returncode == 0
@@ -300,10 +320,6 @@ def test_recomputed_arithmetic_is_named(tmp_path: Path):
     lines = check(tmp_path, [*FOUR, "sharding=per_block"], ["activation_checkpointing=full"])
     (line,) = (line for line in lines if line.startswith("matmul FLOPs in backward: "))
     assert line.endswith(": parts of the forward pass are computed again")
-
-
-def lock_by(torch_version: str, plan: StepPlan, *overrides: str) -> Lock:
-    return replace(lock_of([plan], [*overrides], False), torch=torch_version)
 
 
 def test_locks_of_two_versions_are_compared_in_a_terminal_and_as_markdown(tmp_path: Path):
