@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 ROOT, NO_UNIT = "<root>", "-"
 OPERATIONS = {Kind.gather: "all_gather", Kind.scatter: "reduce_scatter", Kind.reduce: "all_reduce"}
 _LARGEST = 5
+_BEFORE = ("param", "optimizer", "buffer", "input")  # categories of what is there before the step
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def _add_peak(plan: StepPlan, profile: Profile, place: str, peak: Peak, labels: 
             plan.categories.append(Part(place, category, size, owners[some[0]]))
     for number in by_size[:_LARGEST]:
         of = held[number]
-        plan.largest.append(Part(place, of.category, of.num_bytes, owners[number], of.module or ROOT))
+        plan.largest.append(Part(place, of.category, of.num_bytes, owners[number], of.module or owners[number]))
 
 
 def _held_at(profile: Profile, index: int, place: str) -> dict[int, Held]:
@@ -233,6 +234,8 @@ def _held_at(profile: Profile, index: int, place: str) -> dict[int, Held]:
 
 def _owner(held: Held, labels: Mapping[str, str], collectives: Sequence[Sent]) -> str:
     """Return the unit of a tensor: the one that sends so many bytes, or the innermost around the module."""
+    if not held.module and held.category in _BEFORE:
+        return NO_UNIT
     for one in collectives:  # of categories that are called as the operation
         if (one.operation, one.bytes) == (held.category, held.num_bytes):
             return one.unit

@@ -252,9 +252,9 @@ def _peak_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterator
         by = " and ".join(f"{name} {'+' if up > 0 else '−'}{size_text(abs(moved[name]))}" for name in some)
         larger, row = (after, new[place]) if up > 0 else (before, old[place])
         unit = next((c.unit for c in larger.categories if (c.place, c.category) == (place, first)), "")
-        weights = next((f" ({row.weights})" for row in larger.units if row.unit == unit and row.weights), "")
+        of = next((f", unit {unit} ({row.weights})" for row in larger.units if row.unit == unit), "")
         name = "peak" if place == "device" else f"{place} peak"
-        text = f"{name} {_pair(was, now)}: {by} {row.where}, unit {unit}{weights}"
+        text = f"{name} {_pair(was, now)}: {by} {row.where}{of}"
         yield Change(abs(now - was), _relative(was, now), text)
 
 
