@@ -113,13 +113,7 @@ def run(own: Mapping[str, str], overrides: list[str], multirun: bool) -> int:
             raise ConfigError(f"lock={file} with check={own['check']}: a check writes nothing; use one of them.")
         overrides, multirun = with_overrides(before.overrides, overrides), multirun or before.multirun
     allowed = TOLERANCES | {key: _share(key, text) for key, text in own.items() if key in TOLERANCES}
-    try:
-        plan, swept = plan_forecasts(overrides, multirun)
-    except Exception as error:
-        message = explain(error) if before else None
-        if message is None:
-            raise
-        raise UserError(f"check={own['check']}: {message}") from error
+    plan, swept = _planned(overrides, multirun, own.get("check"))
     if file is not None and any(trial.config.cluster.num_workers is None for trial in plan.trials):
         raise ConfigError(
             f"lock={file} needs cluster.num_workers: without it, it is this machine's GPUs, and the file is checked on "
@@ -142,6 +136,17 @@ def run(own: Mapping[str, str], overrides: list[str], multirun: bool) -> int:
         plan_lock.write_lock(Path(file), after)
         console.print(f"written: {file}", highlight=False, markup=False)
     return ExitCode.finished
+
+
+def _planned(overrides: list[str], multirun: bool, lock: str | None) -> tuple[Plan, list[str]]:
+    """Return the configurations, and the keys in which they differ; an error names the lock that they are of."""
+    try:
+        return plan_forecasts(overrides, multirun)
+    except Exception as error:
+        message = explain(error) if lock else None
+        if message is None:
+            raise
+        raise UserError(f"check={lock}: {message}") from error
 
 
 def _share(key: str, text: str) -> float:

@@ -82,7 +82,9 @@ def test_the_peak_is_that_of_the_forecast_and_its_largest_tensors_are_named():
     assert len(largest) == 5 and largest == sorted(largest, reverse=True)
     assert all(one.unit in ("blocks.*", "<root>") for one in plan.largest if one.place == "device")
     kept = {one.category: one.unit for one in plan.categories if one.category in ("param", "input", "unsharded_grad")}
-    assert kept == {"param": "-", "input": "-", "unsharded_grad": "blocks.*"}, "whose what was there before is unknown"
+    assert kept == {"param": "-", "input": "-", "unsharded_grad": "<root>"}, (
+        "the head's; what was there before has none"
+    )
 
 
 def test_ranks_are_named_by_their_distance():
