@@ -345,6 +345,7 @@ def test_locks_of_two_versions_are_compared_in_a_terminal_and_as_markdown(tmp_pa
     assert {line.count("|") for line in table.splitlines()} == {5}
 
 
+@pytest.mark.ci
 def test_a_grid_is_one_file_of_which_a_setting_is_named(tmp_path: Path):
     grid = ["-m", "model=mlp", "sharding=per_block,ddp", "precision=fp32", "offload=none",
             "reshard_after_forward=always", "cluster.num_workers=2"]  # fmt: skip
