@@ -15,15 +15,16 @@ Prints each figure beside what it was before, and changes no clock, power limit 
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.config.describe import docstring
@@ -57,13 +58,14 @@ def main() -> int:
     return ExitCode.finished
 
 
-class Asked(NamedTuple):
+@dataclass
+class Asked:
     """What the arguments ask for."""
 
     out: Path | None = None
     force: bool = False
     steps: bool = False
-    logs: tuple[Path, ...] = ()
+    logs: list[Path] = field(default_factory=list)
     address: str | None = None
 
 
@@ -73,32 +75,30 @@ def read_arguments(words: Sequence[str]) -> Asked:
     Raises:
         ConfigError: an unknown argument; or a file that is there already, does not end in .yaml, or has a name of ours.
     """
-    asked, left = Asked(), iter(words)
-    for word in left:
-        name, has_value, value = word.partition("=")
-        if name == "--out":
-            value = value if has_value else next(left, "")
-            if not value.endswith(".yaml"):
-                raise ConfigError(
-                    f"--out={value} is not the name of a device file; use --out conf_of_mine/device/mine.yaml."
-                )
-            out = Path(value).expanduser()
-            asked = asked._replace(out=out)
-            if out.stem in (*DEVICE_KINDS, *(sheet.stem for sheet in data_sheets())):
-                raise ConfigError(f"--out={value} is not a name of your own, as forecast.device={out.stem} is another "
-                                  "device; use --out conf_of_mine/device/mine.yaml.")  # fmt: skip
-        elif name == "nccl" and value:
-            asked = asked._replace(logs=(*asked.logs, Path(value).expanduser().absolute()))
+    parser = argparse.ArgumentParser("fsdp_lab.probe", add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", type=lambda word: Path(word).expanduser())
+    parser.add_argument("--force", action="store_true")
+    parser.add_argument("--steps", action="store_true")
+    asked, rest = parser.parse_known_args(words, Asked())
+    for word in rest:
+        name, _, value = word.partition("=")
+        if name == "nccl" and value:
+            asked.logs.append(Path(value).expanduser().absolute())
         elif name == "cluster.address" and value:
-            asked = asked._replace(address=value)
-        elif word in ("--force", "--steps"):
-            asked = asked._replace(force=asked.force or word == "--force", steps=asked.steps or word == "--steps")
+            asked.address = value
         else:
             raise ConfigError(
                 f"{word} is not an option; use --out FILE, --force, --steps, nccl=FILE or cluster.address=HOST:PORT."
             )
-    if asked.out is not None and asked.out.exists() and not asked.force:
-        raise ConfigError(f"--out={asked.out} is there already; name another file, or overwrite it with --force.")
+    if (out := asked.out) is None:
+        return asked
+    if out.suffix != ".yaml":
+        raise ConfigError(f"--out={out} is not the name of a device file; use --out conf_of_mine/device/mine.yaml.")
+    if out.stem in (*DEVICE_KINDS, *(sheet.stem for sheet in data_sheets())):
+        raise ConfigError(f"--out={out} is not a name of your own, as forecast.device={out.stem} is another "
+                          "device; use --out conf_of_mine/device/mine.yaml.")  # fmt: skip
+    if out.exists() and not asked.force:
+        raise ConfigError(f"--out={out} is there already; name another file, or overwrite it with --force.")
     return asked
 
 
@@ -190,23 +190,19 @@ def source(measured: Measurement, ranks: int) -> str:
     if torch.version.cuda and torch.cuda.is_available():
         cudnn = torch.backends.cudnn.version()
         parts += [f"CUDA {torch.version.cuda}, cuDNN {cudnn}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
-    text = "; ".join(parts) + ". Efficiencies are 1.0 where operators were timed as a step runs them."
-    text += "".join(f" Not measured: {name}." for name in measured.left)
+    text = "; ".join(parts) + "." + "".join(f" Not measured: {name}." for name in measured.left)
     busy = [figure.name for figure in measured.figures if figure.is_busy]
     return text + (f" The device was busy: {', '.join(busy)}." if busy else "")
 
 
 def device_text(device: Device, source: str) -> str:
     """Return a device file, as `load_device` reads it."""
-    names = [each.name for each in fields(device) if each.name not in NOT_IN_FILES]
-    content = {name: getattr(device, name) for name in names}
-    content |= {name: asdict(content[name]) for name in ("reached", "efficiency", "errors")} | {"source": source}
-    return "".join(f"{name}: {_yaml(value)}\n" for name, value in content.items() if value is not None)
+    import yaml
 
+    def given(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in pairs if value and name not in NOT_IN_FILES}
 
-def _yaml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {_yaml(one)}" for name, one in value.items() if one) + "}"
-    if isinstance(value, float):
-        return f"{value:.4e}"
-    return json.dumps(value)  # of text and whole numbers; JSON is YAML
+    figures = json.dumps(asdict(device, dict_factory=given) | {"source": source})
+    rounded = json.loads(figures, parse_float=lambda digits: float(f"{float(digits):.4e}"))
+    text: str = yaml.safe_dump(rounded, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+    return text

@@ -40,39 +40,15 @@ def _on_all_ranks(address: str, function: Callable[[], Any]) -> Any:
             f"cluster.address={address}: {free} of its {gpus} GPUs are free, and a probe measures on all of them; try "
             "again when nothing else runs there (`ray status`)."
         )
-
-    def rank(_: Any) -> None:
-        found = function()
-        if ray.train.get_context().get_world_rank() == 0:
-            ray.get(box.put.remote(found))
-
+    placed = ray.train.ScalingConfig(
+        num_workers=gpus or 2, use_gpu=gpus > 0, placement_strategy="PACK" if gpus else "SPREAD"
+    )
     try:
-        actor: Any = ray.remote(num_cpus=0)(_Box)
-        box = actor.remote()
         with tempfile.TemporaryDirectory() as folder:
-            TorchTrainer(
-                rank,
-                train_loop_config={},
-                torch_config=backend_config(None),
-                scaling_config=ray.train.ScalingConfig(
-                    num_workers=gpus or 2, use_gpu=gpus > 0, placement_strategy="PACK" if gpus else "SPREAD"
-                ),
-                run_config=ray.train.RunConfig(storage_path=folder),
-            ).fit()
-        return ray.get(box.get.remote())
-    except ray.exceptions.RayError as error:
-        raise UserError(f"cluster.address={address}: a rank failed: {str(error).partition(chr(10))[0]}") from error
-    except ray.train.TrainingFailedError as error:
+            run = ray.train.RunConfig(storage_path=folder)
+            trainer: Any = TorchTrainer(
+                function, torch_config=backend_config(None), scaling_config=placed, run_config=run
+            )
+            return trainer.fit().return_value
+    except (ray.exceptions.RayError, ray.train.TrainingFailedError) as error:
         raise UserError(f"cluster.address={address}: a rank failed: {' '.join(str(error).split())[-300:]}") from error
-
-
-class _Box:
-    """An actor that keeps what the first rank found."""
-
-    found: Any = None
-
-    def put(self, found: Any) -> None:
-        self.found = found
-
-    def get(self) -> Any:
-        return self.found

@@ -55,7 +55,7 @@ def product_cases(device: torch.device) -> dict[str, list[Case]]:
 
 
 def _product(name: str, rows: int, columns: int, inner: int, dtype: torch.dtype, device: torch.device) -> Case:
-    facts: dict[str, Any] = {"flops": 2.0 * rows * columns * inner, "dtype": name, "shape": (1, rows, columns, inner)}
+    shape, flops = (1, rows, columns, inner), 2.0 * rows * columns * inner
     num_bytes = dtype.itemsize * (rows * inner + inner * columns) + 2 * rows * columns
 
     def make() -> Callable[[int], object]:
@@ -74,53 +74,49 @@ def _product(name: str, rows: int, columns: int, inner: int, dtype: torch.dtype,
 
         return in_tf32
 
-    return Case([operator("aten.mm", Kind.matmul, num_bytes=num_bytes, **facts)], make)
+    return Case([operator("aten.mm", Kind.matmul, num_bytes=num_bytes, flops=flops, dtype=name, shape=shape)], make)
 
 
-def attention_cases(device: torch.device, kernel: SDPBackend | None) -> list[Case]:
-    """Return attentions forwards, and forwards and backwards, by a kernel; None: by that which PyTorch prefers."""
-    name = _FLASH if kernel is None else _EFFICIENT  # the second is never priced as cuDNN's
-    return [_attention(name, *shape, back, device, kernel)
-            for shape in _ATTENTION[device.type] for back in (False, True)]  # fmt: skip
+def attention_cases(device: torch.device) -> dict[str, list[Case]]:
+    """Return attentions by figure: by the kernel that PyTorch prefers, and by FlashAttention where that is cuDNN's."""
+    if device.type == "cpu" or not prefers_cudnn(device):
+        kernels: dict[str, tuple[str, SDPBackend | None]] = {"reached.attention": (_FLASH, None)}
+    else:  # the second name is never priced as cuDNN's
+        flash = (_EFFICIENT, SDPBackend.FLASH_ATTENTION)
+        kernels = {"reached.cudnn_attention": (_FLASH, None), "reached.attention": flash}
+    return {figure: [_attention(name, *shape, device, kernel) for shape in _ATTENTION[device.type]]
+            for figure, (name, kernel) in kernels.items()}  # fmt: skip
 
 
 def _attention(
-    name: str, shape: tuple[int, ...], causal: bool, back: bool, device: torch.device, kernel: SDPBackend | None
+    name: str, shape: tuple[int, ...], causal: bool, device: torch.device, kernel: SDPBackend | None
 ) -> Case:
     samples, heads, tokens, size = shape
     flops = 4.0 * samples * heads * tokens * tokens * size / (2 if causal else 1)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    facts: dict[str, Any] = {
-        "dtype": str(dtype).removeprefix("torch."),
-        "shape": (samples * heads, tokens, tokens, size),
-    }
-    program = [operator(name, Kind.attention, flops=flops, **facts)]
-    if back:
-        program.append(operator(f"{name}_backward", Kind.attention, flops=2.5 * flops, **facts))
 
     def make() -> Callable[[int], object]:
-        inputs = [[t.requires_grad_(back) for t in three.unbind()] for three in _random((3, *shape), device, dtype)]
+        inputs = [[t.requires_grad_() for t in three.unbind()] for three in _random((3, *shape), device, dtype)]
         gradient = _random(shape, device, dtype)[0]
 
         def run(n: int) -> None:
             query, key, value = inputs[n % _TURNS]
             with nullcontext() if kernel is None else sdpa_kernel(kernel):
                 out = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
-            if back:
-                torch.autograd.grad(out, inputs[n % _TURNS], gradient)
+            torch.autograd.grad(out, inputs[n % _TURNS], gradient)
 
         return run
 
+    named = str(dtype).removeprefix("torch.")
+    program = [operator(called, Kind.attention, flops=times * flops, dtype=named)
+               for called, times in ((name, 1.0), (f"{name}_backward", 2.5))]  # fmt: skip
     return Case(program, make)
 
 
-def memory_cases(device: torch.device) -> dict[str, list[Case]]:
-    """Return copies, chains of element-wise operators and reductions forwards and backwards, and compiled ones."""
+def memory_cases(device: torch.device) -> tuple[Case, Case, Case]:
+    """Return copies, a chain of element-wise operators and reductions forwards and backwards, and a compiled one."""
     shape, dtype = _ROWS[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
     whole, copied = math.prod(shape) * dtype.itemsize, _COPIED[device.type]
-
-    def passes(name: str, count: int) -> Operator:
-        return operator(name, Kind.memory, num_bytes=count * whole)
 
     def copies() -> Callable[[int], object]:
         buffers = _random((2, copied // 4), device, torch.float32)
@@ -143,19 +139,14 @@ def memory_cases(device: torch.device) -> dict[str, list[Case]]:
         chain = torch.compile(lambda x, y: F.gelu((x + y) * y) + x)
         return lambda n: chain(*inputs[n % _TURNS].unbind())
 
-    forward = [passes(f"aten.{name}", count) for name, count in
-               (("add", 3), ("gelu", 2), ("native_layer_norm", 2), ("_softmax", 2), ("sum", 1))]  # fmt: skip
-    backward = [passes(f"aten.{name}", 3) for name in
-                ("_softmax_backward_data", "native_layer_norm_backward", "gelu_backward")]  # fmt: skip
-    return {
-        "copies": [Case([operator("aten.copy_", Kind.memory, num_bytes=2 * copied)], copies)],
-        "eager": [Case([*forward, *backward], eager)],
-        "compiled": [Case([passes(FUSED, 3)], compiled)],
-    }
+    passes = {"aten.gelu": 3 + 2 + 2 + 2 + 1 + 3 * 3, FUSED: 3}  # a sum, gelu, norm, softmax; one of rows; backwards
+    chain, fused = (operator(name, Kind.memory, num_bytes=count * whole) for name, count in passes.items())
+    moved = operator("aten.copy_", Kind.memory, num_bytes=2 * copied)
+    return Case([moved], copies), Case([chain], eager), Case([fused], compiled)
 
 
-def transfer_cases(device: torch.device) -> dict[str, list[Case]]:
-    """Return copies to the device from pinned and from pageable memory, and an operator of the host."""
+def transfer_cases(device: torch.device) -> dict[str, Case]:
+    """Return copies to the device from pinned and from pageable memory, and an operator of the host, by figure."""
     size = 2**26
 
     def copies(pinned: bool) -> Callable[[int], object]:
@@ -178,8 +169,8 @@ def transfer_cases(device: torch.device) -> dict[str, list[Case]]:
     moved, paged = (operator(name, Kind.transfer, Stream.copy_in, num_bytes=size) for name in ("pinned", "pageable"))
     on_host = operator("aten.add", Kind.memory, Stream.host, num_bytes=3 * size)
     return {
-        "pinned": [Case([moved], partial(copies, True))], "pageable": [Case([paged], partial(copies, False))],
-        "host": [Case([on_host], adds)],
+        "host_bandwidth": Case([moved], partial(copies, True)),
+        "pageable_bandwidth": Case([paged], partial(copies, False)), "host_memory_bandwidth": Case([on_host], adds),
     }  # fmt: skip
 
 

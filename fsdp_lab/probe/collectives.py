@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ import torch.distributed as dist
 
 from fsdp_lab.config import ConfigError
 from fsdp_lab.forecast.speed.costs import ALONE, collective_seconds, network_alone
-from fsdp_lab.forecast.speed.device import Device
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream, num_nodes
 from fsdp_lab.probe.cases import operator
 from fsdp_lab.probe.figures import Measurement
@@ -68,7 +66,7 @@ def _collective(
         start = _starts(kind, size, device, len(ranks), group)
         return lambda _: start().wait()
 
-    return Case([_sent(kind, size, tuple(ranks))], make, together=True)
+    return Case([_sent(kind, size, tuple(ranks))], make)
 
 
 def _sent(kind: Kind, size: int, ranks: tuple[int, ...]) -> Operator:
@@ -127,13 +125,11 @@ def fit_links(measured: Measurement, sent: Sequence[Sent]) -> None:
         part = min(1.0, len(group) / num_nodes(group, device.node_size) / device.node_size)  # of the devices of a node
         share = min(1.0, rate / device.network_bandwidth / part) / network_alone(device)
         measured.put("efficiency.network", share, spread)
-    names = ("latency_s", "link_latency_s") if within else ("network_latency_s",)
-    factor = _latency_factor(measured.device, names, small)
-    for name in names:
-        if factor is None:
-            measured.left[name] = "no latency makes a forecast of small messages as long as they took"
-        else:
-            measured.put(name, getattr(measured.device, name) * factor, spread)
+    measured.fit(
+        ("latency_s", "link_latency_s") if within else ("network_latency_s",),
+        lambda device: median(collective_seconds(one.operator, device) / one.seconds for one in small), spread,
+        "no latency makes a forecast of small messages as long as they took",
+    )  # fmt: skip
 
 
 def _passed(one: Operator) -> float:
@@ -144,26 +140,9 @@ def _passed(one: Operator) -> float:
 
 def _slope(points: Sequence[tuple[float, float]]) -> float:
     """Return the slope of the line through points whose squared relative errors are the least."""
-    weights = [1 / y**2 for _, y in points]
-    total = sum(weights)
-    x0, y0 = (sum(w * point[at] for w, point in zip(weights, points, strict=True)) / total for at in (0, 1))
-    over = sum(w * (x - x0) * (y - y0) for w, (x, y) in zip(weights, points, strict=True))
-    under = sum(w * (x - x0) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    return over / under if under and over > 0 else y0 / x0
-
-
-def _latency_factor(device: Device, names: Sequence[str], small: Sequence[Sent]) -> float | None:
-    def ratio(factor: float) -> float:
-        slower = replace(device, **{name: getattr(device, name) * factor for name in names})  # type: ignore[arg-type]
-        return median(collective_seconds(one.operator, slower) / one.seconds for one in small)
-
-    low, high = 1e-3, 1e4
-    if not ratio(low) <= 1 <= ratio(high):
-        return None
-    for _ in range(60):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if ratio(middle) > 1 else (middle, high)
-    return high
+    relative = torch.tensor([(1 / y, x / y) for x, y in points], dtype=torch.float64)
+    _, slope = torch.linalg.lstsq(relative, torch.ones(len(points), 1, dtype=torch.float64)).solution.flatten().tolist()
+    return slope if slope > 0 else median(y / x for x, y in points)
 
 
 def measure_overlap(measured: Measurement, product: Case, device: torch.device, ranks: Sequence[int]) -> None:
@@ -185,8 +164,8 @@ def measure_overlap(measured: Measurement, product: Case, device: torch.device, 
 
         return run
 
-    computed = Case([*product.program] * _BESIDE, products, True)
-    together = Case([*gather.program, *computed.program], both, True)
+    computed = Case([*product.program] * _BESIDE, products)
+    together = Case([*gather.program, *computed.program], both)
     if times := measured.timed("efficiency.overlap", [computed, gather, together]):
         one, other, side_by_side = (t.seconds for t in times)
         hidden = 1 - (side_by_side - max(one, other)) / min(one, other)

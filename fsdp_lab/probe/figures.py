@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -19,7 +20,6 @@ T = TypeVar("T")
 _CANNOT = (RuntimeError, ImportError, OSError, UserError)
 # Of an other step on a device without a data sheet: assumed, until a probe has measured steps (`--steps`).
 _ASSUMED = Errors(KnownError(0.15, 0.3))
-_MOST_S = 1.0  # of a launch
 
 
 class Figure(NamedTuple):
@@ -39,7 +39,7 @@ def blank(name: str, kind: DeviceKind, memory_gib: float, num_cores: int, node_s
     """Return a device without a data sheet: what a probe does not measure stays at these figures, which are assumed."""
     return Device(
         name, kind, Basis.data_sheet, memory_gib, {}, 1e12, num_cores, 1e11, node_size, 5e10, 5e10, 3e10, 5e-5, 8.4e-6,
-        3.4e-6, 14e-6, Reached(1.0, 0.5, 1.0), Efficiency(1.0, 1.0, 1.0, 0.7, 0.7, 0.8, 0.5, 0.8), _ASSUMED,
+        3.4e-6, 14e-6, Reached(1.0, 0.5, 1.0, 0.5), Efficiency(1.0, 1.0, 1.0, 0.7, 0.7, 0.8, 0.5, 0.8), _ASSUMED,
     )  # fmt: skip
 
 
@@ -65,8 +65,7 @@ class Measurement:
 
     def __post_init__(self) -> None:
         errors = Errors(self.device.errors.other)
-        self.device = replace(_as_in_steps(self.device), basis=Basis.probed, errors=errors, relative=None)
-        self.before = None if self.before is None else _as_in_steps(self.before)
+        self.device = replace(self.device, basis=Basis.probed, errors=errors, relative=None)
 
     def timed(self, name: str, cases: Sequence[Case], needs_s: float = 0.0) -> list[Timed]:
         """Return the seconds of some cases; empty, with the reason in `left`, if they cannot run or time is short."""
@@ -92,20 +91,49 @@ class Measurement:
         self.figures.append(Figure(name, _value(self.before, name), value, spread))
         self.device = _with(self.device, name, value)
 
-    def share(self, name: str, cases: Sequence[Case], needs_s: float = 0.0, **without: Any) -> None:
-        """Multiply a share or a rate by the median of the predicted over the measured seconds of the cases.
+    def rate(self, name: str, case: Case, of: float = 1.0) -> None:
+        """Set bytes/s, or a share of so many, by a case of one operator."""
+        for time in self.timed(name, [case]):
+            self.put(name, case.program[0].num_bytes / time.seconds / of, time.spread)
+
+    def share(self, name: str, cases: Sequence[Case], needs_s: float = 0.0) -> None:
+        """Multiply a share by the median of the predicted over the measured seconds of the cases."""
+        if times := self.timed(name, cases, needs_s):
+            device = replace(self.device, launch_s=0.0, compiled_launch_s=None)
+            ratio = median(step_seconds(c.program, device) / t.seconds for c, t in zip(cases, times, strict=True))
+            self.put(name, (_value(self.device, name) or 0.0) * ratio, max(t.spread for t in times))
+
+    def fit(self, names: Sequence[str], ratio: Callable[[Device], float], spread: float, why: str) -> None:
+        """Multiply figures by the factor with which a forecast is as long as what it was compared with.
 
         Args:
-            without: figures of the device that do not hold for the cases.
+            ratio: returns forecast / measured on a device; it grows with the figures.
+            why: no factor may do that.
         """
-        if times := self.timed(name, cases, needs_s):
-            device = replace(self.device, launch_s=0.0, compiled_launch_s=None, **without)
-            ratio = median(step_seconds(c.program, device) / t.seconds for c, t in zip(cases, times, strict=True))
-            self.put(name, (_value(self.device, name) or 1.0) * ratio, max(t.spread for t in times))
+
+        def scaled(factor: float) -> Device:
+            device = self.device
+            for name in names:
+                device = _with(device, name, factor * (_value(device, name) or device.launch_s))
+            return device
+
+        low, high = 1e-4, 1e4
+        if not ratio(scaled(low)) < 1 <= ratio(scaled(high)):
+            self.left |= dict.fromkeys(names, why)
+            return
+        for _ in range(60):
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if ratio(scaled(middle)) > 1 else (middle, high)
+        device = scaled(high)
+        for name in names:
+            self.put(name, _value(device, name) or 0.0, spread)
 
     def products(self, by_dtype: dict[str, list[Case]]) -> None:
-        """Set what matrix products reach by dtype. Without a peak of a data sheet, that is the best of the cases."""
-        main, shares = "bfloat16" if "bfloat16" in by_dtype else next(iter(by_dtype)), dict[str, float]()
+        """Set what matrix products reach by dtype, first that of `reached.matmul`.
+
+        Without a peak of a data sheet, that is the best of the cases.
+        """
+        main = next(iter(by_dtype))
         for dtype, cases in by_dtype.items():
             if not (times := self.timed(f"products in {dtype}", cases)):
                 continue
@@ -114,56 +142,17 @@ class Measurement:
             spread = max(t.spread for t in times)
             if dtype not in self.device.peak_flops:
                 self.device = replace(self.device, peak_flops={**self.device.peak_flops, dtype: max(rates)})
-            shares[dtype] = median(rates) / self.device.peak(dtype)
-            if dtype == main:
-                self.put("reached.matmul", shares.pop(dtype), spread)
-            elif dtype.startswith("float8"):
-                self.put("efficiency.float8", shares.pop(dtype) / self.device.reached.matmul, spread)
+            share = median(rates) / self.device.peak(dtype)
+            if dtype.startswith("float8"):
+                self.put("efficiency.float8", share / self.device.reached.matmul, spread)
             else:
-                self.put(f"product_shares.{dtype}", shares[dtype], spread)
+                name = "reached.matmul" if dtype == main else f"product_shares.{dtype}"
+                self.put(name, share / self.device.efficiency.matmul, spread)
 
     def _occupied(self, operator: Operator) -> float:
         if operator.shape is None or self.device.kind is DeviceKind.cpu:
             return 1.0
         return occupied(operator.shape, self.device.num_cores)
-
-    def launches(
-        self, name: str, program: list[Operator] | str, run: Callable[[], Timed], needs_s: float = 0.0
-    ) -> None:
-        """Set the seconds of a launch by a small step: with them the forecast of the step is what it took.
-
-        Args:
-            program: of the step; empty on ranks that only take part in it; or why a forecast cannot follow it.
-            run: returns the seconds of the step.
-        """
-        step = self.attempt(name, run, needs_s)
-        if isinstance(program, str):
-            self.left[name] = program
-        if isinstance(program, str) or step is None or not program:
-            return
-        if step_seconds(program, _with(self.device, name, 0.0)) >= step.seconds:
-            self.left[name] = "the forecast of its step is as long without launches as the step that was measured"
-            return
-        low, high = 0.0, _MOST_S
-        for _ in range(60):  # a longer launch makes a longer step
-            middle = (low + high) / 2
-            is_longer = step_seconds(program, _with(self.device, name, middle)) > step.seconds
-            low, high = (low, middle) if is_longer else (middle, high)
-        self.put(name, high, step.spread)
-
-
-def _as_in_steps(device: Device) -> Device:
-    """Return a device of the same speed whose microbenchmarks are what steps reach: a probe times them as steps run."""
-    reached, share = device.reached, device.efficiency
-    cudnn = reached.cudnn_attention
-    return replace(
-        device,
-        reached=Reached(
-            reached.matmul * share.matmul, reached.attention * share.attention, reached.memory,
-            None if cudnn is None else cudnn * share.attention,
-        ),
-        efficiency=replace(share, matmul=1.0, float8=share.float8 / share.matmul, attention=1.0),
-    )  # fmt: skip
 
 
 def _value(device: Device | None, name: str) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -12,21 +12,20 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.nn.attention import SDPBackend
 
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast.speed.device import Device, DeviceKind, KnownError
 from fsdp_lab.forecast.speed.predict import step_seconds
+from fsdp_lab.forecast.speed.program import Operator
 from fsdp_lab.machine.hardware import cpu_name, host_memory
-from fsdp_lab.probe.cases import attention_cases, memory_cases, prefers_cudnn, product_cases, transfer_cases
+from fsdp_lab.probe.cases import attention_cases, memory_cases, product_cases, transfer_cases
 from fsdp_lab.probe.collectives import Log, Sent, collective_cases, fit_links, measure_links, measure_overlap
 from fsdp_lab.probe.figures import Measurement, blank
-from fsdp_lab.probe.steps import Program, Step, checked_steps, launch_steps, programs, run_step
+from fsdp_lab.probe.steps import COMPILES_S, Program, Step, checked_steps, launch_steps, programs, run_step
 from fsdp_lab.probe.timer import Case, Timed, Timer
 from fsdp_lab.training.distributed import DistributedContext, gather, largest
 
 LIMIT_S = 90.0  # of a probe without `--steps`
-_COMPILES_S = {"compiled": 40.0, "eager": 0.0}  # what compiling a small step may take
 _GIB = 2**30
 
 
@@ -66,7 +65,8 @@ def device_here(ranks: DistributedContext, sheet: Callable[[str], Device | None]
     known = sheet(gpu.name)
     memory, cores = gpu.total_memory / _GIB, gpu.multi_processor_count
     begun = known or blank(gpu.name, DeviceKind.cuda, memory, cores, torch.cuda.device_count())
-    return replace(begun, node_size=local if over else max(local, begun.node_size)), known
+    here = torch.cuda.device_count() if over else begun.node_size  # of which ranks may use some
+    return replace(begun, node_size=max(local, here)), known
 
 
 def measure(
@@ -77,7 +77,7 @@ def measure(
     say: Callable[[str], None] = lambda what: None,
     limit_s: float = LIMIT_S,
     time_case: Callable[[Case], Timed] | None = None,
-    time_step: Callable[[Step, int, Program], Timed] = run_step,
+    time_step: Callable[[Step, int], Timed] = run_step,
 ) -> Measurement:
     """Measure this machine, on every rank. Each has its own figures; those of the first are written.
 
@@ -105,47 +105,46 @@ def measure(
     products = product_cases(device)
     measured.products(products)
     say("memory and attention")
-    memory = memory_cases(device)
-    whole = replace(measured.device.efficiency, memory=1.0)  # a copy reaches more than operators of a step do
-    measured.share("reached.memory" if known else "memory_bandwidth", memory["copies"], efficiency=whole)
-    measured.share("efficiency.memory", memory["eager"])
+    copies, eager, compiled = memory_cases(device)  # a copy reaches more than operators of a step do
+    peak = begun.memory_bandwidth if known else 1.0
+    measured.rate("reached.memory" if known else "memory_bandwidth", copies, peak)
+    measured.share("efficiency.memory", [eager])
     _attention(measured, device)
     if device.type == "cuda":
         say("transfers")
-        _transfers(measured, device)
+        for name, case in transfer_cases(device).items():
+            measured.rate(name, case)
     _links(measured, ranks, sent, products, say)  # small steps wait for what they send
-    for (name, step), program in zip(steps.items(), followed, strict=True):
-        say(f"launches of {step.name} code")
-        run = partial(time_step, step, ranks.world_size, program)
-        measured.launches(name, program, run, _COMPILES_S[step.name])
-    measured.share("efficiency.fused", memory["compiled"], _COMPILES_S["compiled"] / 3)
+    for name, program, took in _run(measured, ranks, steps, followed, say, time_step):
+        why = "the forecast of its step is as long without launches as the step that was measured"
+        measured.fit([name], lambda on: step_seconds(program, on) / took.seconds, took.spread, why)  # noqa: B023
+    measured.share("efficiency.fused", [compiled], COMPILES_S / 3)
     if measured.has("launch_s") and not measured.device.knows_host:
         measured.device = replace(measured.device, compiled_launch_s=measured.device.launch_s)
     return measured
 
 
 def _attention(measured: Measurement, device: torch.device) -> None:
-    cudnn = False
-    if device.type == "cuda":
-        found = measured.attempt("attention", lambda: prefers_cudnn(device))
-        if found is None:  # what the data sheet has stays
-            return
-        cudnn, before = found, measured.device.reached
-        share = (before.cudnn_attention or before.attention) if cudnn else None
-        measured.device = replace(measured.device, reached=replace(before, cudnn_attention=share))
-    if cudnn:
-        measured.share("reached.cudnn_attention", attention_cases(device, None))
-    measured.share("reached.attention", attention_cases(device, SDPBackend.FLASH_ATTENTION if cudnn else None))
+    cases = measured.attempt("attention", lambda: attention_cases(device)) or {}  # else the data sheet's figures stay
+    if cases and "reached.cudnn_attention" not in cases:
+        reached = replace(measured.device.reached, cudnn_attention=None)
+        measured.device = replace(measured.device, reached=reached)
+    for name, some in cases.items():
+        measured.share(name, some)
 
 
-def _transfers(measured: Measurement, device: torch.device) -> None:
-    cases = transfer_cases(device)
-    measured.share("host_bandwidth", cases["pinned"])
-    measured.device = replace(measured.device, pageable_bandwidth=measured.device.host_bandwidth)
-    measured.share("pageable_bandwidth", cases["pageable"])
-    if not measured.has("pageable_bandwidth"):
-        measured.device = replace(measured.device, pageable_bandwidth=None)
-    measured.share("host_memory_bandwidth", cases["host"])
+def _run(
+    measured: Measurement, ranks: DistributedContext, steps: dict[str, Step], followed: Sequence[Program],
+    say: Callable[[str], None], time_step: Callable[[Step, int], Timed] = run_step,
+) -> Iterator[tuple[str, list[Operator], Timed]]:  # fmt: skip
+    """Run steps on every rank. The first gets those that ran and have a forecast: a name, the operators, the time."""
+    for (name, step), program in zip(steps.items(), followed, strict=True):
+        say(step.name)
+        took = measured.attempt(name, partial(time_step, step, ranks.world_size), step.needs_s)
+        if isinstance(program, str):
+            measured.left[name] = program
+        elif program and took:
+            yield name, program, took
 
 
 def _links(
@@ -162,29 +161,23 @@ def _links(
         measured.left["collectives"] = "one rank sends nothing: use torchrun --nproc-per-node N -m fsdp_lab.probe"
         return
     say("collectives")
-    nodes = [range(first, first + local) for first in range(0, world, local)] if 1 < local < world else []
-    groups: list[Any] = [dist.new_group([*node]) for node in nodes]  # every rank makes all
-    if nodes:
-        own = ranks.rank // local
-        measure_links(measured, collective_cases(ranks.device, [*range(local)], groups[own]))
-    measure_links(measured, collective_cases(ranks.device, [*range(world)], None))
+    places = [rank // local * measured.device.node_size + rank % local for rank in range(world)]  # on whole nodes
+    if 1 < local < world:
+        groups: list[Any] = [dist.new_group([*range(at, at + local)]) for at in range(0, world, local)]  # on every rank
+        measure_links(measured, collective_cases(ranks.device, places[:local], groups[ranks.rank // local]))
+    measure_links(measured, collective_cases(ranks.device, places, None))
     if ranks.device.type == "cuda":
-        measure_overlap(measured, products["bfloat16"][-1], ranks.device, [*range(world)])
+        measure_overlap(measured, products["bfloat16"][-1], ranks.device, places)
 
 
 def check_steps(measured: Measurement, ranks: DistributedContext, say: Callable[[str], None]) -> list[Checked]:
     """Run the eight steps of `--steps`, and let their errors be those of this device; empty on other ranks."""
-    steps, checked = checked_steps(ranks.device.type), list[Checked]()
+    steps = {step.name: step for step in checked_steps(ranks.device.type)}
     measured.is_late = lambda needs_s: False
     say(f"forecasts of {len(steps)} steps")
-    followed = programs(steps, measured.device, ranks)
-    for step, program in zip(steps, followed, strict=True):
-        say(step.name)
-        timed = measured.attempt(step.name, partial(run_step, step, ranks.world_size, program))
-        if isinstance(program, str):
-            measured.left[step.name] = program
-        elif program and timed:
-            checked.append(Checked(step.name, step_seconds(program, measured.device), timed.seconds))
+    followed = programs([*steps.values()], measured.device, ranks)
+    checked = [Checked(name, step_seconds(program, measured.device), took.seconds)
+               for name, program, took in _run(measured, ranks, steps, followed, say)]  # fmt: skip
     if errors := sorted(abs(one.error) for one in checked):
         middle, most = (min(max(error, 0.01), 0.9) for error in (median(errors), errors[int(0.9 * len(errors))]))
         known = KnownError(middle, most, sources=1)

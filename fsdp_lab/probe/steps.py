@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +20,12 @@ from fsdp_lab.forecast.speed.costs import in_tf32
 from fsdp_lab.forecast.speed.device import Device, DeviceKind
 from fsdp_lab.forecast.speed.program import Operator
 from fsdp_lab.probe.timer import Timed
+from fsdp_lab.training.checkpoint import Metrics
 from fsdp_lab.training.distributed import DistributedContext
 from fsdp_lab.training.train import train
 
 _LIMIT_S = 120.0  # for one forecast
+COMPILES_S = 40.0  # what compiling a small step may take
 _STEPS, _WARMUP = 30, 10
 _QUIET = ("checkpoint.mode=off", "export=false", "memory_profile=off", "check.name=off", "data.loader_workers=0",
           "sharding=per_block", f"training.max_steps={_STEPS}", f"training.timing_warmup_steps={_WARMUP}")  # fmt: skip
@@ -56,6 +59,11 @@ class Step(NamedTuple):
     words: tuple[str, ...]
     microbatch: int
 
+    @property
+    def needs_s(self) -> float:
+        """Seconds that its compiler may take."""
+        return COMPILES_S if "compile=true" in self.words else 0.0
+
     def config(self, ranks: int) -> TrialConfig:
         batch = self.microbatch * ranks
         sizes = (f"training.global_batch_size={batch}", f"data.num_train={batch * _STEPS}", f"data.num_val={ranks}")
@@ -81,21 +89,18 @@ def programs(steps: Sequence[Step], device: Device, ranks: DistributedContext) -
     """Return the operators of steps as a forecast follows them, in processes of their own; the other ranks wait."""
     answers: list[Program] = [[] for _ in steps]
     if ranks.is_first:
-        answers = _follow_all(steps, device, ranks.world_size)
+        with Pool(_follow, max(1, min(len(steps), (os.cpu_count() or 2) // 2)), _LIMIT_S) as pool:
+            asked = [pool.submit((step.config(ranks.world_size), ranks.world_size, device)) for step in steps]
+            answers = [_result(future) for future in asked]
     dist.barrier()
     return answers
 
 
-def _follow_all(steps: Sequence[Step], device: Device, ranks: int) -> list[Program]:
-    with Pool(_follow, max(1, min(len(steps), (os.cpu_count() or 2) // 2)), _LIMIT_S) as pool:
-        futures = [pool.submit((step.config(ranks), ranks, device)) for step in steps]
-        answers: list[Program] = []
-        for future in futures:
-            try:
-                answers.append(future.result())
-            except NoAnswerError as error:
-                answers.append(f"the process of its forecast {error}")
-    return answers
+def _result(future: Future[Program]) -> Program:
+    try:
+        return future.result()
+    except NoAnswerError as error:
+        return f"the process of its forecast {error}"
 
 
 def _follow(question: tuple[TrialConfig, int, Device]) -> Program:
@@ -110,24 +115,21 @@ def _follow(question: tuple[TrialConfig, int, Device]) -> Program:
         return str(error)
 
 
-def run_step(step: Step, ranks: int, program: Program) -> Timed:
+def run_step(step: Step, ranks: int) -> Timed:
     """Return the seconds of a step without waiting for data; every rank calls this."""
-    metrics = dict[str, float]()
+    last = _Last()
     with tempfile.TemporaryDirectory() as folder:
-        train(step.config(ranks), Path(folder), _Last(metrics))
-    seconds = metrics["perf/step_time_p50_s"] * (1 - metrics["perf/data_wait_share"])
-    return Timed(seconds, metrics.get("perf/speed_error", 0.0))
+        train(step.config(ranks), Path(folder), last)
+    seconds = last.metrics["perf/step_time_p50_s"] * (1 - last.metrics["perf/data_wait_share"])
+    return Timed(seconds, last.metrics.get("perf/speed_error", 0.0))
 
 
 class _Last:
     """Keeps the metrics of the last epoch."""
 
-    def __init__(self, metrics: dict[str, float]) -> None:
-        self._metrics = metrics
-
     def facts(self, facts: dict[str, Any]) -> None: ...
     def phase(self, name: str) -> None: ...
     def step(self, step: int) -> None: ...
 
-    def epoch(self, metrics: dict[str, float]) -> None:
-        self._metrics.update(metrics)
+    def epoch(self, metrics: Metrics) -> None:
+        self.metrics = metrics

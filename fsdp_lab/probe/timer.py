@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
 from fsdp_lab.forecast.speed.program import Operator
-from fsdp_lab.training.distributed import together
+from fsdp_lab.training.distributed import largest, together
 
 BUSY = 0.05  # the spread of medians above which something else uses the device
 _MEDIANS = 3
@@ -20,19 +19,16 @@ _MEDIAN_S = 0.04  # of calls for a median
 _CALLS = (5, 50)  # the fewest and the most of them
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A thing to time.
 
     Attributes:
         program: its operators, as a forecast prices them.
         make: makes its buffers, and returns what runs it; called with the number of the turn, for buffers that rotate.
-        together: every rank times it, with as many calls.
     """
 
     program: Sequence[Operator]
     make: Callable[[], Callable[[int], object]]
-    together: bool = False
 
 
 class Timed(NamedTuple):
@@ -46,18 +42,16 @@ class Timed(NamedTuple):
 
 
 class Timer:
-    """Times cases on a device: by events on a GPU, by the clock on a CPU."""
+    """Times cases on a device: by events on a GPU, by the clock on a CPU. Every rank times each, with as many calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def time(self, case: Case) -> Timed:
         """Return the seconds of one call. What its operators raise is raised, for example for want of a kernel."""
-        call = together(case.make) if case.together else case.make()  # no rank waits for one without memory
-        self._calls(call, 2)  # kernels are chosen, and compiled
-        calls = _CALLS[0]
-        if not case.together:
-            calls = min(max(int(_MEDIAN_S / median(self._calls(call, 3))), _CALLS[0]), _CALLS[1])
+        call = together(case.make)  # no rank waits for one without memory
+        first = together(lambda: self._calls(call, 5)[2:])  # two calls choose kernels, and compile
+        calls = min(max(int(_MEDIAN_S / largest(median(first))), _CALLS[0]), _CALLS[1])
         medians = sorted(median(self._calls(call, calls)) for _ in range(_MEDIANS))
         spread = (medians[-1] - medians[0]) / median(medians)
         return Timed(medians[0] if self._device.type == "cpu" else median(medians), spread)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_lab.commands.probe import device_text, lines, read_arguments, run, source
+from fsdp_lab.commands.probe import Asked, device_text, lines, read_arguments, run, source
 from fsdp_lab.config import ConfigError, UserError
 from fsdp_lab.forecast.speed.costs import ALONE, collective_seconds, seconds
 from fsdp_lab.forecast.speed.device import Basis, Device, DeviceKind, KnownError, Reached, load_device
@@ -41,7 +41,7 @@ PLANTED = replace(
     H100, launch_s=7e-6, compiled_launch_s=3e-6, host_bandwidth=2.1e10, pageable_bandwidth=6e9,
     host_memory_bandwidth=1.2e10, link_bandwidth=2e11, latency_s=2 * H100.latency_s,
     link_latency_s=2 * H100.link_latency_s, reached=Reached(0.7, 0.3, 0.8, 0.55),
-    efficiency=replace(H100.efficiency, matmul=1.0, float8=0.6, attention=1.0, memory=0.6, fused=0.4, link=ALONE,
+    efficiency=replace(H100.efficiency, float8=0.6, memory=0.6, fused=0.4, link=ALONE,
                        network=0.3, overlap=0.66),
     product_shares={"float16": 0.65, "tfloat32": 0.5, "float32": 0.9},
 )  # fmt: skip
@@ -81,12 +81,12 @@ def value(device: Device, name: str) -> float:
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch, rank_alone: None) -> Measurement:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(probe, "prefers_cudnn", lambda _: True)
+    monkeypatch.setattr(cases, "prefers_cudnn", lambda _: True)
     monkeypatch.setattr(probe, "programs", small_steps)
     ranks = DistributedContext(0, 0, 1, torch.device("cuda"))
     return measure(
         ranks, H100, H100, time_case=timed_on(PLANTED),
-        time_step=lambda step, _, program: Timed(step_seconds(program, PLANTED), 0.0),
+        time_step=lambda step, _: Timed(step_seconds(small_steps("12")[step.name == "compiled"], PLANTED), 0.0),
     )  # fmt: skip
 
 
@@ -151,7 +151,8 @@ def test_an_error_of_our_own_is_not_taken_for_a_missing_kernel():
 
 def test_launches_that_no_forecast_explains_are_left():
     measured = Measurement(PLANTED, H100, timed_on(PLANTED))
-    measured.launches("launch_s", [operator(Kind.memory, num_bytes=1e12)], lambda: Timed(1e-3, 0.0))
+    program = [operator(Kind.memory, num_bytes=1e12)]
+    measured.fit(["launch_s"], lambda on: step_seconds(program, on) / 1e-3, 0.0, "as long without launches")
     assert not measured.figures and measured.device.launch_s == PLANTED.launch_s
     assert "without launches" in measured.left["launch_s"]
 
@@ -170,7 +171,7 @@ def test_a_gpus_share_of_its_host_is_measured_with_its_share_of_the_cores(monkey
     monkeypatch.setattr(cases, "num_cpus", lambda: 12)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch, "add", lambda *_, **rest: (threads.append(torch.get_num_threads()), add(*_, **rest)))
-    transfer_cases(torch.device("cpu"))["host"][0].make()(0)
+    transfer_cases(torch.device("cpu"))["host_memory_bandwidth"].make()(0)
     assert threads == [3] and torch.get_num_threads() == before
 
 
@@ -251,6 +252,18 @@ def test_some_gpus_of_a_node_do_not_make_it_smaller(monkeypatch: pytest.MonkeyPa
     ranks = DistributedContext(0, 0, 2, torch.device("cuda"))
     for sheet_of, size in ((lambda name: None, 8), (lambda name: replace(H100, node_size=4), 4)):
         assert device_here(ranks, sheet_of)[0].node_size == size
+    over_nodes = replace(ranks, world_size=4)
+    assert device_here(over_nodes, lambda name: replace(H100, node_size=4))[0].node_size == 8
+
+
+def test_ranks_on_some_gpus_of_their_nodes_are_on_several(monkeypatch: pytest.MonkeyPatch):
+    groups = list[tuple[int, ...]]()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(probe.dist, "new_group", lambda ranks: ranks)
+    monkeypatch.setattr(probe, "measure_links", lambda _, sent: groups.append(sent[0].program[0].group))
+    ranks = DistributedContext(3, 1, 4, torch.device("cpu"))
+    probe._links(Measurement(H100, H100, timed_on(PLANTED)), ranks, [], {}, lambda what: None)
+    assert groups == [(0, 1), (0, 1, 8, 9)], "of nodes with eight"
 
 
 def test_logs_stand_for_collectives_on_every_rank(tmp_path: Path):
@@ -314,8 +327,8 @@ def test_compiled_code_has_launches_of_its_own():
 
 def test_a_timer_takes_medians_and_says_how_far_they_are_apart(rank_alone: None):
     turns: list[int] = []
-    timed = Timer(torch.device("cpu")).time(Case([], lambda: turns.append, together=True))
-    assert timed.seconds > 0 and timed.spread >= 0 and turns == [0, 1, *[0, 1, 2, 3, 4] * 3]
+    timed = Timer(torch.device("cpu")).time(Case([], lambda: turns.append))
+    assert timed.seconds > 0 and timed.spread >= 0 and turns == [*range(5), *[*range(50)] * 3]
 
 
 @pytest.mark.parametrize(
@@ -334,7 +347,7 @@ def test_bad_arguments_are_refused(tmp_path: Path, words: str, message: str):
     with pytest.raises(ConfigError, match=message):
         read_arguments(words.format(there=there).split())
     asked = read_arguments(["--out", str(there), "--force", "nccl=/a.log", "nccl=/b.log", "cluster.address=auto"])
-    assert asked == (there, True, False, (Path("/a.log"), Path("/b.log")), "auto")
+    assert asked == Asked(there, True, False, [Path("/a.log"), Path("/b.log")], "auto")
 
 
 def test_both_kinds_of_launches_have_a_step():

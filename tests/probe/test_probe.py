@@ -36,13 +36,14 @@ APART = 1.3  # how far two measured steps are apart whose order a forecast has t
 _STEP = re.compile(r"^(.+?microbatch \d) +([\d.]+) +([\d.]+) +[+-]\d+%$", re.MULTILINE)
 
 
-def test_what_is_timed_on_a_cpu_runs():
+def test_what_is_timed_on_a_cpu_runs(rank_alone: None):
     """But for what is compiled."""
     measured = Measurement(blank("a CPU", DeviceKind.cpu, 8.0, 1, 4096), None, Timer(CPU).time)
     measured.products(product_cases(CPU))
-    measured.share("memory_bandwidth", memory_cases(CPU)["copies"])
-    measured.share("efficiency.memory", memory_cases(CPU)["eager"])
-    measured.share("reached.attention", attention_cases(CPU, None))
+    copies, eager, _ = memory_cases(CPU)
+    measured.rate("memory_bandwidth", copies)
+    measured.share("efficiency.memory", [eager])
+    measured.share("reached.attention", attention_cases(CPU)["reached.attention"])
     assert not measured.left and all(figure.value > 0 for figure in measured.figures)
     assert set(measured.device.peak_flops) == {"bfloat16", "float32"}
 
@@ -62,7 +63,7 @@ def lacks_memory() -> str:
             raise torch.OutOfMemoryError("out of memory")
         return lambda n: barrier()
 
-    measured.timed("collectives", [Case([], make, together=True)])
+    measured.timed("collectives", [Case([], make)])
     return measured.left["collectives"]
 
 
