@@ -57,6 +57,14 @@ def test_arithmetic_or_bytes_bound_an_operator(one: Operator, expected: float):
     assert seconds(one, ROUND) == pytest.approx(expected)
 
 
+def test_a_cpu_computes_16_bits_in_float32_but_for_products():
+    """4e8 bytes as 8e8 at half of 1e12 a second; a quarter of 1e13 operations a second; half of 1e14."""
+    cpu, half = replace(ROUND, kind=DeviceKind.cpu), {"dtype": "bfloat16"}
+    assert seconds(operator(Kind.memory, num_bytes=4e8, **half), cpu) == pytest.approx(1.6e-3)
+    assert seconds(operator(Kind.attention, flops=5e11, **half), cpu) == pytest.approx(0.2)
+    assert seconds(operator(Kind.matmul, flops=5e11, **half), cpu) == pytest.approx(0.01)
+
+
 @pytest.mark.parametrize(("gbit", "share"), [(100, 24 / 25), (200, 24 / 25), (800, 0.75), (3200, 216 / 400)])
 def test_more_adapters_reach_a_smaller_share_of_their_network(gbit: float, share: float):
     """As NCCL's users measured: one of 200 Gbit/s, eight of 100, eight of 400; of a CPU's gloo nothing is known."""

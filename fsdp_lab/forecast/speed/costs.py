@@ -79,6 +79,8 @@ def _work_seconds(operator: Operator, device: Device) -> float:
     Computing takes as long as the slower of arithmetic and memory ("Roofline", Williams, Waterman and Patterson, CACM
     52, 2009).
     """
+    if device.kind is DeviceKind.cpu and operator.dtype in _HALVES and operator.kind is not Kind.matmul:
+        operator = replace(operator, dtype="float32", num_bytes=2 * operator.num_bytes)  # it computes these in float32
     efficiency, most = device.efficiency, device.reached
     if operator.kind is Kind.transfer:
         return operator.num_bytes / device.host_bandwidth
