@@ -12,7 +12,11 @@ gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--keys` eve
   forecast.capacity_gib        memory of one device: adds whether a setting fits
   forecast.network_gbit        Gbit/s of a node, all its adapters together; null: the device file assumes it, and ranges
                                over several nodes cover half and twice of that
-  forecast.largest_microbatch  true: adds the largest number of images that one worker can take at once
+  forecast.solve               batch: adds the most images that one worker can take at once; gpus: the fewest workers,
+                               whole nodes above one, with the same global batch, or with ${per_worker:N} the same
+                               samples per worker; capacity: the least memory of a device; with which a setting fits
+  forecast.usd_per_gpu_hour    adds the dollars of a million tokens or images, with the range of the step
+  forecast.tokens              tokens to train on: adds what they cost
   forecast.folder              folder for the CSV and the timelines; null: outputs/forecast/<date>/<time>
   forecast.keep, forecast.prune, forecast.enabled   for sweeps: run the fastest; skip what cannot fit; make forecasts
 
@@ -169,7 +173,7 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable("forecast.folder", folder, error) from error
-    requests = [Request.of(t.config, workers_of(t.config), folder / f"timeline_{t.index}.html") for t in plan.trials]
+    requests = [_request(trial, folder / f"timeline_{trial.index}.html") for trial in plan.trials]
     print_scope(console, plan.trials, requests, swept)
     alone = here and len(requests) == 1
     forecasts = [forecast_one(requests[0])] if alone else _with_progress(console, requests)
@@ -206,6 +210,11 @@ def _print(console: Console, result: ForecastResult, items: str, tolerance: floa
         console.print(f"note: {note}", highlight=False, markup=False)
     written = count(len(list(result.folder.glob("timeline_*.html"))), "timeline page")
     console.print(f"written: {result.folder}/forecast.csv, {written}", highlight=False)
+
+
+def _request(trial: Trial, page: Path) -> Request:
+    per_worker = "per_worker:" in str(trial.composed["training"]["global_batch_size"])
+    return Request.of(trial.config, workers_of(trial.config), page, per_worker)
 
 
 def _rows(

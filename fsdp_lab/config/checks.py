@@ -16,7 +16,7 @@ from fsdp_lab.config.machine import check_gpus, cpus_per_worker_of, gpus_are_her
 from fsdp_lab.config.options import device_file, known_devices, path_of
 from fsdp_lab.config.rules import check_epoch, check_files, check_trial
 from fsdp_lab.config.serialize import flatten
-from fsdp_lab.config.sweep import ClusterConfig, Engine, Placement, SweepConfig, objectives, stops_on
+from fsdp_lab.config.sweep import ClusterConfig, Engine, Placement, Solve, SweepConfig, objectives, stops_on
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.machine import hardware
 
@@ -37,6 +37,11 @@ def check(config: SweepConfig) -> None:
         axis.check_machine(config, config.cluster.is_here)
     check_storage(config)
     check_forecast(config, config.forecast.keep)
+    if config.forecast.solve in (Solve.gpus, Solve.capacity):
+        raise ConfigError(
+            f"forecast.solve={config.forecast.solve.name} finds what a trial should have, and this command trains with "
+            "what it has; ask python -m fsdp_lab.forecast."
+        )
     if config.cluster.is_here:  # else the files are on its nodes
         check_files(config)
 
@@ -202,14 +207,21 @@ def check_forecast(config: SweepConfig, keep: str | None) -> None:
     Raises:
         ConfigError: they are not, or forecasts are disabled.
     """
+    if config.forecast.tokens is not None and config.forecast.usd_per_gpu_hour is None:
+        raise ConfigError(
+            f"forecast.tokens={config.forecast.tokens:g} has a cost only with a price; set forecast.usd_per_gpu_hour, "
+            "as in forecast.usd_per_gpu_hour=2.5."
+        )
     asked, has_gpu = config.forecast, hardware.num_gpus() > 0 and gpus_are_here(config.cluster)
     has_sheet = device_file(asked.device) is not None
-    for name in ("prune", "largest_microbatch"):
-        if getattr(asked, name) and not (has_gpu or has_sheet or asked.capacity_gib is not None):
-            raise ConfigError(
-                f"forecast.{name}=true needs the memory of a GPU, and this machine has none; set "
-                "forecast.capacity_gib, for example forecast.capacity_gib=24."
-            )
+    solves = asked.solve.name if asked.solve else None
+    for name, value in (("prune", "true" if asked.prune else None), ("solve", solves)):
+        if value in (None, "capacity") or has_gpu or has_sheet or asked.capacity_gib is not None:
+            continue
+        raise ConfigError(
+            f"forecast.{name}={value} needs the memory of a GPU, and this machine has none; set "
+            "forecast.capacity_gib, for example forecast.capacity_gib=24."
+        )
     for name, value in (("prune", "true" if asked.prune else None), ("keep", keep)):
         if value is not None and not asked.enabled:
             raise ConfigError(

@@ -228,6 +228,14 @@ METRICS = (
         better="max", is_speed=True, form="{:.0f}", csv=_SHOWN,
     ),
     Metric(
+        "perf/usd_per_million_tokens", "$ per million tokens", "$", "by `forecast.usd_per_gpu_hour`",
+        better="min", is_speed=True, report=_SHOWN,
+    ),
+    Metric(
+        "perf/usd_per_million_samples", "$ per million samples", "$", "the same, where tokens are not counted",
+        better="min", is_speed=True, report=_SHOWN,
+    ),
+    Metric(
         "perf/tflops_per_device", "TFLOP/s/device", "TFLOP/s", "tokens: the FLOPs of the model, without recomputation",
         better="max", is_speed=True, form="{:.3g}", csv=_SHOWN, report=_SHOWN,
     ),

@@ -15,7 +15,7 @@ _SYNONYMS = {
     "clip_grad_norm": "max_grad_norm", "gradient_clip": "max_grad_norm", "gradient_clipping": "max_grad_norm",
     "learning_rate": "lr", "rate": "lr", "wd": "weight_decay", "steps": "max_steps", "path": "root", "dir": "root",
     "gpus": "num_workers", "num_gpus": "num_workers", "world_size": "num_workers", "nproc_per_node": "num_workers",
-    "num_samples": "num_trials", "n_trials": "num_trials",
+    "largest_microbatch": "solve", "num_samples": "num_trials", "n_trials": "num_trials",
     "bfloat16": "bf16", "bf16_true": "bf16_pure", "float16": "fp16", "half": "fp16", "16_mixed": "fp16_mixed",
     "float32": "fp32", "full": "fp32", "32_true": "fp32", "fp8": "float8",
     "bf16": "bfloat16", "fp16": "float16", "fp32": "float32",

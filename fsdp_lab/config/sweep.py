@@ -37,6 +37,14 @@ def _is_count_or_share(value: str) -> str | None:
     return None if good else "is not a number of settings; use a whole number of 1 or more, or a share such as 20%"
 
 
+class Solve(Enum):
+    """What a forecast looks for: the largest microbatch, the fewest workers, or the least memory of a device."""
+
+    batch = "batch"
+    gpus = "gpus"
+    capacity = "capacity"
+
+
 @dataclass
 class ForecastConfig:
     """What is predicted about a trial before it runs."""
@@ -55,8 +63,13 @@ class ForecastConfig:
     """Skip trials that cannot fit."""
     keep: Optional[str] = key(None, _is_count_or_share, example="5")
     """Number of settings of a grid to run, the predicted fastest for each number of workers: 5 or `20%`; null: all."""
-    largest_microbatch: bool = key(False)
-    """Find the largest microbatch that fits one worker."""
+    solve: Optional[Solve] = key(None)
+    """Find the largest microbatch of a worker (`batch`), the fewest workers (`gpus`), or the least memory of a device
+    (`capacity`) with which a setting fits."""
+    usd_per_gpu_hour: Optional[float] = key(None, positive, example=2.5)
+    """Dollars for an hour of one device: adds what a million tokens, or samples, costs."""
+    tokens: Optional[float] = key(None, positive, example=1e12)
+    """Tokens to train on, whose cost is shown, too."""
     folder: Optional[str] = key(None)
     """Folder of `fsdp_lab.forecast`'s files; null: outputs/forecast/<date>/<time>."""
 

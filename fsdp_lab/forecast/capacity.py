@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -69,6 +70,23 @@ class Host:
 
 
 @dataclass(frozen=True)
+class Solved:
+    """What `forecast.solve` found.
+
+    Attributes:
+        name: `batch`, `gpus` or `capacity`.
+        value: the samples of a microbatch, the workers, or the bytes of a device; 0: nothing fits.
+        forecast: with it; where nothing fits, of the nearest: one sample, or the most workers.
+        samples_per_worker: of that forecast.
+    """
+
+    name: str
+    value: int
+    forecast: Forecast
+    samples_per_worker: int
+
+
+@dataclass(frozen=True)
 class Forecast:
     """The memory of one worker, in bytes, and its speed.
 
@@ -81,7 +99,7 @@ class Forecast:
         host_allowances: the same for the host.
         host_once: what one worker alone holds on its host at the end, by name: the model that it exports.
         capacity_bytes: of the device; None: not known.
-        largest_microbatch: the most samples that a worker can take at once, 0: not even one; None: not requested.
+        solved: the answer to `forecast.solve`; None: not asked.
         data_sheet: the name of the device that is forecast; None: it has no data sheet.
         speed: of the step on it; None: no device with a data sheet, or see `no_speed`.
         no_speed: why there is no speed.
@@ -98,7 +116,7 @@ class Forecast:
     allowances: dict[str, int] = field(default_factory=dict)
     host_allowances: dict[str, int] = field(default_factory=dict)
     capacity_bytes: int | None = None
-    largest_microbatch: int | None = None
+    solved: Solved | None = None
     active_bytes: int | None = None
     reserved_bytes: int | None = None
     data_sheet: str | None = None
@@ -149,14 +167,18 @@ class Forecast:
         return self.needed_bytes - waiting - self.reserved_bytes + self.active_bytes
 
     @property
+    def sure_bytes(self) -> int:
+        """The least memory of a device that it is sure to fit."""
+        return max(self.needed_bytes, math.ceil(self.least_bytes / SURE)) if self.cuda else self.needed_bytes
+
+    @property
     def fits(self) -> bool | None:
         """Whether it is sure to fit its device and its host; None without a forecast or a capacity."""
         if self.host_is_short:
             return False
         if self.capacity_bytes is None or self.error:
             return None
-        sure = SURE * self.capacity_bytes if self.cuda else self.capacity_bytes
-        return self.needed_bytes <= self.capacity_bytes and self.least_bytes <= sure
+        return self.sure_bytes <= self.capacity_bytes
 
     @property
     def unsure(self) -> bool:

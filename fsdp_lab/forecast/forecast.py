@@ -10,7 +10,7 @@ import logging
 import warnings
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from traceback import walk_tb
 
@@ -20,10 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_lab.config import ConfigError, TrialConfig, UserError
 from fsdp_lab.config.axes.offload import OffloadConfig, OffloadTarget
-from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.target import user_line
-from fsdp_lab.forecast.capacity import SURE, Forecast, weigh
+from fsdp_lab.forecast.capacity import Forecast, weigh
 from fsdp_lab.forecast.depth import Stack
 from fsdp_lab.forecast.equal_blocks import keep_first, step_of_equal_blocks
 from fsdp_lab.forecast.fake import ACCELERATOR, HOST, ValuesOnRequest, fake_tensors, fake_world
@@ -66,7 +65,6 @@ _NOT_FOLLOWED = {
     "SparseTensorImpl": "sparse gradients have no forecast: their size depends on the values of a batch",
 }
 _LAST: dict[str, Step] = {}  # by `Request.step`
-_MICROBATCH_LIMIT, _STEP_UP = 2**20, 2**4  # where memory does not stop it, the search does
 
 
 class NotFollowedError(UserError):
@@ -78,7 +76,6 @@ def forecast(
     num_workers: int,
     cuda: bool,
     capacity_bytes: int | None = None,
-    largest: bool = False,
     page: Path | None = None,
     sheet: Device | None = None,
     same: str = "",
@@ -87,7 +84,6 @@ def forecast(
 
     Args:
         capacity_bytes: of one device; None: not known.
-        largest: also find the most samples that it can take at once.
         page: where to write the timeline of the step; None: nowhere.
         sheet: the device whose speed to forecast; None: only the memory.
         same: identifies the step: the last one of this process is followed once; "": any is followed.
@@ -111,9 +107,6 @@ def forecast(
             device, settings = "GPUs" if cuda else "CPUs", main_settings(config, step.workload.model.description)
             what = {"for": device, "workers": str(num_workers), **settings}
             write_timeline(step.profile, page, f"Optimizer step {TRACKED_STEPS}, forecast", what)
-    if largest and capacity_bytes is not None:
-        most = largest_microbatch(config, num_workers, cuda, capacity_bytes, sheet)
-        result = replace(result, largest_microbatch=most)
     return result
 
 
@@ -157,42 +150,6 @@ def kinds_of(config: TrialConfig, num_workers: int, sheet: Device) -> list[str]:
     """Return the kinds of a step whose errors are known, see `Errors`."""
     kind = "float8" if config.precision.float8 else "compiled" if config.compile else "eager"
     return [kind, *(["several_nodes"] if num_workers > sheet.node_size else [])]
-
-
-def largest_microbatch(
-    config: TrialConfig, num_workers: int, cuda: bool, capacity_bytes: int, sheet: Device | None = None
-) -> int:
-    """Return the most samples that one worker can take at once, with the same accumulation; 0: not even one fits.
-
-    One more does not fit. Many more may, where the allocator's cached blocks suit them better: those are not tried.
-
-    The peak grows with the batch in straight pieces, each steeper than the one before: a root finder that draws lines
-    needs few forecasts.
-    """
-    from scipy.optimize import brentq  # other forecasts need only PyTorch and torchvision
-
-    @cache
-    def room(size: int) -> int:
-        batch = size * Ranks.of(config.sharding, num_workers).dp * config.training.grad_accum_steps
-        trial = replace(config, training=replace(config.training, global_batch_size=batch))
-        step = forecast_step(trial, num_workers, cuda, sheet=sheet)
-        weighed = weigh(step.profile, step.num_trained, trial, num_workers, cuda, None)
-        sure = int(SURE * capacity_bytes) if cuda else capacity_bytes
-        return min(capacity_bytes - weighed.needed_bytes, sure - weighed.least_bytes)
-
-    if room(1) < 0:
-        return 0
-    high = _STEP_UP
-    while room(high) >= 0:
-        if high >= _MICROBATCH_LIMIT:
-            return high
-        high *= _STEP_UP
-    most = int(brentq(lambda size: room(round(size)), high // _STEP_UP, high, xtol=0.5))
-    while room(most) < 0:
-        most -= 1
-    while room(most + 1) >= 0:
-        most += 1
-    return most
 
 
 def forecast_profile(config: TrialConfig, num_workers: int, cuda: bool, rank: int = 0) -> Profile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ class Request:
         page: where to write its timeline; None: nowhere.
         sheet: the device whose speed to forecast; None: only the memory.
         host: of the device.
+        per_worker: the samples of a worker were typed, not those of all (`${per_worker:N}`).
     """
 
     config: SweepConfig
@@ -46,14 +48,20 @@ class Request:
     page: Path | None = None
     sheet: Device | None = None
     host: Host = field(default_factory=Host)
+    per_worker: bool = False
 
     @staticmethod
-    def of(config: SweepConfig, num_workers: int, page: Path | None = None) -> Request:
+    def of(config: SweepConfig, num_workers: int, page: Path | None = None, per_worker: bool = False) -> Request:
         """Return a request outside of a sweep, whose device is corrected by finished trials."""
         cuda = for_cuda(config)
         sheet = refined(data_sheet(config), config, num_workers)
         host = host_of(num_workers, sheet, cuda and is_here(config))
-        return Request(config, num_workers, cuda, capacity_bytes(config, cuda), page, sheet, host)
+        return Request(config, num_workers, cuda, capacity_bytes(config, cuda), page, sheet, host, per_worker)
+
+    @property
+    def node_size(self) -> int:
+        """The devices of a node; all, where that is not known."""
+        return self.sheet.node_size if self.sheet else self.config.cluster.gpus_per_node or sys.maxsize
 
     @property
     def samples_per_worker(self) -> int:
@@ -74,8 +82,9 @@ class Request:
     @property
     def key(self) -> str:
         """An identifier that is equal for requests with the same answer. On a CPU offloading makes no difference."""
-        capacity = self.capacity_bytes if self.config.forecast.largest_microbatch else None
-        return json.dumps([self.step, capacity, repr(self.sheet)])
+        asks = self.config.forecast.solve
+        solves = [asks.name, self.capacity_bytes, self.per_worker] if asks else []
+        return json.dumps([self.step, solves, repr(self.sheet)])
 
 
 def forecast_one(request: Request) -> Forecast:
@@ -89,17 +98,11 @@ def forecast_one(request: Request) -> Forecast:
 
 def _forecast(request: Request) -> Forecast:
     from fsdp_lab.forecast.forecast import forecast
+    from fsdp_lab.forecast.solve import solved
 
-    return forecast(
-        request.config,
-        request.num_workers,
-        request.cuda,
-        request.capacity_bytes,
-        request.config.forecast.largest_microbatch,
-        request.page,
-        request.sheet,
-        request.step,
-    )
+    asked = request.config, request.num_workers, request.cuda, request.capacity_bytes
+    made = forecast(*asked, request.page, request.sheet, request.step)
+    return replace(made, solved=solved(request, made))
 
 
 def forecast_all(
@@ -135,7 +138,7 @@ def forecast_all(
     except KeyboardInterrupt:
         if not made:
             raise
-    # the capacity is no part of what is shared, unless the largest microbatch was asked for
+    # the capacity is no part of what is shared, unless `forecast.solve` asks for more
     return [r.weigh(made[r.key]) if r.key in made else _without(r, NoForecast("cancelled")) for r in requests]
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.wording import four_digits
 from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.cost import Cost, cost_of
 from fsdp_lab.forecast.speed.predict import BOUNDS
 from fsdp_lab.forecast.words import no_forecast_text
 from fsdp_lab.memory.profile import CATEGORIES
@@ -31,6 +33,12 @@ COLUMNS = {
 }
 # At any width stay the settings, `peak`, `needs`, `fits` and `largest microbatch`. Of the others the last leaves first.
 _DROP_LAST = ("host", "activations", "params", "optimizer", "grads", "gathered", "rest")
+# What `forecast.solve` asks for -> its column of the frame, and in the table its name, unit and form.
+SOLVED = {
+    "batch": ("largest_microbatch", "largest microbatch", 1, "{:,.0f}"),
+    "gpus": ("fewest_workers", "fewest workers", 1, "{:,.0f}"),
+    "capacity": ("least_capacity_bytes", "least GiB", 2**30, "{:,.2f}"),
+}
 # The columns of the frame behind the swept keys, and their types; where a figure is missing they have NaN, or pd.NA.
 _TYPES = {
     "cluster.num_workers": "int64",
@@ -38,12 +46,15 @@ _TYPES = {
     **dict.fromkeys(("peak_bytes", *(f"{name}_bytes" for name in CATEGORIES)), "Int64"),
     **dict.fromkeys(("active_bytes", "reserved_bytes", "least_bytes", "needed_bytes", "host_bytes"), "Int64"),
     **dict.fromkeys((*(f"host_{name}_bytes" for name in CATEGORIES), "capacity_bytes"), "Int64"),
-    **{"expandable_segments": "object", "fits": "object", "largest_microbatch": "Int64", "timeline": "object"},
+    **{"expandable_segments": "object", "fits": "object", "timeline": "object"},
+    **{column: "Int64" for column, *_ in SOLVED.values()},
     **dict.fromkeys(("step_s", "step_low_s", "step_high_s"), "float64"),
     **dict.fromkeys(("samples_per_s_per_device", "tokens_per_s_per_device"), "float64"),
     **dict.fromkeys(("samples_per_s_of_all", "tokens_per_s_of_all", "mfu"), "float64"),
     **{"bound": "object", **dict.fromkeys((f"{name}_share" for name in BOUNDS), "float64")},
     **{"basis": "object", "error_p90": "float64", "ratio_error_p90": "float64", "ratio_group": "object"},
+    "usd_unit": "object",
+    **dict.fromkeys(("usd_per_million", "usd_per_million_low", "usd_per_million_high"), "float64"),
     **{"network_gbit": "float64", "network_assumed": "object", "no_forecast": "object", "no_speed": "object"},
 }
 MOST_ROWS = 24  # of a table
@@ -65,6 +76,10 @@ class Row:
     page: Path | None = None
     microbatch: int = 0
     request: Request | None = None
+
+    @property
+    def cost(self) -> Cost | None:
+        return cost_of(self.forecast, self.request.config.forecast) if self.request else None
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -140,15 +155,21 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
             add("tokens/s per device", tokens, "{:,.0f}".format)
         else:
             add("samples/s per device", frame["samples_per_s_per_device"], four_digits)
+        if (usd := frame["usd_per_million"]).notna().any():
+            add(f"$ per million {frame['usd_unit'].dropna().iloc[0]}", usd, four_digits)
         if frame["mfu"].notna().any():
             add("MFU", frame["mfu"] * 100, "{:.0f} %".format)
         add("bound", frame["bound"], str)
-    if frame["largest_microbatch"].notna().any():
-        largest = frame["largest_microbatch"].astype(object)
-        largest[(frame["largest_microbatch"] == 0) & (frame["fits"] == "unsure")] = "unsure"
-        add("largest microbatch", largest, lambda value: value if value == "unsure" else f"{value:,}")
+    for column, title, scale, form in SOLVED.values():
+        if (found := frame[column].astype(object)).notna().any():
+            found[(found == 0) & (frame["fits"] == "unsure")] = "unsure"
+            add(title, found, partial(_solved_text, scale, form))
     of = f"one of {max(workers):,} workers" if len(workers) == 1 and max(workers) > 1 else "one worker"
     return FittingTable(columns, f"forecast peak of {of}, {unit}", "forecast.csv")
+
+
+def _solved_text(scale: int, form: str, value: int | str) -> str:
+    return value if isinstance(value, str) else form.format(value / scale) if value else "none"
 
 
 def unit_of(having: Sequence[Forecast]) -> tuple[str, int]:
@@ -188,7 +209,9 @@ def _figures(row: Row) -> dict[str, Any]:
     same = ("peak", "active", "reserved", "least", "needed", "host", "capacity")
     figures |= {f"{name}_bytes": getattr(forecast, f"{name}_bytes") for name in same}
     figures |= {"expandable_segments": str(forecast.expandable).lower() if forecast.cuda else None}
-    figures |= {"fits": _whether(forecast), "largest_microbatch": forecast.largest_microbatch}
+    figures |= {"fits": _whether(forecast)}
+    if forecast.solved:
+        figures[SOLVED[forecast.solved.name][0]] = forecast.solved.value
     if (speed := forecast.speed) is None:
         return figures
     rates, network = {"samples": speed.samples_per_s, "tokens": speed.tokens_per_s}, speed.network
@@ -199,6 +222,7 @@ def _figures(row: Row) -> dict[str, Any]:
         **{"mfu": speed.mfu, "bound": speed.bound, "basis": str(speed.basis)},
         **{f"{name}_share": round(speed.shares.get(name, 0.0), 4) for name in BOUNDS},
         **{"error_p90": speed.error, "ratio_error_p90": speed.relative, "ratio_group": speed.group},
+        **(row.cost.columns if row.cost else {}),
         "network_gbit": network and network.gbit,
         "network_assumed": network and str(bool(network.steps)).lower(),
     }

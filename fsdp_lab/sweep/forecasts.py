@@ -217,8 +217,8 @@ class Forecasts:
             )
         if forecast.no_speed:
             sweep.log_once(f"no speed is predicted: {forecast.no_speed}")
-        if forecast.largest_microbatch is not None:
-            sweep.log(f"{label(trial)}: the largest microbatch that fits is {forecast.largest_microbatch}")
+        if forecast.solved is not None:
+            sweep.log(f"{label(trial)}: the largest microbatch that fits is {forecast.solved.value}")
         sweep.forecast(number, forecast)
         if not prune or forecast.fits is not False:
             return

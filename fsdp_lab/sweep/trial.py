@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from fsdp_lab.config import workers_of
 from fsdp_lab.config.compose import Trial, variables_in
 from fsdp_lab.config.metrics import PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.forecast.capacity import Forecast
+from fsdp_lab.forecast.cost import usd_per_million
 from fsdp_lab.record.trial import TrialRecord, with_forecast
 
 
@@ -58,7 +60,13 @@ class TrialState(TrialRecord):
     def figures_at(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of an epoch, with the forecast beside them."""
         workspaces = self.forecast.allowances.get("kernel workspaces", 0) if self.forecast else 0
-        return with_forecast(metrics, self.forecast_figures, workspaces)
+        figures, asked = with_forecast(metrics, self.forecast_figures, workspaces), self.trial.config
+        for unit in ("tokens", "samples"):
+            rate, hourly = figures.get(f"perf/{unit}_per_s"), asked.forecast.usd_per_gpu_hour
+            if rate and hourly is not None:
+                figures[f"perf/usd_per_million_{unit}"] = usd_per_million(hourly, workers_of(asked), rate)
+                break
+        return figures
 
     @property
     def share_done(self) -> float:
@@ -75,7 +83,7 @@ def figures_of(forecast: Forecast) -> dict[str, float]:
         "forecast/reserved_bytes": forecast.reserved_bytes,
         "forecast/host_bytes": forecast.host_bytes or None,
         "forecast/capacity_bytes": forecast.capacity_bytes,
-        "forecast/largest_microbatch": forecast.largest_microbatch,
+        "forecast/largest_microbatch": forecast.solved.value if forecast.solved else None,
     }
     if (speed := forecast.speed) is not None:
         figures |= {

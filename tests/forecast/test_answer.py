@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from fsdp_lab.forecast.answer import answers
-from fsdp_lab.forecast.capacity import Forecast, NoForecast
+from fsdp_lab.forecast.capacity import Forecast, NoForecast, Solved
 from fsdp_lab.forecast.run import Request
 from fsdp_lab.forecast.scaling import series_of
 from fsdp_lab.forecast.sentences import allowances_note, request_notes, room_remedies, sentences
@@ -38,8 +38,10 @@ def row(
     parts = {"param": gib / 8, "optimizer": gib / 4, "grad": gib / 8, "activation": gib / 2, "total": gib}
     peaks = {"device": {name: int(size * GIB) for name, size in parts.items()}}
     forecast = Forecast(
-        True, 8, peaks, {"CUDA context": GIB}, {}, int(capacity * GIB) if capacity else None, most, **more  # type: ignore[arg-type]
+        True, 8, peaks, {"CUDA context": GIB}, {}, int(capacity * GIB) if capacity else None, **more  # type: ignore[arg-type]
     )  # fmt: skip
+    found = None if most is None else Solved("batch", most, forecast, most)
+    forecast = replace(forecast, solved=found)
     return Row([*settings], forecast, None, 64)
 
 

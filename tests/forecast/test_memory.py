@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_lab.config import ModelError
 from fsdp_lab.forecast.capacity import COMPRESSED, CONTEXT_BYTES, GIB, NCCL_BYTES, Host, communicators, on_host
 from fsdp_lab.forecast.forecast import NotFollowedError, forecast, forecast_profile
-from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.run import Request, forecast_one
 from fsdp_lab.memory import timeline
 from fsdp_lab.memory.allocator_profile import Change, allocator_changes
 from fsdp_lab.memory.gloo import SynchronousGlooMode
@@ -326,8 +326,14 @@ def test_ddp_leaves_the_types_of_a_model_in_bfloat16_alone():
     ],
 )  # fmt: skip
 def test_the_largest_microbatch_fits_and_the_next_does_not(words: str, workers: int, cuda: bool, capacity: int):
-    trial = config(*words.split(), "training.grad_accum_steps=2")
-    most = forecast(trial, workers, cuda, capacity, largest=True).largest_microbatch
+    trial = config(*words.split(), "training.grad_accum_steps=2", "forecast.solve=batch")
+
+    def largest(capacity: int) -> int:
+        solved = forecast_one(Request(trial, workers, cuda, capacity)).solved
+        assert solved is not None
+        return solved.value
+
+    most = largest(capacity)
     assert most
 
     def fits(size: int) -> bool:
@@ -337,7 +343,7 @@ def test_the_largest_microbatch_fits_and_the_next_does_not(words: str, workers: 
         return made.needed_bytes <= capacity and made.least_bytes <= (0.9 if cuda else 1) * capacity
 
     assert fits(most) and not fits(most + 1)
-    assert forecast(trial, workers, cuda, 1000, largest=True).largest_microbatch == 0, "not even the parameters fit"
+    assert largest(1000) == 0, "not even the parameters fit"
 
 
 def test_fsdp1_recomputes_the_attention_of_a_gpu():
