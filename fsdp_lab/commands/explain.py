@@ -29,7 +29,8 @@ from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.words import with_overrides
 from fsdp_lab.forecast.capacity import GIB, Forecast
 from fsdp_lab.forecast.out_of_memory import Shortage, read_message, read_snapshot, smaller_settings, who_asked
-from fsdp_lab.forecast.run import Request, forecast_all
+from fsdp_lab.forecast.request import Request
+from fsdp_lab.forecast.run import forecast_all
 from fsdp_lab.machine.output import outlast_reader
 from fsdp_lab.machine.signals import on_end
 from fsdp_lab.memory.profile import Profile

@@ -71,7 +71,8 @@ from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.wording import count, time_left
 from fsdp_lab.forecast.capacity import Forecast, NoForecast
 from fsdp_lab.forecast.devices import torch_version
-from fsdp_lab.forecast.run import SPEAK_S, Request, forecast_all, forecast_one
+from fsdp_lab.forecast.request import Request
+from fsdp_lab.forecast.run import SPEAK_S, forecast_all, forecast_one
 from fsdp_lab.forecast.table import Row, best_rows, forecast_table, in_order, write_csv
 from fsdp_lab.forecast.words import say
 from fsdp_lab.machine.output import outlast_reader

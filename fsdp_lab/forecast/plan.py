@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_lab.config import SweepConfig, UserError, workers_of
 from fsdp_lab.forecast.devices import data_sheet, for_cuda
-from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.request import Request
 from fsdp_lab.forecast.speed.program import Kind, Operator, Stream
 from fsdp_lab.memory.profile import CATEGORIES, PLACES, Held, Peak, Profile
 from fsdp_lab.training.layout import Unit, shortened

@@ -10,7 +10,7 @@ from fsdp_lab.config.axes import Where, notes
 from fsdp_lab.config.axes.checkpointing import ActivationCheckpointing
 from fsdp_lab.forecast.answer import BATCH, WORKERS, ForecastAnswer
 from fsdp_lab.forecast.capacity import Forecast
-from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.request import Request
 from fsdp_lab.forecast.scaling import series_of
 from fsdp_lab.forecast.table import Row, unit_of
 from fsdp_lab.forecast.words import say

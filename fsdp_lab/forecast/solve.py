@@ -14,7 +14,7 @@ from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.sweep import Solve
 from fsdp_lab.forecast.capacity import GIB, Forecast, Solved, weigh
 from fsdp_lab.forecast.forecast import forecast, forecast_step
-from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.request import Request
 
 _MICROBATCH_LIMIT, _STEP_UP = 2**20, 2**4  # where memory does not stop it, the search does
 _MOST_WORKERS = 2**12

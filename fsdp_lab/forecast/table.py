@@ -20,7 +20,7 @@ from fsdp_lab.storage.files import whole
 if TYPE_CHECKING:
     import pandas as pd
 
-    from fsdp_lab.forecast.run import Request
+    from fsdp_lab.forecast.request import Request
 
 # What a table has room for: the column's name -> the categories in it.
 COLUMNS = {

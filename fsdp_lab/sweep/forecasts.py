@@ -23,7 +23,8 @@ from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.devices import capacity_here, data_sheet_here, host_of, refined, torch_version
 from fsdp_lab.forecast.keep import passed_over
 from fsdp_lab.forecast.observations import record_observation
-from fsdp_lab.forecast.run import Background, Forecaster, Request
+from fsdp_lab.forecast.request import Request
+from fsdp_lab.forecast.run import Background, Forecaster
 from fsdp_lab.forecast.speed.device import digest
 from fsdp_lab.forecast.speed.refine import Observation
 from fsdp_lab.forecast.table import Row

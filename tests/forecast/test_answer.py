@@ -17,7 +17,7 @@ from rich.console import Console
 
 from fsdp_lab.forecast.answer import answers
 from fsdp_lab.forecast.capacity import Forecast, NoForecast, Solved
-from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.request import Request
 from fsdp_lab.forecast.scaling import series_of
 from fsdp_lab.forecast.sentences import allowances_note, request_notes, room_remedies, sentences
 from fsdp_lab.forecast.speed.device import Basis, Factors

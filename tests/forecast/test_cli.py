@@ -15,7 +15,8 @@ import pytest
 
 from fsdp_lab.forecast.forecast import forecast_profile
 from fsdp_lab.forecast.pool import NoAnswerError, Pool
-from fsdp_lab.forecast.run import Forecaster, Request
+from fsdp_lab.forecast.request import Request
+from fsdp_lab.forecast.run import Forecaster
 from fsdp_lab.forecast.words import no_forecast_text
 from tests.forecast.command import answer, forecast_here
 from tests.processes import called, still_running

@@ -24,7 +24,8 @@ from fsdp_lab.forecast.capacity import Host
 from fsdp_lab.forecast.forecast import forecast
 from fsdp_lab.forecast.keep import ratio_group
 from fsdp_lab.forecast.observations import observations_file, read_observations, record_observation
-from fsdp_lab.forecast.run import Request, forecast_one
+from fsdp_lab.forecast.request import Request
+from fsdp_lab.forecast.run import forecast_one
 from fsdp_lab.forecast.speed.device import Basis, Errors, Factors, KnownError, digest, load_device, on_network
 from fsdp_lab.forecast.speed.predict import Parts, predict
 from fsdp_lab.forecast.speed.program import Kind, Stream

@@ -13,7 +13,7 @@ from fsdp_lab.forecast import equal_blocks, run
 from fsdp_lab.forecast import forecast as forecasts
 from fsdp_lab.forecast.capacity import weigh
 from fsdp_lab.forecast.forecast import forecast_step
-from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.request import Request
 from fsdp_lab.forecast.speed.device import load_device
 from fsdp_lab.forecast.speed.predict import predict
 from fsdp_lab.forecast.step import Step

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_lab.config import ModelError
 from fsdp_lab.forecast.capacity import COMPRESSED, CONTEXT_BYTES, GIB, NCCL_BYTES, Host, communicators, on_host
 from fsdp_lab.forecast.forecast import NotFollowedError, forecast, forecast_profile
-from fsdp_lab.forecast.run import Request, forecast_one
+from fsdp_lab.forecast.request import Request
+from fsdp_lab.forecast.run import forecast_one
 from fsdp_lab.memory import timeline
 from fsdp_lab.memory.allocator_profile import Change, allocator_changes
 from fsdp_lab.memory.gloo import SynchronousGlooMode

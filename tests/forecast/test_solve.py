@@ -15,7 +15,7 @@ from fsdp_lab.config.compose import Trial
 from fsdp_lab.forecast import solve
 from fsdp_lab.forecast.capacity import GIB, Forecast, Host, Solved
 from fsdp_lab.forecast.cost import cost_of
-from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.request import Request
 from fsdp_lab.forecast.sentences import sentences
 from fsdp_lab.forecast.table import Row
 from fsdp_lab.forecast.words import say

@@ -13,7 +13,7 @@ from torch._inductor import comm_analysis
 from fsdp_lab.config import ConfigError
 from fsdp_lab.forecast.forecast import forecast, kinds_of
 from fsdp_lab.forecast.keep import unlike
-from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.request import Request
 from fsdp_lab.forecast.sentences import request_notes
 from fsdp_lab.forecast.speed.costs import collective_seconds, gathers_at, in_tf32, seconds
 from fsdp_lab.forecast.speed.device import Device, DeviceKind, Errors, Factors, KnownError, Reached, on_network

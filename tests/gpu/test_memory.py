@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from fsdp_lab.forecast.devices import sheet_of
-from fsdp_lab.forecast.run import Request, forecast_all
+from fsdp_lab.forecast.request import Request
+from fsdp_lab.forecast.run import forecast_all
 from fsdp_lab.memory.profile import CATEGORIES
 from tests.gpu.conftest import Machine
 from tests.gpu.ranks import Ranks

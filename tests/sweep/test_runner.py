@@ -23,7 +23,7 @@ from fsdp_lab.engine.inline import run_inline
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.keep import ratio_group
 from fsdp_lab.forecast.observations import record_observation
-from fsdp_lab.forecast.run import Request
+from fsdp_lab.forecast.request import Request
 from fsdp_lab.forecast.speed.device import Basis, digest, load_device
 from fsdp_lab.forecast.speed.predict import Parts, Speed, predict
 from fsdp_lab.forecast.speed.program import Kind
