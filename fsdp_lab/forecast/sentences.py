@@ -41,7 +41,8 @@ def sentences(
     speeds = [row.forecast.speed for row in rows if row.forecast.speed is not None and row.forecast.speed.network]
     lines += dict.fromkeys([*say("reached", speeds), *say("assumed", speeds)])
     lines += say("losses") if any(key.partition(".")[0] == "precision" for key in swept) else []
-    lines += say("more_workers", having) if WORKERS not in swept else []
+    solved = {row.forecast.solved.name for row in having if row.forecast.solved is not None}
+    lines += say("more_workers", having) if WORKERS not in swept and "gpus" not in solved else []
     return [line.replace("`", "") for line in lines]
 
 
