@@ -12,11 +12,9 @@ gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--keys` eve
   forecast.capacity_gib        memory of one device: adds whether a setting fits
   forecast.network_gbit        Gbit/s of a node, all its adapters together; null: the device file assumes it, and ranges
                                over several nodes cover half and twice of that
-  forecast.solve               batch: adds the most images that one worker can take at once; gpus: the fewest workers,
-                               whole nodes above one, with the same global batch, or with ${per_worker:N} the same
-                               samples per worker; capacity: the least memory of a device; with which a setting fits
-  forecast.usd_per_gpu_hour    adds the dollars of a million tokens or images, with the range of the step
-  forecast.tokens              tokens to train on: adds what they cost
+  forecast.solve               batch: adds the most images that fit one worker at once; gpus: the fewest workers, with
+                               the same global batch, or as ${per_worker:N} says; capacity: the least memory
+  forecast.usd_per_gpu_hour    adds the dollars of a million tokens or images, and of forecast.tokens=1e12
   forecast.folder              folder for the CSV and the timelines; null: outputs/forecast/<date>/<time>
   forecast.keep, forecast.prune, forecast.enabled   for sweeps: run the fastest; skip what cannot fit; make forecasts
 

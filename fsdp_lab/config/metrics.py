@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 MEMORY, SPEED, FORECAST_ERROR = "memory/peak_bytes", "perf/samples_per_s", "forecast/error"
-PREDICTED_SPEED, RATIO_ERROR = "forecast/samples_per_s", "forecast/ratio_error"
+PREDICTED_SPEED, RATIO_ERROR, USD = "forecast/samples_per_s", "forecast/ratio_error", "perf/usd_per_million"
 PREDICTED_BY = "predicted_by"  # a trial's tag: the basis of its predicted speed
 RATIO_GROUP = "ratio_group"  # of the predictions that its own is compared with by the error of their ratio
 FORECAST_WORDS = (PREDICTED_BY, RATIO_GROUP)  # what of a forecast is no number
@@ -228,11 +228,7 @@ METRICS = (
         better="max", is_speed=True, form="{:.0f}", csv=_SHOWN,
     ),
     Metric(
-        "perf/usd_per_million_tokens", "$ per million tokens", "$", "by `forecast.usd_per_gpu_hour`",
-        better="min", is_speed=True, report=_SHOWN,
-    ),
-    Metric(
-        "perf/usd_per_million_samples", "$ per million samples", "$", "the same, where tokens are not counted",
+        USD, "$ per million", "$", "tokens, or samples where none are counted, by `forecast.usd_per_gpu_hour`",
         better="min", is_speed=True, report=_SHOWN,
     ),
     Metric(

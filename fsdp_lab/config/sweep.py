@@ -38,7 +38,7 @@ def _is_count_or_share(value: str) -> str | None:
 
 
 class Solve(Enum):
-    """What a forecast looks for: the largest microbatch, the fewest workers, or the least memory of a device."""
+    """What a forecast looks for."""
 
     batch = "batch"
     gpus = "gpus"
@@ -64,8 +64,8 @@ class ForecastConfig:
     keep: Optional[str] = key(None, _is_count_or_share, example="5")
     """Number of settings of a grid to run, the predicted fastest for each number of workers: 5 or `20%`; null: all."""
     solve: Optional[Solve] = key(None)
-    """Find the largest microbatch of a worker (`batch`), the fewest workers (`gpus`), or the least memory of a device
-    (`capacity`) with which a setting fits."""
+    """Find the largest microbatch (`batch`), the fewest workers (`gpus`), or the least memory of a device (`capacity`)
+    with which a setting fits."""
     usd_per_gpu_hour: Optional[float] = key(None, positive, example=2.5)
     """Dollars for an hour of one device: adds what a million tokens, or samples, costs."""
     tokens: Optional[float] = key(None, positive, example=1e12)

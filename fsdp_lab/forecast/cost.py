@@ -25,12 +25,6 @@ class Cost:
     hourly: float
     tokens: float | None
 
-    @property
-    def columns(self) -> dict[str, str | float]:
-        """The same for `forecast.csv`."""
-        each = {"usd_per_million": self.usd, "usd_per_million_low": self.low, "usd_per_million_high": self.high}
-        return {"usd_unit": self.unit, **each}
-
 
 def cost_of(forecast: Forecast, asked: ForecastConfig) -> Cost | None:
     """Return what the forecast step costs; None: its speed or the price is not known."""

@@ -32,7 +32,7 @@ def sentences(
     """
     having = [row for row in rows if not row.forecast.error]
     lines = [*say("fits", rows, having, items), *say("series", series_of(made, tolerance))]
-    lines += [line for row in _solved(having) for line in _solution(row, swept)]
+    lines += _solved(having, swept)
     lines += say("fewest", _fewest(having, swept), having)
     for answer in made:
         new = [note for note in answer.notes if note not in lines]
@@ -46,19 +46,16 @@ def sentences(
     return [line.replace("`", "") for line in lines]
 
 
-def _solved(rows: Sequence[Row]) -> list[Row]:
-    """Return the setting with the best answer to `forecast.solve`, or if none fits, that which lacks least."""
+def _solved(rows: Sequence[Row], swept: Sequence[str]) -> list[str]:
+    """Return the best answer to `forecast.solve`, or if nothing fits, that which lacks least."""
     asked = [(row, row.forecast.solved) for row in rows if row.forecast.solved is not None]
-    if fitting := [(row, found) for row, found in asked if found.value]:
-        sign = -1 if fitting[0][1].name == "batch" else 1
-        return [min(fitting, key=lambda pair: sign * pair[1].value)[0]]
-    return [row for row, _ in sorted(asked, key=lambda pair: pair[1].forecast.sure_bytes)[:1]]
-
-
-def _solution(row: Row, swept: Sequence[str]) -> list[str]:
-    assert row.forecast.solved is not None
-    name = words(dict(zip(swept, row.settings, strict=True))) if swept else ""
-    return say("solved", row, replace(row, forecast=row.forecast.solved.forecast), name)
+    fitting = [(row, found) for row, found in asked if found.value]
+    sign = -1 if asked and asked[0][1].name == "batch" else 1
+    least = sorted(asked, key=lambda pair: pair[1].forecast.sure_bytes)
+    for row, found in (sorted(fitting, key=lambda pair: sign * pair[1].value) or least)[:1]:
+        name = words(dict(zip(swept, row.settings, strict=True))) if swept else ""
+        return say("solved", row, replace(row, forecast=found.forecast), name)
+    return []
 
 
 def _fewest(rows: Sequence[Row], swept: Sequence[str]) -> dict[str, list[str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +32,11 @@ COLUMNS = {
 }
 # At any width stay the settings, `peak`, `needs`, `fits` and `largest microbatch`. Of the others the last leaves first.
 _DROP_LAST = ("host", "activations", "params", "optimizer", "grads", "gathered", "rest")
-# What `forecast.solve` asks for -> its column of the frame, and in the table its name, unit and form.
-SOLVED = {
-    "batch": ("largest_microbatch", "largest microbatch", 1, "{:,.0f}"),
-    "gpus": ("fewest_workers", "fewest workers", 1, "{:,.0f}"),
-    "capacity": ("least_capacity_bytes", "least GiB", 2**30, "{:,.2f}"),
+# What `forecast.solve` asks for -> its column of the frame, and in the table its name and form.
+SOLVED: dict[str, tuple[str, str, Callable[[int], str]]] = {
+    "batch": ("largest_microbatch", "largest microbatch", "{:,}".format),
+    "gpus": ("fewest_workers", "fewest workers", "{:,}".format),
+    "capacity": ("least_capacity_bytes", "least GiB", lambda size: f"{size / 2**30:,.2f}"),
 }
 # The columns of the frame behind the swept keys, and their types; where a figure is missing they have NaN, or pd.NA.
 _TYPES = {
@@ -160,16 +159,13 @@ def forecast_table(rows: Sequence[Row], swept: Sequence[str]) -> FittingTable:
         if frame["mfu"].notna().any():
             add("MFU", frame["mfu"] * 100, "{:.0f} %".format)
         add("bound", frame["bound"], str)
-    for column, title, scale, form in SOLVED.values():
-        if (found := frame[column].astype(object)).notna().any():
-            found[(found == 0) & (frame["fits"] == "unsure")] = "unsure"
-            add(title, found, partial(_solved_text, scale, form))
+    for column, title, form in SOLVED.values():
+        if (found := frame[column]).notna().any():
+            nothing = found.eq(0).fillna(False)
+            cells = found.map(form, "ignore").astype(object).mask(nothing, "none")
+            add(title, cells.mask(nothing & (frame["fits"] == "unsure"), "unsure"), str)
     of = f"one of {max(workers):,} workers" if len(workers) == 1 and max(workers) > 1 else "one worker"
     return FittingTable(columns, f"forecast peak of {of}, {unit}", "forecast.csv")
-
-
-def _solved_text(scale: int, form: str, value: int | str) -> str:
-    return value if isinstance(value, str) else form.format(value / scale) if value else "none"
 
 
 def unit_of(having: Sequence[Forecast]) -> tuple[str, int]:
@@ -222,7 +218,8 @@ def _figures(row: Row) -> dict[str, Any]:
         **{"mfu": speed.mfu, "bound": speed.bound, "basis": str(speed.basis)},
         **{f"{name}_share": round(speed.shares.get(name, 0.0), 4) for name in BOUNDS},
         **{"error_p90": speed.error, "ratio_error_p90": speed.relative, "ratio_group": speed.group},
-        **(row.cost.columns if row.cost else {}),
+        **({"usd_unit": cost.unit, "usd_per_million": cost.usd} if (cost := row.cost) else {}),
+        **({"usd_per_million_low": cost.low, "usd_per_million_high": cost.high} if cost else {}),
         "network_gbit": network and network.gbit,
         "network_assumed": network and str(bool(network.steps)).lower(),
     }

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from fsdp_lab.config import workers_of
 from fsdp_lab.config.compose import Trial, variables_in
-from fsdp_lab.config.metrics import PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP
+from fsdp_lab.config.metrics import PREDICTED_BY, PREDICTED_SPEED, RATIO_ERROR, RATIO_GROUP, SPEED, USD
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.forecast.capacity import Forecast
 from fsdp_lab.forecast.cost import usd_per_million
@@ -61,11 +61,9 @@ class TrialState(TrialRecord):
         """Return the metrics of an epoch, with the forecast beside them."""
         workspaces = self.forecast.allowances.get("kernel workspaces", 0) if self.forecast else 0
         figures, asked = with_forecast(metrics, self.forecast_figures, workspaces), self.trial.config
-        for unit in ("tokens", "samples"):
-            rate, hourly = figures.get(f"perf/{unit}_per_s"), asked.forecast.usd_per_gpu_hour
-            if rate and hourly is not None:
-                figures[f"perf/usd_per_million_{unit}"] = usd_per_million(hourly, workers_of(asked), rate)
-                break
+        rate = figures.get("perf/tokens_per_s") or figures.get(SPEED)
+        if rate and (hourly := asked.forecast.usd_per_gpu_hour) is not None:
+            figures[USD] = usd_per_million(hourly, workers_of(asked), rate)
         return figures
 
     @property

@@ -148,9 +148,8 @@ def test_a_sweep_has_dollars_of_measured_speeds():
     priced = config("forecast.usd_per_gpu_hour=3.6", "cluster.num_workers=2")
     state = TrialState(Trial(0, priced, {}, [], Path(), {}))
     samples, tokens = {"perf/samples_per_s": 500.0}, {"perf/tokens_per_s": 4000.0}
-    assert state.figures_at(samples)["perf/usd_per_million_samples"] == pytest.approx(4.0)
-    both = state.figures_at(samples | tokens)
-    assert both["perf/usd_per_million_tokens"] == pytest.approx(0.5) and "perf/usd_per_million_samples" not in both
+    assert state.figures_at(samples)["perf/usd_per_million"] == pytest.approx(4.0)
+    assert state.figures_at(samples | tokens)["perf/usd_per_million"] == pytest.approx(0.5)
     free = TrialState(Trial(0, config(), {}, [], Path(), {}))
     assert free.figures_at(samples) == samples
 
