@@ -34,8 +34,8 @@ class Case(NamedTuple):
 class Timed(NamedTuple):
     """The median of some medians, and how far these are apart, as a share of it.
 
-    On a CPU the least of them: other processes only make them longer. What ranks of a CPU send is the mean of all calls:
-    a step waits for each, and the late ones are a part of it.
+    On a CPU the least of them: other processes only make them longer. What ranks of a CPU send takes the mean of all
+    calls: a step waits for each, and the late ones are a part of it.
     """
 
     seconds: float
