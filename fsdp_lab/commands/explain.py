@@ -12,6 +12,7 @@ Exits with 0, 1 if the setting has no forecast, 2 for bad input, 130 if interrup
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from fsdp_lab.config.describe import docstring
 from fsdp_lab.config.launcher import leave_launcher
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.words import with_overrides
-from fsdp_lab.forecast.capacity import GIB, Forecast
+from fsdp_lab.forecast.capacity import GIB, Forecast, NoForecast
 from fsdp_lab.forecast.out_of_memory import Shortage, read_message, read_snapshot, smaller_settings, who_asked
 from fsdp_lab.forecast.request import Request
 from fsdp_lab.forecast.run import forecast_all
@@ -37,6 +38,8 @@ from fsdp_lab.memory.profile import Profile
 from fsdp_lab.report.texts import change, memory
 
 _ANSWERS = 3
+_CLEARLY = 0.02  # by what share an answer needs less
+_OTHER = 0.05  # from which difference on a forecast is of another setting than what ran
 _LOGS = ("error.txt", "logs/rank*.log")  # of a trial's folder
 
 
@@ -50,6 +53,8 @@ def main() -> int:
     on_end(signal.default_int_handler)  # as Ctrl-C
     try:
         leave_launcher()
+        if "=" in words[0]:
+            raise UserError(f"{words[0]}: first comes a log, a snapshot or the folder of a trial, then the overrides.")
         return run(Path(words[0]), words[1:])
     except KeyboardInterrupt:
         print("fsdp_lab.explain: interrupted", file=sys.stderr)
@@ -68,8 +73,10 @@ def run(source: Path, typed: list[str]) -> int:
     Raises:
         UserError: the source tells of no failed allocation, or the overrides are refused.
     """
-    shortage, overrides = _read(source)
-    overrides = with_overrides(overrides, typed)
+    shortage, known = _read(source)
+    overrides = with_overrides(known, typed)
+    if not overrides:
+        raise UserError(f"{source}: type the overrides of its setting beside it, such as model=llama3_8b.")
     if shortage.capacity is not None and not any(word.startswith("forecast.capacity_gib=") for word in overrides):
         overrides.append(f"forecast.capacity_gib={shortage.capacity / GIB:.4g}")
     if not any(word.startswith("forecast.device=") for word in overrides):
@@ -79,7 +86,7 @@ def run(source: Path, typed: list[str]) -> int:
     from fsdp_lab.forecast.forecast import forecast_profile  # which imports PyTorch: refusals come before
 
     print(*_asked(shortage, forecast_profile(request.config, request.num_workers, request.cuda)), sep="\n", flush=True)
-    return _remedies(request, overrides)
+    return _remedies(request, overrides, shortage)
 
 
 def _read(source: Path) -> tuple[Shortage, list[str]]:
@@ -126,6 +133,9 @@ def _said(shortage: Shortage) -> Iterator[str]:
 
 
 def _asked(shortage: Shortage, profile: Profile) -> Iterator[str]:
+    if shortage.is_shared:
+        yield "a segment of that size is shared by tensors below 10 MiB, so it tells none of them"
+        return
     asking = who_asked(profile, shortage)
     if asking is None:
         yield (
@@ -139,10 +149,18 @@ def _asked(shortage: Shortage, profile: Profile) -> Iterator[str]:
     for_ = f" for {owners}" if owners else ""
     yield f"by the forecast that is {event.category} of {event.num_bytes:,} bytes{for_} in the {where}{alike}"
     held = sorted(asking.held.items(), key=lambda one: -one[1])
-    yield f"held then, with it: {memory(sum(asking.held.values()))}: {', '.join(f'{k} {memory(v)}' for k, v in held)}"
+    total = sum(asking.held.values())
+    yield f"held then, with it: {memory(total)}: {', '.join(f'{k} {memory(v)}' for k, v in held)}"
+    ran = shortage.allocated
+    if ran is not None and abs(ran - (total - event.num_bytes)) > _OTHER * ran:
+        more = memory(abs(ran - (total - event.num_bytes)))
+        yield (
+            f"what ran held {more} {'more' if ran > total - event.num_bytes else 'less'} in tensors: it was another "
+            "setting or batch, or other code held them"
+        )
 
 
-def _remedies(request: Request, overrides: list[str]) -> int:
+def _remedies(request: Request, overrides: list[str], shortage: Shortage) -> int:
     """Print the cheapest settings that fit, each as it is forecast, and return the exit status."""
     if request.capacity_bytes is None:
         print("what would fit is not known without the GPU's memory: set forecast.capacity_gib")
@@ -157,18 +175,30 @@ def _remedies(request: Request, overrides: list[str]) -> int:
     if made[0].error is not None:
         print(f"fsdp_lab.explain: {made[0].error.text}", file=sys.stderr)
         return ExitCode.failed
-    fitting = [(typed, one) for typed, one in zip(changes, made, strict=True) if typed and one.fits]
+    cancelled = sum(one.error == NoForecast("cancelled") for one in made)
+    if cancelled:
+        print(f"interrupted after {len(made) - cancelled} of {len(made)} settings; the others are missing below")
+    # what the forecast finds to fit has failed here: an answer needs that much less
+    most = made[0].needed_bytes - max(shortage.asked.num_bytes - (shortage.free or 0), _CLEARLY * made[0].needed_bytes)
+    fitting = [
+        (typed, one)
+        for typed, one in zip(changes, made, strict=True)
+        if typed and one.fits and one.needed_bytes <= most
+    ]
     fitting.sort(key=lambda one: (_seconds(one[1]), len(one[0]), one[1].needed_bytes))
     fitting = [(typed, one) for at, (typed, one) in enumerate(fitting) if not _is_more(typed, fitting[:at])]
-    print(f"it needs {memory(made[0].needed_bytes)} of {memory(request.capacity_bytes)}")
+    items = f"{request.num_workers} workers with {request.samples_per_worker} samples each"
+    print(
+        f"by the forecast the setting needs {memory(made[0].needed_bytes)} of {memory(request.capacity_bytes)}: {items}"
+    )
     for typed, one in fitting[:_ANSWERS]:
         slower = f", a step {change(_seconds(one) / _seconds(made[0]) - 1)}" if one.speed and made[0].speed else ""
         print(f"fits with {' '.join(typed)}: needs {memory(one.needed_bytes)}{slower}")
     if not fitting:
-        least = min(made, key=lambda one: one.least_bytes if not one.error else sys.maxsize)
+        least = min(made, key=lambda one: one.needed_bytes if not one.error else sys.maxsize)
         typed = changes[made.index(least)]
-        print(f"none of them fits; the least is {memory(least.least_bytes)} with {' '.join(typed) or 'no change'}")
-    return ExitCode.finished
+        print(f"none of them fits; the least is {memory(least.needed_bytes)} with {' '.join(typed) or 'no change'}")
+    return ExitCode.interrupted if cancelled else ExitCode.finished
 
 
 def _is_more(typed: list[str], cheaper: Sequence[tuple[list[str], Forecast]]) -> bool:
@@ -177,4 +207,4 @@ def _is_more(typed: list[str], cheaper: Sequence[tuple[list[str], Forecast]]) ->
 
 
 def _seconds(forecast: Forecast) -> float:
-    return forecast.speed.step_s if forecast.speed is not None else 0.0
+    return forecast.speed.step_s if forecast.speed is not None else math.inf

@@ -37,6 +37,7 @@ from fsdp_lab.config.describe import docstring
 from fsdp_lab.config.launcher import leave_launcher
 from fsdp_lab.config.serialize import value_text
 from fsdp_lab.config.status import ExitCode
+from fsdp_lab.config.suggest import did_you_mean
 from fsdp_lab.config.words import with_overrides
 from fsdp_lab.forecast import plan_lock
 from fsdp_lab.forecast.plan import StepPlan, answer, make_plan, request_of
@@ -105,6 +106,9 @@ def run(own: Mapping[str, str], overrides: list[str], multirun: bool) -> int:
     """
     if empty := [key for key, text in own.items() if not text]:
         raise ConfigError(f"{empty[0]}= is empty; leave it out, or give a file or a share, such as 1%.")
+    for key in (key for word in overrides if (key := word.partition("=")[0]).startswith("plan.")):
+        meant = did_you_mean(key, [*TOLERANCES])
+        raise ConfigError(f"{key} is not a key of plan. {meant}They are: {', '.join(TOLERANCES)}.")
     file, before = own.get("lock"), plan_lock.read_lock(Path(own["check"])) if "check" in own else None
     if before is None and (useless := [key for key in own if key in TOLERANCES]):
         raise ConfigError(f"{useless[0]}={own[useless[0]]} has an effect with check=<a lock> only; leave it out.")
@@ -233,4 +237,5 @@ def show_difference(files: Sequence[Path], as_markdown: bool) -> int:
         print(plan_lock.markdown([file.name for file in files], before, after))
         return ExitCode.finished
     open_console().print(table("", [dict(zip(("", *_FIGURES), row, strict=True)) for row in compared(before, after)]))
-    return show_changes(str(files[1]), before, after) and ExitCode.finished
+    show_changes(str(files[1]), before, after)
+    return ExitCode.finished

@@ -14,7 +14,7 @@ from functools import partial
 from math import lcm
 from typing import Any
 
-from torch import Tensor, device, nn, no_grad
+from torch import Tensor, device, get_autocast_dtype, is_autocast_enabled, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_lab.config import TrialConfig
@@ -71,10 +71,10 @@ def _equal_blocks(workload: Workload, config: TrialConfig) -> Stack | None:
     keep_first(short, stack, stack.few)
     if workload.model.block_classes is None and find_block_classes(short) != find_block_classes(model):
         return None
-    few = _forward(short, workload, stack)
+    few = _step(short, workload, stack)
     all_ = {label + stack.more if label > REPEATED else label: seen for label, seen in few.items()}
     all_ |= {REPEATED + later: few[REPEATED] for later in range(1, stack.more + 1)}
-    return stack if all_ == _forward(model, workload, stack) else None
+    return stack if all_ == _step(model, workload, stack) else None
 
 
 def _look(block: nn.Module) -> dict[str, object]:
@@ -113,29 +113,30 @@ def _shares(model: nn.Module, blocks: nn.Module) -> bool:
 
 
 class _Operators(TorchDispatchMode):
-    """Notes the operators of a forward pass, by the period of the block that was entered last, and what stays of each.
+    """Notes the operators of a step, by the period of the block that was entered last, and what stays of each.
 
-    Of an argument it notes which operator has made it: one inside of the blocks by how many before, others by number.
+    An argument is noted with what has made it: the number of the operator in its period, and how many periods before.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.at, self.count, self.seen = NONE, 0, defaultdict[int, list[Any]](list)
+        self.at, self.seen = NONE, defaultdict[int, list[Any]](list)
         self._made: Any = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
-        self.count += 1
-        made = tensors_of(result)
-        look = f"{func} {map_tensors(self._look, [list(args), kwargs or {}])}"
-        self.seen[self.at].append((look, [weakref.ref(tensor) for tensor in made]))
+        made, of_period = tensors_of(result), self.seen[self.at]
+        casts = [is_autocast_enabled(kind) and get_autocast_dtype(kind) for kind in ("cuda", "cpu")]
+        look = f"{func} {casts} {map_tensors(self._look, [list(args), kwargs or {}])}"
+        of_period.append((look, [weakref.ref(tensor) for tensor in made]))
         for tensor in made:
-            self._made.setdefault(tensor, (self.count, self.at))
+            self._made.setdefault(tensor, (len(of_period), self.at))
         return result
 
     def _look(self, tensor: Tensor) -> str:
         number, at = self._made.get(tensor, (0, NONE))
-        return f"{tensor.dtype}{[*tensor.shape]}{number if at == NONE else number - self.count}"
+        before = "" if at == NONE else f"@{self.at - at}"
+        return f"{tensor.dtype}{[*tensor.shape]}{tensor.requires_grad}{number}{before}"
 
     def summary(self) -> dict[int, list[tuple[str, bool]]]:
         """Return each operator, and whether what it made is there still."""
@@ -145,13 +146,24 @@ class _Operators(TorchDispatchMode):
         }
 
 
-def _forward(model: nn.Module, workload: Workload, stack: Stack) -> dict[int, list[tuple[str, bool]]]:
-    mode, model = _Operators(), model.to("meta")
+def _step(model: nn.Module, workload: Workload, stack: Stack) -> dict[int, list[tuple[str, bool]]]:
+    """Return what a forward and a backward pass on `meta` call, by the period of the blocks."""
+    mode, model = _Operators(), model.to("meta").train()
+
+    def enter(at: int) -> None:
+        mode.at = at
+
+    def left(outputs: Any, at: int) -> None:
+        for tensor in tensors_of(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: enter(at))
+
     for place, block in enumerate(model.get_submodule(stack.name).children()):
-        block.register_forward_pre_hook(lambda *_, at=place // stack.period: setattr(mode, "at", at))
+        block.register_forward_pre_hook(lambda *_, at=place // stack.period: enter(at))
+        block.register_forward_hook(lambda _, given, outputs, at=place // stack.period: left(outputs, at))
     with device("meta"):
         batch = workload.data.example_batch(2)
-    with no_grad(), mode:
-        outputs = workload.task.forward(model, batch)
-        workload.task.loss(outputs, batch)
+    with mode:
+        loss = workload.task.loss(workload.task.forward(model, batch), batch)
+        (loss[0] if isinstance(loss, tuple) else loss).backward()
     return mode.summary()

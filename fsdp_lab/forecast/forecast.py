@@ -186,6 +186,7 @@ def forecast_step(
     workload = build_workload(config.model, config.data, config.task)
     # DDP and FSDP1 put parts of several blocks into one buffer; to compile a block takes as long as to follow fifteen
     equal = config.sharding.kind in ("fsdp2", "tensor") and not config.compile
+    equal &= (config.optimizer.target or "torch.optim.").startswith("torch.optim.")  # others may count parameters
 
     def follow(stack: Stack | None, blocks: int) -> Step:
         return _follow_rank(config, num_workers, cuda, rank, sheet, traced, stack, blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from fsdp_lab.config.axes.checkpointing import ActivationCheckpointing
 from fsdp_lab.config.axes.offload import OffloadTarget
 from fsdp_lab.config.axes.reshard import ReshardPolicy
 from fsdp_lab.config.axes.sharding import Granularity
-from fsdp_lab.forecast.allocator import MIN_BLOCK, segment_bytes
+from fsdp_lab.forecast.allocator import LARGE_SEGMENT, MIN_BLOCK, SMALL_SEGMENT, segment_bytes
 from fsdp_lab.memory.profile import Event, Profile
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -28,8 +28,10 @@ _FORMS = {
     "reserved": rf"{_SIZE} reserved in total by PyTorch",
     "cached": rf"{_SIZE} cached|{_SIZE} is reserved by PyTorch but unallocated",
 }
-_BEGINS = "out of memory. Tried to allocate"
-_LONGEST = 800  # characters of a message, without the advice at its end
+_BEGIN = r"out of memory\. Tried to allocate"
+_END = r"cached\)|reserved in total by PyTorch|reserved by PyTorch but unallocated"
+FIRST = "first step of the optimizer"  # a phase
+_LONGEST = 450  # characters of a message, without the advice at its end
 
 
 class Printed(NamedTuple):
@@ -67,6 +69,11 @@ class Shortage:
     largest: tuple[int, ...] = ()
 
     @property
+    def is_shared(self) -> bool:
+        """Whether it is a segment that tensors below 10 MiB share: its size tells none of them."""
+        return self.is_segment and self.asked.num_bytes in (SMALL_SEGMENT, LARGE_SEGMENT)
+
+    @property
     def pages_would_do(self) -> bool | None:
         """Whether what is free and cached is enough, had the allocator cut it into pages; None: not known."""
         if self.free is None or self.cached is None:
@@ -76,24 +83,30 @@ class Shortage:
 
 def read_message(text: str) -> Shortage | None:
     """Return the last failed allocation in a log, by any version of PyTorch since 0.4; None: there is none."""
-    begin = text.rfind(_BEGINS)
-    if begin < 0:
+    begins = [match.start() for match in re.finditer(_BEGIN, text)]
+    read = (_read(" ".join(text[begin : begin + _LONGEST].split())) for begin in reversed(begins))
+    return next((shortage for shortage in read if shortage is not None), None)
+
+
+def _read(text: str) -> Shortage | None:
+    end = re.search(_END, text)
+    message = text[: end.end()] if end else text.partition(". ")[0]
+    sizes = {
+        name: _printed(next(group for group in match.groups() if group))
+        for name, form in _FORMS.items()
+        if (match := re.search(form, message))
+    }
+    if "asked" not in sizes:
         return None
-    message = " ".join(text[begin : begin + _LONGEST].split())
-    found: dict[str, Printed] = {}
-    for name, form in _FORMS.items():
-        if match := re.search(form, message):
-            found[name] = _printed(next(group for group in match.groups() if group))
-    if "asked" not in found:
-        return None
-    sizes = {name: one.num_bytes for name, one in found.items()}
-    allocated, cached = sizes.get("allocated"), sizes.get("cached")
-    if "reserved" in sizes and allocated is not None:
-        cached = sizes["reserved"] - allocated
-    capacity, free = sizes.get("capacity"), sizes.get("free")
+    capacity, free, allocated, cached, reserved = (
+        sizes[name].num_bytes if name in sizes else None
+        for name in ("capacity", "free", "allocated", "cached", "reserved")
+    )
+    if reserved is not None and allocated is not None:
+        cached = reserved - allocated
     known = [one for one in (capacity, free, allocated, cached) if one is not None]
     others = known[0] - sum(known[1:]) if len(known) == 4 else None
-    return Shortage(found["asked"], capacity, free, allocated, cached, others)
+    return Shortage(sizes["asked"], capacity, free, allocated, cached, others)
 
 
 def _printed(text: str) -> Printed:
@@ -117,24 +130,30 @@ def read_snapshot(path: Path) -> Shortage:
     try:
         with path.open("rb") as file:
             content = _Plain(file).load()
-        traces = [(at, entry) for at, trace in enumerate(content["device_traces"]) for entry in trace]
-        failed = [(at, entry) for at, entry in traces if entry["action"] == "oom"]
-        segments = [(int(one["device"]), one) for one in content["segments"]]
+        failed = None
+        for at, trace in enumerate(content["device_traces"]):
+            for entry in trace:
+                failed = (at, entry) if entry["action"] == "oom" else failed
+        if failed is not None:
+            return _of_snapshot([one for one in content["segments"] if one["device"] == failed[0]], failed[1])
+    except OSError:
+        raise
     except Exception as error:  # noqa: BLE001 (a damaged pickle raises whatever its bytes lead to)
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(f"{path} is no snapshot of PyTorch's allocator ({why}).") from None
-    if not failed:
-        raise UserError(f"{path} has no allocation that failed; record the history until the error, then write it.")
-    device, entry = failed[-1]
-    own = [segment for at, segment in segments if at == device]
-    blocks = [block for segment in own for block in segment["blocks"] if block["state"] == "active_allocated"]
+    raise UserError(f"{path} has no allocation that failed; record the history until the error, then write it.")
+
+
+def _of_snapshot(segments: list[Any], failed: Any) -> Shortage:
+    blocks = [block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"]
     sizes = sorted((int(block.get("requested_size", block["size"])) for block in blocks), reverse=True)
-    allocated = sum(int(segment["allocated_size"]) for segment in own)
-    reserved = sum(int(segment["total_size"]) for segment in own)
-    asked, free = Printed(float(entry["size"]), 0.0), float(entry.get("device_free", entry.get("addr", 0)))
+    allocated, reserved = (sum(int(one[name]) for one in segments) for name in ("allocated_size", "total_size"))
+    asked, free = int(failed["size"]), int(failed["device_free"])
+    if min(asked, free, allocated, reserved - allocated, *sizes[-1:]) < 0:
+        raise ValueError("a size is negative")
     return Shortage(
-        asked, None, free, allocated, reserved - allocated, is_segment=False, largest=tuple(sizes[:5])
-    )  # fmt: skip
+        Printed(asked, 0.0), None, free, allocated, reserved - allocated, is_segment=False, largest=tuple(sizes[:5])
+    )
 
 
 class Asking(NamedTuple):
@@ -153,23 +172,26 @@ class Asking(NamedTuple):
 def who_asked(profile: Profile, shortage: Shortage) -> Asking | None:
     """Return the allocation of a step that failed, as far as its size tells; None: no tensor has it.
 
-    Of several it is the one at which the step holds nearest to what PyTorch held; if that is not known, the most.
+    Of several it is the one at which the step holds nearest to what PyTorch held; if that is not known, the most. The
+    optimizer's states are allocated by its first step, beside gradients as large as the parameters.
     """
     known, found = dict[int, int](), list[tuple[float, Event, dict[str, int]]]()
     for place, (event, (sums, _)) in enumerate(zip(profile.events, profile.states(), strict=True)):
         grows = event.num_bytes > known.get(event.storage, 0)
         known[event.storage] = event.num_bytes
-        if event.place != "device" or place < profile.begun or not grows:
+        if event.place != "device" or not grows or (place < profile.begun and event.category != "optimizer"):
             continue
-        size = segment_bytes(event.num_bytes) if shortage.is_segment else -(-event.num_bytes // MIN_BLOCK) * MIN_BLOCK
-        if shortage.asked.may_be(size) or (not shortage.is_segment and shortage.asked.may_be(event.num_bytes)):
-            before = sum(sums.values()) - event.num_bytes
-            off = abs(before - shortage.allocated) if shortage.allocated is not None else -before
-            found.append((off, event, dict(sums)))
+        size = -(-event.num_bytes // MIN_BLOCK) * MIN_BLOCK
+        if shortage.asked.may_be(segment_bytes(size) if shortage.is_segment else size):
+            held = {name: size for name, size in sums.items() if size}
+            if place < profile.begun:
+                event, held["grad"] = replace(event, phase=FIRST), held.get("param", 0)
+            before = sum(held.values()) - event.num_bytes
+            found.append((abs(before - shortage.allocated) if shortage.allocated is not None else -before, event, held))
     if not found:
         return None
     _, event, held = min(found, key=lambda one: one[0])
-    return Asking(event, {name: size for name, size in held.items() if size}, len(found))
+    return Asking(event, held, len(found))
 
 
 def smaller_settings(config: SweepConfig, samples_per_worker: int) -> Iterator[list[str]]:
@@ -189,6 +211,10 @@ def smaller_settings(config: SweepConfig, samples_per_worker: int) -> Iterator[l
     }
     able = [change for change, helps in single.items() if helps]
     yield from ([change] for change in able)
+    if not config.compile:
+        yield ["compile=true"]
+    if config.task.name == "language" and config.task.loss_chunks == 1:
+        yield ["task.loss_chunks=8"]
     for place, first in enumerate(able):
         for second in able[place + 1 :]:
             if first.partition("=")[0] != second.partition("=")[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import inf
@@ -24,6 +25,14 @@ SCHEMA = 1
 # of the predicted time, which changes with the figures of a device.
 TOLERANCES = {"plan.peak": 0.0, "plan.sent": 0.0, "plan.units": 0.0, "plan.flops": 0.0, "plan.step": 0.01}
 _REMEDY = "restore it from the repository, or write it again with lock={file}"
+# The lines that a tolerance may change without a sum that does.
+_COVERED = {
+    "plan.peak": ("peaks", "categories", "largest"), "plan.sent": ("collectives",), "plan.units": ("units",),
+    "plan.flops": ("flops",), "plan.step": ("time", "no_time"),
+}  # fmt: skip
+_EXPLAINED = 0.8  # the share of a peak's change that the categories named explain
+_OF_NO_UNIT = ("activation", "temp", "other", "input")  # what no unit gathers or reduces
+_LARGEST = 2.0**63  # of a figure
 _CAUSES = 3  # named of a change
 _SIZES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
@@ -86,13 +95,28 @@ def read_lock(file: Path) -> Lock:
             f"{fsdp_lab.__version__}; use that version, or write the file again with lock={file}."
         )
     try:
-        return from_dict(Lock, content)
+        if not all(0 <= number <= _LARGEST for number in _numbers(content)):
+            raise ConfigError("a figure is negative, or no number")
+        lock = from_dict(Lock, content)
+        for names in ([plan.setting for plan in lock.plans], *([unit.unit for unit in p.units] for p in lock.plans)):
+            if len(set(names)) < len(names):
+                raise ConfigError("a setting or a unit is there twice")
+        return lock
     except (ConfigError, TypeError) as error:
         raise UserError(f"{file} is damaged ({error}); {_REMEDY.format(file=file)}.") from None
 
 
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(one)
+    elif isinstance(value, int | float):
+        yield value
+
+
 def _version(text: str) -> list[int]:
-    return [int(part) for part in text.split(".") if part.isdecimal()]
+    """Return the numbers of a version; what is none is newer than all."""
+    return [int(part) for part in text.split(".") if part.isdecimal()] or [sys.maxsize]
 
 
 def origins(before: Lock, after: Lock) -> list[str]:
@@ -101,7 +125,8 @@ def origins(before: Lock, after: Lock) -> list[str]:
     old |= {"torch": before.torch, "fsdp_lab": before.fsdp_lab}
     new |= {"torch": after.torch, "fsdp_lab": after.fsdp_lab}
     keys = [key for key in dict.fromkeys([*new, *old]) if old.get(key) != new.get(key)]
-    return [f"{key}={new.get(key, '(default)')} was {old.get(key, '(default)')}" for key in keys]
+    was = {key: f"{key}={new[key]} was {old.get(key, 'not set')}" for key in new}
+    return [was.get(key, f"{key}={old.get(key)} is no longer set") for key in keys]
 
 
 def changes(before: Lock, after: Lock, allowed: Mapping[str, float] = TOLERANCES) -> list[str]:
@@ -116,8 +141,7 @@ def changes(before: Lock, after: Lock, allowed: Mapping[str, float] = TOLERANCES
         start = f"{setting}: " if setting else ""
         if setting in old and setting in new:
             some = [*_changes(old[setting], new[setting], allowed)]
-            if not some and allowed == TOLERANCES:  # else what is left may be of what is allowed
-                some = [*_details(old[setting], new[setting])]
+            some = some or [*_details(old[setting], new[setting], allowed)]
             found += [one._replace(text=start + one.text) for one in some]
         else:
             found.append(Change(inf, inf, f"{start}{'is new' if setting in new else 'is no longer planned'}"))
@@ -139,8 +163,9 @@ def _changes(before: StepPlan, after: StepPlan, allowed: Mapping[str, float]) ->
         yield Change(0, _relative(was, now), f"predicted step {old} → {new}{why}")
 
 
-def _details(before: StepPlan, after: StepPlan) -> Iterator[Change]:
-    names = [each.name for each in fields(StepPlan) if each.name not in ("time", "no_time")]
+def _details(before: StepPlan, after: StepPlan, allowed: Mapping[str, float]) -> Iterator[Change]:
+    covered = {name for key, names in _COVERED.items() if allowed[key] for name in names}
+    names = [each.name for each in fields(StepPlan) if each.name not in covered]
     if other := [name for name in names if getattr(before, name) != getattr(after, name)]:
         yield Change(0, 0, f"lines of {', '.join(other)} differ, and no sum does")
 
@@ -183,6 +208,8 @@ def _why(was: Unit, now: Unit, what: str) -> str:
         return f"{new} was {old}"
     if was.parameters != now.parameters:
         return f"{now.parameters:,} parameters were {was.parameters:,}"
+    if not was.gathered or not now.gathered:
+        return "each rank had all of it" if now.gathered else "each rank has all of it"
     return "over another number of ranks"
 
 
@@ -233,7 +260,11 @@ def _flops_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterato
         was, now = (one.get((kind, phase), 0) for one in (old, new))
         if _relative(was, now) > allowed:
             again = phase == "backward" and old.get((kind, "forward")) == new.get((kind, "forward"))
-            why = f": parts of the forward pass are {'no longer ' if now < was else ''}computed again" if again else ""
+            why = (
+                f": parts of the forward pass are {'no longer ' if now < was else ''}computed again, or more is trained"
+                if again
+                else ""
+            )
             text = f"{kind} FLOPs in {phase}: {was:.4g} → {now:.4g} ({_percent(was, now)}){why}"
             yield Change(0, _relative(was, now), text)
 
@@ -247,12 +278,16 @@ def _peak_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterator
         a, b = ({c.category: c.bytes for c in plan.categories if c.place == place} for plan in (before, after))
         moved = {name: b.get(name, 0) - a.get(name, 0) for name in (*a, *b)}
         up = 1 if now > was else -1
-        first, *others = sorted(moved, key=lambda name: -up * moved[name])
-        some = [first, *(name for name in others[:1] if 2 * up * moved[name] > up * moved[first])]
+        first, *others = sorted(moved, key=lambda name: -up * moved[name]) or ["unknown"]
+        moved.setdefault(first, now - was)
+        some = [first]
+        while others and sum(moved[name] for name in some) * up < _EXPLAINED * abs(now - was):
+            some.append(others.pop(0))
         by = " and ".join(f"{name} {'+' if up > 0 else '−'}{size_text(abs(moved[name]))}" for name in some)
         larger, row = (after, new[place]) if up > 0 else (before, old[place])
         unit = next((c.unit for c in larger.categories if (c.place, c.category) == (place, first)), "")
-        of = next((f", unit {unit} ({row.weights})" for row in larger.units if row.unit == unit), "")
+        named = (row.weights for row in larger.units if row.unit == unit and first not in _OF_NO_UNIT)
+        of = next((f", unit {unit} ({weights})" for weights in named), "")
         name = "peak" if place == "device" else f"{place} peak"
         text = f"{name} {_pair(was, now)}: {by} {row.where}{of}"
         yield Change(abs(now - was), _relative(was, now), text)
@@ -293,7 +328,8 @@ def markdown(names: Sequence[str], before: Lock, after: Lock) -> str:
     because = "; ".join(f"`{text}`" for text in origins(before, after))
     table = [("", "before", "after", "change"), ("---",) * 4, *compared(before, after)]
     found = [f"- {text}" for text in changes(before, after)] or ["Nothing has changed."]
-    head = [f"**Plan of a step**: `{names[0]}` → `{names[1]}`", *([f"\n{because}"] if because else []), ""]
+    of = f"predicted for one of {after.plans[0].workers:,} ranks with `{' '.join(after.overrides)}`"
+    head = [f"**Plan of a step**, {of}: `{names[0]}` → `{names[1]}`", *([f"\n{because}"] if because else []), ""]
     return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in table), "", *found])
 
 
@@ -302,6 +338,8 @@ def _relative(was: float, now: float) -> float:
 
 
 def _percent(was: float, now: float) -> str:
+    if was and now >= 10 * was:
+        return f"{now / was:,.0f}×"
     return f"{(now / was - 1) * 100:+.3g} %" if was else "new"
 
 

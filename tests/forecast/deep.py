@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -140,18 +141,95 @@ class ByLength(Equal):
 
 
 class Hooked(Equal):
-    """Holds the gradient of what one block returns, of which a forward pass shows nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []
+    """Changes the gradient of what one block returns, of which a forward pass shows nothing."""
 
     def forward(self, rows: Tensor) -> Tensor:
         rows = self.embed(rows)
         for place, block in enumerate(self.blocks):
             rows = block(rows)
-            if place == 3 and rows.requires_grad:
-                rows.register_hook(self.kept.append)
+            if place == 12 and rows.requires_grad:
+                rows.register_hook(lambda gradient: gradient.clamp(-1, 1) * 2)
+        return self.head(rows.mean(1))
+
+
+class OfTheDevice(Equal):
+    """Keeps more of one block where it trains for real: nothing of it shows on `meta`."""
+
+    kept: Any = None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.embed(rows)
+        for place, block in enumerate(self.blocks):
+            rows = block(rows)
+            if place == 3 and rows.device.type != "meta":
+                self.kept = rows
+        return self.head(rows.mean(1))
+
+
+class PartlyFrozen(Equal):
+    """Half of the blocks compute without gradients, as in finetuning."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        with torch.no_grad():
+            rows = self.embed(rows)
+            for block in self.blocks[:10]:
+                rows = block(rows)
+        for block in self.blocks[10:]:
+            rows = block(rows)
+        return self.head(rows.mean(1))
+
+
+class PartlyRecomputed(Equal):
+    """Checkpoints half of its blocks by itself."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.embed(rows)
+        for place, block in enumerate(self.blocks):
+            rows = checkpoint(block, rows, use_reentrant=False) if place >= 10 else block(rows)
+        return self.head(rows.mean(1))
+
+
+class PartlyCast(Equal):
+    """Enters autocast for half of its blocks."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.embed(rows)
+        for place, block in enumerate(self.blocks):
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=place >= 10):
+                rows = block(rows)
+            rows = rows.float()
+        return self.head(rows.mean(1))
+
+
+class Dropping(Block):
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(super().forward(rows), 0.1, self.training)
+
+
+class PartlyTraining(Equal):
+    """Keeps some of its blocks in evaluation mode."""
+
+    def block(self, place: int) -> nn.Module:
+        return Dropping(place)
+
+    def train(self, mode: bool = True) -> PartlyTraining:
+        super().train(mode)
+        for block in self.blocks[8:]:
+            block.eval()
+        return self
+
+
+class PartlyPacked(Equal):
+    """Keeps what half of its blocks need for the backward pass in another type."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.embed(rows)
+        for place, block in enumerate(self.blocks):
+            if place >= 10:
+                with torch.autograd.graph.saved_tensors_hooks(Tensor.double, Tensor.float):
+                    rows = block(rows)
+            else:
+                rows = block(rows)
         return self.head(rows.mean(1))
 
 

@@ -16,7 +16,7 @@ from fsdp_lab.commands import explain
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast.allocator import CachingAllocator, segment_bytes
 from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.forecast.out_of_memory import read_message, read_snapshot, who_asked
+from fsdp_lab.forecast.out_of_memory import Printed, Shortage, read_message, read_snapshot, who_asked
 from fsdp_lab.memory.profile import Profile
 from tests.conftest import ROOT
 from tests.ranks import config
@@ -88,6 +88,20 @@ def test_a_log_without_such_a_message_has_none_and_the_last_of_several_counts():
     texts = [form.format(*values) for form, *values in (REPORTS["trl 3436"], REPORTS["Vad-R1 11"])]
     shortage = read_message("".join(f"CUDA out of memory. {text}\n" for text in texts))
     assert shortage is not None and shortage.asked.num_bytes == 14.06 * 2**30
+    assert (
+        read_message(f"CUDA out of memory. {texts[1]}\nout of memory. Tried to allocate more than 1EB memory.")
+        == shortage
+    )
+
+
+def test_what_follows_a_message_is_no_part_of_it():
+    shortage = read_message(
+        f"CUDA out of memory. Tried to allocate 2.00 GiB.\n{'.' * 500}12.00 GiB free; 1.00 GiB cached)"
+    )
+    assert shortage is not None and shortage.free is shortage.cached is None
+
+
+FAILED = {"action": "oom", "size": 1024, "device_free": 0}
 
 
 class Hostile:
@@ -103,6 +117,10 @@ class Hostile:
         (b"hello", "no snapshot"),
         (pickle.dumps([1, 2]), "no snapshot"),
         (pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc"}]]}), "no allocation that failed"),
+        (pickle.dumps({"segments": [], "device_traces": [[{"action": "oom"}]]}), "no snapshot"),
+        (pickle.dumps({"segments": [{"device": 0}], "device_traces": [[FAILED]]}), "no snapshot"),
+        (pickle.dumps({"segments": [], "device_traces": [[FAILED | {"size": -1}]]}), "a size is negative"),
+        (pickle.dumps({"segments": [], "device_traces": [[FAILED | {"size": float("nan")}]]}), "no snapshot"),
     ],
 )
 def test_a_hostile_or_damaged_snapshot_is_refused(
@@ -152,6 +170,15 @@ def test_a_snapshot_of_a_simulated_allocator_is_explained_to_the_byte(tmp_path: 
     assert shortage.largest[0] == max(alive.values())
 
 
+def test_states_that_the_first_step_of_an_optimizer_allocates_are_known():
+    """A state of the embedding has 2,098,176 bytes in float32, which no other tensor of the step has."""
+    profile = forecast_profile(config(*LM, "sharding=root", "model.vocab_size=8196"), 1, cuda=True)
+    asked = Printed(8196 * 64 * 4, 0.0)
+    asking = who_asked(profile, Shortage(asked, allocated=sum(profile.peaks["device"].values()), is_segment=False))
+    assert asking is not None and asking.event.category == "optimizer"
+    assert asking.event.phase == "first step of the optimizer"
+
+
 def printed(num_bytes: float) -> str:
     """Return a size as PyTorch prints it."""
     if num_bytes <= 1024:
@@ -180,7 +207,7 @@ def test_the_command_names_the_tensor_and_settings_that_fit(tmp_path: Path):
     said = output("fsdp_lab.explain", str(log), *words)
     assert f"{culprit.category} of {culprit.num_bytes:,} bytes" in said
     assert "does not suffice" in said
-    needs = re.search(r"it needs ([\d.]+) GiB of 3.000 GiB", said)
+    needs = re.search(r"the setting needs ([\d.]+) GiB of 3.000 GiB: 4 workers with 2048 samples each", said)
     assert needs is not None and float(needs[1]) > 3
     fits = re.findall(r"^fits with (.+): needs", said, re.MULTILINE)
     assert 1 <= len(fits) <= 3 and len(set(fits)) == len(fits), said
@@ -201,6 +228,13 @@ def test_a_trials_folder_brings_its_overrides(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "logs" / "rank1.log").write_text(f"CUDA out of memory. {form.format(*values)}")
     shortage, overrides = explain._read(tmp_path)
     assert overrides == ["model=mlp", "sharding=root"] and shortage.asked.num_bytes == 388 * 2**20
+    for typed, said in (
+        ([str(tmp_path / "logs" / "rank1.log")], "type the overrides of its setting"),
+        (["model=mlp"], "first comes a log"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["explain", *typed])
+        assert explain.main() == 2
+        assert said in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["explain", str(tmp_path / "logs")])
     assert explain.main() == 2
     assert "is no trial's folder" in capsys.readouterr().err

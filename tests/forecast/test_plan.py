@@ -323,7 +323,7 @@ def test_another_type_is_named_with_what_it_was(tmp_path: Path):
 def test_recomputed_arithmetic_is_named(tmp_path: Path):
     lines = check(tmp_path, [*FOUR, "sharding=per_block"], ["activation_checkpointing=full"])
     (line,) = (line for line in lines if line.startswith("matmul FLOPs in backward: "))
-    assert line.endswith(": parts of the forward pass are computed again")
+    assert line.endswith(": parts of the forward pass are computed again, or more is trained")
 
 
 def test_locks_of_two_versions_are_compared_in_a_terminal_and_as_markdown(tmp_path: Path):
