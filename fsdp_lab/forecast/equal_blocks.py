@@ -6,15 +6,17 @@ the second, if it is repeated once. Otherwise, and where blocks differ, the whol
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import lcm
 from typing import Any
+from unittest import mock
 
-from torch import Tensor, device, get_autocast_dtype, is_autocast_enabled, nn
+from torch import Tensor, autocast, device, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_lab.config import TrialConfig
@@ -126,12 +128,24 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
         made, of_period = tensors_of(result), self.seen[self.at]
-        casts = [is_autocast_enabled(kind) and get_autocast_dtype(kind) for kind in ("cuda", "cpu")]
-        look = f"{func} {casts} {map_tensors(self._look, [list(args), kwargs or {}])}"
+        look = f"{func} {map_tensors(self._look, [list(args), kwargs or {}])}"
         of_period.append((look, [weakref.ref(tensor) for tensor in made]))
         for tensor in made:
             self._made.setdefault(tensor, (len(of_period), self.at))
         return result
+
+    @contextmanager
+    def noting_casts(self) -> Iterator[None]:
+        """Note the autocast contexts that are made inside: no mode sees whether one is entered."""
+        make = autocast.__init__
+
+        def init(context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+            self.seen[self.at].append((f"autocast {device_type} {args} {kwargs}", []))
+            make(context, device_type, *args, **kwargs)
+
+        with mock.patch.object(autocast, "__init__", init), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no GPU
+            yield
 
     def _look(self, tensor: Tensor) -> str:
         number, at = self._made.get(tensor, (0, NONE))
@@ -148,10 +162,10 @@ class _Operators(TorchDispatchMode):
 
 def _step(model: nn.Module, workload: Workload, stack: Stack) -> dict[int, list[tuple[str, bool]]]:
     """Return what a forward and a backward pass on `meta` call, by the period of the blocks."""
-    mode, model = _Operators(), model.to("meta").train()
+    operators, model = _Operators(), model.to("meta").train()
 
     def enter(at: int) -> None:
-        mode.at = at
+        operators.at = at
 
     def left(outputs: Any, at: int) -> None:
         for tensor in tensors_of(outputs):
@@ -163,7 +177,7 @@ def _step(model: nn.Module, workload: Workload, stack: Stack) -> dict[int, list[
         block.register_forward_hook(lambda _, given, outputs, at=place // stack.period: left(outputs, at))
     with device("meta"):
         batch = workload.data.example_batch(2)
-    with mode:
+    with operators.noting_casts(), operators:
         loss = workload.task.loss(workload.task.forward(model, batch), batch)
         (loss[0] if isinstance(loss, tuple) else loss).backward()
-    return mode.summary()
+    return operators.summary()

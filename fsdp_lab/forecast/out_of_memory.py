@@ -84,13 +84,14 @@ class Shortage:
 def read_message(text: str) -> Shortage | None:
     """Return the last failed allocation in a log, by any version of PyTorch since 0.4; None: there is none."""
     begins = [match.start() for match in re.finditer(_BEGIN, text)]
-    read = (_read(" ".join(text[begin : begin + _LONGEST].split())) for begin in reversed(begins))
+    read = (_read(text[begin : begin + _LONGEST]) for begin in reversed(begins))
     return next((shortage for shortage in read if shortage is not None), None)
 
 
 def _read(text: str) -> Shortage | None:
-    end = re.search(_END, text)
-    message = text[: end.end()] if end else text.partition(". ")[0]
+    whole = " ".join(text.split())  # a log may have wrapped it
+    end = re.search(_END, whole)
+    message = whole[: end.end()] if end else text.partition("\n")[0]
     sizes = {
         name: _printed(next(group for group in match.groups() if group))
         for name, form in _FORMS.items()
