@@ -6,6 +6,7 @@ the second, if it is repeated once. Otherwise, and where blocks differ, the whol
 
 from __future__ import annotations
 
+import json
 import warnings
 import weakref
 from collections import Counter, defaultdict
@@ -19,7 +20,7 @@ from unittest import mock
 from torch import Tensor, autocast, device, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_lab.config import TrialConfig
+from fsdp_lab.config import TrialConfig, flatten
 from fsdp_lab.config.axes.checkpointing import ActivationCheckpointing
 from fsdp_lab.forecast.depth import NONE, REPEATED, Stack, deepened
 from fsdp_lab.forecast.step import Step
@@ -29,6 +30,7 @@ from fsdp_lab.workloads.base import Workload, map_tensors, tensors_of
 from fsdp_lab.workloads.construct import copy_on_meta, without_values
 
 _LONGEST = 4  # period of blocks that is looked for
+_LAST: dict[str, Stack | None] = {}
 
 
 def step_of_equal_blocks(workload: Workload, config: TrialConfig, follow: Callable[[Stack | None, int], Step]) -> Step:
@@ -55,17 +57,31 @@ def keep_first(model: nn.Module, stack: Stack, count: int) -> None:
 
 
 def _equal_blocks(workload: Workload, config: TrialConfig) -> Stack | None:
-    """Return the longest stack of a model whose blocks are equal and used equally; None if it is too short to gain."""
-    model = without_values(workload.model.build, config.training.seed)
+    """Return the longest stack of a model whose blocks are equal and used equally; None if it is too short to gain.
+
+    The last answer of this process is kept: the settings of a grid have one model.
+    """
+    every = config.activation_checkpointing is ActivationCheckpointing.every_n
+    apart = lcm(config.sharding.blocks_per_unit or 1, config.activation_checkpointing_every if every else 1)
+    parts = [flatten(config.model), flatten(config.data), flatten(config.task), config.training.seed, apart]
+    key = json.dumps(parts, sort_keys=True, default=str)
+    if key not in _LAST:
+        found = _compared(workload, config.training.seed, apart)
+        _LAST.clear()
+        _LAST[key] = found
+    return _LAST[key]
+
+
+def _compared(workload: Workload, seed: int, apart: int) -> Stack | None:
+    """Return the stack of a model, whose period is a multiple of `apart`."""
+    model = without_values(workload.model.build, seed)
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
     name = max(lists, key=lambda name: len(lists[name]), default="")
     if not name or _shares(model, lists[name]):
         return None
     looks = [_look(block) for block in lists[name]]
-    apart = (p for p in range(1, _LONGEST + 1) if all(map(partial(_alike, apart=p), looks, looks[p:])))
-    period = next(apart, 0)
-    every = config.activation_checkpointing is ActivationCheckpointing.every_n
-    period = lcm(period, config.sharding.blocks_per_unit or 1, config.activation_checkpointing_every if every else 1)
+    equal = (p for p in range(1, _LONGEST + 1) if all(map(partial(_alike, apart=p), looks, looks[p:])))
+    period = lcm(next(equal, 0), apart)
     stack = Stack(name, len(looks), period)
     if not period or stack.count <= 3 * stack.few:  # both are followed, and this takes time, too
         return None

@@ -31,7 +31,7 @@ _COVERED = {
     "plan.flops": ("flops",), "plan.step": ("time", "no_time"),
 }  # fmt: skip
 _EXPLAINED = 0.8  # the share of a peak's change that the categories named explain
-_OF_NO_UNIT = ("activation", "temp", "other", "input")  # what no unit gathers or reduces
+_OF_NO_UNIT = ("activation", "temp", "input")  # what no unit gathers or reduces
 _LARGEST = 2.0**63  # of a figure
 _CAUSES = 3  # named of a change
 _SIZES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
@@ -281,7 +281,10 @@ def _peak_changes(before: StepPlan, after: StepPlan, allowed: float) -> Iterator
         first, *others = sorted(moved, key=lambda name: -up * moved[name]) or ["unknown"]
         moved.setdefault(first, now - was)
         some = [first]
-        while others and sum(moved[name] for name in some) * up < _EXPLAINED * abs(now - was):
+        while others and (
+            sum(moved[name] for name in some) * up < _EXPLAINED * abs(now - was)
+            or (len(some) == 1 and 2 * up * moved[others[0]] > up * moved[first])
+        ):
             some.append(others.pop(0))
         by = " and ".join(f"{name} {'+' if up > 0 else '−'}{size_text(abs(moved[name]))}" for name in some)
         larger, row = (after, new[place]) if up > 0 else (before, old[place])

@@ -17,8 +17,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_lab.config import UserError
 from fsdp_lab.forecast.plan import Part, StepPlan, group_text, make_plan, request_of
-from fsdp_lab.forecast.plan_lock import Lock, changes, lock_of, markdown, read_lock, write_lock
+from fsdp_lab.forecast.plan_lock import TOLERANCES, Lock, changes, lock_of, markdown, read_lock, write_lock
 from tests import forked
 from tests.conftest import ROOT
 from tests.forecast.command import plan_here
@@ -262,6 +263,24 @@ def test_what_no_sum_shows_is_a_change_too(tmp_path: Path):
     for other, name in ((replace(plan, units=classes), "units"),
                         (replace(plan, collectives=plan.collectives[::-1]), "collectives")):  # fmt: skip
         assert changes(lock_by("2", plan), lock_by("2", other)) == [f"lines of {name} differ, and no sum does"]
+        unrelated = TOLERANCES | {"plan.step": 0.5, "plan.flops": 0.5}
+        assert changes(lock_by("2", plan), lock_by("2", other), unrelated), "a tolerance hides no other change"
+
+
+@pytest.mark.parametrize("figure", ["NaN", "Infinity", "-1", "1" + "0" * 400])
+def test_a_figure_that_is_none_is_refused(figure: str, tmp_path: Path):
+    write_lock(tmp_path / "a.json", lock_by("2", plan_of(*LOCKED)))
+    text = (tmp_path / "a.json").read_text()
+    (tmp_path / "a.json").write_text(re.sub(r'"gathered": \d+', f'"gathered": {figure}', text, count=1))
+    with pytest.raises(UserError, match="is damaged"):
+        read_lock(tmp_path / "a.json")
+
+
+def test_a_unit_that_is_there_twice_is_refused(tmp_path: Path):
+    plan = plan_of(*LOCKED)
+    write_lock(tmp_path / "a.json", lock_by("2", replace(plan, units=[*plan.units, plan.units[0]])))
+    with pytest.raises(UserError, match="is there twice"):
+        read_lock(tmp_path / "a.json")
 
 
 def check(folder: Path, made: Sequence[str], changed: Sequence[str]) -> list[str]:
@@ -340,8 +359,9 @@ def test_locks_of_two_versions_are_compared_in_a_terminal_and_as_markdown(tmp_pa
     text = markdown(["a.json", "b.json"], *locks)
     assert plan_here(tmp_path, "diff", "a.json", "b.json", "--markdown").stdout == f"{text}\n"
     head, because, table = text.split("\n\n")[:3]
-    assert head == "**Plan of a step**: `a.json` → `b.json`"
-    assert because == "`precision=fp32 was (default)`; `torch=2.15.0 was 2.14.0`"
+    of = "predicted for one of 4 ranks with `model=mlp precision=fp32`"
+    assert head == f"**Plan of a step**, {of}: `a.json` → `b.json`"
+    assert because == "`precision=fp32 was not set`; `torch=2.15.0 was 2.14.0`"
     assert {line.count("|") for line in table.splitlines()} == {5}
 
 
@@ -394,7 +414,7 @@ def test_a_model_of_transformers_by_its_config(tmp_path: Path):
 def test_the_command_in_a_process_of_its_own(locked: Path):
     done = forked.run(locked, "fsdp_lab.plan", "check=plan.lock.json", "precision=bf16_mixed", seconds=200)
     assert done.returncode == 3, done.stderr
-    assert done.stdout.startswith("differs: precision=bf16_mixed was (default)\n")
+    assert done.stdout.startswith("differs: precision=bf16_mixed was not set\n")
     assert done.stdout.endswith("plan.lock.json: changed\n") and not done.stderr
 
 
