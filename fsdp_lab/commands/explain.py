@@ -4,7 +4,7 @@ python -m fsdp_lab.explain train.log model=llama3_8b sharding=root cluster.num_w
 python -m fsdp_lab.explain memory_snapshot.pickle model=llama3_8b cluster.num_workers=8     the allocator's snapshot
 python -m fsdp_lab.explain outputs/sweep/2026-11-30/10-00-00/3                              the folder of a trial
 
-Beside a log or a snapshot type the overrides of the setting; what is typed beside a folder replaces its own. With
+After a log or a snapshot come the overrides of its setting; overrides after a folder replace its own. With
 forecast.device=<a device> the settings that fit have their predicted time, else the memory that they need. A snapshot
 is read as numbers and text: a file that would run something is refused.
 Exits with 0, 1 if the setting has no forecast, 2 for bad input, 130 if interrupted.
@@ -71,12 +71,12 @@ def run(source: Path, typed: list[str]) -> int:
     """Explain a log, a snapshot or a trial's folder.
 
     Raises:
-        UserError: the source tells of no failed allocation, or the overrides are refused.
+        UserError: the source has no failed allocation, or the overrides are refused.
     """
     shortage, known = _read(source)
     overrides = with_overrides(known, typed)
     if not overrides:
-        raise UserError(f"{source}: type the overrides of its setting beside it, such as model=llama3_8b.")
+        raise UserError(f"{source}: type the overrides of its setting after it, such as model=llama3_8b.")
     if shortage.capacity is not None and not any(word.startswith("forecast.capacity_gib=") for word in overrides):
         overrides.append(f"forecast.capacity_gib={shortage.capacity / GIB:.4g}")
     if not any(word.startswith("forecast.device=") for word in overrides):

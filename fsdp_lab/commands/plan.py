@@ -2,7 +2,7 @@
 
 python -m fsdp_lab.plan model=llama3_1b sharding=per_block cluster.num_workers=64            print it
 python -m fsdp_lab.plan model=llama3_1b sharding=per_block cluster.num_workers=64 lock=plan.lock.json
-python -m fsdp_lab.plan check=plan.lock.json        forecast again with the file's overrides, and those typed beside it
+python -m fsdp_lab.plan check=plan.lock.json        forecast again with the file's overrides, and those that follow
 python -m fsdp_lab.plan diff old.lock.json plan.lock.json                 --markdown: for a comment of a pull request
 
 Prints the sharding units, the collectives of the second optimizer step in order, its FLOPs, and what is held at the

@@ -43,7 +43,7 @@ def step_of_equal_blocks(workload: Workload, config: TrialConfig, follow: Callab
     with suppress(Exception):  # whatever a model without values raises
         stack = _equal_blocks(workload, config)
     if stack is not None:
-        with suppress(Exception):  # the whole model then says it with its own names
+        with suppress(Exception):  # the whole model then raises it, with all of its names
             few, more = follow(stack, stack.few), follow(stack, stack.few + stack.period)
             if (step := deepened(few, more, stack)) is not None:
                 return step

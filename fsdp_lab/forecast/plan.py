@@ -144,7 +144,7 @@ def answer(question: tuple[Request, str]) -> StepPlan | UserError:
         return make_plan(*question)
     except UserError as error:
         return UserError(str(error))
-    except Exception as error:  # noqa: BLE001 - told beside the others
+    except Exception as error:  # noqa: BLE001 - printed; the others go on
         traceback.print_exception(error)
         return UserError(f"{type(error).__name__}: {error}")
 
