@@ -148,14 +148,14 @@ def test_a_gpus_memory_is_that_of_steps_that_are_not_followed(tmp_path: Path, mo
 
 
 def run_out(words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Train with little more memory than this process has now. The notes of the error, and the files."""
+    """Train with little more memory than an evaluation takes. The notes of the error, and the files."""
     from fsdp_lab.engine.failures import code_of
     from fsdp_lab.training.train import train
 
     with tempfile.TemporaryDirectory() as folder:
         torch.ones(1, requires_grad=True).sum().backward()  # reserves the addresses of autograd's threads
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + 500 * 2**20, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (used + 700 * 2**20, resource.RLIM_INFINITY))
         with pytest.raises((RuntimeError, MemoryError)) as raised:
             train(config(*words), Path(folder), Memo())
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -171,7 +171,7 @@ def test_a_trial_that_dies_of_memory_leaves_its_profile() -> None:
     assert notes[0] == "step 1" and notes[1].startswith("forward of encoder.layers.encoder_layer_")
     content = json.loads(files["memory_peaks_rank0.json"])
     assert content["step"] == 1
-    assert 50 * 2**20 < content["peaks"]["device"]["total"] < 600 * 2**20
+    assert 50 * 2**20 < content["peaks"]["device"]["total"] < 800 * 2**20
     assert "encoder_layer" in files["memory_timeline_rank0.html"]
 
 
