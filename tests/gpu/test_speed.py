@@ -47,11 +47,13 @@ def probed(cuda: bool) -> tuple[dict[str, float], dict[str, str], list[Checked]]
 
 
 def test_a_probe_predicts_steps(machine: Machine, ranks: Ranks, figures: Callable[..., None]) -> None:
-    """On a CPU tests/probe/test_probe.py has the steps."""
+    """On a CPU, whose cores are shared, launches may be left, and tests/probe/test_probe.py has the steps."""
     found, left, checked = ranks.run(probed, machine.cuda, seconds=420)[0]
     figures(**{name.replace(".", "_"): f"{value:.3g}" for name, value in found.items()}, left="; ".join(left))
     figures(**{one.name: f"{one.forecast_s:.4g}/{one.measured_s:.4g}" for one in checked})
-    assert {"reached.matmul", "efficiency.memory", "launch_s", "compiled_launch_s"} <= set(found)
+    launches = {"launch_s", "compiled_launch_s"}
+    without = set() if machine.cuda else {name for name in launches & set(left) if "without launches" in left[name]}
+    assert {"reached.matmul", "efficiency.memory"} | launches <= set(found) | without, left
     off = {one.name: one.error for one in checked}
     wrong = {name: e for name, e in off.items() if abs(e) > MOST_OFF["compiled" if "compiled" in name else ""]}
     assert not wrong and len(checked) == 8 * machine.cuda, wrong
