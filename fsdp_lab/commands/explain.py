@@ -29,7 +29,7 @@ from fsdp_lab.config.launcher import leave_launcher
 from fsdp_lab.config.status import ExitCode
 from fsdp_lab.config.words import with_overrides
 from fsdp_lab.forecast.capacity import GIB, Forecast, NoForecast
-from fsdp_lab.forecast.out_of_memory import Shortage, read_message, read_snapshot, smaller_settings, who_asked
+from fsdp_lab.forecast.out_of_memory import WORKING, Shortage, read_message, read_snapshot, smaller_settings, who_asked
 from fsdp_lab.forecast.request import Request
 from fsdp_lab.forecast.run import forecast_all
 from fsdp_lab.machine.output import outlast_reader
@@ -170,7 +170,7 @@ def _remedies(request: Request, overrides: list[str], shortage: Shortage) -> int
         with suppress(UserError):  # what excludes each other
             requests.append(_request(with_overrides(overrides, typed)))
             changes.append(typed)
-    print(f"forecasting {len(requests) - 1} settings that need less", flush=True)
+    print(f"{WORKING}{len(requests) - 1} settings that need less", flush=True)
     made = forecast_all(requests)
     if made[0].error is not None:
         print(f"fsdp_lab.explain: {made[0].error.text}", file=sys.stderr)

@@ -31,6 +31,7 @@ _FORMS = {
 _BEGIN = r"out of memory\. Tried to allocate"
 _END = r"cached\)|reserved in total by PyTorch|reserved by PyTorch but unallocated"
 FIRST = "first step of the optimizer"  # a phase
+WORKING = "forecasting "  # the line about what takes long, which is no part of an explanation
 _LONGEST = 450  # characters of a message, without the advice at its end
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.metrics import FORECAST_ERROR, MEMORY, PREDICTED_BY, PREDICTED_SPEED, SPEED
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.reasons import Reason
+from fsdp_lab.record.trial_files import EXPLAINED
 
 
 @dataclass
@@ -60,6 +62,13 @@ class TrialRecord:
     def notes(self) -> list[str]:
         """What its ranks noted, a sentence each."""
         return list(self.facts.get("notes") or ())
+
+    @property
+    def explained(self) -> list[str]:
+        """Why a GPU's memory ran out, and what would fit, a line each; empty without an explanation."""
+        with suppress(OSError, TypeError):
+            return (self.folder / EXPLAINED).read_text(encoding="utf-8").splitlines()  # type: ignore[operator]
+        return []
 
     @property
     def device(self) -> str:

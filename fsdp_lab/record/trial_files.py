@@ -5,6 +5,7 @@
 | `trial.json` | the driver, its process, Ray's controller | forecast, facts, nodes, failures; how it ended, and why |
 | `metrics.jsonl` | Ray Train's controller | a line of metrics an epoch, as rank 0 reports them |
 | `error.txt` | its own process, or the driver | a traceback and the end of the log, if the reason does not say it all |
+| `out_of_memory.txt` | the driver | which tensor asked for the memory that a GPU lacked, and settings that fit |
 | `progress.json` | rank 0 | the current phase or step, and when it started |
 | `logs/rank<r>.log` | every rank | its output |
 | `logs/stuck.rank<r>.txt` | every rank | its stacks, if a phase or a step took longer than `trial_timeout_s` |
@@ -32,6 +33,7 @@ from fsdp_lab.storage.files import RESTORE, append_line, read_lines, read_object
 from fsdp_lab.storage.locks import InUse, exclusive
 
 _OF_METRICS = f"{RESTORE} and trial.json: a resume then ends the trial from its last checkpoint"
+EXPLAINED = "out_of_memory.txt"
 ENDED = "ended"  # a phase: all ranks have trained to the end
 
 
@@ -152,6 +154,7 @@ TRIAL_FILES = (
     TrialFile("metrics.jsonl", artifact=""),
     TrialFile("progress.json", of_ranks=True),
     TrialFile("error.txt", artifact=""),
+    TrialFile(EXPLAINED),
     TrialFile("trial.json", artifact=""),
 )
 
@@ -164,7 +167,7 @@ def clear_attempt(folder: Path) -> None:
     with changing(folder) as trial:
         trial.facts, trial.facts_before = None, trial.any_facts
         trial.outcome = None
-    for name in ("progress.json", "error.txt"):
+    for name in ("progress.json", "error.txt", EXPLAINED):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -7,6 +7,7 @@ import time
 from fsdp_lab.record.results_csv import write_results
 from fsdp_lab.report.answer import Answer, answer, plain_loop_lines
 from fsdp_lab.report.page import FILES, write_report
+from fsdp_lab.sweep.explained import explain_shortages
 from fsdp_lab.sweep.forecasts import Forecasts
 from fsdp_lab.sweep.names import report_command
 from fsdp_lab.sweep.outputs.console import Console
@@ -59,6 +60,7 @@ class Outputs:
     def ran(self) -> None:
         """Look again at what only the last trial shows: none runs any more."""
         self.plain_loops.confirm()
+        explain_shortages(self.sweep)
 
     def added(self, number: int) -> None:
         """Show that a search has suggested a trial: their number is in the name of the sweep's run."""
