@@ -45,6 +45,7 @@ NEEDS = {
     "data=custom": [f"data._target_={HERE}.data.Pictures"],
     "data=example": [f"model._target_={HERE}.net.Net", "model.width=8", f"task.loss={HERE}.net.loss"],
     "optimizer=custom": ["optimizer._target_=torch.optim.RAdam", "optimizer.betas=[0.8,0.9]"],
+    "lr_schedule=custom": ["lr_schedule._target_=torch.optim.lr_scheduler.OneCycleLR", "lr_schedule.max_lr=0.01"],
     "task=custom": [f"task.loss={HERE}.net.labels"],
     "task=model_loss": [f"model._target_={HERE}.net.WithLoss", "model.width=8", "data=example"],
     "data=pydoc_summaries": SUMMARISER,

@@ -30,7 +30,8 @@ def test_every_key_has_a_meaning():
 
 
 def test_every_key_that_can_be_typed_is_described():
-    assert set(KEYS) - set(all_keys()) == {"model.<argument>", "data.<argument>", "optimizer.<argument>"}
+    groups = ("model", "data", "optimizer", "lr_schedule")
+    assert set(KEYS) - set(all_keys()) == {f"{group}.<argument>" for group in groups}
     assert set(all_keys()) - set(KEYS) == set()
     assert KEYS["optimizer.beta1"].takes == "0 or more, below 1"
     assert KEYS["forecast.capacity_gib"].kind == "number or null"

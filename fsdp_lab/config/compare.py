@@ -57,7 +57,8 @@ PLAIN = (
 )
 # What of these values every plain loop of a sweep has another of: the first of all others are enough.
 _KINDS = (
-    *("model", "data", "task", "optimizer.name", "optimizer._target_", "training.grad_accum_steps", "batch_parts"),
+    *("model", "data", "task", "optimizer.name", "optimizer._target_", "optimizer.groups", "lr_schedule._target_"),
+    *("training.grad_accum_steps", "batch_parts"),
     "precision.storage_dtype",
 )
 # To a forecast it matters only whether these are set: neither null nor zero.

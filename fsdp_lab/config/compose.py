@@ -30,7 +30,7 @@ from fsdp_lab.config.checks import check_hydra
 from fsdp_lab.config.describe import valid_keys
 from fsdp_lab.config.options import OPEN_GROUPS
 from fsdp_lab.config.serialize import leaves
-from fsdp_lab.config.training import OptimizerConfig
+from fsdp_lab.config.training import LrScheduleConfig, OptimizerConfig
 from fsdp_lab.config.words import with_overrides
 from fsdp_lab.config.workload import DataConfig, ModelConfig, known_vocab_size
 
@@ -106,6 +106,7 @@ class Schema(NightlyConfig):
     model: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
     data: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
     optimizer: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
+    lr_schedule: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
     objective: Any = field(default_factory=lambda: NightlyConfig().objective)
 
 
@@ -151,13 +152,13 @@ def nightly_config(cfg: DictConfig, composed: Mapping[str, Any] | None = None) -
         ConfigError: a key that no dataclass has: `+key=value` gets it past Hydra; or credentials in an address.
     """
     _fill_vocab_size(cfg)
-    open_groups = [group for group in OPEN_GROUPS if group != "optimizer" or cfg.optimizer.get("_target_")]
+    opens = {group: group in ("model", "data") or cfg[group].get("_target_") for group in OPEN_GROUPS}
     own = leaves({key: value for key, value in (composed or plain(cfg)).items() if key != "hydra"})
-    if unknown := [key for key in own if key not in _KEYS and key.partition(".")[0] not in open_groups]:
+    if unknown := [key for key in own if key not in _KEYS and not opens.get(key.partition(".")[0])]:
         raise ConfigError(f"{unknown[0]} is not a key. {valid_keys(unknown[0])}")
     opened = {
         group: kind.of_keys(OmegaConf.to_container(cfg[group], resolve=True), f"{group}.")  # type: ignore[arg-type, attr-defined]
-        for group, kind in (("model", ModelConfig), ("data", DataConfig), ("optimizer", OptimizerConfig))
+        for group, kind in zip(OPEN_GROUPS, (ModelConfig, DataConfig, OptimizerConfig, LrScheduleConfig), strict=True)
     }
     values = {f.name: cfg[f.name] for f in fields(NightlyConfig) if f.name not in opened}
     values = {name: OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for name, v in values.items()}

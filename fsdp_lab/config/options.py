@@ -15,7 +15,7 @@ from fsdp_lab.config.suggest import did_you_mean
 
 # Devices without a data sheet; `auto`: GPUs if this machine has any, else CPUs.
 DEVICE_KINDS = ("auto", "cpu", "cuda")
-OPEN_GROUPS = ("model", "data", "optimizer")  # they take a user's class, and with it any key
+OPEN_GROUPS = ("model", "data", "optimizer", "lr_schedule")  # they take a user's class, and with it any key
 _DEVICES = "device"  # the folder of data sheets
 OWN_FOLDER = "conf_of_mine"  # as the pages name the user's folder
 PROBE = f"python -m fsdp_lab.probe --out {OWN_FOLDER}/device/mine.yaml"

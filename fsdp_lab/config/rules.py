@@ -12,10 +12,20 @@ from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.key import check_ranges
 from fsdp_lab.config.options import path_of
 from fsdp_lab.config.ranks import Ranks
-from fsdp_lab.config.target import check_arguments, check_loss, check_nested, import_callable, import_object
+from fsdp_lab.config.target import (
+    check_arguments,
+    check_loss,
+    check_nested,
+    given_to,
+    import_callable,
+    import_object,
+)
 from fsdp_lab.config.training import (
     CheckpointConfig,
     CheckpointMode,
+    Decay,
+    LrScheduleConfig,
+    LrScheduleName,
     OptimizerConfig,
     OptimizerImplementation,
     OptimizerName,
@@ -42,6 +52,7 @@ def check_trial(trial: TrialConfig, num_workers: int) -> None:
         axis.check(trial, ranks)
     _check_batch(trial, ranks)
     _check_optimizer(trial.optimizer)
+    _check_lr_schedule(trial.lr_schedule)
     _check_export(trial.checkpoint)
     _check_fused(trial)
     _check_parts(trial.model, trial.data, trial.task)
@@ -126,6 +137,8 @@ def check_epoch(trial: TrialConfig, num_workers: int) -> None:
 
 
 def _check_optimizer(optimizer: OptimizerConfig) -> None:
+    if optimizer.groups is not None:
+        import_callable(optimizer.groups, "optimizer.groups")
     if optimizer.target is None and optimizer.name is OptimizerName.custom:
         raise ConfigError("optimizer=custom: optimizer._target_ is not set; write package.module.name.")
     if optimizer.target is not None:
@@ -134,14 +147,36 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
                 f"optimizer._target_={optimizer.target} with optimizer={optimizer.name.name}: use optimizer=custom."
             )
         function = import_callable(optimizer.target, "optimizer._target_")
-        check_arguments(function, optimizer.target, "optimizer", optimizer.users_arguments, given=("params",))
+        given = (given_to(function),)
+        check_arguments(function, optimizer.target, "optimizer", optimizer.users_arguments, given=given)
         check_nested(optimizer.arguments, "optimizer")
         return
+    if optimizer.groups is not None:
+        own = {
+            "optimizer.decay=matrices": (optimizer.decay is Decay.matrices, "the function chooses what decays"),
+            "optimizer.embedding_lr": (optimizer.embedding_lr is not None, "the function chooses the rates"),
+        }
+        refuse("optimizer.groups", own, "; set one of the two.")
     if optimizer.name is not OptimizerName.sgd and optimizer.momentum:
         raise CombinationError(
             f"optimizer.momentum={optimizer.momentum} with optimizer={optimizer.name.name}: momentum belongs to "
             "sgd; use optimizer=sgd, or optimizer.beta1 for Adam.",
         )
+
+
+def _check_lr_schedule(schedule: LrScheduleConfig) -> None:
+    if schedule.target is None:
+        if schedule.name is LrScheduleName.custom:
+            raise ConfigError("lr_schedule=custom: lr_schedule._target_ is not set; write package.module.name.")
+        return
+    if schedule.name is not LrScheduleName.custom:
+        raise CombinationError(
+            f"lr_schedule._target_={schedule.target} with lr_schedule={schedule.name.name}: use lr_schedule=custom."
+        )
+    function = import_callable(schedule.target, "lr_schedule._target_")
+    given = ("optimizer", *schedule.takes_steps())
+    check_arguments(function, schedule.target, "lr_schedule", schedule.arguments, given=given)
+    check_nested(schedule.arguments, "lr_schedule")
 
 
 def _check_export(checkpoint: CheckpointConfig) -> None:

@@ -162,6 +162,39 @@ class OpenGroup:
         return {"_target_": own.pop("_target_"), **typing.cast(Any, self).arguments, **own}
 
 
+class OursOrUsers(OpenGroup):
+    """A group with options of ours, or a callable of the user's, of which the other keys are arguments.
+
+    Attributes:
+        own_keys: those that are no arguments of the callable.
+    """
+
+    own_keys: typing.ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def of_keys(cls, values: dict[str, Any], prefix: str) -> Self:
+        """Build the group from the values typed below it.
+
+        Raises:
+            ConfigError: a key has a value of another type, or is unknown and there is no `_target_`.
+        """
+        users = values.get("_target_") is not None
+        own = {"name": "custom", **values} if users else values
+        made: Any = super().of_keys(
+            {name: value for name, value in own.items() if not users or name in cls.own_keys}, prefix
+        )
+        if users:
+            made.arguments = {str(name): value for name, value in values.items() if name not in cls.own_keys}
+        elif made.arguments:
+            unknown, known = next(iter(made.arguments)), ", ".join(cls().to_keys())
+            raise ConfigError(f"{prefix}{unknown} is not a key. The keys here are: {known}.")
+        return made  # type: ignore[no-any-return]
+
+    def to_keys(self) -> dict[str, Any]:
+        keys, made = super().to_keys(), typing.cast(Any, self)
+        return keys if made.target is None else {name: keys[name] for name in self.own_keys} | made.arguments
+
+
 def _typed_names(cls: type) -> dict[str, str]:
     """Return the name that is typed -> the field, without `arguments`."""
     fields = (f for f in dataclasses.fields(cls) if f.name != "arguments")  # type: ignore[arg-type]

@@ -24,7 +24,13 @@ from fsdp_lab.config.suggest import did_you_mean
 
 _PLAIN = {"int": int, "float": float, "bool": bool, "str": str}  # annotations that are checked
 # What fsdp_lab adds to the user's arguments.
-_CALLED_WITH = {"split": 'split="train" and then split="val"', "params": "params=<parameters of the model>"}
+NAMED = "named_parameters"  # of an optimizer's class that asks for names, in place of `params`
+_CALLED_WITH = {
+    "split": 'split="train" and then split="val"',
+    "params": "params=<parameters of the model>",
+    "optimizer": "the optimizer",
+    NAMED: f"{NAMED}=<pairs of a name and a parameter>",
+}
 
 # Module -> the optional dependencies that have it (pyproject.toml).
 _EXTRAS = {"torchao": "float8", "transformers": "hf", "safetensors": "hf", "tokenizers": "text"}
@@ -164,6 +170,11 @@ def parameters(function: Any) -> Mapping[str, inspect.Parameter] | None:
         return inspect.signature(function).parameters
     except (ValueError, TypeError):
         return None
+
+
+def given_to(function: Any) -> str:
+    """Return the name by which an optimizer's class takes the parameters."""
+    return NAMED if NAMED in (parameters(function) or {}) else "params"
 
 
 def check_loss(path: str, key: str) -> None:

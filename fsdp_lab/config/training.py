@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, List, Optional, Self  # OmegaConf reads this on every Python that this project supports
+from typing import Any, ClassVar, List, Optional  # OmegaConf reads this on every Python that this project supports
 
-from fsdp_lab.config.errors import ConfigError
 from fsdp_lab.config.key import at_least_one, below_one, key, not_negative, positive
-from fsdp_lab.config.serialize import OpenGroup
-from fsdp_lab.config.target import nested
+from fsdp_lab.config.serialize import OursOrUsers
+from fsdp_lab.config.target import import_callable, instantiate, nested, parameters
 
 
 class OptimizerName(Enum):
@@ -28,12 +27,20 @@ class OptimizerImplementation(Enum):
     for_loop = "for_loop"
 
 
+class Decay(Enum):
+    """The parameters that decay; see `OptimizerConfig.decay`."""
+
+    all = "all"
+    matrices = "matrices"
+
+
 class LrScheduleName(Enum):
     """Shapes of the learning rate after the warm-up; see `LrScheduleConfig`."""
 
     constant = "constant"
     cosine = "cosine"
     step = "step"
+    custom = "custom"
 
 
 # The operators below `torch.ops` whose outputs `selective` keeps: torchtitan's list
@@ -123,13 +130,13 @@ class TrainingConfig:
 
 
 @dataclass
-class OptimizerConfig(OpenGroup):
+class OptimizerConfig(OursOrUsers):
     """The optimizer: one of ours, or yours: `_target_` is called with `params`, `lr` and its arguments."""
 
     target: Optional[str] = key(None, named="_target_")
     """For `custom`: import path of your class, or of a callable that returns a torch.optim.Optimizer."""
     arguments: dict[str, Any] = key(dict)
-    """For `custom`, every key below `optimizer` but `lr` and `scale_lr`: an argument of the class."""
+    """For `custom`, every key below `optimizer` but `lr`, `scale_lr` and `groups`: an argument of the class."""
     name: OptimizerName = key(OptimizerName.adam, named_by_option=True)
     """Algorithm."""
     lr: float = key(1e-3, positive)
@@ -146,32 +153,24 @@ class OptimizerConfig(OpenGroup):
     """PyTorch's implementation; `auto`: fused if supported, else foreach."""
     scale_lr: bool = key(False)
     """Multiply `lr` by the data-parallel degree: the number of workers, divided by `sharding.tp`."""
-
-    @classmethod
-    def of_keys(cls, values: dict[str, Any], prefix: str) -> Self:
-        """Build the group from the values typed below it; those of ours are arguments of the user's class.
-
-        Raises:
-            ConfigError: a key has a value of another type, or is unknown and there is no `_target_`.
-        """
-        users = values.get("_target_") is not None
-        own = {"name": "custom", **values} if users else values
-        made = super().of_keys({name: value for name, value in own.items() if not users or name in _OF_ALL}, prefix)
-        if users:
-            made.arguments = {str(name): value for name, value in values.items() if name not in _OF_ALL}
-        elif made.arguments:
-            unknown, known = next(iter(made.arguments)), ", ".join(cls().to_keys())
-            raise ConfigError(f"{prefix}{unknown} is not a key. The keys here are: {known}.")
-        return made
-
-    def to_keys(self) -> dict[str, Any]:
-        keys = super().to_keys()
-        return keys if self.target is None else {name: keys[name] for name in _OF_ALL} | self.arguments
+    groups: Optional[str] = key(None)
+    """Path to `f(named_parameters)` that returns parameter groups of PyTorch's form. It gets the names and parameters
+    that are trained, as the constructor made them, before they are sharded."""
+    decay: Decay = key(Decay.all)
+    """`matrices`: `weight_decay` only for parameters with two dimensions or more: for no bias and no norm."""
+    embedding_lr: Optional[float] = key(None, positive, example=1e-4)
+    """Learning rate of the weights of `nn.Embedding`; null: `lr`."""
+    own_keys: ClassVar[tuple[str, ...]] = ("_target_", "name", "lr", "scale_lr", "groups")
 
     @property
     def kind(self) -> str:
         """The name of ours, or the path of the user's."""
         return self.target or self.name.name
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether keys make groups of the parameters."""
+        return self.target is None and (self.decay is Decay.matrices or self.embedding_lr is not None)
 
     @property
     def users_arguments(self) -> dict[str, Any]:
@@ -180,7 +179,7 @@ class OptimizerConfig(OpenGroup):
 
     def paths(self) -> list[str]:
         inner = (str(value["_target_"]) for _, value in nested(self.arguments, "optimizer"))
-        return [path for path in (self.target, *inner) if path]
+        return [path for path in (self.target, self.groups, *inner) if path]
 
     def chosen_implementation(self, loss_scaling: bool, has_complex: bool = False) -> OptimizerImplementation:
         """Return the implementation, with `auto` resolved to fused where PyTorch supports it, else foreach.
@@ -195,13 +194,15 @@ class OptimizerConfig(OpenGroup):
         return OptimizerImplementation.foreach if plain else OptimizerImplementation.fused
 
 
-_OF_ALL = ("_target_", "name", "lr", "scale_lr")  # keys that are no arguments of the user's class
-
-
 @dataclass
-class LrScheduleConfig:
-    """The learning rate over the steps of a trial."""
+class LrScheduleConfig(OursOrUsers):
+    """The learning rate over the steps of a trial: one of ours, or yours: `_target_` is called with the optimizer."""
 
+    target: Optional[str] = key(None, named="_target_")
+    """For `custom`: import path of your class, or of a callable that returns a schedule of PyTorch's form."""
+    arguments: dict[str, Any] = key(dict)
+    """For `custom`, every key below `lr_schedule`: an argument of the class. One that takes `total_steps` or
+    `num_training_steps` gets the steps of all epochs."""
     name: LrScheduleName = key(LrScheduleName.constant, named_by_option=True)
     """Shape after the warm-up."""
     warmup_steps: int = key(0, not_negative)
@@ -212,6 +213,27 @@ class LrScheduleConfig:
     """Epochs between two drops of `step`."""
     gamma: float = key(0.7, positive)
     """Factor of each drop of `step`."""
+    own_keys: ClassVar[tuple[str, ...]] = ("_target_", "name")
+
+    def users_arguments(self, total_steps: int) -> dict[str, Any]:
+        """Return the arguments of the user's callable, without the optimizer.
+
+        Args:
+            total_steps: of all epochs.
+        """
+        return {**dict.fromkeys(self.takes_steps(), total_steps), **instantiate(self.arguments, "lr_schedule")}
+
+    def takes_steps(self) -> list[str]:
+        """Return the names by which the user's callable takes the number of steps, and which are not typed."""
+        taken = parameters(import_callable(str(self.target), "lr_schedule._target_")) or {}
+        return [name for name in _STEPS if name in taken and name not in self.arguments]
+
+    def paths(self) -> list[str]:
+        inner = (str(value["_target_"]) for _, value in nested(self.arguments, "lr_schedule"))
+        return [path for path in (self.target, *inner) if path]
+
+
+_STEPS = ("total_steps", "num_training_steps")  # as PyTorch and transformers name them
 
 
 @dataclass

@@ -15,6 +15,7 @@ from fsdp_lab.config.axes.reshard import ReshardConfig
 from fsdp_lab.config.axes.sharding import GranularityKeys
 from fsdp_lab.config.axes.tensor_parallel import TensorParallelKeys
 from fsdp_lab.config.key import key, not_negative
+from fsdp_lab.config.target import given_to, import_callable
 from fsdp_lab.config.training import (
     CheckConfig,
     CheckpointConfig,
@@ -69,7 +70,17 @@ class TrialConfig(CompileKeys, CheckpointingKeys, _Groups):
     memory_profile: MemoryProfile = key(MemoryProfile.peaks)
     """Record the memory of one step: not at all, its peak by category, or also a page that draws it."""
 
+    def calls(self) -> dict[str, list[str]]:
+        """Return the names of the arguments that the user's optimizer and schedule get: what is known of their code."""
+        calls = {}
+        if self.optimizer.target is not None:
+            calls["optimizer"] = [given_to(import_callable(self.optimizer.target, "optimizer._target_"))]
+        if self.lr_schedule.target is not None:
+            calls["lr_schedule"] = self.lr_schedule.takes_steps()
+        return calls
+
     def code(self) -> list[str]:
         """Return the dotted paths to the user's code that this trial calls."""
-        paths = (*self.model.paths(), *self.data.paths(), *self.task.paths(), *self.optimizer.paths())
+        groups = (self.model, self.data, self.task, self.optimizer, self.lr_schedule)
+        paths = (path for group in groups for path in group.paths())
         return [path for path in paths if not path.startswith("fsdp_lab.")]

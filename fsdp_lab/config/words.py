@@ -15,7 +15,7 @@ _CONFIG_DIR = ("--config-dir", "-cd")
 # Keys whose value names code to import, in addition to the `_target_` of those groups.
 CODE_KEYS = ("model.block_classes", "data.collate_fn", "task.loss", "task.metrics")
 # A key that only the option `custom` of its group has -> the group.
-_CUSTOM = {"model._target_": "model", "data._target_": "data", "optimizer._target_": "optimizer", "task.loss": "task"}
+_CUSTOM = {"task.loss": "task"} | {f"{name}._target_": name for name in ("model", "data", "optimizer", "lr_schedule")}
 _CHOSEN = ("task", "model", "data")
 # Task -> the targets of its models and data sets, and what stands with it where nothing else is typed.
 _TEXT = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 
@@ -12,7 +12,7 @@ from fsdp_lab.config.axes.compile import compiles_loss
 from fsdp_lab.config.axes.precision import Dtype, PrecisionConfig
 from fsdp_lab.config.metrics import LABELS
 from fsdp_lab.config.ranks import Ranks
-from fsdp_lab.config.target import nested
+from fsdp_lab.config.target import NAMED, nested
 from fsdp_lab.config.training import (
     MATRIX_PRODUCTS,
     SAVED_OPERATORS,
@@ -43,8 +43,10 @@ def setting_of(trial: TrialRecord) -> str | None:
     layout = replace(layout, counts=layout.counts or LABELS in trial.figures)
     title = f"Trial {trial.number}: {' '.join(trial.overrides)}"
     torch_version, allocator = (str(trial.facts.get(name, "")) for name in ("torch", "allocator_settings"))
-    notes = trial.notes
-    return to_pytorch(title, part(trial.config, TrialConfig), layout, world_size, torch_version, allocator, notes)
+    config, samples = part(trial.config, TrialConfig), trial.facts.get("data_num_train")
+    steps = samples // config.training.global_batch_size if isinstance(samples, int) else None
+    calls = trial.facts.get("calls")
+    return to_pytorch(title, config, layout, world_size, torch_version, allocator, trial.notes, steps, calls)
 
 
 def to_pytorch(
@@ -55,17 +57,21 @@ def to_pytorch(
     torch_version: str,
     allocator: str = "",
     notes: Sequence[str] = (),
+    steps_per_epoch: int | None = None,
+    calls: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
     """Return a module of plain PyTorch with a function `parallelize(model)`, and a step in its docstring.
 
-    It imports only PyTorch, torchao for float8, and the class of the user's optimizer. Nothing that the config names is
-    imported here.
+    It imports only PyTorch, torchao for float8, and what the user's optimizer, its groups and schedule are. Nothing
+    that the config names is imported here.
 
     Args:
         layout: how the model was divided.
         world_size: the number of ranks.
         allocator: the settings of PyTorch's allocator in the trial's environment.
         notes: what the trial's ranks noted.
+        steps_per_epoch: of the schedule; None: not known, and the schedule is left out.
+        calls: what the user's `optimizer` and `lr_schedule` are called with, by these names.
     """
     from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader
 
@@ -74,8 +80,12 @@ def to_pytorch(
     loader = ChoiceLoader([PackageLoader("fsdp_lab.report"), fragments])
     templates = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     version = tuple(int(number) for number in torch_version.split("+")[0].split(".")[:2] if number.isdigit())
-    schedule, objects = config.lr_schedule, [key for key, _ in nested(config.optimizer.arguments, "optimizer")]
+    schedule = config.lr_schedule
+    arguments = {"optimizer": config.optimizer.arguments, "lr_schedule": schedule.arguments}
+    left_out = [key for group, values in arguments.items() for key, _ in nested(values, group)]
     constant = schedule.name is LrScheduleName.constant and not schedule.warmup_steps
+    if not constant and steps_per_epoch is None:
+        left_out.append(f"lr_schedule={schedule.name.name}")
     dp_degree = Ranks.of(config.sharding, world_size).dp
     counts = layout.counts or (config.task.name in COUNTING_TASKS and may_lack_labels(config.task.name, config.data))
     return templates.get_template("pytorch.py.j2").render(
@@ -96,9 +106,14 @@ def to_pytorch(
         hook="" if config.precision.is_narrow else _HOOKS.get(config.precision.reduce_dtype, ""),
         sync_buffers="forward_sync_buffers" if version >= (2, 15) else "broadcast_buffers",  # its name since 2.15
         microbatch=config.training.global_batch_size // dp_degree // config.training.grad_accum_steps,
-        optimizer=_optimizer(config, dp_degree, layout.has_complex),
+        imports=[*_imports(config)],
+        lr=config.optimizer.lr * (dp_degree if config.optimizer.scale_lr else 1),
+        optimizer=_optimizer(config, dp_degree, layout.has_complex, NAMED in (calls or {}).get("optimizer", ())),
+        grouped=config.optimizer.groups or config.optimizer.has_groups,
+        schedule="" if constant or steps_per_epoch is None else _schedule(config, steps_per_epoch, calls or {}),
+        steps_per_epoch=steps_per_epoch,
         ignored=_IGNORED.get(config.task.name),
-        left_out=", ".join([*objects, *([] if constant else [f"lr_schedule={schedule.name.name}"])]),
+        left_out=", ".join(left_out),
     )
 
 
@@ -121,17 +136,40 @@ def _pattern(names: Sequence[str]) -> str:
     return 'r"' + "|".join(name.replace(".", r"\.").replace("*", r"\d+") for name in names) + '"'
 
 
-def _optimizer(config: TrialConfig, dp_degree: int, has_complex: bool) -> tuple[str, str]:
-    """Return the line that imports the user's own optimizer, or "", and the call that makes the optimizer."""
+def _imports(config: TrialConfig) -> Iterator[str]:
+    """Yield the lines that import what is the user's."""
+    optimizer = config.optimizer
+    names = {optimizer.groups: " as parameter_groups", optimizer.target: "", config.lr_schedule.target: ""}
+    for path, alias in names.items():
+        if path is not None:
+            module, _, name = path.rpartition(".")
+            yield f"from {module} import {name}{alias}"
+
+
+def _optimizer(config: TrialConfig, dp_degree: int, has_complex: bool, by_names: bool) -> str:
+    """Return the call that makes the optimizer."""
     optimizer = config.optimizer
     lr = optimizer.lr * (dp_degree if optimizer.scale_lr else 1)
+    params = "groups" if optimizer.groups or optimizer.has_groups else "model.parameters()"
     if optimizer.target is not None:
-        module, _, name = optimizer.target.rpartition(".")
-        options = {"lr": lr, **optimizer.arguments}
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items() if not isinstance(value, dict))
-        return f"from {module} import {name}", f"{name}(model.parameters(), {given})"
+        params = f"{NAMED}=model.{NAMED}()" if by_names else params
+        return _call(optimizer.target, params, {"lr": lr, **optimizer.arguments})
     kind = _OPTIMIZERS[optimizer.name]
     own = f"betas=({optimizer.beta1}, {optimizer.beta2})" if kind != "SGD" else f"momentum={optimizer.momentum}"
     kernels = _IMPLEMENTATIONS[optimizer.chosen_implementation(config.precision.loss_scaling, has_complex)]
     given = f"lr={lr}, {own}, weight_decay={optimizer.weight_decay}, {kernels}"
-    return "", f"torch.optim.{kind}(model.parameters(), {given})"
+    return f"torch.optim.{kind}({params}, {given})"
+
+
+def _schedule(config: TrialConfig, steps_per_epoch: int, calls: Mapping[str, Sequence[str]]) -> str:
+    """Return the call that makes the learning-rate schedule."""
+    schedule, total = config.lr_schedule, steps_per_epoch * config.training.epochs
+    if schedule.target is None:
+        return "torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)"
+    steps = dict.fromkeys(calls.get("lr_schedule", ()), total)
+    return _call(schedule.target, "optimizer", {**steps, **schedule.arguments})
+
+
+def _call(path: str, first: str, options: Mapping[str, object]) -> str:
+    given = "".join(f", {key}={value!r}" for key, value in options.items() if not isinstance(value, dict))
+    return f"{path.rpartition('.')[2]}({first}{given})"

@@ -14,9 +14,10 @@ from fsdp_lab.config.axes.compile import compiles_loss
 from fsdp_lab.training.blocks import BlockClasses, apply_to_blocks, check_blocks, find_block_classes
 from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.float8 import apply_float8
+from fsdp_lab.training.groups import choose_groups
 from fsdp_lab.training.layout import describe_layout
 from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer
-from fsdp_lab.training.own_optimizer import check_settings, unsharded_settings
+from fsdp_lab.training.own_optimizer import check_settings, lr_scale, unsharded_settings
 from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.training.parallel.units import last_unit, sharding_units
 from fsdp_lab.training.weights import store_in
@@ -29,7 +30,7 @@ def build(
     parallel: Parallel,
     fill: Callable[[nn.Module], None],
     steps_per_epoch: int = 1,
-    total_steps: int = 1,
+    total_steps: int | None = None,
     find_unused: bool = False,
     to_float8: Callable[[nn.Module, BlockClasses, torch.device], None] = apply_float8,
 ) -> TrainState:
@@ -41,7 +42,7 @@ def build(
         parallel: how ranks train it.
         fill: gives the parameters of the sharded model their storage and values, in place.
         steps_per_epoch: of the learning-rate schedule.
-        total_steps: of the learning-rate schedule.
+        total_steps: of the learning-rate schedule; None: not known.
         find_unused: whether some parameters get no gradient.
         to_float8: replaces the linear layers of blocks, of these classes, by such that compute in float8.
 
@@ -54,7 +55,8 @@ def build(
     if config.precision.is_narrow:
         store_in(config.precision.storage_dtype, model)
     attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
-    settings = unsharded_settings(model, parallel)
+    groups = choose_groups(model, config.optimizer, lr_scale(parallel))
+    settings = unsharded_settings(model, parallel, groups)
     blocks = workload.model.block_classes or find_block_classes(model)
     check_blocks(model, blocks, config)
     if config.precision.float8:
@@ -74,7 +76,7 @@ def build(
     if compiles_loss(config):
         workload.task.compile_loss()  # type: ignore[attr-defined]  # tasks of tokens have it
 
-    optimizer = build_optimizer(parallel)
+    optimizer = build_optimizer(parallel, groups)
     check_settings(optimizer, parallel, settings)
     lr_schedule = build_lr_schedule(optimizer, config.lr_schedule, steps_per_epoch, total_steps)
     state = TrainState(

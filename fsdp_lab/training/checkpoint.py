@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.training import CheckpointConfig, CheckpointMode
@@ -67,6 +67,7 @@ class TrainState(Stateful):
         epoch_step: optimizer steps of an epoch that is not finished.
         history: the metrics of every epoch so far.
         so_far: of an epoch that is not finished: losses and other figures, a number for each step.
+        taken: optimizer steps of this run that loss scaling did not skip.
         lr: the rate of the last step, of the first group of parameters.
         loss_scale: the scaler's, of the next step, on the host.
         loss_dtype: in which the task computed the loss of the last step.
@@ -77,7 +78,7 @@ class TrainState(Stateful):
     parallel: Parallel
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    lr_schedule: LambdaLR
+    lr_schedule: LRScheduler
     layout: Layout = field(default_factory=Layout)
     num_params: int = 0
     groups_compared: bool = False
@@ -86,6 +87,7 @@ class TrainState(Stateful):
     epoch_step: int = 0
     history: list[Metrics] = field(default_factory=list)
     so_far: dict[str, list[float]] = field(default_factory=dict)
+    taken: int = 0
     lr: float | torch.Tensor = 0.0
     loss_scale: float = field(init=False)
     loss_dtype: torch.dtype = torch.float32
@@ -103,9 +105,22 @@ class TrainState(Stateful):
         """Add an epoch to the history, replacing an earlier entry that `max_steps` had cut short."""
         self.history = [*(m for m in self.history if m["epoch"] != metrics["epoch"]), metrics]
 
-    def set_rates(self) -> None:
-        """Give the optimizer the rates of this trial's schedule: a checkpoint has those of the run that wrote it."""
+    @property
+    def rate(self) -> float | Tensor:
+        """The learning rate of the next step, of the first group of parameters."""
         schedule = self.lr_schedule
+        if isinstance(schedule, LambdaLR):  # whose last rate is not part of a checkpoint
+            return schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch)
+        return schedule.get_last_lr()[0]
+
+    def set_rates(self) -> None:
+        """Give the optimizer the rates of this trial's schedule: a checkpoint has those of the run that wrote it.
+
+        A schedule of the user's goes on with its own.
+        """
+        schedule = self.lr_schedule
+        if not isinstance(schedule, LambdaLR):
+            return
         for group, base, factor in zip(
             self.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
         ):
@@ -164,11 +179,16 @@ class TrainState(Stateful):
                     held[key] = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what DCP saves: the sharded state and the position in the training. The history is not in it."""
+        """Return what DCP saves: the sharded state and the position in the training. The history is not in it.
+
+        Of a schedule by functions it is the step alone: a resume may change the rest.
+        """
+        schedule = self.lr_schedule.state_dict()
+        kept = ("last_epoch",) if isinstance(self.lr_schedule, LambdaLR) else schedule
         return {
             **self.weights(),
             "scaler": self.scaler.state_dict(),
-            "lr_schedule": {"last_epoch": self.lr_schedule.last_epoch},
+            "lr_schedule": {name: value for name, value in schedule.items() if name in kept},
             "position": {"epoch": self.epoch, "step": self.step, "epoch_step": self.epoch_step},
         }
 
@@ -179,7 +199,10 @@ class TrainState(Stateful):
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
             self.loss_scale = self.scaler.get_scale()
-        self.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
+        if isinstance(self.lr_schedule, LambdaLR):
+            self.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
+        else:
+            self.lr_schedule.load_state_dict(state["lr_schedule"])
         position = state["position"]
         self.epoch, self.step, self.epoch_step = position["epoch"], position["step"], position["epoch_step"]
         self.set_rates()

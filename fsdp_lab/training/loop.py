@@ -64,13 +64,13 @@ def train_step(
         total = _accumulate(state, task, microbatches, passed)
     passed("gradients")
     is_dense = all(p.grad is None or p.grad.layout is torch.strided for p in state.model.parameters())
-    schedule = state.lr_schedule
-    state.lr = schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch)
+    state.lr = state.rate
     has_norm = has_norms(task, state.parallel.config) or (norm_too and is_dense)
     grad_norm = update(state, has_norm=has_norm, watched=watched)
     scale = state.scaler.get_scale()  # a sync point: one a step
     if scale >= state.loss_scale:  # a smaller one says that the step was skipped
         state.lr_schedule.step()
+        state.taken += 1
     state.loss_scale = scale
     state.step += 1
     state.epoch_step += 1
@@ -202,7 +202,7 @@ def train_epoch(state: TrainState, task: Task, loader: DataLoader[Batch], watch:
     """
     state.train()
     config, dims, device = state.parallel.config, state.parallel.dims, state.parallel.device
-    scheduled, steps_before = state.lr_schedule.last_epoch, state.step
+    taken_before, steps_before = state.taken, state.step
     losses, norms, labels = [], [], []
     check = LossCheck(state.step, device, config.precision.loss_scaling, watch.checks)
     own = OwnStep(state.optimizer, state.parallel)
@@ -226,7 +226,7 @@ def train_epoch(state: TrainState, task: Task, loader: DataLoader[Batch], watch:
             break
     check.finish()
     step_losses = (dims.sum(torch.stack(losses)) / dims.dp_degree).tolist()
-    taken = state.lr_schedule.last_epoch - scheduled
+    taken = state.taken - taken_before
     state.so_far = {
         name: [*state.so_far.get(name, []), *values]
         for name, values in {

@@ -6,31 +6,38 @@ import math
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.target import import_callable, in_words
 from fsdp_lab.config.training import (
     LrScheduleConfig,
     LrScheduleName,
     OptimizerImplementation,
     OptimizerName,
 )
+from fsdp_lab.training.groups import Groups, choose_groups, grouped
 from fsdp_lab.training.layout import has_complex
 from fsdp_lab.training.own_optimizer import build_own, learning_rate
 from fsdp_lab.training.parallel.base import Parallel
+from fsdp_lab.workloads.base import original_name, unwrapped
 
 
-def build_optimizer(parallel: Parallel) -> torch.optim.Optimizer:
+def build_optimizer(parallel: Parallel, groups: Groups | None = None) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters that ranks train.
+
+    Args:
+        groups: of the model before it was sharded; None: as the config chooses them now.
 
     Raises:
         UserError: the user's class refuses its arguments or the parameters, or the loss scaler cannot use it.
     """
     model, config = parallel.model, parallel.config
     optimizer, lr = config.optimizer, learning_rate(parallel)
-    params = [p for p in model.parameters() if p.requires_grad]
+    groups = groups or choose_groups(unwrapped(model), optimizer, 1)
+    named = [(original_name(name), p) for name, p in unwrapped(model).named_parameters()]
     if optimizer.target is not None:
-        made = build_own(parallel, optimizer.target, params, lr)
+        made = build_own(parallel, optimizer.target, named, groups, lr)
         is_fused = any(group.get("fused") for group in made.param_groups) and not isinstance(made, torch.optim.SGD)
         if is_fused and config.precision.loss_scaling and parallel.asks_all_for:  # whose overflow has another shape
             raise UserError(
@@ -46,6 +53,7 @@ def build_optimizer(parallel: Parallel) -> torch.optim.Optimizer:
         "fused": chosen is OptimizerImplementation.fused,
         "foreach": chosen is OptimizerImplementation.foreach,
     }
+    params = grouped(named, groups)
     match optimizer.name:
         case OptimizerName.adam:
             return torch.optim.Adam(params, betas=(optimizer.beta1, optimizer.beta2), **kwargs)
@@ -58,9 +66,29 @@ def build_optimizer(parallel: Parallel) -> torch.optim.Optimizer:
 
 
 def build_lr_schedule(
-    optimizer: torch.optim.Optimizer, config: LrScheduleConfig, steps_per_epoch: int, total_steps: int
-) -> LambdaLR:
-    return LambdaLR(optimizer, lambda step: lr_factor(config, step, steps_per_epoch, total_steps))
+    optimizer: torch.optim.Optimizer, config: LrScheduleConfig, steps_per_epoch: int, total_steps: int | None
+) -> LRScheduler:
+    """Return the schedule, of ours or of the user's.
+
+    Args:
+        total_steps: of all epochs; None: not known, and rates do not matter, as in a forecast.
+
+    Raises:
+        UserError: the user's callable fails, or returns no schedule that steps without a metric.
+    """
+    if config.target is None or total_steps is None:
+        return LambdaLR(optimizer, lambda step: lr_factor(config, step, steps_per_epoch, total_steps or 1))
+    typed = f"lr_schedule._target_={config.target}"
+    try:
+        made = import_callable(config.target, "lr_schedule._target_")(optimizer, **config.users_arguments(total_steps))
+    except Exception as error:
+        raise UserError(f"{typed} fails: {in_words(error)}") from error
+    if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
+        raise UserError(
+            f"{typed} returns a {type(made).__name__}; it must return a torch.optim.lr_scheduler.LRScheduler whose "
+            "step() needs no metric: it is called after every optimizer step."
+        )
+    return made
 
 
 def lr_factor(config: LrScheduleConfig, step: int, steps_per_epoch: int, total_steps: int) -> float:
@@ -68,7 +96,7 @@ def lr_factor(config: LrScheduleConfig, step: int, steps_per_epoch: int, total_s
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     match config.name:
-        case LrScheduleName.constant:
+        case LrScheduleName.constant | LrScheduleName.custom:
             return 1.0
         case LrScheduleName.step:
             return config.gamma ** (step // (steps_per_epoch * config.step_epochs))

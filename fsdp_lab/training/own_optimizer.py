@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_lab.config.errors import ModelError, UserError
-from fsdp_lab.config.target import import_callable, in_words, instantiate, parameters
+from fsdp_lab.config.target import NAMED, given_to, import_callable, in_words, instantiate, parameters
 from fsdp_lab.memory.torch_private import FakeTensorMode
+from fsdp_lab.training.groups import Groups, grouped
 from fsdp_lab.training.own_step import reads_refused
 from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.workloads.base import original_name, unwrapped
@@ -21,25 +22,35 @@ Settings = dict[str, dict[str, str]]  # of each parameter: those of its group, i
 _NO_GROUP = {"group": "none"}
 
 
+def lr_scale(parallel: Parallel) -> int:
+    return parallel.dims.dp_degree if parallel.config.optimizer.scale_lr else 1
+
+
 def learning_rate(parallel: Parallel) -> float:
-    return parallel.config.optimizer.lr * (parallel.dims.dp_degree if parallel.config.optimizer.scale_lr else 1)
+    return parallel.config.optimizer.lr * lr_scale(parallel)
 
 
-def build_own(parallel: Parallel, target: str, params: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+def build_own(
+    parallel: Parallel, target: str, named: Iterable[tuple[str, nn.Parameter]], groups: Groups, lr: float
+) -> torch.optim.Optimizer:
     """Build the user's optimizer.
+
+    Args:
+        named: parameters by their original names.
 
     Raises:
         UserError: the callable fails, or returns no optimizer.
     """
     config, function = parallel.config, import_callable(target, "optimizer._target_")
     arguments = {**instantiate(config.optimizer.arguments, "optimizer"), "lr": lr}
+    given = given_to(function)
     foreach = (parameters(function) or {}).get("foreach")
     if foreach is not None and foreach.default is None and not arguments.keys() & {"foreach", "fused"}:
         # what PyTorch chooses on a GPU; a forecast is made on a CPU, where it chooses otherwise
         arguments["foreach"] = not parallel.is_sharded
     try:
         with seeded(config.training.seed), reads_refused(f"the constructor of optimizer._target_={target}"):
-            made = function(params=params, **arguments)
+            made = function(**{given: grouped(named, groups, given == NAMED)}, **arguments)
     except (
         TypeError,
         ValueError,
@@ -68,7 +79,7 @@ def build_own(parallel: Parallel, target: str, params: list[nn.Parameter], lr: f
     return made
 
 
-def unsharded_settings(model: nn.Module, parallel: Parallel) -> Settings:
+def unsharded_settings(model: nn.Module, parallel: Parallel, groups: Groups) -> Settings:
     """Return the settings that the user's class gives each parameter of a model that is not sharded yet.
 
     It is called with fake parameters, which have the attributes of the real ones.
@@ -81,7 +92,7 @@ def unsharded_settings(model: nn.Module, parallel: Parallel) -> Settings:
         return {}
     with suppress(Exception), FakeTensorMode():  # whatever a class raises; with real parameters it is reported
         made = {name: _fake(p, parallel.home) for name, p in model.named_parameters() if p.requires_grad}
-        return _settings(build_own(parallel, target, [*made.values()], learning_rate(parallel)), made.items())
+        return _settings(build_own(parallel, target, made.items(), groups, learning_rate(parallel)), made.items())
     return {}
 
 

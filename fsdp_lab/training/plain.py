@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_lab.config import TrialConfig, from_dict, metrics
-from fsdp_lab.config.target import import_callable, import_from, in_words, instantiate
+from fsdp_lab.config.target import NAMED, given_to, import_callable, import_from, in_words, instantiate
 from fsdp_lab.config.workload import ModelSource
 from fsdp_lab.training.plain_data import Batches, Part
 from fsdp_lab.training.plain_limits import Deadline, Late, Stopped, free_memory, limited
@@ -86,7 +86,7 @@ def train(config: TrialConfig, model: nn.Module, batches: Batches, scale: float 
     first_weights = [p.detach().to("cpu", copy=True) for p in model.parameters()]
     optimizer = build_optimizer(config, model, batches.parts)
     set_mode(optimizer, "train")
-    lr_schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: lr_factor(config, s, batches.steps_per_epoch))
+    lr_schedule = build_schedule(config, optimizer, batches.steps_per_epoch)
     figures, losses, draws = dict[str, float](), list[float](), False
     for step in range(batches.num_steps):
         batch = batches.train(step)
@@ -179,11 +179,26 @@ def cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -
 
 
 def build_optimizer(config: TrialConfig, model: nn.Module, parts: int) -> torch.optim.Optimizer:
-    o, params = config.optimizer, [*model.parameters()]
+    o = config.optimizer
     lr = o.lr * (parts if o.scale_lr else 1)
+    params: Any = [*model.parameters()]
+    if o.groups is not None:
+        groups = import_callable(o.groups, "optimizer.groups")
+        params = groups([(name, p) for name, p in model.named_parameters() if p.requires_grad])
     if o.target is not None:
         kind = import_callable(o.target, "optimizer._target_")
-        return kind(params=params, lr=lr, **instantiate(o.arguments, "optimizer"))
+        given = given_to(kind)
+        if given == NAMED and o.groups is None:
+            params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        return kind(**{given: params}, lr=lr, **instantiate(o.arguments, "optimizer"))
+    if o.decay.name == "matrices" or o.embedding_lr is not None:
+        embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+        params = [{"params": [p]} for p in params]
+        for group in params:
+            if o.decay.name == "matrices" and group["params"][0].dim() < 2:
+                group["weight_decay"] = 0.0
+            if o.embedding_lr is not None and any(group["params"][0] is weight for weight in embeddings):
+                group["lr"] = o.embedding_lr * lr / o.lr
     if o.name.name == "sgd":
         return torch.optim.SGD(params, lr, momentum=o.momentum, weight_decay=o.weight_decay)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[o.name.name]
@@ -193,6 +208,15 @@ def build_optimizer(config: TrialConfig, model: nn.Module, parts: int) -> torch.
 def set_mode(optimizer: torch.optim.Optimizer, mode: str) -> None:
     """Call `train` or `eval` of an optimizer that has modes, as schedule-free ones do."""
     getattr(optimizer, mode, lambda: None)()
+
+
+def build_schedule(
+    config: TrialConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    if config.lr_schedule.target is not None:
+        schedule = import_callable(config.lr_schedule.target, "lr_schedule._target_")
+        return schedule(optimizer, **config.lr_schedule.users_arguments(steps_per_epoch * config.training.epochs))
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(config, step, steps_per_epoch))
 
 
 def lr_factor(config: TrialConfig, step: int, steps_per_epoch: int) -> float:

@@ -257,6 +257,7 @@ def _facts(
         "data_num_val": len(data.val),
         "resumed_from": resumed_from,
         "data": config.data.name,
+        "calls": config.calls(),
         "num_steps": int(min(steps_per_epoch * config.training.epochs, config.training.max_steps or math.inf)),
         "notes": [
             *earlier_notes,

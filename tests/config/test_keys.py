@@ -24,14 +24,15 @@ COUNTS = {
         model.num_channels model.patch_size model.num_layers model.num_heads model.hidden_dim model.mlp_dim
         model.num_classes model.block_classes model.forward_methods model.tp_plan data._target_ data.collate_fn
         task.name task.loss task.loss_chunks task.unit optimizer._target_ optimizer.name optimizer.weight_decay
-        optimizer.momentum optimizer.implementation
+        optimizer.momentum optimizer.implementation optimizer.groups optimizer.decay optimizer.embedding_lr
         training.global_batch_size training.grad_accum_steps training.sync_each_microbatch training.max_grad_norm
         activation_checkpointing activation_checkpointing_every compile compile_loss
     """,
     "cells starts checkpoint nights param": """
         precision.init_scale precision.growth_interval data.num_train data.num_val task.metrics
-        optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.scale_lr lr_schedule.name
-        lr_schedule.warmup_steps lr_schedule.min_lr_ratio lr_schedule.step_epochs lr_schedule.gamma training.seed init
+        optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.scale_lr lr_schedule._target_
+        lr_schedule.name lr_schedule.warmup_steps lr_schedule.min_lr_ratio lr_schedule.step_epochs lr_schedule.gamma
+        training.seed init
     """,
     "cells starts nights forecast param": "model.flops_per_unit",
     "cells starts nights param": """
@@ -82,7 +83,7 @@ def test_what_cannot_change_the_speed_of_a_step():
     assert set(EXPECTED) - set(settings(NightlyConfig(), STEP)) == {
         "optimizer.lr", "optimizer.beta1", "optimizer.beta2", "optimizer.scale_lr", "training.seed", "repeat", "init",
         "lr_schedule.name", "lr_schedule.warmup_steps", "lr_schedule.min_lr_ratio", "lr_schedule.step_epochs",
-        "lr_schedule.gamma",
+        "lr_schedule.gamma", "lr_schedule._target_",
     }  # fmt: skip
 
 

@@ -20,7 +20,9 @@ import torch
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.report.pytorch import to_pytorch
+from fsdp_lab.training.groups import choose_groups
 from fsdp_lab.training.layout import Layout, describe_layout
+from fsdp_lab.training.optimizer import lr_factor
 from fsdp_lab.workloads.build import build_task
 from fsdp_lab.workloads.examples.language.llama import Block, Llama
 from tests.conftest import ROOT
@@ -32,6 +34,7 @@ TRIAL = ("model=vit_tiny", "data.num_train=null", "data.num_val=null", "training
 SHARDINGS = ("sharding=root", "sharding=per_block", "sharding=per_layer",
              "sharding=size_based sharding.min_num_params=10000")  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "bf16_mixed", "bf16_pure", "fp16", "fp16_mixed", "grad_bf16")
+ONE_CYCLE = "lr_schedule._target_=torch.optim.lr_scheduler.OneCycleLR lr_schedule.max_lr=0.01"
 # DDP computes in each precision by other means than FSDP2, whose four shardings take turns.
 OF_PRECISION = [f"{words} precision={precision}" for n, precision in enumerate(PRECISIONS)
                 for words in ("sharding=ddp", SHARDINGS[n % 4])]  # fmt: skip
@@ -57,6 +60,11 @@ CASES = [
     "sharding=per_block sharding.embeddings=own sharding.blocks_per_unit=2 sharding.forward_prefetch=1",
     "sharding=per_block sharding.tp=2 training.max_grad_norm=0.5 activation_checkpointing=full",
     "sharding=per_block optimizer._target_=torch.optim.RAdam optimizer.betas=[0.8,0.9] optimizer.scale_lr=true",
+    f"sharding=ddp optimizer=adamw optimizer.groups={__name__}.by_shape lr_schedule=cosine lr_schedule.warmup_steps=3",
+    f"sharding=per_layer optimizer.decay=matrices optimizer.weight_decay=0.5 optimizer.embedding_lr=0.1 {ONE_CYCLE}",
+    "sharding=root sharding.api=fsdp1 optimizer=adamw optimizer.decay=matrices lr_schedule.warmup_steps=5 "
+    "optimizer.weight_decay=0.5",
+    f"sharding=per_block optimizer._target_={__name__}.Named precision=fp16 precision.init_scale=2e6 {ONE_CYCLE}",
 ]
 SLOW = [
     "sharding=size_based sharding.min_num_params=10000 training.grad_accum_steps=2 training.sync_each_microbatch=true",
@@ -79,6 +87,19 @@ HYBRID = [
 ]
 LAYOUT = Layout(units=["blocks.*"], blocks=["blocks.*"])
 OWN = Layout(units=["embedding", "blocks.*"], blocks=["blocks.*"], last=["norm", "head"])
+
+
+def by_shape(named: Any) -> list[dict[str, Any]]:
+    matrices, others = [p for _, p in named if p.ndim >= 2], [p for _, p in named if p.ndim < 2]
+    return [{"params": matrices, "lr": 0.005}, {"params": others, "weight_decay": 0.0}]
+
+
+class Named(torch.optim.AdamW):
+    def __init__(self, named_parameters: Any, lr: float) -> None:
+        groups: dict[bool, list[Any]] = {}
+        for name, parameter in named_parameters:
+            groups.setdefault("norm" in name, []).append(parameter)
+        super().__init__([{"params": each, "lr": lr * (1 + slow)} for slow, each in groups.items()], lr=lr)
 
 
 def trial_of(words: str) -> TrialConfig:
@@ -110,7 +131,11 @@ def train_and_paste(cases: list[str]) -> list[dict[str, Any]]:
             train(trial_of(words), Path(own), memo, losses.extend)
         layout, torch_version = Layout(**memo.known["layout"]), memo.known["torch"]
         layout = replace(layout, counts="train/labels" in memo.reported[-1])
-        code = to_pytorch("Trial 0", trial_of(words), layout, dist.get_world_size(), torch_version)
+        trial, samples = trial_of(words), memo.known["data_num_train"]
+        steps = samples // trial.training.global_batch_size
+        code = to_pytorch(
+            "Trial 0", trial, layout, dist.get_world_size(), torch_version, "", (), steps, memo.known["calls"]
+        )
         results.append({"code": code, "trial": losses, "bare": bare_losses(code, len(losses), trial_of(words))})
     return results
 
@@ -178,7 +203,7 @@ def test_the_pasted_function_trains_as_the_trial(results: dict[str, dict[str, An
     assert len(result["trial"]) == 8
     assert result["bare"] == pytest.approx(result["trial"], abs=TOLERANCE), result["code"]
     imported = re.findall(r"^ *(?:import|from) (\w+)", result["code"], re.MULTILINE)
-    assert {*imported} <= {"torch", "re", "functools"}, "the script is its user's: it has no fsdp_lab"
+    assert {*imported} <= {"torch", "re", "functools", "math", "tests"}, "the script is its user's: it has no fsdp_lab"
 
 
 def train_language(*words: str) -> tuple[list[float], list[float], str]:
@@ -265,6 +290,30 @@ def test_what_the_bare_script_does_not_train_is_in_its_place(words: str, before:
     code = to_pytorch('Trial 0: """ \\ model.path="x"', trial_of(words), layout, 4, "2.15.0")
     assert ast.get_docstring(ast.parse(code))
     assert 0 < code.index(before) < code.index(after)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["lr_schedule=cosine lr_schedule.warmup_steps=3 lr_schedule.min_lr_ratio=0.1", "lr_schedule.warmup_steps=4",
+     "lr_schedule=step lr_schedule.step_epochs=2 lr_schedule.gamma=0.5"],
+)  # fmt: skip
+def test_its_schedule_is_the_trials(words: str) -> None:
+    trial = trial_of(f"{words} training.epochs=5")
+    factor = pasted(to_pytorch("Trial 0", trial, LAYOUT, 2, "2.15.0", steps_per_epoch=4), "lr_factor")
+    expected = [lr_factor(trial.lr_schedule, step, 4, 20) for step in range(24)]
+    assert [factor(step) for step in range(24)] == pytest.approx(expected, abs=1e-12)
+
+
+def test_its_groups_are_the_trials() -> None:
+    """Of a model with an embedding, whose rate grows with the workers, as all others do."""
+    words = "optimizer=adamw optimizer.decay=matrices optimizer.embedding_lr=0.1 optimizer.scale_lr=true"
+    trial, model = trial_of(words), torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.Linear(2, 2))
+    made = pasted(to_pytorch("Trial 0", trial, LAYOUT, 2, "2.15.0"), "parameter_groups")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = [([names[id(p)] for p in group.pop("params")], group) for group in made([*model.named_parameters()], model)]
+    assert found == choose_groups(model, trial.optimizer, 2) == [
+        (["0.weight"], {"lr": 0.2}), (["1.weight"], {}), (["1.bias"], {"weight_decay": 0.0}),
+    ]  # fmt: skip
 
 
 def test_what_the_trial_noted_is_in_its_docstring():

@@ -74,8 +74,8 @@ def test_an_own_class_gets_the_parameters_and_its_arguments() -> None:
     assert type(optimizer) is torch.optim.RAdam and len(group["params"]) == 2
     assert (group["lr"], group["betas"], group["weight_decay"], group["eps"]) == (0.08, [0.8, 0.9], 0.3, 1e-8)
     assert to_dict(config(*words))["optimizer"] == {
-        "_target_": "torch.optim.RAdam", "name": "custom", "lr": 0.02, "scale_lr": True, "betas": [0.8, 0.9],
-        "weight_decay": 0.3,
+        "_target_": "torch.optim.RAdam", "name": "custom", "lr": 0.02, "scale_lr": True, "groups": None,
+        "betas": [0.8, 0.9], "weight_decay": 0.3,
     }  # fmt: skip
     # PyTorch's own choice on a GPU, which forecasts on a CPU must know: foreach for plain tensors alone
     for sharding, foreach in (("ddp", True), ("root", False)):

@@ -197,12 +197,26 @@ def test_each_rank_has_its_own_buffers_and_labels_weigh_alike() -> None:
     assert {key: got[key] for key in expected} == pytest.approx(expected, rel=1e-6)
 
 
+GROUPS = "tests.training.test_groups"
 CASES = {
     "ddp": ("sharding=ddp",),
     "per_block": ("sharding=per_block", "training.grad_accum_steps=2", "data.loader_workers=1"),
     "fsdp1": ("sharding=per_block", "sharding.api=fsdp1"),
     "offload": ("sharding=per_layer", "offload=cpu", "training.max_steps=2"),
     "modes": ("sharding=per_block", "optimizer._target_=tests.workloads.user.optim.ScheduleFree", "optimizer.lr=0.3"),
+    "groups": (
+        "sharding=per_layer",
+        "optimizer=adamw",
+        "optimizer.weight_decay=0.5",
+        f"optimizer.groups={GROUPS}.vectors_apart",
+    ),
+    "decay": ("sharding=root", "optimizer=adamw", "optimizer.weight_decay=0.5", "optimizer.decay=matrices"),
+    "names": ("sharding=ddp", f"optimizer._target_={GROUPS}.NamedAdam"),
+    "schedule": (
+        "sharding=per_block",
+        "lr_schedule._target_=torch.optim.lr_scheduler.OneCycleLR",
+        "lr_schedule.max_lr=0.1",
+    ),
     "noisy data": ("sharding=root", f"data._target_={__name__}.Noisy"),
     "dropout": ("sharding=per_block", "model.drop=0.5"),
     **{
