@@ -267,6 +267,11 @@ METRICS = (
         better="max", is_speed=True, form="{:.3f}", csv=_SHOWN, report=Column(last=True),
     ),
     Metric(
+        "perf/rank<r>/<part>_share", "share", "", "of two untimed steps of each rank, up to eight ranks: `compute`, "
+        "`data` (waiting for batches) and `others` (waiting for slower ranks); the rest is exchange",
+        is_speed=True, form="{:.3f}", objective=False,
+    ),
+    Metric(
         MEMORY, "peak MiB", "bytes", "the highest memory of all tensors of a rank",
         better="min", form="{:.2f}", scale=MIB, mib_key="memory/peak_mib",
         csv=_SHOWN, terminal=_SHOWN, report=_SHOWN,

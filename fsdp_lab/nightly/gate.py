@@ -116,6 +116,7 @@ class Night:
         accepted: reason, by whom and when, of a night that was made the baseline by hand.
         note: why the webhook did not get the verdict; "": it did, or there is none.
         number: its place in the order in which nights ran, from 1.
+        slow: ranks or nodes for which others waited, a sentence each.
     """
 
     id: str
@@ -131,6 +132,7 @@ class Night:
     accepted: dict[str, str] | None = None
     note: str = ""
     number: int = 0
+    slow: list[str] = field(default_factory=list)
 
     @property
     def regressions(self) -> list[Finding]:

@@ -235,11 +235,11 @@ def _frame_of(folder: Path) -> pd.DataFrame:
     try:
         sweep = record_of(sweep_in(folder))
     except UserError:
-        return pd.DataFrame(columns=[STATUS])
+        return pd.DataFrame(columns=[STATUS, "slow_rank"])
     settings, frame = settings_of(sweep), sweep.frame()
     names = {number: setting.name for number, setting in settings.of_trial.items()}
     frame.loc[[*settings.plain.different], STATUS] = TrialStatus.failed  # it trains another model than a plain loop
-    return frame.assign(setting=frame.index.map(names))
+    return frame.assign(setting=frame.index.map(names), slow_rank=frame.index.map(sweep.slow_ranks()))
 
 
 def good_nights(study: Study, nights: Sequence[Night]) -> list[Night]:
@@ -302,6 +302,7 @@ def _judged(study: Study, night: Night, past: Sequence[Night], frame: pd.DataFra
         baseline=past[-1].id if past else None,
         changed=changes(past[-1], night) if past else [],
         findings=findings,
+        slow=list(frame["slow_rank"].dropna()),
         verdict=Verdict.regression if any(finding.is_regression for finding in findings) else Verdict.good,
     )
 

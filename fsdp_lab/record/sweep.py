@@ -82,6 +82,14 @@ class SweepRecord:
                 frame[axis] = pd.to_numeric(frame[axis])
         return frame.astype(dict.fromkeys(["seconds", *metrics], "float64")).set_index("trial")
 
+    def slow_ranks(self) -> dict[int, str]:
+        """Return a sentence by the first trial that found a rank or node slow, for each of these and part of a step."""
+        found: dict[tuple[str, str], tuple[int, str]] = {}
+        for trial in self.trials:
+            if slow := trial.facts.get("slow_rank"):
+                found.setdefault((slow["who"], slow["part"]), (trial.number, f"Trial {trial.number}: {slow['text']}"))
+        return dict(found.values())
+
 
 def _beside(spans: Sequence[tuple[float, float] | None]) -> list[int]:
     """Return for each span how many others overlap with it. Its ends are left out: nodes' clocks differ."""

@@ -73,6 +73,10 @@ def answer(sweep: SweepRecord) -> Answer:
     r = recommend(settings_of(sweep))
     trial = plainest(sweep, r.setting) if r.setting else None
     r.notes += [Coded("of_trial", {"text": note}) for note in (trial.notes if trial else ())]
+    slow = sweep.slow_ranks()
+    r.notes += [
+        Coded("of_trial", {"text": text}) for number, text in slow.items() if not trial or number != trial.number
+    ]
     return Answer(
         r,
         sentence=" ".join(_say("sentence", r, sweep)),

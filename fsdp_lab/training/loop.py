@@ -26,6 +26,7 @@ from fsdp_lab.training.memory_profiler import MemoryProfiler
 from fsdp_lab.training.own_step import OwnStep, optimizer_explained
 from fsdp_lab.training.parallel.base import whole
 from fsdp_lab.training.profiler_trace import ProfilerTrace
+from fsdp_lab.training.slow_rank import SlowRank
 from fsdp_lab.training.speed import StepTimer
 from fsdp_lab.training.step_checks import FIRST_STEPS, MEAN, SUM_AND_COUNT, StepChecks
 from fsdp_lab.training.step_loss import StepLoss
@@ -136,6 +137,7 @@ class Watch:
     Attributes:
         memory: profiles the first steps.
         trace: records the steps after these.
+        slow: finds a rank that the others wait for.
         checks: whether sharding goes unharmed.
         first: the figures of the first steps.
         on_step: called with the step's number, counted from 1.
@@ -144,6 +146,7 @@ class Watch:
     timer: StepTimer
     memory: MemoryProfiler
     trace: ProfilerTrace
+    slow: SlowRank
     checks: StepChecks
     first: FirstSteps
     on_step: Callable[[int], None]
@@ -173,6 +176,11 @@ class Watch:
             with self.trace.step():
                 yield
             self.timer.start()  # as above
+            self.memory.step_done()
+        elif not is_first and self.slow.measures(self.timer.left_out):  # the first ones compare ranks
+            with self.slow.step(self.timer.waiting_s):
+                yield
+            self.timer.warm_up()
             self.memory.step_done()
         else:
             yield

@@ -63,6 +63,8 @@ class StepTimer:
 
     Attributes:
         waited_s: seconds that this process waited for batches within the steps that `take` returned last.
+        waiting_s: the same, of the step that has begun.
+        taken: the seconds of the steps that `take` returned last.
     """
 
     def __init__(self, warmup_steps: int, ranks: DistributedContext) -> None:
@@ -71,12 +73,13 @@ class StepTimer:
         self.waited_s = 0.0
         self._chains: list[list[Any]] = []  # of clock readings, or of events
         self._waits: list[float] = []  # of each timed step
-        self._waiting = 0.0  # of the step that has begun
+        self.waiting_s = 0.0
+        self.taken: list[float] = []
 
     def start(self) -> None:
         """Begin a chain of steps; time between two chains is not counted."""
         self._chains.append([self._mark()])
-        self._waiting = 0.0
+        self.waiting_s = 0.0
 
     def warm_up(self) -> None:
         """Count the step that ends as one of the warm-up, and begin a chain."""
@@ -85,14 +88,14 @@ class StepTimer:
 
     def step_done(self) -> None:
         self._chains[-1].append(self._mark())
-        self._waits.append(self._waiting)
-        self._waiting = 0.0
+        self._waits.append(self.waiting_s)
+        self.waiting_s = 0.0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         begun = time.perf_counter()
         yield
-        self._waiting += time.perf_counter() - begun
+        self.waiting_s += time.perf_counter() - begun
 
     def _mark(self) -> Any:
         if not self.cuda:
@@ -112,8 +115,8 @@ class StepTimer:
         warmup = min(self.left_out, len(times))
         self.left_out -= warmup
         self.waited_s = sum(self._waits[warmup:])
-        self._chains, self._waits = [], []
-        return times[warmup:]
+        self._chains, self._waits, self.taken = [], [], times[warmup:]
+        return self.taken
 
 
 @dataclass(frozen=True)

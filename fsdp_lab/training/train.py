@@ -43,6 +43,7 @@ from fsdp_lab.training.loop import Watch, evaluate, mean_metrics, token_metrics,
 from fsdp_lab.training.memory_profiler import MemoryProfiler, start_clean
 from fsdp_lab.training.parallel import build_parallel
 from fsdp_lab.training.profiler_trace import ProfilerTrace
+from fsdp_lab.training.slow_rank import SlowRank
 from fsdp_lab.training.speed import RunSpeed, StepTimer, Timed, device_peak_flops
 from fsdp_lab.training.step_checks import StepChecks
 from fsdp_lab.training.weights import build_model, fill
@@ -174,6 +175,7 @@ def _train(
         StepTimer(config.training.timing_warmup_steps, ranks),
         MemoryProfiler(config, workload.model.description, ranks, folder),
         ProfilerTrace(config, ranks, folder),
+        SlowRank(ranks, nodes, config.compile),
         checks,
         FirstSteps(state, loaders, data.val, checks, mean_loss, resumed_from is not None),
         reporter.step,
@@ -188,8 +190,15 @@ def _train(
         metrics, losses = train_epoch(state, workload.task, loaders.train, watch)
         on_step_losses(losses)
         metrics.update(speed.figures(watch.timer, metrics.get(LABELS) if in_tokens else None))
+        metrics.update(watch.slow.figures(watch.timer))
+        known = facts
         if state.epoch == first_epoch and (late := buffer_notes(state.model, dims.dp_degree)):
-            reporter.facts({**facts, "dp_degree_of_losses": dims.dp_degree, "notes": [*facts["notes"], *late]})
+            known = {**known, "dp_degree_of_losses": dims.dp_degree, "notes": [*known["notes"], *late]}
+        if (slow := watch.slow.slow) and "slow_rank" not in known:
+            known = {**known, "slow_rank": slow, "notes": [*known["notes"], slow["text"]]}
+        if known is not facts:
+            facts = known
+            reporter.facts(facts)
         metrics.update(watch.memory.figures())
         watch.checks.evaluation()
         metrics.update(evaluate(state, workload.task, loaders.val))

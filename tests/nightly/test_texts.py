@@ -81,6 +81,10 @@ def cases() -> dict[str, Night]:
             last_of(trials(), trials(loss=0.61)), verdict=Verdict.accepted,
             accepted={"reason": "the data grew", "by": "ada", "at": first.id},
         ),
+        "a slow rank": dataclasses.replace(
+            last_of(trials(), trials(speed=185.5)),
+            slow=["Trial 0: Rank 1 is slower than the others: it waits 153 ms a step for its data."],
+        ),
         "nothing finished": dataclasses.replace(first, verdict=Verdict.failed, trials=[]),
     }  # fmt: skip
 

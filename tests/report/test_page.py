@@ -13,6 +13,7 @@ import pytest
 
 from fsdp_lab.config import SweepConfig
 from fsdp_lab.record.sweep import SweepRecord
+from fsdp_lab.record.trial import TrialRecord
 from fsdp_lab.report.answer import answer
 from fsdp_lab.report.page import to_html, write_report
 from fsdp_lab.report.plots import figures
@@ -86,3 +87,24 @@ def test_a_report_has_code_and_imports_none_of_a_trial(tmp_path: Path, monkeypat
     page = (tmp_path / "report.html").read_text()
     assert re.findall(r'href="([^"]*)"', page.partition('id="uses"')[2].partition("</p>")[0]) == ["use_pytorch.py"]
     assert "def parallelize(model):" in (tmp_path / "use_pytorch.py").read_text()
+
+
+def test_a_rank_that_others_waited_for_is_named_once_of_all_trials():
+    """By who it is and in which part, not by its figures."""
+
+    def slow(number: int, who: str, part: str) -> TrialRecord:
+        text = f"{who} is slower than the others: {part} takes {number}7 ms."
+        return dataclasses.replace(trial(number, ROWS[number]), facts={
+            "slow_rank": {"who": who, "part": part, "text": text}, "notes": [text],
+        })  # fmt: skip
+
+    made = sweep(
+        [slow(0, "Rank 1", "data"), slow(1, "Rank 1", "data"), slow(2, "Node b", "compute"), trial(3, ROWS[3])]
+    )
+    assert made.slow_ranks() == {
+        0: "Trial 0: Rank 1 is slower than the others: data takes 07 ms.",
+        2: "Trial 2: Node b is slower than the others: compute takes 27 ms.",
+    }
+    said = answer(made)
+    assert said.trial is not None and said.trial.number == 3
+    assert [note for note in said.notes if "is slower than" in note] == [*made.slow_ranks().values()]
