@@ -47,7 +47,7 @@ def room_of(file: Path) -> str:
     parts = file.relative_to(ROOT).with_suffix("").parts
     if parts[0] == "hydra_plugins":
         return parts[0]
-    if parts[0] == "fsdp_lab" and parts[1:] in (("doctor",), ("explain",), ("plan",)):
+    if parts[0] == "fsdp_lab" and parts[1:] in (("doctor",), ("explain",), ("plan",), ("read",)):
         return "python -m"
     if parts[-1] == "__main__" and "training" not in parts:
         return "python -m"

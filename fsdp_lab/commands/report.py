@@ -10,7 +10,8 @@ Writes report.html into the sweep's folder and to its run in MLflow. Other optio
   tracking.ui              the address of an MLflow UI on it: a click on a point opens the run there
   out                      another folder for the files
   trust                    true: read a folder that belongs to another user, or that others can write to
-  use                      pytorch: print the recommended setting as a function of plain PyTorch, and write nothing
+  use                      pytorch: print the recommended setting as a function of plain PyTorch, and write nothing;
+                           accelerate: as a config file for accelerate launch
   trial                    with use: the number of another trial
 """
 
@@ -26,6 +27,7 @@ from fsdp_lab.config.describe import docstring
 from fsdp_lab.config.sweep import ReportConfig
 from fsdp_lab.machine.output import outlast_reader
 from fsdp_lab.record.sweep import SweepRecord
+from fsdp_lab.report.accelerate import accelerate_of
 from fsdp_lab.report.answer import answer, plain_text
 from fsdp_lab.report.page import FILES, write_report
 from fsdp_lab.report.pytorch import setting_of
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from fsdp_lab.record.sweep_json import SweepStart
 
 TOLERANCES = ("loss_tolerance", "speed_tolerance")
+USES = {"pytorch": setting_of, "accelerate": accelerate_of}
 KEYS = ("sweep", *map("report.{}".format, TOLERANCES), "tracking.uri", "tracking.ui", "out", "trust", "use", "trial")
 
 
@@ -60,8 +63,8 @@ def read_options(arguments: list[str]) -> dict[str, str]:
     options = read_words(arguments, KEYS, docstring(sys.modules[__name__]))
     if not options.get("sweep"):
         raise ConfigError("give sweep=<folder> or sweep=last.")
-    if options.get("use", "pytorch") != "pytorch":
-        raise ConfigError(f"use={options['use']} is not an option. Choose one of: pytorch.")
+    if options.get("use", "pytorch") not in USES:
+        raise ConfigError(f"use={options['use']} is not an option. Choose one of: {', '.join(USES)}.")
     if "trial" in options and "use" not in options:
         raise ConfigError(f"trial={options['trial']} requires use=pytorch.")
     return options
@@ -86,7 +89,7 @@ def run(options: dict[str, str]) -> None:
     sweep = dataclasses.replace(with_tolerances(record_of(read), options), runs_url=runs_url(tracking))
     require_results(sweep, which)
     if "use" in options:
-        print(script(sweep, options.get("trial")), end="")
+        print(script(sweep, options["use"], options.get("trial")), end="")
         return
     out = Path(options["out"]) if "out" in options else folder
     out.mkdir(parents=True, exist_ok=True)
@@ -103,10 +106,11 @@ def run(options: dict[str, str]) -> None:
     print(f"report: {out}/report.html")
 
 
-def script(sweep: SweepRecord, number: str | None = None) -> str:
-    """Return a trial's setting as Python code.
+def script(sweep: SweepRecord, use: str, number: str | None = None) -> str:
+    """Return a trial's setting as Python code, or as a file.
 
     Args:
+        use: a key of `USES`.
         number: of the trial; None: the recommended one.
 
     Raises:
@@ -115,17 +119,17 @@ def script(sweep: SweepRecord, number: str | None = None) -> str:
     if number is None:
         recommendation = answer(sweep)
         if recommendation.trial is None:
-            raise UserError(f"use=pytorch: {recommendation.sentence} Choose a trial with trial=<number>.")
+            raise UserError(f"use={use}: {recommendation.sentence} Choose a trial with trial=<number>.")
         trial = recommendation.trial
     else:
         by_number = {str(trial.number): trial for trial in sweep.trials}
         if number not in by_number:
             raise ConfigError(f"trial={number} is not in this sweep; use one of: {', '.join(by_number)}.")
         trial = by_number[number]
-    code = setting_of(trial)
+    code = USES[use](trial)
     if code is None:
         raise UserError(
-            f"use=pytorch: the sharding units of trial {trial.number} are not known: it did not start, or an earlier "
+            f"use={use}: the sharding units of trial {trial.number} are not known: it did not start, or an earlier "
             "version ran it."
         )
     return code

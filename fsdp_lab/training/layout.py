@@ -71,6 +71,7 @@ class Layout:
         tp_gathers: patterns of the modules that gather the sequence for their layers.
         divided_loss: whether the loss gets logits that are divided by the vocabulary.
         counts: whether the task's loss returned a sum and a count; before the first step False.
+        block_classes: names of the classes of the blocks.
     """
 
     units: Sequence[str] = field(default_factory=list)
@@ -82,6 +83,7 @@ class Layout:
     tp_gathers: Sequence[str] = field(default_factory=list)
     divided_loss: bool = False
     counts: bool = False
+    block_classes: Sequence[str] = field(default_factory=list)
 
 
 def read_layout(values: Any) -> Layout | None:
@@ -132,6 +134,7 @@ def describe_layout(
         tp_styles=divided.styles if divided else {},
         tp_gathers=shortened(divided.gathers, list(names.values())) if divided else [],
         divided_loss=divided is not None and divided.loss,
+        block_classes=[kind.__name__ for kind in blocks],
     )
 
 

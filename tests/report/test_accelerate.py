@@ -1,0 +1,204 @@
+"""A setting as accelerate's file, and files of other trainers as settings: one table, in both directions."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from fsdp_lab.commands.read import read_file
+from fsdp_lab.config import TrialConfig, part
+from fsdp_lab.config.axes import AXES
+from fsdp_lab.config.compare import counts, effective_settings
+from fsdp_lab.config.without_hydra import read_config
+from fsdp_lab.report.accelerate import to_accelerate
+from fsdp_lab.training.layout import Layout, matches
+from fsdp_lab.workloads.examples.language.pydoc import PydocTokens
+from tests.ranks import Memo, config, run_ranks
+from tests.workloads.hf.cases import WORDS, plain_model
+
+WORLD = 4
+OWN = "sharding=per_block sharding.embeddings=own"  # the units of accelerate with FSDP2
+EQUAL = [
+    OWN,
+    f"{OWN} precision=bf16 reshard_after_forward=never activation_checkpointing=full",
+    f"{OWN} precision=fp16 offload=cpu init=rank0",
+    f"{OWN} compile=true",
+    f"{OWN} sharding.dp_replicate=2",
+    f"{OWN} sharding.tp=2 reshard_after_forward=never",
+    "sharding=root",
+    "sharding=root precision=bf16 activation_checkpointing=every_n activation_checkpointing_every=1",
+    "sharding=ddp precision=bf16_mixed",
+    "sharding=ddp precision=fp16_mixed compile=true",
+    "sharding=per_block sharding.api=fsdp1",
+    "sharding=per_block sharding.api=fsdp1 reshard_after_forward=always",
+    "sharding=per_block sharding.api=fsdp1 sharding.dp_replicate=2",
+    "sharding=per_block sharding.api=fsdp1 sharding.dp_replicate=2 reshard_after_forward=never",
+    "sharding=per_block sharding.api=fsdp1 sharding.backward_prefetch=0 sharding.forward_prefetch=1 offload=cpu",
+    "sharding=size_based sharding.min_num_params=500 sharding.api=fsdp1 precision=bf16",
+    "sharding=root sharding.api=fsdp1 reshard_after_forward=never",
+]
+# What accelerate cannot do -> the keys that the file says it about.
+OTHER = {
+    "sharding=per_layer": {"sharding.granularity", "sharding.embeddings"},
+    "sharding=size_based sharding.min_num_params=500": {
+        "sharding.granularity", "sharding.embeddings", "sharding.min_num_params",
+    },
+    "sharding=per_block": {"sharding.embeddings"},
+    "sharding=per_block sharding.embeddings=own sharding.api=fsdp2 sharding.blocks_per_unit=2": {
+        "sharding.blocks_per_unit"
+    },
+    f"{OWN} precision=bf16_mixed": {"precision.reduce_dtype"},
+    f"{OWN} precision=bf16_pure": {"precision.storage_dtype"},
+    f"{OWN} precision=tf32": {"precision.tf32"},
+    f"{OWN} precision=grad_bf16": {"precision.reduce_dtype"},
+    f"{OWN} reshard_after_forward=always": {"reshard_after_forward.policy"},
+    f"{OWN} reshard_after_forward=to_size reshard_after_forward.size=2": {
+        "reshard_after_forward.policy", "reshard_after_forward.size",
+    },
+    f"{OWN} offload=cpu_unpinned": {"offload.target"},
+    f"{OWN} activation_checkpointing=selective": {"activation_checkpointing"},
+    f"{OWN} sharding.forward_prefetch=2": {"sharding.forward_prefetch"},
+    f"{OWN} init=meta": {"init"},
+    "sharding=per_block sharding.api=fsdp1 sharding.limit_all_gathers=false": {"sharding.limit_all_gathers"},
+}  # fmt: skip
+
+
+def trial_of(words: str) -> TrialConfig:
+    return part(read_config(None, words.split()), TrialConfig)
+
+
+def decided(trial: TrialConfig) -> dict[str, Any]:
+    """The effective settings that a file of accelerate decides."""
+    keys = [*(key for axis in AXES for key in axis.keys), "init"]
+    return {key: value for key, value in effective_settings(trial, WORLD).items() if not counts(key, keys)}
+
+
+def read_again(text: str, folder: Path) -> list[str]:
+    (folder / "accelerate.yaml").write_text(text)
+    name, reading = read_file(folder / "accelerate.yaml")
+    assert (name, reading.without, reading.ignored, reading.unknown) == ("accelerate", {}, [], [])
+    return reading.overrides
+
+
+@pytest.mark.parametrize("words", EQUAL)
+def test_a_setting_comes_back_from_its_file(words: str, tmp_path: Path) -> None:
+    text = to_accelerate("Trial 0", trial_of(words), WORLD)
+    assert "No counterpart" not in text
+    overrides = read_again(text, tmp_path)
+    assert f"cluster.num_workers={WORLD}" in overrides
+    assert decided(trial_of(" ".join(overrides))) == decided(trial_of(words))
+
+
+@pytest.mark.parametrize("words", OTHER)
+def test_a_file_says_what_accelerate_does_in_another_way(words: str, tmp_path: Path) -> None:
+    text = to_accelerate("Trial 0", trial_of(words), WORLD)
+    ours, theirs = decided(trial_of(words)), decided(trial_of(" ".join(read_again(text, tmp_path))))
+    said = set(re.findall(r"No counterpart: ([\w.]+)=", text))
+    assert said == OTHER[words] == {key for key, value in ours.items() if value != theirs[key]}
+
+
+def test_the_classes_of_blocks_are_those_that_were_trained(tmp_path: Path) -> None:
+    text = to_accelerate("Trial 0", trial_of(OWN), WORLD, ["LlamaDecoderLayer", "Other"])
+    assert yaml.safe_load(text)["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer,Other"
+    named = trial_of(f"{OWN} model.block_classes=[transformers.models.llama.modeling_llama.LlamaDecoderLayer]")
+    pytest.importorskip("transformers")
+    overrides = read_again(to_accelerate("Trial 0", named, WORLD, ["Block"]), tmp_path)
+    assert "model.block_classes=[transformers.models.llama.modeling_llama.LlamaDecoderLayer]" in overrides
+
+
+SETTINGS = [OWN, f"{OWN} reshard_after_forward=never precision=bf16", f"{OWN} activation_checkpointing=full"]
+STEPS = 3
+
+
+@contextmanager
+def launched(file: Path) -> Iterator[None]:
+    """The environment that `accelerate launch` makes of a file, on CPUs, for which accelerate shards nothing itself."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    arguments = launch_command_parser().parse_args(["--config_file", str(file), "script.py"])
+    environment = prepare_multi_gpu_env(_validate_launch_command(arguments)[0])
+    kept = {name: value for name, value in environment.items() if name.startswith(("ACCELERATE_", "FSDP_", "PARALLEL"))}
+    as_gpus = mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", DistributedType.MULTI_GPU))
+    on_cpu = mock.patch.object(PartialState, "set_device", lambda self: setattr(self, "device", torch.device("cpu")))
+    with mock.patch.dict(os.environ, kept), as_gpus, on_cpu:
+        yield
+
+
+def train_both(settings: list[str], folder: str) -> list[dict[str, Any]]:
+    """On each rank: train a trial, write its file, and train by transformers' Trainer with it."""
+    from fsdp_lab.training.train import train
+
+    results = []
+    for number, words in enumerate(settings):
+        memo, losses = Memo(), list[float]()
+        own = Path(folder, f"{number}.{dist.get_rank()}")
+        train(trial_config(words), own, memo, losses.extend)
+        layout = Layout(**memo.known["layout"])
+        file = own / "accelerate.yaml"
+        file.write_text(to_accelerate("Trial 0", trial_config(words), dist.get_world_size(), layout.block_classes))
+        with launched(file):
+            theirs, units = train_by_trainer(own)
+        ours = [name for name, _ in plain_model("llama").named_modules() if is_unit(name, layout)]
+        results.append({"ours": losses, "theirs": theirs, "units": units, "layout": ours, "file": file.read_text()})
+    return results
+
+
+def is_unit(name: str, layout: Layout) -> bool:
+    return not name or matches([*layout.units, *layout.last], name)
+
+
+def trial_config(words: str) -> Any:
+    """Of which each step takes all rows, so that their order is not needed."""
+    rows = ("data.num_train=16", "data.num_val=4", "training.global_batch_size=16", f"training.epochs={STEPS}")
+    adamw = ("optimizer=adamw", "optimizer.lr=0.01", "optimizer.weight_decay=0", "check=off")
+    return config(*WORDS["llama"], "cluster.num_workers=2", *rows, *adamw, *words.split())
+
+
+def train_by_trainer(folder: Path) -> tuple[list[float], list[str]]:
+    """Return the loss of each step, and the names of the modules that accelerate shards."""
+    from torch.distributed.fsdp import FSDPModule
+    from transformers import Trainer, TrainingArguments
+
+    class Rows(torch.utils.data.Dataset[Any]):
+        rows = PydocTokens("train", seq_len=16)
+
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            return {"input_ids": self.rows[number], "labels": self.rows[number]}
+
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=8, max_steps=STEPS, learning_rate=0.01, weight_decay=0.0,
+        lr_scheduler_type="constant", max_grad_norm=0.0, optim="adamw_torch", logging_steps=1, save_strategy="no",
+        report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(plain_model("llama"), arguments, train_dataset=Rows())
+    trainer.train()
+    names = [name for name, module in trainer.model.named_modules() if isinstance(module, FSDPModule)]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, [name.replace("._checkpoint_wrapped_module", "") for name in names]
+
+
+@pytest.mark.ci
+def test_accelerate_trains_what_the_trial_trained(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="pip install -e '.[dev]' has it")
+    pytest.importorskip("transformers")
+    for words, result in zip(SETTINGS, run_ranks(2, train_both, SETTINGS, str(tmp_path))[0], strict=True):
+        assert sorted(result["units"]) == sorted(result["layout"]), (words, result["file"])
+        assert len(result["theirs"]) == STEPS
+        assert result["theirs"] == pytest.approx(result["ours"], abs=0.02 if "bf16" in words else 1e-3), words
