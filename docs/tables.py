@@ -16,6 +16,7 @@ from fsdp_lab.commands.reference import values_text
 from fsdp_lab.config.describe import KeyDescription, describe_keys
 from fsdp_lab.config.metrics import METRICS, Metric
 from fsdp_lab.config.options import data_sheets, group_dirs
+from fsdp_lab.report.their_keys import KINDS, Row, trainers
 
 DOCS = Path(__file__).resolve().parent
 _PACKAGE = DOCS.parent / "fsdp_lab"
@@ -51,6 +52,33 @@ def option_comment(file: Path) -> str:
     lines = (line for line in file.read_text().splitlines() if not line.startswith("# @package"))
     head = next(lines, "")
     return head.removeprefix("# ").removesuffix(":") if head.startswith("# ") else ""
+
+
+def trainers_page() -> str:
+    """Return a table of the keys of each trainer that `python -m fsdp_lab.read` knows, as Markdown."""
+    head = "| key | counts with | if absent | here | remark |\n| --- | --- | --- | --- | --- |"
+    tables = {name: [_trainers_row(row) for row in trainer.rows] for name, trainer in trainers().items()}
+    ignored = {name: ", ".join(map(_code, trainer.ignored)) for name, trainer in trainers().items()}
+    return "\n\n".join(
+        "\n".join([f"## {name}", "", head, *rows, "", f"Without effect on a step: {ignored[name]}."])
+        for name, rows in tables.items()
+    )
+
+
+def _trainers_row(row: Row) -> str:
+    names = {"*": "any value", "?": "else"}
+    ways = []
+    for option, words in row.ours.items():
+        no, why = words.startswith("no: "), _text(words[4:])
+        told = f"no counterpart: {why}" if no else _code(words) or "nothing"
+        ways.append(f"{names.get(option, _code(option))}: {told}")
+    kinds = "" if len(row.kinds) == len(KINDS) else ", ".join(row.kinds)
+    here = "<br>".join(ways) if row.reads else "is part of what other keys mean"
+    return f"| `{row.key}` | {kinds} | {_code(_default(row.default))} | {here} | {_text(row.remark)} |"
+
+
+def _default(value: object) -> str:
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def claims_page() -> str:
@@ -129,6 +157,7 @@ PAGES = {
     "rooms": rooms_picture,
     "keys": keys_page,
     "options": options_page,
+    "trainers": trainers_page,
     "claims": claims_page,
     "metrics": metrics_page,
 }

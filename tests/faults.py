@@ -37,6 +37,8 @@ class Fault:
 LEARNS = "training/test_parity.py::test_a_sharded_run_learns_what_one_process_learns"
 HOLDS = "training/test_parity.py::test_it_holds_what_was_forecast_to_the_byte"
 TRACE = "forecast/test_program.py"
+READ, WRITTEN = "report/test_read.py::test_a_file_is_read_as_it_was", "report/test_accelerate.py::test_a_setting_"
+SAYS = "report/test_accelerate.py::test_a_file_says_what_accelerate_does_in_another_way"
 PLAN = "forecast/test_plan.py"
 CHECKPOINT = "training/test_checkpoint.py"
 BLOCKS, SHORT = "forecast/test_equal_blocks.py", "forecast/test_out_of_memory.py"
@@ -286,6 +288,28 @@ FAULTS = (
           "optimizer.lr * (dp_degree if optimizer.scale_lr else 1)", "optimizer.lr", PASTED, MAKE_CI),
     Fault("the function of use=pytorch leaves a model of other names whole", "fsdp_lab/report/templates/pytorch.py.j2",
           "    if not units:", "    if False:", "report/test_pytorch.py::test_a_model_with_other_names_is_refused"),
+    Fault("bf16 of accelerate is read as another precision", "fsdp_lab/report/their_keys.txt",
+          "bf16 -> precision=bf16; fp16 -> precision=fp16;", "bf16 -> precision=bf16_mixed; fp16 -> precision=fp16;",
+          READ),
+    Fault("accelerate's units of embeddings are left out", "fsdp_lab/report/their_keys.txt",
+          "fsdp2 | NO_WRAP | TRANSFORMER_BASED_WRAP -> sharding=per_block sharding.embeddings=own",
+          "fsdp2 | NO_WRAP | TRANSFORMER_BASED_WRAP -> sharding=per_block", f"{WRITTEN}comes_back_from_its_file"),
+    Fault("a file for accelerate says nothing of what it lacks", "fsdp_lab/report/accelerate.py",
+          "and value != read_back[key]", "and False", SAYS),
+    Fault("a file for accelerate has a value that is not the nearest", "fsdp_lab/report/their_keys.py",
+          'fits[each].rstrip("0"))', "fits[each])", SAYS),
+    Fault("a key counts in files whose way to train has none of it", "fsdp_lab/report/their_keys.py",
+          "if reading.kind in row.kinds:", "if True:", READ),
+    Fault("an unknown key of a trainer's file is not named", "fsdp_lab/report/their_keys.py",
+          "(reading.ignored if known_key else reading.unknown).append", "reading.ignored.append", READ),
+    Fault("the global batch of TrainingArguments has one microbatch", "fsdp_lab/commands/read.py",
+          ' * get("gradient_accumulation_steps", 1)', "", READ),
+    Fault("a file of DeepSpeed is read", "fsdp_lab/commands/read.py",
+          '("zero_optimization", "deepspeed") if content.get(key)', '("zero_optimization", "deepspeed") if False',
+          "report/test_read.py::test_what_cannot_be_read_is_refused_in_one_line"),
+    Fault("overrides of a trainer's file are not quoted", "fsdp_lab/commands/read.py",
+          "shlex.join(reading.overrides)", '" ".join(reading.overrides)',
+          "report/test_read.py::test_overrides_are_quoted_for_a_shell"),
     Fault("only the first microbatch is reduced", "fsdp_lab/training/loop.py",
           "is_last = i == len(microbatches) - 1", "is_last = i == 0", LEARNS),
     Fault("FSDP1 reduces no microbatch", "fsdp_lab/training/parallel/fsdp1.py",

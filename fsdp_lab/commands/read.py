@@ -100,7 +100,7 @@ def _read(file: Path, content: dict[str, Any]) -> tuple[str, Reading]:
         name, derived = "accelerate", dict[str, Any]()
     elif flat.keys() & {row.key for row in trainers()["Trainer"].rows}:
         name, derived = "Trainer", _of_trainer(content)
-    elif {"training", "parallelism"} & {*content}:
+    elif any(isinstance(content.get(section), dict) for section in ("training", "parallelism")):
         name, derived = "torchtitan", _of_torchtitan(content)
     else:
         raise UserError(

@@ -86,7 +86,8 @@ def _fits(words: str, settings: Mapping[str, Any]) -> Iterator[str]:
             values = option_values(key, value).items()
             yield from (str(int(settings[f"{key}.{name}"] == each)) for name, each in values if each is not None)
         else:
-            yield str(int("{" in value or value_text(settings[key]) == value))
+            ours = settings[key]
+            yield str(int(ours is not None if "{" in value else value_text(ours) == value))
 
 
 @dataclass
@@ -110,7 +111,7 @@ def trainers() -> Mapping[str, Trainer]:
     made, remark = dict[str, Trainer](), ""
     for line in Path(__file__).with_name("their_keys.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
-            trainer = made[line.strip("[]")] = Trainer()
+            trainer, remark = made.setdefault(line.strip("[]"), Trainer()), ""
         elif line.startswith(("- ", "+ ")):
             (trainer.ignored if line[0] == "-" else trainer.joint).extend(line[2:].split())
         elif line.startswith("#"):

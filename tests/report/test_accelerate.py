@@ -21,6 +21,7 @@ from fsdp_lab.config.axes import AXES
 from fsdp_lab.config.compare import counts, effective_settings
 from fsdp_lab.config.without_hydra import read_config
 from fsdp_lab.report.accelerate import to_accelerate
+from fsdp_lab.report.their_keys import read
 from fsdp_lab.training.layout import Layout, matches
 from fsdp_lab.workloads.examples.language.pydoc import PydocTokens
 from tests.ranks import Memo, config, run_ranks
@@ -53,6 +54,7 @@ OTHER = {
     "sharding=size_based sharding.min_num_params=500": {
         "sharding.granularity", "sharding.embeddings", "sharding.min_num_params",
     },
+    "sharding=per_layer sharding.api=fsdp1": {"sharding.granularity"},
     "sharding=per_block": {"sharding.embeddings"},
     "sharding=per_block sharding.embeddings=own sharding.api=fsdp2 sharding.blocks_per_unit=2": {
         "sharding.blocks_per_unit"
@@ -198,7 +200,12 @@ def train_by_trainer(folder: Path) -> tuple[list[float], list[str]]:
 def test_accelerate_trains_what_the_trial_trained(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="pip install -e '.[dev]' has it")
     pytest.importorskip("transformers")
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    assert read("accelerate", dict.fromkeys(ClusterConfig.__dataclass_fields__, 1), {}).unknown == []
     for words, result in zip(SETTINGS, run_ranks(2, train_both, SETTINGS, str(tmp_path))[0], strict=True):
-        assert sorted(result["units"]) == sorted(result["layout"]), (words, result["file"])
+        # accelerate shards the wrapper of a recomputed block, too, which has nothing of its own
+        assert set(result["units"]) == set(result["layout"]), (words, result["file"])
         assert len(result["theirs"]) == STEPS
-        assert result["theirs"] == pytest.approx(result["ours"], abs=0.02 if "bf16" in words else 1e-3), words
+        # with bf16 it returns a loss in bfloat16
+        assert result["theirs"] == pytest.approx(result["ours"], abs=0.02 if "bf16" in words else 1e-5), words

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fsdp_lab.commands.report import main
 from tests import forked, trained
@@ -60,7 +61,9 @@ def test_a_sweep_ends_with_its_report(folder: Path):
     assert got.read_text() == page.read_text()
 
 
-@pytest.mark.documents("python -m fsdp_lab.report sweep=last use=pytorch")
+@pytest.mark.documents(
+    "python -m fsdp_lab.report sweep=last use=pytorch", "python -m fsdp_lab.report sweep=last use=accelerate"
+)
 def test_the_setting_can_be_taken_home(folder: Path):
     chosen = next(row for row in page_rows(folder / "out/report.html") if row["recommended"] == "yes")
     text, before = (folder / "out/use_pytorch.py").read_text(), sorted((folder / "out").iterdir())
@@ -74,6 +77,10 @@ def test_the_setting_can_be_taken_home(folder: Path):
     assert of_forecast == of_trial != ""
     other = report(folder, "sweep=last", "use=pytorch", "trial=3")
     assert "Trial 3: " in other.stdout and "lr=1e-09" in other.stdout and "torch.bfloat16" in other.stdout
+    file = report(folder, "sweep=last", "use=accelerate", "trial=3").stdout
+    written = yaml.safe_load(file)
+    assert "Trial 3: " in file and "optimizer.lr=1e-09" in file and written["mixed_precision"] == "bf16"
+    assert written["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "MlpBlock"
     assert sorted((folder / "out").iterdir()) == before, "nothing is written"
 
 
