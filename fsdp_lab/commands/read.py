@@ -135,6 +135,8 @@ def _of_torchtitan(content: dict[str, Any]) -> dict[str, Any]:
     training, degrees, model = (content.get(name, {}) for name in ("training", "parallelism", "model"))
     kinds = {"data_parallel_replicate": 1, "data_parallel_shard": -1, "tensor_parallel": 1}
     replicas, shard, tp = (degrees.get(f"{kind}_degree", default) for kind, default in kinds.items())
+    if shard == 1 and tp > 1:  # not DDP, as one rank of FSDP is
+        degrees["data_parallel_shard_degree"] = -1
     option = str(content.get("activation_checkpoint", {}).get("selective_ac_option", "2"))
     every_n = f"every_n activation_checkpointing_every={option}"
     derived = {"selective": "selective" if option == "op" else every_n}
