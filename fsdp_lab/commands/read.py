@@ -37,7 +37,6 @@ _REFUSED = {
     "reshard_after_forward=never, to its ZeRO-3 sharding=per_block reshard_after_forward=default.",
     "MEGATRON_LM": "divides a model into stages, which fsdp_lab does not; sharding.tp divides its layers.",
 }
-_PRESETS = {("llama3", "8B"): "llama3_8b", ("llama3", "70B"): "llama3_70b"}
 
 
 def main() -> int:
@@ -138,10 +137,11 @@ def _of_torchtitan(content: dict[str, Any]) -> dict[str, Any]:
     if shard == 1 and tp > 1:  # not DDP, as one rank of FSDP is
         degrees["data_parallel_shard_degree"] = -1
     option = str(content.get("activation_checkpoint", {}).get("selective_ac_option", "2"))
-    every_n = f"every_n activation_checkpointing_every={option}"
-    derived = {"selective": "selective" if option == "op" else every_n}
-    if preset := _PRESETS.get((model.get("name", "llama3"), model.get("flavor"))):
-        derived["preset"] = preset
+    derived = {"selective": "selective"} if option == "op" else dict[str, Any]()
+    if option.isdecimal():
+        derived["selective"] = f"every_n activation_checkpointing_every={option}"
+    if model.get("name", "llama3") == "llama3" and (flavor := model.get("flavor")) in ("8B", "70B"):
+        derived["preset"] = f"llama3_{flavor.lower()}"
     if shard > 0:
         local = training.get("local_batch_size", training.get("batch_size", 8))
         derived["workers"] = replicas * shard * tp

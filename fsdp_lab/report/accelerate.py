@@ -20,7 +20,6 @@ from fsdp_lab.report.their_keys import KINDS, read, write
 from fsdp_lab.training.layout import read_layout
 
 _OF_SCRIPT = ("training.global_batch_size", "training.grad_accum_steps", "training.max_grad_norm", "optimizer.lr")
-_COMMAND = "accelerate launch --config_file <this file> <script>"
 
 
 def accelerate_of(trial: TrialRecord) -> str | None:
@@ -45,8 +44,8 @@ def to_accelerate(title: str, config: TrialConfig, world_size: int, block_classe
     known: dict[str, Any] = {"dp_shard": shard, "model.block_classes": ",".join(classes) or None}
     values = write("accelerate", effective_settings(config, world_size) | known, kind if kind in KINDS else "fsdp2")
     script = " ".join(f"{key}={value_text(flatten(config)[key])}" for key in _OF_SCRIPT)
-    lines = (title, _COMMAND, f"The script sets the rest: {script} ...", *_other(config, values, world_size))
-    comments = [line for text in lines for line in wrap(text, 117)]
+    lines = (title, "accelerate launch --config_file <this file> <script>", f"The script sets the rest: {script} ...")
+    comments = [line for text in (*lines, *_other(config, values, world_size)) for line in wrap(text, 117)]
     nested: dict[str, Any] = {}
     for group, _, name in (key.rpartition(".") for key in values):
         (nested.setdefault(group, {}) if group else nested)[name] = values[f"{group}.{name}".lstrip(".")]

@@ -50,8 +50,10 @@ class Row:
         elif text.isdecimal() and text not in options and "*" not in options and 0 < int(text) <= len(options):
             text = [*options][int(text) - 1]
         names = ", ".join(option for option in self.ours if option not in "*?")
-        words = options.get(_number(text), options.get("*", f"{_NO}it is none of {names}"))
+        words = options.get(text, options.get("*", f"{_NO}it is none of {names}"))
         try:
+            if words.count("{") and text.split() != [text]:
+                return f"{_NO}it has spaces"  # which would make other overrides of it
             return words if words.startswith(_NO) else words.format(**{**known, "value": value_text(value)})
         except KeyError:
             return options.get("?", f"{_NO}it depends on another value")
@@ -70,13 +72,6 @@ class Row:
 def _typed(text: str) -> Any:
     """Return a value of the table: a number, true, false, a text, or None for an empty one."""
     return yaml.safe_load(text) if not text or text in ("true", "false") or text[-1].isdecimal() else text
-
-
-def _number(text: str) -> str:
-    try:
-        return f"{float(text):g}"  # 0.0 is 0
-    except ValueError:
-        return text
 
 
 def _fits(words: str, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -148,10 +143,8 @@ class Reading:
     @property
     def kind(self) -> str:
         """The way to train, by the overrides so far."""
-        return "ddp" if "sharding=ddp" in self.overrides else "fsdp1" if _FSDP1 in self.overrides else "fsdp2"
-
-
-_FSDP1 = "sharding.api=fsdp1"
+        kinds = {"sharding=ddp": "ddp", "sharding.api=fsdp1": "fsdp1"}
+        return next((kind for word, kind in kinds.items() if word in self.overrides), "fsdp2")
 
 
 def read(name: str, values: Mapping[str, Any], derived: Mapping[str, Any]) -> Reading:
@@ -165,7 +158,8 @@ def read(name: str, values: Mapping[str, Any], derived: Mapping[str, Any]) -> Re
     trainer, reading = trainers()[name], Reading()
     given = {key: value for key, value in values.items() if value not in (None, "", [], {})}
     every = {row.key: row.default for row in trainer.rows if row.default is not None} | given
-    known = {key.rpartition(".")[2]: value for key, value in every.items()} | dict(derived)
+    parts = {key.rpartition(".")[2]: value for key, value in every.items()}
+    known = {name: value for name, value in parts.items() if len(value_text(value).split()) == 1} | dict(derived)
     done = {*trainer.joint, *(row.key for row in trainer.rows if not row.reads)}
     for row in (row for row in trainer.rows if row.reads and row.key in every):
         if reading.kind in row.kinds:

@@ -78,6 +78,15 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path, name: str, t
     assert (status, out, error.count("\n")) == (2, "", 1) and message in error
 
 
+def test_a_value_with_spaces_is_no_further_override() -> None:
+    reading = read("accelerate", {"num_processes": "8 model._target_=os.system", "distributed_type": "MULTI_GPU"}, {})
+    assert reading.without == {"num_processes=8 model._target_=os.system": "it has spaces"}
+    assert [word for word in reading.overrides if "model" in word] == []
+    machines = {"num_machines": "2 model=mlp", "fsdp_config.fsdp_sharding_strategy": "HYBRID_SHARD"}
+    reading = read("accelerate", {"distributed_type": "FSDP", **machines}, {})
+    assert "model=mlp" not in reading.overrides and "it depends on another value" in reading.without.values()
+
+
 def test_other_words_are_refused(tmp_path: Path) -> None:
     assert printed(str(tmp_path / "none.yaml"))[0::2] == (
         2, f"fsdp_lab.read: {tmp_path}/none.yaml: No such file or directory.\n"
