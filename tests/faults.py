@@ -298,6 +298,8 @@ FAULTS = (
           "and value != read_back[key]", "and False", SAYS),
     Fault("a file for accelerate has a value that is not the nearest", "fsdp_lab/report/their_keys.py",
           'fits[each].rstrip("0"))', "fits[each])", SAYS),
+    Fault("a value of a trainer's file becomes further overrides", "fsdp_lab/report/their_keys.py",
+          "text.split() != [text]", "False", "report/test_read.py::test_a_value_with_spaces_is_no_further_override"),
     Fault("a key counts in files whose way to train has none of it", "fsdp_lab/report/their_keys.py",
           "if reading.kind in row.kinds:", "if True:", READ),
     Fault("an unknown key of a trainer's file is not named", "fsdp_lab/report/their_keys.py",
