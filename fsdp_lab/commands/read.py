@@ -124,9 +124,13 @@ def _of_trainer(content: dict[str, Any]) -> dict[str, Any]:
     content |= {"fsdp": bool(words), "fsdp_config": inner}
     get = content.get
     samples = get("per_device_train_batch_size", 8) * get("gradient_accumulation_steps", 1)
-    warmup = 0 if get("lr_scheduler_type") == "constant" else get("warmup_steps", 0)
-    whole = {"epochs": get("num_train_epochs", 3), "warmup": warmup}
-    return {"samples": samples, **{key: int(value) for key, value in whole.items() if value == int(value)}}
+    derived, epochs, warmup = {"samples": samples}, get("num_train_epochs", 3), get("warmup_steps", 0)
+    if epochs == int(epochs):
+        derived["epochs"] = int(epochs)
+    if warmup == int(warmup):
+        is_constant = get("lr_scheduler_type") == "constant"  # which has none
+        derived["warmup"] = "" if is_constant else f"lr_schedule.num_warmup_steps={int(warmup)}"
+    return derived
 
 
 def _of_torchtitan(content: dict[str, Any]) -> dict[str, Any]:

@@ -119,6 +119,11 @@ class TrainingConfig:
     timing_warmup_steps: int = key(3, not_negative)
     """Optimizer steps at the start of a run that the speed excludes."""
 
+    def num_steps(self, steps_per_epoch: int) -> int:
+        """Return the optimizer steps of a trial."""
+        steps = steps_per_epoch * self.epochs
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
     def is_through(self, epoch: float, step: float) -> bool:
         """Return whether a trial has trained all that it is to train.
 
@@ -202,7 +207,7 @@ class LrScheduleConfig(OursOrUsers):
     """For `custom`: import path of your class, or of a callable that returns a schedule of PyTorch's form."""
     arguments: dict[str, Any] = key(dict)
     """For `custom`, every key below `lr_schedule`: an argument of the class. One that takes `total_steps` or
-    `num_training_steps` gets the steps of all epochs."""
+    `num_training_steps` gets the steps of the trial: of all epochs, or `training.max_steps` if that is less."""
     name: LrScheduleName = key(LrScheduleName.constant, named_by_option=True)
     """Shape after the warm-up."""
     warmup_steps: int = key(0, not_negative)
@@ -219,7 +224,7 @@ class LrScheduleConfig(OursOrUsers):
         """Return the arguments of the user's callable, without the optimizer.
 
         Args:
-            total_steps: of all epochs.
+            total_steps: of the trial.
         """
         return {**dict.fromkeys(self.takes_steps(), total_steps), **instantiate(self.arguments, "lr_schedule")}
 

@@ -163,10 +163,10 @@ def _optimizer(config: TrialConfig, dp_degree: int, has_complex: bool, by_names:
 
 def _schedule(config: TrialConfig, steps_per_epoch: int, calls: Mapping[str, Sequence[str]]) -> str:
     """Return the call that makes the learning-rate schedule."""
-    schedule, total = config.lr_schedule, steps_per_epoch * config.training.epochs
+    schedule = config.lr_schedule
     if schedule.target is None:
         return "torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)"
-    steps = dict.fromkeys(calls.get("lr_schedule", ()), total)
+    steps = dict.fromkeys(calls.get("lr_schedule", ()), config.training.num_steps(steps_per_epoch))
     return _call(schedule.target, "optimizer", {**steps, **schedule.arguments})
 
 

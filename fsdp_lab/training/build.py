@@ -78,7 +78,9 @@ def build(
 
     optimizer = build_optimizer(parallel, groups)
     check_settings(optimizer, parallel, settings)
-    lr_schedule = build_lr_schedule(optimizer, config.lr_schedule, steps_per_epoch, total_steps)
+    lr_schedule = build_lr_schedule(
+        optimizer, config.lr_schedule, steps_per_epoch, total_steps, config.training.max_steps
+    )
     state = TrainState(
         parallel, optimizer, parallel.scaler(), lr_schedule, layout, num_params, groups_compared=bool(settings)
     )

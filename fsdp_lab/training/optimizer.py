@@ -66,21 +66,26 @@ def build_optimizer(parallel: Parallel, groups: Groups | None = None) -> torch.o
 
 
 def build_lr_schedule(
-    optimizer: torch.optim.Optimizer, config: LrScheduleConfig, steps_per_epoch: int, total_steps: int | None
+    optimizer: torch.optim.Optimizer,
+    config: LrScheduleConfig,
+    steps_per_epoch: int,
+    total_steps: int | None,
+    max_steps: int | None = None,
 ) -> LRScheduler:
     """Return the schedule, of ours or of the user's.
 
     Args:
         total_steps: of all epochs; None: not known, and rates do not matter, as in a forecast.
+        max_steps: after which the trial ends, which schedules of ours do not regard: a resume may set another.
 
     Raises:
         UserError: the user's callable fails, or returns no schedule that steps without a metric.
     """
     if config.target is None or total_steps is None:
         return LambdaLR(optimizer, lambda step: lr_factor(config, step, steps_per_epoch, total_steps or 1))
-    typed = f"lr_schedule._target_={config.target}"
+    typed, steps = f"lr_schedule._target_={config.target}", min(total_steps, max_steps or total_steps)
     try:
-        made = import_callable(config.target, "lr_schedule._target_")(optimizer, **config.users_arguments(total_steps))
+        made = import_callable(config.target, "lr_schedule._target_")(optimizer, **config.users_arguments(steps))
     except Exception as error:
         raise UserError(f"{typed} fails: {in_words(error)}") from error
     if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):

@@ -215,7 +215,7 @@ def build_schedule(
 ) -> torch.optim.lr_scheduler.LRScheduler:
     if config.lr_schedule.target is not None:
         schedule = import_callable(config.lr_schedule.target, "lr_schedule._target_")
-        return schedule(optimizer, **config.lr_schedule.users_arguments(steps_per_epoch * config.training.epochs))
+        return schedule(optimizer, **config.lr_schedule.users_arguments(config.training.num_steps(steps_per_epoch)))
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(config, step, steps_per_epoch))
 
 

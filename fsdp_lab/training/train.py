@@ -267,7 +267,7 @@ def _facts(
         "resumed_from": resumed_from,
         "data": config.data.name,
         "calls": config.calls(),
-        "num_steps": int(min(steps_per_epoch * config.training.epochs, config.training.max_steps or math.inf)),
+        "num_steps": config.training.num_steps(steps_per_epoch),
         "notes": [
             *earlier_notes,
             *notes(config, where),

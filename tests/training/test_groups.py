@@ -146,6 +146,9 @@ CASES: dict[str, tuple[Groups, Any, Schedule]] = {
     f"{ADAMW} {ONE_CYCLE}": (
         lambda m: m.parameters(), DECAYED, lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.03, total_steps=8),
     ),
+    f"{ADAMW} {ONE_CYCLE} training.epochs=5 training.max_steps=8": (
+        lambda m: m.parameters(), DECAYED, lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.03, total_steps=8),
+    ),
     f"{ADAMW} {SEQUENTIAL}": (lambda m: m.parameters(), DECAYED, lambda o: warm_then_fall(o, 4)),
     f"{ADAMW} optimizer.groups={__name__}.by_shape lr_schedule._target_=transformers.get_cosine_schedule_with_warmup "
     "lr_schedule.num_warmup_steps=2": (
@@ -195,10 +198,10 @@ def test_groups_and_schedules_train_as_in_a_plain_loop() -> None:
     expected = {words: by_hand(*made) for words, made in CASES.items()}
     for (words, sharding), (losses, _) in zip(cases, trained, strict=True):
         assert losses == pytest.approx(expected[words], rel=2e-5), (words, sharding)
-    assert len({tuple(losses) for losses in expected.values()}) == len(CASES), "each case trains something else"
+    assert len({tuple(losses) for losses in expected.values()}) == len(CASES) - 1, "two cases train the same"
 
 
-@pytest.mark.parametrize("schedule", [SEQUENTIAL, ONE_CYCLE])
+@pytest.mark.parametrize("schedule", [SEQUENTIAL, f"{ONE_CYCLE} lr_schedule.total_steps=8"])
 def test_a_schedule_of_the_users_resumes_where_it_was(tmp_path: Path, schedule: str) -> None:
     words = typed(ADAMW, schedule, "sharding=per_block", "checkpoint.mode=sync")
     halves = [[*words, "training.max_steps=5"], words]
