@@ -16,6 +16,7 @@ from fsdp_lab.config.target import (
     check_arguments,
     check_loss,
     check_nested,
+    check_signature,
     given_to,
     import_callable,
     import_object,
@@ -107,6 +108,8 @@ def _check_task(task: TaskConfig) -> None:
     for name in ("loss", "metrics"):
         if path := getattr(task, name):
             check_loss(path, f"task.{name}")
+    if task.after_step:
+        check_signature(task.after_step, "task.after_step", ("parts", "step"))
 
 
 def _check_batch(trial: TrialConfig, ranks: Ranks) -> None:

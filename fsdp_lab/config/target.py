@@ -183,22 +183,30 @@ def check_loss(path: str, key: str) -> None:
     Raises:
         ConfigError: it cannot be imported, is a class, or takes other arguments.
     """
-    function = import_callable(path, key)
-    if inspect.isclass(function):
+    if inspect.isclass(import_callable(path, key)):
         raise ConfigError(
             f"{key}={path} is a class; give a function that takes the model and a batch, and returns the loss: "
             f"def loss(model, batch): return {path.rpartition('.')[2]}()(model(batch['x']), batch['y'])."
         )
+    check_signature(path, key, ("model", "batch"))
+
+
+def check_signature(path: str, key: str, names: tuple[str, str]) -> None:
+    """Check that a callable takes two arguments by their place.
+
+    Raises:
+        ConfigError: it cannot be imported, or takes others.
+    """
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(import_callable(path, key))
     except (ValueError, TypeError):  # of some builtins nothing is known
         return
     try:
-        signature.bind("model", "batch")
+        signature.bind(*names)
     except TypeError as error:
-        name = path.rpartition(".")[2]
+        called = f"{path.rpartition('.')[2]}({', '.join(names)})"
         raise ConfigError(
-            f"{key}={path} takes {signature}, but is called as {name}(model, batch); give it these two parameters."
+            f"{key}={path} takes {signature}, but is called as {called}; give it these two parameters."
         ) from error
 
 

@@ -277,8 +277,11 @@ class TaskConfig:
     unit: Optional[str] = key(None, _is_unit)
     """What speed counts: `samples` or `tokens`; null: the task's own. Tokens of your batches are those of `input_ids`,
     else of `labels`, else of the first rows of whole numbers, else the count that your loss returns."""
+    after_step: Optional[str] = key(None)
+    """Path to `f(parts, step)`, called without gradients after each optimizer step, with `{"model": the model}` and the
+    number of the step, from 1. What it keeps in the model, as moving averages, is saved with it."""
     loss_chunks: int = key(1, at_least_one)
     """For `language`: compute the loss in so many parts of the sequence, which hold fewer logits at once."""
 
     def paths(self) -> list[str]:
-        return [path for path in (self.loss, self.metrics) if path]
+        return [path for path in (self.loss, self.metrics, self.after_step) if path]

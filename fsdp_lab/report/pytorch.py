@@ -140,6 +140,7 @@ def _imports(config: TrialConfig) -> Iterator[str]:
     """Yield the lines that import what is the user's."""
     optimizer = config.optimizer
     names = {optimizer.groups: " as parameter_groups", optimizer.target: "", config.lr_schedule.target: ""}
+    names[config.task.after_step] = " as after_step"
     for path, alias in names.items():
         if path is not None:
             module, _, name = path.rpartition(".")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_lab.config.axes.compile import compiles_loss
+from fsdp_lab.config.target import import_callable
 from fsdp_lab.training.blocks import BlockClasses, apply_to_blocks, check_blocks, find_block_classes
 from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.float8 import apply_float8
@@ -81,8 +82,9 @@ def build(
     lr_schedule = build_lr_schedule(
         optimizer, config.lr_schedule, steps_per_epoch, total_steps, config.training.max_steps
     )
+    after_step = import_callable(config.task.after_step, "task.after_step") if config.task.after_step else None
     state = TrainState(
-        parallel, optimizer, parallel.scaler(), lr_schedule, layout, num_params, groups_compared=bool(settings)
+        parallel, optimizer, parallel.scaler(), lr_schedule, layout, num_params, bool(settings), after_step
     )
     state.train()
     return state

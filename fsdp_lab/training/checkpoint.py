@@ -72,6 +72,7 @@ class TrainState(Stateful):
         loss_scale: the scaler's, of the next step, on the host.
         loss_dtype: in which the task computed the loss of the last step.
         num_labels: that counted in the last step, over all ranks; None: its loss returned no count.
+        after_step: of the user, called after each step that was taken; None: there is none.
         groups_compared: an own optimizer's groups were found to be those of the whole parameters.
     """
 
@@ -82,6 +83,7 @@ class TrainState(Stateful):
     layout: Layout = field(default_factory=Layout)
     num_params: int = 0
     groups_compared: bool = False
+    after_step: Callable[[dict[str, nn.Module], int], object] | None = None
     epoch: int = 0
     step: int = 0
     epoch_step: int = 0

@@ -12,25 +12,27 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils.data import DataLoader
 
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.metrics import EARLY_LOSS, FIRST_LOSS, LABELS, LOSS_EPS, WARM_LOSS
+from fsdp_lab.config.target import in_words
 from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.memory.torch_private import active_fake_mode
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
 from fsdp_lab.training.memory_profiler import MemoryProfiler
-from fsdp_lab.training.own_step import OwnStep, optimizer_explained
+from fsdp_lab.training.own_step import OwnStep, optimizer_explained, reads_refused
 from fsdp_lab.training.parallel.base import whole
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.slow_rank import SlowRank
 from fsdp_lab.training.speed import StepTimer
 from fsdp_lab.training.step_checks import FIRST_STEPS, MEAN, SUM_AND_COUNT, StepChecks
 from fsdp_lab.training.step_loss import StepLoss
-from fsdp_lab.workloads.base import Batch, Task, tensors_of, to_device
+from fsdp_lab.workloads.base import Batch, Task, tensors_of, to_device, unwrapped
 from fsdp_lab.workloads.construct import seed_all
 
 if TYPE_CHECKING:
@@ -72,10 +74,24 @@ def train_step(
     if scale >= state.loss_scale:  # a smaller one says that the step was skipped
         state.lr_schedule.step()
         state.taken += 1
+        if state.after_step is not None:
+            _after_step(state, state.after_step)
     state.loss_scale = scale
     state.step += 1
     state.epoch_step += 1
     return total, grad_norm
+
+
+def _after_step(state: TrainState, call: Callable[[dict[str, nn.Module], int], object]) -> None:
+    path = state.parallel.config.task.after_step
+    looks = state.step < FIRST_STEPS and active_fake_mode() is None
+    try:
+        with torch.no_grad(), reads_refused(f"task.after_step={path}") if looks else nullcontext():
+            call({"model": unwrapped(state.model)}, state.step + 1)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"task.after_step={path} fails: {in_words(error)}") from error
 
 
 def has_norms(task: Task, config: TrialConfig) -> bool:

@@ -99,6 +99,9 @@ def train(config: TrialConfig, model: nn.Module, batches: Batches, scale: float 
         figures.setdefault(metrics.FIRST_GRAD_NORM, clip_gradients(model, config.training.max_grad_norm))
         optimizer.step()
         lr_schedule.step()
+        if config.task.after_step is not None:
+            with torch.no_grad():
+                import_callable(config.task.after_step, "task.after_step")({"model": model}, step + 1)
         losses, draws = [*losses, loss], draws or drew
     changes = [(p.detach().cpu() - w).abs().double() for p, w in zip(model.parameters(), first_weights, strict=True)]
     figures[metrics.CHANGE_NORM] = math.sqrt(sum(float(change.square().sum()) for change in changes))

@@ -64,6 +64,10 @@ CASES = [
     f"sharding=per_layer optimizer.decay=matrices optimizer.weight_decay=0.5 optimizer.embedding_lr=0.1 {ONE_CYCLE}",
     "sharding=root sharding.api=fsdp1 optimizer=adamw optimizer.decay=matrices lr_schedule.warmup_steps=5 "
     "optimizer.weight_decay=0.5",
+    *(
+        f"sharding={each} task.after_step={__name__}.shrinks"
+        for each in ("ddp", "per_block", "root sharding.api=fsdp1")
+    ),
     f"sharding=per_block optimizer._target_={__name__}.Named precision=fp16 precision.init_scale=2e6 {ONE_CYCLE}",
 ]
 SLOW = [
@@ -92,6 +96,11 @@ OWN = Layout(units=["embedding", "blocks.*"], blocks=["blocks.*"], last=["norm",
 def by_shape(named: Any) -> list[dict[str, Any]]:
     matrices, others = [p for _, p in named if p.ndim >= 2], [p for _, p in named if p.ndim < 2]
     return [{"params": matrices, "lr": 0.005}, {"params": others, "weight_decay": 0.0}]
+
+
+def shrinks(parts: Any, step: int) -> None:
+    for parameter in parts["model"].parameters():
+        parameter.mul_(1 - 0.01 * step)
 
 
 class Named(torch.optim.AdamW):

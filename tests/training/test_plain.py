@@ -217,6 +217,7 @@ CASES = {
         "lr_schedule._target_=torch.optim.lr_scheduler.OneCycleLR",
         "lr_schedule.max_lr=0.1",
     ),
+    "after a step": ("sharding=per_layer", "task.after_step=tests.report.test_pytorch.shrinks"),
     "noisy data": ("sharding=root", f"data._target_={__name__}.Noisy"),
     "dropout": ("sharding=per_block", "model.drop=0.5"),
     **{
