@@ -23,7 +23,7 @@ STARTS = (
     *("tracking.patience_s", "tracking.ui"),
 )
 _LENGTH = ("training.epochs", "training.max_steps", "training.timing_warmup_steps")
-_RECORDS = ("checkpoint", "export", "profile_trace", "memory_profile", "data.loader_workers")
+_RECORDS = ("checkpoint", "export", "profile_trace", "memory_profile", "data.loader_workers", "data.val_batch_size")
 # A trial that a resume trains and those of the start, with which it is compared.
 RESUMED = (*CELLS, "export", "profile_trace", "memory_profile", "tracking", "cluster.storage_path")
 # A trial and the checkpoint in its folder that it resumes from.

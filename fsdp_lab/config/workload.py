@@ -172,6 +172,8 @@ class DataConfig(OpenGroup):
     """Use only the first so many training samples; null: all."""
     num_val: Optional[int] = key(None, at_least_one)
     """Use only the first so many validation samples; null: all."""
+    val_batch_size: Optional[int] = key(None, at_least_one)
+    """Validation samples that a worker takes at once; null: as many as a microbatch has."""
     loader_workers: Optional[int] = key(None, not_negative)
     """Loader processes of each worker; null: 0 on a CPU, on a GPU the worker's cores minus one, at most 4."""
 

@@ -137,7 +137,8 @@ def build_loaders(data: Data, config: TrialConfig, dims: ParallelDims, device: t
         ConfigError: a global batch is larger than the training split.
     """
     order = TrainOrder(len(data.train), config.training, dims)
-    validated = val_order(len(data.val), microbatch_size(config.training, dims), dims)
+    val_size = config.data.val_batch_size or microbatch_size(config.training, dims)
+    validated = val_order(len(data.val), val_size, dims)
     workers, seed = config.data.loader_workers, config.training.seed
     return Loaders(
         order,

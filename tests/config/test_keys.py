@@ -37,8 +37,8 @@ COUNTS = {
     """,
     "cells starts nights forecast param": "model.flops_per_unit",
     "cells starts nights param": """
-        data.loader_workers training.epochs training.max_steps training.timing_warmup_steps checkpoint.mode
-        checkpoint.every_epochs checkpoint.keep_last checkpoint.keep_best checkpoint.resume_from
+        data.loader_workers data.val_batch_size training.epochs training.max_steps training.timing_warmup_steps
+        checkpoint.mode checkpoint.every_epochs checkpoint.keep_last checkpoint.keep_best checkpoint.resume_from
         checkpoint.any_torch_version checkpoint.export_best export profile_trace memory_profile
     """,
     "cells starts checkpoint param": "repeat",

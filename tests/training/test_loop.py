@@ -247,3 +247,35 @@ def test_every_kind_of_error_is_raised_on_every_rank(tmp_path: Path) -> None:
     expected = [f"{type(error).__name__}: {error}" for error in ERRORS for _ in range(2)]
     assert first == [*expected, "ZeroDivisionError: of a value"]
     assert [each.removeprefix("RuntimeError: ") for each in second] == first, "what cannot be sent has its text"
+
+
+class Sizes(nn.Linear):
+    """Notes how many samples come at once in validation."""
+
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            Sizes.seen.append(len(x))
+        return super().forward(x)
+
+
+def validated(cases: list[list[str]]) -> list[tuple[list[int], float]]:
+    found = []
+    for words in cases:
+        Sizes.seen.clear()
+        ((_, reported),) = train_all([words])
+        found.append(([*Sizes.seen], reported[-1]["val/loss"]))
+    return found
+
+
+def test_validation_takes_as_many_samples_at_once_as_asked() -> None:
+    """30 samples of two ranks, each of which counts once; checks of the first steps, before, take microbatches."""
+    words = [f"model._target_={__name__}.Sizes", f"data._target_={__name__}.SlowRows", f"task.loss={__name__}.mean_of",
+             "sharding=root"]  # fmt: skip
+    (by_16, one), (by_4, other) = run_ranks(2, validated, [words, [*words, "data.val_batch_size=4"]])[0]
+    assert by_16[-1:] == [15] and by_4[-4:] == [4, 4, 4, 3]
+    assert one == pytest.approx(other)
