@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fsdp_lab.config.axes.activation_offload import ActivationOffloadKeys
 from fsdp_lab.config.axes.api import ApiKeys, kind_of
 from fsdp_lab.config.axes.checkpointing import CheckpointingKeys
 from fsdp_lab.config.axes.compile import CompileKeys
@@ -53,7 +54,7 @@ class _Groups:
 
 
 @dataclass
-class TrialConfig(CompileKeys, CheckpointingKeys, _Groups):
+class TrialConfig(CompileKeys, ActivationOffloadKeys, CheckpointingKeys, _Groups):
     """Everything that determines the training of one setting."""
 
     repeat: int = key(0, not_negative)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fsdp_lab.config import TrialConfig
+from fsdp_lab.config.axes.activation_offload import ActivationOffload
 from fsdp_lab.config.axes.offload import OffloadTarget
 from fsdp_lab.config.axes.precision import Dtype
 from fsdp_lab.config.axes.reshard import ReshardPolicy
@@ -277,7 +278,9 @@ def weigh(
         # PyTorch frees what NCCL has sent when its watchdog looks, every 0.1 s: two copies, as on an H200 with steps of
         # 0.05 s
         allowances[COMPRESSED] = 2 * 2 * num_trained
-    pinned = ("input", *(("param", "grad") if config.offload.target is OffloadTarget.cpu else ()))
+    pinned = {"input", *(("param", "grad") if config.offload.target is OffloadTarget.cpu else ())}
+    if config.activation_offload is not ActivationOffload.none:
+        pinned.add("activation")
     return Forecast(
         True,
         num_workers,
@@ -298,7 +301,7 @@ def pinned_rounding(profile: Profile, pinned: Collection[str]) -> int:
 
     Args:
         pinned: the categories. The loader pins batches; `offload=cpu` pins parameters and gradients, not the
-            optimizer's state.
+            optimizer's state; `activation_offload=cpu` pins activations.
     """
     peak = profile.peak("host")
     sizes = [held.num_bytes for held in peak.held if held.category in pinned] if peak else []

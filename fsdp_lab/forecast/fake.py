@@ -24,6 +24,7 @@ from fsdp_lab.forecast.torch_private import (
 from fsdp_lab.memory.torch_private import (
     DEVICE,
     TorchDispatchMode,
+    active_fake_mode,
     without_modes,
 )
 from fsdp_lab.training.distributed import DistributedContext, leave_process_group
@@ -82,6 +83,7 @@ def _with_whole_storage(result: Tensor, first: Tensor, second: Tensor) -> Tensor
     return whole.as_strided(result.shape, result.stride())
 
 
+_PUT_MEMORY = torch.ops.aten.set_.source_Storage_storage_offset
 _RNN = torch.ops.aten.mkldnn_rnn_layer.default
 _RNN_WORKSPACE = 3  # which of its results
 _sizes: dict[str, int] = {}
@@ -120,6 +122,9 @@ class ValuesOnRequest(TorchDispatchMode):
             # 1 is a step count and a loss scale that can be divided by; 0 is "no gradient was infinite"
             if not isinstance(asks, torch.optim.Optimizer) or _is_step_count(args[0], asks):
                 return 0.0 if name == STEP_IF_FINITE else 1.0
+        if func is _PUT_MEMORY:  # PyTorch would remember the result, and with it keep the memory
+            with mock.patch.object(active_fake_mode(), "cache_enabled", False):
+                return func(*args, **(kwargs or {}))
         if func is FLOAT8_PRODUCT:  # it has no fake result: a product of zeros would be computed
             return (kwargs or {})["out"]
         if func in _MADE_WHOLE:

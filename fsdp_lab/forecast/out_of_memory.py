@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_lab.config import SweepConfig, UserError
+from fsdp_lab.config.axes.activation_offload import ActivationOffload
 from fsdp_lab.config.axes.checkpointing import ActivationCheckpointing
 from fsdp_lab.config.axes.offload import OffloadTarget
 from fsdp_lab.config.axes.reshard import ReshardPolicy
@@ -210,6 +211,7 @@ def smaller_settings(config: SweepConfig, samples_per_worker: int) -> Iterator[l
         "activation_checkpointing=full": config.activation_checkpointing is not ActivationCheckpointing.full,
         f"training.grad_accum_steps={2 * steps}": samples_per_worker % (2 * steps) == 0,
         "offload=cpu": config.offload.target is OffloadTarget.none,
+        "activation_offload=cpu": config.activation_offload is ActivationOffload.none,
     }
     able = [change for change, helps in single.items() if helps]
     yield from ([change] for change in able)

@@ -50,7 +50,10 @@ _OF_DTENSOR = {  # activations of tensor-parallel layers, and norms of gradients
 }
 _WITH_BIAS = {"aten.addmm", "aten.baddbmm"}  # it comes first
 _PRODUCTS = {"aten.mm", "aten.bmm", "aten._scaled_mm", *_WITH_BIAS}
-_NO_WORK = ("prim.", "profiler.", "aten.empty", "aten.new_empty", "aten._local_scalar_dense", "_c10d_functional.wait")
+_NO_WORK = (
+    *("prim.", "profiler.", "aten.empty", "aten.new_empty", "aten.set_", "aten._local_scalar_dense"),
+    "_c10d_functional.wait",
+)
 # What reads as much as it returns, of something larger.
 _PICKS = {"aten.embedding", "aten.index", "aten.gather", "aten.nll_loss_forward", "aten.index_select"}
 _BACKWARD_PRODUCTS = 5.0  # of attention: the scores again, and the gradients of query, key, value and scores

@@ -310,13 +310,13 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is dense and of no class of its own, but for a fake one."""
     return (type(tensor) is Tensor or isinstance(tensor, FakeTensor)) and tensor.layout is torch.strided
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:
-    return _is_plain(first) and _is_plain(second) and first.shape == second.shape and first.dtype is second.dtype
+    return is_plain(first) and is_plain(second) and first.shape == second.shape and first.dtype is second.dtype
 
 
 def _has_storage_alone(tensor: Tensor) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib import resources
 
 from fsdp_lab.config import TrialConfig, part
+from fsdp_lab.config.axes.activation_offload import SMALLEST
 from fsdp_lab.config.axes.api import strategy_of
 from fsdp_lab.config.axes.compile import compiles_loss
 from fsdp_lab.config.axes.precision import Dtype, PrecisionConfig
@@ -112,6 +113,7 @@ def to_pytorch(
         grouped=config.optimizer.groups or config.optimizer.has_groups,
         schedule="" if constant or steps_per_epoch is None else _schedule(config, steps_per_epoch, calls or {}),
         steps_per_epoch=steps_per_epoch,
+        smallest=SMALLEST,
         ignored=_IGNORED.get(config.task.name),
         left_out=", ".join(left_out),
     )

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from fsdp_lab.config.axes.activation_offload import ActivationOffload
 from fsdp_lab.config.axes.checkpointing import ActivationCheckpointing
 from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.training import MATRIX_PRODUCTS, SAVED_OPERATORS
@@ -24,7 +25,7 @@ _GONE = object()
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], config: TrialConfig) -> None:
     """Let the backward pass compute the forward pass of some of these blocks again, in place: names stay."""
-    every, options = 1, {}
+    every, options = 1, dict[str, Any]()
     match config.activation_checkpointing:
         case ActivationCheckpointing.none:
             return
@@ -34,6 +35,8 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], config: TrialConfig) -> None:
             every = config.activation_checkpointing_every
         case ActivationCheckpointing.selective:
             options = {"context_fn": selective_contexts}
+            if config.activation_offload is not ActivationOffload.none:  # moves what is saved, too
+                options["respect_saved_tensors_hooks"] = True
         case _:
             raise ValueError(f"activation_checkpointing={config.activation_checkpointing} is not known")
     for block in blocks[every - 1 :: every]:
@@ -59,8 +62,8 @@ class _Recomputed:
     dropped. `checkpoint` does so for PyTorch's own generators.
     """
 
-    def __init__(self, block: nn.Module, context_fn: Callable[[], Any] = noop_context_fn) -> None:
-        self._block, self._forward, self._contexts = block, block.forward, context_fn
+    def __init__(self, block: nn.Module, **options: Any) -> None:
+        self._block, self._forward, self._options = block, block.forward, options
         self._changing: dict[Key, bool] = {}  # whether a pass changes a buffer, once it was seen
         self._drawing: list[Access] = []  # generators of the block that one of the first passes has drawn from
         self._looks = 2  # passes in which they are looked for: a block may make them in its first
@@ -68,7 +71,7 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        return checkpoint(self._once(), *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        return checkpoint(self._once(), *args, use_reentrant=False, **self._options, **kwargs)
 
     def _once(self) -> Callable[..., Any]:
         """Return the block's forward pass for one call. Every further run of it is a recomputation."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_lab.config.axes.activation_offload import ActivationOffload
 from fsdp_lab.config.axes.checkpointing import ActivationCheckpointing
 from fsdp_lab.config.axes.sharding import Granularity
 from fsdp_lab.config.errors import ModelError
@@ -16,6 +17,7 @@ from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.wording import count
 from fsdp_lab.memory.torch_private import unsplit_classes
 from fsdp_lab.training.activation_checkpointing import check_no_unit_inside, checkpoint_blocks
+from fsdp_lab.training.activation_offload import offload_blocks
 
 _METHOD = "_fsdp_lab_method"  # an argument, so that a recomputation chooses the same
 BlockClasses = tuple[type[nn.Module], ...]
@@ -68,6 +70,7 @@ def check_blocks(model: nn.Module, blocks: BlockClasses, config: TrialConfig) ->
     needed_by = {
         "sharding=per_block": config.sharding.granularity is Granularity.per_block,
         f"activation_checkpointing={checkpointing.name}": checkpointing is not ActivationCheckpointing.none,
+        "activation_offload=cpu": config.activation_offload is ActivationOffload.cpu,
         "compile=true": config.compile,
         "precision=float8": config.precision.float8,
     }
@@ -112,7 +115,7 @@ def batch_norm_notes(model: nn.Module, dp_degree: int) -> list[str]:
 def apply_to_blocks(
     model: nn.Module, block_classes: BlockClasses, units: Sequence[nn.Module], config: TrialConfig
 ) -> None:
-    """Apply activation checkpointing, then compile, to every block, in place.
+    """Apply activation checkpointing, then offloading of activations, then compile, to every block, in place.
 
     Before that, let the methods `model.forward_methods` gather the units, and be recomputed where `forward` is.
 
@@ -126,9 +129,11 @@ def apply_to_blocks(
     checkpointing = config.activation_checkpointing
     if checkpointing is ActivationCheckpointing.selective:
         check_no_unit_inside(blocks, units)
-    recomputed = blocks if checkpointing is not ActivationCheckpointing.none else []
-    _apply_methods(model, [*units, *recomputed], config.model.forward_methods or ())
+    offloads = config.activation_offload is not ActivationOffload.none
+    changed = blocks if offloads or checkpointing is not ActivationCheckpointing.none else []
+    _apply_methods(model, [*units, *changed], config.model.forward_methods or ())
     checkpoint_blocks(blocks, config)
+    offload_blocks(blocks, units, config)  # around it, which saves the inputs of a block alone
     if config.compile:
         torch.compiler.reset()  # code that an earlier trial of this process compiled, for any shape if it saw several
         # PyTorch keeps code on disk with the names of process groups in it, which are others in another mesh

@@ -219,6 +219,7 @@ def main_settings(config: TrialConfig, model: str) -> dict[str, str]:
         "offload": config.offload.target.name,
         "reshard_after_forward": config.reshard_after_forward.policy.name,
         "activation_checkpointing": config.activation_checkpointing.name,
+        "activation_offload": config.activation_offload.name,
         "optimizer": config.optimizer.kind,
         "global batch": f"{training.global_batch_size} in {training.grad_accum_steps} part(s)",
     }

@@ -27,7 +27,7 @@ COUNTS = {
         optimizer.weight_decay optimizer.momentum optimizer.implementation optimizer.groups optimizer.decay
         optimizer.embedding_lr
         training.global_batch_size training.grad_accum_steps training.sync_each_microbatch training.max_grad_norm
-        activation_checkpointing activation_checkpointing_every compile compile_loss
+        activation_checkpointing activation_checkpointing_every activation_offload compile compile_loss
     """,
     "cells starts checkpoint nights param": """
         precision.init_scale precision.growth_interval data.num_train data.num_val task.metrics

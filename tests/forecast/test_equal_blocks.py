@@ -72,6 +72,14 @@ def assert_equal(step: Step, whole: Step, trial: TrialConfig, ranks: int, cuda: 
         pytest.param(("sharding=per_block", "sharding.dp_replicate=2", "offload=cpu"), 4, True, marks=pytest.mark.ci),
         pytest.param(("sharding=per_block", "sharding.tp=2"), 4, True, marks=pytest.mark.ci),
         pytest.param(("sharding=per_layer", "optimizer=sgd"), 2, False, marks=pytest.mark.ci),
+        (("sharding=per_block", "precision=bf16_mixed", "activation_offload=cpu"), 8, True),
+        pytest.param(
+            ("sharding=per_block", "activation_offload=cpu", "activation_checkpointing=selective"),
+            2,
+            False,
+            marks=pytest.mark.ci,
+        ),
+        pytest.param(("sharding=per_block", "sharding.tp=2", "activation_offload=cpu"), 4, True, marks=pytest.mark.ci),
     ],
 )
 def test_twenty_blocks_are_made_of_six(words: tuple[str, ...], ranks: int, cuda: bool):

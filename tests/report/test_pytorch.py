@@ -50,6 +50,9 @@ CASES = [
     "sharding=per_block activation_checkpointing=every_n sharding.blocks_per_unit=3 "
     "sharding.separate_reduce_scatter_group=true sharding.forward_prefetch=1",
     "sharding=per_block activation_checkpointing=selective",
+    "sharding=per_block activation_offload=cpu precision=bf16_mixed",
+    "sharding=per_layer activation_offload=cpu activation_checkpointing=full",
+    "sharding=per_block sharding.tp=2 activation_offload=cpu",
     # FSDP1 accumulates what it reduces later in the type of computation
     "sharding=per_block sharding.api=fsdp1 precision=bf16_mixed training.grad_accum_steps=2 training.max_grad_norm=0.5",
     "sharding=per_layer sharding.api=fsdp1 precision=fp16 precision.init_scale=2e6 offload=cpu "
@@ -212,7 +215,7 @@ def test_the_pasted_function_trains_as_the_trial(results: dict[str, dict[str, An
     assert len(result["trial"]) == 8
     assert result["bare"] == pytest.approx(result["trial"], abs=TOLERANCE), result["code"]
     imported = re.findall(r"^ *(?:import|from) (\w+)", result["code"], re.MULTILINE)
-    assert {*imported} <= {"torch", "re", "functools", "math", "tests"}, "the script is its user's: it has no fsdp_lab"
+    assert {*imported} <= {"torch", "re", "functools", "math", "tests", "weakref"}, "the script is its user's: it has no fsdp_lab"
 
 
 def train_language(*words: str) -> tuple[list[float], list[float], str]:

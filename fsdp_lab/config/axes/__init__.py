@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.config.axes import (
+    activation_offload,
     api,
     checkpointing,
     compile,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 # In the order in which rules are applied, and in which a departure from the plain value weighs.
 AXES: tuple[Axis, ...] = (
     sharding.AXIS, api.AXIS, embeddings.AXIS, tensor_parallel.AXIS, prefetch.AXIS, precision.AXIS, offload.AXIS,
-    reshard.AXIS, checkpointing.AXIS, compile.AXIS,
+    reshard.AXIS, checkpointing.AXIS, activation_offload.AXIS, compile.AXIS,
 )  # fmt: skip
 
 

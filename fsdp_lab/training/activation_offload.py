@@ -1,0 +1,114 @@
+"""What autograd saves of a block waits for the backward pass in host memory.
+
+`torch.autograd.graph.save_on_cpu` also moves weights, and a tensor once for each operator that saves it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp_lab.config.axes.activation_offload import SMALLEST, ActivationOffload
+from fsdp_lab.config.trial import TrialConfig
+from fsdp_lab.memory.torch_private import is_plain, storages_of, version_of, wait_for
+
+
+def offload_blocks(blocks: Sequence[nn.Module], units: Sequence[nn.Module], config: TrialConfig) -> None:
+    """Let what autograd saves of these blocks be in host memory between the passes, in place: names stay.
+
+    Args:
+        units: the modules that are to become sharding units.
+    """
+    if config.activation_offload is ActivationOffload.none:
+        return
+    copies: Any = WeakIdKeyDictionary()
+    for block in blocks:
+        inside = {*block.modules()} - {block}
+        block.forward = _saving_on_host(block, copies, not inside.isdisjoint(units))
+
+
+def _saving_on_host(block: nn.Module, copies: Any, has_units: bool) -> Callable[..., Any]:
+    """Return the forward pass of a block, of which all that is saved goes to the host but weights and buffers.
+
+    Args:
+        copies: storage on the device -> a reference to its copy, of all blocks.
+        has_units: units inside of the block gather their weights while it runs.
+    """
+    forward = block.forward
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        held = _held(block)
+
+        def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+            local = wait_for(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
+            if not is_plain(local) or local.is_complex() or local.untyped_storage().nbytes() < SMALLEST:
+                return tensor
+            storage = local.untyped_storage()
+            if storage in (_held(block) if has_units else held):
+                return tensor
+            reference = copies.get(storage)
+            copy = reference and reference()
+            if copy is None or copy.state != (version_of(local), local.dtype):
+                copy = _Copy(local)
+                copies[storage] = weakref.ref(copy)
+            back = partial(copy.back, local.storage_offset(), local.shape, local.stride())
+            if not isinstance(tensor, DTensor):
+                return back
+            whole: dict[str, Any] = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+            mesh, placements = tensor.device_mesh, tensor.placements
+            return lambda: DTensor.from_local(back(), mesh, placements, **whole)
+
+        with saved_tensors_hooks(pack, _unpack):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved()
+
+
+def _held(block: nn.Module) -> set[torch.UntypedStorage]:
+    """Return the memory that the modules of a block hold, which stays: weights, gathered or FSDP1's views, buffers."""
+    held = set[torch.UntypedStorage]()
+    for module in block.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()):
+            if isinstance(tensor, Tensor):
+                held |= storages_of(tensor)
+    return held
+
+
+class _Copy:
+    """All memory of a tensor, on the host.
+
+    Both ways it is copied on the current stream, which neither the host nor any other operator waits for.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        flat = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
+        self.state = version_of(tensor), tensor.dtype
+        self._device = tensor.device
+        self._host = torch.empty_like(flat, device="cpu", pin_memory=tensor.device.type == "cuda")
+        self._host.copy_(flat, non_blocking=True)
+        self._back: weakref.ref[torch.UntypedStorage] | None = None
+
+    def back(self, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+        """Return a tensor of this memory on the device, which those that are there at once share."""
+        storage = self._back() if self._back is not None else None
+        if storage is None:
+            flat = torch.empty_like(self._host, device=self._device)
+            storage = flat.copy_(self._host, non_blocking=True).untyped_storage()
+            self._back = weakref.ref(storage)
+        return torch.empty(0, dtype=self._host.dtype, device=self._device).set_(storage, offset, shape, stride)
