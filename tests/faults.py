@@ -64,6 +64,8 @@ FIRST_BITS = "training/test_constructor.py::test_every_sharding_and_init_starts_
 ODD_USES = "training/test_odd_uses.py::test_odd_uses_train_as_plain_loops_or_are_refused"
 COMPUTES = "training/test_refused_models.py::test_what_computes_something_else_is_refused_by_its_name"
 UNSHARDABLE = "training/test_refused_models.py::test_what_cannot_be_sharded_is_refused_by_its_name"
+MOVED = "training/test_activation_offload.py"
+WAITS = "forecast/test_memory.py::test_what_blocks_save_waits_on_the_host"
 CHANGES_ONCE = "training/test_activation_checkpointing.py::test_what_a_forward_pass_changes_changes_once"
 SAME_IMAGES = "training/test_start.py::test_a_step_sees_the_same_images_on_any_number_of_workers"
 OWN_PARTS = "training/test_optimizer.py::test_a_step_by_a_number_of_a_ranks_own_part_is_refused"
@@ -682,6 +684,39 @@ FAULTS = (
     Fault("a buffer that is replaced in a later pass ends a trial with selective checkpointing",
           "fsdp_lab/training/activation_checkpointing.py",
           "buffer.detach().clone() if copy is None else copy", "buffer if copy is None else copy", CHANGES_ONCE),
+    Fault("activation_offload moves nothing", "fsdp_lab/training/activation_offload.py",
+          "if config.activation_offload is ActivationOffload.none:", "if True:", WAITS),
+    Fault("activation_offload moves weights, too", "fsdp_lab/training/activation_offload.py",
+          "if storage in (_held(block) if has_units else held):", "if False:",
+          f"{MOVED}::test_weights_buffers_and_what_a_module_holds_stay"),
+    Fault("activation_offload moves weights that are gathered inside of a block",
+          "fsdp_lab/training/activation_offload.py", "(_held(block) if has_units else held)", "held", WAITS),
+    Fault("activation_offload moves a tensor once for each operator that saves it",
+          "fsdp_lab/training/activation_offload.py", "copies[storage] = weakref.ref(copy)", "pass",
+          f"{MOVED}::test_each_memory_is_moved_once_and_comes_back_as_it_was"),
+    Fault("what was moved comes back as it was before it changed", "fsdp_lab/training/activation_offload.py",
+          "copy.state != (version_of(local), local.dtype)", "False",
+          f"{MOVED}::test_each_memory_is_moved_once_and_comes_back_as_it_was"),
+    Fault("views of one memory come back as a copy each", "fsdp_lab/training/activation_offload.py",
+          "self._back = weakref.ref(storage)", "pass", f"{MOVED}::test_views_come_back_together"),
+    Fault("activation_offload moves what is computed again", "fsdp_lab/training/blocks.py",
+          "    checkpoint_blocks(blocks, config)\n", "    offload_blocks(blocks, units, config)\n"
+          "    checkpoint_blocks(blocks, config)\n",
+          f"{MOVED}::test_each_memory_is_moved_once_and_comes_back_as_it_was"),
+    Fault("what selective saves stays on the device", "fsdp_lab/training/activation_checkpointing.py",
+          'options["respect_saved_tensors_hooks"] = True', 'options["respect_saved_tensors_hooks"] = False', WAITS),
+    Fault("bytes on the host count as the device's", "fsdp_lab/memory/recorder.py",
+          '"device" if tensor.device == self._parallel.device else "host"', '"device"', WAITS),
+    Fault("a forecast keeps what comes back from the host", "fsdp_lab/forecast/fake.py",
+          "if func is _PUT_MEMORY:", "if False:", WAITS),
+    Fault("what comes back from the host is written once more", "fsdp_lab/forecast/trace.py",
+          '"aten.set_", ', "", f"{TRACE}::test_what_blocks_save_crosses_twice_on_the_stream_of_computation"),
+    Fault("pinned activations are counted as if they had no rounding", "fsdp_lab/forecast/capacity.py",
+          'pinned.add("activation")', "pass",
+          "forecast/test_memory.py::test_what_a_gpu_needs_beside_its_tensors_is_named"),
+    Fault("explain does not offer to offload activations", "fsdp_lab/forecast/out_of_memory.py",
+          "config.activation_offload is ActivationOffload.none", "False",
+          f"{SHORT}::test_what_blocks_save_may_go_to_the_host"),
     Fault("labels that do not count weigh in a language model", "fsdp_lab/config/workload.py",
           'or not str(data.target).startswith("fsdp_lab.")', "", LEARNS),
     Fault("a batch without a label has no loss", "fsdp_lab/workloads/tasks/tokens.py",

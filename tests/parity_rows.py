@@ -110,6 +110,7 @@ OWN_UNITS = f"{PER_BLOCK} sharding.embeddings=own"
 ALWAYS, NEVER = "reshard_after_forward=always", "reshard_after_forward=never"
 FULL, SELECTIVE = "activation_checkpointing=full", "activation_checkpointing=selective"
 EVERY_ONE = "activation_checkpointing=every_n activation_checkpointing_every=1"
+MOVED = "activation_offload=cpu"
 IN_CHUNKS = "task.loss_chunks=3"
 SGD = "optimizer=sgd optimizer.weight_decay=0"
 CLIP = "training.max_grad_norm=0.1"
@@ -161,6 +162,7 @@ IN_MAKE_TEST: Cells = {
         f"{FSDP1} {PER_LAYER} training.sync_each_microbatch=true {ACCUMULATE} {FULL} init=rank0",
         f"{FSDP1} {SIZE_BASED} {NEVER} {ACCUMULATE} optimizer.implementation=for_loop",
         f"{FSDP1} {ROOT} optimizer.implementation=fused",
+        f"{PER_BLOCK} {ALWAYS} {ACCUMULATE} {MOVED}",
     ),
     "mlp on 1": (f"{PER_BLOCK} sharding.find_unused_parameters=true", f"{FSDP1} {PER_BLOCK}"),
     "mlp on 4": (
@@ -176,7 +178,7 @@ IN_MAKE_TEST: Cells = {
         f"{DDP} precision=bf16_pure {SGD}",
     ),
     "vit": (f"{PER_BLOCK} {EVERY_ONE} sharding.blocks_per_unit=2",),
-    "language": (f"{PER_BLOCK} {SELECTIVE} {IN_CHUNKS}", f"{OWN_UNITS} {ACCUMULATE} {CLIP}"),
+    "language": (f"{PER_BLOCK} {SELECTIVE} {IN_CHUNKS}", f"{OWN_UNITS} {ACCUMULATE} {CLIP}", f"{DDP} {FULL} {MOVED}"),
     "language, tied on 4": (f"{PER_BLOCK} {TP}2 {PURE} {ACCUMULATE} {CLIP} init=rank0",),
     "language on 4": (f"{PER_BLOCK} {TP}2 {ALWAYS} {FULL} {ACCUMULATE}",),
     "language, 4 kv heads on 4": (f"{ROOT} {TP}4 init=rank0 {CLIP}",),
@@ -252,10 +254,12 @@ LATER: Cells = {
     "vit": (
         f"{DDP} {ACCUMULATE}", f"{FSDP1} {PER_BLOCK} {FULL}",
         f"{OWN_UNITS} {FULL} sharding.blocks_per_unit=2 offload=cpu",
+        f"{FSDP1} {PER_LAYER} {MOVED}", f"{PER_LAYER} precision=bf16_mixed {EVERY_ONE} {MOVED} offload=cpu",
     ),
     "language on 4": (
         *TP_GRID[::6],
         f"{PER_BLOCK} {TP}2 {IN_CHUNKS} offload=cpu {CLIP}",
+        f"{PER_BLOCK} {TP}2 {MOVED} {CLIP}",
         f"{PER_BLOCK} {TP}2 sharding.dp_replicate=2 training.sync_each_microbatch=true {ACCUMULATE} "
         "sharding.separate_reduce_scatter_group=true",
         f"{PER_BLOCK} {TP}2 {TO_SIZE}2 sharding.forward_prefetch=2 sharding.backward_prefetch=1 precision=bf16_mixed",
@@ -272,8 +276,8 @@ LATER: Cells = {
     ),
     "user": (
         f"{FSDP1} {PER_BLOCK} {ALWAYS}", f"{FSDP1} {PER_LAYER} init=rank0",
-        f"{ROOT} {NEVER}", f"{PER_LAYER} {ALWAYS}", f"{SMALLEST_UNITS} {NEVER} init=rank0", *SETTINGS[:2], *IN_HALF,
-        f"{OWN_UNITS} {ACCUMULATE}",
+        f"{ROOT} {NEVER} {MOVED}", f"{PER_LAYER} {ALWAYS}", f"{SMALLEST_UNITS} {NEVER} init=rank0",
+        *SETTINGS[:2], *IN_HALF, f"{OWN_UNITS} {ACCUMULATE}",
     ),
     "user, with state on 1": (f"{DDP} {SELECTIVE}", f"{PER_LAYER} {EVERY_ONE}"),
     "complex": (DDP,),

@@ -146,6 +146,11 @@ class Forecast:
         return self.host_bytes * self.host.num_workers + sum(self.host_once.values())
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether the host holds parameters or what blocks save."""
+        return any(self.peaks.get("host", {}).get(name) for name in ("param", "activation"))
+
+    @property
     def host_is_short(self) -> bool:
         """Whether the workers of a host need more memory than it has."""
         capacity = self.host.memory_bytes

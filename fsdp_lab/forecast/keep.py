@@ -9,6 +9,7 @@ from fractions import Fraction
 from hashlib import sha256
 
 from fsdp_lab.config import TrialConfig, flatten, forecast_settings
+from fsdp_lab.config.axes.activation_offload import ActivationOffload
 from fsdp_lab.config.axes.offload import OffloadTarget
 from fsdp_lab.config.axes.precision import Dtype
 from fsdp_lab.config.axes.sharding import Granularity
@@ -42,12 +43,14 @@ def unlike(config: TrialConfig, sheet: Device) -> tuple[str, ...]:
     Those are the steps of experiments/published, and on a CPU those of its probe.
     """
     known = Dtype.float32 if sheet.kind is DeviceKind.cpu else Dtype.bfloat16
-    offload, sharding, dtype = config.offload.target, config.sharding.granularity, config.precision.param_dtype
+    offload, moved = config.offload.target, config.activation_offload
+    sharding, dtype = config.sharding.granularity, config.precision.param_dtype
     paged = " (pageable copies are assumed to be half as fast as pinned ones; the range covers as fast to a quarter)"
     paged = "" if sheet.pageable_bandwidth else paged
     differences = {
         "offload=cpu": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu,
         f"offload=cpu_unpinned{paged}": sheet.kind is DeviceKind.cuda and offload is OffloadTarget.cpu_unpinned,
+        "activation_offload=cpu": sheet.kind is DeviceKind.cuda and moved is not ActivationOffload.none,
         f"sharding={sharding.value}": sharding is not Granularity.per_block,
         f"sharding.tp={config.sharding.tp}": config.sharding.tp > 1,
         f"parameters in {dtype.value}": dtype is not known,

@@ -236,6 +236,36 @@ def test_offloaded_state_is_counted_on_the_host():
         assert sum(size for name, size in place.items() if name != "total") == place["total"]
 
 
+# lm_tiny in bfloat16, by token and block: its input, that of both norms' layers, q and k after rotation, v, attention's
+# output by heads and by tokens, the sum before the second norm; four of the feed-forward's width; 4 bytes a head of
+# attention's sums and for each norm.
+SAVED = 2 * (64 + 64 + 64 + 64 + 32 + 32 + 64 + 64 + 64 + 4 * 192) + 4 * (4 + 2)
+
+
+@pytest.mark.parametrize("words", ["sharding=per_block", "sharding=root", "sharding.api=fsdp1 sharding=per_layer"])
+def test_what_blocks_save_waits_on_the_host(words: str):
+    """All of it, once, and no weights. Where long sequences hold the peak it is lower by just that, where weights,
+    gradients and the optimizer's states do by nothing."""
+
+    def peaks(length: int, checkpointing: str) -> list[dict[str, dict[str, int]]]:
+        lm = ("model=lm_tiny", "task=language", "data=synthetic_tokens", "training.global_batch_size=2",
+              "precision=bf16_mixed", f"data.seq_len={length}", f"model.max_seq_len={length}",
+              "reshard_after_forward=always", f"activation_checkpointing={checkpointing}", *words.split())  # fmt: skip
+        return [forecast_profile(config(*lm, f"activation_offload={o}"), 2, cuda=True).peaks for o in ("none", "cpu")]
+
+    kept, moved = peaks(2048, "none")
+    assert moved["host"]["activation"] == 2 * 2048 * SAVED and kept["host"]["activation"] == 0
+    assert kept["device"]["total"] - moved["device"]["total"] == 2 * 2048 * SAVED > kept["device"]["total"] / 2
+    if "per_layer" not in words:  # whose units a recomputation would count
+        kept, moved = peaks(2048, "selective")
+        # the inputs, every second of seven products, and attention with its sums
+        assert moved["host"]["activation"] == 2 * 2048 * (2 * (64 + 64 + 32 + 192 + 64 + 64) + 4 * 4)
+    kept, moved = peaks(32, "full")
+    assert moved["host"]["activation"] == 2 * 32 * 64 * 2, "the input of each of two blocks"
+    if words == "sharding=per_block":
+        assert moved["device"]["total"] == kept["device"]["total"]
+
+
 def test_what_a_gpu_needs_beside_its_tensors_is_named():
     """DDP's gradients of 16 bits are held twice; a GPU that is full does without the copy that NCCL still holds."""
     assert forecast(config("model=mlp"), 8, cuda=False).allowances == {}
@@ -254,6 +284,9 @@ def test_what_a_gpu_needs_beside_its_tensors_is_named():
     # pinned buffers are powers of two, as the batch is; parameters and gradients: the head's weight and bias
     pinned = forecast(config("model=mlp", "offload=cpu"), 2, cuda=True).host_allowances.values()
     assert [*pinned] == [2 * ((32768 - 5 * 1024 * 4) + (32 - 20))]
+    # and what a block saves: 16 rows of 1000 numbers, beside as many pixels as are a power of two
+    moved = forecast(config("model=mlp", "model.hidden_dim=1000", "activation_offload=cpu"), 2, cuda=True)
+    assert [*moved.host_allowances.values()] == [65536 - 16 * 1000 * 4]
     # a communicator of all, two of hybrid sharding, and one of a smaller mesh
     smaller = ("reshard_after_forward=to_size", "reshard_after_forward.size=2", "sharding.dp_replicate=2")
     assert (communicators(config(), 8), communicators(config(*smaller), 8)) == (1, 4)

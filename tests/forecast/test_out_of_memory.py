@@ -16,7 +16,7 @@ from fsdp_lab.commands import explain
 from fsdp_lab.config import UserError
 from fsdp_lab.forecast.allocator import CachingAllocator, segment_bytes
 from fsdp_lab.forecast.forecast import forecast_profile
-from fsdp_lab.forecast.out_of_memory import Printed, Shortage, read_message, read_snapshot, who_asked
+from fsdp_lab.forecast.out_of_memory import Printed, Shortage, read_message, read_snapshot, smaller_settings, who_asked
 from fsdp_lab.memory.profile import Profile
 from tests.conftest import ROOT
 from tests.ranks import config
@@ -214,6 +214,12 @@ def test_the_command_names_the_tensor_and_settings_that_fit(tmp_path: Path):
     for typed in fits:
         of = [*words, *typed.split(), "forecast.device=cuda", "forecast.capacity_gib=3"]
         assert "every setting fits" in output("fsdp_lab.forecast", *of)
+
+
+def test_what_blocks_save_may_go_to_the_host():
+    kept, moved = (list(smaller_settings(config(f"activation_offload={where}"), 2)) for where in ("none", "cpu"))
+    assert ["activation_offload=cpu"] in kept and ["activation_checkpointing=full", "activation_offload=cpu"] in kept
+    assert not any("activation_offload=cpu" in typed for typed in moved)
 
 
 def test_a_trials_folder_brings_its_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):

@@ -225,6 +225,17 @@ def test_what_travels_to_the_device_has_the_bytes_of_the_shards():
     assert sum(o.num_bytes for o in back) == shards
 
 
+def test_what_blocks_save_crosses_twice_on_the_stream_of_computation():
+    """32 rows of 1024 pixels, and what the only hidden layer returns, in float32; the batch is in whole numbers."""
+    words = ("model=mlp", "sharding=per_block", "precision=fp32", "activation_offload=cpu")
+    step = forecast_step(config(*words, "training.global_batch_size=64"), 2, cuda=True, traced=True)
+    for phase in ("forward", "backward"):
+        moved = [o for o in step.program if o.kind is Kind.transfer and o.phase == phase and o.module]
+        assert [o.num_bytes for o in moved] == [32 * 1024 * 4] * 2
+        assert {o.stream for o in moved} == {Stream.compute} and all(o.name != "aten.set_" for o in step.program)
+        assert not any(o.module.startswith("head") for o in moved)
+
+
 def test_a_fused_chain_is_one_kernel_and_keeps_its_input():
     """y = sin(sin(2 x)): eager execution keeps what each sine gets; the compiler keeps x and computes these again."""
     kernels: list[tuple[list[int], list[int]]] = []

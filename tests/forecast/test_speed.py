@@ -244,6 +244,7 @@ def test_a_step_is_known_by_how_it_differs_from_those_compared():
         ("sharding.api=fsdp1", [], ["eager"]),
         ("sharding.tp=2", ["sharding.tp=2"], ["eager"]),
         ("offload=cpu compile=true", ["offload=cpu"], ["compiled"]),
+        ("activation_offload=cpu", ["activation_offload=cpu"], ["eager"]),
         ("compile=true precision=float8", [], ["float8"]),
     ):
         asked, device = config(*LANGUAGE, *words.split()), sheet("h100_sxm")
