@@ -347,7 +347,8 @@ GPU_CELLS: Cells = {
         *(f"{PER_BLOCK} {settings}" for settings in (
             "init=rank0", "offload=cpu", IN_CHUNKS, "data.loader_workers=1", "memory_profile=peaks", FULL,
             "optimizer.implementation=fused", "optimizer.implementation=foreach", "optimizer.implementation=for_loop",
-            "activation_checkpointing=every_n", "sharding.embeddings=own", f"compile=true {FULL}",
+            "activation_checkpointing=every_n", MOVED, f"{MOVED} {FULL}", "sharding.embeddings=own",
+            f"compile=true {FULL}",
             f"precision=fp16 offload=cpu {SGD} {CLIP}", f"precision=fp16_mixed {ACCUMULATE} {SGD}",
             "sharding.blocks_per_unit=2 sharding.forward_prefetch=1 sharding.backward_prefetch=1",
         )),

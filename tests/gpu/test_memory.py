@@ -1,6 +1,6 @@
 """What the allocator held in a step, and how long the step took, against the forecast.
 
-On a GPU of the twelve settings in `_ON_A_GPU`; on a CPU of small ones, whose forecasts for a GPU are made, too.
+On a GPU of the settings in `_ON_A_GPU`; on a CPU of small ones, whose forecasts for a GPU are made, too.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _ON_A_GPU = {
         (VIT_B, "sharding=per_layer precision=fp32 training.grad_accum_steps=2 training.max_grad_norm=1"),
         (LLAMA, "sharding=per_block precision=bf16_mixed activation_checkpointing=full task.loss_chunks=8"),
         (LLAMA, "sharding=ddp precision=bf16_mixed"),
+        (LLAMA, "sharding=per_block precision=bf16_mixed activation_offload=cpu"),
         (VIT_B, "sharding=size_based sharding.min_num_params=5000000 precision=fp16_mixed offload=cpu_unpinned"),
     )
 }
@@ -50,6 +51,7 @@ SETTINGS = {  # with samples of a rank
         "model=vit_tiny data=synthetic sharding=per_block precision=bf16_mixed": 4,
         "model=lm_tiny data.seq_len=32 sharding=root precision=fp32 offload=cpu": 4,
         "model=vit_tiny data=synthetic sharding=ddp precision=fp16": 4,
+        "model=lm_tiny data.seq_len=32 sharding=per_block precision=bf16_mixed activation_offload=cpu": 4,
     },
 }
 CUDA_STEPS, CPU_STEPS = 12, 3
@@ -143,8 +145,10 @@ def test_a_forecast_for_a_gpu_is_made_on_any_machine(setting: str, forecasts: Fo
     forecast = forecasts.of(setting, True)
     assert 0 < forecast.peak_bytes <= forecast.reserved_bytes < forecast.needed_bytes
     assert forecast.speed is None or 0 < forecast.speed.low_s < forecast.speed.step_s < forecast.speed.high_s
-    if "offload=cpu" in setting:
+    if " offload=cpu" in setting:
         assert forecast.peaks["host"]["param"] > 0 == forecast.peaks["device"]["param"]
+    if "activation_offload=cpu" in setting:
+        assert forecast.peaks["host"]["activation"] > 0
 
 
 def test_faster_settings_are_predicted_to_be_faster(

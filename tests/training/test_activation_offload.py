@@ -44,12 +44,13 @@ def test_no_bit_of_a_loss_changes() -> None:
 
 class Block(nn.Module):
     """It saves views of one projection, expanded and transposed tensors, one that is changed in place after it was
-    saved, a mask of bytes, and what is too small."""
+    saved, a mask of bytes, a buffer, and what is too small."""
 
     def __init__(self, in_place: bool) -> None:
         super().__init__()
         self.in_place = in_place  # which no gradient survives if the tensor itself is saved
         self.project, self.out = nn.Linear(32, 96, bias=False), nn.Linear(32, 32)
+        self.register_buffer("scale", torch.rand(64, 32))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.view(1, 64, 4, 8).transpose(1, 2) for part in self.project(x).split(32, dim=-1))
@@ -60,6 +61,7 @@ class Block(nn.Module):
         total = total.add_(1) if self.in_place else total + 1
         second = total * x.cos()
         chosen = torch.where(x > 0, first, second)
+        chosen = chosen * self.scale
         return self.out(chosen.t().contiguous().t() * x.mean().expand(64, 32))
 
 
