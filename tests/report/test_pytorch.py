@@ -28,7 +28,7 @@ from fsdp_lab.workloads.build import build_task
 from fsdp_lab.workloads.examples.language.llama import Block, Llama
 from tests.conftest import ROOT
 from tests.ranks import Memo, config, run_ranks, selected
-from tests.training.test_activation_offload import followed
+from tests.training.saves import followed
 
 TOLERANCE = 1e-5
 TRIAL = ("model=vit_tiny", "data.num_train=null", "data.num_val=null", "training.global_batch_size=64",
@@ -229,7 +229,7 @@ def test_the_pasted_hooks_move_what_the_trials_do() -> None:
         block.forward = saving(block, WeakIdKeyDictionary())  # type: ignore[method-assign]
 
     ours = followed("cpu", "none")
-    with mock.patch("tests.training.test_activation_offload.apply_to_blocks", pasted_hooks):
+    with mock.patch("fsdp_lab.training.blocks.apply_to_blocks", pasted_hooks):
         theirs = followed("cpu", "none")
     assert ours[1] == theirs[1] and all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_lab.config import CombinationError
@@ -17,6 +15,7 @@ from fsdp_lab.training.blocks import apply_to_blocks
 from tests.operators import Operators
 from tests.parity import VIT, WORKLOADS
 from tests.ranks import config, run_ranks, train_all
+from tests.training.saves import followed
 
 SHARDINGS = (
     "sharding=ddp",
@@ -40,48 +39,6 @@ def test_no_bit_of_a_loss_changes() -> None:
         kept, moved = figures[::2], figures[1::2]
         assert [case for case, a, b in zip(CASES, kept, moved, strict=True) if a != b] == []
         assert len({str(each) for each in kept}) == 2, "each precision computes otherwise"
-
-
-class Block(nn.Module):
-    """It saves views of one projection, expanded and transposed tensors, one that is changed in place after it was
-    saved, a mask of bytes, a buffer, and what is too small."""
-
-    def __init__(self, in_place: bool) -> None:
-        super().__init__()
-        self.in_place = in_place  # which no gradient survives if the tensor itself is saved
-        self.project, self.out = nn.Linear(32, 96, bias=False), nn.Linear(32, 32)
-        self.register_buffer("scale", torch.rand(64, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.view(1, 64, 4, 8).transpose(1, 2) for part in self.project(x).split(32, dim=-1))
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(64, 32)
-        x = attended * x.mean(0).detach().expand(64, 32)
-        total = x.clone()
-        first = total * x.sin()
-        total = total.add_(1) if self.in_place else total + 1
-        second = total * x.cos()
-        chosen = torch.where(x > 0, first, second)
-        chosen = chosen * self.scale
-        return self.out(chosen.t().contiguous().t() * x.mean().expand(64, 32))
-
-
-def followed(where: str, checkpointing: str) -> tuple[list[Tensor], list[int]]:
-    """The output of a block and its gradients, and the bytes of each copy in its forward pass."""
-    torch.manual_seed(0)
-    block, copies = Block(in_place=(where, checkpointing) == ("cpu", "none")), list[int]()
-    apply_to_blocks(
-        block, (Block,), [], config(f"activation_offload={where}", f"activation_checkpointing={checkpointing}")
-    )
-    x = torch.randn(64, 32, requires_grad=True)
-
-    def note(name: str, args: Any, result: Any) -> None:
-        if name == "aten::copy_":
-            copies.append(args[0].untyped_storage().nbytes())
-
-    with Operators(note):
-        out = block(x)
-    out.square().sum().backward()
-    return [out.detach(), x.grad, *(p.grad for p in block.parameters())], copies
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
