@@ -74,7 +74,7 @@ def assert_equal(step: Step, whole: Step, trial: TrialConfig, ranks: int, cuda: 
         pytest.param(("sharding=per_layer", "optimizer=sgd"), 2, False, marks=pytest.mark.ci),
         (("sharding=per_block", "precision=bf16_mixed", "activation_offload=cpu"), 8, True),
         pytest.param(
-            ("sharding=per_block", "activation_offload=cpu", "activation_checkpointing=selective"),
+            ("sharding=per_block", "activation_offload=cpu", "activation_checkpointing=full"),
             2,
             False,
             marks=pytest.mark.ci,
