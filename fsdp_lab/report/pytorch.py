@@ -77,7 +77,8 @@ def to_pytorch(
     from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader
 
     # by its folder: to import the package is to import PyTorch
-    fragments = FileSystemLoader(str(resources.files("fsdp_lab.training") / "parallel"))
+    training = resources.files("fsdp_lab.training")
+    fragments = FileSystemLoader(str(training / "parallel"))
     loader = ChoiceLoader([PackageLoader("fsdp_lab.report"), fragments])
     templates = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     version = tuple(int(number) for number in torch_version.split("+")[0].split(".")[:2] if number.isdigit())
@@ -114,6 +115,7 @@ def to_pytorch(
         schedule="" if constant or steps_per_epoch is None else _schedule(config, steps_per_epoch, calls or {}),
         steps_per_epoch=steps_per_epoch,
         smallest=SMALLEST,
+        offload_source=(training / "activation_offload.py").read_text().partition("\n\n\n")[2],
         ignored=_IGNORED.get(config.task.name),
         left_out=", ".join(left_out),
     )

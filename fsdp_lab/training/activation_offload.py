@@ -1,6 +1,7 @@
 """What autograd saves of a block waits for the backward pass in host memory.
 
-`torch.autograd.graph.save_on_cpu` also moves weights, and a tensor once for each operator that saves it.
+`torch.autograd.graph.save_on_cpu` also moves weights, and a tensor once for each operator that saves it. `use=pytorch`
+prints what follows the imports.
 """
 
 from __future__ import annotations
@@ -16,20 +17,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_lab.config.axes.activation_offload import SMALLEST, ActivationOffload
-from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.memory.torch_private import is_plain, storages_of, version_of, wait_for
+from fsdp_lab.config.axes.activation_offload import SMALLEST
+from fsdp_lab.memory.torch_private import is_plain, version_of, wait_for
 
 
-def offload_blocks(blocks: Sequence[nn.Module], units: Sequence[nn.Module], config: TrialConfig) -> None:
+def offload_blocks(blocks: Sequence[nn.Module], units: Sequence[nn.Module]) -> None:
     """Let what autograd saves of these blocks be in host memory between the passes, in place: names stay.
 
     Args:
         units: the modules that are to become sharding units.
     """
-    if config.activation_offload is ActivationOffload.none:
-        return
-    copies: Any = WeakIdKeyDictionary()
+    copies: Any = WeakIdKeyDictionary()  # storage on the device -> a reference to its copy
     for block in blocks:
         inside = {*block.modules()} - {block}
         block.forward = _saving_on_host(block, copies, not inside.isdisjoint(units))
@@ -39,7 +37,6 @@ def _saving_on_host(block: nn.Module, copies: Any, has_units: bool) -> Callable[
     """Return the forward pass of a block, of which all that is saved goes to the host but weights and buffers.
 
     Args:
-        copies: storage on the device -> a reference to its copy, of all blocks.
         has_units: units inside of the block gather their weights while it runs.
     """
     forward = block.forward
@@ -51,14 +48,12 @@ def _saving_on_host(block: nn.Module, copies: Any, has_units: bool) -> Callable[
         held = _held(block)
 
         def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-            local = wait_for(tensor.to_local()) if isinstance(tensor, DTensor) else tensor
-            if not is_plain(local) or local.is_complex() or local.untyped_storage().nbytes() < SMALLEST:
+            local = _local(tensor)
+            if not is_plain(local) or local.is_complex() or (storage := local.untyped_storage()).nbytes() < SMALLEST:
                 return tensor
-            storage = local.untyped_storage()
             if storage in (_held(block) if has_units else held):
                 return tensor
-            reference = copies.get(storage)
-            copy = reference and reference()
+            copy = copies.get(storage, lambda: None)()
             if copy is None or copy.state != (version_of(local), local.dtype):
                 copy = _Copy(local)
                 copies[storage] = weakref.ref(copy)
@@ -69,14 +64,15 @@ def _saving_on_host(block: nn.Module, copies: Any, has_units: bool) -> Callable[
             mesh, placements = tensor.device_mesh, tensor.placements
             return lambda: DTensor.from_local(back(), mesh, placements, **whole)
 
-        with saved_tensors_hooks(pack, _unpack):
+        with saved_tensors_hooks(pack, lambda saved: saved if isinstance(saved, Tensor) else saved()):
             return forward(*args, **kwargs)
 
     return run
 
 
-def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
-    return saved if isinstance(saved, Tensor) else saved()
+@torch.no_grad()
+def _local(tensor: Tensor) -> Tensor:
+    return wait_for(tensor.to_local()) if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
 
 
 def _held(block: nn.Module) -> set[torch.UntypedStorage]:
@@ -84,29 +80,24 @@ def _held(block: nn.Module) -> set[torch.UntypedStorage]:
     held = set[torch.UntypedStorage]()
     for module in block.modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values()):
-            if isinstance(tensor, Tensor):
-                held |= storages_of(tensor)
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                held.add(_local(tensor).untyped_storage())
     return held
 
 
 class _Copy:
-    """All memory of a tensor, on the host.
-
-    Both ways it is copied on the current stream, which neither the host nor any other operator waits for.
-    """
+    """All memory of a tensor, on the host. Both copies run on the current stream, and the host waits for neither."""
 
     def __init__(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        flat = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
-        self.state = version_of(tensor), tensor.dtype
-        self._device = tensor.device
+        self.state, self._device = (version_of(tensor), tensor.dtype), tensor.device
+        flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
         self._host = torch.empty_like(flat, device="cpu", pin_memory=tensor.device.type == "cuda")
         self._host.copy_(flat, non_blocking=True)
-        self._back: weakref.ref[torch.UntypedStorage] | None = None
+        self._back: Callable[[], torch.UntypedStorage | None] = lambda: None
 
     def back(self, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
         """Return a tensor of this memory on the device, which those that are there at once share."""
-        storage = self._back() if self._back is not None else None
+        storage = self._back()
         if storage is None:
             flat = torch.empty_like(self._host, device=self._device)
             storage = flat.copy_(self._host, non_blocking=True).untyped_storage()

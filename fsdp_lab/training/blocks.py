@@ -133,7 +133,8 @@ def apply_to_blocks(
     changed = blocks if offloads or checkpointing is not ActivationCheckpointing.none else []
     _apply_methods(model, [*units, *changed], config.model.forward_methods or ())
     checkpoint_blocks(blocks, config)
-    offload_blocks(blocks, units, config)  # around it, which saves the inputs of a block alone
+    if offloads:  # around it, which saves the inputs of a block alone
+        offload_blocks(blocks, units)
     if config.compile:
         torch.compiler.reset()  # code that an earlier trial of this process compiled, for any shape if it saw several
         # PyTorch keeps code on disk with the names of process groups in it, which are others in another mesh

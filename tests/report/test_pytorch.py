@@ -17,7 +17,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_lab.config import TrialConfig
 from fsdp_lab.report.pytorch import to_pytorch
@@ -217,19 +216,16 @@ def test_the_pasted_function_trains_as_the_trial(results: dict[str, dict[str, An
     assert len(result["trial"]) == 8
     assert result["bare"] == pytest.approx(result["trial"], abs=TOLERANCE), result["code"]
     imported = re.findall(r"^ *(?:import|from) (\w+)", result["code"], re.MULTILINE)
-    assert {*imported} <= {"torch", "re", "functools", "math", "tests", "weakref"}, "the script is its user's: it has no fsdp_lab"
+    allowed = {"torch", "re", "functools", "math", "tests", "weakref", "collections", "typing"}
+    assert {*imported} <= allowed, "the script is its user's: it has no fsdp_lab"
 
 
 def test_the_pasted_hooks_move_what_the_trials_do() -> None:
     """Byte by byte: views, what changes in place, and what several operators save; weights and buffers stay."""
     code = to_pytorch("Trial 0", trial_of("sharding=ddp activation_offload=cpu"), LAYOUT, 2, "2.15")
-    saving = names_of(code)["saving_on_host"]
-
-    def pasted_hooks(block: torch.nn.Module, *_: Any) -> None:
-        block.forward = saving(block, WeakIdKeyDictionary())  # type: ignore[method-assign]
-
+    pasted_hooks = names_of(code)["offload_blocks"]
     ours = followed("cpu", "none")
-    with mock.patch("fsdp_lab.training.blocks.apply_to_blocks", pasted_hooks):
+    with mock.patch("fsdp_lab.training.blocks.offload_blocks", pasted_hooks):
         theirs = followed("cpu", "none")
     assert ours[1] == theirs[1] and all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
 
