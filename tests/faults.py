@@ -1322,8 +1322,6 @@ FAULTS = (
     Fault("blocks that a model uses unequally are followed once", "fsdp_lab/forecast/equal_blocks.py",
           "return stack if all_ == _step(model, workload, stack) else None", "return stack",
           f"{BLOCKS}::test_blocks_that_differ_are_all_followed"),
-    Fault("blocks of other widths are followed as one", "fsdp_lab/forecast/equal_blocks.py",
-          "lcm(next(equal, 0), apart)", "lcm(1, apart)", f"{BLOCKS}::test_blocks_that_differ_are_all_followed"),
     Fault("blocks differ in the backward pass alone, and are followed once", "fsdp_lab/forecast/equal_blocks.py",
           "(loss[0] if isinstance(loss, tuple) else loss).backward()", "del loss",
           f"{BLOCKS}::test_blocks_that_differ_are_all_followed"),
