@@ -98,6 +98,8 @@ def main() -> int:
         return 0
     on_end(signal.default_int_handler)  # as Ctrl-C
     multirun = bool({"-m", "--multirun"} & set(words))
+    if other := [word for word in words if word.startswith("use=") and word != "use=pytorch"]:
+        raise UserError(f"{other[0]}: a forecast writes use=pytorch; the report of a sweep writes use=accelerate, too.")
     overrides = [word for word in words if word not in ("-m", "--multirun", "use=pytorch")]
     try:
         leave_launcher()

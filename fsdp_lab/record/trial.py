@@ -12,7 +12,8 @@ from fsdp_lab.config import SweepConfig
 from fsdp_lab.config.metrics import FORECAST_ERROR, MEMORY, PREDICTED_BY, PREDICTED_SPEED, SPEED
 from fsdp_lab.config.status import TrialStatus
 from fsdp_lab.record.reasons import Reason
-from fsdp_lab.record.trial_files import EXPLAINED
+
+EXPLAINED = "out_of_memory.txt"  # in a trial's folder
 
 
 @dataclass

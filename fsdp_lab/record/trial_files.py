@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from fsdp_lab.config import UserError
+from fsdp_lab.record.trial import EXPLAINED
 from fsdp_lab.record.trial_json import changing
 from fsdp_lab.storage.files import RESTORE, append_line, read_lines, read_object, write_text
 from fsdp_lab.storage.locks import InUse, exclusive
 
 _OF_METRICS = f"{RESTORE} and trial.json: a resume then ends the trial from its last checkpoint"
-EXPLAINED = "out_of_memory.txt"
 ENDED = "ended"  # a phase: all ranks have trained to the end
 
 

@@ -59,8 +59,11 @@ def _other(config: TrialConfig, values: dict[str, Any], world_size: int) -> list
     decided = [one.name for one in fields(TrialConfig) if one.name in {key.partition(".")[0] for key in keys}]
     theirs = replace(config, **{name: getattr(again, name) for name in decided})
     ours, read_back = (effective_settings(one, world_size) for one in (config, theirs))
-    return [
-        f"No counterpart: {key}={value_text(value)}; this file has {key}={value_text(read_back[key])}."
-        for key, value in ours.items()
-        if not counts(key, keys) and value != read_back[key]
+    other = {key: value for key, value in ours.items() if not counts(key, keys) and value != read_back[key]}
+    of_library = str(config.model.target).startswith("fsdp_lab.workloads.hf.")
+    machines = ["accelerate shards within a machine, and replicates over as many as num_machines says."]
+    return (machines if "num_machines" in values else []) + [
+        f"No counterpart{'' if of_library or 'embeddings' not in key else ' for models of transformers'}: "
+        f"{key}={value_text(value)}; this file has {key}={value_text(read_back[key])}."
+        for key, value in other.items()
     ]

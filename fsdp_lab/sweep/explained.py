@@ -10,7 +10,7 @@ from fsdp_lab.config.sweep import Engine
 from fsdp_lab.engine.resources import num_gpus
 from fsdp_lab.forecast.out_of_memory import WORKING, read_message
 from fsdp_lab.record.reasons import Code
-from fsdp_lab.record.trial_files import EXPLAINED
+from fsdp_lab.record.trial import EXPLAINED
 from fsdp_lab.report.settings import REPEATS
 from fsdp_lab.storage.files import write_text
 from fsdp_lab.sweep.names import label, setting

@@ -6,6 +6,7 @@ DCP's own files are read with pickle: load only checkpoints that you or your job
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -52,6 +53,10 @@ def ordinary_errors(doing: str) -> Iterator[None]:
         cause = failed.failures[min(failed.failures)][0]
         cause.add_note(doing)
         raise cause from failed
+
+
+# What PyTorch's schedules set in groups.
+_OF_SCHEDULES = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
 
 @dataclass
@@ -108,21 +113,25 @@ class TrainState(Stateful):
         self.history = [*(m for m in self.history if m["epoch"] != metrics["epoch"]), metrics]
 
     @property
+    def schedule_is_ours(self) -> bool:
+        """Whether the schedule is one of ours, of which a resume may change all but the step."""
+        return self.parallel.config.lr_schedule.target is None
+
+    @property
     def rate(self) -> float | Tensor:
         """The learning rate of the next step, of the first group of parameters."""
-        schedule = self.lr_schedule
-        if isinstance(schedule, LambdaLR):  # whose last rate is not part of a checkpoint
-            return schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch)
-        return schedule.get_last_lr()[0]
+        rate: float | Tensor = self.optimizer.param_groups[0]["lr"]
+        return rate.clone() if isinstance(rate, Tensor) else rate  # which the schedule changes in place
 
     def set_rates(self) -> None:
         """Give the optimizer the rates of this trial's schedule: a checkpoint has those of the run that wrote it.
 
-        A schedule of the user's goes on with its own.
+        A schedule of the user's continues with its own.
         """
         schedule = self.lr_schedule
-        if not isinstance(schedule, LambdaLR):
+        if not self.schedule_is_ours:
             return
+        assert isinstance(schedule, LambdaLR)
         for group, base, factor in zip(
             self.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
         ):
@@ -181,18 +190,21 @@ class TrainState(Stateful):
                     held[key] = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what DCP saves: the sharded state and the position in the training. The history is not in it.
-
-        Of a schedule by functions it is the step alone: a resume may change the rest.
-        """
-        schedule = self.lr_schedule.state_dict()
-        kept = ("last_epoch",) if isinstance(self.lr_schedule, LambdaLR) else schedule
+        """Return what DCP saves: the sharded state and the position in the training. The history is not in it."""
         return {
             **self.weights(),
             "scaler": self.scaler.state_dict(),
-            "lr_schedule": {name: value for name, value in schedule.items() if name in kept},
+            "lr_schedule": self._schedule_state(),
             "position": {"epoch": self.epoch, "step": self.step, "epoch_step": self.epoch_step},
         }
+
+    def _schedule_state(self) -> dict[str, Any]:
+        """Return the step of a schedule of ours, or the state of the user's as one value: DCP turns keys into text."""
+        if self.schedule_is_ours:
+            return {"last_epoch": self.lr_schedule.last_epoch}
+        content = io.BytesIO()
+        torch.save(self.lr_schedule.state_dict(), content)
+        return {"state": content.getvalue()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that `state_dict` returned."""
@@ -201,10 +213,11 @@ class TrainState(Stateful):
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
             self.loss_scale = self.scaler.get_scale()
-        if isinstance(self.lr_schedule, LambdaLR):
+        if self.schedule_is_ours:
             self.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
         else:
-            self.lr_schedule.load_state_dict(state["lr_schedule"])
+            content = io.BytesIO(state["lr_schedule"]["state"])
+            self.lr_schedule.load_state_dict(torch.load(content, weights_only=True))
         position = state["position"]
         self.epoch, self.step, self.epoch_step = position["epoch"], position["step"], position["epoch_step"]
         self.set_rates()
@@ -305,7 +318,8 @@ class Checkpoints:
 
     def _load_another(self, state: TrainState, source: Saved) -> None:
         groups, is_ours = state.optimizer.param_groups, self.config.optimizer.target is None
-        typed = {*self.config.optimizer.arguments, "foreach", "fused"}  # an own optimizer may keep state in its groups
+        # an own optimizer may keep state in its groups
+        typed = {*self.config.optimizer.arguments, "foreach", "fused", *_OF_SCHEDULES}
         settings = [
             {key: value for key, value in group.items() if key != "params" and (is_ours or key in typed)}
             for group in groups

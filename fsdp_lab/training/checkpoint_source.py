@@ -10,6 +10,7 @@ from fsdp_lab.config.compare import CHECKPOINT, settings
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.model_state import CheckpointError
 
+_GROUPS = ("optimizer.groups=", "optimizer.decay=", "optimizer.embedding_lr=None")  # other groups have other states
 _DIVIDES = ("model.tp_plan", "model.block_classes=", "model.forward_methods=")  # and changes no weight
 
 
@@ -21,7 +22,7 @@ def check_meta(meta: dict[str, Any], source: str, config: TrialConfig) -> None:
     Raises:
         CheckpointError: they differ. DCP promises nothing between PyTorch versions.
     """
-    differs = [each for each in _differences(meta, config) if each.startswith("model.")]
+    differs = [each for each in _differences(meta, config) if each.startswith(("model.", *_GROUPS))]
     other = [each for each in differs if not each.startswith(_DIVIDES)]
     if meta["optimizer"] != config.optimizer.kind:
         other.append(f"optimizer={meta['optimizer']} in the checkpoint, {config.optimizer.kind} now")

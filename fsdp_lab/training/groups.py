@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from fsdp_lab.config.errors import UserError
+from fsdp_lab.config.errors import ModelError
 from fsdp_lab.config.target import import_callable, in_words
 from fsdp_lab.config.training import Decay, OptimizerConfig
 
@@ -22,7 +23,7 @@ def choose_groups(model: nn.Module, optimizer: OptimizerConfig, lr_factor: int) 
         lr_factor: by which `optimizer.scale_lr` multiplies rates.
 
     Raises:
-        UserError: `optimizer.groups` fails, or does not return each trained parameter once.
+        ModelError: `optimizer.groups` fails, or does not return each trained parameter once.
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if optimizer.groups is not None:
@@ -35,6 +36,11 @@ def choose_groups(model: nn.Module, optimizer: OptimizerConfig, lr_factor: int) 
     for name, parameter in named.items():
         decays = optimizer.decay is Decay.all or parameter.ndim >= 2
         groups.setdefault((decays, id(parameter) in embeddings), []).append(name)
+    if optimizer.embedding_lr is not None and not any(of_embeddings for _, of_embeddings in groups):
+        raise ModelError(
+            f"optimizer.embedding_lr={optimizer.embedding_lr}: the model trains no nn.Embedding; leave it out, or make "
+            "groups by optimizer.groups."
+        )
     rate = (optimizer.embedding_lr or 0.0) * lr_factor
     return [
         (names, ({} if decays else {"weight_decay": 0.0}) | ({"lr": rate} if is_embedding else {}))
@@ -46,25 +52,31 @@ def _users(named: Mapping[str, nn.Parameter], path: str) -> Groups:
     typed = f"optimizer.groups={path}"
     try:
         made = [dict(group) for group in import_callable(path, "optimizer.groups")([*named.items()])]
-        members = [[one[1] if isinstance(one, tuple) else one for one in group.pop("params")] for group in made]
+        members = [_members(group.pop("params")) for group in made]
     except Exception as error:
-        raise UserError(
+        raise ModelError(
             f"{typed} fails: {in_words(error)}; return groups of PyTorch's form, as in [{{'params': [...], "
             "'weight_decay': 0.0}, ...]."
         ) from error
     names = {id(parameter): name for name, parameter in named.items()}
     if any(id(parameter) not in names for each in members for parameter in each):
-        raise UserError(f"{typed} returns what is no trained parameter of the model; return those that it is given.")
+        raise ModelError(f"{typed} returns what is no trained parameter of the model; return those that it is given.")
     placed_in = [[names[id(parameter)] for parameter in each] for each in members]
     placed = [name for each in placed_in for name in each]
-    if twice := next((name for name in placed if placed.count(name) > 1), None):
-        raise UserError(f"{typed} puts {twice} into two groups; put each parameter into one.")
-    if left_out := [name for name in named if name not in placed]:
-        raise UserError(
+    times = Counter(placed)
+    if twice := next((name for name in placed if times[name] > 1), None):
+        raise ModelError(f"{typed} puts {twice} into two groups; put each parameter into one.")
+    if left_out := [name for name in named if name not in times]:
+        raise ModelError(
             f"{typed} leaves out {left_out[0]}{f' and {len(left_out) - 1} more' if left_out[1:] else ''}; give each "
             "parameter a group, or freeze it by requires_grad_(False) in the model."
         )
     return [*zip(placed_in, made, strict=True)]
+
+
+def _members(params: Any) -> list[Any]:
+    """Return the parameters of a group: one, several, or pairs of a name and one."""
+    return [one[1] if isinstance(one, tuple) else one for one in ([params] if isinstance(params, Tensor) else params)]
 
 
 def grouped(named: Iterable[tuple[str, nn.Parameter]], groups: Groups, with_names: bool = False) -> Any:

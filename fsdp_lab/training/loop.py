@@ -72,7 +72,7 @@ def train_step(
     grad_norm = update(state, has_norm=has_norm, watched=watched)
     scale = state.scaler.get_scale()  # a sync point: one a step
     if scale >= state.loss_scale:  # a smaller one says that the step was skipped
-        state.lr_schedule.step()
+        _step_schedule(state)
         state.taken += 1
         if state.after_step is not None:
             _after_step(state, state.after_step)
@@ -82,9 +82,24 @@ def train_step(
     return total, grad_norm
 
 
+def _step_schedule(state: TrainState) -> None:
+    try:
+        state.lr_schedule.step()
+    except Exception as error:
+        if state.schedule_is_ours:
+            raise
+        target = state.parallel.config.lr_schedule.target
+        raise UserError(
+            f"lr_schedule._target_={target} fails after step {state.step + 1}: {in_words(error)}"
+        ) from error
+
+
 def _after_step(state: TrainState, call: Callable[[dict[str, nn.Module], int], object]) -> None:
-    path = state.parallel.config.task.after_step
-    looks = state.step < FIRST_STEPS and active_fake_mode() is None
+    """Call a function of the user's, unless the step is a forecast's: it may write files."""
+    if active_fake_mode() is not None:
+        return
+    path, looks = state.parallel.config.task.after_step, state.step < FIRST_STEPS
+    state.parallel.reshard()  # what it changes is gathered again
     try:
         with torch.no_grad(), reads_refused(f"task.after_step={path}") if looks else nullcontext():
             call({"model": unwrapped(state.model)}, state.step + 1)

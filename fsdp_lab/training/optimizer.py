@@ -18,7 +18,7 @@ from fsdp_lab.config.training import (
 )
 from fsdp_lab.training.groups import Groups, choose_groups, grouped
 from fsdp_lab.training.layout import has_complex
-from fsdp_lab.training.own_optimizer import build_own, learning_rate
+from fsdp_lab.training.own_optimizer import build_own, learning_rate, lr_scale
 from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.workloads.base import original_name, unwrapped
 
@@ -34,7 +34,7 @@ def build_optimizer(parallel: Parallel, groups: Groups | None = None) -> torch.o
     """
     model, config = parallel.model, parallel.config
     optimizer, lr = config.optimizer, learning_rate(parallel)
-    groups = groups or choose_groups(unwrapped(model), optimizer, 1)
+    groups = groups or choose_groups(unwrapped(model), optimizer, lr_scale(parallel))
     named = [(original_name(name), p) for name, p in unwrapped(model).named_parameters()]
     if optimizer.target is not None:
         made = build_own(parallel, optimizer.target, named, groups, lr)
@@ -76,7 +76,7 @@ def build_lr_schedule(
 
     Args:
         total_steps: of all epochs; None: not known, and rates do not matter, as in a forecast.
-        max_steps: after which the trial ends, which schedules of ours do not regard: a resume may set another.
+        max_steps: after which the trial ends, which schedules of ours ignore: a resume may set another.
 
     Raises:
         UserError: the user's callable fails, or returns no schedule that steps without a metric.

@@ -144,12 +144,14 @@ def _seconds(seconds: float) -> str:
 class _CompleteCollectives(TorchDispatchMode):
     """Completes each collective before the next operator begins, and counts the seconds in them."""
 
+    supports_higher_order_operators = True  # as torch.cond
+
     def __init__(self, synchronize: Callable[[], None]) -> None:
         super().__init__()
         self._synchronize, self.seconds = synchronize, 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func.namespace not in ("c10d", "_c10d_functional"):
+        if getattr(func, "namespace", "") not in ("c10d", "_c10d_functional"):
             return func(*args, **(kwargs or {}))
         self._synchronize()
         begun = time.perf_counter()

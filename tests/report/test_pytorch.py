@@ -65,7 +65,7 @@ CASES = [
     "sharding=per_block sharding.tp=2 training.max_grad_norm=0.5 activation_checkpointing=full",
     "sharding=per_block optimizer._target_=torch.optim.RAdam optimizer.betas=[0.8,0.9] optimizer.scale_lr=true",
     f"sharding=ddp optimizer=adamw optimizer.groups={__name__}.by_shape lr_schedule=cosine lr_schedule.warmup_steps=3",
-    f"sharding=per_layer optimizer.decay=matrices optimizer.weight_decay=0.5 optimizer.embedding_lr=0.1 {ONE_CYCLE}",
+    f"sharding=per_layer optimizer.decay=matrices optimizer.weight_decay=0.5 {ONE_CYCLE}",
     "sharding=root sharding.api=fsdp1 optimizer=adamw optimizer.decay=matrices lr_schedule.warmup_steps=5 "
     "optimizer.weight_decay=0.5",
     *(

@@ -118,6 +118,21 @@ def warm_then_fall(optimizer: torch.optim.Optimizer, falls: int) -> lr_scheduler
     return lr_scheduler.SequentialLR(optimizer, parts, [falls])
 
 
+class Counts:
+    """A factor that has a state: each call is a third less."""
+
+    def __init__(self) -> None:
+        self.factor = 1.5
+
+    def __call__(self, step: int) -> float:
+        self.factor /= 1.5
+        return self.factor
+
+
+def by_counts(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.LambdaLR(optimizer, Counts())
+
+
 def waits_for_a_metric(optimizer: torch.optim.Optimizer) -> Any:
     return lr_scheduler.ReduceLROnPlateau(optimizer)
 
@@ -149,6 +164,7 @@ CASES: dict[str, tuple[Groups, Any, Schedule]] = {
     f"{ADAMW} {ONE_CYCLE} training.epochs=5 training.max_steps=8": (
         lambda m: m.parameters(), DECAYED, lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.03, total_steps=8),
     ),
+    f"{ADAMW} lr_schedule._target_={__name__}.by_counts": (lambda m: m.parameters(), DECAYED, by_counts),
     f"{ADAMW} {SEQUENTIAL}": (lambda m: m.parameters(), DECAYED, lambda o: warm_then_fall(o, 4)),
     f"{ADAMW} optimizer.groups={__name__}.by_shape lr_schedule._target_=transformers.get_cosine_schedule_with_warmup "
     "lr_schedule.num_warmup_steps=2": (
@@ -201,8 +217,13 @@ def test_groups_and_schedules_train_as_in_a_plain_loop() -> None:
     assert len({tuple(losses) for losses in expected.values()}) == len(CASES) - 1, "two cases train the same"
 
 
-@pytest.mark.parametrize("schedule", [SEQUENTIAL, f"{ONE_CYCLE} lr_schedule.total_steps=8"])
+STEPWISE = "lr_schedule._target_=torch.optim.lr_scheduler.MultiStepLR lr_schedule.milestones=[2,4,4,7]"
+RESUMED = (SEQUENTIAL, f"{ONE_CYCLE} lr_schedule.total_steps=8", STEPWISE, f"lr_schedule._target_={__name__}.by_counts")
+
+
+@pytest.mark.parametrize("schedule", RESUMED)
 def test_a_schedule_of_the_users_resumes_where_it_was(tmp_path: Path, schedule: str) -> None:
+    """And saves again after it has resumed."""
     words = typed(ADAMW, schedule, "sharding=per_block", "checkpoint.mode=sync")
     halves = [[*words, "training.max_steps=5"], words]
     whole, *parts = run_ranks(
@@ -212,6 +233,20 @@ def test_a_schedule_of_the_users_resumes_where_it_was(tmp_path: Path, schedule: 
     )[0]
     assert [len(each.losses) for each in (whole, *parts)] == [8, 5, 3], [each.error for each in parts]
     assert [*parts[0].losses, *parts[1].losses] == pytest.approx(whole.losses, rel=1e-6)
+
+
+def test_a_checkpoint_of_other_groups_is_refused(tmp_path: Path) -> None:
+    words = typed(ADAMW, "sharding=per_block", "checkpoint.mode=sync")
+    started = [*words, "optimizer.decay=matrices", f"checkpoint.resume_from={tmp_path}/a/checkpoints"]
+    longer = typed(ADAMW, ONE_CYCLE, "sharding=per_block", "checkpoint.mode=sync")
+    jobs = [
+        Job(str(tmp_path / "a"), words, trial=()), Job(str(tmp_path / "b"), started, trial=()),
+        Job(str(tmp_path / "c"), [*longer, "training.max_steps=3"], trial=()),
+        Job(str(tmp_path / "c"), longer, trial=()),
+    ]  # fmt: skip
+    _, refused, _, late = run_ranks(2, train_in, jobs)[0]
+    assert "optimizer.decay=all in the checkpoint, matrices now" in refused.error
+    assert "OneCycleLR fails after step" in late.error and "Tried to step" in late.error
 
 
 @pytest.mark.parametrize(
@@ -242,6 +277,7 @@ def test_what_is_no_group_or_schedule_is_refused(words: str, said: str) -> None:
         (lambda named: [{"params": [p for _, p in named]}, {"params": [named[0][1]]}], "puts words.weight into two"),
         (lambda named: [{"params": [nn.Parameter(torch.ones(1))]}], "returns what is no trained parameter"),
         (lambda named: [p for _, p in named], "fails: "),
+        (lambda named: [{"params": named[0][1]}], "leaves out blocks.0.norm.weight and 9 more"),
         (lambda named: None, "fails: TypeError"),
     ],
 )
@@ -262,3 +298,5 @@ def test_a_rate_of_embeddings_grows_with_the_workers_as_others_do() -> None:
     assert [(names, options) for names, options in groups if options] == [(["words.weight"], {"lr": 0.4})]
     with pytest.raises(ConfigError):
         check_trial(config("optimizer.embedding_lr=-1"), 2)
+    with pytest.raises(UserError, match="the model trains no nn"):
+        choose_groups(Block(8), asked, 4)

@@ -133,6 +133,8 @@ ELSEWHERE = {
     "check.": "tests/training/test_plain.py",
     "init=meta": "tests/training/test_constructor.py: modules draw other numbers than a plain script",
     "optimizer.scale_lr": "tests/training/test_optimizer.py",
+    **dict.fromkeys(("optimizer.groups", "optimizer.decay", "optimizer.embedding_lr"), "tests/training/test_groups.py"),
+    "task.after_step": "tests/training/test_after_step.py",
     "lr_schedule.": "tests/training/test_optimizer.py",
     "training.timing_warmup_steps": "tests/training/test_loop.py",
     "repeat": "changes nothing",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_lab.training.slow_rank import _Own, _slow
+from fsdp_lab.training.slow_rank import _CompleteCollectives, _Own, _slow
 from tests import forked
 from tests.conftest import HERE, ROOT
 from tests.ranks import Memo, config, run_ranks
@@ -142,6 +142,13 @@ def test_who_is_named(everyone: list[_Own], named: str) -> None:
     """By hand, on GPUs: a step takes one second."""
     found = [each["text"] for each in _slow(everyone, 1.0, "cuda")]
     assert found[:1] == [] if not named else found[0].startswith(named)
+
+
+def test_higher_order_operators_pass() -> None:
+    """As of `torch.cond`, and of attention by flex_attention."""
+    with _CompleteCollectives(lambda: None) as mode:
+        made = torch.cond(torch.ones(()).bool(), lambda x: x * 2, lambda x: x + 0, (torch.ones(2),))
+    assert made.tolist() == [2.0, 2.0] and mode.seconds == 0.0
 
 
 def test_equal_ranks_are_not_named() -> None:
