@@ -23,7 +23,8 @@ _LIMIT_S = 300.0  # for each
 def explain_shortages(sweep: Sweep) -> None:
     """Write an explanation into the folders of trials that ran out of memory, after the last trial.
 
-    The first of each setting has one, in the first three settings. An error is logged: the sweep has its results.
+    The first of each setting has one, in the first three settings. An error is logged: the sweep has its results. A
+    first Ctrl-C ends this alone.
     """
     asked = dict[str, int]()
     for number, state in enumerate(sweep.trials):
@@ -35,10 +36,9 @@ def explain_shortages(sweep: Sweep) -> None:
             asked.setdefault(str([setting(state.trial, key) for key in keys]), number)
     for number in [*asked.values()][:_MOST]:
         folder = sweep.folder_of(number)
-        if not (folder / EXPLAINED).exists():
-            sweep.log(
-                f"explaining why {label(sweep.trials[number].trial)} ran out of memory, in {_LIMIT_S:g} s at most"
-            )
+        if not (folder / EXPLAINED).exists() and sweep.ends_by is None:
+            name = label(sweep.trials[number].trial)
+            sweep.log(f"explaining why {name} ran out of memory, in {_LIMIT_S:g} s at most; Ctrl-C skips this")
             _explain(sweep, folder)
 
 
@@ -54,6 +54,6 @@ def _explain(sweep: Sweep, folder: Path) -> None:
             for line in lines:
                 sweep.log(f"  {line}")
         else:
-            sweep.log(f"no explanation of {folder.name}: {' '.join(done.stderr.split())[-300:]}")
+            sweep.log(f"no explanation of trial {folder.name}: {' '.join(done.stderr.split())[-300:]}")
     except (OSError, subprocess.TimeoutExpired) as error:
-        sweep.log(f"no explanation of {folder.name}: {error}")
+        sweep.log(f"no explanation of trial {folder.name}: {error}")

@@ -60,7 +60,6 @@ class Outputs:
     def ran(self) -> None:
         """Look again at what only the last trial shows: none runs any more."""
         self.plain_loops.confirm()
-        explain_shortages(self.sweep)
 
     def added(self, number: int) -> None:
         """Show that a search has suggested a trial: their number is in the name of the sweep's run."""
@@ -128,6 +127,8 @@ class Outputs:
 
     def closed(self) -> None:
         """Write what needs the end of every trial that ran."""
+        if not self.sweep.ends_early:
+            explain_shortages(self.sweep)
         self.mlflow.settle()  # first: the table and the report name the runs
         self.console.closed()
         self.write_results()
