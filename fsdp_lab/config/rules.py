@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fsdp_lab.config.axes import AXES
 from fsdp_lab.config.axes.base import refuse
+from fsdp_lab.config.axes.embeddings import Embeddings
 from fsdp_lab.config.errors import CombinationError, ConfigError
 from fsdp_lab.config.key import check_ranges
 from fsdp_lab.config.options import path_of
@@ -57,6 +58,7 @@ def check_trial(trial: TrialConfig, num_workers: int) -> None:
     _check_export(trial.checkpoint)
     _check_fused(trial)
     _check_parts(trial.model, trial.data, trial.task)
+    _check_step(trial)
 
 
 def check_files(trial: TrialConfig) -> None:
@@ -108,8 +110,37 @@ def _check_task(task: TaskConfig) -> None:
     for name in ("loss", "metrics"):
         if path := getattr(task, name):
             check_loss(path, f"task.{name}")
+    if task.step is None and task.optimizers is not None:
+        raise CombinationError(
+            f"task.optimizers={task.optimizers} without task.step: the optimizer of one loss is optimizer=custom with "
+            "optimizer._target_; give both, or neither."
+        )
+    if task.step:
+        if task.name != "custom":
+            raise CombinationError(f"task.step={task.step} with task={task.name}: use task=custom.")
+        check_signature(task.step, "task.step", ("parts", "run"))
+    if task.optimizers:
+        import_callable(task.optimizers, "task.optimizers")
     if task.after_step:
         check_signature(task.after_step, "task.after_step", ("parts", "step"))
+
+
+def _check_step(trial: TrialConfig) -> None:
+    optimizer, task = trial.optimizer, trial.task
+    if task.step is not None and trial.sharding.embeddings is Embeddings.own:
+        raise CombinationError(
+            f"sharding.embeddings=own with task.step={task.step}: each part of the model is a unit; use "
+            "sharding.embeddings=root."
+        )
+    if task.optimizers is not None:
+        own = {
+            f"optimizer._target_={optimizer.target}": optimizer.target is not None,
+            f"optimizer.groups={optimizer.groups}": optimizer.groups is not None,
+            "optimizer.decay=matrices": optimizer.decay is Decay.matrices,
+            f"optimizer.embedding_lr={optimizer.embedding_lr}": optimizer.embedding_lr is not None,
+        }
+        why = f"task.optimizers={task.optimizers} makes the optimizers"
+        refuse(f"task.optimizers={task.optimizers}", {key: (value, why) for key, value in own.items()}, "; set one.")
 
 
 def _check_batch(trial: TrialConfig, ranks: Ranks) -> None:

@@ -279,11 +279,19 @@ class TaskConfig:
     unit: Optional[str] = key(None, _is_unit)
     """What speed counts: `samples` or `tokens`; null: the task's own. Tokens of your batches are those of `input_ids`,
     else of `labels`, else of the first rows of whole numbers, else the count that your loss returns."""
+    step: Optional[str] = key(None)
+    """For `custom`: path to `f(parts, run)`, your step of several losses. `parts` are the model's children by name;
+    `run.minimize(name, loss_of)` takes a step of the optimizer of that name. `task.loss` and `task.metrics` get the
+    parts, too, and are for validation."""
+    optimizers: Optional[str] = key(None)
+    """With `step`: path to `f(parts)` that returns `{name: optimizer}`; null: `optimizer` for each part. One that takes
+    `lr` gets `optimizer.lr`."""
     after_step: Optional[str] = key(None)
-    """Path to `f(parts, step)`, called without gradients after each optimizer step, with `{"model": the model}` and the
-    number of the step, from 1. What it keeps in the model, as moving averages, is saved with it."""
+    """Path to `f(parts, step)`, called without gradients after each step, with `{"model": the model}`, or with
+    `task.step` the parts, and the number of the step, from 1. What it keeps in the model, as averages, is saved."""
     loss_chunks: int = key(1, at_least_one)
     """For `language`: compute the loss in so many parts of the sequence, which hold fewer logits at once."""
 
     def paths(self) -> list[str]:
-        return [path for path in (self.loss, self.metrics, self.after_step) if path]
+        own = (self.loss, self.metrics, self.step, self.optimizers, self.after_step)
+        return [path for path in own if path]

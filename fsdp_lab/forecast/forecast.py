@@ -187,6 +187,7 @@ def forecast_step(
     # DDP and FSDP1 put parts of several blocks into one buffer; to compile a block takes as long as to follow fifteen
     equal = config.sharding.kind in ("fsdp2", "tensor") and not config.compile
     equal &= (config.optimizer.target or "torch.optim.").startswith("torch.optim.")  # others may count parameters
+    equal &= config.task.step is None  # whose parts have blocks of their own
 
     def follow(stack: Stack | None, blocks: int) -> Step:
         return _follow_rank(config, num_workers, cuda, rank, sheet, traced, stack, blocks)
@@ -275,7 +276,7 @@ def _follow(
         microbatches = fake_microbatches(workload, config, dims)
         inside = (lambda recorder: trace.following(recorder.place)) if traced else (lambda recorder: nullcontext())
         batch = tensors_of(microbatches)
-        with record_step(parallel, state.optimizer, batch, buffers, inside) as recorder:
+        with record_step(parallel, state.optimizers.values(), batch, buffers, inside) as recorder:
             trace.program.clear()
             _held = train_step(state, workload.task, microbatches)  # after the batch, as in training
         own, trained = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -344,7 +344,7 @@ class StepRecorder(TorchDispatchMode):
 @contextmanager
 def record_step(
     parallel: Recorded,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Iterable[torch.optim.Optimizer],
     batch: Sequence[Tensor],
     buffer_bytes: Callable[[Any, Any], int] | None = None,
     inside: Callable[[StepRecorder], AbstractContextManager[object]] = lambda recorder: nullcontext(),
@@ -366,7 +366,7 @@ def record_step(
     names: dict[Tensor, str] = {parameter: name for name, parameter in named}
     for name, buffer in model.named_buffers():
         recorder.hold(buffer, "buffer", name=name)
-    for of, state in optimizer.state.items():
+    for of, state in (of_one for optimizer in optimizers for of_one in optimizer.state.items()):
         for tensor in tensors_of(state):
             recorder.hold(tensor, "optimizer", name=names.get(of, ""))
     for tensor in batch:

@@ -72,7 +72,7 @@ def to_pytorch(
         allocator: the settings of PyTorch's allocator in the trial's environment.
         notes: what the trial's ranks noted.
         steps_per_epoch: of the schedule; None: not known, and the schedule is left out.
-        calls: what the user's `optimizer` and `lr_schedule` are called with, by these names.
+        calls: what the user's `optimizer`, `optimizers` and `lr_schedule` are called with, by these names.
     """
     from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader
 
@@ -89,7 +89,11 @@ def to_pytorch(
     if not constant and steps_per_epoch is None:
         left_out.append(f"lr_schedule={schedule.name.name}")
     dp_degree = Ranks.of(config.sharding, world_size).dp
-    counts = layout.counts or (config.task.name in COUNTING_TASKS and may_lack_labels(config.task.name, config.data))
+    counts = (
+        layout.counts
+        or config.task.step is not None
+        or (config.task.name in COUNTING_TASKS and may_lack_labels(config.task.name, config.data))
+    )
     return templates.get_template("pytorch.py.j2").render(
         title=_in_docstring(title),
         notes=[_in_docstring(note) for note in notes],
@@ -117,6 +121,7 @@ def to_pytorch(
         smallest=SMALLEST,
         offload_source=(training / "activation_offload.py").read_text().partition("\n\n\n")[2],
         ignored=_IGNORED.get(config.task.name),
+        takes_lr="lr" in (calls or {}).get("optimizers", ()),
         left_out=", ".join(left_out),
     )
 
@@ -145,6 +150,7 @@ def _imports(config: TrialConfig) -> Iterator[str]:
     optimizer = config.optimizer
     names = {optimizer.groups: " as parameter_groups", optimizer.target: "", config.lr_schedule.target: ""}
     names[config.task.after_step] = " as after_step"
+    names |= {config.task.step: " as step", config.task.optimizers: " as make_optimizers"}
     for path, alias in names.items():
         if path is not None:
             module, _, name = path.rpartition(".")
@@ -155,9 +161,10 @@ def _optimizer(config: TrialConfig, dp_degree: int, has_complex: bool, by_names:
     """Return the call that makes the optimizer."""
     optimizer = config.optimizer
     lr = optimizer.lr * (dp_degree if optimizer.scale_lr else 1)
-    params = "groups" if optimizer.groups or optimizer.has_groups else "model.parameters()"
+    holder = "model" if config.task.step is None else "part"
+    params = "groups" if optimizer.groups or optimizer.has_groups else f"{holder}.parameters()"
     if optimizer.target is not None:
-        params = f"{NAMED}=model.{NAMED}()" if by_names else params
+        params = f"{NAMED}={holder}.{NAMED}()" if by_names else params
         return _call(optimizer.target, params, {"lr": lr, **optimizer.arguments})
     kind = _OPTIMIZERS[optimizer.name]
     own = f"betas=({optimizer.beta1}, {optimizer.beta2})" if kind != "SGD" else f"momentum={optimizer.momentum}"

@@ -17,7 +17,7 @@ from fsdp_lab.training.checkpoint import TrainState
 from fsdp_lab.training.float8 import apply_float8
 from fsdp_lab.training.groups import choose_groups
 from fsdp_lab.training.layout import describe_layout
-from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizer
+from fsdp_lab.training.optimizer import build_lr_schedule, build_optimizers
 from fsdp_lab.training.own_optimizer import check_settings, lr_scale, unsharded_settings
 from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.training.parallel.units import last_unit, sharding_units
@@ -58,14 +58,18 @@ def build(
     attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
     groups = choose_groups(model, config.optimizer, lr_scale(parallel))
     settings = unsharded_settings(model, parallel, groups)
-    blocks = workload.model.block_classes or find_block_classes(model)
+    roots = parallel.roots(model)
+    blocks = workload.model.block_classes or tuple(
+        dict.fromkeys(kind for root in roots.values() for kind in find_block_classes(root))
+    )
     check_blocks(model, blocks, config)
     if config.precision.float8:
         to_float8(model, blocks, parallel.device)
     in_tokens = getattr(workload.task, "compile_loss", None) is not None  # whose loss is our cross entropy
     divided = parallel.divide_layers(model, in_tokens)
-    units = sharding_units(model, blocks, config.sharding)
-    last = last_unit(model, blocks, config.sharding)
+    whole = {*roots.values()}
+    units = [unit for unit in sharding_units(model, blocks, config.sharding) if unit not in whole]
+    last = [] if config.task.step else last_unit(model, blocks, config.sharding)
     apply_to_blocks(model, blocks, [*units, *last], config)
     parallel.divide(model, units, last)
     layout = describe_layout(model, units, blocks, find_unused, last, divided)
@@ -77,14 +81,15 @@ def build(
     if compiles_loss(config):
         workload.task.compile_loss()  # type: ignore[attr-defined]  # tasks of tokens have it
 
-    optimizer = build_optimizer(parallel, groups)
-    check_settings(optimizer, parallel, settings)
-    lr_schedule = build_lr_schedule(
-        optimizer, config.lr_schedule, steps_per_epoch, total_steps, config.training.max_steps
-    )
+    optimizers = build_optimizers(parallel, groups)
+    check_settings(optimizers, parallel, settings)
+    lr_schedules = [
+        build_lr_schedule(each, config.lr_schedule, steps_per_epoch, total_steps, config.training.max_steps)
+        for each in optimizers.values()
+    ]
     after_step = import_callable(config.task.after_step, "task.after_step") if config.task.after_step else None
     state = TrainState(
-        parallel, optimizer, parallel.scaler(), lr_schedule, layout, num_params, bool(settings), after_step
+        parallel, optimizers, parallel.scaler(), lr_schedules, layout, num_params, bool(settings), after_step
     )
     state.train()
     return state

@@ -65,6 +65,8 @@ class TrainState(Stateful):
 
     Attributes:
         parallel: the model, and how ranks train it.
+        optimizers: by the names that `task.step` has for them; without it one.
+        lr_schedules: one of each optimizer.
         num_params: of the whole model; FSDP1 shows each rank the elements that it has.
         scaler: of the loss; disabled without loss scaling.
         epoch: finished epochs.
@@ -77,14 +79,15 @@ class TrainState(Stateful):
         loss_scale: the scaler's, of the next step, on the host.
         loss_dtype: in which the task computed the loss of the last step.
         num_labels: that counted in the last step, over all ranks; None: its loss returned no count.
+        figures: what the user's step returned last.
         after_step: of the user, called after each step that was taken; None: there is none.
         groups_compared: an own optimizer's groups were found to be those of the whole parameters.
     """
 
     parallel: Parallel
-    optimizer: torch.optim.Optimizer
+    optimizers: dict[str, torch.optim.Optimizer]
     scaler: torch.amp.GradScaler
-    lr_schedule: LRScheduler
+    lr_schedules: list[LRScheduler]
     layout: Layout = field(default_factory=Layout)
     num_params: int = 0
     groups_compared: bool = False
@@ -99,6 +102,7 @@ class TrainState(Stateful):
     loss_scale: float = field(init=False)
     loss_dtype: torch.dtype = torch.float32
     num_labels: torch.Tensor | None = None
+    figures: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Read the first scale, so that a step need only read the one after it."""
@@ -120,64 +124,63 @@ class TrainState(Stateful):
     @property
     def rate(self) -> float | Tensor:
         """The learning rate of the next step, of the first group of parameters."""
-        rate: float | Tensor = self.optimizer.param_groups[0]["lr"]
+        rate: float | Tensor = next(iter(self.optimizers.values())).param_groups[0]["lr"]
         return rate.clone() if isinstance(rate, Tensor) else rate  # which the schedule changes in place
 
     def set_rates(self) -> None:
-        """Give the optimizer the rates of this trial's schedule: a checkpoint has those of the run that wrote it.
+        """Give optimizers the rates of this trial's schedule: a checkpoint has those of the run that wrote it.
 
         A schedule of the user's continues with its own.
         """
-        schedule = self.lr_schedule
-        if not self.schedule_is_ours:
-            return
-        assert isinstance(schedule, LambdaLR)
-        for group, base, factor in zip(
-            self.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
-        ):
-            rate = base * factor(schedule.last_epoch)
-            group["initial_lr"] = base
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        for schedule in self.lr_schedules if self.schedule_is_ours else ():
+            assert isinstance(schedule, LambdaLR)
+            groups = schedule.optimizer.param_groups
+            for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+                rate = base * factor(schedule.last_epoch)
+                group["initial_lr"] = base
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
 
     def train(self) -> None:
-        """Set the model to train mode, and an optimizer that has modes."""
+        """Set the model to train mode, and optimizers that have modes."""
         self.model.train()
         self._switch("train")
 
     def eval(self) -> None:
-        """Set the model to eval mode, and an optimizer that has modes: schedule-free ones then average the weights."""
+        """Set the model to eval mode, and optimizers that have modes: schedule-free ones then average the weights."""
         with self.parallel.explained(forward=True):
             self._switch("eval")
             with self.parallel.watched():
                 self.model.eval()  # which may merge weights
 
     def _switch(self, mode: str) -> None:
-        if callable(switch := getattr(self.optimizer, mode, None)):
-            self.parallel.reshard()  # what an evaluation has left gathered is of the other mode
-            switch()
-            for parameter in [key for key, value in self.optimizer.state.items() if not value]:
-                del self.optimizer.state[parameter]  # a look makes an entry, which DCP takes for the state of a step
+        for optimizer in self.optimizers.values():
+            if callable(switch := getattr(optimizer, mode, None)):
+                self.parallel.reshard()  # what an evaluation has left gathered is of the other mode
+                switch()
+                for parameter in [key for key, value in optimizer.state.items() if not value]:
+                    del optimizer.state[parameter]  # a look makes an entry, which DCP takes for the state of a step
 
     def weights(self) -> dict[str, Any]:
-        """Return the sharded state of the model and of its optimizer."""
+        """Return the sharded state of the model and of its optimizers."""
         return {
             "model": model_state(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+            "optimizer": get_optimizer_state_dict(self.model, [*self.optimizers.values()]),
         }
 
     def load_weights(self, state: dict[str, Any]) -> None:
         """Load a state that `weights` returned. Some parameters may have had no gradient yet; the model has all."""
         load_model_state(self.model, state["model"])
         options = StateDictOptions(strict=False)
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
+        set_optimizer_state_dict(self.model, [*self.optimizers.values()], state["optimizer"], options=options)
 
     def _keep_types(self, saved: dict[str, Any]) -> None:
         """Put back what PyTorch has cast to a parameter's type: an own optimizer's float32 for one in bfloat16."""
+        states = [optimizer.state for optimizer in self.optimizers.values()]
         for name, parameter in unwrapped(self.model).named_parameters():
-            held = self.optimizer.state.get(parameter, {})
+            held: dict[str, Any] = next((state[parameter] for state in states if parameter in state), {})
             for key, value in saved.get(original_name(name), {}).items():
                 now = held.get(key)
                 if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype is not value.dtype:
@@ -201,9 +204,9 @@ class TrainState(Stateful):
     def _schedule_state(self) -> dict[str, Any]:
         """Return the step of a schedule of ours, or the state of the user's as one value: DCP turns keys into text."""
         if self.schedule_is_ours:
-            return {"last_epoch": self.lr_schedule.last_epoch}
+            return {"last_epoch": self.lr_schedules[0].last_epoch}
         content = io.BytesIO()
-        torch.save(self.lr_schedule.state_dict(), content)
+        torch.save([schedule.state_dict() for schedule in self.lr_schedules], content)
         return {"state": content.getvalue()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -213,11 +216,13 @@ class TrainState(Stateful):
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
             self.loss_scale = self.scaler.get_scale()
-        if self.schedule_is_ours:
-            self.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
-        else:
-            content = io.BytesIO(state["lr_schedule"]["state"])
-            self.lr_schedule.load_state_dict(torch.load(content, weights_only=True))
+        saved: dict[str, Any] = state["lr_schedule"]
+        states = None if self.schedule_is_ours else torch.load(io.BytesIO(saved["state"]), weights_only=True)
+        for i, schedule in enumerate(self.lr_schedules):
+            if states is None:
+                schedule.last_epoch = saved["last_epoch"]
+            else:
+                schedule.load_state_dict(states[i])
         position = state["position"]
         self.epoch, self.step, self.epoch_step = position["epoch"], position["step"], position["epoch_step"]
         self.set_rates()
@@ -317,7 +322,8 @@ class Checkpoints:
             )
 
     def _load_another(self, state: TrainState, source: Saved) -> None:
-        groups, is_ours = state.optimizer.param_groups, self.config.optimizer.target is None
+        groups = [group for optimizer in state.optimizers.values() for group in optimizer.param_groups]
+        is_ours = self.config.optimizer.target is None
         # an own optimizer may keep state in its groups
         typed = {*self.config.optimizer.arguments, "foreach", "fused", *_OF_SCHEDULES}
         settings = [
@@ -326,7 +332,8 @@ class Checkpoints:
         ]
         self._load(weights := state.weights(), source, state.model)
         state.load_weights(weights)
-        for group, of_this_trial in zip(state.optimizer.param_groups, settings, strict=True):
+        groups = [group for optimizer in state.optimizers.values() for group in optimizer.param_groups]
+        for group, of_this_trial in zip(groups, settings, strict=True):
             group.update(of_this_trial)
         state.set_rates()
 

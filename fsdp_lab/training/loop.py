@@ -25,7 +25,7 @@ from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
 from fsdp_lab.training.memory_profiler import MemoryProfiler
-from fsdp_lab.training.own_step import OwnStep, optimizer_explained, reads_refused
+from fsdp_lab.training.own_step import OwnStep, of_users, optimizer_explained, reads_refused
 from fsdp_lab.training.parallel.base import whole
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.slow_rank import SlowRank
@@ -48,43 +48,97 @@ def train_step(
     norm_too: bool = False,
     watched: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Tensor, Tensor | None]:
-    """Take one optimizer step over the microbatches of this rank.
+    """Take one step over the microbatches of this rank: of the optimizer, or as the user's step does.
 
     Args:
         state: changed in place.
         microbatches: of this rank, on any device.
-        passed: called after each `forward` pass, with its loss, and each `backward` pass, once with the form of the
-            loss, before ranks exchange what depends on it, and once with `gradients`, before these are used.
+        passed: called after each `forward` pass, with its loss, and each `backward` pass, once for each loss with its
+            form, before ranks exchange what depends on it, and once with `gradients`, before these are used.
         norm_too: compute the norm of the gradients, unless some are sparse.
-        watched: the context in which the optimizer takes its step.
+        watched: the context in which an optimizer takes its step.
 
     Returns:
-        this rank's part of the loss, whose mean over the ranks is that of the global batch, and the norm of all
-        gradients before clipping; None unless it is wanted or the trial `has_norms`. Both are detached and on the
-        device: no sync point.
+        this rank's part of the loss, or of the sum of all losses that were minimised, whose mean over the ranks is that
+        of the global batch, and the norm of all gradients before clipping; None unless it is wanted or the trial
+        `has_norms`. Both are detached and on the device: no sync point.
     """
-    with state.parallel.divided_loss():
-        total = _accumulate(state, task, microbatches, passed)
-    passed("gradients")
-    is_dense = all(p.grad is None or p.grad.layout is torch.strided for p in state.model.parameters())
     state.lr = state.rate
-    has_norm = has_norms(task, state.parallel.config) or (norm_too and is_dense)
-    grad_norm = update(state, has_norm=has_norm, watched=watched)
-    scale = state.scaler.get_scale()  # a sync point: one a step
-    if scale >= state.loss_scale:  # a smaller one says that the step was skipped
+    descent = _Descent(state, microbatches, passed, norm_too, watched)
+    take_step = getattr(task, "take_step", None)
+    if take_step is None:
+        descent("model", task)
+    else:
+        state.figures = take_step(state.model, state.step + 1, descent)
+    if not descent.skipped:
         _step_schedule(state)
         state.taken += 1
         if state.after_step is not None:
             _after_step(state, state.after_step)
-    state.loss_scale = scale
     state.step += 1
     state.epoch_step += 1
-    return total, grad_norm
+    norms = descent.norms
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms[1:] else norms[0] if norms else None
+    assert descent.total is not None
+    return descent.total, norm
+
+
+class _Descent:
+    """Minimises losses over the microbatches of a step, each by one optimizer; see `train_step`.
+
+    Attributes:
+        total: this rank's part of the losses so far.
+        norms: of the gradients of each.
+        skipped: loss scaling has skipped one.
+    """
+
+    def __init__(
+        self, state: TrainState, microbatches: list[Batch], passed: Callable[..., None], norm_too: bool,
+        watched: Callable[[], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self._state, self._microbatches, self._passed = state, microbatches, passed
+        self._norm_too, self._watched = norm_too, watched
+        self.total: Tensor | None = None
+        self.norms: list[Tensor] = []
+        self.skipped = False
+
+    def __call__(self, name: str, task: Task) -> Tensor:
+        """Let the optimizer of that name take a step, and return this rank's part of the loss, detached.
+
+        Raises:
+            UserError: there is no such optimizer.
+        """
+        state, model = self._state, self._state.model
+        if (optimizer := state.optimizers.get(name)) is None:
+            raise UserError(
+                f"task.step={state.parallel.config.task.step}: run.minimize({name!r}, ...) names no optimizer; use "
+                f"{' or '.join(map(repr, state.optimizers))}."
+            )
+        with state.parallel.divided_loss():
+            loss = _accumulate(state, task, self._microbatches, self._passed)
+        if state.parallel.config.task.step is not None:
+            state.parallel.reshard()  # a part without a backward pass of its own stays gathered
+        if len(state.optimizers) > 1:
+            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for parameter in model.parameters():
+                if id(parameter) not in own:
+                    parameter.grad = None
+        self._passed("gradients")
+        is_dense = all(p.grad is None or p.grad.layout is torch.strided for p in model.parameters())
+        has_norm = has_norms(task, state.parallel.config) or (self._norm_too and is_dense)
+        norm = update(state, optimizer, has_norm=has_norm, watched=self._watched)
+        self.norms += [] if norm is None else [norm]
+        scale = state.scaler.get_scale()  # a sync point: one a step
+        self.skipped |= scale < state.loss_scale  # a smaller one says that the step was skipped
+        state.loss_scale = scale
+        self.total = loss if self.total is None else self.total + loss
+        return loss
 
 
 def _step_schedule(state: TrainState) -> None:
     try:
-        state.lr_schedule.step()
+        for schedule in state.lr_schedules:
+            schedule.step()
     except Exception as error:
         if state.schedule_is_ours:
             raise
@@ -99,10 +153,11 @@ def _after_step(state: TrainState, call: Callable[[dict[str, nn.Module], int], o
     if active_fake_mode() is not None:
         return
     path, looks = state.parallel.config.task.after_step, state.step < FIRST_STEPS
+    parts = state.parallel.roots(state.model)
     state.parallel.reshard()  # what it changes is gathered again
     try:
         with torch.no_grad(), reads_refused(f"task.after_step={path}") if looks else nullcontext():
-            call({"model": unwrapped(state.model)}, state.step + 1)
+            call({name or "model": unwrapped(part) for name, part in parts.items()}, state.step + 1)
     except UserError:
         raise
     except Exception as error:
@@ -116,19 +171,20 @@ def has_norms(task: Task, config: TrialConfig) -> bool:
 
 def update(
     state: TrainState,
+    optimizer: torch.optim.Optimizer,
     has_norm: bool,
     watched: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor | None:
-    """Let the optimizer use and free the gradients, unless one of any rank overflows; return their norm if asked."""
+    """Let an optimizer use and free the gradients, unless one of any rank overflows; return their norm if asked."""
     grad_norm, config = None, state.parallel.config
     if has_norm or isinstance(state.scaler, ShardedGradScaler):  # which asks the other ranks for overflows here only
-        state.scaler.unscale_(state.optimizer)
+        state.scaler.unscale_(optimizer)
     if has_norm:
         grad_norm = state.parallel.clip(config.training.max_grad_norm)
     with optimizer_explained(config), watched():
-        state.scaler.step(state.optimizer)
+        state.scaler.step(optimizer)
     state.scaler.update()
-    state.optimizer.zero_grad()
+    optimizer.zero_grad()
     return grad_norm
 
 
@@ -200,7 +256,7 @@ class Watch:
     @contextmanager
     def _instruments(self, state: TrainState, microbatches: list[Batch], is_first: bool) -> Iterator[None]:
         if self.memory.tracks():
-            with self.memory.track(state.parallel, state.optimizer, tensors_of(microbatches)):
+            with self.memory.track(state.parallel, state.optimizers.values(), tensors_of(microbatches)):
                 yield
             self.timer.start()  # the tracked step is slow: not one of the timed
         elif self.trace.records():
@@ -242,9 +298,9 @@ def train_epoch(state: TrainState, task: Task, loader: DataLoader[Batch], watch:
     state.train()
     config, dims, device = state.parallel.config, state.parallel.dims, state.parallel.device
     taken_before, steps_before = state.taken, state.step
-    losses, norms, labels = [], [], []
+    losses, norms, labels, figures = [], [], [], dict[str, list[Tensor]]()
     check = LossCheck(state.step, device, config.precision.loss_scaling, watch.checks)
-    own = OwnStep(state.optimizer, state.parallel)
+    own, is_own = OwnStep(state.optimizers, state.parallel), bool(of_users(config))
     watch.timer.start()
     _seed(config, state.step, dims)
     for microbatches in _by_step(loader, config.training.grad_accum_steps, watch.timer):
@@ -253,7 +309,7 @@ def train_epoch(state: TrainState, task: Task, loader: DataLoader[Batch], watch:
         with watch.step(state, microbatches):
             loss, norm = train_step(
                 state, task, microbatches, watch.checks.passed, is_first,
-                own.watched if state.step < FIRST_STEPS and config.optimizer.target else nullcontext,
+                own.watched if state.step < FIRST_STEPS and is_own else nullcontext,
             )  # fmt: skip
             if is_first:
                 watch.first.grad_norm = norm
@@ -261,10 +317,14 @@ def train_epoch(state: TrainState, task: Task, loader: DataLoader[Batch], watch:
         check.add(loss)
         norms += [norm] if norm is not None and has_norms(task, config) else []
         labels += [] if state.num_labels is None else [state.num_labels]
+        for name, value in state.figures.items():
+            figures.setdefault(f"figures/{name}", []).append(value.to(device, torch.float32))
         if config.training.max_steps is not None and state.step >= config.training.max_steps:
             break
     check.finish()
-    step_losses = (dims.sum(torch.stack(losses)) / dims.dp_degree).tolist()
+    step_losses, *values = [
+        (dims.sum(torch.stack(values)) / dims.dp_degree).tolist() for values in (losses, *figures.values())
+    ]
     taken = state.taken - taken_before
     state.so_far = {
         name: [*state.so_far.get(name, []), *values]
@@ -273,19 +333,22 @@ def train_epoch(state: TrainState, task: Task, loader: DataLoader[Batch], watch:
             "norms": torch.stack(norms).tolist() if norms else [],
             "labels": torch.stack(labels).tolist() if labels else [],
             "skipped": [float(state.step - steps_before - taken)],
+            **dict(zip(figures, values, strict=True)),
         }.items()
     }
     epoch_losses, counts = state.so_far["losses"], state.so_far["labels"]
     finite = [loss for loss in epoch_losses if math.isfinite(loss)]  # loss scaling skips the steps of others
     metrics = {"train/loss": fmean(finite), "train/lr": float(state.lr)}
+    for name in figures:
+        metrics[f"train/{name.partition('/')[2]}"] = fmean(state.so_far[name])
     if state.epoch == 0:
-        figures = {FIRST_LOSS: epoch_losses[0]}
+        compared = {FIRST_LOSS: epoch_losses[0]}
         if early := epoch_losses[1:3]:
-            figures[EARLY_LOSS] = fmean(early)
+            compared[EARLY_LOSS] = fmean(early)
         warm = min(config.lr_schedule.warmup_steps + 1, _WARM_STEPS - 1)
         if config.lr_schedule.warmup_steps and warm < len(epoch_losses):
-            figures[WARM_LOSS] = epoch_losses[warm]
-        metrics.update({key: loss for key, loss in figures.items() if math.isfinite(loss)})
+            compared[WARM_LOSS] = epoch_losses[warm]
+        metrics.update({key: loss for key, loss in compared.items() if math.isfinite(loss)})
         metrics.update(watch.first.figures())
     if (eps := torch.finfo(state.loss_dtype).eps) > torch.finfo(torch.float32).eps:
         metrics[LOSS_EPS] = eps

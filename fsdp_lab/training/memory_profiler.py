@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
@@ -40,10 +40,10 @@ SNAPSHOT_ENTRIES = 100_000  # of the CUDA allocator's history: unbounded, a dump
 
 @contextmanager
 def record_compiled_step(
-    parallel: Parallel, optimizer: torch.optim.Optimizer, batch: Sequence[Tensor]
+    parallel: Parallel, optimizers: Iterable[torch.optim.Optimizer], batch: Sequence[Tensor]
 ) -> Iterator[AllocatorRecorder]:
     """Follow the step inside, whose blocks are compiled, by what the allocators report; see `record_step`."""
-    with record_step(parallel, optimizer, batch) as before:
+    with record_step(parallel, optimizers, batch) as before:
         pass
     recorder = AllocatorRecorder(before.profile, parallel.device)
     with compiled_code_runs(), SynchronousGlooMode(), AccumulatesInPlace() as accumulates:
@@ -89,7 +89,9 @@ class MemoryProfiler:
         return self.detail is not Detail.off and self._tracked < TRACKED_STEPS
 
     @contextmanager
-    def track(self, parallel: Parallel, optimizer: torch.optim.Optimizer, batch: Sequence[Tensor]) -> Iterator[None]:
+    def track(
+        self, parallel: Parallel, optimizers: Iterable[torch.optim.Optimizer], batch: Sequence[Tensor]
+    ) -> Iterator[None]:
         """Follow one step on this rank, and write its profile however the step ends."""
         self._tracked += 1
         self._figures = None  # those of an epoch that ended before this step lack the optimizer's state
@@ -99,7 +101,7 @@ class MemoryProfiler:
         recorder: StepRecorder | AllocatorRecorder | None = None
         follow = record_compiled_step if self.config.compile else record_step
         try:
-            with follow(parallel, optimizer, batch) as recorder:
+            with follow(parallel, optimizers, batch) as recorder:
                 try:
                     yield
                 except Exception:

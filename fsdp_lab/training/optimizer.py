@@ -18,16 +18,40 @@ from fsdp_lab.config.training import (
 )
 from fsdp_lab.training.groups import Groups, choose_groups, grouped
 from fsdp_lab.training.layout import has_complex
-from fsdp_lab.training.own_optimizer import build_own, learning_rate, lr_scale
+from fsdp_lab.training.own_optimizer import build_own, learning_rate, lr_scale, users_optimizers
 from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.workloads.base import original_name, unwrapped
+from fsdp_lab.workloads.user.step import parts_of_model
+
+
+def build_optimizers(parallel: Parallel, groups: Groups | None = None) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers of the parameters that ranks train: one, or with `task.step` the user's, or one a part.
+
+    Args:
+        groups: see `build_optimizer`.
+
+    Raises:
+        UserError: see `build_optimizer` and `users_optimizers`.
+    """
+    task, model = parallel.config.task, unwrapped(parallel.model)
+    if task.step is None:
+        return {"model": build_optimizer(parallel, groups)}
+    if task.optimizers is not None:
+        return users_optimizers(model, parallel)
+    groups = groups or choose_groups(model, parallel.config.optimizer, lr_scale(parallel))
+    made = {}
+    for part in parts_of_model(model):
+        own = [([name for name in names if name.partition(".")[0] == part], options) for names, options in groups]
+        if own := [(names, options) for names, options in own if names]:
+            made[part] = build_optimizer(parallel, own)
+    return made
 
 
 def build_optimizer(parallel: Parallel, groups: Groups | None = None) -> torch.optim.Optimizer:
-    """Return the optimizer of the parameters that ranks train.
+    """Return an optimizer of parameters that ranks train.
 
     Args:
-        groups: of the model before it was sharded; None: as the config chooses them now.
+        groups: of the model before it was sharded; None: of all parameters, as the config chooses them now.
 
     Raises:
         UserError: the user's class refuses its arguments or the parameters, or the loss scaler cannot use it.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +18,7 @@ from fsdp_lab.training.own_step import reads_refused
 from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.workloads.base import original_name, unwrapped
 from fsdp_lab.workloads.construct import seeded
+from fsdp_lab.workloads.user.step import parts_of_model
 
 Settings = dict[str, dict[str, str]]  # of each parameter: those of its group, in words
 _NO_GROUP = {"group": "none"}
@@ -79,6 +81,35 @@ def build_own(
     return made
 
 
+def users_optimizers(model: nn.Module, parallel: Parallel) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers that `task.optimizers` makes for the parts of a model, sharded or not yet.
+
+    Raises:
+        UserError: it fails, or returns no optimizers by name that train each trained parameter once.
+    """
+    task = parallel.config.task
+    function, typed = import_callable(str(task.optimizers), "task.optimizers"), f"task.optimizers={task.optimizers}"
+    options = {"lr": learning_rate(parallel)} if "lr" in (parameters(function) or {}) else {}
+    try:
+        with seeded(parallel.config.training.seed), reads_refused(typed):
+            made = function({name: unwrapped(part) for name, part in parts_of_model(model).items()}, **options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{typed} fails: {in_words(error)}{parallel.gives_optimizer}") from error
+    ours = isinstance(made, Mapping) and all(isinstance(each, torch.optim.Optimizer) for each in made.values())
+    if not ours or not made:
+        raise UserError(f"{typed} returns a {type(made).__name__}; it must return {{name: torch.optim.Optimizer}}.")
+    times = Counter(id(p) for optimizer in made.values() for group in optimizer.param_groups for p in group["params"])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (count := times[id(parameter)]) != 1:
+            raise UserError(
+                f"{typed}: {original_name(name)} is in {count} optimizers; give each trained parameter one, and freeze "
+                "others by requires_grad_(False) in the model."
+            )
+    return dict(made)
+
+
 def unsharded_settings(model: nn.Module, parallel: Parallel, groups: Groups) -> Settings:
     """Return the settings that the user's class gives each parameter of a model that is not sharded yet.
 
@@ -87,12 +118,15 @@ def unsharded_settings(model: nn.Module, parallel: Parallel, groups: Groups) -> 
     Returns:
         by parameter; empty if sharding does not replace the parameters, or the class needs their values.
     """
-    target = parallel.config.optimizer.target
+    target, task = parallel.config.optimizer.target, parallel.config.task
+    if task.optimizers is not None and parallel.is_sharded:
+        return _settings(users_optimizers(model, parallel), model.named_parameters())
     if target is None or not parallel.is_sharded:
         return {}
     with suppress(Exception), FakeTensorMode():  # whatever a class raises; with real parameters it is reported
         made = {name: _fake(p, parallel.home) for name, p in model.named_parameters() if p.requires_grad}
-        return _settings(build_own(parallel, target, made.items(), groups, learning_rate(parallel)), made.items())
+        own = build_own(parallel, target, made.items(), groups, learning_rate(parallel))
+        return _settings({"model": own}, made.items())
     return {}
 
 
@@ -102,10 +136,11 @@ def _fake(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     return made
 
 
-def _settings(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> Settings:
+def _settings(optimizers: Mapping[str, torch.optim.Optimizer], named: Iterable[tuple[str, nn.Parameter]]) -> Settings:
     names = {id(parameter): original_name(name) for name, parameter in named}
     return {
-        names[id(parameter)]: {"group": "one", **{k: _in_words(value) for k, value in group.items() if k != "params"}}
+        names[id(parameter)]: {"group": of, **{k: _in_words(value) for k, value in group.items() if k != "params"}}
+        for of, optimizer in optimizers.items()
         for group in optimizer.param_groups
         for parameter in group["params"]
         if id(parameter) in names
@@ -120,7 +155,7 @@ def _in_words(value: Any) -> str:
     return str(value) if isinstance(value, str | int | float | None) else kind.__name__
 
 
-def check_settings(optimizer: torch.optim.Optimizer, parallel: Parallel, unsharded: Settings) -> None:
+def check_settings(optimizers: Mapping[str, torch.optim.Optimizer], parallel: Parallel, unsharded: Settings) -> None:
     """Check that the user's class gives each sharded parameter the settings that it gives the whole one.
 
     Args:
@@ -131,14 +166,16 @@ def check_settings(optimizer: torch.optim.Optimizer, parallel: Parallel, unshard
     """
     if not unsharded:
         return
-    sharded = _settings(optimizer, unwrapped(parallel.model).named_parameters())
+    sharded, config = _settings(optimizers, unwrapped(parallel.model).named_parameters()), parallel.config
+    by = f"task.optimizers={config.task.optimizers}" if config.task.optimizers else ""
+    by = by or f"optimizer._target_={config.optimizer.target}"
     for name in unsharded | sharded:
         whole, here = unsharded.get(name, _NO_GROUP), sharded.get(name, _NO_GROUP)
         for key in whole | here:
             if whole.get(key) != here.get(key):
                 raise ModelError(
-                    f"{parallel.sharding} sharding.api={parallel.config.sharding.api.name}: "
-                    f"optimizer._target_={parallel.config.optimizer.target} gives {name} {key}={here.get(key)}, but "
-                    f"{key}={whole.get(key)} where it is not sharded{parallel.changes_shapes}. Group by an attribute "
-                    f"that the model's constructor sets, as parameter.no_decay = True, or use {parallel.keeps_shapes}."
+                    f"{parallel.sharding} sharding.api={config.sharding.api.name}: {by} gives {name} "
+                    f"{key}={here.get(key)}, but {key}={whole.get(key)} where it is not sharded"
+                    f"{parallel.changes_shapes}. Group by an attribute that the model's constructor sets, as "
+                    f"parameter.no_decay = True, or use {parallel.keeps_shapes}."
                 )

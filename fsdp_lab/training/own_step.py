@@ -6,7 +6,7 @@ FSDP1's parameters are such parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.target import user_line
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.memory.torch_private import ITEM, TorchDispatchMode, compiled_code_runs
+from fsdp_lab.memory.allocator_profile import not_reported
+from fsdp_lab.memory.torch_private import ITEM, TorchDispatchMode, compiled_code_runs, without_modes
 from fsdp_lab.training.distributed import gather
 from fsdp_lab.training.parallel.base import MIXED, Parallel, at
 from fsdp_lab.workloads.base import original_name, tensors_of, unwrapped
@@ -58,30 +59,37 @@ def optimizer_explained(config: TrialConfig) -> Iterator[None]:
     try:
         yield
     except (AssertionError, TypeError) as error:
-        if config.optimizer.target is None:
+        if not of_users(config):
             raise
         raise UserError(
-            f"the step of optimizer._target_={config.optimizer.target} fails{at(error)}: {type(error).__name__} "
+            f"the step of {of_users(config)} fails{at(error)}: {type(error).__name__} "
             f"{error}. fsdp_lab calls step() without arguments, once after the backward pass; use an optimizer that "
             "needs none."
         ) from error
     except (RuntimeError, NotImplementedError) as error:
-        if config.optimizer.target is None or not any(words in str(error) for words in (*_NO_RULE, MIXED)):
+        if not of_users(config) or not any(words in str(error) for words in (*_NO_RULE, MIXED)):
             raise
         raise UserError(
-            f"sharding={config.sharding.granularity.name}: PyTorch cannot take the step of "
-            f"optimizer._target_={config.optimizer.target} with sharded parameters{at(error)}: "
+            f"sharding={config.sharding.granularity.name}: PyTorch cannot take the step of {of_users(config)} with "
+            f"sharded parameters{at(error)}: "
             f"{str(error).strip().partition(chr(10))[0]} Let it work on x.full_tensor(), or use another optimizer, or "
             "sharding=ddp, which keeps parameters whole."
         ) from error
 
 
+def of_users(config: TrialConfig) -> str:
+    """Return the key that makes the user's own optimizers, with its value; "" if there are none."""
+    if config.task.optimizers is not None:
+        return f"task.optimizers={config.task.optimizers}"
+    return f"optimizer._target_={config.optimizer.target}" if config.optimizer.target is not None else ""
+
+
 class OwnStep:
     """Checks that all ranks take the same step."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parallel: Parallel) -> None:
-        self._optimizer, self._parallel = optimizer, parallel
-        self._where = f"{parallel.sharding}: the step of optimizer._target_={parallel.config.optimizer.target}"
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer], parallel: Parallel) -> None:
+        self._optimizers, self._parallel = optimizers, parallel
+        self._where = f"{parallel.sharding}: the step of {of_users(parallel.config)}"
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -95,7 +103,8 @@ class OwnStep:
         self._check("" if reads.exchanges or self._parallel.flat_parts == 1 else reads.reduced)
 
     def _check(self, reduced: str) -> None:
-        ranks = gather((reduced, dict(self._numbers())))
+        with without_modes(), not_reported():  # no part of the step that may be recorded
+            ranks = gather((reduced, dict(self._numbers())))
         for does in (does for does, _ in ranks if does):
             raise UserError(
                 f"{self._where} makes one number of a tensor ({does}), of which each rank of sharding.api=fsdp1 has a "
@@ -115,8 +124,10 @@ class OwnStep:
     def _numbers(self) -> Iterator[tuple[str, float]]:
         named = unwrapped(self._parallel.model).named_parameters()
         names = {id(parameter): original_name(name) for name, parameter in named}
-        holders = {f"param_groups[{i}]": group for i, group in enumerate(self._optimizer.param_groups)}
-        state = {names.get(id(key), key): value for key, value in self._optimizer.state.items()}
+        made = self._optimizers.values()
+        groups = [group for optimizer in made for group in optimizer.param_groups]
+        holders = {f"param_groups[{i}]": group for i, group in enumerate(groups)}
+        state = {names.get(id(key), key): value for optimizer in made for key, value in optimizer.state.items()}
         holders |= {f"state[{name}]": value for name, value in state.items() if isinstance(name, str)}
         for holder, values in holders.items():
             for key, value in values.items() if isinstance(values, dict) else ():

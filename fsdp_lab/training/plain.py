@@ -11,13 +11,14 @@ IN.json has the arguments of `run`, such as `{"config": {...}, "parts": 2, "limi
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
 import sys
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from fsdp_lab.config import TrialConfig, from_dict, metrics
 from fsdp_lab.config.target import NAMED, given_to, import_callable, import_from, in_words, instantiate
 from fsdp_lab.config.workload import ModelSource
-from fsdp_lab.training.plain_data import Batches, Part
+from fsdp_lab.training.plain_data import Batches, Part, moved
 from fsdp_lab.training.plain_limits import Deadline, Late, Stopped, free_memory, limited
 from fsdp_lab.training.plain_losses import count_of, loss_of, val_loss_of
 from fsdp_lab.training.plain_state import State, generators, put_back, seed_all, state_of
@@ -84,28 +85,32 @@ def train(config: TrialConfig, model: nn.Module, batches: Batches, scale: float 
     start = state_of(model)
     states = [state_of(model) for _ in range(batches.parts)]  # each rank has its own buffers
     first_weights = [p.detach().to("cpu", copy=True) for p in model.parameters()]
-    optimizer = build_optimizer(config, model, batches.parts)
-    set_mode(optimizer, "train")
-    lr_schedule = build_schedule(config, optimizer, batches.steps_per_epoch)
+    optimizers = build_optimizers(config, model, batches.parts)
+    set_mode(optimizers, "train")
+    lr_schedules = [build_schedule(config, each, batches.steps_per_epoch) for each in optimizers.values()]
+    parts = dict(model.named_children()) if config.task.step else {"model": model}
     figures, losses, draws = dict[str, float](), list[float](), False
     for step in range(batches.num_steps):
         batch = batches.train(step)
         if step == 0:
-            set_mode(optimizer, "eval")
+            set_mode(optimizers, "eval")
             figures[metrics.EVAL_LOSS] = evaluate(config, model, batch, states)
-            set_mode(optimizer, "train")
-        optimizer.zero_grad()
-        loss, drew = backward(config, model, batch, states, step, scale)
-        figures.setdefault(metrics.FIRST_GRAD_NORM, clip_gradients(model, config.training.max_grad_norm))
-        optimizer.step()
-        lr_schedule.step()
+            set_mode(optimizers, "train")
+        run = Run(config, model, optimizers, batch, states, step, scale)
+        if config.task.step is None:
+            run.minimize("model", partial(loss_of, config, model))
+        else:
+            import_callable(config.task.step, "task.step")(parts, run)
+        figures.setdefault(metrics.FIRST_GRAD_NORM, math.hypot(*run.norms))
+        for lr_schedule in lr_schedules:
+            lr_schedule.step()
         if config.task.after_step is not None:
             with torch.no_grad():
-                import_callable(config.task.after_step, "task.after_step")({"model": model}, step + 1)
-        losses, draws = [*losses, loss], draws or drew
+                import_callable(config.task.after_step, "task.after_step")(parts, step + 1)
+        losses, draws = [*losses, run.loss], draws or run.draws
     changes = [(p.detach().cpu() - w).abs().double() for p, w in zip(model.parameters(), first_weights, strict=True)]
     figures[metrics.CHANGE_NORM] = math.sqrt(sum(float(change.square().sum()) for change in changes))
-    set_mode(optimizer, "eval")
+    set_mode(optimizers, "eval")
     figures[metrics.CHECK_VAL_LOSS] = evaluate(config, model, batches.val(), states)
     figures[metrics.FIRST_LOSS] = losses[0]
     if early := losses[1:]:
@@ -116,10 +121,43 @@ def train(config: TrialConfig, model: nn.Module, batches: Batches, scale: float 
     return figures, draws
 
 
+class Run:
+    """A step: what `task.step` gets, and else one call of `minimize`.
+
+    Attributes:
+        step: its number, from 1.
+        loss: the sum of what was minimised.
+        norms: of the gradients of each.
+        draws: whether a forward pass drew random numbers.
+    """
+
+    def __init__(
+        self, config: TrialConfig, model: nn.Module, optimizers: dict[str, torch.optim.Optimizer],
+        batch: list[list[Part]], states: list[State], step: int, scale: float,
+    ) -> None:  # fmt: skip
+        self._config, self._model, self._optimizers = config, model, optimizers
+        self._batch, self._states, self._scale = batch, states, scale
+        self.step, self.loss, self.norms, self.draws = step + 1, 0.0, list[float](), False
+
+    def minimize(self, name: str, loss_of: Callable[[Any], Any]) -> Tensor:
+        optimizer = self._optimizers[name]
+        self._model.zero_grad()
+        loss, drew = backward(self._config, self._model, self._batch, self._states, self.step - 1, self._scale, loss_of)
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter in self._model.parameters():
+            if id(parameter) not in own:
+                parameter.grad = None
+        self.norms.append(clip_gradients(self._model, self._config.training.max_grad_norm))
+        optimizer.step()
+        self.loss, self.draws = self.loss + loss, self.draws or drew
+        return torch.tensor(loss)
+
+
 def backward(
-    config: TrialConfig, model: nn.Module, batch: list[list[Part]], states: list[State], step: int, scale: float
-) -> tuple[float, bool]:
-    """Compute the gradients of a step; return its loss, and whether a forward pass drew random numbers."""
+    config: TrialConfig, model: nn.Module, batch: list[list[Part]], states: list[State], step: int, scale: float,
+    loss_of: Callable[[Any], Any],
+) -> tuple[float, bool]:  # fmt: skip
+    """Compute the gradients of a loss; return it, and whether a forward pass drew random numbers."""
     model.train()
     divisor = scale * count_of(config, batch) / len(batch)  # a rank's gradients are those of its own mean, as in DDP
     loss, count, draws = 0.0, 0.0, False
@@ -128,7 +166,8 @@ def backward(
         seed_all(zlib.crc32(f"{config.training.seed}/{step}/{rank}".encode()))
         before = generators(model)
         for inputs, _ in microbatches:
-            loss_sum, num_labels = loss_of(config, model, inputs)
+            returned = loss_of(moved(inputs, next(model.parameters()).device))
+            loss_sum, num_labels = returned if isinstance(returned, tuple) else (returned, None)
             draws = draws or generators(model) != before
             (loss_sum / divisor).backward()
             loss, count = loss + float(loss_sum.detach()), count + (1 if num_labels is None else float(num_labels))
@@ -164,7 +203,8 @@ def build_model(config: TrialConfig) -> nn.Module:
     if load is not None:  # pretrained weights, of models of transformers
         load({**dict(model.named_parameters()), **dict(model.named_buffers())})
     if (dtype := getattr(torch, config.precision.storage_dtype.name)) is not torch.float32:
-        model.to(dtype).register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
+        for part in model.to(dtype).children() if config.task.step else [model.to(dtype)]:
+            part.register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
     return model
 
 
@@ -179,6 +219,18 @@ def cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -
         return type(value)(map(cast, value)) if type(value) in (list, tuple) else value
 
     return cast(args), cast(kwargs)
+
+
+def build_optimizers(config: TrialConfig, model: nn.Module, parts: int) -> dict[str, torch.optim.Optimizer]:
+    if config.task.step is None:
+        return {"model": build_optimizer(config, model, parts)}
+    children = dict(model.named_children())
+    if config.task.optimizers is None:
+        trained = {name for name, child in children.items() if any(p.requires_grad for p in child.parameters())}
+        return {name: build_optimizer(config, children[name], parts) for name in children if name in trained}
+    function = import_callable(config.task.optimizers, "task.optimizers")
+    lr = config.optimizer.lr * (parts if config.optimizer.scale_lr else 1)
+    return dict(function(children, **({"lr": lr} if "lr" in inspect.signature(function).parameters else {})))
 
 
 def build_optimizer(config: TrialConfig, model: nn.Module, parts: int) -> torch.optim.Optimizer:
@@ -208,9 +260,10 @@ def build_optimizer(config: TrialConfig, model: nn.Module, parts: int) -> torch.
     return kind(params, lr, betas=(o.beta1, o.beta2), weight_decay=o.weight_decay)
 
 
-def set_mode(optimizer: torch.optim.Optimizer, mode: str) -> None:
-    """Call `train` or `eval` of an optimizer that has modes, as schedule-free ones do."""
-    getattr(optimizer, mode, lambda: None)()
+def set_mode(optimizers: dict[str, torch.optim.Optimizer], mode: str) -> None:
+    """Call `train` or `eval` of optimizers that have modes, as schedule-free ones do."""
+    for optimizer in optimizers.values():
+        getattr(optimizer, mode, lambda: None)()
 
 
 def build_schedule(

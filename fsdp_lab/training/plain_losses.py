@@ -35,8 +35,13 @@ def loss_of(config: TrialConfig, model: nn.Module, batch: Any) -> Loss:
             return outputs["loss"] if isinstance(outputs, Mapping) else outputs.loss, None
     if config.task.loss is None:
         raise Stopped(f"task={config.task.name} has no loss that a plain loop knows")
-    loss = import_callable(config.task.loss, "task.loss")(model, batch)
+    loss = import_callable(config.task.loss, "task.loss")(given(config, model), batch)
     return loss if isinstance(loss, tuple) else (loss, None)
+
+
+def given(config: TrialConfig, model: nn.Module) -> Any:
+    """Return what the user's functions get: the model, or with `task.step` its parts."""
+    return dict(model.named_children()) if config.task.step else model
 
 
 def count_of(config: TrialConfig, batch: list[list[Part]]) -> float:
@@ -59,7 +64,7 @@ def val_loss_of(config: TrialConfig, model: nn.Module, batch: Any) -> Loss:
     """Return the loss of a batch of a validation: `task.metrics` may have another."""
     if config.task.metrics is not None:
         on_device = moved(batch, next(model.parameters()).device)
-        named = import_callable(config.task.metrics, "task.metrics")(model, on_device)
+        named = import_callable(config.task.metrics, "task.metrics")(given(config, model), on_device)
         if "loss" in named:
             return named["loss"]  # type: ignore[no-any-return]
     return loss_of(config, model, batch)

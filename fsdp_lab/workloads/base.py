@@ -97,6 +97,7 @@ class Task(Protocol):
     A task whose batches differ in the number of labels that count also has a method `num_labels(batch)`, which returns
     that number as a scalar tensor, or its loss returns it. The loss of a step is then the mean over all labels of its
     global batch. Else each microbatch weighs the same. A task with a loss of ours may have a method `compile_loss()`.
+    A task of several losses has a method `take_step`, see `UserStep`; its loss is then for validation only.
     """
 
     unit: str  # what is counted: samples, or tokens, of which the loss is a mean in nats
@@ -159,8 +160,17 @@ class Workload:
         return None if unknown.names else float(counter.get_total_flops())
 
     def _backward(self, model: nn.Module, batch: Batch) -> None:
-        loss = self.task.loss(self.task.forward(model, batch), batch)
-        (loss[0] if isinstance(loss, tuple) else loss).backward()
+        def descend(name: str, task: Task) -> Tensor:
+            loss = task.loss(task.forward(model, batch), batch)
+            first = loss[0] if isinstance(loss, tuple) else loss
+            first.backward()
+            return first.detach()
+
+        take_step = getattr(self.task, "take_step", None)
+        if take_step is None:
+            descend("model", self.task)
+        else:
+            take_step(model, 1, descend)
 
     def tokens_per_sample(self, dataset: Dataset) -> int | None:
         """Return the tokens of each sample, from a few samples that are read.

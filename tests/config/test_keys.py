@@ -23,7 +23,8 @@ COUNTS = {
         offload.target reshard_after_forward.policy reshard_after_forward.size model._target_ model.image_size
         model.num_channels model.patch_size model.num_layers model.num_heads model.hidden_dim model.mlp_dim
         model.num_classes model.block_classes model.forward_methods model.tp_plan data._target_ data.collate_fn
-        task.name task.loss task.loss_chunks task.unit task.after_step optimizer._target_ optimizer.name
+        task.name task.loss task.loss_chunks task.unit task.step task.optimizers task.after_step optimizer._target_
+        optimizer.name
         optimizer.weight_decay optimizer.momentum optimizer.implementation optimizer.groups optimizer.decay
         optimizer.embedding_lr
         training.global_batch_size training.grad_accum_steps training.sync_each_microbatch training.max_grad_norm

@@ -63,7 +63,8 @@ def held(state: Any, microbatches: Any) -> int:
     """Bytes of what a step finds: parameters, gradients, the optimizer's state and the batch."""
     tensors = [*state.model.parameters(), *tensors_of(microbatches)]
     tensors += [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
-    tensors += [value for values in state.optimizer.state.values() for value in values.values() if value is not None]
+    states = [values for optimizer in state.optimizers.values() for values in optimizer.state.values()]
+    tensors += [value for values in states for value in values.values() if value is not None]
     return num_bytes([tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors])
 
 

@@ -207,7 +207,7 @@ def train_by_trainer(folder: Path, words: str) -> dict[str, Any]:
             inputs = self._prepare_inputs(inputs)
             if self.state.global_step == 1:
                 parallel, batch = parallel_of(llama(words), model), [*inputs.values()]
-                self.recording = record_step(parallel, self.optimizer.optimizer, batch)
+                self.recording = record_step(parallel, [self.optimizer.optimizer], batch)
                 self.recorder = self.recording.__enter__()
             return super().training_step(model, inputs, count)
 

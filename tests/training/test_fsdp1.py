@@ -160,7 +160,9 @@ def _scales_after_an_overflow() -> list[list[float]]:
     for words, fused in product((FSDP1, "sharding.tp=2"), (False, True)):
         trial, model = config(words, "precision=fp16"), nn.Linear(2, 1, bias=False)
         parallel, optimizer = parallel_of(trial, model), torch.optim.SGD(model.parameters(), fused=fused)
-        state = TrainState(parallel, optimizer, scaler := parallel.scaler(), LambdaLR(optimizer, lambda step: 1.0))
+        state = TrainState(
+            parallel, {"model": optimizer}, scaler := parallel.scaler(), [LambdaLR(optimizer, lambda step: 1.0)]
+        )
         before, weights = scaler.get_scale(), model.weight.tolist()
         model.weight.grad = torch.full((1, 2), float("inf") if dist.get_rank() else 1.0)
         update(state, has_norm=False)

@@ -204,7 +204,7 @@ def test_gradients_are_added_up_as_in_training(shared: bool) -> None:
         model(x).backward()
     learned.append([p.grad for p in model.parameters() if p.grad is not None])
     model.zero_grad()
-    with record_step(parallel_of(config(), model), torch.optim.SGD(model.parameters()), [x]) as recorder:
+    with record_step(parallel_of(config(), model), [torch.optim.SGD(model.parameters())], [x]) as recorder:
         model(x).backward()
     learned.append([p.grad for p in model.parameters() if p.grad is not None])
     profile = recorder.finish()
@@ -228,7 +228,7 @@ def test_a_change_is_of_the_innermost_module_by_its_users_name() -> None:
     rotary, ends = nn.Sequential(nn.Sigmoid()), nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Dropout(0.0))
     model = nn.Sequential(OrderedDict(blocks=nn.Sequential(Block(rotary), Block(rotary)), ends=ends))
     x = torch.ones(4, 8)
-    with record_step(parallel_of(config(), model), torch.optim.SGD(model.parameters()), [x]) as recorder:
+    with record_step(parallel_of(config(), model), [torch.optim.SGD(model.parameters())], [x]) as recorder:
         model(x).sum().backward()
     made = [e for e in recorder.profile.events[recorder.profile.begun :] if e.num_bytes == 4 * 8 * 4]
     forward = ["blocks.0.proj", "blocks.0.rotary.0", "blocks.1.proj", "blocks.1.rotary.0", "ends.0.0"]

@@ -135,6 +135,8 @@ ELSEWHERE = {
     "optimizer.scale_lr": "tests/training/test_optimizer.py",
     **dict.fromkeys(("optimizer.groups", "optimizer.decay", "optimizer.embedding_lr"), "tests/training/test_groups.py"),
     "task.after_step": "tests/training/test_after_step.py",
+    "task.step": "tests/training/test_step.py",
+    "task.optimizers": "tests/training/test_step.py",
     "lr_schedule.": "tests/training/test_optimizer.py",
     "training.timing_warmup_steps": "tests/training/test_loop.py",
     "repeat": "changes nothing",

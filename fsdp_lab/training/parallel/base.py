@@ -26,6 +26,7 @@ from fsdp_lab.memory.torch_private import GATHER
 from fsdp_lab.training.distributed import ParallelDims
 from fsdp_lab.training.layout import DividedLayers, Unit
 from fsdp_lab.workloads.base import Workload, plain_class
+from fsdp_lab.workloads.user.step import parts_of_model
 
 MIXED = "mixed torch.Tensor and DTensor"
 _NAMED = 2  # parameters of a unit
@@ -70,6 +71,10 @@ class Parallel:
     def home(self) -> torch.device:
         """Where the optimizer finds parameters and gradients: on the host with offload, else on the device."""
         return self.device if self.config.offload.target is OffloadTarget.none else torch.device("cpu")
+
+    def roots(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return what is sharded as a whole, by name: the model, or with `task.step` each of its parts."""
+        return {"": model} if self.config.task.step is None else parts_of_model(model)
 
     def leaves_some_unused(self, workload: Workload, on_meta: nn.Module | None = None) -> tuple[bool, list[str]]:
         """Return whether every step has to look for parameters without a gradient, and notes about that.

@@ -43,8 +43,8 @@ class DDP(Parallel):
 
     def leaves_some_unused(self, workload: Workload, on_meta: nn.Module | None = None) -> tuple[bool, list[str]]:
         """Return what a step on `meta` shows, or `sharding.find_unused_parameters`; True if it cannot be computed."""
-        if self.config.sharding.find_unused_parameters:
-            return True, []
+        if self.config.sharding.find_unused_parameters or self.config.task.step is not None:
+            return True, []  # a loss of a step need not use all parts
         try:
             unused = bool(workload.parameters_without_gradient(on_meta))
             why = "some of them get no gradient"
@@ -70,7 +70,8 @@ class DDP(Parallel):
             self.model.register_comm_hook(None, self._hook)
         if precision.is_narrow:
             cast = partial(_cast, getattr(torch, precision.storage_dtype.value))
-            model.register_forward_pre_hook(cast, with_kwargs=True)
+            for root in self.roots(model).values():
+                root.register_forward_pre_hook(cast, with_kwargs=True)
 
     def reduce_in_python(self) -> None:
         """Reduce as DDP does in C++, where a fake group has no result."""

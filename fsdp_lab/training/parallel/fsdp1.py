@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -47,32 +47,37 @@ class FSDP1(Sharded):
     one_type: ClassVar[str] = "FSDP1 makes one tensor of a unit"
     types_of_all: ClassVar[bool] = True
     asks_all_for = "sharding.api=fsdp1"
-    model: FullyShardedDataParallel
 
     def wrap(self, model: nn.Module, find_unused: bool) -> None:
         config, sharding = self.config, self.config.sharding
         offloads = config.offload.target is not OffloadTarget.none and self.device != torch.device("cpu")  # would pin
         own, policy = {group[0] for group in self._groups}, mp_policy(config.precision)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # one rank
-            wrapped = FullyShardedDataParallel(
-                model,
-                device_mesh=self.dims.mesh,
-                sharding_strategy=ShardingStrategy[strategy_of(config)],
-                cpu_offload=CPUOffload(offload_params=offloads),
-                auto_wrap_policy=CustomPolicy(lambda module: module in own),
-                backward_prefetch=BackwardPrefetch.BACKWARD_PRE if sharding.backward_prefetch != 0 else None,
-                mixed_precision=MixedPrecision(
-                    policy.param_dtype,
-                    policy.reduce_dtype,
-                    cast_forward_inputs=True,
-                    _module_classes_to_ignore=(),  # batch norm would stay in float32
-                ),
-                device_id=self.device,
-                forward_prefetch=bool(sharding.forward_prefetch),
-                limit_all_gathers=sharding.limit_all_gathers,
-                use_orig_params=True,
-            )
+        made: dict[str, FullyShardedDataParallel] = {}
+        for name, root in self.roots(model).items():
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # one rank
+                made[name] = FullyShardedDataParallel(
+                    root,
+                    device_mesh=self.dims.mesh,
+                    sharding_strategy=ShardingStrategy[strategy_of(config)],
+                    cpu_offload=CPUOffload(offload_params=offloads),
+                    auto_wrap_policy=CustomPolicy(lambda module: module in own),
+                    backward_prefetch=BackwardPrefetch.BACKWARD_PRE if sharding.backward_prefetch != 0 else None,
+                    mixed_precision=MixedPrecision(
+                        policy.param_dtype,
+                        policy.reduce_dtype,
+                        cast_forward_inputs=True,
+                        _module_classes_to_ignore=(),  # batch norm would stay in float32
+                    ),
+                    device_id=self.device,
+                    forward_prefetch=bool(sharding.forward_prefetch),
+                    limit_all_gathers=sharding.limit_all_gathers,
+                    use_orig_params=True,
+                )
+            if name:
+                setattr(model, name, made[name])
+        self._roots = [*made.values()]
+        wrapped = made.get("", model)
         super().wrap(wrapped, find_unused)
         self.flat_parts = self.dims.dp_shard
         self._names, self._looks = flat_parameters(wrapped), {True: 3, False: 3}  # with gradients, and without
@@ -89,7 +94,9 @@ class FSDP1(Sharded):
     def backward(self, is_last: bool) -> Iterator[None]:
         """Reduce the gradients of the last microbatch, or of each; else each rank keeps those of the whole model."""
         reduces = is_last or self.config.training.sync_each_microbatch
-        with super().backward(is_last), nullcontext() if reduces else self.model.no_sync():
+        with super().backward(is_last), ExitStack() as waits:
+            for root in () if reduces else self._roots:
+                waits.enter_context(root.no_sync())
             yield
 
     def stored_bytes(self, parts: Sequence[Tensor]) -> int:
@@ -137,7 +144,13 @@ class FSDP1(Sharded):
 
     def clip(self, max_norm: float | None) -> Tensor:
         """Let FSDP1 clip: it knows the parts of all ranks."""
-        return self.model.clip_grad_norm_(math.inf if max_norm is None else max_norm)
+        if len(self._roots) == 1:
+            return self._roots[0].clip_grad_norm_(math.inf if max_norm is None else max_norm)
+        trained = [root for root in self._roots if any(p.grad is not None for p in root.parameters())]
+        norm = torch.linalg.vector_norm(torch.stack([root.clip_grad_norm_(math.inf) for root in trained]))
+        if max_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
+        return norm
 
 
 class PartUsed(RuntimeError):

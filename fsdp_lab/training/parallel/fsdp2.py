@@ -99,7 +99,6 @@ class FSDP2(Sharded):
 
     hooks: ClassVar[type[ContainerHooks]] = UnitHooks
     one_type: ClassVar[str] = "FSDP2 reduces the gradients of a unit"
-    model: Any  # an `FSDPModule`
 
     def divide(self, model: nn.Module, units: Sequence[nn.Module], last: Sequence[nn.Module]) -> None:
         super().divide(model, units, last)
@@ -107,7 +106,9 @@ class FSDP2(Sharded):
         names = {id(module): name for name, module in model.named_modules()}
         for module in last:
             UnitHooks(module, names[id(module)], config, kept_by_default=True)
-        UnitHooks(model, type(model).__name__, config, kept_by_default=True)
+        roots = self.roots(model)
+        for name, root in roots.items():
+            UnitHooks(root, name or type(model).__name__, config, kept_by_default=True)
         target = config.offload.target
         pins = target is OffloadTarget.cpu and torch.cuda.is_available()  # without, there is no pinned memory
         options: dict[str, Any] = {
@@ -121,12 +122,14 @@ class FSDP2(Sharded):
             for group in self._groups:
                 starts = bool(last) and group is self._groups[-1]  # with which the backward pass does
                 fully_shard([*group] if len(group) > 1 else group[0], **options | (kept if starts else {}))
-            fully_shard(model, **options)
-        sharded: Any = model  # an `FSDPModule` since then
-        if config.sharding.separate_reduce_scatter_group:
-            sharded.set_separate_reduce_scatter_group()  # `config.machine` checks that this PyTorch has it
-        if config.sharding.find_unused_parameters:
-            sharded.set_reduce_scatter_unused_params(True)  # as above
+            for root in roots.values():
+                fully_shard(root, **options)
+        self._roots: list[Any] = [*roots.values()]  # each an `FSDPModule` since then
+        for sharded in self._roots:
+            if config.sharding.separate_reduce_scatter_group:
+                sharded.set_separate_reduce_scatter_group()  # `config.machine` checks that this PyTorch has it
+            if config.sharding.find_unused_parameters:
+                sharded.set_reduce_scatter_unused_params(True)  # as above
         self._set_prefetch()
 
     def _set_prefetch(self) -> None:
@@ -154,8 +157,9 @@ class FSDP2(Sharded):
         their own, as of forces, need the parameters again, and no hook would gather them.
         """
         if self.config.training.grad_accum_steps > 1:  # it walks through the whole model
-            self.model.set_requires_gradient_sync(is_last or self.config.training.sync_each_microbatch)
-            self.model.set_requires_all_reduce(is_last)
+            for root in self._roots:
+                root.set_requires_gradient_sync(is_last or self.config.training.sync_each_microbatch)
+                root.set_requires_all_reduce(is_last)
         self._free_after_backward(False)
         yield
         self._free_after_backward(True)

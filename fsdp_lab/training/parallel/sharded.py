@@ -103,7 +103,7 @@ class Sharded(Parallel):
 
     def _describe(self, model: nn.Module, names: dict[int, str]) -> Iterator[Unit]:
         left = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
-        for group in (*self._groups, [model]):
+        for group in (*self._groups, *([root] for root in self.roots(model).values())):
             inside = dict.fromkeys(id(parameter) for module in group for parameter in module.parameters())
             own = [left.pop(number) for number in inside if number in left]
             yield self.unit([names[id(module)] for module in group], group[0], own)
@@ -134,7 +134,7 @@ class Sharded(Parallel):
                 )
         of = {id(parameter): name for name, parameter in model.named_parameters()}
         taken: set[int] = set()
-        for unit in (*self._groups, [model]):
+        for unit in (*self._groups, *([root] for root in self.roots(model).values())):
             inside = [p for module in unit for p in module.parameters() if self.types_of_all or p.requires_grad]
             own = [p for p in inside if id(p) not in taken]
             taken |= {id(parameter) for parameter in own}

@@ -31,7 +31,12 @@ def build_task(config: TaskConfig, model: ModelConfig) -> Task:
     unit = config.unit or "samples"
     if config.loss is None:
         return UserLoss(model_loss, "task=model_loss: the model's output", metrics, unit)
-    return UserLoss(import_callable(config.loss, "task.loss"), f"task.loss={config.loss}", metrics, unit)
+    loss, name = import_callable(config.loss, "task.loss"), f"task.loss={config.loss}"
+    if config.step is None:
+        return UserLoss(loss, name, metrics, unit)
+    from fsdp_lab.workloads.user.step import UserStep
+
+    return UserStep(import_callable(config.step, "task.step"), config.step, loss, name, metrics, unit)
 
 
 def model_loss(model: nn.Module, batch: Batch) -> Any:
@@ -112,7 +117,7 @@ class UserLoss:
                 the tokens that are to be counted.
         """
         if torch.is_grad_enabled():
-            loss = self._returned.check(self.function(OnlyCalled(model, self.name), batch))
+            loss = self._returned.check(self.function(self.given(model, self.name), batch))
             if self.unit == "tokens" and isinstance(loss, Tensor) and num_tokens(batch) is None:
                 raise ModelError(
                     f"task.unit=tokens: a batch of {describe(batch)} has no input_ids, no labels of two dimensions and "
@@ -122,10 +127,14 @@ class UserLoss:
             return loss
         named = {}
         if self.named_metrics is not None:
-            named = _sums_and_counts(self.named_metrics(OnlyCalled(model, "task.metrics"), batch))
+            named = _sums_and_counts(self.named_metrics(self.given(model, "task.metrics"), batch))
         if "loss" in named:
             return None, named
-        return self._returned.check(self.function(OnlyCalled(model, self.name), batch)), named
+        return self._returned.check(self.function(self.given(model, self.name), batch)), named
+
+    def given(self, model: nn.Module, user: str) -> Any:
+        """Return the model as a function of the user's gets it, which the key `user` names."""
+        return OnlyCalled(model, user)
 
     def loss(self, outputs: Any, batch: Batch) -> Loss:
         """Return the outputs: `forward` computed the loss."""
@@ -160,6 +169,7 @@ class AroundUser:
         self._name = getattr(task, "name", "the task")
         self.num_labels = self._num_labels if counts and hasattr(task, "num_labels") else None
         self.compile_loss = getattr(task, "compile_loss", None)
+        self.take_step = getattr(task, "take_step", None)
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Return the task's outputs for an unmarked batch.
@@ -167,7 +177,7 @@ class AroundUser:
         Raises:
             ModelError: the batch does not fit the model.
         """
-        batch = _unmarked(batch)
+        batch = unmarked(batch)
         try:
             return self.task.forward(model, batch)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
@@ -188,17 +198,17 @@ class AroundUser:
             raise ModelError(f"{what} on a batch of {describe(batch)}: {reason}{line}") from error
 
     def loss(self, outputs: Any, batch: Batch) -> Loss:
-        return self.task.loss(outputs, _unmarked(batch))
+        return self.task.loss(outputs, unmarked(batch))
 
     def metrics(self, outputs: Any, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the task's metrics; zero sums and counts for a batch that stands for padding only."""
-        named = self.task.metrics(outputs, batch if isinstance(self.task, UserLoss) else _unmarked(batch))
+        named = self.task.metrics(outputs, batch if isinstance(self.task, UserLoss) else unmarked(batch))
         if not isinstance(batch, Marked):
             return named
         return {name: (_if_real(batch, total), _if_real(batch, count)) for name, (total, count) in named.items()}
 
     def units(self, batch: Batch) -> int | None:
-        return self.task.units(_unmarked(batch))
+        return self.task.units(unmarked(batch))
 
     def _num_labels(self, batch: Batch) -> Tensor:
         """Return the labels that count; 0 for a batch that is none of the task's, of which the forward pass says it."""
@@ -207,7 +217,7 @@ class AroundUser:
         return torch.tensor(0)
 
 
-def _unmarked(batch: Batch) -> Batch:
+def unmarked(batch: Batch) -> Batch:
     return batch.batch if isinstance(batch, Marked) else batch
 
 
