@@ -165,7 +165,7 @@ def _scales_after_an_overflow() -> list[list[float]]:
         )
         before, weights = scaler.get_scale(), model.weight.tolist()
         model.weight.grad = torch.full((1, 2), float("inf") if dist.get_rank() else 1.0)
-        update(state, has_norm=False)
+        update(state, optimizer, has_norm=False)
         found.append([before, scaler.get_scale(), model.weight.tolist() == weights])
     return found
 

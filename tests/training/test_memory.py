@@ -99,7 +99,7 @@ def test_every_one_of_nine_ranks_has_a_file(tmp_path: Path, monkeypatch: pytest.
     model = nn.Linear(4, 4)
     for rank in range(9):
         profiler = MemoryProfiler(config(), "", DistributedContext(rank, rank, 9, CPU), tmp_path)
-        with profiler.track(parallel_of(config(), model), torch.optim.SGD(model.parameters()), []):
+        with profiler.track(parallel_of(config(), model), [torch.optim.SGD(model.parameters())], []):
             model(torch.ones(1, 4)).sum().backward()
         assert {key.split("/")[1] for key in profiler.figures() if "/rank" in key} == {"rank_smallest", "rank_median"}
         content = json.loads((tmp_path / f"memory_peaks_rank{rank}.json").read_text())
@@ -124,7 +124,7 @@ def test_a_gpus_memory_is_that_of_steps_that_are_not_followed(tmp_path: Path, mo
     gpu = torch.device("cuda", 0)
     profiler = MemoryProfiler(config("memory_profile=peaks"), "", DistributedContext(0, 0, 1, gpu), tmp_path)
     while profiler.tracks():
-        with profiler.track(parallel_of(config(), nn.Linear(1, 1)), torch.optim.SGD([torch.ones(1)]), []):
+        with profiler.track(parallel_of(config(), nn.Linear(1, 1)), [torch.optim.SGD([torch.ones(1)])], []):
             hold(1000, 2000, 4000)
     assert profiler.figures()["memory/reserved_bytes"] == 4000, "no other step was taken"
     profiler.step_done()
