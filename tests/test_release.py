@@ -46,7 +46,7 @@ def test_a_version_that_differs_is_reported(tmp_path: Path, file: str, message: 
         if name != file:
             change(checkout / name, __version__, "9.9.9")
     if file != "CHANGELOG.md":
-        change(checkout / "CHANGELOG.md", "## Unreleased", "## 9.9.9")
+        change(checkout / "CHANGELOG.md", f"## {__version__}", "## 9.9.9")
     done = release(checkout, "v9.9.9")
     assert done.returncode == 1 and message in done.stderr and not (checkout / "dist").exists()
 
@@ -55,7 +55,7 @@ def test_a_version_that_differs_is_reported(tmp_path: Path, file: str, message: 
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What is built from a tag."""
     checkout = copy_project(tmp_path_factory.mktemp("checkout"))
-    change(checkout / "CHANGELOG.md", "## Unreleased", f"## Unreleased\n\n- Later.\n\n## {__version__}")
+    change(checkout / "CHANGELOG.md", f"## {__version__}", f"## Unreleased\n\n- Later.\n\n## {__version__}")
     done = release(checkout, f"v{__version__}")
     assert done.returncode == 0, done.stderr
     return checkout / "dist"
