@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_lab.commands.reference import values_text
 from fsdp_lab.config.describe import KeyDescription, describe_keys
 from fsdp_lab.config.metrics import METRICS, Metric
 from fsdp_lab.config.options import data_sheets, group_dirs
@@ -30,21 +29,35 @@ def keys_page() -> str:
 
 
 def _group_table(name: str, about: str, keys: Sequence[KeyDescription]) -> str:
-    rows = [f"| `{key.name}` | {values_text(key)} | {_code(key.default)} | {_text(key.meaning)} |" for key in keys]
+    rows = [f"| {_code(_with_default(key))} | {_values(key)} | {_text(key.meaning)} |" for key in keys]
     head = f"## {name or 'Keys without a group'}\n\n" + (f"{about}\n\n" if name else "")
-    return "\n".join([f"{head}| key | values | default | meaning |", "| --- | --- | --- | --- |", *rows])
+    return "\n".join([f"{head}| key=default | values | meaning |", "| --- | --- | --- |", *rows])
+
+
+def _with_default(key: KeyDescription) -> str:
+    return f"{key.name}={key.default}" if key.default else key.name
+
+
+_KINDS = {"true or false": "bool", "whole number": "int", "number": "float", "mapping of text": "mapping"}
+
+
+def _values(key: KeyDescription) -> str:
+    """Return what a key takes, by a type of Python and a rule."""
+    kind, null, _ = key.kind.partition(" or null")
+    rule = key.takes.removeprefix("a number ")
+    if kind == "choice" or "`" in rule:
+        return rule + ", null" * bool(null)
+    return ", ".join(filter(None, [_KINDS.get(kind, kind), rule, "null" * bool(null)]))
 
 
 def options_page() -> str:
-    """Return a table of options for each group of `conf/`, and of data sheets, as Markdown."""
-    tables = []
-    for folder in group_dirs():
-        files = sorted(folder.glob("*.yaml"))
-        rows = [f"| `{folder.name}={file.stem}` | {option_comment(file)} |" for file in files]
-        tables.append("\n".join([f"## {folder.name}", "", "| option | what it is |", "| --- | --- |", *rows]))
-    sheets = [f"| `forecast.device={file.stem}` | {option_comment(file)} |" for file in data_sheets()]
-    tables.append("\n".join(["## Data sheets", "", "| device | what it is |", "| --- | --- |", *sheets]))
-    return "\n\n".join(tables)
+    """Return the options of each group of `conf/`, and the data sheets, as Markdown."""
+    groups = {folder.name: (folder.name, sorted(folder.glob("*.yaml"))) for folder in group_dirs()}
+    groups["Data sheets"] = ("forecast.device", list(data_sheets()))
+    return "\n\n".join(
+        "\n".join([f"## {head}", "", *(f"- `{key}={file.stem}`: {option_comment(file)}" for file in files)])
+        for head, (key, files) in groups.items()
+    )
 
 
 def option_comment(file: Path) -> str:
@@ -55,26 +68,40 @@ def option_comment(file: Path) -> str:
 
 
 def trainers_page() -> str:
-    """Return a table of the keys of each trainer that `python -m fsdp_lab.read` knows, as Markdown."""
-    head = "| key | counts with | if absent | here | remark |\n| --- | --- | --- | --- | --- |"
-    tables = {name: [_trainers_row(row) for row in trainer.rows] for name, trainer in trainers().items()}
-    ignored = {name: ", ".join(map(_code, trainer.ignored)) for name, trainer in trainers().items()}
+    """Return the keys of each trainer that `python -m fsdp_lab.read` knows, as Markdown: a line for each answer."""
     return "\n\n".join(
-        "\n".join([f"## {name}", "", head, *rows, "", f"Without effect on a step: {ignored[name]}."])
-        for name, rows in tables.items()
+        "\n".join(
+            [
+                f"## {name}",
+                "",
+                *_trainer_lines(trainer.rows),
+                "",
+                f"Without effect on a step: {', '.join(map(_code, trainer.ignored))}.",
+            ]
+        )
+        for name, trainer in trainers().items()
     )
 
 
-def _trainers_row(row: Row) -> str:
-    names = {"*": "any value", "?": "else"}
-    ways = []
+def _trainer_lines(rows: Sequence[Row]) -> list[str]:
+    answers: dict[str, list[str]] = {}
+    for row in rows:
+        kinds = "" if len(row.kinds) == len(KINDS) else f" ({', '.join(row.kinds)})"
+        answers.setdefault(_answer(row), []).append(f"`{row.key}`{kinds}")
+    return [f"- {', '.join(dict.fromkeys(keys))}: {answer}" for answer, keys in answers.items()]
+
+
+def _answer(row: Row) -> str:
+    """Return what the values of a key mean here; `*` is any other value, `?` one whose meaning is not known."""
+    ways: dict[str, list[str]] = {}
     for option, words in row.ours.items():
-        no, why = words.startswith("no: "), _text(words[4:])
-        told = f"no counterpart: {why}" if no else _code(words) or "nothing"
-        ways.append(f"{names.get(option, _code(option))}: {told}")
-    kinds = "" if len(row.kinds) == len(KINDS) else ", ".join(row.kinds)
-    here = "<br>".join(ways) if row.reads else "is part of what other keys mean"
-    return f"| `{row.key}` | {kinds} | {_code(_default(row.default))} | {here} | {_text(row.remark)} |"
+        told = _text(words) if words.startswith("no: ") else _code(words) or "nothing"
+        ways.setdefault(told, []).append({"*": "other", "?": "else"}.get(option, _code(option)))
+    parts = [f"{', '.join(options)} → {told}" for told, options in ways.items()]
+    if [*row.ours] == ["*"]:
+        parts = [*ways]
+    absent = "" if row.default is None else f"absent: {_code(_default(row.default))}"
+    return "; ".join(filter(None, [*(parts if row.reads else ["part of other keys"]), absent, _text(row.remark)]))
 
 
 def _default(value: object) -> str:
@@ -98,15 +125,14 @@ def claims_page() -> str:
 
 def metrics_page() -> str:
     """Return a table of every metric, as Markdown."""
-    head = ["| metric | unit | better | objective | meaning |", "| --- | --- | --- | --- | --- |"]
-    return "\n".join([*head, *map(_metric_row, METRICS)])
+    return "\n".join(["| metric | better | meaning |", "| --- | --- | --- |", *map(_metric_row, METRICS)])
 
 
 def _metric_row(metric: Metric) -> str:
     key = f"`{metric.key}`" + (f", `{metric.mib_key}` in MiB" if metric.mib_key else "")
-    better = {"min": "lower", "max": "higher", "": ""}[metric.better]
-    about = metric.about or metric.label
-    return f"| {key} | {metric.unit} | {better} | {'yes' if metric.objective else ''} | {about} |"
+    better = {"min": "lower", "max": "higher", "": ""}[metric.better] + "*" * metric.objective
+    unit = f"{metric.unit}: " if metric.unit else ""
+    return f"| {key} | {better} | {unit}{metric.about or metric.label} |"
 
 
 def table_in(file: str) -> str:
