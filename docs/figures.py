@@ -1,4 +1,4 @@
-"""Draws the figures of `concepts.md`: what each axis does to the memory and the speed of one GPU, by forecasts.
+"""Draws the figures of `concepts.md`, by forecasts, and of the README, from the table that it shows.
 
 python docs/figures.py               all of them, into docs/figures
 python docs/figures.py offload       one
@@ -70,6 +70,32 @@ def draw(axis: str) -> None:
     print(f"{FOLDER / axis}.svg   {command(axis)}")
 
 
+def readme_rows() -> list[tuple[str, float, float]]:
+    """Return setting, samples/s and MiB at the peak of each row of the table that the README shows."""
+    lines = (FOLDER.parents[1] / "README.md").read_text().partition("`make sweep` prints:")[2].splitlines()
+    cells = [line.translate(str.maketrans("", "", ">*,")).split() for line in lines]
+    rows = [each for each in cells if len(each) == 10 and each[0].isdecimal()]
+    return [(f"{each[1]}, {each[2]}", float(each[7]), float(each[8])) for each in rows]
+
+
+def draw_sweep() -> None:
+    """Draw speed against peak memory of the README's sweep."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "sweep", "svg.fonttype": "none", "font.size": 9})
+    figure, axes = plt.subplots(figsize=(6, 2.4))
+    for name, speed, mib in readme_rows():
+        axes.scatter(mib, speed, color=_COLOURS[0])
+        axes.annotate(
+            f"{name}: {speed:,.0f}", (mib, speed), xytext=(-6, 0), textcoords="offset points", ha="right", va="center"
+        )
+    axes.set(xlabel="MiB at the peak", ylabel="samples/s", ylim=(500, 1050), xlim=(7.6, 8.9))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(FOLDER / "sweep.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:] or FIGURES:
-        draw(name)
+    for name in sys.argv[1:] or [*FIGURES, "sweep"]:
+        draw_sweep() if name == "sweep" else draw(name)
