@@ -20,18 +20,17 @@ from fsdp_lab.report.their_keys import KINDS, Row, trainers
 DOCS = Path(__file__).resolve().parent
 _PACKAGE = DOCS.parent / "fsdp_lab"
 _TABLE = re.compile(r"^\|.*\|$(\n^\|.*\|$)+", re.MULTILINE)
-FILES = (*(DOCS / "reference").glob("*.md"), DOCS / "architecture.md", DOCS / "claims.md")
+FILES = (*(DOCS / "reference").glob("*.md"), DOCS / "claims.md")
 
 
 def keys_page() -> str:
-    """Return a table of keys for each group, as Markdown."""
-    return "\n\n".join(_group_table(*group) for group in describe_keys())
+    """Return the keys of each group, as Markdown."""
+    return "\n\n".join(_group_list(name, keys) for name, _, keys in describe_keys())
 
 
-def _group_table(name: str, about: str, keys: Sequence[KeyDescription]) -> str:
-    rows = [f"| {_code(_with_default(key))} | {_values(key)} | {_text(key.meaning)} |" for key in keys]
-    head = f"## {name or 'Keys without a group'}\n\n" + (f"{about}\n\n" if name else "")
-    return "\n".join([f"{head}| key=default | values | meaning |", "| --- | --- | --- |", *rows])
+def _group_list(name: str, keys: Sequence[KeyDescription]) -> str:
+    rows = [f"- {_code(_with_default(key))}{_values(key)}: {_text(key.meaning)}" for key in keys]
+    return "\n".join([f"## {name or 'Keys without a group'}", "", *rows])
 
 
 def _with_default(key: KeyDescription) -> str:
@@ -42,12 +41,19 @@ _KINDS = {"true or false": "bool", "whole number": "int", "number": "float", "ma
 
 
 def _values(key: KeyDescription) -> str:
-    """Return what a key takes, by a type of Python and a rule."""
+    """Return what a key takes, by a type of Python and a rule; nothing where the default shows it."""
     kind, null, _ = key.kind.partition(" or null")
-    rule = key.takes.removeprefix("a number ")
+    rule = re.sub(
+        r"([\d.]+) or more", r"≥\1", key.takes.removeprefix("a number ").replace("above ", ">").replace("below ", "<")
+    )
     if kind == "choice" or "`" in rule:
-        return rule + ", null" * bool(null)
-    return ", ".join(filter(None, [_KINDS.get(kind, kind), rule, "null" * bool(null)]))
+        return f" ({rule}{', null' * bool(null)})"
+    known = [
+        *[_KINDS.get(kind, kind)] * (kind != "true or false"),
+        rule,
+        "null" * (bool(null) and key.default != "null"),
+    ]
+    return f" ({', '.join(filter(None, known))})" if any(known) else ""
 
 
 def options_page() -> str:
@@ -69,36 +75,31 @@ def option_comment(file: Path) -> str:
 
 def trainers_page() -> str:
     """Return the keys of each trainer that `python -m fsdp_lab.read` knows, as Markdown: a line for each answer."""
-    return "\n\n".join(
-        "\n".join(
-            [
-                f"## {name}",
-                "",
-                *_trainer_lines(trainer.rows),
-                "",
-                f"Without effect on a step: {', '.join(map(_code, trainer.ignored))}.",
-            ]
-        )
-        for name, trainer in trainers().items()
-    )
+    return "\n\n".join("\n".join([f"## {name}", "", *_trainer_lines(one.rows)]) for name, one in trainers().items())
 
 
 def _trainer_lines(rows: Sequence[Row]) -> list[str]:
-    answers: dict[str, list[str]] = {}
+    answers: dict[str, dict[str, None]] = {}
+    refused: dict[str, None] = {}
     for row in rows:
         kinds = "" if len(row.kinds) == len(KINDS) else f" ({', '.join(row.kinds)})"
-        answers.setdefault(_answer(row), []).append(f"`{row.key}`{kinds}")
-    return [f"- {', '.join(dict.fromkeys(keys))}: {answer}" for answer, keys in answers.items()]
+        if any(words and not words.startswith("no: ") for words in row.ours.values()) or not row.reads:
+            answers.setdefault(_answer(row), {})[f"`{row.key}`{kinds}"] = None
+        else:
+            refused[f"`{row.key}`"] = None
+    lines = [f"- {', '.join(keys)}: {answer}" for answer, keys in answers.items()]
+    return [*lines, "", f"No counterpart, but for a value that changes nothing: {', '.join(refused)}."]
 
 
 def _answer(row: Row) -> str:
-    """Return what the values of a key mean here; `*` is any other value, `?` one whose meaning is not known."""
+    """Return what the values of a key mean here, but for those that change nothing."""
     ways: dict[str, list[str]] = {}
     for option, words in row.ours.items():
-        told = _text(words) if words.startswith("no: ") else _code(words) or "nothing"
-        ways.setdefault(told, []).append({"*": "other", "?": "else"}.get(option, _code(option)))
+        if words:
+            told = "none" if words.startswith("no: ") else _code(words)
+            ways.setdefault(told, []).append({"*": "other", "?": "else"}.get(option, _code(option)))
     parts = [f"{', '.join(options)} → {told}" for told, options in ways.items()]
-    if [*row.ours] == ["*"]:
+    if len(ways) == 1 and "*" in row.ours:
         parts = [*ways]
     absent = "" if row.default is None else f"absent: {_code(_default(row.default))}"
     return "; ".join(filter(None, [*(parts if row.reads else ["part of other keys"]), absent, _text(row.remark)]))
@@ -124,15 +125,15 @@ def claims_page() -> str:
 
 
 def metrics_page() -> str:
-    """Return a table of every metric, as Markdown."""
-    return "\n".join(["| metric | better | meaning |", "| --- | --- | --- |", *map(_metric_row, METRICS)])
+    """Return every metric, as Markdown."""
+    return "\n".join(map(_metric_line, METRICS))
 
 
-def _metric_row(metric: Metric) -> str:
+def _metric_line(metric: Metric) -> str:
     key = f"`{metric.key}`" + (f", `{metric.mib_key}` in MiB" if metric.mib_key else "")
     better = {"min": "lower", "max": "higher", "": ""}[metric.better] + "*" * metric.objective
-    unit = f"{metric.unit}: " if metric.unit else ""
-    return f"| {key} | {better} | {unit}{metric.about or metric.label} |"
+    known = ", ".join(filter(None, [metric.unit, better]))
+    return f"- {key}{f' ({known})' if known else ''}: {metric.about or metric.label}"
 
 
 def table_in(file: str) -> str:
@@ -160,27 +161,7 @@ def _code(text: str) -> str:
     return f"`{text}`" if text else ""
 
 
-def rooms_picture() -> str:
-    """Return the rooms, lowest first, and which imports which, from the import statements."""
-    rooms: dict[str, set[str]] = {}
-    for init in (DOCS.parent / "fsdp_lab").glob("*/__init__.py"):
-        # `__main__.py` is where a command starts: it calls `commands`, and is no part of its room
-        sources = [file.read_text() for file in init.parent.rglob("*.py") if file.name != "__main__.py"]
-        nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
-        modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-        rooms[init.parent.name] = {m.split(".")[1] for m in modules if m.startswith("fsdp_lab.")} - {init.parent.name}
-    ordered: list[str] = []
-    while rest := sorted(set(rooms) - set(ordered)):
-        ordered.append(next(room for room in rest if rooms[room] <= set(ordered)))
-    lines = [
-        f"{room:<10}" + "".join(f"{'x' if other in rooms[room] else '.':>{len(other) + 1}}" for other in ordered[:n])
-        for n, room in enumerate(ordered)
-    ]
-    return "\n".join(["```", " " * 10 + "".join(f" {room}" for room in ordered), *lines, "```"])
-
-
 PAGES = {
-    "rooms": rooms_picture,
     "keys": keys_page,
     "options": options_page,
     "trainers": trainers_page,

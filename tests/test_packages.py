@@ -90,7 +90,7 @@ def test_each_room_may_import_only_rooms_above_it():
     assert [room for n, room in enumerate(rooms) if not MAY_IMPORT[room] <= set(rooms[:n])] == []
 
 
-_DOCS = ("architecture", "extending", "durability", "decisions", "facts")
+_DOCS = ("architecture", "extending", "durability", "decisions")
 PAGES = ("CONTRIBUTING.md", "tests/README.md", *(f"docs/{name}.md" for name in _DOCS))
 _FILE = re.compile(r"`([\w./-]+\.py|[\w.-]+/[\w./-]+\.(?:yml|json))`")
 

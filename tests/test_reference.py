@@ -55,16 +55,16 @@ def test_committed_pages_are_those_of_the_code():
     pages = {page.name: page.read_text() for page in tables.FILES}
     old = [name for name, text in pages.items() if tables.filled(text) != text]
     assert not old, f"python docs/tables.py writes them again: {old}"
-    assert "| `cluster.num_workers=" in pages["keys.md"] and "- `sharding=per_block`: " in pages["options.md"]
-    assert "| `val/loss` |" in pages["metrics.md"] and "| `trial.json`" in pages["files.md"]
+    assert "- `cluster.num_workers=" in pages["keys.md"] and "- `sharding=per_block`: " in pages["options.md"]
+    assert "- `val/loss` (" in pages["metrics.md"] and "| `trial.json`" in pages["files.md"]
 
 
 def test_pages_have_every_key_option_and_metric():
     keys, options, metrics = tables.keys_page(), tables.options_page(), tables.metrics_page()
-    assert [name for name in KEYS if f"| `{name}=" not in keys and f"| `{name}` |" not in keys] == []
+    assert [name for name in KEYS if f"- `{name}=" not in keys and f"- `{name}` (" not in keys] == []
     assert [file for file in OPTIONS if f"- `{file.parent.name}={file.stem}`: " not in options] == []
     assert [file for file in data_sheets() if f"`forecast.device={file.stem}`" not in options] == []
-    assert [metric.key for metric in METRICS if f"| `{metric.key}`" not in metrics] == []
+    assert [metric.key for metric in METRICS if f"- `{metric.key}`" not in metrics] == []
 
 
 @pytest.mark.documents("python -m fsdp_lab --keys", "python -m fsdp_lab --keys cluster")
