@@ -52,7 +52,6 @@ SMALLER = {
     "search.num_trials=20": {"search.num_trials": "3"},
     "fsdp_lab.forecast -m model=llama3": {"model.num_layers": "2"},
     "fsdp_lab.forecast model=llama3": {"model.num_layers": "2"},
-    "fsdp_lab.forecast -m model=vit_l_16": {"model.num_layers": "2", "forecast.solve": "null"},
     "model=vit_h_14": {"model.num_layers": "2", "cluster.num_workers": "8", "precision": "bf16_mixed"},
     "model=hf_causal_lm": {"data.seq_len": "16"},
     "python -m fsdp_lab -m sharding=ddp,per_block": {"precision": "fp32", "offload": "none"},
