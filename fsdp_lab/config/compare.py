@@ -24,10 +24,11 @@ STARTS = (
 )
 _LENGTH = ("training.epochs", "training.max_steps", "training.timing_warmup_steps")
 _RECORDS = ("checkpoint", "export", "profile_trace", "memory_profile", "data.loader_workers", "data.val_batch_size")
+_DESCRIBES = ("model.flops_per_unit", "data.example_batch")
 # A trial that a resume trains and those of the start, with which it is compared.
 RESUMED = (*CELLS, "export", "profile_trace", "memory_profile", "tracking", "cluster.storage_path")
 # A trial and the checkpoint in its folder that it resumes from.
-CHECKPOINT = (*CELLS, *_LENGTH, *_RECORDS, "model.flops_per_unit", "cluster", "tracking")
+CHECKPOINT = (*CELLS, *_LENGTH, *_RECORDS, *_DESCRIBES, "cluster", "tracking")
 # Two nights of one study, wherever their trials run and are logged.
 NIGHTS = (*_NOWHERE, "forecast", "repeat", "repeats", "cluster", "tracking")
 # The MLflow parameters of a trial.
@@ -39,7 +40,7 @@ STEP = (
 )
 # The forecast of a step.
 FORECAST = (
-    *(*STEP, *_LENGTH, *_RECORDS, "data.num_train", "data.num_val", "task.metrics"),
+    *(*STEP, *_LENGTH, "training.epoch_steps", *_RECORDS, "data.num_train", "data.num_val", "task.metrics"),
     *("precision.init_scale", "precision.growth_interval", "check"),
 )
 # How a trial's losses come about, in whatever layout: what a plain loop of the user's code has none of.
@@ -53,7 +54,7 @@ _COMPUTES = tuple(f"precision.{one.name}" for one in fields(PrecisionConfig) if 
 # A trial and the plain loop of its values: the losses of its first steps.
 PLAIN = (
     *(*CELLS, *_RECORDS, *LAYOUT, *_COMPUTES, "repeat", "cluster", "tracking"),
-    *("model.flops_per_unit", "training.timing_warmup_steps"),
+    *(*_DESCRIBES, "training.timing_warmup_steps"),
 )
 # What of these values every plain loop of a sweep has another of: the first of all others are enough.
 _KINDS = (

@@ -30,6 +30,7 @@ EVAL_LOSS, CHECK_VAL_LOSS = "check/eval_loss", "check/val_loss"
 FIRST_GRAD_NORM, CHANGE_NORM = "check/grad_norm", "check/change_norm"
 CHECKED = (EVAL_LOSS, FIRST_LOSS, EARLY_LOSS, FIRST_GRAD_NORM, CHANGE_NORM, CHECK_VAL_LOSS)
 CHECK_STEPS, CHECK_SAMPLES = 3, 256  # that a plain loop trains and validates
+CHECK_BATCHES = 4  # of each rank, where batches are the user's own
 LOSSES = (TRAIN_LOSS, VAL_LOSS, "val/bits_per_byte")
 _FLOAT32_EPS = 2.0**-23
 MIB = 2**20

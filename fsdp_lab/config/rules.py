@@ -31,12 +31,15 @@ from fsdp_lab.config.training import (
     OptimizerConfig,
     OptimizerImplementation,
     OptimizerName,
+    TrainingConfig,
 )
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.config.workload import DataConfig, ModelConfig, ModelSource, TaskConfig, needed_target, source_of
 
 # Task -> what its inputs are. The other tasks take anything. A model or a data set may have one as its `input_kind`.
 KINDS = {"classification": "images", "language": "tokens", "seq2seq": "pairs of texts"}
+
+LOADER_ARGUMENTS = ("split", "batch_size", "rank", "world_size", "seed")  # with which `data.loader` is called
 
 
 def check_trial(trial: TrialConfig, num_workers: int) -> None:
@@ -47,7 +50,7 @@ def check_trial(trial: TrialConfig, num_workers: int) -> None:
     """
     check_ranges(trial)
     _check_model(trial.model)
-    _check_data(trial.data)
+    _check_data(trial.data, trial.training)
     _check_task(trial.task)
     ranks = Ranks.of(trial.sharding, num_workers)
     for axis in AXES:
@@ -87,12 +90,36 @@ def _check_model(model: ModelConfig) -> None:
             raise ConfigError(f"model.block_classes={path} is not a class; name the class of the repeated block.")
 
 
-def _check_data(data: DataConfig) -> None:
-    if (function := data.function()) is not None:
+def _check_data(data: DataConfig, training: TrainingConfig) -> None:
+    if data.loader is not None:
+        _check_loader(data)
+    elif training.epoch_steps is not None:
+        raise CombinationError(
+            f"training.epoch_steps={training.epoch_steps} without data.loader: an epoch of a data set is all of it; "
+            "use data.num_train, or training.max_steps."
+        )
+    elif (function := data.function()) is not None:
         check_arguments(function, str(data.target), "data", data.arguments, given=("split",))
-        check_nested(data.arguments, "data")
+    check_nested(data.arguments, "data")
+    if data.example_batch is not None:
+        function = import_callable(data.example_batch, "data.example_batch")
+        check_arguments(function, data.example_batch, "data", data.arguments, ("size",), "example_batch")
     if data.collate_fn is not None:
         import_callable(data.collate_fn, "data.collate_fn")
+
+
+def _check_loader(data: DataConfig) -> None:
+    unused = {
+        "data._target_": (data.target, "both give batches; use data=custom"),
+        **{
+            f"data.{name}": (getattr(data, name), "it has no effect on batches of your own; leave it out")
+            for name in ("collate_fn", "num_train", "num_val", "val_batch_size", "loader_workers")
+        },
+    }
+    for name, (value, why) in unused.items():
+        if value is not None:
+            raise CombinationError(f"data.loader={data.loader} with {name}={value}: {why}.")
+    check_arguments(data.function(), str(data.loader), "data", data.arguments, LOADER_ARGUMENTS, "loader")
 
 
 def _check_task(task: TaskConfig) -> None:
@@ -266,7 +293,7 @@ def _check_parts(model: ModelConfig, data: DataConfig, task: TaskConfig) -> None
 
 def _of_target(group: str, part: ModelConfig | DataConfig) -> tuple[str, str | None]:
     kind = getattr(part.function(), "input_kind", None)
-    return f"{group}._target_={part.target}", kind if kind in KINDS.values() else None
+    return getattr(part, "typed", f"{group}._target_={part.target}"), kind if kind in KINDS.values() else None
 
 
 def check_vocab_size(model: ModelConfig, data: DataConfig, needed: int | None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 # What people type for it in other trainers -> the last part of our key, or our option.
 _SYNONYMS = {
     "batch_size": "global_batch_size", "train_batch_size": "global_batch_size",
-    "per_device_batch_size": "global_batch_size",
+    "per_device_batch_size": "global_batch_size", "epoch": "epochs",
     "gradient_accumulation_steps": "grad_accum_steps", "gradient_accumulation": "grad_accum_steps",
     "accumulate_grad_batches": "grad_accum_steps",
     "clip_grad_norm": "max_grad_norm", "gradient_clip": "max_grad_norm", "gradient_clipping": "max_grad_norm",

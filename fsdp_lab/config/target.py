@@ -27,6 +27,7 @@ _PLAIN = {"int": int, "float": float, "bool": bool, "str": str}  # annotations t
 NAMED = "named_parameters"  # of an optimizer's class that asks for names, in place of `params`
 _CALLED_WITH = {
     "split": 'split="train" and then split="val"',
+    **{name: f"{name}=<a number>" for name in ("batch_size", "rank", "world_size", "seed", "size")},
     "params": "params=<parameters of the model>",
     "optimizer": "the optimizer",
     NAMED: f"{NAMED}=<pairs of a name and a parameter>",
@@ -110,8 +111,9 @@ def _names_in(holder: Any) -> list[str]:
 
 
 def check_arguments(
-    function: Any, path: str, group: str, arguments: Mapping[str, Any], given: Collection[str] = ()
-) -> None:
+    function: Any, path: str, group: str, arguments: Mapping[str, Any], given: Collection[str] = (),
+    key: str = "_target_",
+) -> None:  # fmt: skip
     """Compare arguments with the signature of the callable that takes them.
 
     Args:
@@ -119,6 +121,7 @@ def check_arguments(
         group: the config group whose keys the arguments are.
         arguments: by name, as typed.
         given: the names of the arguments that fsdp_lab adds.
+        key: of the group, which names the callable.
 
     Raises:
         ConfigError: the callable does not take an argument, or lacks a required one.
@@ -131,7 +134,7 @@ def check_arguments(
         for name in given:
             if name not in named:
                 raise ConfigError(
-                    f"{group}._target_={path} has no parameter {name}; fsdp_lab calls it with {_CALLED_WITH[name]}, so "
+                    f"{group}.{key}={path} has no parameter {name}; fsdp_lab calls it with {_CALLED_WITH[name]}, so "
                     "add that parameter."
                 )
         unknown = [name for name in arguments if name not in named]
@@ -161,7 +164,7 @@ def check_arguments(
     if needed:
         keys = ", ".join(f"{group}.{name}" for name in needed)
         have = "has no default" if len(needed) == 1 else "have no defaults"
-        raise ConfigError(f"{group}._target_={path} needs {keys}, which {have}; add {group}.{needed[0]}=<value>.")
+        raise ConfigError(f"{group}.{key}={path} needs {keys}, which {have}; add {group}.{needed[0]}=<value>.")
 
 
 def parameters(function: Any) -> Mapping[str, inspect.Parameter] | None:

@@ -106,8 +106,11 @@ class TrainingConfig:
     """Passes over the training data."""
     max_steps: Optional[int] = key(None, at_least_one)
     """Optimizer steps after which a trial ends; null: only `epochs` counts."""
+    epoch_steps: Optional[int] = key(None, at_least_one)
+    """With `data.loader`: optimizer steps of an epoch. The next epoch goes on in the loader, which begins again when it
+    has ended; null: an epoch is all that it has."""
     global_batch_size: int = key(64, at_least_one)
-    """Samples of an optimizer step, over all workers; `${per_worker:64}` is 64 for each."""
+    """Samples of an optimizer step, over all workers; `${per_worker:64}` is 64 for each. With `data.loader` a hint."""
     grad_accum_steps: int = key(1, at_least_one)
     """Microbatches of an optimizer step on each worker."""
     sync_each_microbatch: bool = key(False)
@@ -119,9 +122,13 @@ class TrainingConfig:
     timing_warmup_steps: int = key(3, not_negative)
     """Optimizer steps at the start of a run that the speed excludes."""
 
-    def num_steps(self, steps_per_epoch: int) -> int:
+    def total_steps(self, steps_per_epoch: int | None) -> int:
+        """Return the optimizer steps of all epochs; `max_steps` if those of an epoch are not known."""
+        return (self.max_steps or 1) if steps_per_epoch is None else steps_per_epoch * self.epochs
+
+    def num_steps(self, steps_per_epoch: int | None) -> int:
         """Return the optimizer steps of a trial."""
-        steps = steps_per_epoch * self.epochs
+        steps = self.total_steps(steps_per_epoch)
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def is_through(self, epoch: float, step: float) -> bool:

@@ -14,10 +14,14 @@ from fsdp_lab.config.sweep import TrackingConfig
 _CONFIG_DIR = ("--config-dir", "-cd")
 # Keys whose value names code to import, in addition to the `_target_` of those groups.
 CODE_KEYS = (
-    *("model.block_classes", "data.collate_fn", "task.loss", "task.metrics", "task.after_step", "optimizer.groups"),
+    *("model.block_classes", "data.collate_fn", "data.loader", "data.example_batch"),
+    *("task.loss", "task.metrics", "task.after_step", "optimizer.groups"),
 )
 # A key that only the option `custom` of its group has -> the group.
-_CUSTOM = {"task.loss": "task"} | {f"{name}._target_": name for name in ("model", "data", "optimizer", "lr_schedule")}
+_CUSTOM = {
+    **{"task.loss": "task", "data.loader": "data"},
+    **{f"{name}._target_": name for name in ("model", "data", "optimizer", "lr_schedule")},
+}
 _CHOSEN = ("task", "model", "data")
 # Task -> the targets of its models and data sets, and what stands with it where nothing else is typed.
 _TEXT = {

@@ -176,14 +176,27 @@ class DataConfig(OpenGroup):
     """Validation samples that a worker takes at once; null: as many as a microbatch has."""
     loader_workers: Optional[int] = key(None, not_negative)
     """Loader processes of each worker; null: 0 on a CPU, on a GPU the worker's cores minus one, at most 4."""
+    loader: Optional[str] = key(None)
+    """In place of `_target_`: path to `f(split, batch_size, rank, world_size, seed)` that returns the batches of a rank
+    in an epoch, as an object that can be iterated again; the other keys are its arguments, too."""
+    example_batch: Optional[str] = key(None)
+    """Path to `f(size)` that returns the largest batch that may come, for forecasts; the other keys are its arguments,
+    too; null: as the target has it, or as the first items are, or the first batch of `loader`."""
 
     @property
     def name(self) -> str:
-        """The option that names the target, else its dotted path."""
-        return option_of("data", self.target or "") or self.target or ""
+        """The option that names the target, else its dotted path, or that of the loader."""
+        return self.loader or option_of("data", self.target or "") or self.target or ""
+
+    @property
+    def typed(self) -> str:
+        """What names the callable, for messages."""
+        return f"data.loader={self.loader}" if self.loader else f"data._target_={self.target}"
 
     def function(self) -> Any:
-        """Return the callable that `_target_` names; None for `data=example`."""
+        """Return the callable that `_target_` or `loader` names; None for `data=example`."""
+        if self.loader is not None:
+            return import_callable(self.loader, "data.loader")
         target = needed_target(self.target, "data")
         return None if target == EXAMPLE_BATCH else import_callable(target, "data._target_")
 
@@ -207,7 +220,7 @@ class DataConfig(OpenGroup):
         except UserError:  # our own data sets say it in one message
             raise
         except Exception as error:
-            raise UserError(f"data._target_={self.target}: {type(error).__name__}: {error}") from error
+            raise UserError(f"{self.typed}: {type(error).__name__}: {error}") from error
 
     def ask(self, method: str, model: ModelConfig | None = None) -> Any:
         """Return what a static method of the target returns for the arguments; None without that method.
@@ -220,9 +233,10 @@ class DataConfig(OpenGroup):
         return None if asked is None else asked(**instantiate(arguments, "data"))
 
     def paths(self) -> list[str]:
-        """Return the dotted paths of the target, of nested targets and of `collate_fn`."""
+        """Return the dotted paths of the target, of nested targets and of the functions."""
         inner = (str(value["_target_"]) for _, value in nested(self.arguments, "data"))
-        return [path for path in (self.target, *inner, self.collate_fn) if path and path != EXAMPLE_BATCH]
+        paths = (self.target, *inner, self.collate_fn, self.loader, self.example_batch)
+        return [path for path in paths if path and path != EXAMPLE_BATCH]
 
 
 def may_lack_labels(task_name: str, data: DataConfig) -> bool:

@@ -46,6 +46,7 @@ def setting_of(trial: TrialRecord) -> str | None:
     torch_version, allocator = (str(trial.facts.get(name, "")) for name in ("torch", "allocator_settings"))
     config, samples = part(trial.config, TrialConfig), trial.facts.get("data_num_train")
     steps = samples // config.training.global_batch_size if isinstance(samples, int) else None
+    steps = trial.facts.get("steps_per_epoch", steps)
     calls = trial.facts.get("calls")
     return to_pytorch(title, config, layout, world_size, torch_version, allocator, trial.notes, steps, calls)
 
@@ -84,9 +85,12 @@ def to_pytorch(
     version = tuple(int(number) for number in torch_version.split("+")[0].split(".")[:2] if number.isdigit())
     schedule = config.lr_schedule
     arguments = {"optimizer": config.optimizer.arguments, "lr_schedule": schedule.arguments}
+    arguments |= {"data": config.data.arguments} if config.data.loader else {}
     left_out = [key for group, values in arguments.items() for key, _ in nested(values, group)]
     constant = schedule.name is LrScheduleName.constant and not schedule.warmup_steps
-    if not constant and steps_per_epoch is None:
+    # a loader that does not tell its length has max_steps
+    no_steps = steps_per_epoch is None and not (config.data.loader and config.training.max_steps)
+    if not constant and no_steps:
         left_out.append(f"lr_schedule={schedule.name.name}")
     dp_degree = Ranks.of(config.sharding, world_size).dp
     counts = (
@@ -116,7 +120,8 @@ def to_pytorch(
         lr=config.optimizer.lr * (dp_degree if config.optimizer.scale_lr else 1),
         optimizer=_optimizer(config, dp_degree, layout.has_complex, NAMED in (calls or {}).get("optimizer", ())),
         grouped=config.optimizer.groups or config.optimizer.has_groups,
-        schedule="" if constant or steps_per_epoch is None else _schedule(config, steps_per_epoch, calls or {}),
+        loader=_loader(config, Ranks.of(config.sharding, world_size)),
+        schedule="" if constant or no_steps else _schedule(config, steps_per_epoch, calls or {}),
         steps_per_epoch=steps_per_epoch,
         smallest=SMALLEST,
         offload_source=(training / "activation_offload.py").read_text().partition("\n\n\n")[2],
@@ -149,7 +154,7 @@ def _imports(config: TrialConfig) -> Iterator[str]:
     """Yield the lines that import what is the user's."""
     optimizer = config.optimizer
     names = {optimizer.groups: " as parameter_groups", optimizer.target: "", config.lr_schedule.target: ""}
-    names[config.task.after_step] = " as after_step"
+    names |= {config.task.after_step: " as after_step", config.data.loader: " as make_loader"}
     names |= {config.task.step: " as step", config.task.optimizers: " as make_optimizers"}
     for path, alias in names.items():
         if path is not None:
@@ -173,7 +178,18 @@ def _optimizer(config: TrialConfig, dp_degree: int, has_complex: bool, by_names:
     return f"torch.optim.{kind}({params}, {given})"
 
 
-def _schedule(config: TrialConfig, steps_per_epoch: int, calls: Mapping[str, Sequence[str]]) -> str:
+def _loader(config: TrialConfig, ranks: Ranks) -> str:
+    """Return the call that makes the user's loader; "" without one."""
+    if config.data.loader is None:
+        return ""
+    training = config.training
+    size = training.global_batch_size // ranks.dp // training.grad_accum_steps
+    rank = "torch.distributed.get_rank()" + (f" // {ranks.tp}" if ranks.tp > 1 else "")
+    given = f'split="train", batch_size={size}, rank={rank}, world_size={ranks.dp}, seed={training.seed}'
+    return _call("make_loader", given, config.data.arguments)
+
+
+def _schedule(config: TrialConfig, steps_per_epoch: int | None, calls: Mapping[str, Sequence[str]]) -> str:
     """Return the call that makes the learning-rate schedule."""
     schedule = config.lr_schedule
     if schedule.target is None:

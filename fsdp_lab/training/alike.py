@@ -194,11 +194,12 @@ def _is_close(one: Tensor | str | None, other: Tensor | str | None) -> bool:
 
 
 def _values(what: str, tensors: Mapping[str, Tensor]) -> _Facet:
-    entries = [(name, None if tensor.is_meta else _digest(tensor)) for name, tensor in tensors.items()]
+    entries = [(name, None if tensor.is_meta else digest(tensor)) for name, tensor in tensors.items()]
     return _Facet(what, _VALUES, entries, [*tensors.values()])
 
 
-def _digest(tensor: Tensor) -> str:
+def digest(tensor: Tensor) -> str:
+    """Return a digest of some of a tensor's values."""
     sample = _sample(tensor)
     return f"{zlib.crc32(sample.encode() if isinstance(sample, str) else _bytes(sample)):08x}"
 
@@ -247,7 +248,7 @@ def _items(split: str, dataset: Dataset, indices: Tensor) -> _Entry:
             once = dataset[indices]
         with seeded(0):
             again = dataset[indices]
-        digests = [[_digest(tensor) for tensor in tensors_of(batch)] for batch in (once, again)]
+        digests = [[digest(tensor) for tensor in tensors_of(batch)] for batch in (once, again)]
     except Exception:  # noqa: BLE001 (whatever a data set raises)
         return name, None
     return name, f"{describe(once)}{' digest ' + ' '.join(digests[0]) if digests[0] == digests[1] else ''}"

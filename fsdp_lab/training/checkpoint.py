@@ -82,6 +82,7 @@ class TrainState(Stateful):
         figures: what the user's step returned last.
         after_step: of the user, called after each step that was taken; None: there is none.
         groups_compared: an own optimizer's groups were found to be those of the whole parameters.
+        loader: of the user, of which each rank keeps its place; None: there is none.
     """
 
     parallel: Parallel
@@ -103,6 +104,7 @@ class TrainState(Stateful):
     loss_dtype: torch.dtype = torch.float32
     num_labels: torch.Tensor | None = None
     figures: dict[str, torch.Tensor] = field(default_factory=dict)
+    loader: Stateful | None = None
 
     def __post_init__(self) -> None:
         """Read the first scale, so that a step need only read the one after it."""
@@ -199,6 +201,7 @@ class TrainState(Stateful):
             "scaler": self.scaler.state_dict(),
             "lr_schedule": self._schedule_state(),
             "position": {"epoch": self.epoch, "step": self.step, "epoch_step": self.epoch_step},
+            **({"loader": self.loader.state_dict()} if self.loader else {}),
         }
 
     def _schedule_state(self) -> dict[str, Any]:
@@ -226,6 +229,8 @@ class TrainState(Stateful):
         position = state["position"]
         self.epoch, self.step, self.epoch_step = position["epoch"], position["step"], position["epoch_step"]
         self.set_rates()
+        if self.loader is not None:
+            self.loader.load_state_dict(state["loader"])
 
 
 class Checkpoints:
@@ -275,7 +280,7 @@ class Checkpoints:
         state.weights()  # makes the optimizer's state, by a step in train mode
         state.eval()  # as weights are saved; DCP loads them in place
         if is_own:
-            check_same_trial(meta, name, self.config)
+            check_same_trial(meta, name, self.config, self.ranks.world_size)
         try:
             if is_own:
                 self._load(state, source, state.model)

@@ -43,12 +43,18 @@ def trial_identity(config: TrialConfig) -> dict[str, Any]:
     return settings(config, CHECKPOINT)
 
 
-def check_same_trial(meta: dict[str, Any], source: str, config: TrialConfig) -> None:
-    """Refuse to resume in a folder in which another trial was trained.
+def check_same_trial(meta: dict[str, Any], source: str, config: TrialConfig, world_size: int) -> None:
+    """Refuse to resume in a folder in which another trial was trained, or a user's loader that others share now.
 
     Raises:
         CheckpointError: with the settings that differ.
     """
+    if config.data.loader is not None and meta["world_size"] != world_size:
+        raise CheckpointError(
+            f"the checkpoint {source} has the places of {meta['world_size']} workers in {config.data.typed}, and this "
+            f"trial has {world_size}; resume with cluster.num_workers={meta['world_size']}, or start with its weights "
+            "in another folder, by checkpoint.resume_from."
+        )
     if other := _differences(meta, config):
         folder = source.rpartition("/checkpoints/")[0]
         raise CheckpointError(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from fsdp_lab.config.errors import ConfigError
+from fsdp_lab.config.metrics import CHECK_SAMPLES
 from fsdp_lab.config.training import TrainingConfig
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.machine.hardware import default_loader_workers, worker_cpus
@@ -123,11 +124,38 @@ class Loaders:
         order: of the training split; `go_to` selects the epoch.
         train: whole microbatches.
         val: whole microbatches, padded with the index -1.
+        first_val: of the first samples, for a comparison with a plain loop.
+        size: the items of a microbatch.
     """
 
+    data: Data
     order: TrainOrder
     train: DataLoader[Batch]
     val: DataLoader[Batch]
+    first_val: DataLoader[Batch]
+    size: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.order.steps_per_epoch
+
+    def go_to(self, epoch: int, steps_done: int) -> None:
+        self.order.go_to(epoch, steps_done)
+
+    def is_over(self, steps_done: int) -> bool:
+        """Return whether an epoch has ended after so many steps."""
+        return steps_done >= self.steps_per_epoch
+
+    def items_of(self, batch: Batch) -> int:
+        """Return the items of a microbatch of the training split."""
+        return self.size
+
+    def resume(self) -> list[str]:
+        """Return no note: the order depends on the step alone."""
+        return []
+
+    def late_notes(self) -> list[str]:
+        return []
 
 
 def build_loaders(data: Data, config: TrialConfig, dims: ParallelDims, device: torch.device) -> Loaders:
@@ -136,14 +164,17 @@ def build_loaders(data: Data, config: TrialConfig, dims: ParallelDims, device: t
     Raises:
         ConfigError: a global batch is larger than the training split.
     """
-    order = TrainOrder(len(data.train), config.training, dims)
-    val_size = config.data.val_batch_size or microbatch_size(config.training, dims)
-    validated = val_order(len(data.val), val_size, dims)
+    order, size = TrainOrder(len(data.train), config.training, dims), microbatch_size(config.training, dims)
+    validated = val_order(len(data.val), config.data.val_batch_size or size, dims)
+    first = val_order(min(len(data.val), CHECK_SAMPLES), size, dims)
     workers, seed = config.data.loader_workers, config.training.seed
     return Loaders(
+        data,
         order,
         build_loader(data.train, order, workers, device, seed),
         build_loader(data.val, validated, workers, device, seed),
+        build_loader(data.val, first, 0, device, seed),
+        size,
     )
 
 

@@ -11,15 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_lab.config.metrics import CHANGE_NORM, CHECK_SAMPLES, CHECK_STEPS, CHECK_VAL_LOSS, EVAL_LOSS, FIRST_GRAD_NORM
+from fsdp_lab.config.metrics import CHANGE_NORM, CHECK_STEPS, CHECK_VAL_LOSS, EVAL_LOSS, FIRST_GRAD_NORM
 from fsdp_lab.training.checkpoint import Metrics, TrainState
-from fsdp_lab.training.data import Loaders, build_loader, microbatch_size, val_order
+from fsdp_lab.training.data import Loaders
 from fsdp_lab.training.distributed import largest
 from fsdp_lab.training.memory_profiler import start_clean
+from fsdp_lab.training.own_loader import OwnLoaders
 from fsdp_lab.training.parallel.base import local
 from fsdp_lab.training.plain_state import put_back, state_of
 from fsdp_lab.training.step_checks import StepChecks
-from fsdp_lab.workloads.base import Batch, Dataset
+from fsdp_lab.workloads.base import Batch
 from fsdp_lab.workloads.construct import seeded
 from fsdp_lab.workloads.user.data import Marked
 
@@ -35,7 +36,6 @@ class FirstSteps:
     Each pass for them leaves the model, its buffers and the random generators as they were.
 
     Args:
-        val: the validation split.
         mean_loss: evaluates batches of this rank, and returns the mean loss over all ranks; None: no label counts. The
             state is in eval mode then.
         resumed: the trial has other first weights than those of its constructor.
@@ -47,33 +47,37 @@ class FirstSteps:
     def __init__(
         self,
         state: TrainState,
-        loaders: Loaders,
-        val: Dataset,
+        loaders: Loaders | OwnLoaders,
         checks: StepChecks,
         mean_loss: MeanLoss,
         resumed: bool,
     ) -> None:
         config, self._parallel, self._checks, self._mean_loss = state.parallel.config, state.parallel, checks, mean_loss
-        self._val, self._state, self._model = val, state, state.model
-        steps = min(CHECK_STEPS, loaders.order.steps_per_epoch, config.training.max_steps or CHECK_STEPS)
+        self._loaders, self._state, self._model = loaders, state, state.model
+        steps = min(CHECK_STEPS, loaders.steps_per_epoch or CHECK_STEPS, config.training.max_steps or CHECK_STEPS)
         self.last = steps if config.check.enabled and not resumed and state.step == 0 else -1
         self._first_weights: list[Tensor] | None = None
         cut = next((m for m in state.history if resumed and m["epoch"] == 1 and m["step"] >= steps), {})
         self._figures: Metrics = {key: cut[key] for key in _OWN if key in cut}  # before max_steps cut the epoch short
         self.grad_norm: Tensor | None = None
+        self._done = False
 
     def is_first(self, step: int) -> bool:
         """Return whether figures are taken of the step after so many."""
         return self.last > 0 and step == 0
+
+    def is_cut(self, step: int) -> bool:
+        """Return whether an epoch that has ended after so many steps had fewer: of a loader, which may not tell."""
+        return 0 < step < self.last and not self._done
 
     def begin(self, microbatches: list[Batch]) -> None:
         """Compute the loss in eval mode before the first step, and keep this rank's weights."""
         parts = [local(parameter) for parameter in self._model.parameters()]
         if largest(sum(tensor.nbytes for tensor in parts)) <= _KEPT_BYTES:
             self._first_weights = [tensor.detach().to("cpu", copy=True) for tensor in parts]
-        size = torch.tensor(microbatch_size(self._parallel.config.training, self._parallel.dims))
+        items_of = self._loaders.items_of
         if self._parallel.config.task.metrics is None:  # which are made for the items of the validation split
-            self._evaluate(EVAL_LOSS, [Marked(batch, size) for batch in microbatches])
+            self._evaluate(EVAL_LOSS, [Marked(batch, torch.tensor(items_of(batch))) for batch in microbatches])
         start_clean(self._parallel.device)
 
     def finish(self) -> None:
@@ -81,11 +85,8 @@ class FirstSteps:
         if self._first_weights is not None:
             self._note(CHANGE_NORM, self._change(self._first_weights))
             self._first_weights = None
-        count = min(len(self._val), CHECK_SAMPLES)
-        training, dims = self._parallel.config.training, self._parallel.dims
-        order = val_order(count, microbatch_size(training, dims), dims)
-        loader = build_loader(self._val, order, 0, self._parallel.device, training.seed)
-        self._evaluate(CHECK_VAL_LOSS, loader)
+        self._evaluate(CHECK_VAL_LOSS, self._loaders.first_val)
+        self._done = True
 
     def figures(self) -> Metrics:
         """Return the figures so far; a sync point."""

@@ -25,6 +25,7 @@ from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
 from fsdp_lab.training.memory_profiler import MemoryProfiler
+from fsdp_lab.training.own_loader import OwnLoaders
 from fsdp_lab.training.own_step import OwnStep, of_users, optimizer_explained, reads_refused
 from fsdp_lab.training.parallel.base import whole
 from fsdp_lab.training.profiler_trace import ProfilerTrace
@@ -277,12 +278,18 @@ class Watch:
                 self.timer.step_done()
             self.memory.step_done()
         if state.step == self.first.last:
-            with self.memory.apart():
-                self.first.finish()
+            self.end_first_steps()
             self.timer.start()
 
+    def end_first_steps(self) -> None:
+        """Take the figures of the first steps."""
+        with self.memory.apart():
+            self.first.finish()
 
-def train_epoch(state: TrainState, task: Task, loader: DataLoader[Batch], watch: Watch) -> tuple[Metrics, list[float]]:
+
+def train_epoch(
+    state: TrainState, task: Task, loader: DataLoader[Batch] | OwnLoaders, watch: Watch
+) -> tuple[Metrics, list[float]]:
     """Train through one epoch, or up to `training.max_steps`.
 
     Args:
@@ -349,6 +356,8 @@ def train_epoch(state: TrainState, task: Task, loader: DataLoader[Batch], watch:
         if config.lr_schedule.warmup_steps and warm < len(epoch_losses):
             compared[WARM_LOSS] = epoch_losses[warm]
         metrics.update({key: loss for key, loss in compared.items() if math.isfinite(loss)})
+        if watch.first.is_cut(state.step):
+            watch.end_first_steps()
         metrics.update(watch.first.figures())
     if (eps := torch.finfo(state.loss_dtype).eps) > torch.finfo(torch.float32).eps:
         metrics[LOSS_EPS] = eps
@@ -362,7 +371,7 @@ def train_epoch(state: TrainState, task: Task, loader: DataLoader[Batch], watch:
     return metrics, step_losses
 
 
-def evaluate(state: TrainState, task: Task, loader: DataLoader[Batch]) -> Metrics:
+def evaluate(state: TrainState, task: Task, loader: Iterable[Batch]) -> Metrics:
     """Return the task's metrics over the whole validation split; see `mean_metrics`.
 
     Raises:
@@ -426,7 +435,10 @@ def token_metrics(val_loss: float, bytes_per_token: float | None) -> Metrics:
     return metrics
 
 
-def _by_step(loader: DataLoader[Batch], grad_accum_steps: int, timer: StepTimer) -> Iterable[list[Batch]]:
+def _by_step(loader: DataLoader[Batch] | OwnLoaders, grad_accum_steps: int, timer: StepTimer) -> Iterable[list[Batch]]:
+    if isinstance(loader, OwnLoaders):
+        yield from loader.by_step(timer)
+        return
     batches = iter(loader)
     while True:
         with timer.waiting():

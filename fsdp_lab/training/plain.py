@@ -31,6 +31,7 @@ from fsdp_lab.config.target import NAMED, given_to, import_callable, import_from
 from fsdp_lab.config.workload import ModelSource
 from fsdp_lab.training.plain_data import Batches, Part, moved
 from fsdp_lab.training.plain_limits import Deadline, Late, Stopped, free_memory, limited
+from fsdp_lab.training.plain_loader import LoaderBatches
 from fsdp_lab.training.plain_losses import count_of, loss_of, val_loss_of
 from fsdp_lab.training.plain_state import State, generators, put_back, seed_all, state_of
 
@@ -58,7 +59,8 @@ def run(config: TrialConfig, parts: int, limit_s: float = math.inf, free_bytes: 
             model = build_model(config)
         if parts > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
             raise Stopped("the model has SyncBatchNorm, which needs all ranks at once")
-        batches = Batches(config, model, parts, Deadline(limit_s))
+        deal = Batches if config.data.loader is None else LoaderBatches
+        batches = deal(config, model, parts, Deadline(limit_s))
         figures, draws = train(config, model.to(device), batches)
         eps = max((torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()), default=0.0)
         result |= {"figures": figures, "draws": draws, "eps": eps, "steps": batches.num_steps}
@@ -76,7 +78,9 @@ def run(config: TrialConfig, parts: int, limit_s: float = math.inf, free_bytes: 
     return result | {"seconds": round(time.monotonic() - begun, 3)}
 
 
-def train(config: TrialConfig, model: nn.Module, batches: Batches, scale: float = 1.0) -> tuple[dict[str, float], bool]:
+def train(
+    config: TrialConfig, model: nn.Module, batches: Batches | LoaderBatches, scale: float = 1.0
+) -> tuple[dict[str, float], bool]:
     """Return the figures, and whether a forward pass drew random numbers; leave the model as it was.
 
     Args:
@@ -267,7 +271,7 @@ def set_mode(optimizers: dict[str, torch.optim.Optimizer], mode: str) -> None:
 
 
 def build_schedule(
-    config: TrialConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
+    config: TrialConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int | None
 ) -> torch.optim.lr_scheduler.LRScheduler:
     if config.lr_schedule.target is not None:
         schedule = import_callable(config.lr_schedule.target, "lr_schedule._target_")
@@ -275,11 +279,11 @@ def build_schedule(
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(config, step, steps_per_epoch))
 
 
-def lr_factor(config: TrialConfig, step: int, steps_per_epoch: int) -> float:
-    schedule, total = config.lr_schedule, steps_per_epoch * config.training.epochs
+def lr_factor(config: TrialConfig, step: int, steps_per_epoch: int | None) -> float:
+    schedule, total = config.lr_schedule, config.training.total_steps(steps_per_epoch)
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
-    if schedule.name.name == "step":
+    if schedule.name.name == "step" and steps_per_epoch:
         return schedule.gamma ** (step // (steps_per_epoch * schedule.step_epochs))
     if schedule.name.name == "cosine":
         done = min(1.0, (step - schedule.warmup_steps) / max(1, total - schedule.warmup_steps))

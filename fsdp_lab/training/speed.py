@@ -65,6 +65,8 @@ class StepTimer:
         waited_s: seconds that this process waited for batches within the steps that `take` returned last.
         waiting_s: the same, of the step that has begun.
         taken: the seconds of the steps that `take` returned last.
+        items: of this rank in the step that has begun, if they are counted; `tokens` the same.
+        counted: items and tokens of the steps that `take` returned last.
     """
 
     def __init__(self, warmup_steps: int, ranks: DistributedContext) -> None:
@@ -75,6 +77,9 @@ class StepTimer:
         self._waits: list[float] = []  # of each timed step
         self.waiting_s = 0.0
         self.taken: list[float] = []
+        self.items = self.tokens = 0
+        self.counted = (0, 0)
+        self._counts: list[tuple[int, int]] = []
 
     def start(self) -> None:
         """Begin a chain of steps; time between two chains is not counted."""
@@ -89,6 +94,7 @@ class StepTimer:
     def step_done(self) -> None:
         self._chains[-1].append(self._mark())
         self._waits.append(self.waiting_s)
+        self._counts.append((self.items, self.tokens))
         self.waiting_s = 0.0
 
     @contextmanager
@@ -115,7 +121,9 @@ class StepTimer:
         warmup = min(self.left_out, len(times))
         self.left_out -= warmup
         self.waited_s = sum(self._waits[warmup:])
-        self._chains, self._waits, self.taken = [], [], times[warmup:]
+        counts = self._counts[warmup:]
+        self.counted = sum(items for items, _ in counts), sum(tokens for _, tokens in counts)
+        self._chains, self._waits, self._counts, self.taken = [], [], [], times[warmup:]
         return self.taken
 
 
@@ -127,6 +135,8 @@ class Timed:
         variance: of `seconds`, as far as the steps of each epoch show it, by batch means.
         others_cpu: the share of the machine's cores that other processes used meanwhile.
         waited: the seconds of it in which a process waited for batches.
+        samples: that were counted, of the user's own loader.
+        tokens: the same.
     """
 
     steps: int = 0
@@ -134,6 +144,8 @@ class Timed:
     variance: float = 0.0
     others_cpu: float = 0.0
     waited: float = 0.0
+    samples: float = 0.0
+    tokens: float = 0.0
 
     @classmethod
     def before(cls, history: Sequence[Metrics]) -> Timed:
@@ -142,22 +154,28 @@ class Timed:
             if (seconds := metrics.get("perf/timed_s")) is not None:
                 error = metrics.get("perf/speed_error", 0.0) * seconds
                 others, waited = (metrics.get(f"perf/{key}", 0.0) for key in ("others_cpu", "data_wait_share"))
-                return cls(int(metrics["perf/timed_steps"]), seconds, error**2, others, waited * seconds)
+                counted = (metrics.get(f"perf/{key}_per_s", 0.0) * seconds for key in ("samples", "tokens"))
+                return cls(int(metrics["perf/timed_steps"]), seconds, error**2, others, waited * seconds, *counted)
         return cls()
 
-    def plus(self, times: Sequence[float], others_cpu: float, waited: float = 0.0) -> Timed:
+    def plus(
+        self, times: Sequence[float], others_cpu: float, waited: float = 0.0, samples: float = 0.0, tokens: float = 0.0
+    ) -> Timed:
         """Return these steps and those of one more epoch.
 
         Args:
             times: of its steps, in seconds.
             waited: for batches within them.
+            samples: that were counted in them.
+            tokens: the same.
         """
         if not times:
             return self
         seconds = self.seconds + sum(times)
         share = (self.others_cpu * self.seconds + others_cpu * sum(times)) / seconds
         noise = self.variance + variance_of_sum(times)
-        return Timed(self.steps + len(times), seconds, noise, share, self.waited + waited)
+        counted = self.samples + samples, self.tokens + tokens
+        return Timed(self.steps + len(times), seconds, noise, share, self.waited + waited, *counted)
 
 
 def variance_of_sum(times: Sequence[float]) -> float:
@@ -201,7 +219,8 @@ class RunSpeed:
         before: Timed,
     ) -> None:
         self._parallel, self._ranks, self._timed = parallel, ranks, before
-        self._flops, self._tokens = flops_per_sample, tokens_per_sample
+        self._flops: float | None = flops_per_sample
+        self._tokens: float | None = tokens_per_sample
         self._cores: Window | None = None
 
     def epoch_begins(self) -> None:
@@ -214,12 +233,18 @@ class RunSpeed:
             tokens_per_step: the mean of the epoch's steps, if tokens were counted.
         """
         config, dims, times = self._parallel.config, self._parallel.dims, timer.take()
-        waited = dims.sum(torch.tensor(timer.waited_s, device=self._ranks.device)).item() / dims.dp_degree
-        self._timed = self._timed.plus(times, largest(self._cores.share() if self._cores else 0.0), waited)
-        tokens: float | None = self._tokens
-        if tokens is None and tokens_per_step is not None:
-            tokens = tokens_per_step / config.training.global_batch_size
-        return speed_metrics(times, config, self._ranks, self._flops, tokens, self._timed)
+        sums = torch.tensor([timer.waited_s, *timer.counted], dtype=torch.float64, device=self._ranks.device)
+        waited, items, counted = dims.sum(sums).tolist()
+        others = largest(self._cores.share() if self._cores else 0.0)
+        tokens, flops = self._tokens, self._flops
+        if tokens_per_step is not None:
+            counted = counted or tokens_per_step * len(times)
+            tokens = tokens or tokens_per_step / config.training.global_batch_size
+        self._timed = self._timed.plus(times, others, waited / dims.dp_degree, items, counted)
+        if config.data.loader is not None and (samples := self._timed.samples):
+            tokens = self._timed.tokens / samples or None
+            flops = config.model.flops_per_unit and config.model.flops_per_unit * (tokens or 1)
+        return speed_metrics(times, config, self._ranks, flops, tokens, self._timed)
 
 
 def speed_metrics(
@@ -245,7 +270,9 @@ def speed_metrics(
         return {}
     run = run or Timed().plus(times, 0.0)
     ordered = sorted(times)
-    samples_per_s = run.steps * config.training.global_batch_size / run.seconds
+    is_counted = config.data.loader is not None
+    samples = run.samples if is_counted else run.steps * config.training.global_batch_size
+    samples_per_s = samples / run.seconds
     metrics = {
         "perf/samples_per_s": samples_per_s,
         "perf/timed_steps": float(run.steps),

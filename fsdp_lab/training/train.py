@@ -24,11 +24,10 @@ from fsdp_lab.config.rules import check_trial
 from fsdp_lab.config.training import Init
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.machine.hardware import allocator_settings
-from fsdp_lab.training.alike import buffer_notes, check_data, check_model
+from fsdp_lab.training.alike import buffer_notes, check_model
 from fsdp_lab.training.blocks import batch_norm_notes, loss_depends_on_dp_degree
 from fsdp_lab.training.build import build
 from fsdp_lab.training.checkpoint import Checkpoints, Metrics, TrainState
-from fsdp_lab.training.data import build_loaders, load_data
 from fsdp_lab.training.distributed import (
     DistributedContext,
     gather,
@@ -41,6 +40,7 @@ from fsdp_lab.training.first_steps import FirstSteps
 from fsdp_lab.training.layout import unit_notes
 from fsdp_lab.training.loop import Watch, evaluate, mean_metrics, token_metrics, train_epoch
 from fsdp_lab.training.memory_profiler import MemoryProfiler, start_clean
+from fsdp_lab.training.own_loader import OwnLoaders, make_loaders
 from fsdp_lab.training.parallel import build_parallel
 from fsdp_lab.training.profiler_trace import ProfilerTrace
 from fsdp_lab.training.slow_rank import SlowRank
@@ -130,10 +130,8 @@ def _train(
     dims = parallel.dims
     reporter.phase("loading the data")
     workload = build_workload(config.model, config.data, config.task)
-    data = load_data(workload.data, ranks)
-    check_data(data, config.training)
-    loaders = build_loaders(data, config, dims, ranks.device)
-    steps_per_epoch = loaders.order.steps_per_epoch
+    loaders = make_loaders(workload, config, dims, ranks)
+    data, steps_per_epoch = loaders.data, loaders.steps_per_epoch
 
     reporter.phase("building the model")
     first = build_model(workload.model, config)
@@ -142,6 +140,7 @@ def _train(
     find_unused, unused_notes = parallel.leaves_some_unused(workload, on_meta)
     in_tokens, tokens = workload.task.unit == "tokens", workload.tokens_per_sample(data.train)
     is_wanted = tokens is not None if in_tokens else device_peak_flops(config, ranks) is not None
+    is_wanted &= config.data.loader is None  # else batches have other shapes
     flops = workload.train_flops_per_sample(on_meta) if is_wanted else None
     del on_meta
 
@@ -154,14 +153,15 @@ def _train(
         first.model,
         parallel,
         fill=fill_model,
-        steps_per_epoch=steps_per_epoch,
-        total_steps=steps_per_epoch * config.training.epochs,
+        steps_per_epoch=steps_per_epoch or 1,
+        total_steps=config.training.total_steps(steps_per_epoch),
         find_unused=largest(float(find_unused)) > 0,  # of any rank: they may use different modules
     )
     reporter.phase("loading a checkpoint")
     checkpoints = Checkpoints(f"{storage or folder}/checkpoints", config, ranks)
+    state.loader = loaders if isinstance(loaders, OwnLoaders) else None
     resumed_from = checkpoints.load(state)
-    earlier_notes = [*first.notes, *checkpoints.notes, *unused_notes]
+    earlier_notes = [*first.notes, *checkpoints.notes, *loaders.resume(), *unused_notes]
     facts = _facts(config, ranks, state, data, steps_per_epoch, resumed_from, nodes, earlier_notes)
     reporter.facts(facts)
     for metrics in state.history:
@@ -177,14 +177,14 @@ def _train(
         ProfilerTrace(config, ranks, folder),
         SlowRank(ranks, nodes, config.compile),
         checks,
-        FirstSteps(state, loaders, data.val, checks, mean_loss, resumed_from is not None),
+        FirstSteps(state, loaders, checks, mean_loss, resumed_from is not None),
         reporter.step,
     )
     before = Timed.before(state.history) if checkpoints.times_count else Timed()
     speed = RunSpeed(parallel, ranks, flops, tokens, before)
     first_epoch = state.epoch
     while not config.training.is_through(state.epoch, state.step):
-        loaders.order.go_to(state.epoch, state.epoch_step)
+        loaders.go_to(state.epoch, state.epoch_step)
         speed.epoch_begins()
         watch.memory.epoch_begins()
         metrics, losses = train_epoch(state, workload.task, loaders.train, watch)
@@ -194,6 +194,8 @@ def _train(
         known = facts
         if state.epoch == first_epoch and (late := buffer_notes(state.model, dims.dp_degree)):
             known = {**known, "dp_degree_of_losses": dims.dp_degree, "notes": [*known["notes"], *late]}
+        if state.epoch == first_epoch and (late := loaders.late_notes()):
+            known = {**known, "notes": [*known["notes"], *late]}
         if (slow := watch.slow.slow) and "slow_rank" not in known:
             known = {**known, "slow_rank": slow, "notes": [*known["notes"], slow["text"]]}
         if known is not facts:
@@ -206,7 +208,7 @@ def _train(
         if in_tokens:
             metrics.update(token_metrics(metrics["val/loss"], data.bytes_per_token))
         metrics.update(epoch=state.epoch + 1, step=state.step)
-        if state.epoch_step >= steps_per_epoch:  # else max_steps cut it short: a resume takes the rest
+        if loaders.is_over(state.epoch_step):  # else max_steps cut it short: a resume takes the rest
             state.epoch, state.epoch_step, state.so_far = state.epoch + 1, 0, {}
         reporter.epoch(_keep(metrics, state, config, checkpoints))
 
@@ -243,7 +245,7 @@ def _facts(
     ranks: DistributedContext,
     state: TrainState,
     data: Data,
-    steps_per_epoch: int,
+    steps_per_epoch: int | None,
     resumed_from: str | None,
     nodes: list[str],
     earlier_notes: list[str],
@@ -262,8 +264,9 @@ def _facts(
         "allocator_settings": "" if on_cpu else allocator_settings(),
         "layout": asdict(state.layout),
         "data_digest": data.digest,
-        "data_num_train": len(data.train),
-        "data_num_val": len(data.val),
+        "data_num_train": len(data.train) or None,
+        "data_num_val": len(data.val) or None,
+        "steps_per_epoch": steps_per_epoch,
         "resumed_from": resumed_from,
         "data": config.data.name,
         "calls": config.calls(),

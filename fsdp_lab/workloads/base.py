@@ -84,11 +84,13 @@ class DataSpec:
         example_batch: returns a batch of a given size with the shapes, types and allocations of one that the loader
             serves, from uninitialised memory. Forecasts call it under fake tensors, after a first call with the same
             size; FLOPs are counted with it on `meta`.
+        loader: returns the user's own loader of a split, in place of `load`; None: there is none. Raises UserError.
     """
 
     prepare: Callable[[], None]
     load: Callable[[], Data]
     example_batch: Callable[[int], Batch]
+    loader: Callable[..., Any] | None = None
 
 
 class Task(Protocol):
@@ -178,7 +180,7 @@ class Workload:
         None if samples are counted, if only the loss knows tokens, or if samples differ: padding would count, and one
         sample's FLOPs would not be another's.
         """
-        if self.task.unit != "tokens":
+        if self.task.unit != "tokens" or not len(dataset):
             return None
         chosen = torch.linspace(0, len(dataset) - 1, min(_COMPARED, len(dataset)), dtype=torch.float64).long()
         with seeded(0):

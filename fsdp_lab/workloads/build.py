@@ -11,6 +11,7 @@ from fsdp_lab.config.rules import check_classes, check_vocab_size
 from fsdp_lab.config.workload import DataConfig, ModelConfig, TaskConfig, may_lack_labels
 from fsdp_lab.workloads.base import Data, DataSpec, Task, Workload
 from fsdp_lab.workloads.user.data import build_data
+from fsdp_lab.workloads.user.loader import build_loader_data
 from fsdp_lab.workloads.user.model import build_model_spec
 from fsdp_lab.workloads.user.step import in_parts
 from fsdp_lab.workloads.user.task import AroundUser
@@ -29,7 +30,8 @@ def build_workload(model: ModelConfig, data: DataConfig, task: TaskConfig | None
     spec, made = build_model_spec(model), build_task(task, model)
     if task.step is not None:
         spec = replace(spec, build=partial(in_parts, spec.build))
-    served = with_known_tokens(build_data(data, model, spec.build), model, data)
+    read = build_data(data, model, spec.build) if data.loader is None else build_loader_data(data, model)
+    served = with_known_tokens(read, model, data)
     return Workload(spec, served, AroundUser(made, may_lack_labels(task.name, data)), model.flops_per_unit)
 
 

@@ -23,20 +23,20 @@ COUNTS = {
         offload.target reshard_after_forward.policy reshard_after_forward.size model._target_ model.image_size
         model.num_channels model.patch_size model.num_layers model.num_heads model.hidden_dim model.mlp_dim
         model.num_classes model.block_classes model.forward_methods model.tp_plan data._target_ data.collate_fn
-        task.name task.loss task.loss_chunks task.unit task.step task.optimizers task.after_step optimizer._target_
-        optimizer.name
+        data.loader task.name task.loss task.loss_chunks task.unit task.step task.optimizers task.after_step
+        optimizer._target_ optimizer.name
         optimizer.weight_decay optimizer.momentum optimizer.implementation optimizer.groups optimizer.decay
         optimizer.embedding_lr
         training.global_batch_size training.grad_accum_steps training.sync_each_microbatch training.max_grad_norm
         activation_checkpointing activation_checkpointing_every activation_offload compile compile_loss
     """,
     "cells starts checkpoint nights param": """
-        precision.init_scale precision.growth_interval data.num_train data.num_val task.metrics
+        precision.init_scale precision.growth_interval data.num_train data.num_val task.metrics training.epoch_steps
         optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.scale_lr lr_schedule._target_
         lr_schedule.name lr_schedule.warmup_steps lr_schedule.min_lr_ratio lr_schedule.step_epochs lr_schedule.gamma
         training.seed init
     """,
-    "cells starts nights forecast param": "model.flops_per_unit",
+    "cells starts nights forecast param": "model.flops_per_unit data.example_batch",
     "cells starts nights param": """
         data.loader_workers data.val_batch_size training.epochs training.max_steps training.timing_warmup_steps
         checkpoint.mode checkpoint.every_epochs checkpoint.keep_last checkpoint.keep_best checkpoint.resume_from

@@ -137,6 +137,7 @@ ELSEWHERE = {
     "task.after_step": "tests/training/test_after_step.py",
     "task.step": "tests/training/test_step.py",
     "task.optimizers": "tests/training/test_step.py",
+    "training.epoch_steps": "tests/training/test_loader.py",
     "lr_schedule.": "tests/training/test_optimizer.py",
     "training.timing_warmup_steps": "tests/training/test_loop.py",
     "repeat": "changes nothing",

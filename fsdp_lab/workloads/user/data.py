@@ -151,7 +151,7 @@ def build_data(config: DataConfig, model: ModelConfig, build_model: Callable[[],
         build_model: the model's constructor, which makes the batches of `data=example`.
     """
     if (function := config.function()) is None:
-        return _example_data(config, build_model)
+        return _example_data(config, build_model, own_example(config, model))
     arguments, target = config.arguments_for(model), str(config.target)
     collate = import_callable(config.collate_fn, "data.collate_fn") if config.collate_fn else default_collate
 
@@ -175,8 +175,8 @@ def build_data(config: DataConfig, model: ModelConfig, build_model: Callable[[],
 
     knows_collate = not config.collate_fn or _package_of(collate) == _package_of(function)
     without_reading = getattr(function, "example_batch", None) if knows_collate else None
-    example = partial(without_reading, **instantiate(arguments, "data")) if without_reading else example_of(spread)
-    return DataSpec(prepare, load, example)
+    example = partial(without_reading, **instantiate(arguments, "data")) if without_reading else None
+    return DataSpec(prepare, load, own_example(config, model) or example or example_of(partial(like, spread)))
 
 
 def _package_of(callable: Any) -> str:
@@ -243,15 +243,30 @@ def make_split(function: Any, target: str, name: str, arguments: dict[str, Any])
     if not hasattr(items, "__len__") or readers <= {None, torch.utils.data.Dataset.__getitem__}:  # which only raises
         raise UserError(
             f"data._target_={target} returns a {type(items).__name__} for split={name}; return a map-style data set, "
-            "with __len__ and __getitem__: an iterable one cannot be shuffled by the seed, or resumed."
+            "with __len__ and __getitem__; give an iterable one by data.loader, as batches."
         )
     if len(items) == 0:
         raise UserError(f"data._target_={target} returns no items for split={name}; each split needs at least one.")
     return items
 
 
+def own_example(config: DataConfig, model: ModelConfig) -> Callable[[int], Batch] | None:
+    """Return what makes batches by `data.example_batch`; None without it."""
+    if config.example_batch is None:
+        return None
+    function = import_callable(config.example_batch, "data.example_batch")
+
+    def example(size: int) -> Batch:
+        try:
+            return function(size, **instantiate(config.arguments_for(model), "data"))
+        except Exception as error:
+            raise UserError(f"data.example_batch={config.example_batch} fails: {in_words(error)}") from error
+
+    return example_of(example)
+
+
 def example_of(read: Callable[[int], Batch]) -> Callable[[int], Batch]:
-    """Return a function that makes a batch of a given size with the right shapes and types, from uninitialised memory.
+    """Return a function that makes batches of the shapes and types that another reads, from uninitialised memory.
 
     Items are read with the first batch of each size, in the caller's thread, because a connection to a database may be
     bound to it. Tensors must not be fake at that call.
@@ -260,7 +275,7 @@ def example_of(read: Callable[[int], Batch]) -> Callable[[int], Batch]:
     @cache
     def shapes(size: int) -> Batch:
         with seeded(0), torch.device("cpu"):  # whatever the caller draws, and wherever it makes tensors
-            return map_tensors(lambda tensor: tensor.to("meta"), like(read, size))
+            return map_tensors(lambda tensor: tensor.to("meta"), read(size))
 
     return lambda size: map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), shapes(size))
 
@@ -298,7 +313,9 @@ def _grows_in_step(a: int, b: int) -> bool:
     return a == b or (a % _MEASURED == 0 and b == a // _MEASURED * (_MEASURED + 1))
 
 
-def _example_data(config: DataConfig, build_model: Callable[[], nn.Module]) -> DataSpec:
+def _example_data(
+    config: DataConfig, build_model: Callable[[], nn.Module], own: Callable[[int], Batch] | None
+) -> DataSpec:
     @cache
     def example(size: int) -> Batch:
         model: Any = without_values(build_model)
@@ -311,5 +328,6 @@ def _example_data(config: DataConfig, build_model: Callable[[], nn.Module]) -> D
             torch.manual_seed(0)  # the same on every rank
             return model.example_batch(size)
 
+    read = partial(like, example)
     train, val = (Repeated(example, count or 1024) for count in (config.num_train, config.num_val))
-    return DataSpec(lambda: None, lambda: Data(train, WithoutPadding(val), "example"), example_of(example))
+    return DataSpec(lambda: None, lambda: Data(train, WithoutPadding(val), "example"), own or example_of(read))
