@@ -74,6 +74,7 @@ BEST = "training/test_model_state.py::test_the_weights_of_the_best_epoch_are_exp
 ADDED_UP = "training/test_memory.py::test_gradients_are_added_up_as_in_training"
 REFUSES = "test_refusals.py::test_each_command_refuses_at_once_and_names_key_and_value"
 RULES = "test_refusals.py::test_rules_name_key_and_value"
+LOADERS = "training/test_loader.py::test_each_loader_trains_as_a_loop_by_hand"
 ALIKE = "training/test_alike.py::test_what_ranks_made_differently_ends_them_with_its_name"
 MADE_ALIKE = "training/test_alike.py::test_values_are_compared_where_they_are_real"
 ALIKE_NOTE = "training/test_alike.py::test_buffers_that_each_rank_writes_have_a_note"
@@ -385,7 +386,7 @@ FAULTS = (
           "t.ndim == 2 and _dtype(t) not in _NOT_TOKENS", "t.ndim > 1",
           "workloads/test_user.py::test_tokens_are_those_of_parts_that_hold_tokens"),
     Fault("the tokens that a loss counts have no speed", "fsdp_lab/training/speed.py",
-          "if tokens is None and tokens_per_step is not None:", "if False:",
+          "tokens = tokens or tokens_per_step / config.training.global_batch_size", "tokens = tokens",
           "workloads/test_user.py::test_tokens_are_counted_where_the_user_says_so"),
     Fault("the step of use=pytorch forgets the labels of later microbatches", "fsdp_lab/report/templates/pytorch.py.j2",
           "labels_of_a_rank(sum(counts))", "labels_of_a_rank(counts[0] * len(counts))", PASTED, MAKE_CI),
@@ -419,7 +420,7 @@ FAULTS = (
           "        yield\n\n    def step_done",
           "training/test_memory.py::test_a_gpus_memory_is_that_of_steps_that_are_not_followed"),
     Fault("the validation after the third step is timed", "fsdp_lab/training/loop.py",
-          "                self.first.finish()\n            self.timer.start()", "                self.first.finish()",
+          "self.end_first_steps()\n            self.timer.start()", "self.end_first_steps()",
           "training/test_loop.py::test_a_step_waits_for_its_batch_and_for_nothing_else"),
     Fault("every rank reads the same part of a batch", "fsdp_lab/training/data.py",
           "yield from step.view(shape)[:, self.dims.dp_rank]", "yield from step.view(shape)[:, 0]", SAME_IMAGES),
@@ -448,7 +449,7 @@ FAULTS = (
     Fault("a setting that trains another model is recommended", "fsdp_lab/report/qualify.py",
           'return Coded("another_model", vars(departures[0]))', "pass", "report/test_plain_check.py"),
     Fault("a plain loop of another learning rate is compared", "fsdp_lab/config/compare.py",
-          '*("model.flops_per_unit", "training.timing_warmup_steps"),', '"model.flops_per_unit", "optimizer",',
+          '*(*_DESCRIBES, "training.timing_warmup_steps"),', '*_DESCRIBES, "optimizer",',
           "report/test_plain_check.py"),
     Fault("a wrong layout passes in low precision", "fsdp_lab/report/plain_check.py",
           "    for with_precision in (True, False):", "    for with_precision in (True,):",
@@ -500,7 +501,7 @@ FAULTS = (
           "waited * longer > _MOST * longer**2 and", "False and",
           "report/test_recommend.py::test_speeds_are_not_compared_that_waiting_for_data_explains"),
     Fault("the share of waiting is the last epoch's", "fsdp_lab/training/speed.py",
-          "noise, share, self.waited + waited)", "noise, share, waited)",
+          "noise, share, self.waited + waited, *counted)", "noise, share, waited, *counted)",
           "training/test_speed.py::test_a_speed_is_that_of_all_timed_steps_of_the_run"),
     Fault("an order is claimed that median steps contradict", "fsdp_lab/report/recommend.py",
           "(ratio.value - 1) * (by_median.value - 1) < 0", "not ratio",
@@ -761,7 +762,23 @@ FAULTS = (
           '_Facet("module", _ORDER, [', '_Facet("module", _ORDER, [] and [', ALIKE),
     Fault("a buffer without a seed differs by rank", "fsdp_lab/training/alike.py",
           'else buffers),\n', 'else {}),\n', ALIKE),
-    Fault("a vocabulary or a split of another length differs by rank", "fsdp_lab/training/train.py",
+    Fault("a loader does not learn of the next pass", "fsdp_lab/training/own_loader.py",
+          "begin_epoch(self._train, self.passes)", "pass", LOADERS),
+    Fault("a batch that a rank repeats for a validation counts again", "fsdp_lab/training/own_loader.py",
+          "num_items(spare) if step else 0", "num_items(spare)", LOADERS),
+    Fault("a loader without a state begins its pass again", "fsdp_lab/training/own_loader.py",
+          "sum(1 for _ in islice(self._batches, start))", "start",
+          "training/test_loader.py::test_a_loader_goes_on_where_it_was"),
+    Fault("a loader's own state is not loaded", "fsdp_lab/training/own_loader.py",
+          "self._batches = self._pass(self._state)", "self._batches = self._pass()",
+          "training/test_loader.py::test_a_loader_goes_on_where_it_was"),
+    Fault("samples of a loader are not counted", "fsdp_lab/training/speed.py",
+          "is_counted = config.data.loader is not None", "is_counted = False",
+          "training/test_loader.py::test_speeds_count_what_the_batches_have"),
+    Fault("the largest batch is the loader's first", "fsdp_lab/workloads/user/loader.py",
+          "own_example(config, model) or", "",
+          "training/test_loader.py::test_a_forecast_has_the_bytes_of_the_worst_batch"),
+    Fault("a vocabulary or a split of another length differs by rank", "fsdp_lab/training/own_loader.py",
           "    check_data(data, config.training)\n", "", ALIKE),
     Fault("a number of a data set that each rank gives words differs", "fsdp_lab/training/alike.py",
           "        again = dataset[indices]", "        again = []", ALIKE),

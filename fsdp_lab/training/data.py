@@ -155,6 +155,7 @@ class Loaders:
         return []
 
     def late_notes(self) -> list[str]:
+        """Return no note: ranks have been compared."""
         return []
 
 

@@ -64,7 +64,7 @@ class OwnLoaders:
         self._in_epoch, self._ran_out = 0, False
         self._state, self._resumes = b"", False
         self._spare: Batch = None  # which a rank repeats that has none for a validation
-        self._first: list[tuple[int, list[str]]] = []  # digests of each rank's first batch, with its part
+        self._first: list[tuple[int, list[str]]] | None = None  # digests of each rank's first batch, with its part
 
     def _steps_of(self, lengths: list[int | None]) -> int | None:
         training, kind = self.config.training, type(self._train).__name__
@@ -142,7 +142,7 @@ class OwnLoaders:
         Raises:
             UserError: ranks that share samples have read others.
         """
-        if self._first:
+        if self._first is not None:
             return
         self._first = gather((self._dims.dp_rank, [digest(tensor) for tensor in tensors_of(batch)]))
         of_part: dict[int, list[str]] = {}
@@ -256,8 +256,9 @@ class OwnLoaders:
         return [f"{where}, {'by its state_dict' if has_state else 'which were read again: it has no state_dict'}."]
 
     def late_notes(self) -> list[str]:
-        """Return a note if ranks with different parts read the same."""
-        if self._dims.dp_degree == 1 or len({str(own) for _, own in self._first}) != 1:
+        """Return a note, once, if ranks with different parts read the same."""
+        first, self._first = {str(own) for _, own in self._first or []}, []
+        if self._dims.dp_degree == 1 or len(first) != 1:
             return []
         return [
             f"{self.config.data.typed} gave every rank the same first batch: each must have its own part; use rank and "

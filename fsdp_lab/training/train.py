@@ -194,7 +194,7 @@ def _train(
         known = facts
         if state.epoch == first_epoch and (late := buffer_notes(state.model, dims.dp_degree)):
             known = {**known, "dp_degree_of_losses": dims.dp_degree, "notes": [*known["notes"], *late]}
-        if state.epoch == first_epoch and (late := loaders.late_notes()):
+        if late := loaders.late_notes():
             known = {**known, "notes": [*known["notes"], *late]}
         if (slow := watch.slow.slow) and "slow_rank" not in known:
             known = {**known, "slow_rank": slow, "notes": [*known["notes"], slow["text"]]}

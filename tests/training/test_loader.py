@@ -27,8 +27,11 @@ from fsdp_lab.training.layout import Layout
 from fsdp_lab.training.plain import run
 from fsdp_lab.training.train import train
 from fsdp_lab.workloads.build import build_workload
+from tests import forked
+from tests.conftest import HERE, ROOT
 from tests.parity import differences
 from tests.ranks import Memo, config, outcomes, run_ranks, train_all
+from tests.servers import lay_store
 from tests.training.checkpoints import Job, train_in
 
 BATCH = 16
@@ -175,7 +178,7 @@ def noisy(split: str, *, batch_size: int, rank: int, world_size: int, seed: int)
 
 def words(case: str, *more: str) -> list[str]:
     loader, *own = case.split()
-    loss = "counted" if loader in ("bucketed", "longest_only") else "next_word"
+    loss = "counted" if loader in ("bucketed", "longest_later") else "next_word"
     return [
         f"model._target_={__name__}.Net", f"model.block_classes=[{__name__}.Block]", f"data.loader={__name__}.{loader}",
         f"task.loss={__name__}.{loss}", "data.num_train=null", "data.num_val=null", "training.epochs=2",
@@ -303,13 +306,14 @@ def test_speeds_count_what_the_batches_have() -> None:
 
 def test_a_forecast_has_the_bytes_of_the_worst_batch() -> None:
     worst = f"data.example_batch={__name__}.longest data.batches=8"
-    cases = [words("longest_only", f"sharding={sharding} {worst}") for sharding in ("ddp", "per_block")]
+    cases = [words("longest_later", f"sharding={sharding} {worst}") for sharding in ("ddp", "per_block")]
     items = words("packed", f"data.loader=null data._target_={__name__}.Nine data.example_batch={__name__}.nine")
     assert differences([*cases, [*words("packed"), "training.max_steps=2"], [*items, "data.num_train=64"]]) == []
 
 
-def longest_only(split: str, *, batch_size: int, rank: int, world_size: int, seed: int, batches: int) -> Any:
-    return [longest(batch_size)] * batches
+def longest_later(split: str, *, batch_size: int, rank: int, world_size: int, seed: int, batches: int) -> Any:
+    """The second batch is as long as any."""
+    return [{name: tensor[:, :5] for name, tensor in longest(batch_size).items()}, *[longest(batch_size)] * batches]
 
 
 class Nine(Rows):
@@ -495,3 +499,17 @@ def test_the_script_of_a_trial_calls_the_loader_as_the_trial() -> None:
     ]
     for trial, script in run_ranks(2, trained_and_pasted, cases)[0]:
         assert len(trial) == 4 and script == pytest.approx(trial, rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.documents("python -m fsdp_lab -m data.loader=my_project.stream.loader...")
+def test_the_stream_of_the_page_trains(tmp_path: Path) -> None:
+    code, after = (ROOT / "docs/recipes.md").read_text().partition("# my_project/stream.py\n")[2].split("```\n", 1)
+    assert len(code.splitlines()) <= 25
+    command = after.partition("python -m ")[2].partition("```")[0].replace("\\\n", " ")
+    (tmp_path / "my_project").mkdir()
+    (tmp_path / "my_project/stream.py").write_text(code)
+    lay_store(tmp_path)
+    done = forked.run(tmp_path, *command.split(), "cluster.num_workers=2", *HERE, seconds=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 settings have the losses of a plain loop of your model" in done.stdout, done.stdout
