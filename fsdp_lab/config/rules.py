@@ -306,7 +306,8 @@ def check_vocab_size(model: ModelConfig, data: DataConfig, needed: int | None) -
     """
     if not isinstance(needed, int) or (has := model.vocab_size()) is None or has >= needed:
         return
-    name = next((name for name in ("tokenizer", "vocab_size") if data.arguments.get(name) is not None), "_target_")
+    name = next((name for name in ("tokenizer", "vocab_size") if data.arguments.get(name) is not None), "")
+    name = name or ("loader" if data.loader else "_target_")
     fewer = f"a tokenizer with at most {has} tokens" if name == "tokenizer" else "data with fewer"
     raise CombinationError(
         f"model.vocab_size={has} is less than the {needed} tokens of data.{name}={data.to_keys()[name]}; use "

@@ -7,8 +7,9 @@ another. Ranks vote before each step: a pass ends on all of them when it ends on
 from __future__ import annotations
 
 import io
+import pickle
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from fsdp_lab.config.errors import ConfigError, UserError
 from fsdp_lab.config.metrics import CHECK_BATCHES
 from fsdp_lab.config.rules import check_vocab_size
+from fsdp_lab.config.target import in_words
 from fsdp_lab.config.trial import TrialConfig
 from fsdp_lab.training.alike import check_data, digest
 from fsdp_lab.training.data import Loaders, build_loaders, load_data, microbatch_size
@@ -62,7 +64,7 @@ class OwnLoaders:
         self.steps_per_epoch = self._epoch_steps or self._steps_of(gather(length_of(self._train)))
         self._batches: Iterator[Batch] | None = None
         self._in_epoch, self._ran_out = 0, False
-        self._state, self._resumes = b"", False
+        self._state, self._resumes, self._checked = b"", False, False
         self._spare: Batch = None  # which a rank repeats that has none for a validation
         self._first: list[tuple[int, list[str]]] | None = None  # digests of each rank's first batch, with its part
 
@@ -108,10 +110,8 @@ class OwnLoaders:
         """Yield this rank's batches of each step of the epoch."""
         any_step = False
         while self._epoch_steps is None or self._in_epoch < self._epoch_steps:
-            if self._batches is None:
-                self._batches = self._pass()
             with timer.waiting():
-                step, failed = self._read(self._batches, self._accum)
+                step, failed = _attempt(self._read)
             if self._all_have(len(step) == self._accum, failed):
                 self._spare = step[0] if self._spare is None else self._spare
                 self._compare(step[0])
@@ -129,12 +129,10 @@ class OwnLoaders:
                 self._ran_out = True
                 return
 
-    def _read(self, batches: Iterator[Batch], most: int) -> tuple[list[Batch], Exception | None]:
-        """Return the next batches, or an error."""
-        try:
-            return list(islice(batches, most)), None
-        except Exception as error:  # noqa: BLE001 (raised on every rank)
-            return [], error
+    def _read(self) -> list[Batch]:
+        """Return the batches of the next step: fewer where the pass ends."""
+        self._batches = self._batches or self._pass()
+        return list(islice(self._batches, self._accum))
 
     def _compare(self, batch: Batch) -> None:
         """Compare the first batches of ranks.
@@ -179,7 +177,8 @@ class OwnLoaders:
                 yield batch
 
         draw(-1)
-        iterator = iter(loader)
+        with explained(self.config.data, where):
+            iterator = iter(loader)
         return read()
 
     def _all_have(self, has: bool, failed: Exception | None = None, every: bool = True) -> bool:
@@ -203,7 +202,7 @@ class OwnLoaders:
     def _validation(self, most: int | None) -> Iterator[Marked]:
         batches, spare = self._seeded(self._val, "val"), self._spare
         for i in count() if most is None else range(most):
-            step, failed = self._read(batches, 1)
+            step, failed = _attempt(lambda: list(islice(batches, 1)))
             if not self._all_have(bool(step), failed, every=False):
                 if i == 0:
                     raise UserError(f"{self.config.data.typed} gives no rank a batch of split=val; give it one.")
@@ -220,13 +219,26 @@ class OwnLoaders:
 
         A pass that has ended is begun again first, as the next epoch would: a loader may keep its place in the old one.
         """
-        if self._resumes or self.passes + self.taken == 0 or not callable(getattr(self._train, "state_dict", None)):
-            state = b""
-        else:
+        state = b""
+        if self.passes + self.taken and callable(getattr(self._train, "state_dict", None)):
             self._batches = self._batches or self._pass()
-            torch.save(self._train.state_dict(), content := io.BytesIO())
+            with explained(self.config.data, "its state_dict"):
+                torch.save(self._train.state_dict(), content := io.BytesIO())
             state = content.getvalue()
+            self._check_state(state)
         return {"passes": self.passes, "taken": self.taken, f"rank{self._dims.dp_rank}": state}
+
+    def _check_state(self, state: bytes) -> None:
+        """Refuse in the first checkpoint a state that a resume would not load."""
+        if not self._checked:
+            try:
+                torch.load(io.BytesIO(state), weights_only=True)
+            except pickle.UnpicklingError as error:
+                raise UserError(
+                    f"{self.config.data.typed}: its state_dict has more than plain values and tensors, which a "
+                    f"checkpoint would not load again; convert them: {in_words(error)}"
+                ) from error
+        self._checked = True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a place over; `resume` goes there."""
@@ -279,6 +291,14 @@ def make_loaders(
     data = load_data(workload.data, ranks)
     check_data(data, config.training)
     return build_loaders(data, config, dims, ranks.device)
+
+
+def _attempt(read: Callable[[], list[Batch]]) -> tuple[list[Batch], Exception | None]:
+    """Return batches, or the error, which is raised on every rank."""
+    try:
+        return read(), None
+    except Exception as error:  # noqa: BLE001
+        return [], error
 
 
 def _raise(error: Exception | None) -> None:

@@ -436,7 +436,13 @@ def by_process(split: str, *, batch_size: int, rank: int, world_size: int, seed:
     return [torch.full((2, 9), torch.distributed.get_rank())] * 4
 
 
+class Unsafe(Resumable):
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": Unknown([])}
+
+
 REFUSED = {
+    "Unsafe checkpoint.mode=sync": "its state_dict has more than plain values and tensors",
     "packed": r"data\.loader=.*packed returns a DataLoader without __len__ for split=train, so training\.max_steps="
     r"null leaves the steps of the trial unknown; set training\.max_steps, or training\.epoch_steps",
     "packed training.max_steps=4 lr_schedule=step": "lr_schedule=step does not know an epoch; set training.epoch_steps",
