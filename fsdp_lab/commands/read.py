@@ -125,6 +125,9 @@ def _of_trainer(content: dict[str, Any]) -> dict[str, Any]:
     get = content.get
     samples = get("per_device_train_batch_size", 8) * get("gradient_accumulation_steps", 1)
     derived, epochs, warmup = {"samples": samples}, get("num_train_epochs", 3), get("warmup_steps", 0)
+    is_adam = str(get("optim", "adamw")).startswith("adamw")
+    for name, default in (("beta1", 0.9), ("beta2", 0.999)):
+        derived[name] = f"optimizer.{name}={get(f'adam_{name}', default)}" if is_adam else ""
     if epochs == int(epochs):
         derived["epochs"] = int(epochs)
     if warmup == int(warmup):

@@ -101,7 +101,7 @@ def test_every_argument_of_the_trainer_is_known() -> None:
     plain = {name: getattr(value, "value", value) for name, value in values.items() if value is not dataclasses.MISSING}
     reading = read("Trainer", dict.fromkeys(values, 1), {})
     assert reading.unknown == ["deepspeed"], "which is refused before"
-    of_defaults = read("Trainer", plain, {"samples": 8, "epochs": 3, "warmup": ""})
+    of_defaults = read("Trainer", plain, {"samples": 8, "epochs": 3, "warmup": "", "beta1": "", "beta2": ""})
     assert not of_defaults.without
     assert "optimizer.lr=5e-05" in of_defaults.overrides and "training.max_grad_norm=1.0" in of_defaults.overrides
 
