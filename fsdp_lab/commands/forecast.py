@@ -15,6 +15,8 @@ gives each worker 16. `python -m fsdp_lab --help` lists the groups, `--keys` eve
   forecast.solve               batch: adds the most images that fit one worker at once; gpus: the fewest workers, with
                                the same global batch, or as ${per_worker:N} says; capacity: the least memory
   forecast.usd_per_gpu_hour    adds the dollars of a million tokens or images, and of forecast.tokens=1e12
+  forecast.lengths             a file with a line `length count` for each length of a row: forecasts some of them
+                               (data.length or data.seq_len), and prints the share of steps that would not fit
   forecast.folder              folder for the CSV and the timelines; null: outputs/forecast/<date>/<time>
   forecast.keep, forecast.prune, forecast.enabled   for sweeps: run the fastest; skip what cannot fit; make forecasts
 
@@ -48,7 +50,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +60,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from fsdp_lab.commands.forecast_cells import arguments, plan_forecasts
+from fsdp_lab.commands.forecast_lengths import read_lengths, sentences_of_lengths
 from fsdp_lab.commands.messages import explain
 from fsdp_lab.config import UserError, workers_of
 from fsdp_lab.config.compose import Trial
@@ -164,7 +167,7 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
     """
     # what these import takes a second: refusals come before
     from fsdp_lab.forecast.answer import ForecastResult, answers
-    from fsdp_lab.forecast.sentences import room_remedies
+    from fsdp_lab.forecast.sentences import room_remedies, sentences
 
     for line in plan.notes():
         console.print(line, highlight=False, markup=False)
@@ -187,17 +190,21 @@ def forecast_grid(plan: Plan, swept: list[str], console: Console, here: bool = F
     if made:
         write_csv(folder / "forecast.csv", result.rows, swept)
         items = "images" if all(t.config.model.sizes() for t in trials) else "items"
-        _print(console, result, items, tolerance)
+        said: Iterable[str] = sentences(result.shown, result.axes, items, result.answers, tolerance)
+        if first.forecast.lengths is not None:
+            counts = read_lengths(first.forecast.lengths)
+            said = sentences_of_lengths(result.rows, counts, first.training.global_batch_size)
+        _print(console, result, said)
     return result
 
 
-def _print(console: Console, result: ForecastResult, items: str, tolerance: float) -> None:
-    from fsdp_lab.forecast.sentences import allowances_note, sentences
+def _print(console: Console, result: ForecastResult, said: Iterable[str]) -> None:
+    from fsdp_lab.forecast.sentences import allowances_note
 
     if result.missing:
         made = f"{len(result.rows)} of {count(len(result.rows) + result.missing, 'setting')}"
         console.print(f"Interrupted after {made}: what follows knows nothing of the others.", style="bold")
-    for line in sentences(result.shown, result.axes, items, result.answers, tolerance):
+    for line in said:
         console.print(Text(line, style="bold" if "Recommended: " in line else ""))
     forecasts, best = [row.forecast for row in result.rows], best_rows(result.shown)
     console.print()

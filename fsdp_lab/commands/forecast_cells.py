@@ -10,6 +10,7 @@ from pathlib import Path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.singleton import Singleton
 
+from fsdp_lab.commands.forecast_lengths import chosen, key_of_lengths, read_lengths
 from fsdp_lab.config import (
     ConfigError,
     SweepConfig,
@@ -58,7 +59,15 @@ def plan_forecasts(overrides: list[str], multirun: bool) -> tuple[Plan, list[str
         if not multirun:
             trial = cell(overrides, 0)
             check(trial.config)
-            return Plan([trial]), []
+            if trial.config.forecast.lengths is None:
+                return Plan([trial]), []
+            key, lengths = key_of_lengths(trial.config.data), chosen(read_lengths(trial.config.forecast.lengths))
+            trials = [cell([*overrides, f"{key}={length}"], number) for number, length in enumerate(lengths)]
+            for each in trials:
+                check(each.config)
+            return Plan(trials), [key]
+        if any(word.startswith("forecast.lengths=") for word in overrides):
+            raise ConfigError("forecast.lengths compares the lengths of one setting; leave -m out.")
         grid = enumerate_grid(hydra.parser, hydra.defaults, overrides)
         plan, swept = plan_sweep(grid, cell, check, fold=False), swept_keys(grid)
         named = all_overrides(hydra.parser, {}, overrides)

@@ -70,6 +70,8 @@ class ForecastConfig:
     """Dollars for an hour of one device: adds what a million tokens, or samples, costs."""
     tokens: Optional[float] = key(None, positive, example=1e12)
     """Tokens to train on, whose cost is shown, too."""
+    lengths: Optional[str] = key(None)
+    """File of a histogram, with a line `length count` for each length of a row: forecast some of these lengths."""
     folder: Optional[str] = key(None)
     """Folder of `fsdp_lab.forecast`'s files; null: outputs/forecast/<date>/<time>."""
 

@@ -45,7 +45,7 @@ COUNTS = {
     "cells starts checkpoint param": "repeat",
     "starts param": """
         forecast.enabled forecast.device forecast.capacity_gib forecast.network_gbit forecast.prune forecast.keep
-        forecast.solve forecast.usd_per_gpu_hour forecast.tokens forecast.folder
+        forecast.solve forecast.usd_per_gpu_hour forecast.tokens forecast.lengths forecast.folder
     """,
     "starts nights param": """
         engine search.name search.seed scheduler.name scheduler.metric scheduler.grace_epochs scheduler.reduction_factor

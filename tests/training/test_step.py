@@ -395,7 +395,7 @@ REFUSED = {
     "task.optimizers={0}.by_shape sharding.api=fsdp1": r"task\.optimizers=.*by_shape gives \S+ group=vectors, but",
     "model._target_={0}.NoParts": r"task\.step: NoParts has no children; its parts, as",
     "model._target_={0}.Listed": r"task\.step: the part blocks \(ModuleList\) has no forward; give it one",
-    "model._target_={0}.Shared": r"task\.step: the parts generator and discriminator share the parameter blocks\.0\.weight; make",
+    "model._target_={0}.Shared": r"task\.step: the parts generator and discriminator share the parameter blocks",
     "model._target_={0}.Beside": r"task\.step: the parameter scale is in no part of the model; move it into a child",
 }
 
