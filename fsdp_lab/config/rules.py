@@ -147,7 +147,7 @@ def _check_task(task: TaskConfig) -> None:
             raise CombinationError(f"task.step={task.step} with task={task.name}: use task=custom.")
         check_signature(task.step, "task.step", ("parts", "run"))
     if task.optimizers:
-        import_callable(task.optimizers, "task.optimizers")
+        check_signature(task.optimizers, "task.optimizers", ("parts", "lr"))
     if task.after_step:
         check_signature(task.after_step, "task.after_step", ("parts", "step"))
 
@@ -160,14 +160,13 @@ def _check_step(trial: TrialConfig) -> None:
             "sharding.embeddings=root."
         )
     if task.optimizers is not None:
-        own = {
-            f"optimizer._target_={optimizer.target}": optimizer.target is not None,
-            f"optimizer.groups={optimizer.groups}": optimizer.groups is not None,
-            "optimizer.decay=matrices": optimizer.decay is Decay.matrices,
-            f"optimizer.embedding_lr={optimizer.embedding_lr}": optimizer.embedding_lr is not None,
-        }
-        why = f"task.optimizers={task.optimizers} makes the optimizers"
-        refuse(f"task.optimizers={task.optimizers}", {key: (value, why) for key, value in own.items()}, "; set one.")
+        typed, plain = optimizer.to_keys(), OptimizerConfig().to_keys()
+        for name in sorted((typed.keys() | plain.keys()) - {"lr", "scale_lr"}):
+            if typed.get(name) != plain.get(name):
+                raise CombinationError(
+                    f"optimizer.{name} with task.optimizers={task.optimizers}, which gets the parts and optimizer.lr, "
+                    "and sets all else; leave it out."
+                )
 
 
 def _check_batch(trial: TrialConfig, ranks: Ranks) -> None:

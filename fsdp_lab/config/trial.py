@@ -16,7 +16,7 @@ from fsdp_lab.config.axes.reshard import ReshardConfig
 from fsdp_lab.config.axes.sharding import GranularityKeys
 from fsdp_lab.config.axes.tensor_parallel import TensorParallelKeys
 from fsdp_lab.config.key import key, not_negative
-from fsdp_lab.config.target import given_to, import_callable, parameters
+from fsdp_lab.config.target import given_to, import_callable
 from fsdp_lab.config.training import (
     CheckConfig,
     CheckpointConfig,
@@ -76,9 +76,6 @@ class TrialConfig(CompileKeys, ActivationOffloadKeys, CheckpointingKeys, _Groups
         calls = {}
         if self.optimizer.target is not None:
             calls["optimizer"] = [given_to(import_callable(self.optimizer.target, "optimizer._target_"))]
-        if self.task.optimizers is not None:
-            taken = parameters(import_callable(self.task.optimizers, "task.optimizers")) or {}
-            calls["optimizers"] = [name for name in ("lr",) if name in taken]
         if self.lr_schedule.target is not None:
             calls["lr_schedule"] = self.lr_schedule.takes_steps()
         return calls

@@ -298,8 +298,8 @@ class TaskConfig:
     `run.minimize(name, loss_of)` takes a step of the optimizer of that name. `task.loss` and `task.metrics` get the
     parts, too, and are for validation."""
     optimizers: Optional[str] = key(None)
-    """With `step`: path to `f(parts)` that returns `{name: optimizer}`; null: `optimizer` for each part. One that takes
-    `lr` gets `optimizer.lr`."""
+    """With `step`: path to `f(parts, lr)` that returns `{name: optimizer}`; it gets `optimizer.lr`. Null: `optimizer`
+    for each part."""
     after_step: Optional[str] = key(None)
     """Path to `f(parts, step)`, called without gradients after each step, with `{"model": the model}`, or with
     `task.step` the parts, and the number of the step, from 1. What it keeps in the model, as averages, is saved."""

@@ -148,7 +148,8 @@ class Forecast:
     @property
     def is_offloaded(self) -> bool:
         """Whether the host holds parameters or what blocks save."""
-        return any(self.peaks.get("host", {}).get(name) for name in ("param", "activation"))
+        held = self.peaks.get("host", {})
+        return bool(held.get("param")) or held.get("activation", 0) >= 2**20  # else of what a loss makes there
 
     @property
     def host_is_short(self) -> bool:

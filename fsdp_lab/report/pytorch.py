@@ -73,7 +73,7 @@ def to_pytorch(
         allocator: the settings of PyTorch's allocator in the trial's environment.
         notes: what the trial's ranks noted.
         steps_per_epoch: of the schedule; None: not known, and the schedule is left out.
-        calls: what the user's `optimizer`, `optimizers` and `lr_schedule` are called with, by these names.
+        calls: what the user's `optimizer` and `lr_schedule` are called with, by these names.
     """
     from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader
 
@@ -126,7 +126,6 @@ def to_pytorch(
         smallest=SMALLEST,
         offload_source=(training / "activation_offload.py").read_text().partition("\n\n\n")[2],
         ignored=_IGNORED.get(config.task.name),
-        takes_lr="lr" in (calls or {}).get("optimizers", ()),
         left_out=", ".join(left_out),
     )
 

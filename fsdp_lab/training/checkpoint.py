@@ -101,6 +101,7 @@ class TrainState(Stateful):
     taken: int = 0
     lr: float | torch.Tensor = 0.0
     loss_scale: float = field(init=False)
+    _modes: dict[nn.Module, bool] = field(default_factory=dict)  # of training, while the model is in eval mode
     loss_dtype: torch.dtype = torch.float32
     num_labels: torch.Tensor | None = None
     figures: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -147,13 +148,21 @@ class TrainState(Stateful):
 
     def train(self) -> None:
         """Set the model to train mode, and optimizers that have modes."""
-        self.model.train()
+        if self.parallel.config.task.step is None:
+            self.model.train()
+        elif self._modes:  # each module goes on in the mode that it had
+            for part in self.parallel.roots(self.model).values():
+                part.train(self._modes[part])  # which may split weights again
+            for module, mode in self._modes.items():
+                module.training = mode
+            self._modes = {}
         self._switch("train")
 
     def eval(self) -> None:
         """Set the model to eval mode, and optimizers that have modes: schedule-free ones then average the weights."""
         with self.parallel.explained(forward=True):
             self._switch("eval")
+            self._modes = self._modes or {module: module.training for module in self.model.modules()}
             with self.parallel.watched():
                 self.model.eval()  # which may merge weights
 

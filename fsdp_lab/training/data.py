@@ -154,10 +154,6 @@ class Loaders:
         """Return no note: the order depends on the step alone."""
         return []
 
-    def late_notes(self) -> list[str]:
-        """Return no note: ranks have been compared."""
-        return []
-
 
 def build_loaders(data: Data, config: TrialConfig, dims: ParallelDims, device: torch.device) -> Loaders:
     """Return the loaders of both splits for this rank.

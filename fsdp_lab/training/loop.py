@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from fsdp_lab.config.errors import UserError
 from fsdp_lab.config.metrics import EARLY_LOSS, FIRST_LOSS, LABELS, LOSS_EPS, WARM_LOSS
 from fsdp_lab.config.target import in_words
 from fsdp_lab.config.trial import TrialConfig
-from fsdp_lab.memory.torch_private import active_fake_mode
+from fsdp_lab.memory.allocator_profile import not_reported
+from fsdp_lab.memory.torch_private import active_fake_mode, without_modes
 from fsdp_lab.training.checkpoint import Metrics, TrainState
 from fsdp_lab.training.distributed import ParallelDims, gather
 from fsdp_lab.training.divergence import DivergedError, LossCheck
@@ -71,6 +72,7 @@ def train_step(
         descent("model", task)
     else:
         state.figures = take_step(state.model, state.step + 1, descent)
+        descent.end()
     if not descent.skipped:
         _step_schedule(state)
         state.taken += 1
@@ -115,6 +117,7 @@ class _Descent:
                 f"task.step={state.parallel.config.task.step}: run.minimize({name!r}, ...) names no optimizer; use "
                 f"{' or '.join(map(repr, state.optimizers))}."
             )
+        self._compare(f"minimises {name!r}")
         with state.parallel.divided_loss():
             loss = _accumulate(state, task, self._microbatches, self._passed)
         if state.parallel.config.task.step is not None:
@@ -124,6 +127,7 @@ class _Descent:
             for parameter in model.parameters():
                 if id(parameter) not in own:
                     parameter.grad = None
+        self._check_trains(name, optimizer)
         self._passed("gradients")
         is_dense = all(p.grad is None or p.grad.layout is torch.strided for p in model.parameters())
         has_norm = has_norms(task, state.parallel.config) or (self._norm_too and is_dense)
@@ -134,6 +138,35 @@ class _Descent:
         state.loss_scale = scale
         self.total = loss if self.total is None else self.total + loss
         return loss
+
+    def end(self) -> None:
+        """Check that the other ranks have ended the step, too."""
+        self._compare("ends the step")
+
+    def _compare(self, does: str) -> None:
+        for rank, other in enumerate(self._of_ranks(does)):
+            if other != does:
+                raise UserError(
+                    f"task.step={self._state.parallel.config.task.step}: in step {self._state.step + 1} a rank {does}, "
+                    f"and rank {rank} {other}; every rank must minimise the same losses in the same order: exchange "
+                    "what decides (torch.distributed.all_reduce)."
+                )
+
+    def _check_trains(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        has = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        if not any(self._of_ranks(has) or [True]):
+            raise UserError(
+                f"task.step={self._state.parallel.config.task.step}: the loss of run.minimize({name!r}, ...) gives no "
+                "parameter of that optimizer a gradient; let it depend on one, or name another optimizer."
+            )
+
+    def _of_ranks(self, value: Any) -> list[Any]:
+        """Return the value of each rank, in the first steps of a user's step; else nothing."""
+        state = self._state
+        if state.parallel.config.task.step is None or state.step >= FIRST_STEPS or active_fake_mode() is not None:
+            return []
+        with without_modes(), not_reported():
+            return gather(value)
 
 
 def _step_schedule(state: TrainState) -> None:
@@ -333,7 +366,7 @@ def train_epoch(
         (dims.sum(torch.stack(values)) / dims.dp_degree).tolist() for values in (losses, *figures.values())
     ]
     taken = state.taken - taken_before
-    state.so_far = {
+    state.so_far |= {
         name: [*state.so_far.get(name, []), *values]
         for name, values in {
             "losses": step_losses,

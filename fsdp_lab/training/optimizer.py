@@ -21,7 +21,6 @@ from fsdp_lab.training.layout import has_complex
 from fsdp_lab.training.own_optimizer import build_own, learning_rate, lr_scale, users_optimizers
 from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.workloads.base import original_name, unwrapped
-from fsdp_lab.workloads.user.step import parts_of_model
 
 
 def build_optimizers(parallel: Parallel, groups: Groups | None = None) -> dict[str, torch.optim.Optimizer]:
@@ -40,7 +39,7 @@ def build_optimizers(parallel: Parallel, groups: Groups | None = None) -> dict[s
         return users_optimizers(model, parallel)
     groups = groups or choose_groups(model, parallel.config.optimizer, lr_scale(parallel))
     made = {}
-    for part in parts_of_model(model):
+    for part in parallel.roots(model):
         own = [([name for name in names if name.partition(".")[0] == part], options) for names, options in groups]
         if own := [(names, options) for names, options in own if names]:
             made[part] = build_optimizer(parallel, own)

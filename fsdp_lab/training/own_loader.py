@@ -55,7 +55,8 @@ class OwnLoaders:
         size = microbatch_size(config.training, dims)
         place = {"rank": dims.dp_rank, "world_size": dims.dp_degree, "seed": config.training.seed}
         self._train = together(lambda: make("train", batch_size=size, **place))
-        self._val = together(lambda: make("val", batch_size=size, **place))
+        self._make_val = lambda: make("val", batch_size=size, **place)
+        self._val = together(self._make_val)
         self.data = data_of(config.data, self._train, self._val)
         check_vocab_size(config.model, config.data, self.data.vocab_size)
         self._accum, self._epoch_steps = config.training.grad_accum_steps, config.training.epoch_steps
@@ -66,7 +67,7 @@ class OwnLoaders:
         self._in_epoch, self._ran_out = 0, False
         self._state, self._resumes, self._checked = b"", False, False
         self._spare: Batch = None  # which a rank repeats that has none for a validation
-        self._first: list[tuple[int, list[str]]] | None = None  # digests of each rank's first batch, with its part
+        self._compared = False
 
     def _steps_of(self, lengths: list[int | None]) -> int | None:
         training, kind = self.config.training, type(self._train).__name__
@@ -82,8 +83,8 @@ class OwnLoaders:
                 f"{unknown} training.max_steps=null leaves the steps of the trial unknown; set training.max_steps, or "
                 "training.epoch_steps."
             )
-        if self.config.lr_schedule.name.name == "step":
-            raise ConfigError(f"{unknown} lr_schedule=step does not know an epoch; set training.epoch_steps.")
+        if (name := self.config.lr_schedule.name.name) != "constant":  # max_steps may change in a resume
+            raise ConfigError(f"{unknown} lr_schedule={name} does not know its steps; set training.epoch_steps.")
         return None
 
     def _too_few(self, rank: int, batches: int) -> UserError:
@@ -138,18 +139,25 @@ class OwnLoaders:
         """Compare the first batches of ranks.
 
         Raises:
-            UserError: ranks that share samples have read others.
+            UserError: ranks that share samples have read others, or those that do not the same.
         """
-        if self._first is not None:
+        if self._compared:
             return
-        self._first = gather((self._dims.dp_rank, [digest(tensor) for tensor in tensors_of(batch)]))
+        self._compared = True
+        first = gather((self._dims.dp_rank, [digest(tensor) for tensor in tensors_of(batch)]))
         of_part: dict[int, list[str]] = {}
-        for rank, (part, own) in enumerate(self._first):
+        for rank, (part, own) in enumerate(first):
             if own != of_part.setdefault(part, own):
                 raise UserError(
                     f"{self.config.data.typed}: rank {rank} has another first batch than the ranks that it shares "
                     f"samples with (sharding.tp={self._dims.tp}); let the batches depend on the arguments alone."
                 )
+        if self._dims.dp_degree > 1 and all(own == first[0][1] for own in of_part.values()):
+            raise UserError(
+                f"{self.config.data.typed} gives every rank the same first batch: each must have its own part; use "
+                "rank and world_size, or draw by a torch.Generator that is seeded by seed and rank: those of the "
+                "process are alike on all ranks."
+            )
 
     def _pass(self, state: bytes = b"") -> Iterator[Batch]:
         """Begin the pass, from the batch after those that were taken, where a state of the loader is."""
@@ -192,15 +200,15 @@ class OwnLoaders:
     @property
     def val(self) -> Iterator[Marked]:
         """The batches of a validation: as many on each rank, each counted once."""
-        return self._validation(None)
+        return self._validation(None, self._val)
 
     @property
     def first_val(self) -> Iterator[Marked]:
         """The first batches of each rank, for a comparison with a plain loop."""
-        return self._validation(CHECK_BATCHES)
+        return self._validation(CHECK_BATCHES, together(self._make_val))  # of its own, which is not read to the end
 
-    def _validation(self, most: int | None) -> Iterator[Marked]:
-        batches, spare = self._seeded(self._val, "val"), self._spare
+    def _validation(self, most: int | None, loader: Any) -> Iterator[Marked]:
+        batches, spare = together(lambda: self._seeded(loader, "val")), self._spare
         for i in count() if most is None else range(most):
             step, failed = _attempt(lambda: list(islice(batches, 1)))
             if not self._all_have(bool(step), failed, every=False):
@@ -221,12 +229,15 @@ class OwnLoaders:
         """
         state = b""
         if self.passes + self.taken and callable(getattr(self._train, "state_dict", None)):
-            self._batches = self._batches or self._pass()
-            with explained(self.config.data, "its state_dict"):
-                torch.save(self._train.state_dict(), content := io.BytesIO())
-            state = content.getvalue()
-            self._check_state(state)
+            state = together(self._packed_state)
         return {"passes": self.passes, "taken": self.taken, f"rank{self._dims.dp_rank}": state}
+
+    def _packed_state(self) -> bytes:
+        self._batches = self._batches or self._pass()
+        with explained(self.config.data, "its state_dict"):
+            torch.save(self._train.state_dict(), content := io.BytesIO())
+        self._check_state(content.getvalue())
+        return content.getvalue()
 
     def _check_state(self, state: bytes) -> None:
         """Refuse in the first checkpoint a state that a resume would not load."""
@@ -266,16 +277,6 @@ class OwnLoaders:
 
         together(go)
         return [f"{where}, {'by its state_dict' if has_state else 'which were read again: it has no state_dict'}."]
-
-    def late_notes(self) -> list[str]:
-        """Return a note, once, if ranks with different parts read the same."""
-        first, self._first = {str(own) for _, own in self._first or []}, []
-        if self._dims.dp_degree == 1 or len(first) != 1:
-            return []
-        return [
-            f"{self.config.data.typed} gave every rank the same first batch: each must have its own part; use rank and "
-            "world_size."
-        ]
 
 
 def make_loaders(

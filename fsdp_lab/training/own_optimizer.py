@@ -18,7 +18,6 @@ from fsdp_lab.training.own_step import reads_refused
 from fsdp_lab.training.parallel.base import Parallel
 from fsdp_lab.workloads.base import original_name, unwrapped
 from fsdp_lab.workloads.construct import seeded
-from fsdp_lab.workloads.user.step import parts_of_model
 
 Settings = dict[str, dict[str, str]]  # of each parameter: those of its group, in words
 _NO_GROUP = {"group": "none"}
@@ -89,10 +88,10 @@ def users_optimizers(model: nn.Module, parallel: Parallel) -> dict[str, torch.op
     """
     task = parallel.config.task
     function, typed = import_callable(str(task.optimizers), "task.optimizers"), f"task.optimizers={task.optimizers}"
-    options = {"lr": learning_rate(parallel)} if "lr" in (parameters(function) or {}) else {}
     try:
         with seeded(parallel.config.training.seed), reads_refused(typed):
-            made = function({name: unwrapped(part) for name, part in parts_of_model(model).items()}, **options)
+            parts = {name: unwrapped(part) for name, part in parallel.roots(model).items()}
+            made = function(parts, learning_rate(parallel))
     except UserError:
         raise
     except Exception as error:

@@ -11,7 +11,6 @@ IN.json has the arguments of `run`, such as `{"config": {...}, "parts": 2, "limi
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import os
@@ -86,7 +85,7 @@ def train(
     Args:
         scale: losses are divided by it before a backward pass, and gradients multiplied after it.
     """
-    start = state_of(model)
+    start, modes = state_of(model), [(module, module.training) for module in model.modules()]
     states = [state_of(model) for _ in range(batches.parts)]  # each rank has its own buffers
     first_weights = [p.detach().to("cpu", copy=True) for p in model.parameters()]
     optimizers = build_optimizers(config, model, batches.parts)
@@ -120,6 +119,8 @@ def train(
     if early := losses[1:]:
         figures[metrics.EARLY_LOSS] = sum(early) / len(early)
     put_back(model, start)
+    for module, mode in modes:
+        module.training = mode
     for parameter, weight in zip(model.parameters(), first_weights, strict=True):
         parameter.data.copy_(weight)
     return figures, draws
@@ -162,7 +163,8 @@ def backward(
     loss_of: Callable[[Any], Any],
 ) -> tuple[float, bool]:  # fmt: skip
     """Compute the gradients of a loss; return it, and whether a forward pass drew random numbers."""
-    model.train()
+    if config.task.step is None:
+        model.train()
     divisor = scale * count_of(config, batch) / len(batch)  # a rank's gradients are those of its own mean, as in DDP
     loss, count, draws = 0.0, 0.0, False
     for rank, microbatches in enumerate(batch):
@@ -185,7 +187,7 @@ def backward(
 @torch.no_grad()
 def evaluate(config: TrialConfig, model: nn.Module, ranks: Iterable[Iterable[Part]], states: list[State]) -> float:
     """Return the mean loss in eval mode."""
-    loss, count = 0.0, 0.0
+    loss, count, modes = 0.0, 0.0, [(module, module.training) for module in model.modules()]
     model.eval()
     for rank, batches in enumerate(ranks):
         put_back(model, states[rank])
@@ -197,6 +199,8 @@ def evaluate(config: TrialConfig, model: nn.Module, ranks: Iterable[Iterable[Par
                 raise Stopped("its forward pass draws random numbers in eval() mode")
             loss += float(loss_sum.detach()) * (num_items if num_labels is None else 1)
             count += num_items if num_labels is None else float(num_labels)
+    for module, mode in modes:
+        module.training = mode
     return loss / max(count, 1)
 
 
@@ -234,7 +238,7 @@ def build_optimizers(config: TrialConfig, model: nn.Module, parts: int) -> dict[
         return {name: build_optimizer(config, children[name], parts) for name in children if name in trained}
     function = import_callable(config.task.optimizers, "task.optimizers")
     lr = config.optimizer.lr * (parts if config.optimizer.scale_lr else 1)
-    return dict(function(children, **({"lr": lr} if "lr" in inspect.signature(function).parameters else {})))
+    return dict(function(children, lr))
 
 
 def build_optimizer(config: TrialConfig, model: nn.Module, parts: int) -> torch.optim.Optimizer:

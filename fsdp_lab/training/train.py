@@ -194,8 +194,6 @@ def _train(
         known = facts
         if state.epoch == first_epoch and (late := buffer_notes(state.model, dims.dp_degree)):
             known = {**known, "dp_degree_of_losses": dims.dp_degree, "notes": [*known["notes"], *late]}
-        if late := loaders.late_notes():
-            known = {**known, "notes": [*known["notes"], *late]}
         if (slow := watch.slow.slow) and "slow_rank" not in known:
             known = {**known, "slow_rank": slow, "notes": [*known["notes"], slow["text"]]}
         if known is not facts:

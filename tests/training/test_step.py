@@ -161,9 +161,40 @@ def actor_loss(parts: Mapping[str, Any], batch: Any) -> Tensor:
     return F.mse_loss(values_of(parts, batch), batch[1]) + parts["actor"](parts["trunk"](batch[0])).square().mean()
 
 
-def actor_optimizers(parts: Mapping[str, nn.Module]) -> dict[str, torch.optim.Optimizer]:
+def actor_optimizers(parts: Mapping[str, nn.Module], lr: float) -> dict[str, torch.optim.Optimizer]:
     acts = [*parts["trunk"].parameters(), *parts["actor"].parameters()]
-    return {"actor": torch.optim.Adam(acts, 0.01), "critic": torch.optim.Adam(parts["critic"].parameters(), 0.02)}
+    return {"actor": torch.optim.Adam(acts, lr), "critic": torch.optim.Adam(parts["critic"].parameters(), 0.02)}
+
+
+class Rare(nn.Module):
+    """A part that the first microbatch of a step alone uses, one of one element, and a teacher in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.rare, self.scale = Stack(2, 4), Stack(1, 4), nn.Linear(1, 1, bias=False)
+        self.teacher = nn.Sequential(Stack(1, 4), nn.Dropout(0.5)).requires_grad_(False).eval()
+
+
+def rare_step(parts: Mapping[str, Any], run: Any) -> None:
+    seen = list[int]()
+
+    def of_all(batch: Any) -> Tensor:
+        seen.append(len(batch[0]))
+        out = parts["body"](batch[0]) + (parts["rare"](batch[0]) if len(seen) % (2) == 1 else 0)
+        with torch.no_grad():
+            target = parts["teacher"](batch[0])
+        return F.mse_loss(parts["scale"](out.mean(-1, keepdim=True)), target.mean(-1, keepdim=True))
+
+    run.minimize("all", of_all)
+
+
+def rare_loss(parts: Mapping[str, Any], batch: Any) -> Tensor:
+    return F.mse_loss(parts["body"](batch[0]), parts["teacher"](batch[0]))
+
+
+def rare_optimizers(parts: Mapping[str, nn.Module], lr: float) -> dict[str, torch.optim.Optimizer]:
+    trained = [p for part in parts.values() for p in part.parameters() if p.requires_grad]
+    return {"all": torch.optim.SGD(trained, lr, momentum=0.9)}
 
 
 def average(parts: Mapping[str, Any], step: int) -> None:
@@ -178,8 +209,12 @@ CASES = {
     f"task.loss={__name__}.distil_loss optimizer=sgd optimizer.momentum=0 optimizer.lr=0.1 "
     "training.max_grad_norm=0.05",
     "actor": f"model._target_={__name__}.ActorCritic task.step={__name__}.actor_step task.loss={__name__}.actor_loss "
-    f"task.optimizers={__name__}.actor_optimizers task.after_step={__name__}.average",
+    f"task.optimizers={__name__}.actor_optimizers task.after_step={__name__}.average optimizer.lr=0.01",
 }
+RARE = (
+    f"model._target_={__name__}.Rare task.step={__name__}.rare_step task.loss={__name__}.rare_loss optimizer.lr=0.1 "
+    f"task.optimizers={__name__}.rare_optimizers training.grad_accum_steps=2 model.block_classes=[{__name__}.Block]"
+)
 SHARDINGS = (
     *("sharding=ddp", "sharding=per_block", "sharding=per_block sharding.api=fsdp1 training.grad_accum_steps=2"),
     *("sharding=root sharding.api=fsdp1", "sharding=per_block offload=cpu", "sharding=root"),
@@ -233,7 +268,7 @@ def by_hand(case: str, accum: int) -> tuple[list[float], float, dict[str, float]
             *(Distillation, distil_step, distil_loss),
             lambda parts: {"student": torch.optim.SGD(parts["student"].parameters(), 0.1)},
         ),
-        "actor": (ActorCritic, actor_step, actor_loss, actor_optimizers),
+        "actor": (ActorCritic, actor_step, actor_loss, lambda parts: actor_optimizers(parts, 0.01)),
     }[case]
     torch.manual_seed(0)
     model = kind()
@@ -269,6 +304,32 @@ def test_a_step_is_that_of_a_loop_by_hand(case: str, shardings: Sequence[str]) -
         assert losses == pytest.approx(by_step, rel=1e-5, abs=1e-6), sharding
         assert reported[-1]["val/loss"] == pytest.approx(val_loss, rel=1e-5), sharding
         assert {name: reported[-1][f"train/{name}"] for name in figures} == pytest.approx(figures, rel=1e-5), sharding
+
+
+def test_a_part_that_only_some_microbatches_use_and_one_in_eval_mode() -> None:
+    """The teacher's dropout never drops: a step does not change the mode that the constructor set."""
+    torch.manual_seed(0)
+    parts, rows, expected = dict(Rare().named_children()), Rows("train"), list[float]()
+    optimizers = rare_optimizers(parts, 0.1)
+    for epoch in range(2):
+        for indices in torch.randperm(64, generator=torch.Generator().manual_seed(epoch)).split(16):
+            dealt = indices.view(2, 2, -1).transpose(0, 1)
+            hand = Hand(optimizers, [[default_collate([rows[int(i)] for i in some]) for some in own] for own in dealt],
+                        len(expected), None)  # fmt: skip
+            rare_step(parts, hand)
+            expected.append(hand.loss)
+    shardings = [
+        "ddp",
+        "root",
+        "per_block",
+        "root sharding.api=fsdp1",
+        "per_block sharding.api=fsdp1 training.max_grad_norm=100",
+    ]
+    typed = [[*words("gan", f"sharding={each}")[5:], *RARE.split()] for each in shardings]
+    for sharding, (losses, _) in zip(shardings, run_ranks(2, train_all, typed)[0], strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5), sharding
+    made = plain_loop(config(*typed[2]), parts=2)
+    assert made["missing"] == "" and made["figures"][FIRST_LOSS] == pytest.approx(expected[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -387,7 +448,11 @@ REFUSED = {
     "task.step={0}.uses_weights": r"task\.step=.*uses_weights uses model\.head outside model\(\.\.\.\)",
     "task.step={0}.calls_outside": r"task\.step=.*calls_outside calls the part generator outside of run\.minimize",
     "task.step={0}.fails": r"task\.step=.*fails fails: KeyError: 'critic' \(tests/.*\.py:\d+\)",
-    "task.step={0}.no_gradient": r"the loss of run\.minimize\('generator', \.\.\.\) is without a gradient",
+    "task.step={0}.by_rank": r"in step 1 a rank minimises 'generator', and rank 1 ends the step; every rank must",
+    "task.step={0}.others": r"run\.minimize\('discriminator', \.\.\.\) gives no parameter of that optimizer a gradient",
+    "task.step={0}.freezes": r"freezes uses discriminator\.parameters: run\.minimize drops all gradients of other",
+    "task.step={0}.without": r"run\.minimize\('generator', \.\.\.\) is called under torch\.no_grad\(\); call",
+    "task.step={0}.no_gradient": r"the loss of task\.step=.*: run\.minimize\('generator', .* is without a gradient",
     "task.optimizers={0}.of_one": r"task\.optimizers=.*of_one: discriminator\.\S+ is in 0 optimizers; give each",
     "task.optimizers={0}.of_both": r"task\.optimizers=.*of_both: generator\.\S+ is in 2 optimizers",
     "task.optimizers={0}.no_mapping": r"task\.optimizers=.*no_mapping returns a SGD; it must return \{{name",
@@ -398,6 +463,10 @@ REFUSED = {
     "model._target_={0}.Shared": r"task\.step: the parts generator and discriminator share the parameter blocks",
     "model._target_={0}.Beside": r"task\.step: the parameter scale is in no part of the model; move it into a child",
 }
+
+
+def fails_alone(parts: Mapping[str, Any]) -> None:
+    pass
 
 
 def trains_nothing(parts: Mapping[str, Any], run: Any) -> None:
@@ -424,6 +493,26 @@ def calls_outside(parts: Mapping[str, Any], run: Any) -> None:
     parts["generator"](torch.zeros(1, 8))
 
 
+def by_rank(parts: Mapping[str, Any], run: Any) -> None:
+    run.minimize("discriminator", lambda batch: real(parts["discriminator"](batch[0]), 1))
+    if dist.get_rank() == 0:
+        run.minimize("generator", lambda batch: gan_loss(parts, batch))
+
+
+def others(parts: Mapping[str, Any], run: Any) -> None:
+    run.minimize("discriminator", lambda batch: parts["generator"](batch[0]).mean())
+
+
+def freezes(parts: Mapping[str, Any], run: Any) -> None:
+    for parameter in parts["discriminator"].parameters():
+        parameter.requires_grad_(False)
+
+
+def without(parts: Mapping[str, Any], run: Any) -> None:
+    with torch.no_grad():
+        run.minimize("generator", lambda batch: gan_loss(parts, batch))
+
+
 def fails(parts: Mapping[str, Any], run: Any) -> None:
     parts["critic"]
 
@@ -432,23 +521,23 @@ def no_gradient(parts: Mapping[str, Any], run: Any) -> None:
     run.minimize("generator", lambda batch: gan_loss(parts, batch).detach())
 
 
-def of_one(parts: Mapping[str, nn.Module]) -> dict[str, torch.optim.Optimizer]:
+def of_one(parts: Mapping[str, nn.Module], lr: float) -> dict[str, torch.optim.Optimizer]:
     return {"generator": torch.optim.SGD(parts["generator"].parameters(), 0.1)}
 
 
-def of_both(parts: Mapping[str, nn.Module]) -> dict[str, torch.optim.Optimizer]:
-    return {**of_one(parts), "all": torch.optim.SGD([p for part in parts.values() for p in part.parameters()], 0.1)}
+def of_both(parts: Mapping[str, nn.Module], lr: float) -> dict[str, torch.optim.Optimizer]:
+    return {**of_one(parts, lr), "all": torch.optim.SGD([p for part in parts.values() for p in part.parameters()], 0.1)}
 
 
-def no_mapping(parts: Mapping[str, nn.Module]) -> Any:
+def no_mapping(parts: Mapping[str, nn.Module], lr: float) -> Any:
     return torch.optim.SGD(parts["generator"].parameters(), 0.1)
 
 
-def unknown(parts: Mapping[str, nn.Module]) -> Any:
+def unknown(parts: Mapping[str, nn.Module], lr: float) -> Any:
     return parts["other"]
 
 
-def by_shape(parts: Mapping[str, nn.Module]) -> dict[str, torch.optim.Optimizer]:
+def by_shape(parts: Mapping[str, nn.Module], lr: float) -> dict[str, torch.optim.Optimizer]:
     every = [p for part in parts.values() for p in part.parameters()]
     return {
         "matrices": torch.optim.SGD([p for p in every if p.ndim > 1] or [torch.zeros(1, requires_grad=True)], 0.1),
@@ -493,8 +582,13 @@ def test_what_a_step_does_wrong_is_refused() -> None:
     [
         ("task.step=null", "task.optimizers=.* without task.step: .*; give both, or neither"),
         ("task=model_loss task.loss=null", "task.step=.* with task=model_loss: use task=custom"),
-        (f"task.step={__name__}.of_one", "is called as of_one\\(parts, run\\); give it these two parameters"),
-        ("optimizer=custom optimizer._target_=torch.optim.SGD", "task.optimizers=.* makes the optimizers"),
+        (f"task.step={__name__}.fails_alone", "is called as fails_alone\\(parts, run\\); give it these two parameters"),
+        ("optimizer=custom optimizer._target_=torch.optim.SGD", "optimizer._target_ with task.optimizers="),
+        (
+            "optimizer.weight_decay=0.1",
+            "optimizer.weight_decay with task.optimizers=.*, which gets the parts and optimizer.lr",
+        ),
+        (f"task.optimizers={__name__}.fails_alone", "is called as fails_alone\\(parts, lr\\)"),
         ("sharding=per_block sharding.embeddings=own", "sharding.embeddings=own with task.step"),
     ],
 )

@@ -92,7 +92,7 @@ def _check_ddp(trial: TrialConfig) -> None:
 
 def _notes(trial: TrialConfig, where: Where) -> Iterator[str]:
     sharding = trial.sharding
-    if sharding.granularity is Granularity.root:
+    if sharding.granularity is Granularity.root and trial.task.step is None:
         yield (
             "sharding=root makes the whole model one unit. All parameters are gathered at once: the peak holds the "
             "full model, and communication does not overlap with computation. sharding=per_block gathers block by "

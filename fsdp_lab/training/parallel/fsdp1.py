@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -93,10 +93,9 @@ class FSDP1(Sharded):
     @contextmanager
     def backward(self, is_last: bool) -> Iterator[None]:
         """Reduce the gradients of the last microbatch, or of each; else each rank keeps those of the whole model."""
-        reduces = is_last or self.config.training.sync_each_microbatch
-        with super().backward(is_last), ExitStack() as waits:
-            for root in () if reduces else self._roots:
-                waits.enter_context(root.no_sync())
+        # parts reduce each: what the loss of the last microbatch does not use would not be reduced
+        reduces = is_last or self.config.training.sync_each_microbatch or self.config.task.step is not None
+        with super().backward(is_last), nullcontext() if reduces else self._roots[0].no_sync():
             yield
 
     def stored_bytes(self, parts: Sequence[Tensor]) -> int:
@@ -146,8 +145,10 @@ class FSDP1(Sharded):
         """Let FSDP1 clip: it knows the parts of all ranks."""
         if len(self._roots) == 1:
             return self._roots[0].clip_grad_norm_(math.inf if max_norm is None else max_norm)
-        trained = [root for root in self._roots if any(p.grad is not None for p in root.parameters())]
-        norm = torch.linalg.vector_norm(torch.stack([root.clip_grad_norm_(math.inf) for root in trained]))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*with no gradients")  # of a rank that has no element of a part
+            norms = [root.clip_grad_norm_(math.inf) for root in self._roots]  # every rank calls it for every part
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
         return norm

@@ -99,6 +99,7 @@ class FSDP2(Sharded):
 
     hooks: ClassVar[type[ContainerHooks]] = UnitHooks
     one_type: ClassVar[str] = "FSDP2 reduces the gradients of a unit"
+    model: Any  # an `FSDPModule`, or with `task.step` its parts are
 
     def divide(self, model: nn.Module, units: Sequence[nn.Module], last: Sequence[nn.Module]) -> None:
         super().divide(model, units, last)
@@ -106,7 +107,7 @@ class FSDP2(Sharded):
         names = {id(module): name for name, module in model.named_modules()}
         for module in last:
             UnitHooks(module, names[id(module)], config, kept_by_default=True)
-        roots = self.roots(model)
+        roots: dict[str, Any] = self.roots(model)
         for name, root in roots.items():
             UnitHooks(root, name or type(model).__name__, config, kept_by_default=True)
         target = config.offload.target
@@ -124,8 +125,7 @@ class FSDP2(Sharded):
                 fully_shard([*group] if len(group) > 1 else group[0], **options | (kept if starts else {}))
             for root in roots.values():
                 fully_shard(root, **options)
-        self._roots: list[Any] = [*roots.values()]  # each an `FSDPModule` since then
-        for sharded in self._roots:
+        for sharded in roots.values():  # each an `FSDPModule` since then
             if config.sharding.separate_reduce_scatter_group:
                 sharded.set_separate_reduce_scatter_group()  # `config.machine` checks that this PyTorch has it
             if config.sharding.find_unused_parameters:
@@ -156,10 +156,11 @@ class FSDP2(Sharded):
         Units free no parameters after a backward pass inside: the gradients that such a pass computes with a graph of
         their own, as of forces, need the parameters again, and no hook would gather them.
         """
-        if self.config.training.grad_accum_steps > 1:  # it walks through the whole model
-            for root in self._roots:
-                root.set_requires_gradient_sync(is_last or self.config.training.sync_each_microbatch)
-                root.set_requires_all_reduce(is_last)
+        training = self.config.training
+        # not of parts: what the loss of the last microbatch does not use would not be reduced
+        if training.grad_accum_steps > 1 and self.config.task.step is None:  # it walks through the whole model
+            self.model.set_requires_gradient_sync(is_last or training.sync_each_microbatch)
+            self.model.set_requires_all_reduce(is_last)
         self._free_after_backward(False)
         yield
         self._free_after_backward(True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_lab.config.axes.precision import Dtype
+from fsdp_lab.config.axes.reshard import ReshardPolicy
 from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.ranks import Ranks
 from fsdp_lab.config.trial import ShardingConfig, TrialConfig
@@ -173,10 +174,12 @@ class Sharded(Parallel):
     def explain(self, text: str, cause: BaseException, forward: bool) -> UserError | None:
         policy, param_dtype = self.config.reshard_after_forward.policy, self.config.precision.param_dtype
         if FREED in text or MIXED in text:
+            remedy = "reshard_after_forward=never" if policy is not ReshardPolicy.never else "sharding=root"
             return ModelError(
                 f"{self.sharding} reshard_after_forward={policy.name}: a tensor of a unit is used after its parameters "
                 f"were freed{at(cause)}. FSDP2 gathers them again for tensors that a forward pass returns: return it "
-                "as a tensor or in a container, .clone() a view, or use reshard_after_forward=never."
+                "as a tensor or in a container, .clone() a view, take gradients in a loss (torch.autograd.grad) after "
+                f"all calls of the module, or use {remedy}."
             )
         if param_dtype is not Dtype.float32 and any(words in text for words in TYPES):
             return ModelError(

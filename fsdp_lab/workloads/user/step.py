@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.target import in_words
-from fsdp_lab.workloads.base import Batch, Loss, Task, original_name, unwrapped
+from fsdp_lab.workloads.base import Batch, Loss, Task, describe, original_name, unwrapped
 from fsdp_lab.workloads.user.loss_form import LossForm
 from fsdp_lab.workloads.user.task import AroundUser, LossFunction, OnlyCalled, UserLoss
+from fsdp_lab.workloads.user.units import num_tokens
 
 Descend = Callable[[str, Task], Tensor]  # takes a step of the optimizer of that name
 
@@ -35,6 +37,15 @@ class Part(OnlyCalled):
                 "torch.no_grad() where it is not trained: only there it computes in the trial's precision."
             )
         return super().__call__(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a plain value of the part; see `OnlyCalled`."""
+        if name in ("parameters", "named_parameters", "requires_grad_", "zero_grad"):
+            raise ModelError(
+                f"{self._user} uses {self._name}.{name}: run.minimize drops all gradients of other optimizers, so no "
+                "part has to be frozen or cleared in a step; leave it out."
+            )
+        return super().__getattr__(name)
 
     def train(self, mode: bool = True) -> Part:
         self._model.train(mode)
@@ -102,7 +113,7 @@ class Run:
             loss_of: called with each microbatch; returns its mean loss, or `(sum, count)`.
 
         Returns:
-            the loss, of this rank's part of the batch, detached.
+            this rank's part of the loss, detached; the mean over ranks is the loss of the global batch.
         """
         return self._descend(name, loss_of)
 
@@ -121,7 +132,7 @@ class UserStep(UserLoss):
     ) -> None:  # fmt: skip
         super().__init__(function, name, metrics, unit)
         self._step, self._path = step, f"task.step={path}"
-        self._forms: dict[str, LossForm] = {}
+        self._forms: dict[tuple[str, int], LossForm] = {}
         self._in_step = self._in_loss = False
 
     def given(self, model: nn.Module, user: str) -> Any:
@@ -146,8 +157,13 @@ class UserStep(UserLoss):
         minimised = list[str]()
 
         def minimise(name: str, loss_of: Callable[[Batch], Any]) -> Tensor:
+            called = f"{self._path}: run.minimize({name!r}, ...)"
+            if self._in_loss or not torch.is_grad_enabled():
+                where = "inside of a loss" if self._in_loss else "under torch.no_grad()"
+                raise ModelError(f"{called} is called {where}; call it in the step itself, with gradients.")
             minimised.append(name)
-            form = self._forms.setdefault(name, LossForm(f"{self._path}: the loss of run.minimize({name!r}, ...)"))
+            # of an optimizer's first loss in a step, its second, ...
+            form = self._forms.setdefault((name, minimised.count(name)), LossForm(f"the loss of {called}"))
             self._in_loss = True
             try:
                 return descend(name, AroundUser(_Minimised(loss_of, form, self.unit), counts=False))
@@ -185,6 +201,11 @@ class _Minimised:
         self._loss_of, self._form, self.name, self.unit = loss_of, form, form.name, unit
 
     def forward(self, model: nn.Module, batch: Batch) -> Loss:
+        if self.unit == "tokens" and num_tokens(batch) is None:
+            raise ModelError(
+                f"task.unit=tokens: a batch of {describe(batch)} has no tokens that are known without the loss; name "
+                "them input_ids, or use task.unit=samples."
+            )
         return self._form.check(model(self._loss_of, batch))
 
     def loss(self, outputs: Loss, batch: Batch) -> Loss:
