@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from fsdp_lab.config.options import path_of
 from fsdp_lab.config.rules import check_classes, check_vocab_size
+from fsdp_lab.config.target import import_callable
 from fsdp_lab.config.workload import DataConfig, ModelConfig, TaskConfig, may_lack_labels
 from fsdp_lab.workloads.base import Data, DataSpec, Task, Workload
 from fsdp_lab.workloads.user.data import build_data
 from fsdp_lab.workloads.user.loader import build_loader_data
 from fsdp_lab.workloads.user.model import build_model_spec
-from fsdp_lab.workloads.user.step import in_parts
+from fsdp_lab.workloads.user.step import UserStep, in_parts
 from fsdp_lab.workloads.user.task import AroundUser
 
 
@@ -37,8 +39,8 @@ def build_workload(model: ModelConfig, data: DataConfig, task: TaskConfig | None
 
 def build_task(task: TaskConfig, model: ModelConfig) -> Task:
     """Return the configured task; only its own module is imported."""
-    made: Task = importlib.import_module(path_of("task.name", task.name)).build_task(task, model)
-    return made
+    made: Any = importlib.import_module(path_of("task.name", task.name)).build_task(task, model)
+    return made if task.step is None else UserStep(import_callable(task.step, "task.step"), task.step, made)
 
 
 def with_known_tokens(spec: DataSpec, model: ModelConfig, data: DataConfig) -> DataSpec:

@@ -12,7 +12,7 @@ from fsdp_lab.config.errors import ModelError, UserError
 from fsdp_lab.config.target import in_words
 from fsdp_lab.workloads.base import Batch, Loss, Task, describe, original_name, unwrapped
 from fsdp_lab.workloads.user.loss_form import LossForm
-from fsdp_lab.workloads.user.task import AroundUser, LossFunction, OnlyCalled, UserLoss
+from fsdp_lab.workloads.user.task import AroundUser, OnlyCalled, UserLoss
 from fsdp_lab.workloads.user.units import num_tokens
 
 Descend = Callable[[str, Task], Tensor]  # takes a step of the optimizer of that name
@@ -124,13 +124,11 @@ class UserStep(UserLoss):
     Args:
         step: takes the parts by name and a `Run`; returns what is recorded of the step, by name.
         path: of the step, for messages.
+        loss: of the parts, for validation.
     """
 
-    def __init__(
-        self, step: Callable[[Mapping[str, Any], Run], Any], path: str, function: LossFunction, name: str,
-        metrics: LossFunction | None, unit: str,
-    ) -> None:  # fmt: skip
-        super().__init__(function, name, metrics, unit)
+    def __init__(self, step: Callable[[Mapping[str, Any], Run], Any], path: str, loss: UserLoss) -> None:
+        super().__init__(loss.function, loss.name, loss.named_metrics, loss.unit)
         self._step, self._path = step, f"task.step={path}"
         self._forms: dict[tuple[str, int], LossForm] = {}
         self._in_step = self._in_loss = False

@@ -31,12 +31,7 @@ def build_task(config: TaskConfig, model: ModelConfig) -> Task:
     unit = config.unit or "samples"
     if config.loss is None:
         return UserLoss(model_loss, "task=model_loss: the model's output", metrics, unit)
-    loss, name = import_callable(config.loss, "task.loss"), f"task.loss={config.loss}"
-    if config.step is None:
-        return UserLoss(loss, name, metrics, unit)
-    from fsdp_lab.workloads.user.step import UserStep
-
-    return UserStep(import_callable(config.step, "task.step"), config.step, loss, name, metrics, unit)
+    return UserLoss(import_callable(config.loss, "task.loss"), f"task.loss={config.loss}", metrics, unit)
 
 
 def model_loss(model: nn.Module, batch: Batch) -> Any:
