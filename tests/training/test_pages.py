@@ -13,7 +13,7 @@ from fsdp_lab.training.plain import run as plain_loop
 from fsdp_lab.workloads.examples.vision.digits import Digits
 from tests.ranks import config, run_ranks, train_all
 from tests.training import pages
-from tests.training.test_step import Hand
+from tests.training.hand import Hand
 
 pytestmark = pytest.mark.ci
 PAGE: Any = pages

@@ -7,7 +7,7 @@ import re
 import tempfile
 import textwrap
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +32,7 @@ from tests.parity import differences
 from tests.ranks import Memo, config, outcomes, run_ranks, train_all
 from tests.servers import lay_store
 from tests.training.checkpoints import Job, train_in
+from tests.training.hand import Hand
 
 NUM_STEPS = 4  # of an epoch
 
@@ -229,35 +230,6 @@ def words(case: str, *more: str) -> list[str]:
         "data.num_val=64"
     )
     return " ".join([CASES[case], given, *more]).split()
-
-
-class Hand:
-    """`run.minimize` by hand: the mean over two ranks of gradients, which it draws for as each does."""
-
-    def __init__(self, optimizers: Mapping[str, Any], batches: list[list[Any]], step: int, clip: float | None) -> None:
-        self.optimizers, self.batches, self.clip, self.loss = optimizers, batches, clip, 0.0
-        self.drawn = []
-        for rank in range(2):
-            torch.manual_seed(zlib.crc32(f"0/{step}/{rank}".encode()))
-            self.drawn.append(torch.get_rng_state())
-
-    def minimize(self, name: str, loss_of: Callable[[Any], Any]) -> Tensor:
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad()
-        total = 0.0
-        for rank, batches in enumerate(self.batches):
-            torch.set_rng_state(self.drawn[rank])
-            for batch in batches:
-                loss = loss_of(batch)
-                loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
-                (loss / 2 / len(batches)).backward()
-                total += loss.item() / 2 / len(batches)
-            self.drawn[rank] = torch.get_rng_state()
-        if self.clip:
-            nn.utils.clip_grad_norm_([p for g in self.optimizers[name].param_groups for p in g["params"]], self.clip)
-        self.optimizers[name].step()
-        self.loss += total
-        return torch.tensor(total)
 
 
 def by_hand(case: str, accum: int) -> tuple[list[float], float, dict[str, float]]:
