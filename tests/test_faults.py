@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from tests.faults import FAULTS, ROOT
+from tests.nightly.conftest import SLOWED
 
 
 def test_each_fault_applies_to_the_code() -> None:
@@ -21,3 +22,9 @@ def test_each_fault_applies_to_the_code() -> None:
             wrong.append(f"{fault.name}: {fault.test} does not exist")
     assert not wrong, "rewrite these faults for the new code, do not remove them:\n" + "\n".join(wrong)
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+
+
+def test_the_change_that_slows_a_night_applies_to_the_code() -> None:
+    """Only a tier that trains plants it."""
+    name, text = SLOWED
+    assert (ROOT / name).read_text().count(text) == 1, "rewrite SLOWED for the new code"

@@ -11,6 +11,9 @@ from fsdp_lab.nightly.night import night_id
 # No schedule is to start a night in a test.
 IN_TWELVE_HOURS = (f"nightly.cron='0 {(datetime.now(UTC).hour + 12) % 24} * * *'", "nightly.timezone=UTC")
 
+# What a test changes in a copy of the code, so that a night is slow: a file, and a piece of it that occurs once.
+SLOWED = ("fsdp_lab/training/speed.py", "samples_per_s = samples / run.seconds\n")
+
 
 def made_up_nights(count: int = 34) -> list[Night]:
     """One a day; the tenth is a regression, the eleventh accepted; a new commit every week, torch anew at the 20th."""
