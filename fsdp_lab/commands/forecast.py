@@ -279,7 +279,8 @@ def print_scope(console: Console, trials: list[Trial], requests: list[Request], 
     """Print what the figures are about, and what in the configuration they do not include."""
     from fsdp_lab.forecast.sentences import request_notes
 
-    groups = ("model", "sharding", "precision", "offload", "reshard_after_forward", "optimizer")
+    groups = ["model", "sharding", "precision", "offload", "reshard_after_forward"]
+    groups += [] if requests[0].config.task.optimizers else ["optimizer"]
     fixed = [f"{group}={trials[0].choices[group]}" for group in groups if group not in swept]
     fixed += [f"{key}={value}" for key, value in arguments(trials[0]).items() if key not in swept]
     sizes = sorted({r.samples_per_worker for r in requests})

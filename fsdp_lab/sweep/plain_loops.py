@@ -140,7 +140,8 @@ class PlainLoops:
             files = answer.pop("files", None)
             made = from_dict(PlainLoop, {**asdict(loop), **answer})
         except NoAnswerError as error:
-            return replace(loop, missing=f"its process {error}")
+            late = f"; check.limit_s={config.check.limit_s:g} is over" if time.monotonic() > ends else ""
+            return replace(loop, missing=f"its process {error}{late}")
         except Exception as error:  # noqa: BLE001 - no comparison is worth a sweep
             return replace(loop, missing=f"{type(error).__name__}: {error}")
         if made.figures and files is not None:

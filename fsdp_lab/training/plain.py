@@ -196,7 +196,10 @@ def evaluate(config: TrialConfig, model: nn.Module, ranks: Iterable[Iterable[Par
             before = generators(model)
             loss_sum, num_labels = val_loss_of(config, model, inputs)
             if generators(model) != before:
-                raise Stopped("its forward pass draws random numbers in eval() mode")
+                raise Stopped(
+                    "its forward pass or loss draws random numbers in eval() mode; draw them from a torch.Generator "
+                    "with a fixed seed"
+                )
             loss += float(loss_sum.detach()) * (num_items if num_labels is None else 1)
             count += num_items if num_labels is None else float(num_labels)
     for module, mode in modes:

@@ -31,7 +31,7 @@ class Deadline:
     def check(self) -> None:
         """Stop if it is over."""
         if time.monotonic() > self._end:
-            raise Late(f"took more than {self._limit_s:g} s")
+            raise Late(f"took more than {self._limit_s:g} s, the rest of check.limit_s")
 
 
 @contextmanager

@@ -305,6 +305,7 @@ def test_a_few_steps_are_too_few_for_an_order(steps: float, seconds: float, is_s
     details = answer(sweep(rows, axes=["sharding"])).details
     assert ("too few for an order of speeds" in details[0]) is is_said
     assert "3.97× the speed" in details[-1]
+    assert details[-1].startswith("In these it was the fastest of 2" if is_said else "It is the fastest of 2")
     again = [replace(one, figures={**one.figures, **timed}) for row in (0, 3) for one in rounds(row, 1.0, 2.0, 3.0)]
     assert of(sweep(again, axes=REPEATED)).caveats == [], "repeats show how sure that is"
 
