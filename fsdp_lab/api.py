@@ -6,8 +6,8 @@
     print(result.recommendation.sentence)
     result.frame()
 
-A sweep runs in a process of its own: it starts and ends Ray. Forecasts run in this one, and leave nothing behind in a
-notebook. Importing this module imports no library.
+A sweep runs in its own process, which starts and stops Ray. A forecast runs in this process, and leaves nothing behind
+in a notebook. Importing this module imports neither PyTorch, Ray nor MLflow.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from fsdp_lab.forecast.answer import ForecastResult
     from fsdp_lab.report.answer import Answer
 
-_END_S = 60.0  # for a command to end by itself after an interrupt
+_END_S = 60.0  # in which a command may end after an interrupt, before it is killed
 
 __all__ = ["UserError", "forecast", "load_exported", "report", "sweep"]
 
 
 @dataclass(frozen=True, repr=False)
 class SweepResult(SweepRecord):
-    """The record of a sweep, with its answer. It is shown as the lines that its command ends with."""
+    """The record of a sweep, with its recommendation. As text it is the last lines that the command prints."""
 
     @cached_property
     def recommendation(self) -> Answer:
@@ -54,7 +54,7 @@ class SweepResult(SweepRecord):
         return answer(self)
 
     def plot(self) -> Any:
-        """Return the report's main chart, speed against peak memory, as a Plotly figure; None without such figures."""
+        """Return the report's main chart, speed against peak memory, as a Plotly figure; None if no trial has both."""
         from fsdp_lab.report.plots import main_chart
 
         main = main_chart(self, self.recommendation)
@@ -71,12 +71,12 @@ def sweep(*overrides: Any, folder: Path | str | None = None, quiet: bool = False
 
     Args:
         *overrides: strings as on the command line, lists of them, or dictionaries: key -> value, or a list of values.
-        folder: where it writes; None: a new folder below `outputs/multirun`.
+        folder: where the sweep writes; None: a new folder below `outputs/multirun`.
         quiet: do not print what the command prints.
 
     Raises:
-        UserError: the command line is refused, with its message; or no trial has finished.
-        RuntimeError: the sweep crashed, or was killed; with the end of its output.
+        UserError: the command line is rejected, or no trial has finished.
+        RuntimeError: the sweep crashed or was killed. The message has the end of its output.
         KeyboardInterrupt: it was interrupted, and can be resumed: `python -m fsdp_lab resume=last`.
     """
     chosen = Path(folder) if folder is not None else _new_folder("outputs/multirun")
@@ -96,7 +96,7 @@ def forecast(*overrides: Any, folder: Path | str | None = None, quiet: bool = Fa
         quiet: do not print what the command prints.
 
     Raises:
-        UserError: the overrides are refused, with the message of the command; or no forecast can be made.
+        UserError: the overrides are rejected, or no forecast can be made.
         KeyboardInterrupt: it was interrupted. The folder has the forecasts that were made.
     """
     from fsdp_lab.commands.forecast import forecast_grid
@@ -127,7 +127,7 @@ def report(which: Path | str = "last", *, trust: bool = False) -> SweepResult:
 
     Args:
         which: the sweep's folder, or `last`.
-        trust: read a folder that is another user's.
+        trust: also read a folder that belongs to another user.
 
     Raises:
         UserError: there is no such sweep, or none of its trials has finished.
@@ -175,7 +175,7 @@ def _value(key: Any, value: Any) -> str:
 
 
 def _run(module: str, words: list[str], quiet: bool) -> None:
-    """Run a command to its end, and print its output where Python prints: in a notebook, below the cell."""
+    """Run a command to its end. Print its output where Python prints: in a notebook, below the cell."""
     printed: list[str] = []
     command = [sys.executable, "-m", module, *words]
     with subprocess.Popen(

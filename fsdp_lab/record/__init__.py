@@ -1,4 +1,4 @@
 """The folder of a sweep and of a trial, typed: the only code that opens its files. Imports `config` and `storage`.
 
-Start with `sweep.py`, `SweepRecord`, which everything reads that shows or judges results.
+Start with `SweepRecord` in `sweep.py`: all code that shows or judges results reads it.
 """

@@ -12,7 +12,7 @@ from fsdp_lab.config.compose import Trial, variables_in, with_typed
 from fsdp_lab.config.options import OPEN_GROUPS
 from fsdp_lab.storage.files import write_text
 
-# Each of Hydra's files has this key near its end, whatever version wrote it: a file that was cut short lacks it.
+# Every version of Hydra writes this key near the end of the file, so a truncated file lacks it.
 _LAST_KEYS = {"config.yaml": "report", "hydra.yaml": "verbose"}
 
 
@@ -39,10 +39,10 @@ def _read(trial_folder: Path, name: str) -> dict[str, Any]:
 
 
 def saved_config(trial_folder: Path) -> SweepConfig:
-    """Read a trial's `.hydra/config.yaml`, in which Hydra leaves the keys of the nights too.
+    """Read a trial's `.hydra/config.yaml`, which also has the keys of the nights.
 
     Raises:
-        UserError: the file cannot be read, or a key or a value is none any more.
+        UserError: the file cannot be read, or has a key or a value that is no longer valid.
     """
     return part(from_dict(NightlyConfig, _read(trial_folder, "config.yaml")), SweepConfig)
 
@@ -60,7 +60,7 @@ def write_hydra_folder(trial: Trial) -> None:
     hydra_folder.mkdir(exist_ok=True)
     own = {group: trial.composed[group] for group in OPEN_GROUPS}
     contents = {
-        "config": with_typed(to_dict(trial.config), variables_in(own)),  # variables may be secrets
+        "config": with_typed(to_dict(trial.config), variables_in(own)),  # a variable may be a secret
         "hydra": {"hydra": trial.composed["hydra"]},
         "overrides": trial.words,
     }
@@ -69,11 +69,11 @@ def write_hydra_folder(trial: Trial) -> None:
 
 
 def write_yaml(path: Path, content: Any) -> None:
-    """Write plain values by libyaml, which is many times as fast as Hydra's way."""
+    """Write plain values with libyaml, which is many times faster than Hydra's writer."""
     write_text(path, yaml.dump(content, Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True))
 
 
 def write_missing_hydra_folder(trial: Trial) -> None:
-    """Write `.hydra/` again if one of its files was removed, as the trial is composed now."""
+    """If a file of `.hydra/` was removed, write the folder again, from the trial as it is composed now."""
     if not all((trial.folder / ".hydra" / name).exists() for name in _LAST_KEYS):
         write_hydra_folder(trial)

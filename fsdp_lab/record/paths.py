@@ -52,7 +52,7 @@ def name_storage(sweep_folder: Path, anew: bool = False) -> None:
 
     Args:
         sweep_folder: the sweep's own.
-        anew: choose another name if there is one: nothing is removed in object storage.
+        anew: choose a new name even if one is recorded, because nothing is removed in object storage.
     """
     if anew or not (sweep_folder / _STORAGE).exists():
         own = uuid.uuid4().hex[:8]  # others may have a folder of that name
@@ -62,16 +62,16 @@ def name_storage(sweep_folder: Path, anew: bool = False) -> None:
 
 
 def make_storage(trial: Trial, sweep_folder: Path) -> Path:
-    """Return the folder of `storage`, made for this user alone if it does not exist."""
+    """Return the folder of `storage`. If it does not exist, create it for this user only."""
     where = storage(trial, sweep_folder)
     top = where if trial.folder.absolute() == sweep_folder.absolute() else where.parent
-    for folder in (top, where):  # `Path.mkdir` makes those above as everybody's
+    for folder in (top, where):  # `Path.mkdir` ignores the mode for parents
         folder.mkdir(0o700, parents=True, exist_ok=True)
     return where
 
 
 def is_storage_of(where: Path, sweep_folder: Path) -> bool:
-    """Whether a trial's folder is below its sweep's, or below the one that the sweep has on a shared disk."""
+    """Return whether a trial's folder is below its sweep's folder, or below the sweep's folder on a shared disk."""
     if where.is_relative_to(sweep_folder.resolve()):
         return True
     return _storage_name(sweep_folder) in where.parts[1:]

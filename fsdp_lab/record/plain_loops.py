@@ -20,17 +20,18 @@ class PlainLoop:
 
     Attributes:
         trial: the number of that trial.
-        dp_degree: into how many parts a microbatch was divided.
+        dp_degree: the number of parts of a microbatch.
         figures: metric key -> value; empty without an answer.
         noise: how far each figure is off if gradients are rounded differently.
         eps: the relative rounding of the narrowest of the model's own parameters.
-        draws: its forward pass drew random numbers, so that only the loss in `eval()` mode can be compared.
-        steps: how many it took.
+        draws: its forward pass drew random numbers, so only the loss in `eval()` mode can be compared.
+        steps: the number of its steps.
         device: `cpu`, or the name of the GPU.
         seconds: that it took.
         missing: why there are no figures; "": there are.
-        kept: its figures are those of an earlier sweep.
-        found: metrics of a trial that is as small, with `check.keys`; empty: the trials of a sweep are compared.
+        kept: its figures come from an earlier sweep.
+        found: with `check.keys`, the metrics of a trial of the same small model; empty: the sweep's own trials are
+            compared.
     """
 
     trial: int
@@ -48,12 +49,12 @@ class PlainLoop:
 
 
 def write_plain_loops(folder: Path, loops: Sequence[PlainLoop]) -> None:
-    """Write what is known, into the folder of a sweep. Raises OSError: it was removed, or the disk is full."""
+    """Write the plain loops into the folder of a sweep. Raises OSError if it was removed or the disk is full."""
     write_json(folder / _FILE, {"loops": [asdict(loop) for loop in loops]}, parents=False)
 
 
 def read_plain_loops(folder: Path) -> list[PlainLoop]:
-    """Return what the folder of a sweep has; none without the file.
+    """Return the plain loops in the folder of a sweep; none without the file.
 
     Raises:
         UserError: the file cannot be read.

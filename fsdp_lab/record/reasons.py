@@ -1,4 +1,4 @@
-"""Why something is so, as codes with values. The sentences are made where they are shown (`report/render.py`)."""
+"""Reasons as codes with values. `report/render.py` makes the sentences."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ _STATUS = {
 
 @dataclass(frozen=True)
 class Reason:
-    """A code with its values, which are plain: they are written as JSON."""
+    """A code with its values. They are plain values, because they are written as JSON."""
 
     code: Code
     values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, code: Code, **values: Any) -> Reason:
-        """Return a reason with these values; those that are None or empty are left out."""
+        """Return a reason with these values; values that are None or empty are left out."""
         return cls(code, {key: value for key, value in values.items() if value not in (None, "", [], {})})
 
     @property

@@ -1,4 +1,4 @@
-"""`results.csv`: a row a trial, with the latest of each figure."""
+"""`results.csv`: one row per trial, with the latest value of each metric."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write_results(folder: Path, axes: Sequence[str], rows: Iterable[Mapping[str,
 
     Args:
         axes: the keys that differ between trials.
-        rows: one a trial; a value that no column has is left out.
+        rows: one per trial; values without a column are left out.
 
     Raises:
         OSError: the folder cannot be written.

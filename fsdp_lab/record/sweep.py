@@ -1,4 +1,4 @@
-"""A sweep as it was recorded: what was asked, and its trials."""
+"""A sweep as it was recorded: its settings, and its trials."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_lab.record.trial import TrialRecord
 if TYPE_CHECKING:
     import pandas as pd
 
-_CLOCKS_S = 1.0  # by which the clocks of nodes may differ
+_CLOCKS_S = 1.0  # seconds by which the clocks of nodes may differ
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class SweepRecord:
         trials: in the order of their numbers.
         loss_tolerance: a setting qualifies if its loss is within this ratio of the best.
         speed_tolerance: settings within this ratio of the fastest tie.
-        runs_url: address of an MLflow UI's runs, to which `/<run id>` is added; None: no server is known.
-        about: more lines for its head, as (name, text).
+        runs_url: address of an MLflow UI's runs, without `/<run id>`; None: no server is known.
+        about: more lines for the head of the report, as (name, text).
         objectives: `(metric, "min" or "max")` of each objective, the most important first; empty: the fastest setting
             that qualifies is recommended.
         study: the name of the study, such as the preset's; "" for a sweep without one.
-        plain_loops: what its trials are compared with.
+        plain_loops: its trials are compared with these.
     """
 
     name: str
@@ -52,11 +52,11 @@ class SweepRecord:
         return [trial.status for trial in self.trials]
 
     def frame(self, as_typed: bool = False) -> pd.DataFrame:
-        """Return a row a trial, indexed by its number: what it was, how it ended, its latest metrics.
+        """Return one row per trial, indexed by its number: its setting, its end, its latest metrics.
 
         The columns are `status`, `reason` (its code), `run_id`, `seconds`, `device`, `predicted_by` and `beside` (how
-        many others ran meanwhile), then the axes, then the metrics under their keys, as float64; NaN where a trial has
-        none.
+        many other trials ran at the same time), then the axes, then the metrics under their keys, as float64; NaN where
+        a trial has none.
 
         Args:
             as_typed: axes of numbers are text, too.
@@ -83,7 +83,7 @@ class SweepRecord:
         return frame.astype(dict.fromkeys(["seconds", *metrics], "float64")).set_index("trial")
 
     def slow_ranks(self) -> dict[int, str]:
-        """Return a sentence by the first trial that found a rank or node slow, for each of these and part of a step."""
+        """Return trial number -> sentence, one per slow rank or node and part of a step; the first trial reports it."""
         found: dict[tuple[str, str], tuple[int, str]] = {}
         for trial in self.trials:
             if slow := trial.facts.get("slow_rank"):
@@ -92,7 +92,7 @@ class SweepRecord:
 
 
 def _beside(spans: Sequence[tuple[float, float] | None]) -> list[int]:
-    """Return for each span how many others overlap with it. Its ends are left out: nodes' clocks differ."""
+    """Return how many other spans overlap with each one. Each is shortened first, because nodes' clocks differ."""
     inner = [(span[0] + _CLOCKS_S, span[1] - _CLOCKS_S) if span else (0.0, 0.0) for span in spans]
     known = [(begin, end) for begin, end in inner if begin < end]
     begins, ends = sorted(begin for begin, _ in known), sorted(end for _, end in known)

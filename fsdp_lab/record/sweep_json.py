@@ -1,9 +1,9 @@
-"""How a sweep was started, in its folder, and how the next start reads it.
+"""The record of a sweep's start in its folder: writing it, and reading it at the next start.
 
 | file | what |
 | --- | --- |
 | `sweep.json` | the command line, and the code and libraries; readable by its owner only |
-| `trials.jsonl` | a line a trial: its overrides, in the order of the trials |
+| `trials.jsonl` | one line per trial: its overrides, in the order of the trials |
 | `plain_loops.json` | what plain loops computed, with which its trials are compared |
 | `plain_loop.log` | what they printed |
 | `.lock` | locked while a driver works in the folder |
@@ -28,8 +28,8 @@ from fsdp_lab.record.paths import make_storage, name_storage
 from fsdp_lab.record.trial_files import clear_left_over
 from fsdp_lab.storage.files import sync, whole
 
-_LAYOUT = 1  # of the files in the folder; another one is refused
-_LIBRARIES = ("torch", "ray")  # what else decides what a trial does
+_LAYOUT = 1  # version of the files in the folder; others are rejected
+_LIBRARIES = ("torch", "ray")  # their versions change what a trial does
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class SweepStart:
         arguments: as typed, without `-m`.
         multirun: whether it was started with `-m`.
         launched_in: the working directory of the start.
-        num_workers: the number of ranks that null stood for.
+        num_workers: the number of ranks of a trial, with null resolved.
         code: the digest of the Python files of fsdp_lab and of the user's packages.
         commit: of fsdp_lab's checkout; "": it is installed.
         libraries: name -> version.
-        num_trials: of a grid, all of which are recorded before it starts; None for a search.
-        user_packages: of the user, which targets name.
-        begun: in seconds since 1970; 0: not known.
-        layout: of the files in the folder.
+        num_trials: of a grid, which records all of them before it starts; None for a search.
+        user_packages: the user's packages that targets name.
+        begun: when it started, in seconds since 1970; 0: not known.
+        layout: version of the files in the folder.
     """
 
     id: str
@@ -67,7 +67,7 @@ class SweepStart:
     def of(arguments: Sequence[str], multirun: bool, config: SweepConfig) -> SweepStart:
         """Return the record of a new sweep, with the code as it is now."""
         own = (word for word in arguments if word not in ("-m", "--multirun"))
-        typed = [word for word in own if not key_of(word).startswith("resume")]  # those are of one start
+        typed = [word for word in own if not key_of(word).startswith("resume")]  # those are for one start only
         record = SweepStart(
             uuid.uuid4().hex, typed, multirun, os.getcwd(), workers_of(config), commit=commit(), libraries=versions(),
             begun=time.time(),
@@ -75,16 +75,16 @@ class SweepStart:
         return record.with_code(config.code())
 
     def with_code(self, paths: Sequence[str]) -> SweepStart:
-        """Return the same with the digest of fsdp_lab's code and of the user's that dotted paths name."""
+        """Return this record with the digest of fsdp_lab's code and of the user's code that dotted paths name."""
         packages = user_packages(paths)
         return replace(self, code=code_digest(packages), user_packages=packages)
 
     def write(self, folder: Path) -> None:
-        """Write the record, last of all files of a new sweep: with it there is something to resume."""
+        """Write the record as the last file of a new sweep: once it exists, the sweep can be resumed."""
         if (folder / "trials.jsonl").exists():
             sync(folder / "trials.jsonl")
         with whole(folder / "sweep.json", durable=True) as making:
-            making.touch(0o600)  # before anything is in it: a command line may show what is for no one else
+            making.touch(0o600)  # before it has content: a command line may be private
             making.write_text(json.dumps(asdict(self), indent=1))
 
 
@@ -109,7 +109,7 @@ def read_start(folder: Path, key: str = "resume") -> SweepStart:
         key: the key that names the folder on the command line.
 
     Raises:
-        UserError: the file is missing, unreadable or no record, or of a version that had other files.
+        UserError: the file is missing, unreadable or no record, or from a version with other files.
     """
     path = folder / "sweep.json"
     try:

@@ -1,4 +1,4 @@
-"""A trial as it was recorded: what it was, how it ended, what it measured."""
+"""A trial as it was recorded: its setting, its end, its metrics."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ EXPLAINED = "out_of_memory.txt"  # in a trial's folder
 
 @dataclass
 class TrialRecord:
-    """A trial as recorded. The driver's own (`fsdp_lab.sweep.trial.TrialState`) changes until the trial has ended.
+    """A trial as recorded. The driver's `fsdp_lab.sweep.trial.TrialState` changes until the trial has ended.
 
     Attributes:
         number: of the trial in its sweep, from 0.
         setting: its value for each axis of the sweep, as typed.
-        figures: metric key -> its latest value, with the forecast's beside it; bytes, samples/s, seconds.
+        figures: metric key -> its latest value, with the forecast's figures; bytes, samples/s, seconds.
         epochs: the metrics of each epoch, in order; `epoch` is one of the keys.
-        overrides: the command line that trains it again, alone.
-        reason: why it did not finish; None: it did, or the scheduler stopped it.
+        overrides: the command line that trains only this trial again.
+        reason: why it did not finish; None: it finished, or the scheduler stopped it.
         run_id: of its MLflow run; "": it has none.
-        seconds: that it took; None: not known.
-        span: when it ran, from and to, in seconds since 1970; None: not known.
+        seconds: its duration; None: not known.
+        span: when it started and ended, in seconds since 1970; None: not known.
         facts: what rank 0 reported before its first step: its device, data and layout.
-        forecast_words: what of its forecast is no number (`fsdp_lab.config.metrics.FORECAST_WORDS`).
-        config: typed; None: of another version.
-        folder: that the trial's processes wrote to.
+        forecast_words: the values of its forecast that are text (`fsdp_lab.config.metrics.FORECAST_WORDS`).
+        config: typed; None: it cannot be read, because another version wrote it.
+        folder: where the trial's processes wrote.
     """
 
     number: int
@@ -61,12 +61,12 @@ class TrialRecord:
 
     @property
     def notes(self) -> list[str]:
-        """What its ranks noted, a sentence each."""
+        """What its ranks noted, one sentence per note."""
         return list(self.facts.get("notes") or ())
 
     @property
     def explained(self) -> list[str]:
-        """Why a GPU's memory ran out, and what would fit, a line each; empty without an explanation."""
+        """Lines on why a GPU's memory ran out and what would fit; empty without an explanation."""
         with suppress(OSError, TypeError):
             return (self.folder / EXPLAINED).read_text(encoding="utf-8").splitlines()  # type: ignore[operator]
         return []
@@ -85,16 +85,16 @@ class TrialRecord:
 def with_forecast(
     measured: Mapping[str, float], forecast: Mapping[str, float], workspace_bytes: int = 0
 ) -> dict[str, float]:
-    """Return metrics of an epoch with the forecast, and its errors, beside them.
+    """Return the metrics of an epoch, with the forecast and its errors added.
 
     Args:
         forecast: its figures; empty without one.
-        workspace_bytes: of cuBLAS, in the forecast apart from the peak.
+        workspace_bytes: of cuBLAS; the forecast has them separately from its peak.
     """
     figures = {**measured, **forecast}
     peak, speed = measured.get(MEMORY), measured.get(SPEED)
     if peak and "forecast/peak_bytes" in figures:
-        # without this metric they could not be separated from tensors, and are in the measured peak
+        # workspaces that are not measured separately are part of the measured peak
         apart = workspace_bytes if "memory/reserved_bytes" in measured else 0
         apart = 0 if "memory/workspace_bytes" in measured else apart
         figures[FORECAST_ERROR] = (figures["forecast/peak_bytes"] + apart) / peak - 1

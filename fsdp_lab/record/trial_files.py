@@ -1,9 +1,9 @@
-"""The files in a trial's folder, and how they are read: the interface between its processes and the driver.
+"""The files in a trial's folder, and their readers: the interface between its processes and the driver.
 
 | file | who writes it | what |
 | --- | --- | --- |
 | `trial.json` | the driver, its process, Ray's controller | forecast, facts, nodes, failures; how it ended, and why |
-| `metrics.jsonl` | Ray Train's controller | a line of metrics an epoch, as rank 0 reports them |
+| `metrics.jsonl` | Ray Train's controller | one line of metrics per epoch, as rank 0 reports them |
 | `error.txt` | its own process, or the driver | a traceback and the end of the log, if the reason does not say it all |
 | `out_of_memory.txt` | the driver | which tensor asked for the memory that a GPU lacked, and settings that fit |
 | `progress.json` | rank 0 | the current phase or step, and when it started |
@@ -34,11 +34,11 @@ from fsdp_lab.storage.files import RESTORE, append_line, read_lines, read_object
 from fsdp_lab.storage.locks import InUse, exclusive
 
 _OF_METRICS = f"{RESTORE} and trial.json: a resume then ends the trial from its last checkpoint"
-ENDED = "ended"  # a phase: all ranks have trained to the end
+ENDED = "ended"  # a phase: all ranks have finished training
 
 
 def read_metrics(folder: Path) -> Iterator[dict[str, float]]:
-    """Yield each line of `metrics.jsonl`. An epoch that was reported twice comes once, with its last values.
+    """Yield each line of `metrics.jsonl`. An epoch that was reported twice is yielded once, with its last values.
 
     Raises:
         UserError: a line cannot be read.
@@ -59,10 +59,10 @@ class TrialWriter:
         self._reported: dict[int, dict[str, float]] | None = None
 
     def receive(self, content: dict[str, Any]) -> None:
-        """Write a report: `facts`, or the `metrics` of an epoch as a new line or in place of its line; or the end.
+        """Write a report: `facts`, the `metrics` of an epoch (replacing its line if there is one), or the end.
 
         Raises:
-            FileNotFoundError: the folder was removed. Ray may have made it again: it holds no `trial.json` then.
+            FileNotFoundError: the folder was removed. If Ray has created it again, it has no `trial.json`.
         """
         if "facts" in content:
             with changing(self._folder) as trial:
@@ -88,17 +88,17 @@ class TrialWriter:
 
 
 def write_progress(file: IO[str], **doing: str | int) -> None:
-    """Write the `phase` or the `step` (from 1) that begins into `progress.json`: in place, as every step does so."""
+    """Write the `phase` or `step` (from 1) that starts into `progress.json`; in place, because every step does it."""
     text = json.dumps({**doing, "time": time.time()}).encode()
-    with suppress(OSError):  # a full disk ends a trial where it loses results, not here
+    with suppress(OSError):  # a full disk fails a trial where results would be lost, not here
         os.pwrite(file.fileno(), text, 0)
         os.ftruncate(file.fileno(), len(text))
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """Return the `phase` or the `step` of rank 0, and the `time` when it began, in seconds since 1970.
+    """Return the `phase` or the `step` of rank 0, and the `time` when it started, in seconds since 1970.
 
-    It is empty before the trial has begun one, and while one is being written.
+    It is empty before the first one, and while one is being written.
     """
     with suppress(UserError):
         return read_object(folder / "progress.json") or {}
@@ -111,10 +111,10 @@ def write_error(folder: Path, text: str) -> None:
 
 
 def wait_until_alone(folder: Path, limit_s: float) -> None:
-    """Wait until no process works in the folder: those of an earlier run may end late.
+    """Wait until no process works in the folder: processes of an earlier run may end late.
 
     Raises:
-        TimeoutError: one does so for longer than the limit.
+        TimeoutError: one still works there after the limit.
     """
     try:
         with suppress(FileNotFoundError), exclusive(folder / ".alive", limit_s, parents=False):
@@ -124,7 +124,7 @@ def wait_until_alone(folder: Path, limit_s: float) -> None:
 
 
 def exported(folder: Path) -> Path | None:
-    """Return the exported model of a trial: a file, or a folder in its own format; None if there is none yet."""
+    """Return the exported model of a trial: a file, or a folder in the model's own format; None without one."""
     return next((path for path in (folder / "model.pt", folder / "model") if path.exists()), None)
 
 
@@ -133,9 +133,9 @@ class TrialFile:
     """Files of a trial, by a pattern of their names in its folder.
 
     Attributes:
-        pattern: of the names.
+        pattern: a glob for the names.
         of_ranks: ranks write them, and put them into object storage if the sweep has any.
-        artifact: their folder among the artifacts of its run; "": the one that they are in; None: they are none.
+        artifact: their folder among the artifacts of the run; "": the same as in the trial's folder; None: not logged.
     """
 
     pattern: str
@@ -143,8 +143,8 @@ class TrialFile:
     artifact: str | None = None
 
 
-# They are removed in the reverse order: a trial with an outcome has the rest.
-# Checkpoints are not among them: a trial resumes from them or refuses them.
+# Removed in reverse order, `trial.json` first: a trial with an outcome has all other files. Checkpoints are not listed:
+# a trial resumes from them or rejects them.
 TRIAL_FILES = (
     TrialFile("model.pt", of_ranks=True, artifact="model"),
     TrialFile("model/*", of_ranks=True, artifact=""),
@@ -160,9 +160,9 @@ TRIAL_FILES = (
 
 
 def clear_attempt(folder: Path) -> None:
-    """Prepare a trial's folder for a resume: reported results stay, what is about earlier processes is removed.
+    """Prepare a trial's folder for a resume: reported results stay, files about earlier processes are removed.
 
-    Its facts stay apart: a resume compares the data with them.
+    Its facts become `facts_before`: a resume compares the data with them.
     """
     with changing(folder) as trial:
         trial.facts, trial.facts_before = None, trial.any_facts
@@ -172,7 +172,7 @@ def clear_attempt(folder: Path) -> None:
 
 
 def clear_left_over(folder: Path) -> None:
-    """Remove the files of an earlier trial in its folder, which would be taken for this one's."""
+    """Remove the files of an earlier trial in its folder, which would be mistaken for this trial's."""
     for kind in reversed(TRIAL_FILES):
         for path in folder.glob(kind.pattern):
             if path.is_dir():

@@ -1,4 +1,4 @@
-"""`trial.json`: all that is known of a trial, besides its metrics and the files of its ranks.
+"""`trial.json`: all that is known of a trial, except for its metrics and its ranks' files.
 
 The driver and the trial's own processes, which are on the driver's node, change it one at a time.
 """
@@ -20,7 +20,7 @@ from fsdp_lab.record.reasons import Code, Reason
 from fsdp_lab.storage.files import RESTORE, sync, write_json
 from fsdp_lab.storage.locks import exclusive
 
-_LIMIT_S = 60.0  # for another process to write it, which takes milliseconds
+_LIMIT_S = 60.0  # to wait while another process writes it, which takes milliseconds
 
 
 @dataclass(eq=False)
@@ -29,7 +29,7 @@ class RankFailure(Exception):
 
     Attributes:
         reason: with the `rank`.
-        traceback: of the error; "": none, or the reason says it all.
+        traceback: of the error; "": there is none, or the reason is enough.
         time: when it failed, in seconds since 1970 by its node's clock; by default now.
     """
 
@@ -38,7 +38,7 @@ class RankFailure(Exception):
     time: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        super().__init__(self.reason, self.traceback, self.time)  # by which pickle makes it again
+        super().__init__(self.reason, self.traceback, self.time)  # pickle creates it again from these
 
     def __str__(self) -> str:
         return str(self.reason)
@@ -54,9 +54,9 @@ class Outcome:
     """How a trial ended.
 
     Attributes:
-        reason: why it did not finish; None: it did, or the scheduler stopped it.
-        seconds: from its begin to its end; None: not known.
-        ended: when, in seconds since 1970; None: not known.
+        reason: why it did not finish; None: it finished, or the scheduler stopped it.
+        seconds: from its start to its end; None: not known.
+        ended: when it ended, in seconds since 1970; None: not known.
     """
 
     status: TrialStatus
@@ -71,14 +71,14 @@ class TrialJson:
 
     Attributes:
         forecast: its figures, by the keys of metrics; empty without one.
-        forecast_words: what of it is no number (`FORECAST_WORDS`).
-        nodes: that of each rank: its `node`, which is Ray's name, and its `address`; empty: not known.
-        process: the ID that Ray gave to its own process; None: it has not begun.
-        facts: that rank 0 reported before its first step; None: this start has not reported any.
-        facts_before: of the start before.
+        forecast_words: its values that are text (`FORECAST_WORDS`).
+        nodes: the node of each rank: `node` is Ray's name of it, `address` its address; empty: not known.
+        process: Ray's ID of the trial's own process; None: it has not started.
+        facts: reported by rank 0 before its first step; None: this start has not reported any.
+        facts_before: the facts of the previous start.
         failures: of ranks, in this attempt.
-        earlier_failures: in each attempt before that failed.
-        outcome: None: it has not ended.
+        earlier_failures: the failures of each earlier attempt.
+        outcome: how it ended; None: it has not ended.
     """
 
     forecast: dict[str, float] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class TrialJson:
 
     @property
     def cause(self) -> RankFailure | None:
-        """The failure that came first. A rank that lost its peers is not the cause."""
+        """The earliest failure. A rank that lost its peers is not the cause."""
         return min(
             self.failures,
             key=lambda each: (each.reason.code is Code.peer_lost, each.time, each.rank),
@@ -107,7 +107,7 @@ class TrialJson:
 
 
 def read_trial(folder: Path) -> TrialJson:
-    """Return what the folder of a trial has; all is empty without the file.
+    """Return the content of a trial's `trial.json`; all fields are empty without the file.
 
     Raises:
         UserError: the file cannot be read.
@@ -127,7 +127,7 @@ def read_trial(folder: Path) -> TrialJson:
 
 @contextmanager
 def changing(folder: Path, durable: bool = False) -> Iterator[TrialJson]:
-    """Yield what the folder of a trial has, and write what the block makes of it.
+    """Yield the content of a trial's `trial.json`, and write it if the block has changed it.
 
     Args:
         durable: see `files.whole`.
@@ -141,7 +141,7 @@ def changing(folder: Path, durable: bool = False) -> Iterator[TrialJson]:
         before = asdict(trial)
         yield trial
         if (content := asdict(trial)) != before:
-            # an outcome that is on the disk must not be replaced by a file that is not
+            # a durable outcome must not be replaced by a file that is not durable
             write_json(folder / "trial.json", content, durable or trial.outcome is not None, parents=False)
 
 
@@ -154,9 +154,9 @@ def set_aside_failures(folder: Path) -> None:
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
-    """Write how a trial ended. The first outcome stays: its own process and the driver may both have one."""
+    """Write how a trial ended. The first outcome stays: the trial's process and the driver may both write one."""
     with changing(folder, durable=True) as trial:
         if trial.outcome is None:
-            if (folder / "metrics.jsonl").exists():  # before the outcome, which says that its epochs are there
+            if (folder / "metrics.jsonl").exists():  # before the outcome, which promises its epochs
                 sync(folder / "metrics.jsonl")
             trial.outcome = outcome

@@ -1,4 +1,4 @@
-"""The trials of a sweep, a line each in `trials.jsonl`."""
+"""The trials of a sweep, one line per trial in `trials.jsonl`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_trial(folder: Path, trial: Trial) -> None:
 
 
 def write_trials(folder: Path, trials: Sequence[Trial]) -> None:
-    """Write `trials.jsonl` again, before a resume trains some of these trials otherwise than the start."""
+    """Write `trials.jsonl` again, before a resume trains some trials with other values than the first start."""
     lines = "".join(f"{_line_of(folder, trial)}\n" for trial in trials)
     write_text(folder / "trials.jsonl", lines, durable=True, parents=False)
 
@@ -67,7 +67,7 @@ def changes_of_resumes(line: Mapping[str, Any]) -> dict[str, Any]:
 def lines_of(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a folder's `trials.jsonl`.
 
-    A last line that a kill cut short is no trial: it is written before its trial starts.
+    A last line that a kill truncated is ignored: its trial had not started.
 
     Raises:
         UserError: a line cannot be read.
