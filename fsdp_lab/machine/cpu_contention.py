@@ -1,4 +1,4 @@
-"""The CPU use of other processes: on a CPU a trial's speed is meaningless while they compute."""
+"""The CPU use of other processes: while they compute, the speed of a trial on a CPU means nothing."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import psutil
 
 from fsdp_lab.machine.hardware import WORKER_CPUS
 
-_IDLE = ("idle", "iowait", "guest", "guest_nice")  # a guest's time is within user's already
+_IDLE = ("idle", "iowait", "guest", "guest_nice")  # user time already includes guest time
 
 
 class Window:
-    """The time from when this is made.
+    """A span of time that starts when this object is created.
 
     Args:
-        roots: our own are these processes and their descendants. Those that begin and end between two calls of `share`
-            count as others'.
+        roots: these processes and their descendants are our own. A descendant that starts and ends between two calls of
+            `share` counts as another process.
     """
 
     def __init__(self, *roots: psutil.Process) -> None:
@@ -27,7 +27,7 @@ class Window:
         self._seen, self._ours = _family_s(roots), 0.0
 
     def share(self) -> float:
-        """Return the share of all cores' time that other processes had so far, 0 to 1."""
+        """Return the share of all cores' time that other processes have used so far, 0 to 1."""
         now = _family_s(self._roots)
         self._ours += sum(max(0.0, seconds - self._seen.get(pid, 0.0)) for pid, seconds in now.items())
         self._seen |= now

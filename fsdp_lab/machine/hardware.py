@@ -18,10 +18,11 @@ from pathlib import Path
 
 _MAX_CPUS_PER_WORKER = 16
 _MAX_LOADER_WORKERS = 4
-_LEAST_SHARED_MEMORY = 2**30  # Docker gives 64 MiB where nobody asks for more
-_DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and either's under Windows
-_VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # the first goes before
-# Here PyTorch would take a second to import, and a context on a GPU, with which a process cannot fork.
+_LEAST_SHARED_MEMORY = 2**30  # Docker gives 64 MiB by default
+_DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both under WSL
+_VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")  # the first one set wins
+# Runs in another process: PyTorch takes a second to import, and creates a GPU context, after which a process cannot
+# fork.
 _COUNT = """
 import json, warnings, torch
 with warnings.catch_warnings(record=True) as caught:  # a driver that is too old is only warned about
@@ -31,9 +32,9 @@ gpus = [[gpu.name, gpu.total_memory, [gpu.major, gpu.minor]] for gpu in seen]
 print()
 print(json.dumps([gpus, [str(warning.message) for warning in caught]]))
 """
-_COUNT_S = 120.0  # for a process that imports PyTorch
+_COUNT_S = 120.0  # limit of a process that imports PyTorch
 _OWN_GROUPS, _ALL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-# In the order in which PyTorch asks for them on CUDA (`c10/cuda/CUDAAllocatorConfig.h`).
+# In the order in which PyTorch reads them on CUDA (`c10/cuda/CUDAAllocatorConfig.h`).
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # Cores that a launcher gave to this process; see `worker_cpus`.
 WORKER_CPUS = "FSDP_LAB_WORKER_CPUS"
@@ -57,7 +58,7 @@ class Gpu:
 def gpus() -> list[Gpu]:
     """Return the GPUs that PyTorch sees in this environment, of NVIDIA or AMD; may be empty.
 
-    A process of its own asks PyTorch, once for each value of the variables that hide GPUs.
+    Another process asks PyTorch, once for each value of the variables that hide GPUs.
     """
     return list(_ask_pytorch(tuple(map(os.environ.get, _VISIBLE)))[0])
 
@@ -77,7 +78,7 @@ def _ask_pytorch(visible: tuple[str | None, ...]) -> tuple[tuple[Gpu, ...], str]
     except subprocess.TimeoutExpired:
         return (), f"PyTorch does not answer within {_COUNT_S:g} s"
     if done.returncode:
-        errors = re.findall(r"^[\w.]+: .+", done.stderr, re.MULTILINE)  # the first line of each
+        errors = re.findall(r"^[\w.]+: .+", done.stderr, re.MULTILINE)  # the first line of each warning
         return (), errors[-1] if errors else f"PyTorch ends with status {done.returncode}"
     seen, warned = json.loads(done.stdout.splitlines()[-1])
     hidden = any(value is not None for value in visible)
@@ -121,7 +122,7 @@ def num_cpus() -> int:
 def cpu_name() -> str:
     """Return the model of this machine's CPU, and of how many cores this process may use."""
     found = None
-    with suppress(OSError):  # Linux alone has the file
+    with suppress(OSError):  # only Linux has the file
         found = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     cores = num_cpus()
     return f"{found[1] if found else platform.machine()} ({cores} core{'s' if cores != 1 else ''})"
@@ -138,7 +139,7 @@ def host_memory() -> int:
 
 
 def free_memory() -> int:
-    """Return the bytes of this machine's memory that this process may still take; what caches files counts as free."""
+    """Return the bytes of this machine's memory that this process may still use; the file cache counts as free."""
     known = re.search(r"MemAvailable: (\d+) kB", " ".join(_words(Path("/proc/meminfo"))))  # Linux only
     free = [int(known[1]) * 1024 if known else host_memory()]
     for group in _control_groups("memory"):
@@ -151,7 +152,7 @@ def free_memory() -> int:
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
-    """Yield the folder of this process's control group and those above it, of version 1 or 2 (cgroups(7))."""
+    """Yield the folder of this process's control group and those of its parents, version 1 or 2 (cgroups(7))."""
     with suppress(OSError):
         for line in _OWN_GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -181,8 +182,8 @@ def default_cpus_per_worker(cpus: float, gpus: int) -> float:
 def default_loader_workers(cuda: bool, cpus_per_worker: float) -> int:
     """Return the number of processes that prepare a worker's batches.
 
-    None on a CPU, whose cores all compute. On a GPU one for each core except the worker's own, at most 4. Also none if
-    shared memory is as small as Docker makes it: they pass batches through it, and are killed if it is full.
+    0 on a CPU, where all cores compute. On a GPU one for each core except the worker's own, at most 4. Also 0 if shared
+    memory is as small as Docker's default: loader processes pass batches through it, and are killed if it is full.
     """
     if not cuda or shared_memory() < _LEAST_SHARED_MEMORY:
         return 0
@@ -198,9 +199,9 @@ def shared_memory() -> int:
 
 
 def worker_cpus() -> float:
-    """Return the cores of this process, one of a trial's workers: those that Ray reserved, or under torchrun its share.
+    """Return the cores of this worker process: those that Ray reserved, or under torchrun its share.
 
-    Not `OMP_NUM_THREADS`, which torchrun sets to 1 by default.
+    Ignores `OMP_NUM_THREADS`, which torchrun sets to 1 by default.
     """
     given = os.environ.get(WORKER_CPUS)
     return float(given) if given else num_cpus() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))

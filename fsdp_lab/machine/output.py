@@ -1,4 +1,4 @@
-"""Output of a command that outlasts its reader, and has a sign for every character."""
+"""Standard output that survives a reader that leaves, and characters that its encoding lacks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class _Outlasting(io.FileIO):
 
 
 def outlast_reader() -> None:
-    """Let the exit status be that of the work, whatever becomes of standard output and error.
+    """Keep the exit status of the work, whatever happens to standard output and error.
 
-    Those that were closed before the start are /dev/null: the next file that is opened would get their output.
-    Characters that their encoding lacks are written as `?`. Streams that something else has replaced, such as a
-    notebook's, stay as they are.
+    Streams that were closed before the start become /dev/null; otherwise the next opened file would get their output.
+    Characters that their encoding lacks are written as `?`. Streams that other code has replaced, such as a notebook's,
+    stay as they are.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number
     for number, name in enumerate(("stdout", "stderr"), 1):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper | None) and stream is getattr(sys, f"__{name}__"):

@@ -10,14 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Name:
-    """A name in a module, dotted, and the parameters that we give it or take in its place (None: not looked at)."""
+    """A dotted name in a module, and the parameters that we pass to it or accept in its place (None: not checked)."""
 
     module: str
     name: str
     parameters: tuple[str, ...] | None = None
 
     def lacks(self) -> str | None:
-        """Return in words what the installed version lacks; None if it has the name as it is used here."""
+        """Return what the installed version lacks, as text; None if it has the name with these parameters."""
         shown = f"{self.module}.{self.name}"
         try:
             value: Any = importlib.import_module(self.module)

@@ -1,5 +1,5 @@
-"""What a step holds, by category and module, of real tensors and of fake ones.
+"""The memory of a step by category and module, for real and for fake tensors.
 
-Start with `recorder.py`, which follows a step, and `profile.py`, what it has seen. `torch_private.py` has PyTorch's
+Start with `recorder.py`, which records a step, and `profile.py`, the result. `torch_private.py` has PyTorch's
 private names, for training too.
 """

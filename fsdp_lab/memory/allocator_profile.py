@@ -1,4 +1,4 @@
-"""The memory of a compiled step, by what the allocators report: compiled code calls no operator for its buffers."""
+"""The memory of a compiled step, as the allocators report it: compiled code calls no operator for its buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.autograd.profiler import profile
 from fsdp_lab.memory.profile import Event, Profile
 
 _FORWARD = "fsdp_lab: a forward pass begins"
-# How PyTorch's profiler names what begins a phase.
+# The prefixes of the profiler's events that start a phase.
 _PHASES = {_FORWARD: "forward", "autograd::engine::evaluate_function": "backward", "Optimizer.": "optimizer"}
 
 
@@ -27,12 +27,12 @@ def not_reported() -> Any:
 
 
 class Change(NamedTuple):
-    """Something that the profiler saw: an allocation, a free, or the begin of what has a name.
+    """An event of the profiler: an allocation, a free, or the start of a named range.
 
     Attributes:
-        name: of what begins; "" for memory.
-        device: of the memory; None for what begins.
-        num_bytes: negative: they are freed.
+        name: of the range; "" for memory.
+        device: of the memory; None for a range.
+        num_bytes: negative for a free.
     """
 
     name: str
@@ -43,9 +43,9 @@ class Change(NamedTuple):
 
 @contextmanager
 def allocator_changes(changes: list[Change]) -> Iterator[None]:
-    """Append every allocation and free of this thread, and of its backward passes, once the context ends.
+    """Append every allocation and free of this thread and of its backward passes, when the context ends.
 
-    Those inside of `not_reported` are left out.
+    Those inside `not_reported` are left out.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints a line for each start and stop
     profiled: Any = profile(profile_memory=True)
@@ -68,7 +68,7 @@ def allocator_changes(changes: list[Change]) -> Iterator[None]:
 class AllocatorRecorder:
     """Records what the allocators report of a step.
 
-    They do not report what an allocation is for, so each counts as `other`, outside of all modules.
+    Allocators do not report the purpose of an allocation, so each counts as `other`, outside of all modules.
 
     Args:
         before: what existed before the step, by category.
@@ -89,7 +89,7 @@ class AllocatorRecorder:
             mark.remove()
 
     def finish(self) -> Profile:
-        """Return the profile of the step, once it is over; of one that failed up to the failure."""
+        """Return the profile of a step that has ended; of a failed step, the profile up to the failure."""
         begun = self._before.begun
         return Profile([*self._before.events[:begun], *self._events()], begun).with_peaks()
 

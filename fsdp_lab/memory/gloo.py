@@ -1,4 +1,4 @@
-"""Gloo's collectives in a step whose memory is followed."""
+"""Gloo's collectives in a step that records its memory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fsdp_lab.memory.torch_private import (
 class SynchronousGlooMode(TorchDispatchMode):
     """Makes gloo's collectives synchronous, on copies of their tensors.
 
-    Gloo's threads hold their tensors for a varying time after a collective is done. Waited for at once and given
-    copies, they hold nothing that is followed, so the tensors of training are the same in every run. DDP's buckets are
-    float32 and live on in any case, and DDP needs the very same tensors back.
+    Gloo's threads hold tensors for a varying time after a collective. This mode waits at once and gives gloo copies,
+    which are not recorded, so every run has the same tensors. DDP's float32 buckets are not copied: they stay alive in
+    any case, and DDP needs the same tensors back.
     """
 
     _ALL_REDUCE = torch.ops.c10d.allreduce_.default
-    _BROADCAST = torch.ops.c10d.broadcast_.default  # of the order of DDP's gradients, in its second step
+    _BROADCAST = torch.ops.c10d.broadcast_.default  # DDP sends the order of its gradients in the second step
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,12 +42,12 @@ class SynchronousGlooMode(TorchDispatchMode):
                 reached = torch.empty_like(output)
                 _wait(func(reached, given.clone(), *rest, **kwargs))
                 output.copy_(reached)
-            return output, finished_work()  # waited for: a second wait would show gloo's own buffers
-        if func in FUNCTIONAL_COLLECTIVES and args[0].device.type == "cpu":  # DTensor's: the norm of clipped gradients
+            return output, finished_work()  # finished: a second wait would return gloo's own buffers
+        if func in FUNCTIONAL_COLLECTIVES and args[0].device.type == "cpu":  # DTensor's: a gradient norm
             return wait_for_functional(func(*args, **kwargs)).clone()
         if func in (self._ALL_REDUCE, self._BROADCAST) and args[0][0].device.type == "cpu":
             tensors, *rest = args
-            of_ddp = in_backward() and torch.cpu.current_stream() is self._stream  # FSDP1 enters one of its own
+            of_ddp = in_backward() and torch.cpu.current_stream() is self._stream  # FSDP1 enters its own stream
             if func is self._ALL_REDUCE and tensors[0].dtype is torch.float32 and of_ddp:
                 return tensors, _wait(func(tensors, *rest, **kwargs))
             with not_reported():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-# In the order they are stacked. What stands still lies at the bottom.
+# In the order in which the drawing stacks them. Those that do not change in a step come first.
 CATEGORIES = (
     "param",
     "optimizer",
@@ -32,8 +32,8 @@ class Event:
     Attributes:
         storage: identifies the storage.
         place: `device` or `host`, which never changes for a storage.
-        category: what the bytes count as from now on.
-        num_bytes: of the storage from now on; 0 when it is freed.
+        category: of the bytes from this event on.
+        num_bytes: of the storage from this event on; 0 when it is freed.
         module: the innermost active one; "" outside of all.
         phase: forward, backward or optimizer.
     """
@@ -56,7 +56,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which a place held most.
+    """The moment at which a place held the most bytes.
 
     Attributes:
         index: of the event that led to it.
@@ -81,7 +81,8 @@ class Profile:
         events: in order.
         begun: the number of events before the step began.
         peaks: for each place, the bytes of each category at its peak; `total` is their sum.
-        owners: storage -> the names of the parameters or buffers that it is, or was made for outside of all modules.
+        owners: storage -> the names of its parameters or buffers; or of those that code outside of all modules made it
+            for.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -92,7 +93,7 @@ class Profile:
     def states(self, place: str = "device") -> Iterator[tuple[dict[str, int], dict[int, Held]]]:
         """Yield what a place holds after each event: the bytes of each category, and the storages by their number.
 
-        Both are changed by the next event.
+        The next event changes both in place.
         """
         sums = dict.fromkeys(CATEGORIES, 0)
         alive: dict[int, Held] = {}
@@ -110,11 +111,11 @@ class Profile:
     def peak(self, place: str = "device") -> Peak | None:
         """Return the peak of a place; None if it held nothing.
 
-        Of equals it is the last, because a new storage often gets its category a moment later.
+        Of equal peaks it is the last one, because a new storage often gets its category a moment later.
         """
         most, index = 1, -1
         for i, (sums, _) in enumerate(self.states(place)):
-            # what was there before the step counts once all of it is there, whichever place it ends with
+            # storages from before the step count as one state, whatever place the last of them is in
             if i == self.begun - 1 or (i >= self.begun and self.events[i].place == place):
                 total = sum(sums.values())
                 if total >= most:
@@ -125,7 +126,7 @@ class Profile:
         return Peak(index, sums, list(alive.values()))
 
     def with_peaks(self) -> Profile:
-        """Return this profile, once its events are complete, with its peaks."""
+        """Set the peaks, when all events are known, and return this profile."""
         peaks = ((place, self.peak(place)) for place in PLACES)
         self.peaks = {place: {**peak.sums, "total": peak.total} for place, peak in peaks if peak is not None}
         return self

@@ -1,7 +1,7 @@
-"""Records every tensor storage of an optimizer step, real or fake: when it comes, goes, changes its size or its use.
+"""Records every tensor storage of an optimizer step, real or fake: when it is allocated, freed, resized or reused.
 
-A mode sees the tensors that operators return. What they are for follows from the phase, from hooks on parameters, and
-from the ranges that FSDP2 marks for profilers.
+A dispatch mode sees the tensors that operators return. Their category follows from the phase, from hooks on
+parameters, and from the ranges that FSDP2 marks for profilers.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from fsdp_lab.workloads.base import original_name, tensors_of, unwrapped
 
 
 class ModulesAtWork:
-    """Names the module whose forward or backward pass was entered last and not left.
+    """Names the innermost module in a forward or backward pass: the last one entered and not left.
 
-    A module that several others hold, such as the rotary embedding of all blocks, is named below the one that uses it.
+    A module with several parents, such as the rotary embedding of all blocks, gets the name below the current parent.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,7 +62,7 @@ class ModulesAtWork:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow every module inside. Hooks that stayed on the graph would keep the model alive for good."""
+        """Follow every module inside. Remove the hooks at the end: hooks on the graph would keep the model alive."""
         before = register_module_forward_pre_hook(self._forward_begins)
         self._handles += [before, register_module_forward_hook(self._forward_ends, always_call=True)]
         try:
@@ -73,8 +73,8 @@ class ModulesAtWork:
                 handle.remove()
 
     def names(self) -> list[str]:
-        """Return the names of all that are at work, the innermost last."""
-        if not in_backward():  # a backward pass leaves those open whose inputs get no gradient
+        """Return the names of all active modules, the innermost last."""
+        if not in_backward():  # a backward pass does not leave a module whose inputs get no gradient
             self._entered = [entry for entry in self._entered if not entry[1]]
         return [name for name, _ in self._entered]
 
@@ -104,7 +104,7 @@ class ModulesAtWork:
         if (name, True) in self._entered:
             return
         place, inside = len(self._entered), f"{name}." if name else ""
-        while place and self._entered[place - 1][0].startswith(inside):  # it returns what an inner one returns
+        while place and self._entered[place - 1][0].startswith(inside):  # its output is that of an inner module
             place -= 1
         self._entered.insert(place, (name, True))
 
@@ -136,7 +136,7 @@ class Recorded(Protocol):
 
 
 class StepRecorder(TorchDispatchMode):
-    """Records each change of a step until it is `over`: a model that is freed later is no change of it.
+    """Records each change of a step until `over`, so that freeing the model later adds no event.
 
     Args:
         parallel: tensors on its device count as `device`, all others as `host`.
@@ -158,9 +158,9 @@ class StepRecorder(TorchDispatchMode):
         self._phase = "forward"
         self._in_optimizer = False
         self._storages: dict[int, _Storage] = {}
-        self._named: dict[tuple[int, int], str] = {}  # storage and place in it -> the parameter that it is for
+        self._named: dict[tuple[int, int], str] = {}  # storage and offset -> the name of the parameter
         self._numbers = count()
-        # by parameter: `reshard_after_forward=to_size` makes some and frees them
+        # weak keys, because `reshard_after_forward=to_size` creates parameters and frees them
         self._hooks: Any = WeakIdKeyDictionary()
 
     @contextmanager
@@ -168,7 +168,7 @@ class StepRecorder(TorchDispatchMode):
         """Record inside."""
         resize = torch.UntypedStorage.resize_
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> None:  # which no mode sees
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:  # no dispatch mode sees this call
             resize(storage, size)
             if (known := self._storages.get(id(storage))) is not None:
                 self._has_size(known, storage)
@@ -196,7 +196,7 @@ class StepRecorder(TorchDispatchMode):
         """Note a tensor's storages, with a category.
 
         Args:
-            known_too: also change the category of those that were noted before.
+            known_too: also change the category of storages that were noted before.
             name: of the parameter or buffer that they are for; "": not known.
         """
         for storage in storages_of(tensor):
@@ -213,9 +213,9 @@ class StepRecorder(TorchDispatchMode):
         self._own(name, tensor)
 
     def _owners(self, args: Any, made: Sequence[Tensor]) -> list[str]:
-        """Return for which parameters an operator outside of all modules has made tensors; "": not known.
+        """Return the parameter's name for each tensor that an operator outside of all modules made; "": not known.
 
-        Those of a list are for the owners of a list of arguments, others for the only owner of all arguments.
+        A list of tensors belongs to the owners of a list of arguments; others to the only owner among all arguments.
         """
         if not made or self._modules.names():
             return [""] * len(made)
@@ -226,10 +226,10 @@ class StepRecorder(TorchDispatchMode):
         return [owners.pop() if len(owners) == 1 else ""] * len(made)
 
     def _own(self, name: str, tensor: Tensor) -> None:
-        """Note for which parameter a tensor is, by its place in the storage: FSDP2 reduces a unit into one."""
+        """Note a tensor's parameter by its offset in the storage: FSDP2 reduces a whole unit into one storage."""
         if not name:
             return
-        with torch.no_grad():  # so that this makes no view
+        with torch.no_grad():  # no view in the graph
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         for storage in storages_of(local):
             known = self._storages.get(id(storage))
@@ -257,19 +257,19 @@ class StepRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
-        if func is DEVICE:  # no change of memory, and the modes below need not hear of it
+        if func is DEVICE:  # changes no memory, so the modes below can miss it
             return args[0].device
         if DTensor in types:
-            return NotImplemented  # it comes again as this rank's parts
-        # DTensor tries an operation out on fake tensors of the whole shape first: they hold nothing
+            return NotImplemented  # DTensor calls again with this rank's parts
+        # DTensor first tries an operator on fake tensors of the whole shape, which hold no memory
         if active_fake_mode() is not self._fake_mode:
             return func(*args, **kwargs)
         if func is wait_for_functional.default and self._fake_mode is not None:
-            return args[0]  # a fake one would be another tensor
+            return args[0]  # the fake operator would return another tensor
         try:
             result = func(*args, **kwargs)
         except Exception:
-            phase, module = self.place()  # later no module is at work
+            phase, module = self.place()  # the exception empties the active modules
             self.failed_at = f"{phase} of {module}" if module else ""
             raise
         if self._ranges.see(func, args).startswith(FSDP_ENDS_FORWARD):
@@ -296,7 +296,7 @@ class StepRecorder(TorchDispatchMode):
         return known.category if known else ""
 
     def _category(self, func: Any, args: Any, kwargs: dict[str, Any]) -> str:
-        """Return what an operator's results are for, as far as it is known by now."""
+        """Return the category of an operator's results, as far as it is known at this point."""
         if self._in_optimizer:
             return "optimizer"
         if own := self._parallel.made_for(func, args, kwargs, self):
@@ -304,11 +304,11 @@ class StepRecorder(TorchDispatchMode):
         if self._ranges.innermost.startswith((*FSDP_STARTS_PASS, FSDP_COPIES_OUT)):
             return "unsharded_param"
         if in_backward() and not torch.is_grad_enabled():
-            return "temp"  # a recomputation takes gradients
+            return "temp"  # only a recomputation has gradients enabled
         return "activation"
 
     def _hook_gradients(self, category: str) -> None:
-        """Let parameters note their gradients: once FSDP2 has gathered some, their copies, too."""
+        """Hook the gradients of parameters and, after FSDP2 has gathered them, of their copies."""
         named = [(parameter, category, name) for name, parameter in self._parallel.model.named_parameters()]
         flat = [(handle.flat_param, "unsharded_grad", "") for _, handle in flat_units(self._parallel.model)]
         for parameter, what, name in (*named, *flat):
@@ -349,12 +349,13 @@ def record_step(
     buffer_bytes: Callable[[Any, Any], int] | None = None,
     inside: Callable[[StepRecorder], AbstractContextManager[object]] = lambda recorder: nullcontext(),
 ) -> Iterator[StepRecorder]:
-    """Follow every tensor of the step inside.
+    """Record every tensor of the step inside.
 
     Args:
         parallel: tensors on its device count as `device`, all others as `host`.
         batch: the step's tensors, which exist before it.
-        buffer_bytes: the bytes that an operator's kernel asks for while it runs, by the operator and its arguments.
+        buffer_bytes: returns the bytes that an operator's kernel allocates while it runs, from the operator and its
+            arguments.
         inside: a context that is entered last.
     """
     recorder, model = StepRecorder(parallel, buffer_bytes), parallel.model

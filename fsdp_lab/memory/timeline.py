@@ -1,4 +1,4 @@
-"""A memory profile as one HTML file: a drawing and two tables. No script, no network."""
+"""A memory profile as one HTML file: a drawing and two tables, without scripts or network."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from jinja2 import Environment
 from fsdp_lab.memory.profile import CATEGORIES, PLACES, Peak, Profile
 from fsdp_lab.storage.files import write_text
 
-# Neighbours in the stack differ in lightness, so that they stay apart without colour vision.
+# Neighbours in the stack differ in lightness, for readers without colour vision.
 COLOURS = {
     "param": "#3a359a", "optimizer": "#8fd0f0", "buffer": "#289a8e", "input": "#eadf6a", "grad": "#117733",
     "unsharded_param": "#f0a0b0", "all_gather": "#5a1238", "activation": "#e08a20", "unsharded_grad": "#2a62d8",
     "reduce_scatter": "#c090f0", "temp": "#50555b", "other": "#e0e4e8",
 }  # fmt: skip
-WIDTH, HEIGHT = 1000, 300  # of the drawing; each unit of its width is a column
+WIDTH, HEIGHT = 1000, 300  # of the drawing; it has one column per unit of width
 _MAX_HOLDERS = 15
 
 
 def write_timeline(profile: Profile, path: Path, title: str, facts: Mapping[str, str]) -> None:
-    """Write a page that shows what the step held over time, and what held the peak.
+    """Write a page that shows the memory of the step over time, and the tensors at the peak.
 
     Args:
         facts: name -> value, for its head.
@@ -41,7 +41,7 @@ def write_timeline(profile: Profile, path: Path, title: str, facts: Mapping[str,
 
 
 def _chart(profile: Profile, place: str, peak: Peak) -> dict[str, Any]:
-    """Return the values of one drawing. Each column shows the highest of its states, so that no spike is lost."""
+    """Return the values of one drawing. Each column shows its highest state, so that no spike is lost."""
     states = [dict.fromkeys(CATEGORIES, 0)] if not profile.begun else []
     states += (dict(sums) for sums, _ in islice(profile.states(place), max(0, profile.begun - 1), None))
     columns: dict[int, dict[str, int]] = {}
@@ -74,7 +74,7 @@ def _holders(peak: Peak) -> list[tuple[str, str, int, int]]:
 
 
 def _areas(columns: Mapping[int, Mapping[str, int]], most: int) -> Iterator[tuple[str, str]]:
-    """Yield each category that is held, the topmost first, and the points of the area from the ground to its top."""
+    """Yield each category with memory, the topmost first, and the points of the area from zero to its top."""
     used = [category for category in CATEGORIES if any(held[category] for held in columns.values())]
     ends = [*list(columns)[1:], WIDTH]
     for height in range(len(used), 0, -1):

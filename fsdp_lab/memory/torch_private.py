@@ -1,7 +1,7 @@
 """The private names of PyTorch that training uses, under names of our own.
 
-`tests/training/test_units.py` tries each of `NAMES` and names the missing one; without what is imported or read
-here, this module fails.
+`tests/training/test_units.py` tries each of `NAMES` and names the missing one. If PyTorch lacks a name that this module
+imports or reads, the import fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fsdp_lab.workloads.base import original_name
 
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "active_fake_mode"]
 
-# Before 2.15 FSDP2 copied every list and dictionary that a unit gets; since then only those with a gradient inside.
+# Before 2.15 FSDP2 copied every list and dictionary passed to a unit; since then only those with gradients.
 REBUILDS_INPUTS = not hasattr(_common_utils, "replace_grad_tensors")
 
 _FSDP = "torch.distributed.fsdp._fully_shard._fully_shard"
@@ -77,7 +77,7 @@ NAMES = (
 )
 
 GATHER, SCATTER = torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default  # output, input
-FLAT_GATHER = torch.ops.c10d.allgather_.default  # FSDP1's, of tensors on a CPU
+FLAT_GATHER = torch.ops.c10d.allgather_.default  # FSDP1's, for tensors on a CPU
 ITEM = torch.ops.aten._local_scalar_dense.default
 CAST = torch.ops.aten._to_copy.default
 FUNCTIONAL_COLLECTIVES = (
@@ -86,7 +86,7 @@ FUNCTIONAL_COLLECTIVES = (
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 )
 wait_for_functional = torch.ops._c10d_functional.wait_tensor
-DEVICE = torch.ops.prim.device.default  # where a fake tensor is, asked by C++: two of three operators of its step
+DEVICE = torch.ops.prim.device.default  # C++ asks a fake tensor for its device: two of three operators of a fake step
 
 
 class TorchDispatchMode(_DispatchMode):
@@ -99,13 +99,13 @@ class TorchDispatchMode(_DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return whether compiled code may run under it, as PyTorch asks."""
+        """Return whether compiled code may run under this mode. PyTorch calls it."""
         return TorchDispatchMode._compiled
 
 
 @contextmanager
 def compiled_code_runs() -> Iterator[None]:
-    """Let code be compiled, and run compiled, under our modes that are entered inside."""
+    """Allow code to be compiled, and to run compiled, under our modes that are entered inside."""
     with mock.patch.object(TorchDispatchMode, "_compiled", True):
         yield
 
@@ -116,7 +116,7 @@ def around_compiled(
 ) -> Iterator[None]:
     """Call `begins(module, args)` before and `ends(module, args, output)` after each compiled module inside.
 
-    Global hooks do not: they are compiled with the module.
+    Global hooks cannot do this: they are compiled with the module.
     """
 
     def call(module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -134,19 +134,19 @@ def around_compiled(
 
 
 def flat_units(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the name of each of FSDP1's units that has parameters, and what handles them; the root first."""
+    """Return the name and the handle of each FSDP1 unit with parameters, the root first."""
     named = ((name, module) for name, module in model.named_modules() if isinstance(module, FullyShardedDataParallel))
     return [(original_name(name), unit._handle) for name, unit in named if unit._handle is not None]
 
 
 def reshard_flat(model: nn.Module) -> None:
-    """Free what an evaluation has left gathered of FSDP1's units, so that the next pass gathers it again."""
+    """Free the parameters that an evaluation left gathered in FSDP1's units, so that the next pass gathers them."""
     for module in model.modules():
         handle: Any = module._handle if isinstance(module, FullyShardedDataParallel) else None
         if handle is not None and handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded"):
             if not handle.needs_unshard():
                 _runtime_utils._reshard(module, handle, True)
-            # a gradient inside of the evaluation begins a backward pass that does not end
+            # a gradient inside of an evaluation starts a backward pass that does not end
             handle._prefetched, handle._training_state = False, HandleTrainingState.IDLE
             module.training_state = TrainingState.IDLE  # type: ignore[assignment]
 
@@ -158,10 +158,10 @@ def _units_of(model: nn.Module) -> list[Any]:
 
 
 def collectives_announced(model: nn.Module, comes: Callable[[str, str], None]) -> int:
-    """Call `comes` before a unit gathers or reduces, with what it does in words and the names of the unit's modules.
+    """Call `comes(text, names)` before a unit gathers or reduces; `names` are those of the unit's modules.
 
-    Return the number of units. The root has no name. FSDP2's reduction is announced once for what goes in, and once for
-    what comes out.
+    Return the number of units. The root has no name. FSDP2's reduction is announced twice: for its input and for its
+    output.
     """
 
     def announcing(base: Any, does: str, unit: str) -> Any:
@@ -199,7 +199,7 @@ def _announce_flat(unit: str, handle: Any, comes: Callable[[str, str], None]) ->
 
 
 def unsharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
-    """Return each parameter that was gathered once: its name, its shard, and the copy, whose memory may be freed."""
+    """Return each parameter that has been gathered: its name, its shard, and the copy, whose memory may be free."""
     groups = [group for state in _units_of(model) if (group := state._fsdp_param_group) is not None]
     parameters = [parameter for group in groups for parameter in group.fsdp_params]
     return [
@@ -208,9 +208,10 @@ def unsharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter, nn.P
 
 
 def flat_parameters(model: nn.Module) -> dict[int, str]:
-    """Return the name of each of FSDP1's parameters by its number.
+    """Return the name of each FSDP1 parameter by its number.
 
-    Units compute with other tensors. These have the part of a rank, or on one rank the memory that the unit uses.
+    Units compute with other tensors. These hold a rank's part; with one rank they share the memory of the unit's
+    tensors.
     """
     return {
         id(parameter): f"{unit}.{original_name(name)}".removeprefix(".")
@@ -223,10 +224,10 @@ Place = tuple[nn.Module, str, Callable[[], Sequence[Any]]]  # a module, a parame
 
 
 def places_of_parameters(model: nn.Module, inside: bool) -> Iterator[tuple[nn.Module, list[Place]]]:
-    """Yield each module at whose call FSDP uses the parameters that it has put in place, and these places.
+    """Yield each module that FSDP gives gathered parameters when it is called, and the places of these parameters.
 
-    FSDP2 puts them there when a unit is called. FSDP1 does so, too, and inside of the unit modules use these whatever
-    is registered as their parameters; `inside`: yield these modules, too.
+    FSDP2 puts them there when a unit is called. FSDP1 does, too; the modules inside its unit then use them, whatever is
+    registered as their parameters. `inside`: also yield those modules.
     """
     forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
     for module in model.modules():
@@ -254,22 +255,22 @@ def _of_flat(flat: Any, i: int) -> Sequence[Any]:
 
 
 def has_own_parameter(place: Place) -> bool:
-    """Return whether a module has the parameter that FSDP has put there, and no other."""
+    """Return whether a module still has the parameter that FSDP put there."""
     module, name, known = place
     now = module._parameters.get(name, vars(module).get(name))
     return any(now is each for each in known())
 
 
 class AccumulatesInPlace(TorchDispatchMode):
-    """Adds up the gradients of a tensor that is used more than once as they are without a mode: in place.
+    """Adds the gradients of a tensor that is used more than once in place, as PyTorch does without a mode.
 
-    PyTorch's autograd engine adds the second gradient to the first one in place if nothing else holds that. Under any
-    dispatch mode it makes a third tensor instead, so a step that is followed would hold more than one that trains.
+    PyTorch's autograd engine adds the second gradient to the first one in place if nothing else holds the first. Under
+    any dispatch mode it makes a third tensor instead, so a recorded step would hold more than an ordinary one.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._alone: set[tuple[int, int]] = set()  # the references to a gradient that nothing but the engine holds
+        self._alone: set[tuple[int, int]] = set()  # the reference count of a gradient that only the engine holds
         self._seen: list[tuple[int, int]] | None = None
 
     def learn(self, device: torch.device) -> None:
@@ -301,17 +302,17 @@ def has_hooks(parameter: nn.Parameter) -> bool:
 
 
 def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Return the norm of each tensor, by few kernels."""
+    """Return the norm of each tensor with few kernels."""
     return torch._foreach_norm(tensors)
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place; some kernels do not count."""
+    """Return the number of in-place writes of a tensor; some kernels do not count theirs."""
     return tensor._version
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is dense and of no class of its own, but for a fake one."""
+    """Return whether a tensor is dense and of no subclass, except for a fake tensor."""
     return (type(tensor) is Tensor or isinstance(tensor, FakeTensor)) and tensor.layout is torch.strided
 
 
@@ -320,17 +321,17 @@ def _alike(first: Tensor, second: Tensor) -> bool:
 
 
 def _has_storage_alone(tensor: Tensor) -> bool:
-    """Return whether a tensor fills its storage, and no other tensor has that."""
+    """Return whether a tensor fills its storage and is the only tensor in it."""
     storage = tensor.untyped_storage()
-    holders = torch._C._storage_Use_Count(storage._cdata) - 1  # without the one that is asked
+    holders = torch._C._storage_Use_Count(storage._cdata) - 1  # without the reference of the question itself
     return holders == 1 and storage.nbytes() == tensor.numel() * tensor.element_size()
 
 
-_TORCH = str(Path(torch.__file__).parent)  # which wraps the methods of modes
+_TORCH = str(Path(torch.__file__).parent)  # wraps the methods of modes
 
 
 def _of_the_engine() -> bool:
-    """Return whether the autograd engine itself calls an operator, and not a function in Python."""
+    """Return whether the autograd engine itself calls an operator, not a Python function."""
     frame: FrameType | None = sys._getframe(2)
     while frame and frame.f_code.co_name in ("_fn", "inner") and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
@@ -359,7 +360,7 @@ def one_post_forward_mesh() -> Iterator[None]:
 def gather_before_gradient_of(tensor: Tensor, unit: nn.Module) -> None:
     """Let the backward pass gather the parameters of a sharded unit before the gradient of a tensor is used.
 
-    A view that is changed in place loses what it was told, so its base is told, too.
+    A view that is changed in place loses this, so its base gets it, too.
     """
     assert isinstance(unit, FSDPModule)
     for told in (tensor, tensor._base):
@@ -375,7 +376,7 @@ def free_cublas_workspaces(device: torch.device) -> int:
 
 
 def start_allocator_history(max_entries: int) -> None:
-    """Let the CUDA allocator record its last `max_entries` allocations and frees, with Python's stacks."""
+    """Make the CUDA allocator record its last `max_entries` allocations and frees, with Python stacks."""
     torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
 
 
@@ -406,9 +407,9 @@ def finished_work() -> Any:
 
 
 def forget_meshes() -> None:
-    """Let DTensor forget the meshes of a process group that has ended.
+    """Clear DTensor's caches of a process group that has ended.
 
-    It keeps results by mesh, and a mesh equals one of later groups with the same ranks, whose groups have other names.
+    They are keyed by mesh. The mesh of a later group with the same ranks is equal, though its groups have other names.
     """
     debug._clear_sharding_prop_cache()
 
@@ -422,9 +423,9 @@ def replace_tensors(model: nn.Module, fresh: Callable[[Tensor], Tensor], in_plac
     """Replace every parameter and buffer by `fresh(tensor)`, and let FSDP2 know.
 
     Args:
-        in_place: whoever holds a parameter then holds what has replaced it. A fake one cannot be put in place.
+        in_place: all references to a parameter get the new one. A fake tensor cannot be put in place.
 
-    A module that two others hold is visited once: by the second visit its tensor may be fake, and cannot be replaced.
+    A module with two parents is visited once: at a second visit its tensor may be fake, and cannot be replaced.
     """
     places, held = [], set()
     for holder in list(model.modules()):
@@ -445,12 +446,12 @@ def replace_tensors(model: nn.Module, fresh: Callable[[Tensor], Tensor], in_plac
 
 
 def unsplit_classes(model: nn.Module) -> frozenset[str]:
-    """Return the names of the classes that a model does not want divided: transformers' models have such a list."""
+    """Return the names of the classes that must not be divided: transformers' models have such a list."""
     return frozenset(getattr(model, "_no_split_modules", None) or ())
 
 
 def wait_for(tensor: Any) -> Any:
-    """Return a tensor that a collective has filled; anything else as it is."""
+    """Wait for a tensor that a collective fills and return it; return anything else as it is."""
     return wait_for_functional(tensor) if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
@@ -473,7 +474,7 @@ class Ranges:
         self.innermost = ""
 
     def see(self, func: Any, args: Sequence[Any]) -> str:
-        """Look at an operator, and return the name of the range that it begins; "" if it begins none."""
+        """Follow an operator, and return the name of the range that it starts; "" if it starts none."""
         begins = func.overloadpacket is torch.ops.profiler._record_function_enter_new
         if begins:
             self._names.append(args[0])
